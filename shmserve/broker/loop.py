@@ -38,6 +38,7 @@ from shmserve.broker.observability.metric_settings import MetricSettings
 from shmserve.broker.observability.metrics import Metrics
 from shmserve.broker.observability.model_metrics import ModelCounters
 from shmserve.broker.processes.cgroups import take_over_own_group
+from shmserve.broker.processes.memory_meter import MemoryMeter
 from shmserve.broker.processes.workers import Workers, WorkerSettings
 from shmserve.broker.segments import Segments
 from shmserve.core import effects, events
@@ -112,9 +113,7 @@ class Broker:
         self._catalog = catalog
         self._segments = Segments()
         limits = core.state.limits
-        self._memory = BrokerMemory(
-            self._segments, arena_bytes, limits.cache_bytes, lambda message: self.put(events.OwnSegment(message))
-        )
+        self._memory = BrokerMemory(self._segments, arena_bytes, limits.cache_bytes, self._own_segment)
         core.copy_with(self._memory, time.monotonic_ns)
         self.read = self._memory.read
         server_metrics = Metrics(
@@ -129,6 +128,7 @@ class Broker:
         self._workers = Workers(
             loop, self._deliver, self._worker_exited, log_record, workers, take_over_own_group(), other_children
         )
+        self._meter = self._new_meter(workers.used_on_gpu)
         self._peers = count(1)
         self._links: dict[int, PeerLink | ZmqOutbox] = {}
         self._leases = Leases(self._links, self._put_from, self._workers.kill)
@@ -147,6 +147,14 @@ class Broker:
         self._pings = count(1)
         self._keepalive = loop.call_later(PING_S, self._ping_silent)
         self._actions = self._all_actions()
+
+    def _own_segment(self, message: Map) -> None:
+        self.put(events.OwnSegment(message))
+
+    def _new_meter(self, used_on_gpu: Callable[[int], int]) -> MemoryMeter | None:
+        """None: there are no memory budgets."""
+        state = self.core.state
+        return MemoryMeter(self._loop, state, self.process_of, used_on_gpu, self.put) if state.memory_limited else None
 
     def _listen(self, runtime_dir: Path, access: AccessRules) -> None:
         self._zmq_user = os.geteuid()
@@ -334,6 +342,8 @@ class Broker:
             policy, warnings = self._catalog.complete(version.source, config)
             for text in warnings:
                 log_record("warning", f"{version.label}: {text}", {"model": version.model, "version": version.number})
+            if self._meter is not None:
+                self._meter.measure()
             return events.Compiled(policy)
         except (ServeError, msgspec.MsgspecError) as error:
             self._workers.kill(peer, "its completed configuration is invalid")
@@ -457,6 +467,8 @@ class Broker:
             worker = self._workers.spawn(effect, self._catalog.terms(effect))
             self._links[effect.peer] = worker.link
             worker.link.send_now([load], [descriptor])
+            if self._meter is not None:
+                self._meter.worker_started()
         finally:
             os.close(descriptor)
 
@@ -515,6 +527,8 @@ class Broker:
         self._probes.close()
         self._leases.close()
         self._workers.close()
+        if self._meter is not None:
+            self._meter.close()
         self._keepalive.cancel()
         if self._timer is not None:
             self._timer.cancel()

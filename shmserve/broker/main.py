@@ -21,9 +21,11 @@ import uvloop
 
 from shmserve.broker.admin.activity import ActivityReport
 from shmserve.broker.admin.queries import Control
+from shmserve.broker.admin.service import ServiceControl
 from shmserve.broker.config import settings as setting
 from shmserve.broker.loop import Broker
 from shmserve.broker.models.catalog import Catalog, Reading
+from shmserve.broker.models.ensemble_members import needs
 from shmserve.broker.models.poller import Poll
 from shmserve.broker.models.remote import open_remote
 from shmserve.broker.models.remote_changes import RemoteChanges
@@ -192,7 +194,7 @@ class ServerProcess:
         )
         self._operations = self._broker.operations
         generations.discard = self._operations.discard
-        self._agents.discard = self._operations.in_reader
+        self._agents.discard = self._operations.reader.submit
         self._control.process_of = self._broker.process_of
         self._remote_changes = self._follow_remote()
         self._progress = LoadProgress(self._core, self._loaded, log_record, self._is_downloading)
@@ -205,7 +207,10 @@ class ServerProcess:
         self._rereads = 0
         """Number of repository scans started by SIGHUP that have not finished."""
         state = self._core.state
-        self._announcer = service_status.Announcer(loop, manager, state.models.values, lambda: len(state.requests))
+        self._announcer = service_status.Announcer(
+            loop, manager, state.models.values, lambda: len(state.requests), lambda: state.out_of_service
+        )
+        self._service = self._make_service()
 
     def _make_gateways(self, settings: argparse.Namespace, busy_poll_ns: int) -> Gateways:
         return Gateways(
@@ -255,6 +260,13 @@ class ServerProcess:
 
         report = ActivityReport(state, control.index, control.about, gpus.document, gpus.used_by, compare)
         control.add({"activity": lambda ask: report.document()})
+
+    def _make_service(self) -> ServiceControl:
+        service = ServiceControl(self._loop, self._core.state, self._broker.put, self._announcer.check_status)
+        self._control.add(
+            {"service": lambda ask: service.document(), "set_service": lambda ask: service.change(ask.body)}
+        )
+        return service
 
     def _make_span_exporter(self, settings: argparse.Namespace) -> SpanExporter | None:
         """Exports traces for OpenTelemetry, if that is the mode."""
@@ -317,6 +329,7 @@ class ServerProcess:
             self._loop.run_forever()
         finally:
             self._announcer.close()
+            self._service.close()
             self._gateways.close()
             self._agents.interrupt()
             if self._remote is not None:
@@ -357,6 +370,7 @@ class ServerProcess:
         for finding in [finding for root in settings.model_repository for finding in repository_findings(root)]:
             hint = f" -> {finding.hint}" if finding.hint else ""
             log.warning("%s: %s%s", finding.where, finding.text, hint)
+        needed: list[tuple[str, Reading]] = []
         if self._mode == "poll" and settings.repository_poll_secs:
             poll = Poll(self._catalog, settings.settle_secs)
             changes = poll.check(at_start=True)
@@ -367,11 +381,15 @@ class ServerProcess:
             every = self._mode != "explicit" or settings.load_model == ["*"]
             if self._remote is not None and self._mode == "explicit":
                 readings = []  # they may need models that have to be downloaded
+            elif every:
+                readings = self._catalog.read_all()
             else:
-                readings = self._catalog.read_all() if every else [self._read(name) for name in settings.load_model]
+                readings = [self._read(name) for name in settings.load_model]
+                named = {reading.scanned.name for reading in readings}
+                needed = [found for reading in readings for found in needs(reading, self._catalog.read, named)]
         self._catalog.names = names
         log.info("serving %s; loading %d of %d model(s)", settings.runtime_dir, len(readings), len(names))
-        self._operations.begin(readings)
+        self._operations.begin(readings, needed)
         if self._remote_changes is not None:
             log.info("downloading models from %s", ", ".join(map(str, settings.remote_repositories)))
             self._remote_changes.begin(settings.load_model)

@@ -198,13 +198,15 @@ class More(Struct, array_like=True, tag=11, gc=False):
 
 class Hello(Struct, array_like=True, tag=6, gc=False):
     """First message of a connection. `outputs`: how large outputs are returned: memfd (lane), posix, or frames.
-    `leases`: on a lane, the client accepts Lease."""
+    `leases`: on a lane, the client accepts Lease. `keeps`: it accepts ReplyHeld, and nobody changes the inputs in its
+    segments without a name before Released."""
 
     protocol: int
     pid: Id
     name: Name
     outputs: Annotated[str, Meta(max_length=16)]
     leases: bool = False
+    keeps: bool = False
 
 
 class Infer(Struct, array_like=True, tag=7, gc=False):
@@ -238,8 +240,8 @@ class Cancel(Struct, array_like=True, tag=8, gc=False):
 
 class Ask(Struct, array_like=True, tag=9, gc=False):
     """A query about the server (live, ready, loaded, models, metadata, config, origins, statistics, metrics, log,
-    trace, traffic), or an operation (load, unload, restart, rollback, set_log, set_trace, set_traffic, record).
-    Answered with Answer; operations when they have completed.
+    text_models, trace, traffic, service), or an operation (load, unload, restart, rollback, set_log, set_trace,
+    set_traffic, set_service, record). Answered with Answer; operations when they have completed.
 
     `body`: arguments besides the model, see docs/wire.md. `more`: another Ask of the same request continues the body;
     the other fields are taken from the first one."""
@@ -279,6 +281,11 @@ class Reply(Struct, array_like=True, tag=33, gc=False):
     parameters: dict[str, Value] | None = None
 
 
+class ReplyHeld(Reply, array_like=True, tag=44, gc=False):
+    """Like Reply, but a worker may still read the inputs; Released(request) follows when it has finished. Only for
+    clients that accept it (Hello)."""
+
+
 class Fail(Struct, array_like=True, tag=34, gc=False):
     """The request failed. Request 0: a packet that could not be decoded."""
 
@@ -288,7 +295,7 @@ class Fail(Struct, array_like=True, tag=34, gc=False):
 
 
 class Released(Struct, array_like=True, tag=35, gc=False):
-    """After FailHeld: the inputs of the request are no longer in use and the client may reuse them."""
+    """After FailHeld or ReplyHeld: the inputs of the request are no longer in use and the client may reuse them."""
 
     request: Id
 
@@ -382,6 +389,7 @@ BrokerMessage = (
     Welcome
     | Reply
     | ReplyBatch
+    | ReplyHeld
     | Fail
     | FailHeld
     | Released
@@ -460,6 +468,15 @@ class Execute(Struct, array_like=True, tag=65, gc=False):
     audiences: tuple[Name, ...] = ()
 
 
+class Expect(Struct, array_like=True, tag=72, gc=False):
+    """Sent before the Execute with this request: compare its outputs with these, and report the result in place of
+    them, as the parameters `equal` (bool) and, if they differ, `output` (the first one that does) and `difference`
+    (how, as text). It holds until the request has run or was withdrawn."""
+
+    request: Id
+    outputs: Tensors
+
+
 class Withdraw(Struct, array_like=True, tag=66, gc=False):
     """Remove these requests from waiting batches. Answered with Withdrawn, which lists those that were removed."""
 
@@ -507,8 +524,8 @@ class Revoke(Struct, array_like=True, tag=71, gc=False):
 
 
 WorkerOrder = (
-    Load | Execute | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More | Probe | Lend | Revoke
-    | Reply | Part | Fail | FailHeld | Released | Answer
+    Load | Execute | Expect | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More | Probe | Lend
+    | Revoke | Reply | Part | Fail | FailHeld | Released | Answer
 )  # fmt: skip
 """The last six answer the worker's own calls, with the same meaning as for a client."""
 

@@ -26,7 +26,8 @@ _READ = OBSERVE | OPERATE
 _OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
 """Messages that affect only the client's own connection and requests; they need any role."""
 _OPERATIONS = dict.fromkeys(
-    ("load", "unload", "restart", "rollback", "set_log", "set_trace", "set_traffic", "record"), OPERATE
+    ("load", "unload", "restart", "rollback", "set_log", "set_trace", "set_traffic", "set_service", "record"),
+    OPERATE,
 )
 QUESTIONS = {
     "live": _ANY,
@@ -43,6 +44,8 @@ QUESTIONS = {
     "log": _READ,
     "trace": _READ,
     "traffic": _READ,
+    "text_models": _READ,
+    "service": _READ,
     "logs": OPERATE,
     **_OPERATIONS,
 }

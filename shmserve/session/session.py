@@ -55,6 +55,7 @@ from shmserve.protocol.messages import (
     Released,
     Reply,
     ReplyBatch,
+    ReplyHeld,
     Tensor,
     TensorForm,
     Unmap,
@@ -101,6 +102,8 @@ class Session:
     number of inline bytes; `decode` returns the result of a reply or part. It is told the server's limits, and
     `explain_lost` may replace the failure of a request whose memory a worker could not open.
 
+    `keeps`: inputs in the session's own arena may be kept for longer than until the answer, as nobody else writes them.
+
     `trace_context` returns parameters that are added to requests, while the server wants them.
     """
 
@@ -119,7 +122,9 @@ class Session:
         explain_lost: Callable[[Fail, Ticket, SessionMemory], Fail] | None = None,
         lease_sockets: LeaseSockets | None = None,
         trace_context: Callable[[], dict[str, str] | None] | None = None,
+        keeps: bool = False,
     ) -> None:
+        self._keeps = keeps
         self.memory = SessionMemory(memory, memory_bytes, on_full, frame_bytes, cold)
         self._tickets = Tickets(self.memory)
         self.tickets = self._tickets.pending
@@ -404,13 +409,16 @@ class Session:
             ticket.settle(row_reply(number, version, forms, shapes, data))
         return settled
 
-    def _settle_slowly(self, ticket: Ticket, reply: Reply, frames: Sequence[Any]) -> None:
+    def _settle_slowly(
+        self, ticket: Ticket, reply: Reply, frames: Sequence[Any], held: KeptInputs | None = None
+    ) -> None:
         """Settle a request that has kept inputs, or outputs that are not inline. Arrays are created at once, because
-        dropping them is what returns the memory to the server."""
+        dropping them is what returns the memory to the server. `held`: inputs that are released later."""
         kept, ticket.kept = ticket.kept, None
         ticket.message = None
         try:
-            result = self._decode(reply, frames, kept.places if kept is not None else {}, self.memory)
+            places = kept.places if kept is not None else held.places if held is not None else {}
+            result = self._decode(reply, frames, places, self.memory)
         except ServeError as error:
             ticket.fail(error.with_traceback(None))  # the traceback would keep the ticket and the caller's arrays alive
         else:
@@ -487,6 +495,14 @@ class Session:
         ticket.fail(from_wire(message.code, message.text))
         return 1
 
+    def _on_reply_held(self, message: ReplyHeld) -> int:
+        ticket = self.tickets.pop(message.request, None)
+        if ticket is None:
+            return_handles(message, self.memory)
+            return 0
+        self._settle_slowly(ticket, message, (), self._tickets.hold(ticket))
+        return 1
+
     def _on_released(self, message: Released) -> int:
         self._tickets.release(message.request)
         return 0
@@ -539,7 +555,7 @@ class Session:
         self.connected = False
         self.goodbye = None
         leases = self._leases.sockets is not None
-        return Packet(codec.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind, leases)]))
+        return Packet(codec.encode([Hello(PROTOCOL, pid, name[:128], self.memory.kind, leases, self._keeps)]))
 
     def _on_welcome(self, message: Welcome) -> int:
         if message.protocol != PROTOCOL:
@@ -632,6 +648,7 @@ class Session:
 _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Fail: Session._on_fail,
     FailHeld: Session._on_fail_held,
+    ReplyHeld: Session._on_reply_held,
     Released: Session._on_released,
     Lease: Session._on_lease,
     LeaseEnd: Session._on_lease_end,

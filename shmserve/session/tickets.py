@@ -18,7 +18,7 @@ class Tickets:
         """Number -> unanswered ticket."""
         self._memory = memory
         self._held: dict[int, KeptInputs] = {}
-        """Number of a failed request -> its inputs, which the server still reads."""
+        """Number of an answered request -> its inputs, which the server still reads."""
         self._deadlines: list[tuple[float, int]] = []
         """A heap. Entries of answered tickets are removed lazily."""
 
@@ -40,10 +40,15 @@ class Tickets:
 
     def remove_and_hold(self, ticket: Ticket) -> None:
         """Remove a failed request, and keep its inputs until `release`."""
-        if ticket.kept is not None:
-            self._held[ticket.number] = ticket.kept
-            ticket.kept = None
+        self.hold(ticket)
         self.remove(ticket)
+
+    def hold(self, ticket: Ticket) -> KeptInputs | None:
+        """Keep the inputs of an answered request until `release`."""
+        kept, ticket.kept = ticket.kept, None
+        if kept is not None:
+            self._held[ticket.number] = kept
+        return kept
 
     def release(self, number: int) -> None:
         kept = self._held.pop(number, None)

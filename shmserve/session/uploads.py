@@ -168,9 +168,19 @@ def of_load(
     return Body([_Bytes("", line), *parts])
 
 
-def of_traffic(shares: Mapping[int, int] | None, aliases: Mapping[str, int | None] | None) -> Body:
-    """The body of `set_traffic`."""
-    return of_json({"shares": shares, "aliases": aliases or {}})
+def of_traffic(
+    shares: Mapping[int, int] | None, aliases: Mapping[str, int | None] | None, shadow: Mapping[int, int] | None = None
+) -> Body:
+    """The body of `set_traffic`. JSON has only text as keys."""
+    numbers = [
+        None if given is None else {str(key): value for key, value in given.items()} for given in (shares, shadow)
+    ]
+    return of_json({"shares": numbers[0], "aliases": dict(aliases or {}), "shadow": numbers[1]})
+
+
+def of_service(out_of_service: bool) -> Body:
+    """The body of `set_service`."""
+    return of_json({"out_of_service": out_of_service})
 
 
 def recorded(do: str, recording: int, models: Sequence[str]) -> Body:

@@ -41,11 +41,27 @@ def own_bytes(pid: int) -> int:
     return max(0, int(fields[1]) - int(fields[2])) * PAGE if fields else 0
 
 
+def anonymous_bytes(pid: int) -> tuple[int, int]:
+    """The memory of a process that is neither a file nor shared memory, and the most that it can have had so far. Pages
+    that it shares with the process from which it was forked count in part. Takes time for large processes."""
+    now = _kilobytes(_read(pid, "smaps_rollup"), b"Pss_Anon:")
+    if now is None:  # an old kernel
+        now = own_bytes(pid) // 1024
+    status = _read(pid, "status")
+    most, resident = _kilobytes(status, b"VmHWM:"), _kilobytes(status, b"VmRSS:")
+    return now * 1024, (now + max(0, (most or 0) - (resident or 0))) * 1024
+
+
+def _kilobytes(text: bytes, name: bytes) -> int | None:
+    _, found, rest = text.partition(b"\n" + name)
+    return int(rest.split(None, 1)[0]) if found else None
+
+
 def _read(pid: int, name: str) -> bytes:
     """A file of a process; empty if the process has exited."""
     try:
         descriptor = os.open(f"/proc/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return b""
     try:
         return os.read(descriptor, 4096)

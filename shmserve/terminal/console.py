@@ -62,10 +62,10 @@ class Column(NamedTuple):
 
 
 def state_style(text: str) -> str:
-    """READY (degraded) is a warning."""
+    """READY (degraded) is a warning, READY (asleep) is not."""
     word, _, note = text.partition(" (")
     style = STATES.get(word) or STATES.get(text, "")
-    return WARN if note and style == GOOD else style
+    return WARN if note not in ("", "asleep)") and style == GOOD else style
 
 
 def nonzero(style: str) -> Callable[[str], str]:

@@ -135,6 +135,19 @@ def counters(counted: Statistics) -> Document:
         "reasons": {reason.value: count for reason, count in counted.reasons.items()},
         "request_times": _buckets(counted.request_times),
         "batch_rows": {rows: batch.count for rows, batch in sorted(counted.batches.items())},
+    } | _streams(counted)
+
+
+def _streams(counted: Statistics) -> Document:
+    """For decoupled models: times to the first response and between responses, as `request_times`."""
+    if counted.streams is None:
+        return {}
+    first, between = counted.streams.first, counted.streams.between
+    return {
+        "first_response_ns": first.sum_ns,
+        "first_response_times": _buckets(first.counts),
+        "between_responses_ns": between.sum_ns,
+        "between_responses_times": _buckets(between.counts),
     }
 
 

@@ -12,11 +12,13 @@ import msgspec
 from shmserve.broker.admin import report
 from shmserve.broker.models.catalog import Catalog
 from shmserve.core.core import Core
+from shmserve.core.models import sizes
 from shmserve.core.models.deployment import UNLOADED
 from shmserve.core.models.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.core.stats import activity
+from shmserve.core.stats import activity, histogram
+from shmserve.core.stats.statistics import Statistics
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
 from shmserve.protocol.roles import OPERATE, OPERATIONS, remove_private
@@ -52,13 +54,13 @@ class Control:
         self.changed_on_disk: Set[int] = frozenset()
         """The sources of versions that differ from what is in the repository, as last checked."""
         self.failed = False
+        """Initialization failed: the server is not live, and runs only so that its operator can query the reason."""
         self.downloads: Callable[[], Mapping[str, str]] = dict
         """Model -> how far its download is."""
         self.is_complete: Callable[[], bool] = lambda: True
         """Whether all repositories could be read, now or before."""
         self.is_starting: Callable[[], bool] = lambda: False
         """Whether models that are served from the start are being downloaded."""
-        """Initialization failed: the server is not live, and runs only so that its operator can query the reason."""
         self.metrics: list[Callable[[], str]] = []
         """Providers of metrics; the answer is their texts, in this order."""
         self.metrics_budget = True
@@ -84,6 +86,7 @@ class Control:
             "report": self._report,
             "statistics": self._statistics,
             "metrics": self._kept_metrics,
+            "text_models": self._text_models,
         }
 
     def add(self, answers: Mapping[str, Callable[[Ask], Any]]) -> None:
@@ -132,7 +135,8 @@ class Control:
             for version in model.versions.values()
             if version.reason != UNLOADED and not (version.state is VersionState.LOADING and model.is_served_meanwhile)
         ]
-        if self.failed or self._core.state.draining or VersionState.LOADING in states or self.is_starting():
+        stopping = self._core.state.draining or self._core.state.out_of_service
+        if self.failed or stopping or VersionState.LOADING in states or self.is_starting():
             return False
         # A model that continues to be served because its replacement cannot be read does not count.
         refused = any(model.reason and model.default() is None for model in self._core.state.models.values())
@@ -165,8 +169,9 @@ class Control:
 
     def _ready(self, ask: Ask) -> Any:
         if not ask.model:
-            ready = self.server_ready()
-            return {"ready": ready, "settled": ready or self._are_settled(self._core.state.models.values())}
+            ready, out_of_service = self.server_ready(), self._core.state.out_of_service
+            settled = ready or (not out_of_service and self._are_settled(self._core.state.models.values()))
+            return {"ready": ready, "settled": settled, "out_of_service": out_of_service}
         if ask.model not in self._core.state.models and ask.model in self.downloads():
             return {"ready": False, "settled": False}
         versions = self._find(ask)
@@ -204,7 +209,12 @@ class Control:
         return self.index()
 
     def about(self) -> dict[str, Any]:
-        return {"name": self._name, "version": self._version, "ready": self.server_ready()}
+        return {
+            "name": self._name,
+            "version": self._version,
+            "ready": self.server_ready(),
+            "out_of_service": self._core.state.out_of_service,
+        }
 
     def index(self) -> list[dict[str, Any]]:
         """All versions of all models, by name."""
@@ -215,7 +225,7 @@ class Control:
             if name not in known
         ]
         for model in known.values():
-            default = model.default()
+            default, shares = model.default(), model.shares_now()
             shown = [version for version in model.versions.values() if self._is_of_interest(version)]
             if not shown and (model.reason or model.name in self._catalog.names or model.name in downloads):
                 state = "UNAVAILABLE" if model.reason else ""
@@ -227,7 +237,10 @@ class Control:
                     "state": version.state.value,
                     "reason": version.reason or self._degraded(version) or downloads.get(model.name, ""),
                     "degraded": version.state is VersionState.READY and bool(version.trouble),
+                    "asleep": version.asleep,
+                    "scaled": _scaled(version),
                     "default": version is default,
+                    "share": shares.get(version.number, 0.0),
                     "loading_seconds": self._loading_seconds(version),
                     "reloading": version.number in model.coming,
                     "changed_on_disk": version.state is VersionState.READY and version.source in self.changed_on_disk,
@@ -286,8 +299,8 @@ class Control:
         }
 
     def _retry_seconds(self, instance: Instance) -> float:
-        """Time until the restart; 0: no restart is planned."""
-        if instance.state is not InstanceState.BACKOFF:
+        """Time until the restart, or until it may be woken again; 0: it may be now, or no restart is planned."""
+        if instance.state not in (InstanceState.BACKOFF, InstanceState.ASLEEP):
             return 0.0
         return round(max(instance.retry_at - time.monotonic_ns(), 0) / 1e9, 1)
 
@@ -342,6 +355,21 @@ class Control:
         version = self._one(ask)
         return as_triton_json(self._catalog.config(version.source))
 
+    def _text_models(self, ask: Ask) -> Any:
+        """Names and aliases of READY models that take text, each with the configuration of the version it stands for.
+        `created`: when that was loaded, in seconds since 1970."""
+        now = time.time() - time.monotonic()
+        return [
+            {
+                "name": name,
+                "version": str(version.number),
+                "created": int(now + version.began / 1e9),
+                "config": as_triton_json(self._catalog.config(version.source)),
+            }
+            for name, version in sorted(self._core.state.ready.items())
+            if version.policy is not None and any(tensor.dtype == "BYTES" for tensor in version.policy.inputs)
+        ]
+
     def _origins(self, ask: Ask) -> Any:
         version = self._one(ask)
         origins, text = self._catalog.origins(version.source)
@@ -394,6 +422,7 @@ class Control:
                 str(index): {name: _duration(*getattr(count, name)) for name in count.__struct_fields__}
                 for index, count in enumerate(counted.responses)
             },
+            "stream_stats": _stream_stats(counted),
             "batch_stats": [
                 {
                     "batch_size": rows,
@@ -433,12 +462,31 @@ def _has_failed(model: Model) -> bool:
     return bool(model.reason or wanted) and all(version.state is VersionState.UNAVAILABLE for version in wanted)
 
 
+def _scaled(version: Version) -> list[int] | None:
+    """The fewest and the most instances of a version whose number of instances follows its load."""
+    return list(sizes.bounds(version, version.scaler.policy)) if version.scaler is not None else None
+
+
 def _failed_change(model: Model) -> dict[str, Any] | None:
     """Time (seconds since 1970) and reason of the last change if it failed, otherwise None."""
     if model.failed is None:
         return None
     seconds_ago = (time.monotonic_ns() - model.failed.at) / 1e9
     return {"time": round(time.time() - seconds_ago, 3), "reason": model.failed.reason}
+
+
+def _stream_stats(counted: Statistics) -> dict[str, Any]:
+    """Times of responses; empty unless the model is decoupled."""
+    if counted.streams is None:
+        return {}
+    first, between = counted.streams.first, counted.streams.between
+    return {
+        name: {
+            **_duration(times.count, times.sum_ns),
+            **{f"p{share:g}_ns": round(histogram.quantile(times.counts, share / 100)) for share in (50, 95, 99)},
+        }
+        for name, times in (("first_response", first), ("between_responses", between))
+    }
 
 
 def _duration(count: int, ns: int) -> dict[str, int]:

@@ -119,6 +119,9 @@ FLAGS = (
          "crash_limit takes precedence; 0: never", 3, "N"),
     Flag("load-nice", "whole", LOADING, "how much a worker lowers its priority (nice value) while it loads, once the "
          "server is ready, so that requests take precedence; at most 19; 0: not at all", 5, "N"),
+    Flag("idle-unload-secs", "seconds", LOADING, "end the processes of a model that had no request for this time; the "
+         "next request starts them again; a model's parameter idle_unload_secs takes precedence; 0: never", 0.0, "S",
+         shown="never"),
     Flag("load-limit-secs", "seconds", LOADING, "kill a worker that takes longer than this to load; the load fails; 0: "
          "no limit", 1800.0, "S"),
     Flag("prepared-process", "boolean", INSTANCES, "fork workers from a process that has the common imports loaded; "
@@ -146,6 +149,12 @@ FLAGS = (
          repeatable=True, shown="1 GiB", triton="64 MiB per GPU for the whole server; here each instance has its own"),
     Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may use for its outputs", 4 << 30, "N",
          least=1 << 20),
+    Flag("model-memory-budget", "bytes", MEMORY, "memory that the instances of all models may use; models that are not "
+         "used sleep while others need it, and requests wake them; 0: no limit", 0, "N", shown="no limit"),
+    Flag("gpu-memory-budget", "pool", MEMORY, "the same for the memory of each GPU, or of one; may be given several "
+         "times", [], "[GPU:]N", repeatable=True, shown="no limit"),
+    Flag("model-memory-wait-ms", "whole", MEMORY, "with a memory budget, a model that is always busy sleeps when "
+         "another one has waited for its memory, and it has served, for this time", 500, "N", least=1),
     Flag("instance-memory-limit", "bytes", MEMORY, "kill an instance whose process uses more private memory; a "
          "model's parameter memory_limit_mb takes precedence; 0: no limit", 0, "N", shown="no limit"),
     Flag("instance-gpu-memory-limit", "bytes", MEMORY, "kill an instance whose process uses more memory on its GPU; "

@@ -36,8 +36,8 @@ TRITON_FLAGS = (
     _ignored("buffer-manager-thread-count", "whole", "N", "each instance gathers its batches in its own process"),
     _ignored("enable-peer-access", "boolean", "", "tensors are copied between GPUs through the host"),
     _ignored("model-load-gpu-limit", "fraction", "DEVICE:FRACTION",
-             "loading is not limited by GPU memory; --instance-gpu-memory-limit and a model's parameter "
-             "gpu_memory_limit_mb limit the memory of an instance"),
+             "--gpu-memory-budget limits the memory of all models on a GPU; --instance-gpu-memory-limit and a model's "
+             "parameter gpu_memory_limit_mb that of an instance"),
     _ignored("min-supported-compute-capability", "decimal", "X.Y",
              "if a GPU is too old for the engine, the engine reports it and the model fails to load"),
     _ignored("cuda-virtual-address-size", "pool", "GPU:N", "GPU memory is allocated in blocks"),

@@ -27,6 +27,10 @@ class BackendFiles(NamedTuple):
         return self.generation.folder if self.generation is not None else self.origin
 
 
+KnownBackends = dict[str, BackendFiles]
+"""The backends that one pass over models has read, by name."""
+
+
 def read_backend(name: str, directory: str, generations: Generations | None) -> BackendFiles | None:
     """The files of a backend; None if it is not in the directory. Raises InvalidRequest if they cannot be kept."""
     origin = folder_of(name, directory)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.broker.models.backend_files import BackendFiles, read_backend
+from shmserve.broker.models.backend_files import BackendFiles, KnownBackends, read_backend
 from shmserve.broker.models.differences import LoadedVersion
 from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.remote import NotDownloaded
@@ -24,14 +24,23 @@ from shmserve.broker.processes.resources import NOTHING, Terms, terms_of
 from shmserve.core.batching.rate_limiter import lacking
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
-from shmserve.core.policy import InstanceSpec, ModelPolicy
+from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Load
 from shmserve.repo.agents.chains import AgentChains, Prepared
 from shmserve.repo.backends import DIRECTORY, SOURCE_FILE, in_directory, installed
 from shmserve.repo.check import CheckFinding, load_warnings
-from shmserve.repo.compile import CoreSet, compile_instances, compile_policy, environment, unknown_policies
+from shmserve.repo.compile import (
+    CoreSet,
+    compile_instances,
+    compile_policy,
+    compile_scaling,
+    compile_traffic,
+    environment,
+    memory_estimate,
+    unknown_policies,
+)
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.origins import as_text, origins
 from shmserve.repo.config.override import Override
@@ -40,11 +49,15 @@ from shmserve.repo.config.schema import ModelConfig, decode_config, encode_confi
 from shmserve.repo.remote.cache import is_absent, tree_of
 from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.rules.fields import completion_warnings, verify_completed
+from shmserve.repo.rules.instances import SCALING
+from shmserve.repo.rules.traffic import PARAMETERS
 from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
 from shmserve.repo.storage.model_files import ModelFiles
 from shmserve.repo.storage.snapshot import Snapshot, take
 from shmserve.repo.storage.store import ScannedModel, duplicate_text, find_model, model_names, scan_model
 
+_IN_PLACE = (*SCALING, *PARAMETERS)
+"""Model parameters that change without a reload."""
 PINS = "pins"
 """Worker setting: path of pins.json, with size and time of model files that were linked, not copied."""
 BACKEND_PINS = "backend-pins"
@@ -178,8 +191,15 @@ class Catalog:
             given = kept.given if current is not None and current.digest() == kept.files_digest else None
         return self.read_folder(folder, given, versions)
 
-    def read_folder(self, folder: Path, given: LoadOverride | None = None, versions: Collection[int] = ()) -> Reading:
-        """Reads until the folder did not change meanwhile. If it keeps changing, the third reading counts."""
+    def read_folder(
+        self,
+        folder: Path,
+        given: LoadOverride | None = None,
+        versions: Collection[int] = (),
+        known: KnownBackends | None = None,
+    ) -> Reading:
+        """Reads until the folder did not change meanwhile. If it keeps changing, the third reading counts. `known`:
+        those of the pass, to which the model's backend is added."""
         if self._files is not None and (problem := self._files.problem(folder)):
             return Reading(ScannedModel.failed(folder.name, folder, problem), _snapshot(folder))
         override = given.config if given is not None else None
@@ -207,14 +227,14 @@ class Catalog:
                     scanned = _refused(scanned, "its files changed while they were read")
             except OSError as error:
                 scanned = _refused(scanned, f"cannot copy its files to the runtime directory: {error.strerror}")
-            after = _snapshot(folder)
-            if after == before:
+            tree_after, after = tree_of(folder), _snapshot(folder)
+            if (tree_after, after) == (tree, before):
                 break
-            before = after
+            tree, before = tree_after, after
         backend: BackendFiles | None = None
         try:
             if scanned.config is not None:
-                backend = read_backend(scanned.config.backend, self._directory, self._generations)
+                backend = self._backend(scanned.config.backend, {} if known is None else known)
         except InvalidRequest as error:
             scanned = _refused(scanned, error.message)
         findings = load_warnings(scanned, backends=self._backends, gpus=self._gpus, prepared=prepared is not None)
@@ -234,6 +254,12 @@ class Catalog:
             prepared=prepared,
             versions=versions,
         )
+
+    def _backend(self, name: str, known: KnownBackends) -> BackendFiles | None:
+        found = known.get(name) or read_backend(name, self._directory, self._generations)
+        if found is not None:
+            known[name] = found
+        return found
 
     def _prepare(self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None) -> Prepared | None:
         """Runs the model's repository agents. None: it has none. Raises a ServeError if one refuses the model."""
@@ -263,15 +289,16 @@ class Catalog:
         }
 
     def read_all(self) -> list[Reading]:
-        return [self._read_any(name, folders) for name, folders in self.names_on_disk().items()]
+        known: KnownBackends = {}
+        return [self._read_any(name, folders, known) for name, folders in self.names_on_disk().items()]
 
     def read_present(self, name: str) -> Reading | None:
         """The model, in whichever repositories it is; None if it is in none."""
         folders = self.names_on_disk().get(name)
-        return self._read_any(name, folders) if folders else None
+        return self._read_any(name, folders, {}) if folders else None
 
-    def _read_any(self, name: str, folders: Sequence[Path]) -> Reading:
-        return self.read_folder(folders[0]) if len(folders) == 1 else self.read_doubled(name, folders)
+    def _read_any(self, name: str, folders: Sequence[Path], known: KnownBackends) -> Reading:
+        return self.read_folder(folders[0], known=known) if len(folders) == 1 else self.read_doubled(name, folders)
 
     def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
         return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
@@ -284,11 +311,21 @@ class Catalog:
         reason = self._why_not(scanned)
         if scanned.config is None or reason:
             return [(0, Refuse(scanned.name, version, reason)) for version in scanned.versions or (0,)]
-        instances = compile_instances(scanned.config, self._cores)
-        targets = tuple(self._target(reading, scanned.config, number, instances) for number in scanned.versions)
+        targets = tuple(self._target(reading, scanned.config, number) for number in scanned.versions)
         self._rejected.pop(scanned.name, None)
         self._wanted(scanned.name, targets)
-        events: list[Event] = [(0, Deploy(scanned.name, targets, operation, present=scanned.present))]
+        events: list[Event] = [
+            (
+                0,
+                Deploy(
+                    scanned.name,
+                    targets,
+                    operation,
+                    present=scanned.present,
+                    traffic=compile_traffic(scanned.config),
+                ),
+            )
+        ]
         events += [(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]
         return events
 
@@ -310,16 +347,17 @@ class Catalog:
             return f"load failed for model '{scanned.name}': {'; '.join(whys)}"
         return f"failed to load '{scanned.name}': {reason}"
 
-    def _target(
-        self, reading: Reading, config: ModelConfig, number: int, instances: tuple[InstanceSpec, ...]
-    ) -> Target:
+    def _target(self, reading: Reading, config: ModelConfig, number: int) -> Target:
         source = self._sources[self._source(reading, number)]
         if is_ensemble(config):
             source.completed = config
             policy = compile_policy(config, number, _folder_of(source))
             source.target = Target(number, source.number, (), policy)
         else:
-            source.target = Target(number, source.number, instances)
+            files = reading.snapshot.bytes_of_version(number) if reading.snapshot is not None else 0
+            instances, scaling = compile_instances(config, self._cores), compile_scaling(config, self._cores)
+            memory = memory_estimate(config, files)
+            source.target = Target(number, source.number, instances, memory=memory, scaling=scaling)
         return source.target
 
     def _wanted(self, model: str, targets: Iterable[Target]) -> None:
@@ -357,7 +395,9 @@ class Catalog:
         self._rejected[model] = frozenset(served)
         targets = [target for source in sources if (target := self._sources[source].target) is not None]
         self._wanted(model, targets)
-        return Deploy(model, tuple(targets), operation)
+        newest = max(sources, key=lambda source: self._sources[source].version)
+        traffic = compile_traffic(self._sources[newest].config)
+        return Deploy(model, tuple(targets), operation, traffic=traffic)
 
     def is_rejected(self, reading: Reading) -> bool:
         """Whether a rollback has replaced what was read."""
@@ -526,7 +566,9 @@ def why_not(scanned: ScannedModel) -> str:
 def _mark(reading: Reading, version: int) -> object:
     """Equal for readings that would give the same version."""
     assert reading.scanned.config is not None
-    content = replace(reading.scanned.config, instance_group=(), version_policy=None)
+    config = reading.scanned.config
+    parameters = {key: value for key, value in config.parameters.items() if key not in _IN_PLACE}
+    content = replace(config, instance_group=(), version_policy=None, parameters=parameters)
     digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
     backend_digest = reading.backend.snapshot.digest() if reading.backend is not None else ""
     return encode_config(content), digest, str(reading.scanned.path), backend_digest
@@ -543,7 +585,14 @@ def _folder_of(source: VersionSource) -> Path:
 
 def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
     """The completed configuration with the current values of the parts that change in place."""
-    return replace(completed, instance_group=config.instance_group, version_policy=config.version_policy)
+    parameters = {key: value for key, value in completed.parameters.items() if key not in _IN_PLACE}
+    parameters |= {key: value for key, value in config.parameters.items() if key in _IN_PLACE}
+    return replace(
+        completed,
+        instance_group=config.instance_group,
+        version_policy=config.version_policy,
+        parameters=parameters,
+    )
 
 
 def _snapshot(folder: Path) -> Snapshot | None:

@@ -5,7 +5,7 @@ Invariant: a model that was loaded by its own name is not a companion of any ens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from shmserve.broker.models.catalog import Reading
 from shmserve.core.effects import Settled
@@ -83,10 +83,13 @@ class Together:
         return finished
 
 
-def needs(reading: Reading, read: Callable[[str], Reading]) -> Iterator[tuple[str, Reading]]:
+def needs(
+    reading: Reading, read: Callable[[str], Reading], named: Collection[str] = ()
+) -> Iterator[tuple[str, Reading]]:
     """The models of an ensemble's steps, recursively, each with the ensemble that names it. Leaves out models that
-    cannot be read: the ensemble itself reports what is missing."""
-    seen = {reading.scanned.name}
+    cannot be read: the ensemble itself reports what is missing. `named`: models that are loaded by their own names,
+    which are left out too, with what they need."""
+    seen = {reading.scanned.name, *named}
     todo = [reading]
     while todo:
         ensemble = todo.pop()

@@ -1,7 +1,6 @@
 """Operations on models: requested by clients or caused by changes on disk, read in a thread, decided in the core.
 
-Invariant: the loop never waits for a disk. One thread reads one model after another, so that loads are deployed in the
-order of their requests.
+Invariant: the loop never waits for a disk.
 """
 
 from __future__ import annotations
@@ -10,20 +9,18 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Collection, Set
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from shmserve.broker.models.catalog import Catalog, KeptConfig, Reading
 from shmserve.broker.models.differences import Differences
 from shmserve.broker.models.ensemble_members import Companions, Together, needs
-from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload, decode_body
+from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload
 from shmserve.broker.models.poller import Changes, Poll
+from shmserve.broker.models.reader import Job, Reader
 from shmserve.broker.models.remote import NotDownloaded, RemoteModels
 from shmserve.broker.observability.logs import log_record
 from shmserve.core import effects, events
@@ -32,7 +29,8 @@ from shmserve.core.models.deployment import UNLOADED
 from shmserve.core.models.model import Model
 from shmserve.core.states import VersionState
 from shmserve.core.stats import activity
-from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
+from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.protocol.bodies import decode_body
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
 from shmserve.repo.storage.store import ScannedModel
 
@@ -48,24 +46,6 @@ CHUNK = FIELD_BYTES // 2
 REFUSED = "explicit model load / unload is not allowed"
 POLLING = "if polling is enabled"
 """The rest of Triton's text, which Triton also has in mode none."""
-
-T = TypeVar("T")
-
-
-class _Job(Struct):
-    """An operation whose result a client waits for."""
-
-    peer: int
-    ask: Ask
-    began: float
-    warnings: tuple[str, ...] = ()
-    changed: bool = True
-    failures: dict[str, str] = {}
-    """Model -> why it could not be downloaded for this load."""
-    notes: tuple[str, ...] = ()
-    """Warnings about downloads."""
-    over: bool = False
-    """Ended while it waited for a download."""
 
 
 class ClientOperations:
@@ -96,13 +76,11 @@ class ClientOperations:
         self._override_bytes = override_bytes
         self._compatible = compatible
         self._remote = remote
-        self._fetching: list[_Job] = []
-        """Loads that wait for a download."""
         self._check_queued = False
-        self._reader = ThreadPoolExecutor(1, "reader")
+        self.reader = Reader(loop, remote, lambda model: bool(self._served(model)), self._failed)
         self._numbers = count(1)
         self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._replacing: dict[int, tuple[str, set[int]]] = {}
         """Operation -> the model, and the sources that were served when it began."""
         self._poll: Poll | None = None
@@ -111,7 +89,6 @@ class ClientOperations:
         self._polling = False
         self._name_waiters: list[Callable[[], None]] = []
         self._names_running = False
-        self._closed = False
         self.untidy = False
         """Versions may have ended: call `tidy` when the core has handled all events."""
         self._companions = Companions()
@@ -132,7 +109,7 @@ class ClientOperations:
             if ask.more:
                 self._uploads[peer, ask.request] = (first, upload)
                 return True
-            self._start(_Job(peer, first, time.monotonic()), upload, ask.body if begun is None else None)
+            self._start(Job(peer, first, time.monotonic()), upload, ask.body if begun is None else None)
         except ServeError as error:
             if upload is not None:
                 upload.close()
@@ -161,18 +138,11 @@ class ClientOperations:
         for key in [key for key in self._uploads if key[0] == peer]:
             self._uploads.pop(key)[1].close()
 
-    def _start(self, job: _Job, upload: Upload, body: bytes | None) -> None:
+    def _start(self, job: Job, upload: Upload, body: bytes | None) -> None:
         what, model = job.ask.what, job.ask.model
         if what == "load":
             kept = self._catalog.kept_of(self._served(model))
-
-            def read() -> None:
-                self._in_thread(lambda: self._read(model, upload, kept), lambda found: self._deploy(job, *found), job)
-
-            if self._remote is not None:
-                self._fetch(model, job, read)
-            else:
-                read()
+            self.reader.load(lambda: self._read(model, upload, kept), lambda found: self._deploy(job, *found), job)
             return
         upload.close()
         if body is None:
@@ -183,44 +153,15 @@ class ClientOperations:
             return
         if what == "rollback":
             decode_body(body, RollbackBody)
-            self._in_thread(lambda: None, lambda _: self._roll_back(job), job)
+            self.reader.run(lambda: None, lambda _: self._roll_back(job), job)
             return
         options: UnloadBody = decode_body(body, UnloadBody)
         # Through the thread, so that it comes after earlier loads.
-        self._in_thread(lambda: None, lambda _: self._unload(job, options), job)
+        self.reader.run(lambda: None, lambda _: self._unload(job, options), job)
 
-    def _fetch(self, model: str, job: _Job, then: Callable[[], None]) -> None:
-        """Downloads what has changed of a model, and calls `then`, also if that failed: the model may be in a local
-        repository too."""
-        remote = self._remote
-        assert remote is not None
-
-        def fetched(failure: str, notes: Collection[str]) -> None:
-            if self._closed:
-                return
-            if job.over:
-                if not self._served(model) and all(other.ask.model != model for other in self._fetching):
-                    remote.release(model)
-                return
-            self._fetching.remove(job)
-            if failure:
-                job.failures = job.failures | {model: failure}
-            job.notes += tuple(notes)
-            then()
-
-        self._fetching.append(job)
-        remote.fetch(model, fetched)
-
-    def _end_fetches(self, model: str) -> None:
-        """Ends loads of the model that wait for a download: it was unloaded after they were requested."""
-        for job in [job for job in self._fetching if job.ask.model == model]:
-            self._fetching.remove(job)
-            job.over = True
-            self._failed(job, Unavailable("it was unloaded while it was downloaded"))
-
-    def _unload(self, job: _Job, options: UnloadBody) -> None:
+    def _unload(self, job: Job, options: UnloadBody) -> None:
         number = self._register(job)
-        self._end_fetches(job.ask.model)
+        self.reader.end_downloads(job.ask.model)
         alone = self._companions.unloaded(job.ask.model)
         for name in [job.ask.model, *(alone if options.unload_dependents else ())]:
             self._catalog.forget(name)
@@ -246,7 +187,7 @@ class ClientOperations:
         )
         self._send(job.peer, Fail(job.ask.request, "DEADLINE_EXCEEDED", text))
 
-    def _roll_back(self, job: _Job) -> None:
+    def _roll_back(self, job: Job) -> None:
         """Deploys what was served before the last load."""
         number = self._register(job)
         try:
@@ -269,7 +210,7 @@ class ClientOperations:
         versions = model.versions.values() if model is not None else ()
         return {version.source for version in versions if version.state is VersionState.READY}
 
-    def _register(self, job: _Job) -> int:
+    def _register(self, job: Job) -> int:
         number = next(self._numbers)
         self._jobs[number] = job
         return number
@@ -303,7 +244,7 @@ class ClientOperations:
                 operations |= self._adopt(reading)
         return operations
 
-    def _deploy(self, job: _Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
+    def _deploy(self, job: Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
         """Deploys what was read for a client's load, or reports why it cannot be served."""
         scanned = reading.scanned
         self._warn(reading)
@@ -368,10 +309,28 @@ class ClientOperations:
         for start in range(0, len(body), CHUNK):
             self._send(job.peer, Answer(job.ask.request, body[start : start + CHUNK], start + CHUNK < len(body)))
 
+    def _failed(self, job: Job | None, error: Exception) -> None:
+        """Reports an error to the job's client, or logs it without a job."""
+        if job is None:
+            self._polling = False
+            log.error("polling the repositories failed; the next poll runs as usual", exc_info=error)
+            return
+        if isinstance(error, ServeError):
+            code, text = error.code, error.message
+        elif isinstance(error, OSError):
+            code, text = "UNAVAILABLE", f"disk error: {error.strerror}"
+        else:
+            log.error("%s of model '%s' failed", job.ask.what, job.ask.model, exc_info=error)
+            self._jobs = {number: known for number, known in self._jobs.items() if known is not job}
+            code, text = "INTERNAL", "internal error; the server's log has the details"
+        if not text.startswith("failed to"):
+            text = f"failed to {job.ask.what} '{job.ask.model}': {text}"
+        self._send(job.peer, Fail(job.ask.request, code, text))
+
     def tidy(self) -> None:
         """Prunes sources that no version uses. Not while a Deploy is queued, as no version uses its sources yet."""
         self.untidy = False
-        if self._closed:
+        if self.reader.closed:
             return
         versions = (version for model in self._core.state.models.values() for version in model.generations())
         live = {v.source for v in versions if not (v.gone and v.state is VersionState.UNAVAILABLE)}
@@ -381,24 +340,16 @@ class ClientOperations:
 
     def discard(self, folder: Path) -> None:
         """Removes a directory that is no longer used. May be called from any thread."""
-        self.in_reader(lambda: shutil.rmtree(folder, ignore_errors=True))
-
-    def in_reader(self, work: Callable[[], None]) -> None:
-        """Runs work in the thread that reads models. May be called from any thread."""
-        with suppress(RuntimeError):  # the server stops and removes everything
-            self._reader.submit(work)
+        self.reader.submit(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     # ------------------------------------------------------------------------------------ changes on disk
 
-    def begin(self, readings: Collection[Reading]) -> None:
-        """Deploys the models that are served from the start."""
+    def begin(self, readings: Collection[Reading], needed: Collection[tuple[str, Reading]] = ()) -> None:
+        """Deploys the models that are served from the start. `needed`: what ensembles among them need besides."""
         for reading in readings:
             self._companions.requested(reading)
             self._adopt(reading)
-        if self.explicit:
-            named = {reading.scanned.name for reading in readings}
-            needed = [found for reading in readings for found in needs(reading, self._catalog.read)]
-            self._bring([(ensemble, found) for ensemble, found in needed if found.scanned.name not in named])
+        self._bring(needed)
 
     def _adopt(self, reading: Reading) -> set[int]:
         """Deploys or refuses what was read; returns the operations that this begins."""
@@ -428,7 +379,7 @@ class ClientOperations:
             self._check_queued = False  # what changes from now on may be missed
             return poll.check()
 
-        self.in_thread(check, self._changed)
+        self.reader.run(check, self._changed)
 
     @property
     def is_polling(self) -> bool:
@@ -440,7 +391,7 @@ class ClientOperations:
         self._poll_timer = self._loop.call_later(self._poll_s, self._start_poll)
         if not self._polling:  # otherwise the disk is slower than the polling interval
             self._polling = True
-            self._in_thread(poll.check, self._changed, None)
+            self.reader.run(poll.check, self._changed)
 
     def _changed(self, changes: Changes) -> None:
         self._polling = False
@@ -464,13 +415,13 @@ class ClientOperations:
     def reread(self, then: Callable[[], None]) -> None:
         """Rereads the repositories now, for SIGHUP. Calls `then` when the changes have been passed to the core."""
         if self._poll is not None:
-            self._in_thread(self._poll.check, self._changed, None)
+            self.reader.run(self._poll.check, self._changed)
         elif self._mode == "explicit":
             served = self.served_names()
-            self._in_thread(lambda: self._read_again(served), lambda readings: self.renew(readings, None), None)
+            self.reader.run(lambda: self._read_again(served), lambda readings: self.renew(readings, None))
         else:
-            self._in_thread(self._read_everything, lambda found: self.renew(*found), None)
-        self._in_thread(lambda: None, lambda _: then(), None)  # after the above in the same thread, even if that failed
+            self.reader.run(self._read_everything, lambda found: self.renew(*found))
+        self.reader.run(lambda: None, lambda _: then())  # after the above in the same thread, even if that failed
 
     def served_names(self) -> list[str]:
         """The models that are served from a repository."""
@@ -522,50 +473,7 @@ class ClientOperations:
             self._catalog.names = names
         self.untidy = True
 
-    # ------------------------------------------------------------------------------------ the reader thread
-
-    def in_thread(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Calls `then` on the loop with the result. Errors are logged."""
-        self._in_thread(work, then, None)
-
-    def _in_thread(self, work: Callable[[], T], then: Callable[[T], None], job: _Job | None) -> None:
-        """Calls `then` on the loop with the result. Errors go to the job's client, or to the log without a job. For a
-        job, work that needs a model which has not been downloaded is repeated when it has."""
-        self._reader.submit(work).add_done_callback(
-            lambda future: self._loop.call_soon_threadsafe(self._back, future, work, then, job)
-        )
-
-    def _back(self, future: Future[T], work: Callable[[], T], then: Callable[[T], None], job: _Job | None) -> None:
-        if self._closed:
-            return
-        try:
-            then(future.result())
-        except Exception as error:
-            if job is not None and isinstance(error, NotDownloaded | NotFound):
-                model = error.model if isinstance(error, NotDownloaded) else job.ask.model
-                if model in job.failures:
-                    error = Unavailable(job.failures[model])
-                elif isinstance(error, NotDownloaded):
-                    self._fetch(model, job, lambda: self._in_thread(work, then, job))
-                    return
-            if job is None:
-                self._polling = False
-                log.error("polling the repositories failed; the next poll runs as usual", exc_info=error)
-            else:
-                self._failed(job, error)
-
-    def _failed(self, job: _Job, error: Exception) -> None:
-        if isinstance(error, ServeError):
-            code, text = error.code, error.message
-        elif isinstance(error, OSError):
-            code, text = "UNAVAILABLE", f"disk error: {error.strerror}"
-        else:
-            log.error("%s of model '%s' failed", job.ask.what, job.ask.model, exc_info=error)
-            self._jobs = {number: known for number, known in self._jobs.items() if known is not job}
-            code, text = "INTERNAL", "internal error; the server's log has the details"
-        if not text.startswith("failed to"):
-            text = f"failed to {job.ask.what} '{job.ask.model}': {text}"
-        self._send(job.peer, Fail(job.ask.request, code, text))
+    # ------------------------------------------------------------------------------------ what is on disk now
 
     @property
     def explicit(self) -> bool:
@@ -600,7 +508,7 @@ class ClientOperations:
             if self._name_waiters and not self._names_running:
                 self._list_names()
 
-        self._in_thread(self._names_now, known, None)
+        self.reader.run(self._names_now, known)
 
     def _names_now(self) -> Collection[str]:
         try:
@@ -610,10 +518,9 @@ class ClientOperations:
             return self._catalog.names
 
     def close(self) -> None:
-        self._closed = True
         self._differences.close()
         if self._poll_timer is not None:
             self._poll_timer.cancel()
         for _, upload in self._uploads.values():
             upload.close()
-        self._reader.shutdown()
+        self.reader.close()

@@ -14,12 +14,13 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
+from typing import IO, Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
 from shmserve.errors import InvalidRequest, Unavailable
+from shmserve.protocol.bodies import MALFORMED
 from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.override import Override, parse_override
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
@@ -38,8 +39,6 @@ _COPY = 1 << 20
 _NAME = 1024
 _PART = 255
 """Limit of file systems for one path component, in bytes."""
-_WRONG = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors of the decoder for malformed input."""
 
 
 class UnloadBody(Struct, forbid_unknown_fields=True):
@@ -116,7 +115,7 @@ class Upload:
         line = self._file.readline(HEADER_BYTES + 1)
         try:
             header = msgspec.json.decode(line, type=UploadHeader)
-        except _WRONG as error:
+        except MALFORMED as error:
             text = "cannot be read" if len(line) <= HEADER_BYTES else f"is longer than {HEADER_BYTES} bytes"
             raise InvalidRequest(f"the first line of the load call's body {text}: {error}") from None
         self.versions = tuple(header.versions)
@@ -188,11 +187,3 @@ def _write(source: IO[bytes], path: Path, size: int) -> None:
 
 def _disk(error: OSError) -> Unavailable:
     return Unavailable(f"cannot store the files of the load call: disk error: {error.strerror}")
-
-
-def decode_body(body: bytes, kind: Any) -> Any:
-    """Decodes the JSON body of an operation without files."""
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except _WRONG as error:
-        raise InvalidRequest(f"invalid body of the operation: {error}") from None

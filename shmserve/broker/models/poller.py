@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from shmserve.broker.models.backend_files import KnownBackends
 from shmserve.broker.models.catalog import Catalog, Reading
 from shmserve.errors import ServeError
 from shmserve.repo.remote.cache import tree_of
@@ -31,6 +32,13 @@ class Changes(NamedTuple):
 class _Unsettled(NamedTuple):
     digest: str
     since: float
+
+
+class _Pass(NamedTuple):
+    """The backends of many models are listed once: before the models are read, by directory, and while they are."""
+
+    before: dict[Path, Snapshot | None]
+    read: KnownBackends
 
 
 class Poll:
@@ -63,7 +71,8 @@ class Poll:
             self._trouble = error.message
             return Changes([], [], list(self._known), troubles, float("inf"))
         self._trouble = ""
-        models = (self._model(name, folders, settle_s) for name, folders in names.items())
+        backends = _Pass({}, {})
+        models = (self._model(name, folders, settle_s, backends) for name, folders in names.items())
         readings = [reading for reading in models if reading is not None]
         gone = [name for name in self._known if name not in names]
         for name in gone:
@@ -73,7 +82,7 @@ class Poll:
         again = self._settle_s if self._unsettled else float("inf")
         return Changes(readings, gone, names, [], again)
 
-    def _model(self, name: str, folders: list[Path], settle_s: float) -> Reading | None:
+    def _model(self, name: str, folders: list[Path], settle_s: float, backends: _Pass) -> Reading | None:
         if len(folders) > 1:
             digest = f"in {len(folders)} repositories"
             if self._known.get(name) == digest:
@@ -83,7 +92,7 @@ class Poll:
         snapshot: Snapshot | None = None
         backend: Snapshot | None = None
         try:
-            snapshot, backend = take(folders[0]), self._backend(name)
+            snapshot, backend = take(folders[0]), self._backend(name, backends.before)
             digest = _digest(snapshot, backend)
             newest = max(snapshot.newest, backend.newest if backend is not None else 0)
         except (FileNotFoundError, NotADirectoryError):  # it is being created or removed
@@ -97,7 +106,7 @@ class Poll:
         # What was downloaded is published as a whole, when its repository has settled.
         if settle_s and not tree_of(folders[0]) and not self._is_still(name, digest, newest):
             return None
-        reading = self._catalog.read_folder(folders[0])
+        reading = self._catalog.read_folder(folders[0], known=backends.read)
         after = reading.snapshot
         if after is None or snapshot is None:
             same = after is snapshot
@@ -117,10 +126,14 @@ class Poll:
         self._known[name] = digest
         return reading
 
-    def _backend(self, name: str) -> Snapshot | None:
+    def _backend(self, name: str, known: dict[Path, Snapshot | None]) -> Snapshot | None:
         """The files of the model's backend; None if it has no directory, or if that is gone."""
         folder = self._backends.get(name)
-        return take(folder) if folder is not None and folder.is_dir() else None
+        if folder is None:
+            return None
+        if folder not in known:
+            known[folder] = take(folder) if folder.is_dir() else None
+        return known[folder]
 
     def _is_still(self, name: str, digest: str, newest: int) -> bool:
         """By the time of the last change; if clocks differ, as with network disks, by an unchanged digest for

@@ -16,6 +16,9 @@ from shmserve.broker.models.remote import NotDownloaded, RemoteModels
 from shmserve.errors import ServeError
 from shmserve.repo.storage.store import ScannedModel
 
+_Found = tuple[Reading, list[tuple[str, Reading]]]
+"""A model, and the models that it needs, each with the ensemble that names it."""
+
 
 class RemoteChanges:
     """`began()`: called when the models that are served from the start have been passed to the core."""
@@ -57,19 +60,19 @@ class RemoteChanges:
         if self._operations.is_polling:
             self._remote.poll()
         if self._operations.explicit:
-            self._operations.in_thread(self._catalog.read_all, self._read_all)
+            self._operations.reader.run(self._catalog.read_all, self._read_all)
         else:  # after the models that were published before, which are read in the same thread
-            self._operations.in_thread(lambda: None, lambda _: self._end_of_start())
+            self._operations.reader.run(lambda: None, lambda _: self._end_of_start())
 
     def _read_all(self, readings: Collection[Reading]) -> None:
-        self._operations.begin(readings)
+        self._operations.begin(readings)  # all that there are: none needs another one
         self._end_of_start()
 
     def _changed(self, model: str) -> None:
         if self._operations.is_polling:
             self._operations.check_now()
         else:
-            self._operations.in_thread(
+            self._operations.reader.run(
                 lambda: self._catalog.read_present(model), lambda found: self._read(model, found)
             )
 
@@ -108,35 +111,34 @@ class RemoteChanges:
             def fetched(failure: str, notes: Sequence[str]) -> None:
                 if failure:
                     failures[model] = failure
-                self._operations.in_thread(lambda: self._read_at_start(name, failures), loaded)
+                self._operations.reader.run(lambda: self._read_at_start(name, failures), loaded)
 
             self._remote.fetch(model, fetched)
 
-        def loaded(found: Reading | str) -> None:
+        def loaded(found: _Found | str) -> None:
             if isinstance(found, str):
                 fetch(found)
                 return
-            self._operations.begin([found])
+            reading, needed = found
+            self._operations.begin([reading], needed)
             self._left -= 1
             if not self._left:
                 self._end_of_start()
 
         fetch(name)
 
-    def _read_at_start(self, name: str, failures: dict[str, str]) -> Reading | str:
-        """The model, or the name of one to download first."""
+    def _read_at_start(self, name: str, failures: dict[str, str]) -> _Found | str:
+        """The model with those that it needs, or the name of one to download first."""
         try:
             reading = self._catalog.read(name)
-            list(needs(reading, self._catalog.read))
+            return reading, list(needs(reading, self._catalog.read))
         except NotDownloaded as missing:
             if missing.model not in failures:
                 return missing.model
             text = failures[missing.model]
         except ServeError as error:
             text = failures.get(name, error.message)
-        else:
-            return reading
-        return Reading(ScannedModel.failed(name, Path(), text))
+        return Reading(ScannedModel.failed(name, Path(), text)), []
 
     def _end_of_start(self) -> None:
         self.starting = False

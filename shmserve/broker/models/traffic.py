@@ -5,11 +5,9 @@ Invariant: a change is applied completely or not at all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from shmserve.broker.observability.logs import log_record
@@ -18,18 +16,19 @@ from shmserve.core.models.model import Model
 from shmserve.core.state import State
 from shmserve.core.traffic import Traffic
 from shmserve.errors import InvalidRequest, NotFound
+from shmserve.protocol.bodies import decode_body
+from shmserve.repo.rules.traffic import ALIAS, ENTRIES, why_no_shadow
 
-ENTRIES = 64
-"""Limit of the shares and of the aliases of a model."""
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _VERSION = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class TrafficBody(Struct, forbid_unknown_fields=True):
-    """`shares` replace all shares; None: they stay. `aliases` are added to the others; None as version removes one."""
+    """`shares` replace all shares, and `shadow` the shadow; None: they stay. `aliases` are added to the others; None as
+    version removes one."""
 
     shares: dict[_VERSION, Annotated[int, Meta(ge=0, le=100)]] | None = None
     aliases: dict[str, _VERSION | None] = {}
+    shadow: dict[_VERSION, Annotated[int, Meta(ge=1, le=100)]] | None = None
 
 
 class TrafficControl:
@@ -45,18 +44,13 @@ class TrafficControl:
 
     def change(self, name: str, body: bytes) -> dict[str, Any]:
         model = self._find(name)
-        try:
-            change = msgspec.json.decode(body or b"{}", type=TrafficBody, strict=False)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(f"the traffic of model '{name}' cannot be set: {error}") from None
-        shares = model.traffic.shares if change.shares is None else change.shares
-        merged = model.traffic.aliases | change.aliases
-        aliases = {alias: number for alias, number in merged.items() if number is not None}
-        _check(model, shares, change.aliases, aliases)
-        traffic = Traffic(shares, aliases)
+        change: TrafficBody = decode_body(body, TrafficBody, "'set_traffic'")
+        traffic = model.traffic.changed(change.shares, change.aliases, change.shadow)
+        _check(model, traffic, change.aliases)
         if traffic != model.traffic:
-            log_record("info", f"traffic of model '{name}': {_text(traffic)}", {"model": name})
-            self._put(SetTraffic(name, traffic))
+            log_record("info", f"traffic of model '{name}': {traffic.text}", {"model": name})
+        # The change, not the result: another change may be waiting for the core's next turn.
+        self._put(SetTraffic(name, change.shares, change.aliases, change.shadow))
         return _document(model, traffic)
 
     def _find(self, name: str) -> Model:
@@ -66,31 +60,38 @@ class TrafficControl:
         return model
 
 
-def _check(model: Model, shares: Mapping[int, int], changed: Mapping[str, Any], aliases: Mapping[str, int]) -> None:
-    total = sum(shares.values())
+def _check(model: Model, traffic: Traffic, changed: Mapping[str, Any]) -> None:
+    total, entries = sum(traffic.shares.values()), max(len(traffic.shares), len(traffic.aliases))
     if total > 100:
         raise InvalidRequest(f"the shares of model '{model.name}' are {total} % together, expected at most 100 %")
-    if len(shares) > ENTRIES or len(aliases) > ENTRIES:
-        raise InvalidRequest(f"{max(len(shares), len(aliases))} shares or aliases, expected at most {ENTRIES} of each")
+    if entries > ENTRIES:
+        raise InvalidRequest(f"{entries} shares or aliases, expected at most {ENTRIES} of each")
+    if len(traffic.shadow) > 1:
+        raise InvalidRequest(f"model '{model.name}': {len(traffic.shadow)} shadows, expected at most one")
+    if traffic.shadow != model.traffic.shadow:
+        for version in model.versions.values():
+            policy = version.policy
+            ordered = version.order is not None
+            kinds = (version.graph is not None, version.places is not None, version.decoupled, ordered)
+            if policy is not None and traffic.shadow and (reason := why_no_shadow(*kinds)):
+                raise InvalidRequest(f"model '{model.name}' version {version.number}: {reason}")
     for alias in changed:
-        if not _NAME.fullmatch(alias):
+        if not ALIAS.fullmatch(alias):
             text = "expected up to 64 letters, digits, '_', '-' and '.', not beginning with '-' or '.'"
             raise InvalidRequest(f"alias {alias[:80]!r}: {text}")
 
 
 def _document(model: Model, traffic: Traffic) -> dict[str, Any]:
-    """`now`: the percentage of each version that is READY; what is left is for none."""
-    weights = traffic.weights([number for number in model.versions if model.is_ready(number)])
-    total = sum(weight for _, weight in weights)
+    """`now`: the percentage that each version gets with this traffic."""
     return {
         "model": model.name,
         "shares": {str(number): percent for number, percent in sorted(traffic.shares.items())},
         "aliases": dict(sorted(traffic.aliases.items())),
-        "now": {str(number): round(100 * weight / total, 1) for number, weight in weights},
+        "shadow": {str(number): percent for number, percent in traffic.shadow.items()},
+        "compared": [
+            {"version": str(version), "shadow": str(shadow)}
+            | {result: counts.get(result, 0) for result in ("equal", "different", "failed", "skipped")}
+            for (version, shadow), counts in sorted(model.comparisons.items())
+        ],
+        "now": {str(number): percent for number, percent in model.shares_now(traffic).items()},
     }
-
-
-def _text(traffic: Traffic) -> str:
-    parts = [f"{percent} % to version {number}" for number, percent in sorted(traffic.shares.items())]
-    parts += [f"'{alias}' is version {number}" for alias, number in sorted(traffic.aliases.items())]
-    return ", ".join(parts) or "all to the highest version"

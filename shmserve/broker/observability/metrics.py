@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from heapq import nlargest
 from itertools import accumulate
 
@@ -16,7 +16,9 @@ from msgspec import Struct
 
 from shmserve.broker.observability.metric_definitions import INSTANCE, VERSION, Page, labels
 from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
+from shmserve.core.models import memory, sizes
 from shmserve.core.models.model import Model
+from shmserve.core.models.scaler import Scaler
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.core.states import InstanceState, VersionState
@@ -33,6 +35,9 @@ FIRST_BUCKET, LAST_BUCKET = 14, 36
 """Buckets from 16 us to 69 s."""
 
 _EDGES = [f"{histogram.edge(bucket) / 1e9:.12g}" for bucket in range(FIRST_BUCKET, LAST_BUCKET + 1)]
+_BETWEEN = range(20, 35)
+"""Buckets from 1 ms to 17 s, for the times between responses."""
+_BETWEEN_MS = [f"{histogram.edge(bucket) / 1e6:.12g}" for bucket in _BETWEEN]
 _VERSION_STATES = [(state, f',state="{state.value}"') for state in VersionState]
 _INSTANCE_STATES = {state: f',state="{state.value}"' for state in InstanceState}
 _TIMES = (
@@ -114,13 +119,25 @@ class Metrics:
         add("shmserve_model_loads_total", model.loads.failed, f'{named},result="failed"')
         add("shmserve_model_load_seconds_total", model.loads.done_ns / 1e9, named)
         generations = model.generations()
+        shares = model.shares_now()
+        for (answered_by, shadow), counts in model.comparisons.items():
+            pair = labels((*VERSION, "shadow"), (model.name, str(answered_by), str(shadow)))
+            for result, count in counts.items():
+                add("shmserve_shadow_requests_total", count, f'{pair},result="{result}"')
         for number, version in model.versions.items():
             named = labels(VERSION, (model.name, str(number)))
+            add("shmserve_model_share_percent", shares.get(number, 0), named)
             add("nv_model_load_duration_secs", version.took_ns / 1e9, named)
             for state, label in _VERSION_STATES:
                 add("shmserve_model_state", int(version.state is state), named + label)
             for name, count in _served_by(version).items() if version.graph is None else ():
                 add("shmserve_model_instances", count, f'{named},state="{name}"')
+            if version.graph is None:
+                _sleep(page, version, named)
+                if self._state.memory_limited:
+                    _memory(page, version, self._state.held, named)
+            if version.scaler is not None:
+                _scaling(page, version, version.scaler, named)
             same = [other for other in generations if other.number == number and other is not version]
             counted = version.statistics
             _counts(page, counted, version.policy.max_batch if version.policy is not None else 0, named)
@@ -131,6 +148,8 @@ class Metrics:
                 add("nv_cache_num_hits_per_model", counted.cache_hits, named)
                 add("nv_cache_num_misses_per_model", counted.cache_misses, named)
             self._latencies(page, counted, version.cached, named)
+            if self._settings.histogram_latencies and counted.streams is not None:
+                _between_responses(page, counted.streams.between, named)
             _queue(page, [version, *same], named)
             self._instances(page, [version, *same], arenas)
 
@@ -246,6 +265,7 @@ class Metrics:
         add = page.add
         add("shmserve_info", 1, labels(("version",), (installed(),)))
         add("shmserve_ready", int(self._ready()))
+        add("shmserve_out_of_service", int(self._state.out_of_service))
         for reason, count in self._state.refused.items():
             add("shmserve_requests_refused_total", count, labels(("reason",), (reason,)))
         cache = self._state.cache
@@ -253,6 +273,8 @@ class Metrics:
             add("shmserve_cache_bytes", cache.bytes)
             add("shmserve_cache_entries", len(cache))
             add("shmserve_cache_evictions_total", cache.evictions)
+        for place, size in memory.budgets(self._state).items():
+            add("shmserve_memory_budget_bytes", size, f'place="{memory.label_of(place)}"')
         used = procfs.usage(os.getpid())
         add("process_cpu_seconds_total", used.cpu_seconds)
         add("process_resident_memory_bytes", used.resident_bytes)
@@ -285,6 +307,12 @@ def _counts(page: Page, counted: Statistics, max_batch: int, named: str) -> None
         _sizes(page, counted, max([1, max_batch, *counted.batches]), named)
 
 
+def _between_responses(page: Page, times: histogram.Durations, named: str) -> None:
+    below = histogram.cumulative(times.counts, _BETWEEN[0], _BETWEEN[-1])
+    name = "shmserve_inference_between_responses_histogram_ms"
+    page.histogram(name, _BETWEEN_MS, below, times.count, round(times.sum_ns / 1e6, 3), named)
+
+
 def _times(page: Page, name: str, counts: list[int], ns: int, named: str) -> None:
     below = histogram.cumulative(counts, FIRST_BUCKET, LAST_BUCKET)
     page.histogram(name, _EDGES, below, sum(counts), ns / 1e9, named)
@@ -302,12 +330,36 @@ def _sizes(page: Page, counted: Statistics, largest: int, named: str) -> None:
 
 def _served_by(version: Version) -> dict[str, int]:
     """Counts instances by state, for shmserve_model_instances."""
-    counts = {"ready": 0, "loading": 0, "lost": 0, "quarantined": 0}
+    counts = {"ready": 0, "loading": 0, "asleep": 0, "lost": 0, "quarantined": 0}
     for instance in version.instances:
         if not (instance.over or instance.spec.passive or instance.replaces):
             shape = "loading" if not instance.loaded else "lost" if instance.degraded else "ready"
+            shape = "asleep" if instance.sleeping and shape == "ready" else shape
             counts["quarantined" if instance.quarantined else shape] += 1
     return counts
+
+
+def _sleep(page: Page, version: Version, named: str) -> None:
+    counted = version.statistics
+    page.add("shmserve_model_awake", int(version.state is VersionState.READY and not version.asleep), named)
+    if counted.wakes or counted.failed_wakes:
+        page.add("shmserve_model_wakes_total", counted.wakes, f'{named},result="done"')
+        page.add("shmserve_model_wakes_total", counted.failed_wakes, f'{named},result="failed"')
+        _times(page, "shmserve_model_wake_seconds", counted.wake_times, counted.wake_ns, named)
+
+
+def _memory(page: Page, version: Version, held: Container[Instance], named: str) -> None:
+    charged = memory.of_version(version, held)
+    for place in sorted(charged.keys() | {memory.HOST}):
+        page.add("shmserve_model_memory_bytes", charged[place], f'{named},place="{memory.label_of(place)}"')
+
+
+def _scaling(page: Page, version: Version, scaler: Scaler, named: str) -> None:
+    least, most = sizes.bounds(version, scaler.policy)
+    page.add("shmserve_model_instances_min", least, named)
+    page.add("shmserve_model_instances_max", most, named)
+    page.add("shmserve_model_scale_total", version.statistics.scaled_up, f'{named},direction="up"')
+    page.add("shmserve_model_scale_total", version.statistics.scaled_down, f'{named},direction="down"')
 
 
 def _queue(page: Page, generations: list[Version], named: str) -> None:

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from shmserve.broker.observability.logs import log_record
 from shmserve.core.requests.recording import Recording
 from shmserve.core.state import State
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
+from shmserve.protocol.bodies import decode_body
 
 UNREAD = 100_000
 """The most requests that a recording holds until they are read, about 40 MB."""
@@ -44,10 +44,7 @@ class Recordings:
 
     def change(self, body: bytes) -> dict[str, Any]:
         """Carries out the order in `body`. Returns the answer."""
-        try:
-            order = msgspec.json.decode(body, type=_Order)
-        except msgspec.MsgspecError as error:
-            raise InvalidRequest(f"invalid body of 'record': {error}") from None
+        order: _Order = decode_body(body, _Order, "'record'")
         if order.do == "start":
             return self._start(order.models)
         if order.do not in ("read", "stop"):

@@ -66,15 +66,22 @@ def _some(names: list[str]) -> str:
 
 
 class Announcer:
-    """Sends notifications from `begin` to `close`. `in_flight` returns the number of requests."""
+    """Sends notifications from `begin` to `close`. `in_flight` returns the number of requests, `out_of_service` whether
+    an operator has taken the server out of service."""
 
     def __init__(
-        self, loop: Any, manager: ServiceManager, models: Callable[[], Iterable[Model]], in_flight: Callable[[], int]
+        self,
+        loop: Any,
+        manager: ServiceManager,
+        models: Callable[[], Iterable[Model]],
+        in_flight: Callable[[], int],
+        out_of_service: Callable[[], bool] = lambda: False,
     ) -> None:
         self._loop = loop
         self._manager = manager
         self._models = models
         self._in_flight = in_flight
+        self._out_of_service = out_of_service
         self._every_s = min(BEAT_S, manager.watchdog_s / 2 or BEAT_S)
         self._timer: Any = None
         self._status = ""
@@ -144,6 +151,8 @@ class Announcer:
         census = Census.of(self._models())
         if not (self._ready or census.total):
             return "reading the repositories"
+        if self._out_of_service():
+            return f"out of service: {self._in_flight()} request(s) in flight; {census.text()}"
         return census.text()
 
 

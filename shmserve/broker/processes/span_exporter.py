@@ -5,12 +5,8 @@ Invariant: the broker never waits for it. What its socket does not take is dropp
 
 from __future__ import annotations
 
-import os
 import secrets
-import select
-import signal
 import socket
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -19,54 +15,46 @@ import msgspec
 from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.metric_definitions import Page
-from shmserve.broker.processes import children
+from shmserve.broker.processes.helper_process import HelperKind, HelperProcess
 from shmserve.core.effects import Traced
-from shmserve.core.models.lifecycle import pause_ns
 from shmserve.otel.records import ExportStatus, SpanRecord
 from shmserve.otel.settings import OtelSettings
-from shmserve.paths import python
 
-MODULE = "shmserve.otel.main"
 FLUSH_S = 0.1
 """How long traces are collected before they are sent."""
 PACKET_RECORDS = 100
 """The most traces in a packet, so that it fits into 256 KiB."""
 BUFFER_BYTES = 1 << 20
-PAUSES_NS = 1_000_000_000, 60_000_000_000
-"""Pause before the second consecutive restart, and the longest pause."""
-STEADY_S = 60.0
-"""Uptime after which the restart counter is reset."""
 END_S = 2.0
 """How long the process may take to export the rest when the server stops."""
 TEXT = 256
 """The most characters of a text in a record."""
-_LEVELS = {level: level for level in ("info", "warning", "error")}
-_PASSED_ON = ("OTEL_", "SSL_", "REQUESTS_CA_", "GRPC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-"""Prefixes of environment variables for the process, besides those of every child."""
+_KIND = HelperKind(
+    "shmserve.otel.main",
+    "traces",
+    "exports traces",
+    socket.SOCK_SEQPACKET,
+    ("OTEL_", "SSL_", "REQUESTS_CA_", "GRPC_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+)
 
 
 class SpanExporter:
-    """`over_limit()`: how many requests were not traced because of the limit for trace contexts. `pids`: gets the pid
-    of the process, which is reaped here."""
+    """`over_limit()`: how many requests were not traced because of the limit for trace contexts. `pids`: see
+    `HelperProcess`."""
 
     def __init__(
         self, loop: Any, settings: OtelSettings, over_limit: Callable[[], int], pids: set[int], rate: Rate
     ) -> None:
         self._loop = loop
-        self._settings = msgspec.json.encode(settings).decode()
         self._over_limit = over_limit
-        self._pids = pids
-        self._rate = rate
-        self._seed = secrets.token_hex(32)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pidfd = -1
-        self._output: children.Output | None = None
-        self._link: socket.socket | None = None
+        arguments = secrets.token_hex(32), msgspec.json.encode(settings).decode()
+        self._process = HelperProcess(loop, _KIND, pids, rate, arguments)
+        self._process.started = self._started
+        self._process.readable = self._read
+        self._process.ended = self._ended
+        self.start = self._process.start
         self._records: list[SpanRecord] = []
         self._flush_timer: Any = None
-        self._start_timer: Any = None
-        self._began = 0.0
-        self._deaths = 0
         self._counted = ExportStatus()
         """Of the processes that have ended, and what was dropped here."""
         self._status = ExportStatus()
@@ -74,79 +62,23 @@ class SpanExporter:
 
     # ------------------------------------------------------------------------------------ the process
 
-    def start(self) -> None:
-        self._start_timer = None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output = children.Output(self._loop, _LEVELS, self._log, self._rate)
-        try:
-            ours.setblocking(False)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-            process = subprocess.Popen(
-                [*python(), "-m", MODULE, str(theirs.fileno()), self._seed, self._settings],
-                stdin=subprocess.DEVNULL,
-                stdout=output.write_end,
-                stderr=output.write_end,
-                pass_fds=[theirs.fileno()],
-                env=children.environment(*_PASSED_ON),
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            output.close()
-            self._restart(f"cannot be started: {error.strerror}")
-            return
-        finally:
-            theirs.close()
-            os.close(output.write_end)
-        self._process, self._link, self._output = process, ours, output
-        self._pidfd = os.pidfd_open(process.pid)
-        self._pids.add(process.pid)
-        self._began = self._loop.time()
-        self._loop.add_reader(self._pidfd, self._ended)
-        self._loop.add_reader(ours.fileno(), self._read)
-
-    def _log(self, level: str, text: str) -> None:
-        log_record(level, f"[traces] {text}", None)
+    def _started(self) -> None:
+        assert self._process.link is not None
+        self._process.link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
 
     def _read(self) -> None:
-        assert self._link is not None
+        assert self._process.link is not None
         try:
-            packet = self._link.recv(256)
+            packet = self._process.link.recv(256)
         except OSError:
             return
         if packet:
             self._status = msgspec.msgpack.decode(packet, type=ExportStatus)
-        else:  # it is about to end
-            self._loop.remove_reader(self._link.fileno())
+        else:
+            self._process.stop_reading()
 
     def _ended(self) -> None:
-        assert self._process is not None
-        code = self._process.wait()
-        self._drop()
-        if self._loop.time() - self._began > STEADY_S:
-            self._deaths = 0
-        self._restart(f"ended ({children.ended_with(code)})")
-
-    def _restart(self, why: str) -> None:
-        self._deaths += 1
-        pause = pause_ns(self._deaths, *PAUSES_NS) / 1e9
-        text = f"the process that exports traces {why}; starting it again in {pause:g} s"
-        log_record("error", text, None)
-        self._start_timer = self._loop.call_later(pause, self.start)
-
-    def _drop(self) -> None:
-        """Forgets the process, which has ended, and adds its counts."""
-        assert self._process is not None
-        assert self._link is not None
-        assert self._output is not None
-        self._output.finish()
-        self._output.close()
-        self._loop.remove_reader(self._link.fileno())
-        self._link.close()
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._pids.discard(self._process.pid)
-        self._process = self._link = self._output = None
+        """Keeps the counts of the process."""
         for name in ExportStatus.__struct_fields__:
             setattr(self._counted, name, getattr(self._counted, name) + getattr(self._status, name))
         self._status = ExportStatus()
@@ -166,9 +98,9 @@ class SpanExporter:
         for first in range(0, len(records), PACKET_RECORDS):
             piece = records[first : first + PACKET_RECORDS]
             try:
-                if self._link is None:
+                if self._process.link is None:
                     raise BlockingIOError
-                self._link.send(msgspec.msgpack.encode(piece))
+                self._process.link.send(msgspec.msgpack.encode(piece))
             except OSError:  # it is behind, or has ended
                 self._counted.dropped += sum(record.spans for record in piece)
 
@@ -183,18 +115,10 @@ class SpanExporter:
 
     def close(self) -> None:
         """Sends what is left, and gives the process a moment to export it."""
-        for timer in (self._flush_timer, self._start_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
         self._flush()
-        if self._process is None:
-            return
-        assert self._link is not None
-        self._link.shutdown(socket.SHUT_WR)
-        if not select.select([self._pidfd], [], [], END_S)[0]:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        self._process.wait()
-        self._drop()
+        self._process.close(END_S)
 
 
 def _record(traced: Traced) -> SpanRecord:

@@ -139,7 +139,8 @@ class Workers:
         output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, about), self._settings.log_rate)
         group = self._memory.group(peer, terms.memory)
         words = arguments_of(spec, terms, str(group.processes) if group is not None else "") + self._variables(spec)
-        words += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(self._settings.load_nice())]
+        nice = 0 if effect.urgent else self._settings.load_nice()
+        words += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(nice)]
         link = PeerLink(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
         ends = (theirs.detach(), output.write_end)
         limits = terms.memory, terms.gpu_memory if spec.kind == "KIND_GPU" else 0

@@ -266,7 +266,14 @@ def test_names_that_are_no_paths(
 
 
 class _Files(SimpleHTTPRequestHandler):
-    """Python's web server: listings in HTML, and no ranges."""
+    """Python's web server: listings in HTML, and no ranges. `gets`: the paths of its GET requests, and which codings
+    of the content the client accepts."""
+
+    gets: list[tuple[str, str]] = []
+
+    def do_GET(self) -> None:
+        self.gets.append((self.path, self.headers["Accept-Encoding"]))
+        super().do_GET()
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -325,7 +332,9 @@ def test_a_web_server(tmp_path: Path, kind: type[_Files]) -> None:
         outcome = mirror.sync("a model")
         assert outcome.state == "published", outcome
         assert mirror.files("a model") == {"config.pbtxt": b"x" * 20, "1/mödel.bin": data}
+        kind.gets.clear()
         assert mirror.sync("a model").state == "unchanged"
+        assert kind.gets == [("/repo/a%20model/", "identity"), ("/repo/a%20model/1/", "identity")]
         (model / "config.pbtxt").write_bytes(b"yy")
         assert mirror.sync("a model").state == "published"
         assert mirror.files("a model")["config.pbtxt"] == b"yy"

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.process
 class _StandIn(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     content_type = "application/json"
+    files: ClassVar[dict[str, bytes]] = {}
+    damaged: ClassVar[set[str]] = set()
+    """Those of `files` that are sent as zeros."""
 
     def send_range(self, data: bytes, damaged: bool) -> None:
         span = self.headers.get("Range") or self.headers.get("x-ms-range")
@@ -59,14 +62,29 @@ def stand_in(kind: type[_StandIn]) -> Iterator[str]:
             thread.join()
 
 
+def mirror_changes(kind: type[_StandIn], url: str, cache: Path) -> None:
+    """The content of a model is compared with the store's MD5, and a change of it is followed."""
+    data = data_of(3 * PIECE)
+    kind.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "served/n/config.pbtxt": b""}
+    kind.damaged = {"served/m/1/model.bin"}
+    with mirrored(url, cache) as mirror:
+        assert "model.bin: the MD5 of what was downloaded is not the store's" in mirror.sync().text
+        kind.damaged = set()
+        assert mirror.sync().state == "published"
+        assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
+        assert mirror.sync().state == "unchanged"
+        kind.files["served/m/config.pbtxt"] = b"other"
+        assert mirror.sync().state == "published"
+        assert mirror.files()["config.pbtxt"] == b"other"
+        assert mirror.sync("zz").state == "absent"
+
+
 # ------------------------------------------------------------------------------------------------ Hugging Face
 
 
 class _Hub(_StandIn):
     """The part of the hub's API that is needed, with the repository `owner/models`: one small file, one in LFS."""
 
-    files: ClassVar[dict[str, bytes]] = {}
-    damaged: ClassVar[set[str]] = set()
     tokens: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
@@ -137,9 +155,6 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class _Google(_StandIn):
     """The part of the JSON API of Google Cloud Storage that is needed, with the bucket `b`."""
 
-    files: ClassVar[dict[str, bytes]] = {}
-    damaged: ClassVar[set[str]] = set()
-
     def do_GET(self) -> None:
         path, query = unquote(urlsplit(self.path).path), parse_qs(urlsplit(self.path).query)
         name = path.partition("/o/")[2]
@@ -165,22 +180,10 @@ class _Google(_StandIn):
 
 def test_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gcsfs")
-    data = data_of(3 * PIECE)
-    _Google.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "served/n/config.pbtxt": b""}
-    _Google.damaged = {"served/m/1/model.bin"}
     monkeypatch.setenv("HOME", str(tmp_path))  # without credentials
     with stand_in(_Google) as url:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
-        with mirrored("gs://b/served", tmp_path / "cache") as mirror:
-            assert "model.bin: the MD5 of what was downloaded is not the store's" in mirror.sync().text
-            _Google.damaged = set()
-            assert mirror.sync().state == "published"
-            assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
-            assert mirror.sync().state == "unchanged"
-            _Google.files["served/m/config.pbtxt"] = b"other"
-            assert mirror.sync().state == "published"
-            assert mirror.files()["config.pbtxt"] == b"other"
-            assert mirror.sync("zz").state == "absent"
+        mirror_changes(_Google, "gs://b/served", tmp_path / "cache")
 
 
 # ------------------------------------------------------------------------------------------------ Azure
@@ -197,8 +200,6 @@ class _Azure(_StandIn):
     """The part of the API of Azure Blob Storage that is needed, with the container `c` of the account `acc`."""
 
     content_type = "application/xml"
-    files: ClassVar[dict[str, bytes]] = {}
-    damaged: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
         path, query = unquote(urlsplit(self.path).path), parse_qs(urlsplit(self.path).query)
@@ -228,20 +229,8 @@ class _Azure(_StandIn):
 
 def test_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("adlfs")
-    data = data_of(3 * PIECE)
-    _Azure.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "served/n/config.pbtxt": b"n"}
-    _Azure.damaged = {"served/m/1/model.bin"}
     key = base64.b64encode(b"a secret of Azure").decode()
     with stand_in(_Azure) as url:
         account = f"DefaultEndpointsProtocol=http;AccountName=acc;AccountKey={key};BlobEndpoint={url}/acc;"
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", account)
-        with mirrored("as://acc/c/served", tmp_path / "cache") as mirror:
-            assert "model.bin: the MD5 of what was downloaded is not the store's" in mirror.sync().text
-            _Azure.damaged = set()
-            assert mirror.sync().state == "published"
-            assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
-            assert mirror.sync().state == "unchanged"
-            _Azure.files["served/m/config.pbtxt"] = b"other"
-            assert mirror.sync().state == "published"
-            assert mirror.files()["config.pbtxt"] == b"other"
-            assert mirror.sync("zz").state == "absent"
+        mirror_changes(_Azure, "as://acc/c/served", tmp_path / "cache")

@@ -380,7 +380,7 @@ def test_unload_finishes_requests_in_flight(server: Server, root: Path, client: 
         with shmserve.Client(url) as other:
             futures = [other.submit("leaving", {"x": LARGE}) for _ in range(20)]
             futures[0].result(living.PATIENCE_S)
-            other.live()  # behind the others: what comes on another connection must not overtake them
+            assert other.live(), "the connection is lost"  # behind the others, which the unload must not overtake
             client.unload("leaving")
             answers = [future.result(living.PATIENCE_S)["y"] for future in futures]
             assert all((y == 1).all() for y in answers)

@@ -4,29 +4,81 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from threading import Thread
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
+import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import shmserve
-from shmserve.errors import InvalidRequest, NotFound, Unavailable
+from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unavailable
 from shmserve.testing import Server
-from tests.support.living import ONE, answer, generation, ready
+from tests.support.living import ONE, PYTHON, answer, generation, pids, policy, ready, until, write
 
 pytestmark = pytest.mark.process
 
 
+RAISES, CRASHES, HANGS = 2.0, 3.0, 4.0
+CANARY = f"""
+import os
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.version = float(args["model_version"])
+
+    def execute(self, requests):
+        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
+
+    def one(self, x):
+        fault = x[0, 0] if self.version == 3 else 0
+        if fault == {RAISES}:
+            raise ValueError("this is not for me")
+        if fault == {CRASHES}:
+            os._exit(7)
+        if fault == {HANGS}:
+            open(HOLD).close()  # until somebody writes
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full_like(x, self.version))])
+
+
+"""
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("models")
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hold") / "fifo"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, hold: Path) -> Iterator[Server]:
+    root = repository
     for version in (1, 2, 3):
         generation(root, "m", version, version=version)
-    with Server(root, "--model-control-mode", "explicit", gateway=True) as running:
+    for version in (2, 3):
+        folder = root / "canary" / str(version)
+        folder.mkdir(parents=True)
+        write(folder / "model.py", CANARY + f"HOLD = {str(hold)!r}\n")
+    write(root / "canary" / "config.pbtxt", PYTHON)
+    roles = ("--http-roles", "infer,observe,operate")
+    with Server(root, "--model-control-mode", "explicit", *roles, gateway=True) as running:
         yield running
 
 
@@ -91,6 +143,91 @@ def test_a_canary_is_rolled_back_without_a_lost_request(server: Server, client: 
     assert answer(client, "m") == 2
 
 
+def counted(client: shmserve.Client, metric: str, **labels: str) -> float:
+    """The sum of the metric's samples for version 3 of the canary. The parser adds _total to names of counters."""
+    wanted = {"model": "canary", "version": "3", **labels}
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(client.metrics())
+        for sample in family.samples
+        if sample.name.removesuffix("_total") == metric and wanted.items() <= sample.labels.items()
+    ]
+    return sum(found)
+
+
+@pytest.mark.parametrize("fault", [RAISES, CRASHES, HANGS])
+def test_a_failing_canary_is_visible_and_rolled_back(server: Server, hold: Path, fault: float) -> None:
+    """Every request is answered, by version 2 or, if version 3 fails it, with the reason. After the rollback no request
+    fails, also while requests that version 3 has accepted still hang."""
+    sent = [0]
+    answers: Counter[float | str] = Counter()
+
+    def call(client: shmserve.Client) -> None:
+        sent[0] += 1
+        try:
+            answers[client.infer("canary", {"x": np.full((1, 3), fault, np.float32)})["y"][0, 0].item()] += 1
+        except ModelFailed:
+            answers["failed"] += 1
+
+    rolled_back = Event()
+
+    def call_until_stuck() -> None:
+        with server.client() as other:
+            while not rolled_back.is_set():
+                call(other)
+
+    with server.client() as client:
+        client.load("canary", versions=[2, 3])
+        client.traffic("canary", shares={3: 50})
+        assert counted(client, "shmserve_model_share_percent") == 50
+        assert "50 %" in cli(server, "models", "canary")[1]
+        stuck = Thread(target=call_until_stuck)
+        if fault == HANGS:
+            stuck.start()
+            until(client, lambda: counted(client, "shmserve_model_requests_in_flight"), "a stuck request")
+        else:
+            while not answers["failed"]:
+                call(client)
+            assert counted(client, "nv_inference_request_failure", reason="BACKEND") == answers["failed"] == 1
+        assert cli(server, "traffic", "canary", "--all", "2")[0] == 0
+        before = answers[2.0]
+        for _ in range(20):
+            call(client)
+        assert answers[2.0] == before + 20
+        assert counted(client, "shmserve_model_share_percent") == 0
+        if fault == HANGS:
+            assert stuck.is_alive()
+            rolled_back.set()
+            descriptor = os.open(hold, os.O_RDWR)
+            stuck.join(60)
+            os.close(descriptor)
+            assert answers[3.0] == 1
+        assert answers.total() == sent[0]
+        client.unload("canary")
+
+
+def test_versions_of_a_load_over_http(server: Server, client: shmserve.Client) -> None:
+    def load(parameters: dict[str, Any]) -> tuple[int, str]:
+        with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+            connection.request("POST", "/v2/repository/models/m/load", json.dumps({"parameters": parameters}))
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    assert load({"versions": "1,3"})[0] == 200
+    assert ready(client, "m") == ["1", "3"]
+    assert load({"versions": 2})[0] == 200
+    assert ready(client, "m") == ["2"]
+    for wrong, text in (
+        ({"versions": "latest"}, "'latest'; expected numbers, such as '2' or '2,3'"),
+        ({"versions": True}, "must be a string"),
+        ({"versions": "0"}, "versions"),
+        ({"versions": "2", "previous": True}, "cannot be combined"),
+    ):
+        status, error = load(wrong)
+        assert (status, text in error) == (400, True), error
+    assert ready(client, "m") == ["2"]
+
+
 def test_aliases(server: Server, client: shmserve.Client) -> None:
     client.load("m", versions=[1, 3])
     assert client.traffic("m", aliases={"prod": 1})["aliases"] == {"prod": 1}
@@ -115,12 +252,43 @@ def test_aliases(server: Server, client: shmserve.Client) -> None:
     assert answer(client, "m@prod") == 3
 
 
+def test_traffic_of_the_configuration(server: Server, client: shmserve.Client, repository: Path) -> None:
+    """Changed in place by a load, until an operator sets another."""
+
+    def load(**parameters: str) -> dict[str, Any]:
+        lines = (
+            f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}\n' for key, text in parameters.items()
+        )
+        write(repository / "given" / "config.pbtxt", PYTHON + policy("all { }") + "".join(lines))
+        client.load("given")
+        return client.traffic("given")
+
+    for version in (1, 2):
+        generation(repository, "given", version, version=version)
+    assert load(traffic="1=100", aliases="prod=2, next=2")["shares"] == {"1": 100}
+    assert (answer(client, "given"), answer(client, "given@prod")) == (1, 2)
+    before = pids(client, "given")
+    found = load(aliases="prod=1")
+    assert (found["shares"], found["aliases"]) == ({}, {"prod": 1})
+    assert (answer(client, "given"), answer(client, "given@prod")) == (2, 1)
+    assert pids(client, "given") == before
+    assert client.config("given")["parameters"]["aliases"]["string_value"] == "prod=1"
+    client.traffic("given", shares={1: 100})
+    assert load(traffic="2=100")["shares"] == {"1": 100}
+    client.unload("given")
+    assert load(traffic="2=100", aliases="last=2")["shares"] == {"2": 100}
+    with pytest.raises(InvalidRequest, match="found 120 % together"):
+        load(traffic="1=60,2=60")
+    assert client.traffic("given")["aliases"] == {"last": 2}
+    client.unload("given")
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"shares": {1: 60, 3: 50}}, "the shares of model 'm' are 110 % together, expected at most 100 %"),
-        ({"shares": {1: 101}}, "the traffic of model 'm' cannot be set"),
-        ({"shares": {0: 10}}, "the traffic of model 'm' cannot be set"),
+        ({"shares": {1: 101}}, "invalid body of 'set_traffic'"),
+        ({"shares": {0: 10}}, "invalid body of 'set_traffic'"),
         ({"aliases": {"a@b": 1}}, "alias 'a@b': expected up to 64 letters"),
         ({"aliases": {"": 1}}, "alias '': expected up to 64 letters"),
     ],

@@ -405,9 +405,17 @@ def test_rules_for_those_who_cannot_connect(base: list[str]) -> None:
 def test_limits(base: list[str]) -> None:
     assert settings.limits(settings.parse(base)) == Limits()
     given = ["--limit", "requests=7", "--limit=client_errors=0", "--limit", "requests=9", "--execution-limit-secs=2"]
-    given.append("--crash-limit=5")
+    given += ["--crash-limit=5", "--idle-unload-secs=1.5", "--model-memory-budget=8GiB", "--gpu-memory-budget=1GiB"]
+    given += ["--gpu-memory-budget=1:20GiB", "--model-memory-wait-ms=200"]
     assert settings.limits(settings.parse([*base, *given])) == Limits(
-        requests=9, client_errors=0, execution_ns=2_000_000_000, crashes=5
+        requests=9,
+        client_errors=0,
+        execution_ns=2_000_000_000,
+        crashes=5,
+        idle_unload_ns=1_500_000_000,
+        memory_budget=8 << 30,
+        gpu_budgets=((-1, 1 << 30), (1, 20 << 30)),
+        memory_wait_ns=200_000_000,
     )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from shmserve.broker.models import backend_files as module
+from shmserve.broker.models import poller
 from shmserve.broker.models.backend_files import read_backend
-from shmserve.broker.models.catalog import BACKEND_PINS, Catalog, read_descriptor
+from shmserve.broker.models.catalog import BACKEND_PINS, Catalog, Reading, read_descriptor
 from shmserve.broker.models.differences import compare
 from shmserve.broker.models.poller import Poll
 from shmserve.core.effects import Spawn
@@ -159,6 +160,38 @@ def test_a_poll_finds_a_changed_backend(tmp_path: Path, backends: Path) -> None:
     (backends / "other").rename(backends / "gone")
     assert found() == ["a", "b"]
     assert found() == []
+
+
+def test_a_backend_of_many_models_is_read_once(tmp_path: Path, backends: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "c"):
+        model(tmp_path / "models", name, MINE)
+    catalog = catalog_of(tmp_path, backends)
+    poll = Poll(catalog, 1.0, lambda: 2e9, lambda: 0.0)
+    taken: list[Path] = []
+
+    def counted(folder: Path) -> Snapshot:
+        taken.append(folder)
+        return take(folder)
+
+    monkeypatch.setattr(module, "take", counted)
+    monkeypatch.setattr(poller, "take", counted)
+
+    def found(readings: Sequence[Reading]) -> tuple[list[str], int]:
+        """The models that were read, and how often the files of their backend were listed."""
+        times = taken.count(backends / "mine")
+        taken.clear()
+        return [reading.scanned.name for reading in readings], times
+
+    assert found(poll.check().readings) == (["a", "b", "c"], 1)
+    assert found(poll.check().readings) == ([], 1)
+    (backends / "mine" / "utils" / "shared.py").write_text("A = 22\n")
+    assert found(poll.check().readings) == (["a", "b", "c"], 2), "once before they are read, and once while they are"
+    assert found(poll.check().readings) == ([], 1)
+    assert found(catalog.read_all()) == (["a", "b", "c"], 1)
+    (backends / "mine" / "utils" / "shared.py").write_text("A = 333\n")
+    readings = catalog.read_all()
+    (folder,) = {reading.backend.folder for reading in readings if reading.backend is not None}
+    assert (folder / "utils" / "shared.py").read_text() == "A = 333\n", "a later pass lists them again"
 
 
 def test_a_backend_that_is_still_being_copied_waits(tmp_path: Path, backends: Path) -> None:

@@ -422,3 +422,25 @@ def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, mon
     reading = catalog.read("m")
     assert scans == 3
     assert reading.scanned.config is not None
+
+
+def test_a_remote_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version consists of the tree that was read last, which may not be dropped; the old one may."""
+    for tree in ("1", "2"):
+        model(tmp_path / "trees", tree, ALL)
+    view = tmp_path / "views" / "key"
+    view.mkdir(parents=True)
+    (view / "m").symlink_to("../../trees/1")
+
+    def meddled(folder: Path, **more: Any) -> ScannedModel:
+        found = scan_model(folder, **more)
+        (view / "m").unlink()
+        (view / "m").symlink_to("../../trees/2")
+        return found
+
+    monkeypatch.setattr(module, "scan_model", meddled)
+    catalog = Catalog([view], {}, CoreSet((0,)))
+    reading = catalog.read("m")
+    assert reading.snapshot == take(tmp_path / "trees" / "2")
+    catalog.adopt(reading)
+    assert catalog.trees() == {"2"}

@@ -25,9 +25,9 @@ from shmserve.broker.models.overrides import (
     RestartBody,
     UnloadBody,
     Upload,
-    decode_body,
 )
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
+from shmserve.protocol.bodies import decode_body
 from shmserve.session.uploads import of_load
 from tests.support.hypothesis_profiles import examples
 

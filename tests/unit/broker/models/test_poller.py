@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shmserve.broker.models.backend_files import KnownBackends
 from shmserve.broker.models.catalog import Catalog, Reading
 from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.poller import Changes, Poll
@@ -26,11 +27,17 @@ class Meddled(Catalog):
     before: Callable[[], object] = staticmethod(lambda: None)
     after: Callable[[], object] = staticmethod(lambda: None)
 
-    def read_folder(self, folder: Path, given: LoadOverride | None = None, versions: Collection[int] = ()) -> Reading:
+    def read_folder(
+        self,
+        folder: Path,
+        given: LoadOverride | None = None,
+        versions: Collection[int] = (),
+        known: KnownBackends | None = None,
+    ) -> Reading:
         before, self.before = self.before, lambda: None
         after, self.after = self.after, lambda: None
         before()
-        reading = super().read_folder(folder, given, versions)
+        reading = super().read_folder(folder, given, versions, known)
         after()
         return reading
 

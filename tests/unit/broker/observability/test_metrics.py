@@ -26,12 +26,13 @@ from shmserve.core import events
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.stats import latencies
-from shmserve.protocol.messages import Infer, Return, Tensor
+from shmserve.protocol.messages import Infer, Options, Return, Tensor
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd
 from shmserve.system import procfs
 from tests import ROOT
 from tests.support.core.fakes import FakeClient
+from tests.support.core.policies import scaling_of
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
 
@@ -277,6 +278,33 @@ def test_times_to_the_first_response() -> None:
     assert buckets == {"1": 1, "4": 1, "+Inf": 2}
 
 
+def test_times_between_responses() -> None:
+    """Of decoupled models only, with the same switch; cumulative, in buckets of powers of two."""
+    world = World(Limits(first_responses=True))
+    world.deploy(policy())
+    world.deploy(replace(policy("s"), decoupled=True))
+    client, worker = world.connect("c"), world.worker("s_0")
+    world.turn([client.infer(1, "s", options=Options(window=9))])
+    (request,) = worker.streams
+    for wait in (1, 2, 40, 700, 20_000):
+        worker.part(request)
+        world.now += wait * MS
+        world.turn(world.heard(worker))
+    shown = MetricSettings(histogram_latencies=True)
+    seen = metrics(world, shown=shown)
+    name = "shmserve_inference_between_responses_histogram_ms"
+    buckets = {
+        float(dict(labels)["le"]): value for labels, value in seen.all(f"{name}_bucket", model="s", version="1").items()
+    }
+    assert min(buckets) == pytest.approx(1.05, rel=0.01)
+    assert sorted(buckets)[-2] == pytest.approx(17180, rel=0.01)
+    for edge, count in buckets.items():
+        assert count == sum(wait <= edge for wait in (2, 40, 700, 20_000)), edge
+    assert (seen(f"{name}_sum", model="s", version="1"), seen(f"{name}_count", model="s", version="1")) == (20_742, 4)
+    assert not seen.all(f"{name}_count", **MODEL)
+    assert f"{name}_count" not in metrics_text(world, MetricSettings())
+
+
 @given(st.integers(0, 2**62))
 def test_buckets_of_latencies(us: int) -> None:
     """Each value is within 1.6 % of the middle of its bucket, and buckets have the order of values."""
@@ -318,6 +346,56 @@ def test_one_sample_while_generations_change() -> None:
     assert after("shmserve_instance_restarts_total", model="m", version="1", model_instance="m_0") == 1
     states = after.all("shmserve_instance_state", model="m", version="1", model_instance="m_0")
     assert list(states.values()) == [1]
+
+
+def test_a_version_that_is_scaled() -> None:
+    world = World(Limits(execution_ns=0))
+    named = {"model": "m", "version": "1"}
+    world.deploy(policy(most=1))
+    with pytest.raises(KeyError):
+        metrics(world)("shmserve_model_scale_total", **named, direction="up")
+    world.scalings["m"] = scaling_of("m", "1-3", down="2s")
+    world.deploy(policy(most=1))
+    client = world.connect("c")
+    world.turn([infer(client, number) for number in range(1, 9)])
+    world.loads_itself["m"] = False
+    world.advance(world.now + 1000 * MS)
+    seen = metrics(world)
+    assert seen("shmserve_model_instances_min", **named) == 1
+    assert seen("shmserve_model_instances_max", **named) == 3
+    assert seen("shmserve_model_scale_total", **named, direction="up") == 1
+    assert seen("shmserve_model_scale_total", **named, direction="down") == 0
+    assert seen("shmserve_model_instances", **named, state="loading") == 1
+    assert seen("shmserve_model_instances", **named, state="ready") == 1
+    world.turn([(world.worker("m_1").peer, events.Compiled(policy(most=1)))])
+    world.finish_all()
+    world.advance(world.now + 10_000 * MS)
+    seen = metrics(world)
+    assert seen("shmserve_model_instances", **named, state="ready") == 1
+    assert seen("shmserve_model_scale_total", **named, direction="down") == 1
+
+
+def test_a_version_that_sleeps() -> None:
+    world = World(Limits(idle_unload_ns=60_000 * MS))
+    world.deploy(policy(), 2)
+    named = {"model": "m", "version": "1"}
+    assert metrics(world)("shmserve_model_awake", **named) == 1
+    world.advance(world.now + 60_000 * MS)
+    seen = metrics(world)
+    assert seen("shmserve_model_awake", **named) == 0
+    assert seen("shmserve_model_state", **named, state="READY") == 1
+    assert seen("shmserve_model_instances", **named, state="asleep") == 2
+    client = world.connect("c")
+    world.loads_itself["m"] = False
+    world.turn([infer(client, 1)])
+    assert metrics(world)("shmserve_model_instances", **named, state="asleep") == 2, "they are loading"
+    world.now += 250 * MS
+    world.turn([(worker.peer, events.Compiled(policy())) for worker in world.workers.values()])
+    seen = metrics(world)
+    assert seen("shmserve_model_awake", **named) == 1
+    assert seen("shmserve_model_instances", **named, state="ready") == 2
+    assert seen("shmserve_model_wakes_total", **named, result="done") == 1
+    assert seen("shmserve_model_wake_seconds_sum", **named) == 0.25
 
 
 def test_instances_that_are_lost() -> None:

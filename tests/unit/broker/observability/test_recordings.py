@@ -68,6 +68,12 @@ def test_a_recording_is_started_read_and_stopped() -> None:
     assert numbers(world.do("read", number + 1)) == [7]
 
 
+@pytest.mark.parametrize("body", [b"", b"{", b'{"do": "\xff"}', b'{"do": 1}', b"[" * 100_000])
+def test_malformed_bodies(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="invalid body of 'record'"):
+        Recorded().recordings.change(body)
+
+
 def test_only_the_named_models_are_recorded() -> None:
     world = Recorded()
     with pytest.raises(NotFound, match="'other' is not found"):

@@ -78,10 +78,13 @@ class Told:
     def __init__(self, loop: Any, address: str, ear: Ear, **environment: str) -> None:
         self.models: list[Model] = []
         self.in_flight = 0
+        self.out_of_service = False
         self.hear: Callable[[], dict[str, str]] = ear.hear
         self.is_silent = ear.is_silent
         manager = ServiceManager({"NOTIFY_SOCKET": address, **environment}, os.getpid())
-        self.announcer = Announcer(loop, manager, lambda: self.models, lambda: self.in_flight)
+        self.announcer = Announcer(
+            loop, manager, lambda: self.models, lambda: self.in_flight, lambda: self.out_of_service
+        )
 
 
 @pytest.fixture
@@ -217,6 +220,18 @@ def test_from_start_to_stop(told: Told) -> None:
     }
     told.announcer.stopping(30)
     assert told.is_silent()
+
+
+def test_out_of_service_is_told(told: Told) -> None:
+    told.models = [model("mlp", READY)]
+    told.announcer.ready()
+    told.hear()
+    told.out_of_service, told.in_flight = True, 2
+    told.announcer.check_status()
+    assert told.hear() == {"STATUS": "out of service: 2 request(s) in flight; serving 1 of 1 models"}
+    told.out_of_service = False
+    told.announcer.check_status()
+    assert told.hear() == {"STATUS": "serving 1 of 1 models"}
 
 
 def test_a_reload_is_told_with_its_time(told: Told) -> None:

@@ -43,7 +43,7 @@ def test_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == Gpus(
         (Gpu(0, 0, "GPU-aa11", "00000000:3B:00.0", "Stand-in"), Gpu(1, 1, "GPU-bb22", "00000000:AF:00.0", "Stand-in"))
     )
-    assert found.numbers.cpu_only >= {"fil", "identity", "openvino", "paddle", "tflite"}
+    assert found.numbers.cpu_only >= {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
     assert found.numbers == (0, 1)
     assert found.uuids() == {0: "GPU-aa11", 1: "GPU-bb22"}
     assert found.places() == {0: "00000000:3B:00.0", 1: "00000000:AF:00.0"}
@@ -93,6 +93,7 @@ def test_packages_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "dali",
         "fil",
         "identity",
+        "llamacpp",
         "openvino",
         "paddle",
         "onnxruntime",
@@ -101,7 +102,7 @@ def test_packages_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "tflite",
     }
     versions |= {"nvidia-dali-cuda120": "2.4.0", "onnxruntime-gpu": "1.20.0", "torch": "2.6.0", "tensorflow": "2.19.0"}
-    assert cpu_only() == {"fil", "identity", "openvino", "paddle", "tflite"}
+    assert cpu_only() == {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
 
 
 def test_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

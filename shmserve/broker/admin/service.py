@@ -1,0 +1,102 @@
+"""The query `service` and the operation `set_service`: take the server out of service before an upgrade, and tell when
+it is empty.
+
+Out of service, the server is not ready, which balancers and their like notice after seconds, and still answers every
+request that arrives. It is empty when it has had no request, sequence or lease for some time; how long is enough is
+decided by whoever asks. This is not the drain of a server that stops, which refuses new requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from heapq import nlargest
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.core.events import SetService
+from shmserve.core.state import State
+from shmserve.protocol.bodies import decode_body
+
+log = logging.getLogger("shmserve")
+
+TICK_S = 0.2
+"""How often the server looks whether it is empty, while it is out of service."""
+SHOWN_CLIENTS = 10
+
+
+class ServiceBody(Struct, forbid_unknown_fields=True):
+    out_of_service: bool
+
+
+class ServiceControl:
+    """`put` passes an event to the core. `changed` is called after a change."""
+
+    def __init__(self, loop: Any, state: State, put: Callable[[SetService], None], changed: Callable[[], None]) -> None:
+        self._loop = loop
+        self._state = state
+        self._put = put
+        self._changed = changed
+        self.clock: Callable[[], float] = time.monotonic
+        self.out_of_service = False
+        """As last requested; the core follows in its next turn."""
+        self._began = 0.0
+        self._quiet_since: float | None = None
+        self._last_number = 0
+        self._timer: Any = None
+
+    def document(self) -> dict[str, Any]:
+        state, now = self._state, self.clock()
+        self._look(now)
+        clients = [client for client in state.clients.values() if client.requests]
+        shown = nlargest(SHOWN_CLIENTS, clients, key=lambda client: len(client.requests))
+        return {
+            "out_of_service": self.out_of_service,
+            "seconds": round(now - self._began, 3) if self.out_of_service else 0.0,
+            "requests": len(state.requests) + len(state.leases),
+            "sequences": len(state.sequences),
+            "quiet_seconds": 0.0 if self._quiet_since is None else round(now - self._quiet_since, 3),
+            "clients": [{"name": client.name, "in_flight": len(client.requests)} for client in shown],
+        }
+
+    def change(self, body: bytes) -> dict[str, Any]:
+        wanted: ServiceBody = decode_body(body, ServiceBody, "'set_service'")
+        if wanted.out_of_service != self.out_of_service:
+            self.out_of_service = wanted.out_of_service
+            self._begin() if wanted.out_of_service else self._end()
+            self._put(SetService(wanted.out_of_service))
+            self._loop.call_soon(self._changed)
+        return self.document()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _begin(self) -> None:
+        log.info("out of service: the server is not ready, and finishes its requests")
+        self._began = self.clock()
+        self._quiet_since = None
+        self._tick()
+
+    def _end(self) -> None:
+        log.info("in service again")
+        self._quiet_since = None
+        self.close()
+
+    def _tick(self) -> None:
+        self._look(self.clock())
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _look(self, now: float) -> None:
+        """Notes since when the server has been empty. A request that came and went between two looks has left a
+        number."""
+        state = self._state
+        busy = bool(state.requests or state.leases or state.sequences)
+        if not self.out_of_service or busy:
+            self._quiet_since = None
+        elif self._quiet_since is None or state.last_number != self._last_number:
+            self._quiet_since = now
+        self._last_number = state.last_number

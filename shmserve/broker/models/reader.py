@@ -1,0 +1,123 @@
+"""The thread that reads models, and the loads that wait for a download before it can read theirs.
+
+Invariant: one thread reads one model after another, so that loads are deployed in the order of their requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from shmserve.broker.models.remote import NotDownloaded, RemoteModels
+from shmserve.errors import NotFound, Unavailable
+from shmserve.protocol.messages import Ask
+
+T = TypeVar("T")
+
+
+class Job(Struct):
+    """An operation whose result a client waits for."""
+
+    peer: int
+    ask: Ask
+    began: float
+    warnings: tuple[str, ...] = ()
+    changed: bool = True
+    failures: dict[str, str] = {}
+    """Model -> why it could not be downloaded for this load."""
+    notes: tuple[str, ...] = ()
+    """Warnings about downloads."""
+    over: bool = False
+    """Ended while it waited for a download."""
+
+
+class Reader:
+    """`is_served(model)`: whether versions of it are READY. `failed(job, error)`: reports an error; without a job, it
+    is of work for no client. `remote`: models of remote repositories."""
+
+    def __init__(
+        self,
+        loop: Any,
+        remote: RemoteModels | None,
+        is_served: Callable[[str], bool],
+        failed: Callable[[Job | None, Exception], None],
+    ) -> None:
+        self._loop = loop
+        self._remote = remote
+        self._is_served = is_served
+        self._failed = failed
+        self._thread = ThreadPoolExecutor(1, "reader")
+        self._fetching: list[Job] = []
+        """Loads that wait for a download."""
+        self.closed = False
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Runs work without a result. May be called from any thread."""
+        with suppress(RuntimeError):  # the server stops and removes everything
+            self._thread.submit(work)
+
+    def run(self, work: Callable[[], T], then: Callable[[T], None], job: Job | None = None) -> None:
+        """Calls `then` on the loop with the result. For a job, work that needs a model which has not been downloaded is
+        repeated when it has."""
+        self._thread.submit(work).add_done_callback(
+            lambda future: self._loop.call_soon_threadsafe(self._back, future, work, then, job)
+        )
+
+    def _back(self, future: Future[T], work: Callable[[], T], then: Callable[[T], None], job: Job | None) -> None:
+        if self.closed:
+            return
+        try:
+            then(future.result())
+        except Exception as error:
+            if job is not None and isinstance(error, NotDownloaded | NotFound):
+                model = error.model if isinstance(error, NotDownloaded) else job.ask.model
+                if model in job.failures:
+                    error = Unavailable(job.failures[model])
+                elif isinstance(error, NotDownloaded):
+                    self._fetch(model, job, lambda: self.run(work, then, job))
+                    return
+            self._failed(job, error)
+
+    def load(self, work: Callable[[], T], then: Callable[[T], None], job: Job) -> None:
+        """As `run`, after what has changed of the job's model has been downloaded."""
+        if self._remote is None:
+            self.run(work, then, job)
+        else:
+            self._fetch(job.ask.model, job, lambda: self.run(work, then, job))
+
+    def _fetch(self, model: str, job: Job, then: Callable[[], None]) -> None:
+        """Downloads what has changed of a model, and calls `then`, also if that failed: the model may be in a local
+        repository too."""
+        remote = self._remote
+        assert remote is not None
+
+        def fetched(failure: str, notes: Collection[str]) -> None:
+            if self.closed:
+                return
+            if job.over:
+                if not self._is_served(model) and all(other.ask.model != model for other in self._fetching):
+                    remote.release(model)
+                return
+            self._fetching.remove(job)
+            if failure:
+                job.failures = job.failures | {model: failure}
+            job.notes += tuple(notes)
+            then()
+
+        self._fetching.append(job)
+        remote.fetch(model, fetched)
+
+    def end_downloads(self, model: str) -> None:
+        """Ends loads of the model that wait for a download: it was unloaded after they were requested."""
+        for job in [job for job in self._fetching if job.ask.model == model]:
+            self._fetching.remove(job)
+            job.over = True
+            self._failed(job, Unavailable("it was unloaded while it was downloaded"))
+
+    def close(self) -> None:
+        self.closed = True
+        self._thread.shutdown()

@@ -1,0 +1,143 @@
+"""A process of the server beside its workers and gateways: started with a socket, and again if it ends.
+
+Invariant: the broker never waits for it, except in `close`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from shmserve.broker.observability.log_throttle import Rate
+from shmserve.broker.observability.logs import log_record
+from shmserve.broker.processes import children
+from shmserve.core.models.lifecycle import pause_ns
+from shmserve.paths import python
+
+PAUSES_NS = 1_000_000_000, 60_000_000_000
+"""Pause before the second consecutive restart, and the longest pause."""
+STEADY_S = 60.0
+"""Uptime after which the restart counter is reset."""
+_LEVELS = {level: level for level in ("info", "warning", "error")}
+
+
+class HelperKind(NamedTuple):
+    """`module` is run with the number of its socket, of the type `link`, and `arguments`. `label`: of its output in the
+    log. `purpose`: after "the process that". `environment`: prefixes of variables that it gets besides those of every
+    child."""
+
+    module: str
+    label: str
+    purpose: str
+    link: socket.SocketKind
+    environment: tuple[str, ...] = ()
+
+
+class HelperProcess:
+    """`started()`: a process has been started. `readable()`: its socket can be read. `ended()`: it has ended, and its
+    socket is about to be closed. `pids`: gets the pid of the process, which is reaped here."""
+
+    def __init__(self, loop: Any, kind: HelperKind, pids: set[int], rate: Rate, arguments: Sequence[str] = ()) -> None:
+        self.started: Callable[[], None] = lambda: None
+        self.readable: Callable[[], None] = lambda: None
+        self.ended: Callable[[], None] = lambda: None
+        self.link: socket.socket | None = None
+        """None: no process is running."""
+        self._loop = loop
+        self._kind = kind
+        self._arguments = arguments
+        self._pids = pids
+        self._rate = rate
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._output: children.Output | None = None
+        self._start_timer: Any = None
+        self._began = 0.0
+        self._deaths = 0
+
+    def start(self) -> None:
+        self._start_timer = None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, self._kind.link)
+        output = children.Output(self._loop, _LEVELS, self._log, self._rate)
+        try:
+            ours.setblocking(False)
+            process = subprocess.Popen(
+                [*python(), "-m", self._kind.module, str(theirs.fileno()), *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output.write_end,
+                stderr=output.write_end,
+                pass_fds=[theirs.fileno()],
+                env=children.environment(*self._kind.environment),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            output.close()
+            self._restart(f"cannot be started: {error.strerror}")
+            return
+        finally:
+            theirs.close()
+            os.close(output.write_end)
+        self._process, self.link, self._output = process, ours, output
+        self._pidfd = os.pidfd_open(process.pid)
+        self._pids.add(process.pid)
+        self._began = self._loop.time()
+        self._loop.add_reader(self._pidfd, self._on_end)
+        self._loop.add_reader(ours.fileno(), self.readable)
+        self.started()
+
+    def stop_reading(self) -> None:
+        """Its socket has reached the end: it is about to end."""
+        assert self.link is not None
+        self._loop.remove_reader(self.link.fileno())
+
+    def _log(self, level: str, text: str) -> None:
+        log_record(level, f"[{self._kind.label}] {text}", None)
+
+    def _on_end(self) -> None:
+        assert self._process is not None
+        code = self._process.wait()
+        self._drop()
+        if self._loop.time() - self._began > STEADY_S:
+            self._deaths = 0
+        self._restart(f"ended ({children.ended_with(code)})")
+
+    def _restart(self, why: str) -> None:
+        self._deaths += 1
+        pause = pause_ns(self._deaths, *PAUSES_NS) / 1e9
+        text = f"the process that {self._kind.purpose} {why}; starting it again in {pause:g} s"
+        log_record("error", text, None)
+        self._start_timer = self._loop.call_later(pause, self.start)
+
+    def _drop(self) -> None:
+        """Forgets the process, which has ended."""
+        assert self._process is not None
+        assert self._output is not None
+        assert self.link is not None
+        self._output.finish()
+        self._output.close()
+        self.ended()
+        self.stop_reading()
+        self.link.close()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pids.discard(self._process.pid)
+        self._process = self.link = self._output = None
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Tells the process by the end of its input, and kills it if it has not ended after `grace_s`."""
+        if self._start_timer is not None:
+            self._start_timer.cancel()
+        if self._process is None:
+            return
+        assert self.link is not None
+        self.link.shutdown(socket.SHUT_WR)
+        if not select.select([self._pidfd], [], [], grace_s)[0]:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._process.wait()
+        self._drop()

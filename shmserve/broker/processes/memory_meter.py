@@ -1,0 +1,110 @@
+"""Measures the memory of workers for the budgets: often while one loads, otherwise every two seconds.
+
+Reading takes milliseconds for processes with much memory, so a thread does it. The core is told of changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from shmserve.core.events import Measured
+from shmserve.core.state import State
+from shmserve.core.states import InstanceState
+from shmserve.protocol.messages import DEVICE
+from shmserve.system import procfs
+
+POLL_S = 2.0
+LOADING_S = 0.05
+LEAST_CHANGE = 1 << 20
+"""Smaller changes are not reported, so what is reported is more than what was measured by this."""
+
+
+class MemoryMeter:
+    def __init__(
+        self,
+        loop: Any,
+        state: State,
+        process_of: Callable[[int], int],
+        used_on_gpu: Callable[[int], int],
+        report: Callable[[Measured], None],
+    ) -> None:
+        """`process_of(peer)`: the pid of a worker, or 0. `used_on_gpu(pid)`: as last sampled."""
+        self._loop = loop
+        self._state = state
+        self._process_of = process_of
+        self._used_on_gpu = used_on_gpu
+        self._report = report
+        self._reported: dict[int, tuple[Measured, bool]] = {}
+        """What was told last of each worker, and whether it was READY."""
+        self._thread = ThreadPoolExecutor(1, "memory-meter")
+        self._reads = self._again = self._closed = False
+        self._timer = loop.call_later(POLL_S, self.measure)
+
+    def measure(self) -> None:
+        """Reads all workers' memory now."""
+        self._timer.cancel()
+        if self._closed:
+            return
+        if self._reads:
+            self._again = True
+            return
+        pids = {peer: pid for peer in self._state.instances if (pid := self._process_of(peer))}
+        self._reported = {peer: event for peer, event in self._reported.items() if peer in pids}
+        self._reads = True
+        self._thread.submit(self._read, pids)
+
+    def worker_started(self) -> None:
+        """Watches it closely until it has loaded."""
+        if not self._reads:
+            self._timer.cancel()
+            self._timer = self._loop.call_later(LOADING_S, self.measure)
+
+    def close(self) -> None:
+        self._closed = True
+        self._timer.cancel()
+        self._thread.shutdown()
+
+    def _read(self, pids: dict[int, int]) -> None:
+        found = {peer: procfs.anonymous_bytes(pid) for peer, pid in pids.items()}
+        self._loop.call_soon_threadsafe(self._have_read, pids, found)
+
+    def _have_read(self, pids: dict[int, int], found: dict[int, tuple[int, int]]) -> None:
+        self._reads = False
+        if self._closed:
+            return
+        shared = self._shared()
+        for peer, (own, peak) in found.items():
+            known = self._state.instances.get(peer)
+            if known is None or not own:  # it has exited meanwhile
+                continue
+            more = shared.get(peer, 0) + LEAST_CHANGE
+            on_gpu = known[1].spec.kind == "KIND_GPU"
+            gpu = self._used_on_gpu(pids[peer]) if on_gpu else 0
+            self._tell(Measured(peer, own + more, peak + more, gpu), known[1].state is InstanceState.READY)
+        loads = any(instance.state is InstanceState.STARTING for _, instance in self._state.instances.values())
+        if self._again:
+            self._again = False
+            self.measure()
+        else:
+            self._timer = self._loop.call_later(LOADING_S if loads else POLL_S, self.measure)
+
+    def _shared(self) -> dict[int, int]:
+        """Bytes of host memory that workers own in shared memory."""
+        found: dict[int, int] = {}
+        for segment in self._state.ledger.segments.values():
+            name = segment.announcement.name
+            if not segment.orphan and not (name is not None and name.startswith(DEVICE)):
+                found[segment.owner] = found.get(segment.owner, 0) + segment.size
+        return found
+
+    def _tell(self, event: Measured, is_ready: bool) -> None:
+        last, was_ready = self._reported.get(event.peer, (None, False))
+        if last is None or is_ready != was_ready or _differs(last, event):
+            self._reported[event.peer] = event, is_ready
+            self._report(event)
+
+
+def _differs(one: Measured, other: Measured) -> bool:
+    return max(abs(one.host - other.host), other.peak - one.peak, abs(one.gpu - other.gpu)) >= LEAST_CHANGE

@@ -1,0 +1,131 @@
+"""More models than fit into memory: all answer, and their processes never have more than the budget."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.testing import Server
+from tests.support.launch import identity
+from tests.support.living import IDENTITY, ONE, until
+from tests.support.model_files import parameters, write_model
+
+pytestmark = pytest.mark.process
+
+MODELS = 16
+BUDGET = 100 << 20
+"""Memory for about six."""
+REQUESTS = 80
+CLIENTS = 4
+LARGE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.weights = np.ones({size}, np.uint8)
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+                for r in requests]
+"""
+
+
+def write_models(root: Path) -> None:
+    for number in range(MODELS):
+        identity(root, f"m{number}", memory_mb="16")
+    python = IDENTITY.replace("identity", "python")
+    write_model(root, "large", python, LARGE.format(size=60 << 20))
+    write_model(root, "too_large", python + parameters(memory_mb="4000"), LARGE.format(size=1))
+
+
+def memory_of(pid: int) -> int:
+    """As the kernel counts it: without files, and pages of several processes in part. 0: it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(size) << 10 for size in re.findall(r"Pss_(?:Anon|Shmem): +(\d+)", text))
+
+
+class Monitor:
+    """Adds up the memory of all workers, again and again, until it is closed."""
+
+    def __init__(self, client: shmserve.Client) -> None:
+        self._client = client
+        self._stop = threading.Event()
+        self.most = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            pids = [one["pid"] for entry in self._client.models() for one in entry.get("instances", ()) if one["pid"]]
+            self.most = max(self.most, sum(map(memory_of, pids)))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def ask(server: Server, seed: int, answered: list[bool]) -> None:
+    random = Random(seed)
+    with server.client() as client:
+        for _ in range(REQUESTS // CLIENTS):
+            x = np.full((1, 3), random.random(), np.float32)
+            answered.append(bool((client.infer(f"m{random.randrange(MODELS)}", {"x": x})["y"] == x).all()))
+
+
+def test_many_models_in_little_memory(tmp_path: Path) -> None:
+    write_models(tmp_path)
+    limits = ("--model-memory-budget", str(BUDGET), "--strict-readiness=false")
+    with Server(tmp_path, *limits) as server, server.client() as client:
+        all_answer(server, client)
+        a_large_one_gets_the_memory_of_small_ones(client)
+        (entry,) = (entry for entry in client.models() if entry["name"] == "too_large")
+        assert entry["state"] == "UNAVAILABLE"
+        assert "it needs 4.19 GB of memory, and the budget is 105 MB (--model-memory-budget)" in entry["reason"]
+
+
+def all_answer(server: Server, client: shmserve.Client) -> None:
+    with server.client() as other:
+        monitor = Monitor(other)
+        answered: list[bool] = []
+        threads = [threading.Thread(target=ask, args=(server, seed, answered)) for seed in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        monitor.close()
+    assert answered == [True] * REQUESTS
+    assert 0 < monitor.most <= BUDGET
+    index = client.models()
+    assert all(entry["state"] == "READY" for entry in index if entry["name"] != "too_large")
+    assert any(entry["asleep"] for entry in index)
+    metrics = client.metrics()
+    assert f'\nshmserve_memory_budget_bytes{{place="host"}} {BUDGET}\n' in metrics
+    charged = [int(size) for size in re.findall(r'\nshmserve_model_memory_bytes\{.*place="host"\} (\d+)', metrics)]
+    assert len(charged) == MODELS + 2
+    assert 0 < sum(charged) <= BUDGET
+
+
+def a_large_one_gets_the_memory_of_small_ones(client: shmserve.Client) -> None:
+    """It is measured when it has loaded: its size was not known."""
+    assert (client.infer("large", {"x": ONE})["y"] == ONE).all()
+    until(client, lambda: charge(client, "large") >= 60 << 20)
+    for number in range(6):
+        client.infer(f"m{number}", {"x": ONE})
+    until(client, lambda: not charge(client, "large"))
+    assert (client.infer("large", {"x": ONE})["y"] == ONE).all()
+
+
+def charge(client: shmserve.Client, name: str) -> int:
+    named = f'\nshmserve_model_memory_bytes{{model="{name}",version="1",place="host"}} '
+    return int(client.metrics().partition(named)[2].split(None, 1)[0])

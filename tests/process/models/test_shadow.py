@@ -1,0 +1,173 @@
+"""Shadows through a real server: inputs of every kind of client, and what operators see."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import shmserve
+from shmserve.errors import InvalidRequest
+from shmserve.testing import Server
+from tests.support.living import PYTHON, policy, until, write
+
+pytestmark = pytest.mark.process
+
+MODEL = """
+import numpy as np
+import numpy.typing as npt
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.version = int(args["model_version"])
+
+    def execute(self, requests):
+        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
+
+    def one(self, x):
+        y = 2 * x
+        if self.version == 2:
+            y = y * np.float32(1.00001)
+        if self.version == 3 and x[0, 0] == 5:
+            y[0, 0] += 1
+        if self.version == 3 and x[0, 0] == 6:
+            raise ValueError("six is too much")
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", y)])
+"""
+LARGE = 50_000
+"""Elements of an input that is placed in shared memory."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("models")
+    for version in (1, 2, 3):
+        folder = root / "m" / str(version)
+        folder.mkdir(parents=True)
+        write(folder / "model.py", MODEL)
+    write(root / "m" / "config.pbtxt", PYTHON + policy("all { }"))
+    folder = root / "stream" / "1"
+    folder.mkdir(parents=True)
+    write(folder / "model.py", MODEL)
+    decoupled = "model_transaction_policy { decoupled: true }\n"
+    write(root / "stream" / "config.pbtxt", PYTHON + decoupled)
+    with Server(root, "--model-control-mode", "explicit", gateway=True) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.Client]:
+    """Version 1 answers."""
+    with server.client() as made:
+        made.load("m")
+        made.traffic("m", shares={1: 100})
+        yield made
+        made.unload("m")
+
+
+def counts(client: shmserve.Client, shadow: int) -> dict[str, int]:
+    """Result -> requests that version 1 has answered, as the metrics have them."""
+    wanted = {"model": "m", "version": "1", "shadow": str(shadow)}
+    return {
+        sample.labels["result"]: int(sample.value)
+        for family in text_string_to_metric_families(client.metrics())
+        for sample in family.samples
+        if sample.name == "shmserve_shadow_requests_total" and wanted.items() <= sample.labels.items()
+    }
+
+
+def await_counts(client: shmserve.Client, shadow: int, **expected: int) -> None:
+    until(client, lambda: counts(client, shadow) == expected, f"{expected}, found {counts(client, shadow)}")
+
+
+def over_http(server: Server, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+        body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": x.shape, "data": x.ravel().tolist()}]}
+        connection.request("POST", "/v2/models/m/infer", json.dumps(body))
+        found = json.loads(connection.getresponse().read())
+    assert found["model_version"] == "1"
+    return np.array(found["outputs"][0]["data"], np.float32)
+
+
+def cli(server: Server, *words: str) -> str:
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words, "--runtime-dir", str(server.runtime_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_answer_is_compared(client: shmserve.Client) -> None:
+    """One request after the other, so that there is always room; floats are equal within the tolerance."""
+    client.traffic("m", shadow={2: 100})
+    for number in range(20):
+        x = np.full((1, 8), number, np.float32)
+        assert (client.infer("m", {"x": x})["y"] == 2 * x).all()
+        await_counts(client, 2, equal=number + 1)
+    versions = {entry["version"]: entry for entry in client.statistics("m")["model_stats"]}
+    assert versions["2"]["inference_stats"]["success"]["count"] == 20, "its latency is that of the version"
+
+
+def test_differences_and_failures(server: Server, client: shmserve.Client) -> None:
+    assert "100 % also go to version 3" in cli(server, "traffic", "m", "--shadow", "3=100")
+    expected = {"equal": 0, "different": 0, "failed": 0}
+    for value, result in ((4, "equal"), (5, "different"), (6, "failed")):
+        x = np.full((1, 8), value, np.float32)
+        assert (client.infer("m", {"x": x})["y"] == 2 * x).all(), "clients do not see it"
+        expected[result] = 1
+        await_counts(client, 3, **{name: count for name, count in expected.items() if count})
+    assert "version 3 compared with 1: 1 equal, 1 different, 1 failed, 0 skipped" in cli(server, "traffic", "m")
+    logs = "\n".join(record["text"] for record in client.logs("m")["records"])
+    assert "version 3 answers otherwise than version 1: output 'y' differs by 10 % of its largest value" in logs
+    found = json.loads(cli(server, "traffic", "m", "--no-shadow", "--json"))
+    assert found["shadow"] == {}
+    assert [pair["different"] for pair in found["compared"]] == [1]
+
+
+def test_large_tensors(server: Server, client: shmserve.Client) -> None:
+    """The gateway keeps its inputs until the shadow has read them, and the broker's frames are kept, too. Those in the
+    memory of an application are not compared, as it may change them after the answer."""
+    client.traffic("m", shadow={2: 100})
+    x = np.arange(LARGE, dtype=np.float32).reshape(1, LARGE)
+    for count in (1, 2, 3):
+        assert (over_http(server, x) == 2 * x[0]).all()
+        await_counts(client, 2, equal=count)
+    with shmserve.Client(server.zmq_url, memory="frames") as framed:
+        assert (framed.infer("m", {"x": x})["y"] == 2 * x).all()
+    await_counts(client, 2, equal=4)
+    assert (client.infer("m", {"x": x})["y"] == 2 * x).all()
+    await_counts(client, 2, equal=4, skipped=1)
+
+
+def test_what_cannot_be_compared_is_refused(client: shmserve.Client) -> None:
+    client.load("stream")
+    with pytest.raises(InvalidRequest, match="a decoupled model cannot have a shadow"):
+        client.traffic("stream", shadow={1: 5})
+    for shadow, text in (({2: 5, 3: 5}, "2 shadows, expected at most one"), ({2: 0}, "invalid body")):
+        with pytest.raises(InvalidRequest, match=text):
+            client.traffic("m", shadow=shadow)
+    assert client.traffic("m")["shadow"] == {}
+    client.unload("stream")
+
+
+def test_the_shadow_of_the_configuration(client: shmserve.Client) -> None:
+    parameters = {"traffic": {"string_value": "1=100"}, "shadow": {"string_value": "2=100"}}
+    client.unload("m")
+    given = {"backend": "python", "max_batch_size": 8, "version_policy": {"all": {}}, "parameters": parameters} | {
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1]}],
+        "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [-1]}],
+    }
+    client.load("m", config=given)
+    assert client.traffic("m")["shadow"] == {"2": 100}
+    x = np.ones((1, 8), np.float32)
+    assert (client.infer("m", {"x": x})["y"] == 2 * x).all()
+    await_counts(client, 2, equal=1)

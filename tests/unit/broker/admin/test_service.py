@@ -1,0 +1,109 @@
+"""When a server that is out of service counts as empty. Time is the fake loop's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shmserve.broker.admin.service import TICK_S, ServiceControl
+from shmserve.core.events import SetService
+from shmserve.core.policy import ModelPolicy, SequencePolicy
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import Infer, Options
+from tests.support.broker.fake_loop import Loop
+from tests.support.core.fakes import one_input
+from tests.support.core.lent import Lent, X, Y
+
+OUT, IN = b'{"out_of_service": true}', b'{"out_of_service": false}'
+
+
+class _Loop(Loop):
+    """Soon is at once."""
+
+    def call_soon(self, call: Any) -> None:
+        call()
+
+    def fire(self) -> float:
+        self.timers = [timer for timer in self.timers if not timer.cancelled]
+        return super().fire()
+
+
+class Operated:
+    """A core in which requests run, and the control of its service."""
+
+    def __init__(self) -> None:
+        self.world = Lent()
+        self.world.deploy(ModelPolicy("s", 1, 8, X, Y, sequence=SequencePolicy(False, 8, 10**12)))
+        self.loop = _Loop()
+        self.changes: list[bool] = []
+        state = self.world.core.state
+        self.control = ServiceControl(
+            self.loop,
+            state,
+            lambda event: self.world.turn([(0, event)]),
+            lambda: self.changes.append(state.out_of_service),
+        )
+        self.control.clock = self.loop.time
+
+    def quiet(self, ticks: int = 0) -> float:
+        for _ in range(ticks):
+            self.loop.fire()
+        return float(self.control.document()["quiet_seconds"])
+
+    def infer(self, model: str = "m", **more: Any) -> None:
+        self.world.numbers += 1
+        self.world.client.sends(self.world.numbers)
+        self.world.turn([(self.world.client.peer, Infer(self.world.numbers, model, 0, (one_input(1),), **more))])
+
+
+@pytest.fixture
+def operated() -> Operated:
+    return Operated()
+
+
+def test_a_change_is_made_once(operated: Operated) -> None:
+    for _ in range(2):
+        document = operated.control.change(OUT)
+        assert document["out_of_service"]
+        assert operated.world.core.state.out_of_service
+    operated.control.change(IN)
+    operated.control.change(IN)
+    assert operated.changes == [True, False]
+    assert all(timer.cancelled for timer in operated.loop.timers)
+    for body in (b"", b"{}", b'{"out_of_service": 1}', b'{"out_of_service": true, "wait": true}'):
+        with pytest.raises(InvalidRequest, match="set_service"):
+            operated.control.change(body)
+    assert SetService(True).out_of_service
+
+
+def test_it_is_quiet_since_its_last_request(operated: Operated) -> None:
+    assert operated.quiet() == 0, "in service"
+    operated.control.change(OUT)
+    assert operated.quiet(5) == pytest.approx(5 * TICK_S)
+    operated.infer()
+    document = operated.control.document()
+    assert (document["requests"], document["quiet_seconds"]) == (1, 0)
+    assert document["clients"] == [{"name": operated.world.client.name, "in_flight": 1}]
+    assert operated.quiet(3) == 0
+    operated.world.finish_running()
+    assert operated.quiet() == 0
+    assert operated.quiet(2) == pytest.approx(2 * TICK_S)
+    operated.infer()
+    operated.world.finish_running()
+    assert operated.quiet() == 0, "a request came and went between two looks"
+    assert operated.quiet(4) == pytest.approx(4 * TICK_S)
+    assert operated.control.document()["seconds"] == pytest.approx(14 * TICK_S)
+
+
+def test_an_open_sequence_is_waited_for(operated: Operated) -> None:
+    operated.control.change(OUT)
+    operated.infer("s", options=Options(sequence=7, sequence_start=True))
+    operated.world.finish_running()
+    document = operated.control.document()
+    assert (document["requests"], document["sequences"]) == (0, 1)
+    assert operated.quiet(10) == 0
+    operated.infer("s", options=Options(sequence=7, sequence_end=True))
+    operated.world.finish_running()
+    assert operated.quiet() == 0
+    assert operated.quiet(3) == pytest.approx(3 * TICK_S)

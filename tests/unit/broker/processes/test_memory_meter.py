@@ -1,0 +1,64 @@
+"""Measuring the memory of workers for the budgets."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+
+import numpy as np
+
+from shmserve.broker.processes.memory_meter import LEAST_CHANGE, MemoryMeter
+from shmserve.core.events import Measured
+from shmserve.core.limits import Limits
+from shmserve.protocol.messages import Map
+from shmserve.system import procfs
+from tests.support.core.policies import plain
+from tests.support.core.world import World
+
+MIB = 1 << 20
+
+
+def test_the_memory_of_a_process() -> None:
+    before, peak = procfs.anonymous_bytes(os.getpid())
+    block = np.ones(64 * MIB, np.uint8)
+    after, after_peak = procfs.anonymous_bytes(os.getpid())
+    assert abs(after - before - block.nbytes) < 8 * MIB
+    assert peak >= before
+    del block
+    _, still = procfs.anonymous_bytes(os.getpid())
+    assert still >= after_peak - 8 * MIB, "the peak stays"
+    assert procfs.anonymous_bytes(2**22 + 1) == (0, 0)
+
+
+def test_workers_are_measured_and_changes_reported() -> None:
+    """All of them are this process."""
+    world = World(Limits(memory_budget=1 << 50))  # more than this process has
+    world.deploy(plain(), 2)
+    first, second = world.workers
+    segment = (first << 32) + 1
+    world.turn([(first, Map(segment, 5 * MIB, None, "uid:1000"))])
+
+    async def measure() -> None:
+        reported: asyncio.Queue[Measured] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        meter = MemoryMeter(loop, world.core.state, lambda peer: os.getpid(), lambda pid: 7, reported.put_nowait)
+        meter.measure()
+        one, other = await reported.get(), await reported.get()
+        assert {one.peer, other.peer} == {first, second}
+        assert abs(one.host - other.host - 5 * MIB) < MIB, "what it owns in shared memory counts"
+        assert one.peak >= one.host
+        assert (one.gpu, other.gpu) == (0, 0), "they are not on a GPU"
+        world.turn([(0, one), (0, other)])
+        size = 16 * LEAST_CHANGE
+        # Not from malloc, which may still have as much memory of what was freed before.
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
+            block.write(bytes(size))
+            meter.measure()
+            again = await reported.get()
+        assert again.host >= one.host + size // 2
+        meter.close()
+
+    asyncio.run(measure())
+    for _, instance in world.core.state.instances.values():
+        assert instance.memory[0] > 5 * MIB
