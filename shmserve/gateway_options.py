@@ -96,6 +96,7 @@ OPTIONS = (
     _port(HTTP, "http-port", 8000, "HTTP port"),
     _text(HTTP, "http-address", "ADDRESS", "address of the HTTP listener", default="127.0.0.1", triton=_LOCAL,
           compatible="0.0.0.0"),
+    _switch(HTTP, "allow-openai", True, "enable the OpenAI-compatible endpoints on the HTTP port, /v1"),
     Option("http-roles", HTTP, "roles", "ROLE,ROLE", "roles of HTTP callers, of infer, observe, operate and "
            "page (the web page); with --tokens-file, callers without a token have no role unless this is set",
            shown="infer,observe, and page if --http-address is a loopback address", triton=_ALL_ROLES,

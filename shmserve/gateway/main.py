@@ -125,7 +125,9 @@ def _openings(
     regions = Regions(args.allow_client_shm, lambda: link.session.memory.foreign, args.copy_client_shm, link.send_soon)
     budget = Budget(args.http_max_held_size, args.connection_share, args.address_share)
     guard = guards.http
-    http = http_start.make_listener(link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget)
+    http = http_start.make_listener(
+        link, limits, guard.access, regions=regions, forward=guard.forward, budget=budget, openai=args.allow_openai
+    )
     if args.allow_http:
         openings.append(Opening("http", "HTTP", http, guard, args.http_address, args.http_port))
     providers: list[Callable[[], str]] = [

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from shmserve.gateway.auth.actions import Action
+from shmserve.gateway.auth.actions import TO_MODELS, Action
 
 GROUPS: dict[str, tuple[Action, ...]] = {
     "health": (Action.LIVE, Action.READY, Action.MODEL_READY),
     "metadata": (Action.METADATA, Action.MODEL_METADATA, Action.OPENAPI),
-    "inference": (Action.INFER, Action.GENERATE, Action.GENERATE_STREAM),
+    "inference": TO_MODELS,
     "shared-memory": (Action.MEMORY_STATUS, Action.MEMORY_REGISTER, Action.MEMORY_UNREGISTER),
     "model-config": (Action.CONFIG,),
-    "model-repository": (Action.INDEX, Action.LOAD, Action.UNLOAD, Action.NAMED_REPOSITORY),
+    "model-repository": (
+        Action.INDEX, Action.LOAD, Action.UNLOAD, Action.NAMED_REPOSITORY, Action.OPENAI_MODELS, Action.OPENAI_MODEL,
+    ),
     "statistics": (Action.STATISTICS,),
     "trace": (Action.TRACE, Action.SET_TRACE),
     "logging": (Action.LOG, Action.SET_LOG),
-}
+}  # fmt: skip
 """Triton's name of a group -> its actions."""
 _CONTAINS: dict[Action, tuple[Action, ...]] = {
     Action.PAGE_EVENTS: (Action.INDEX, Action.STATISTICS),

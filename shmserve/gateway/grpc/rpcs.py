@@ -13,7 +13,7 @@ from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.grpc.messages import INFERENCE, message_class, methods
 from shmserve.gateway.kserve.plans import check_version
 from shmserve.gateway.upstream.device_regions import DeviceOrder
-from shmserve.gateway.upstream.documents import Arguments, Route, unknown_of_load
+from shmserve.gateway.upstream.documents import Arguments, Route, unknown_of_load, versions_of_load
 from shmserve.gateway.upstream.regions import Registration
 
 RpcQuery = tuple[Route, Arguments]
@@ -58,6 +58,10 @@ def _load(message: Any) -> RpcQuery:
             arguments.files[name.removeprefix("file:")] = _value(name, parameter, "bytes_param")
         elif name == "previous":
             arguments.previous = _value(name, parameter, "bool_param")
+        elif name == "versions" and parameter.WhichOneof("parameter_choice") == "int64_param":
+            arguments.versions = versions_of_load(str(parameter.int64_param))
+        elif name == "versions":
+            arguments.versions = versions_of_load(_value(name, parameter, "string_param"))
         else:
             raise unknown_of_load(name)
     return Route(Action.LOAD, message.model_name), arguments

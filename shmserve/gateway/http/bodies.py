@@ -14,6 +14,7 @@ from shmserve.gateway.http.limits import CHUNKS, HEAD_BYTES, HttpLimits
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.json_tensors import json_size_text
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
+from shmserve.gateway.openai.errors import KIND as OPENAI
 
 _LINE = 1024
 """Maximum length of an incomplete line: a chunk header or a trailer."""
@@ -113,7 +114,11 @@ def content_length_error(head: HttpHead, limits: HttpLimits) -> InvalidRequest:
     if head.encoding or (action is INFER and head.json_length is not None):
         return _body_size_error(head.length, limits.input_bytes)
     if action in TO_MODELS:
-        return limits.json_size_error(head.length)
+        return (
+            limits.json_size_error(head.length, "")
+            if head.route.kind == OPENAI
+            else limits.json_size_error(head.length)
+        )
     return InvalidRequest(json_size_text(head.length, limits.input_bytes, "--http-max-input-size"))
 
 

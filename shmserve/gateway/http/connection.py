@@ -27,6 +27,8 @@ from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
 from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
 from shmserve.gateway.listeners.callers import peer_address
+from shmserve.gateway.openai import errors as openai_errors
+from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer
 from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
@@ -60,12 +62,12 @@ class RequestHandler(Protocol):
 
 
 class EventViewer(Protocol):
-    """A client to whom events are sent for as long as it is connected."""
+    """Is told when the client of the current request disconnects."""
 
     def disconnected(self) -> None: ...
 
     def stop(self) -> None:
-        """Ends the stream."""
+        """The gateway ends: ends a stream that has no end."""
 
 
 class HttpConnection(FairReader, asyncio.BufferedProtocol):
@@ -316,12 +318,12 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             return
 
         def failed(error: ServeError) -> None:
-            more = b"Accept-Encoding: gzip, deflate\r\n" if isinstance(error, Unsupported) else b""
-            self.answer(http_of(error), [error_body(http_text_of(error))], more=more)
+            self.fail(error, more=b"Accept-Encoding: gzip, deflate\r\n" if isinstance(error, Unsupported) else b"")
 
         begin, limits = self._handler.begin, self._listener.limits
         limit, flag = limits.input_bytes, "--http-max-input-size"
-        if head.route.action is INFER and head.json_length is None and limits.json_bytes < limit:
+        is_json = self._is_openai or (head.route.action is INFER and head.json_length is None)
+        if is_json and limits.json_bytes < limit:
             limit, flag = limits.json_bytes, "--http-max-json-size"
         self.work(
             bodies.inflate_body(head.encoding, body, limit, flag, self._account.take),
@@ -352,8 +354,9 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self._ticket = ticket
         self._resume = resume
 
-    def watch(self, viewer: EventViewer) -> None:
+    def watch(self, viewer: EventViewer, resume: Callable[[], None] | None = None) -> None:
         self._viewer = viewer
+        self._resume = resume
 
     def _drop(self) -> None:
         """Cancels the current request: the client has disconnected, or gets no response any more."""
@@ -369,16 +372,28 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self._clear_request()
 
     def _clear_request(self) -> None:
-        self._sink = self._then = self._head = self._chunks = self._resume = None
+        self._sink = self._then = self._head = self._chunks = self._resume = self._viewer = None
         self._sinks = []
         self._account.used()
 
     # ------------------------------------------------------------------------------------ responses
 
-    def fail(self, error: ServeError, request_id: str = "") -> None:
-        status = http_of(error)
-        more = b"WWW-Authenticate: Bearer\r\n" if status == 401 else b""
-        self.answer(status, [error_body(http_text_of(error, request_id))], more=more)
+    def fail(self, error: ServeError, request_id: str = "", more: bytes = b"") -> None:
+        if self._is_openai:
+            status, body = openai_errors.response(error)
+        else:
+            status, body = http_of(error), error_body(http_text_of(error, request_id))
+        if status == 401:
+            more += b"WWW-Authenticate: Bearer\r\n"
+        self.answer(status, [body], more=more)
+
+    def refuse(self, status: int, text: str, more: bytes = b"") -> None:
+        """Answers with an error that has no class of its own."""
+        self.answer(status, [openai_errors.body(status, text) if self._is_openai else error_body(text)], more=more)
+
+    @property
+    def _is_openai(self) -> bool:
+        return self._head is not None and self._head.route.kind == OPENAI
 
     def answer(
         self,
@@ -454,22 +469,24 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         """Whether the client is connected and reads what it is sent."""
         return self._writable and self._transport is not None
 
-    def begin_events(self, status: int = 200, more: bytes = b"") -> None:
+    def begin_events(self, status: int = 200, more: bytes = b"", first: bytes = b"") -> None:
+        """`first`: events to send with the head."""
         self._listener.answered(status)
         if not self._keep_alive:
             more += b"Connection: close\r\n"
         self._transport.write(
             b"HTTP/1.1 %d %b\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
-            b"Transfer-Encoding: chunked\r\n%b\r\n" % (status, REASONS[status].encode(), more)
+            b"Transfer-Encoding: chunked\r\n%b\r\n%b" % (status, REASONS[status].encode(), more, _chunk(first))
         )
 
     def send_event(self, data: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(_chunk(data))
 
-    def end_events(self) -> None:
+    def end_events(self, last: bytes = b"") -> None:
+        """`last`: events to send before the end."""
         self._ticket = self._viewer = None
         self.turn = self._listener.turn
-        self._transport.write(b"0\r\n\r\n")
+        self._transport.write(_chunk(last) + b"0\r\n\r\n")
         self._end(unread=False)
 
     # ------------------------------------------------------------------------------------ the next request
@@ -490,7 +507,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
     def _refuse(self, status: int, text: str) -> None:
         """Answers a request whose body was not read to its end; the connection cannot be used again."""
         self._phase = FILL
-        self.answer(status, [error_body(text)])
+        self.refuse(status, text)
 
     def _drain(self) -> None:
         self._phase = DRAIN
@@ -542,3 +559,8 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
 
     def evict(self) -> None:
         self.abort()
+
+
+def _chunk(data: bytes) -> bytes:
+    """A chunk of a chunked body. Empty for no data, as an empty chunk would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""

@@ -20,6 +20,7 @@ from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.limits import HEADERS
 from shmserve.gateway.http.routes import API_ROUTES, NoRoute, RouteTable, resolve
 from shmserve.gateway.limits.bounded_cache import BoundedCache
+from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import Route
 
 _CACHED_HEADS = 1024
@@ -34,6 +35,8 @@ _FRAMING = frozenset(
 
 
 _NO_ROUTE = Route(Action.NONE)
+_NO_OPENAI_ROUTE = Route(Action.NONE, kind=OPENAI)
+_OPENAI_PREFIX = "/v1/"
 
 
 class HttpHead(Struct):
@@ -195,8 +198,9 @@ def _path(target: bytes) -> str:
 
 def _head(method: str, http: str, target: str, headers: Headers, keep_alive: bool, routes: RouteTable) -> HttpHead:
     route = resolve(method, target, routes)
+    no_route = _NO_OPENAI_ROUTE if target.startswith(_OPENAI_PREFIX) else _NO_ROUTE
     head = HttpHead(
-        _NO_ROUTE if isinstance(route, NoRoute) else route,
+        no_route if isinstance(route, NoRoute) else route,
         keep_alive and http == "1.1",
         old=http == "1.0",
         is_head=method == "HEAD",

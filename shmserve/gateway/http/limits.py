@@ -24,10 +24,9 @@ class HttpLimits(ConnectionLimits, frozen=True):
     json_bytes: int = 16 << 20
     """Bytes of the JSON of a request to a model: parsed numbers take many times as much memory."""
 
-    def json_size_error(self, size: int) -> InvalidRequest:
+    def json_size_error(self, size: int, hint: str = " Tensors sent as binary data do not count.") -> InvalidRequest:
         """The error for the JSON of a request to a model."""
         limit, flag = self.input_bytes, "--http-max-input-size"
         if self.json_bytes < limit:
             limit, flag = self.json_bytes, "--http-max-json-size"
-        text = json_size_text(size, limit, flag)
-        return InvalidRequest(f"{text} Tensors sent as binary data do not count.")
+        return InvalidRequest(json_size_text(size, limit, flag) + hint)

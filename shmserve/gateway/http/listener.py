@@ -11,19 +11,19 @@ from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
-from shmserve.gateway.http.routes import API_ROUTES, METRICS_ROUTES
+from shmserve.gateway.http.routes import RouteTable
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.listeners.callers import TURNS, Callers
 from shmserve.gateway.upstream.link import GatewayLink
 
 
 class HttpListener(Callers):
-    """`connect` makes the protocol of a new connection. `metrics`: serve only the Prometheus endpoint. `end_streams`:
-    ends the event streams of the page, so that access is checked again."""
+    """`connect` makes the protocol of a new connection. `routes`: the paths that it serves. `end_streams`: ends
+    the event streams of the page, so that access is checked again."""
 
     def __init__(
         self, connect: Callable[[HttpListener], Any], link: GatewayLink, limits: HttpLimits, access: EndpointAccess,
-        metrics: bool, forward: HeaderParameters | None, budget: Budget | None,
+        routes: RouteTable, forward: HeaderParameters | None, budget: Budget | None,
         end_streams: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -39,7 +39,7 @@ class HttpListener(Callers):
         self.link = link
         self.limits = limits
         self._end_streams = end_streams
-        self.heads = HttpHeads(access, METRICS_ROUTES if metrics else API_ROUTES, forward)
+        self.heads = HttpHeads(access, routes, forward)
 
     async def renew(self, tls: ssl.SSLContext | None) -> None:
         self.heads.forget()

@@ -13,24 +13,28 @@ from msgspec import Struct
 import shmserve
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.gateway.auth.actions import TO_MODELS, Action
-from shmserve.gateway.http.routes import PATHS, Path
+from shmserve.gateway.http.routes import KSERVE_PATHS, PATHS, Path
 from shmserve.gateway.kserve.plans import CLASSES
+from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
 
 JSON, BYTES, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _Schema = dict[str, Any]
+_ERRORS = ("Error", "OpenAiError")
+"""Schemas of errors: of the KServe protocol, and of the OpenAI-compatible endpoints."""
 
 
 class ApiOperation(Struct, frozen=True):
     """`takes`, `gives`: schemas of the request and response body; empty: no body. `binary`: raw tensors may follow the
-    JSON. `events`: the response is a stream of server-sent events."""
+    JSON. `events`: the response is a stream of server-sent events; `stream`: it is if the request says so."""
 
     summary: str
     takes: str = ""
     gives: str = ""
     binary: bool = False
     events: bool = False
+    stream: bool = False
 
 
 OPERATIONS: dict[Action, ApiOperation] = {
@@ -50,6 +54,21 @@ OPERATIONS: dict[Action, ApiOperation] = {
         gives="Generated",
         events=True,
     ),
+    Action.OPENAI_MODELS: ApiOperation("OpenAI-compatible: language models and embedding models", gives="OpenAiModels"),
+    Action.OPENAI_MODEL: ApiOperation("OpenAI-compatible: one of them", gives="OpenAiModel"),
+    Action.COMPLETIONS: ApiOperation(
+        "OpenAI-compatible: completions; with `stream`, as server-sent events",
+        takes="Completion",
+        gives="Choices",
+        stream=True,
+    ),
+    Action.CHAT_COMPLETIONS: ApiOperation(
+        "OpenAI-compatible: chat completions; with `stream`, as server-sent events",
+        takes="Chat",
+        gives="Choices",
+        stream=True,
+    ),
+    Action.EMBEDDINGS: ApiOperation("OpenAI-compatible: embeddings", takes="TextsToEmbed", gives="EmbeddingList"),
     Action.INDEX: ApiOperation("All models", takes="Filter", gives="Index"),
     Action.LOAD: ApiOperation("Load or reload the model", takes="Load"),
     Action.UNLOAD: ApiOperation("Unload the model", takes="Unload"),
@@ -65,13 +84,14 @@ OPERATIONS: dict[Action, ApiOperation] = {
 
 
 @cache
-def text() -> bytes:
-    return json.dumps(document()).encode()
+def text(openai: bool = True) -> bytes:
+    return json.dumps(document(openai)).encode()
 
 
-def document() -> _Schema:
+def document(openai: bool = True) -> _Schema:
+    """`openai`: with the OpenAI-compatible endpoints."""
     paths: dict[str, Any] = {}
-    for path in PATHS:
+    for path in PATHS if openai else KSERVE_PATHS:
         paths[path.template] = {
             method.lower(): _operation(path, method, action) for method, action in path.wants.items()
         }
@@ -80,12 +100,14 @@ def document() -> _Schema:
         "info": {
             "title": "shmserve",
             "version": shmserve.__version__,
-            "description": "The KServe protocol, version 2, with extensions.",
+            "description": "The KServe protocol, version 2, with extensions, and OpenAI-compatible endpoints.",
         },
         "paths": paths,
         "components": {
             "schemas": SCHEMAS,
-            "responses": {"Error": {"description": "Error", "content": {JSON: {"schema": _ref("Error")}}}},
+            "responses": {
+                name: {"description": "Error", "content": {JSON: {"schema": _ref(name)}}} for name in _ERRORS
+            },
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"token": []}],
@@ -96,6 +118,10 @@ def _ref(name: str) -> _Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
+def _error(path: Path) -> str:
+    return _ERRORS[path.kind == OPENAI]
+
+
 def _operation(path: Path, method: str, action: Action) -> _Schema:
     operation = OPERATIONS[action]
     names = re.findall(r"{(\w+)}", path.template)
@@ -103,7 +129,7 @@ def _operation(path: Path, method: str, action: Action) -> _Schema:
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path.template)]),
         "summary": operation.summary,
         "parameters": [{"name": name, "in": "path", "required": True, "schema": _ref(_NAMES[name])} for name in names],
-        "responses": {"200": _answer(operation), "default": {"$ref": "#/components/responses/Error"}},
+        "responses": {"200": _answer(operation), "default": {"$ref": f"#/components/responses/{_error(path)}"}},
     }
     takes = f"{path.kind.capitalize()}Region" if operation.takes == "Region" else operation.takes
     if takes:
@@ -124,6 +150,8 @@ def _answer(operation: ApiOperation) -> _Schema:
         described["content"] = {EVENTS: {"schema": {"type": "string"}}}
     elif operation.gives:
         described["content"] = {JSON: {"schema": _ref(operation.gives)}}
+        if operation.stream:
+            described["content"][EVENTS] = {"schema": {"type": "string"}}
         if operation.binary:
             described["content"][BYTES] = {}
             described["headers"] = {_HEADER_LENGTH: {"schema": {"type": "integer"}}}
@@ -162,6 +190,23 @@ _SEQUENCE: dict[str, _Schema] = {
     "sequence_start": _BOOL,
     "sequence_end": _BOOL,
 }
+_TEXTS: _Schema = {"type": ["string", "array"]}
+_SAMPLING: dict[str, _Schema] = {
+    "model": _STRING,
+    "stream": _BOOL,
+    "stream_options": _object(include_usage=_BOOL),
+    "n": {"type": "integer", "minimum": 1, "maximum": 128},
+    "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+    "top_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "stop": _TEXTS,
+    "seed": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+    "logit_bias": {"type": "object"},
+    "sampling_parameters": {"type": "object"},
+}
+_TOKENS_USED = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _VALUE: _Schema = {"type": ["string", "integer", "number", "boolean"]}
 
 
@@ -215,12 +260,41 @@ SCHEMAS: dict[str, _Schema] = {
     | {"additionalProperties": {"type": ["string", "integer", "number", "boolean", "array"]}},
     "Generated": _object(("model_name", "model_version"), model_name=_STRING, model_version=_STRING, id=_STRING)
     | {"additionalProperties": True},
+    "OpenAiError": _object(("error",), error=_object(("message", "type"), message=_STRING, type=_STRING)),
+    "OpenAiModel": _object(("id", "object", "created"), id=_STRING, object=_STRING, created=_COUNT, owned_by=_STRING),
+    "OpenAiModels": _object(("object", "data"), object=_STRING, data=_list(_ref("OpenAiModel"))),
+    "Completion": _object(
+        ("model", "prompt"),
+        **_SAMPLING, prompt=_TEXTS, echo=_BOOL, logprobs={"type": "integer", "minimum": 0, "maximum": 20},
+    ),
+    "Chat": _object(
+        ("model", "messages"),
+        **_SAMPLING,
+        messages=_list(_object(("role",), role=_STRING, content=_TEXTS)),
+        max_completion_tokens=_SAMPLING["max_tokens"], logprobs=_BOOL,
+        top_logprobs={"type": "integer", "minimum": 0, "maximum": 20},
+        tools=_list({"type": "object"}), tool_choice={"type": ["string", "object"]}, parallel_tool_calls=_BOOL,
+        response_format={"type": "object"}, reasoning_effort=_STRING, chat_template_kwargs={"type": "object"},
+    ),
+    "Choices": _object(
+        ("id", "object", "created", "model", "choices"),
+        id=_STRING, object=_STRING, created=_COUNT, model=_STRING, choices=_list({"type": "object"}),
+        usage=_TOKENS_USED,
+    ),
+    "TextsToEmbed": _object(
+        ("model", "input"),
+        model=_STRING, input=_TEXTS, encoding_format={"type": "string", "enum": ["float", "base64"]},
+        dimensions={"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+    ),
+    "EmbeddingList": _object(
+        ("object", "data", "model"), object=_STRING, data=_list({"type": "object"}), model=_STRING, usage=_TOKENS_USED
+    ),
     "Filter": _object(ready=_BOOL),
     "Index": _list(_object(("name",), name=_STRING, version=_STRING, state=_STRING, reason=_STRING)),
     "Load": _object(
         parameters={
             "type": "object",
-            "properties": {"config": _STRING, "previous": _BOOL},
+            "properties": {"config": _STRING, "previous": _BOOL, "versions": _STRING},
             "additionalProperties": _STRING,
         }
     ),

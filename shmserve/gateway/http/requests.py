@@ -21,6 +21,8 @@ from shmserve.gateway.kserve.generate import ONE, check_in_slices, event, genera
 from shmserve.gateway.kserve.plans import RequestPlan, RequestPlans, plan_in_slices, raw_plan
 from shmserve.gateway.kserve.status import http_of, http_text_of
 from shmserve.gateway.limits.turns import SLICE_BYTES
+from shmserve.gateway.openai.errors import KIND as OPENAI
+from shmserve.gateway.openai.requests import OpenAiRequests
 from shmserve.gateway.page.requests import PageRequests
 from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import (
@@ -206,14 +208,18 @@ def _piece(buffer: ReceiveBuffer) -> Piece:
 
 
 class Requests:
-    """The handler of all connections. `Heads` has checked the client's access; the broker checks the gateway's."""
+    """The handler of all connections. `Heads` has checked the client's access; the broker checks the gateway's.
+    `page`: None for a listener that has no routes of the web page. `openai`: it has those of the OpenAI-compatible
+    endpoints."""
 
     def __init__(
-        self, link: GatewayLink, limits: HttpLimits, extra: Callable[[], str], regions: Regions, page: PageRequests
-    ) -> None:
+        self, link: GatewayLink, limits: HttpLimits, extra: Callable[[], str], regions: Regions,
+        page: PageRequests | None, openai: bool = True,
+    ) -> None:  # fmt: skip
         self._link = link
         self._page = page
         self._sender = RequestSender(link, regions)
+        self._openai = OpenAiRequests(self._sender) if openai else None
         self._limits = limits
         self._plan = RequestPlans().plan
         self._extra = extra
@@ -294,7 +300,7 @@ class Requests:
         route, refusal = head.route, head.refusal
         if isinstance(refusal, NoRoute):
             more = b"Allow: %b\r\n" % refusal.allow.encode() if refusal.allow else b""
-            connection.answer(refusal.status, [error_body(refusal.text)], more=more)
+            connection.refuse(refusal.status, refusal.text, more)
             return
         if refusal is not None:
             connection.fail(refusal)
@@ -303,14 +309,23 @@ class Requests:
             self._begin_infer(connection, head, body)
         elif route.action is GENERATE or route.action is GENERATE_STREAM:
             self._begin_generate(connection, head, bytes(body))
+        elif route.kind == OPENAI:
+            self._begin_openai(connection, head, body)
         elif route.action is Action.METRICS:
             self._ask_metrics(connection, head)
         elif route.action in PAGE:
+            assert self._page is not None
             self._page.begin(connection, head)
         elif route.action is Action.OPENAPI:
-            connection.answer(200, [openapi.text()])
+            connection.answer(200, [openapi.text(self._openai is not None)])
         else:
             self._begin_question(connection, head, bytes(body))
+
+    def _begin_openai(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
+        if len(body) > self._limits.json_bytes:
+            raise self._limits.json_size_error(len(body), "")
+        assert self._openai is not None
+        self._openai.begin(connection, head, body)
 
     def _begin_question(self, connection: HttpConnection, head: HttpHead, body: bytes) -> None:
         def show(document: Any) -> None:

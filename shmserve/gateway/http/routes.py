@@ -12,12 +12,13 @@ from msgspec import Struct
 
 from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.plans import is_version
+from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import Route
 
 
 class Path(Struct, frozen=True):
     """`template`: the path, in which a segment in braces matches any text. `wants`: method -> action. `kind`: system or
-    cuda, for paths of shared memory."""
+    cuda, for paths of shared memory; openai."""
 
     template: str
     wants: dict[str, Action]
@@ -70,7 +71,15 @@ def _paths() -> list[Path]:
     return paths
 
 
-PATHS = _paths()
+OPENAI_PATHS = [
+    Path("/v1/models", {_GET: Action.OPENAI_MODELS}, OPENAI),
+    Path("/v1/models/{model}", {_GET: Action.OPENAI_MODEL}, OPENAI),
+    Path("/v1/completions", {_POST: Action.COMPLETIONS}, OPENAI),
+    Path("/v1/chat/completions", {_POST: Action.CHAT_COMPLETIONS}, OPENAI),
+    Path("/v1/embeddings", {_POST: Action.EMBEDDINGS}, OPENAI),
+]
+KSERVE_PATHS = _paths()
+PATHS = KSERVE_PATHS + OPENAI_PATHS
 PAGE_PATHS = [
     Path("/", {_GET: Action.PAGE_FILE}),
     Path("/page/events", {_GET: Action.PAGE_EVENTS}),
@@ -106,6 +115,8 @@ def _by_length(paths: list[Path]) -> RouteTable:
 
 
 API_ROUTES, METRICS_ROUTES = _by_length(PATHS + PAGE_PATHS), _by_length(METRICS)
+KSERVE_ROUTES = _by_length(KSERVE_PATHS + PAGE_PATHS)
+"""With the OpenAI-compatible endpoints switched off."""
 
 
 def resolve(method: str, target: str, routes: RouteTable = API_ROUTES) -> Route | NoRoute:

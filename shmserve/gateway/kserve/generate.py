@@ -30,13 +30,11 @@ _OWN = ("id", "parameters")
 _encode = msgspec.json.Encoder().encode
 
 
-def check_in_slices(text: bytes) -> SlicedWork[None]:
+def check_in_slices(text: bytes, most: int = VALUES, advice: str = ", use infer instead") -> SlicedWork[None]:
     """Refuses a large text with too many values; one with a few long strings can be decoded at once."""
     commas = yield from commas_of(text)
-    if commas >= VALUES:
-        raise InvalidRequest(
-            f"the request has {commas + 1} values; the limit of generate is {VALUES}, use infer instead"
-        )
+    if commas >= most:
+        raise InvalidRequest(f"the request has {commas + 1} values; the limit of this endpoint is {most}{advice}")
 
 
 def generate_plan(text: bytes, config: Mapping[str, Any]) -> RequestPlan:

@@ -21,6 +21,10 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.metrics import family
 
 
+class ShareExceeded(Unavailable):
+    """A party has too much in flight, while the server may have room for others."""
+
+
 class ShareBounds(Struct, frozen=True):
     """Fractions of what the others leave, above 0; with 1 only the total is limited."""
 
@@ -173,14 +177,14 @@ class Pool:
                 f"{self.total.calls} {self._what} are in flight through this gateway, the broker's limit ({self.limit})"
                 "; retry later"
             )
-        return Unavailable(
+        return ShareExceeded(
             f"{account.calls} {self._what} of this {account.kind} are in flight, its share (--{account.kind}-share) of "
             f"the {self.calls} that this gateway may have; retry later"
         )
 
-    def _too_large(self, account: ShareAccount, more: int) -> Unavailable:
+    def _too_large(self, account: ShareAccount, more: int) -> ShareExceeded:
         self.refused[account.kind] += 1
-        return Unavailable(
+        return ShareExceeded(
             f"the inputs of this {account.kind}'s {self._what} in flight take {account.input_bytes} bytes; "
             f"{more} more would exceed its share (--{account.kind}-share) of {self._input_bytes} bytes "
             "(--memory-bytes); retry later"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from shmserve.gateway.upstream.regions import Regions, Registration
 from shmserve.session.uploads import Body, loading, of_json, of_unload
 
 _FILE = "file:"
+_VERSIONS = re.compile(r"[0-9]{1,19}(,[0-9]{1,19}){0,63}", re.ASCII)
 _NO_MODEL = "failed to poll from model repository"
 _MEMORY = ("system_shared_memory", "cuda_shared_memory")
 _ASKED_BYTES = 1 << 20
@@ -34,7 +36,7 @@ class Route(Struct, frozen=True):
     model: str = ""
     version: str = ""
     kind: str = ""
-    """Kind of memory: system or cuda. `model` is then the name of the region."""
+    """Kind of memory, system or cuda; `model` is then the name of the region. Or openai."""
 
 
 class YesOrNo(Struct):
@@ -89,6 +91,7 @@ class Arguments(Struct):
     config: str | None = None
     files: dict[str, bytes] = {}
     previous: bool = False
+    versions: tuple[int, ...] = ()
     unload_dependents: bool = False
     force: bool = False
     order: Registration | DeviceOrder | None = None
@@ -221,7 +224,7 @@ class _Filter(Struct):
 
 
 class _Load(Struct):
-    parameters: dict[str, str | bool] = {}
+    parameters: dict[str, str | bool | int] = {}
 
 
 class _UnloadParameters(Struct):
@@ -295,15 +298,18 @@ def _only_ready(body: bytes) -> bool:
         raise unreadable(error) from None
 
 
-def _of_load(parameters: dict[str, str | bool]) -> Arguments:
-    """`config`; files in base64 under the names "file:PATH"; and `previous`."""
+def _of_load(parameters: dict[str, str | bool | int]) -> Arguments:
+    """`config`; files in base64 under the names "file:PATH"; `previous` and `versions`."""
     arguments = Arguments(files={})
     for name, value in parameters.items():
-        if isinstance(value, bool) is not (name == "previous"):
-            kind = "a string" if isinstance(value, bool) else "true or false"
+        if name == "versions" and not isinstance(value, bool):
+            arguments.versions = versions_of_load(str(value))
+            continue
+        if not isinstance(value, bool if name == "previous" else str):
+            kind = "true or false" if name == "previous" else "a string"
             raise InvalidRequest(f"load parameter '{name[:80]}' must be {kind}")
-        if isinstance(value, bool):
-            arguments.previous = value
+        if isinstance(value, bool | int):
+            arguments.previous = bool(value)
         elif name == "config":
             arguments.config = value
         elif name.startswith(_FILE):
@@ -318,8 +324,15 @@ def _of_load(parameters: dict[str, str | bool]) -> Arguments:
 
 def unknown_of_load(name: str) -> InvalidRequest:
     return InvalidRequest(
-        f"Unrecognized load parameter '{name[:80]}'; supported are 'config', 'file:PATH' and 'previous'"
+        f"Unrecognized load parameter '{name[:80]}'; supported are 'config', 'file:PATH', 'previous' and 'versions'"
     )
+
+
+def versions_of_load(text: str) -> tuple[int, ...]:
+    """The parameter `versions`: numbers separated by commas. The broker checks their range."""
+    if not _VERSIONS.fullmatch(text):
+        raise InvalidRequest(f"load parameter 'versions' is '{text[:80]}'; expected numbers, such as '2' or '2,3'")
+    return tuple(map(int, text.split(",")))
 
 
 def _loading(model: str, given: Arguments) -> tuple[str, Body]:
@@ -328,6 +341,6 @@ def _loading(model: str, given: Arguments) -> tuple[str, Body]:
             raise InvalidRequest(
                 "files require the parameter 'config', as the repository is not read for a model that is sent"
             )
-        return loading(given.config, given.files, given.previous)
+        return loading(given.config, given.files, given.previous, given.versions)
     except InvalidRequest as error:
         raise BadLoad(model, error) from error

@@ -248,5 +248,5 @@ class GatewayLink(LoopLink):
         return Session(
             self.address.memory, memory_bytes=self._memory_bytes, on_full=self._flusher(), cold=True,
             encode=_as_they_are, decode=_held, row_reply=reply_of, on_limits=self.shares.limits,
-            explain_lost=_explain_lost, lease_sockets=self.lease_sockets(),
+            explain_lost=_explain_lost, lease_sockets=self.lease_sockets(), keeps=True,
         )  # fmt: skip

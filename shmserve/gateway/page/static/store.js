@@ -21,9 +21,9 @@ class Entry {
 		this.row = row
 		this.counters = row.counters ?? {}
 		this.state = unloaded || !row.state ? "NOT LOADED" : row.state === "READY" && row.reloading ? "RELOADING"
-			: row.degraded ? "DEGRADED" : row.state
+			: row.degraded ? "DEGRADED" : row.asleep ? "ASLEEP" : row.state
 		this.reason = [!unloaded && row.reason, failed?.reason, row.changed_on_disk && "changed on disk"].filter(Boolean).join("; ")
-		this.failing = Boolean(failed) || ["UNAVAILABLE", "DEGRADED"].includes(this.state)
+		this.failing = Boolean(failed) || /UNAVAILABLE|DEGRADED/.test(this.state)
 		this.instances = instances.filter(({state}) => state !== "stopped")
 		this.expected = this.instances.filter(({state}) => state !== "stopping").length
 		this.ready = this.instances.filter(({state}) => state === "ready").length

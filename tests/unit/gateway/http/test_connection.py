@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,6 @@ from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
 from shmserve.gateway.http.routes import METRICS_ROUTES
 from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES
-from shmserve.gateway.page.feed import PageFeed
-from shmserve.gateway.page.requests import PageRequests
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
@@ -62,6 +61,52 @@ def test_one_request_at_a_time_is_handled_and_the_next_are_not_read() -> None:
         loop.run()
     assert transport.reads
     assert [len(body) for _, body in answered(transport.sent)] == [3, 3, 100_000]
+
+
+def test_errors_before_the_body_is_complete_have_the_form_of_their_endpoint() -> None:
+    for path in ("/v1/completions", "/v2/models/m/generate", "/v1/nothing"):
+        connection, transport, _, _ = connected(input_bytes=10)
+        receive(connection, lines("Content-Length: 11", first=f"POST {path} HTTP/1.1"))
+        ((status, body),) = answered(transport.sent)
+        error = json.loads(body)["error"]
+        text = error if path.startswith("/v2") else error["message"]
+        assert (status, "exceeds the maximum allowed input size of 10 bytes" in text) == (400, True)
+        assert ("binary" in text) is path.startswith("/v2")
+        connection, transport, _, _ = connected()
+        receive(connection, lines("Content-Length: 11", first=f"POST {path} HTTP/1.1"))
+        for _ in range(2):
+            connection._listener.turn += 5
+            connection.check_timeouts(3)
+        ((status, body),) = answered(transport.sent)
+        if path != "/v1/nothing":
+            assert (status, isinstance(json.loads(body)["error"], dict)) == (408, path.startswith("/v1"))
+
+
+class Viewer:
+    def __init__(self) -> None:
+        self.told = 0
+
+    def disconnected(self) -> None:
+        self.told += 1
+
+    def stop(self) -> None: ...
+
+
+def test_only_the_request_that_is_processed_is_told_of_a_disconnect() -> None:
+    first, second = Viewer(), Viewer()
+    connection, _, echo, _ = connected(at_once=False)
+    resumed: list[int] = []
+    receive(connection, post(b"a"))
+    connection.watch(first, lambda: resumed.append(1))
+    connection.pause_writing()
+    connection.resume_writing()
+    echo.answers.pop()()
+    receive(connection, post(b"b"))
+    connection.pause_writing()
+    connection.resume_writing()
+    connection.watch(second)
+    connection.connection_lost(None)
+    assert (first.told, second.told, resumed) == (0, 1, [1])
 
 
 def test_a_response_waits_until_the_client_reads() -> None:
@@ -289,8 +334,7 @@ def test_frequent_scrapes_share_a_page_of_metrics() -> None:
         bind=lambda: SimpleNamespace(time=lambda: now[0]), send_soon=lambda: None, cancel=lambda ticket: None,
         session=SimpleNamespace(ask=lambda ticket, *more: asked.append(ticket)),
     )  # fmt: skip
-    page = PageRequests(link, PageFeed(link))
-    requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False), page)
+    requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False), None)
 
     def scrape() -> tuple[HttpConnection, Transport]:
         connection, transport, _, _ = connected()

@@ -1,0 +1,241 @@
+"""Decodes the JSON of requests. Invariant: a field is used, has no meaning here and is listed as such, or is refused;
+none is ignored silently."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shmserve.gateway.kserve.json_scan import check_depth, unreadable
+from shmserve.gateway.kserve.plans import RequestOptions, options_of
+from shmserve.gateway.openai.errors import BadParameter
+
+PROMPTS = 512
+CHOICES = 1024
+"""Limit of the choices of one request: prompts times `n`."""
+VALUES = 131_072
+"""Limit of the values in a large request, such as the tokens of its prompt."""
+TEXTS = 2048
+"""Limit of the inputs of one request for embeddings."""
+_INT64 = Meta(ge=-(2**63), le=2**63 - 1)
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Stops = Annotated[list[str], Meta(max_length=64)]
+_Given = str | list[Any]
+_FIELD = re.compile(r" - at `\$\.?(.*?)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`")
+_T = TypeVar("_T")
+
+
+class StreamOptions(Struct):
+    include_usage: bool = False
+
+
+class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that completions and chat completions share. Names of sampling parameters are those of vLLM, which
+    has OpenAI's. `sampling_parameters`: others that only the engine knows. `priority` and `timeout` concern the
+    queue."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    max_tokens: _Tokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stop: str | _Stops | None = None
+    seed: Annotated[int, _INT64] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    sampling_parameters: dict[str, Any] | None = None
+    priority: _Count | None = None
+    timeout: _Count | None = None
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+_SAMPLED = (
+    "n", "temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "top_k",
+    "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids",
+)  # fmt: skip
+"""Fields that are passed on as sampling parameters of the same name."""
+_OWN = frozenset((*Sampling.__struct_fields__, "logprobs", "max_completion_tokens"))
+
+
+class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+    prompt: _Given
+    echo: bool | None = None
+    best_of: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    max_completion_tokens: _Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    modalities: list[str] | None = None
+    verbosity: Any = None
+
+
+class EmbeddingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    input: _Given
+    encoding_format: str | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    priority: _Count | None = None
+    timeout: _Count | None = None
+    user: Any = None
+
+
+_completion = msgspec.json.Decoder(CompletionRequest)
+_chat = msgspec.json.Decoder(ChatRequest)
+_embedding = msgspec.json.Decoder(EmbeddingRequest)
+
+
+def completion(text: bytes) -> CompletionRequest:
+    request = _decoded(_completion, text)
+    if request.suffix is not None:
+        raise BadParameter("suffix", "'suffix' is not supported")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise BadParameter("best_of", "'best_of' is not supported, unless it is equal to 'n'")
+    if request.echo and request.logprobs is not None:
+        raise BadParameter("echo", "'echo' together with 'logprobs' is not supported")
+    _check(request)
+    return request
+
+
+def chat(text: bytes) -> ChatRequest:
+    request = _decoded(_chat, text)
+    if not request.messages:
+        raise BadParameter("messages", "'messages' is empty; expected at least one message")
+    for number, message in enumerate(request.messages):
+        _check_message(f"messages[{number}]", message)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise BadParameter("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+    if any(kind != "text" for kind in request.modalities or ()):
+        raise BadParameter("modalities", "the only supported modality is 'text'")
+    _check(request)
+    return request
+
+
+def embedding(text: bytes) -> EmbeddingRequest:
+    request = _decoded(_embedding, text)
+    if request.encoding_format not in (None, "float", "base64"):
+        raise BadParameter("encoding_format", f"'encoding_format' is {request.encoding_format[:40]!r}; "
+                           "expected 'float' or 'base64'")  # fmt: skip
+    return request
+
+
+def max_tokens(request: Sampling) -> int | None:
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    return request.max_tokens
+
+
+def sampling(request: Sampling) -> dict[str, Any]:
+    """The sampling parameters, without those that are not set."""
+    found: dict[str, Any] = {name: value for name in _SAMPLED if (value := getattr(request, name)) is not None}
+    for name in request.sampling_parameters or {}:
+        if name in _OWN:
+            raise BadParameter("sampling_parameters", f"'{name}' must be a field of the request itself")
+    return found | (request.sampling_parameters or {})
+
+
+def request_options(request_id: str, request: Sampling | EmbeddingRequest) -> RequestOptions:
+    """What the server itself interprets: the place in the queue, and how long to wait there, in microseconds."""
+    given = {"priority": request.priority, "timeout": request.timeout}
+    return options_of(request_id, {name: value for name, value in given.items() if value is not None})
+
+
+def texts_or_tokens(param: str, given: str | list[Any], most: int) -> tuple[list[str], list[list[int]]]:
+    """A prompt or input: texts, or lists of token ids. One of the two lists is empty."""
+    if isinstance(given, str):
+        return [given], []
+    if not given:
+        raise BadParameter(param, f"'{param}' is an empty list")
+    if _is_tokens(given):
+        return [], [given]
+    if len(given) > most:
+        raise BadParameter(param, f"'{param}' has {len(given)} elements; the limit is {most}")
+    if all(type(one) is str for one in given):
+        return given, []
+    if all(type(one) is list and one and _is_tokens(one) for one in given):
+        return [], given
+    text = f"'{param}' is neither a string, a list of strings, a list of token ids, nor a list of such lists"
+    raise BadParameter(param, text)
+
+
+def _is_tokens(given: list[Any]) -> bool:
+    return all(type(one) is int and 0 <= one < 2**31 for one in given)
+
+
+def _check(request: Sampling) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise BadParameter("stream_options", "'stream_options' needs 'stream' to be true")
+    if request.logit_bias is not None and not all(token.isdecimal() for token in request.logit_bias):
+        raise BadParameter("logit_bias", "the keys of 'logit_bias' must be token ids")
+    if request.stop == "" or (isinstance(request.stop, list) and "" in request.stop):
+        raise BadParameter("stop", "'stop' contains an empty string")
+
+
+def _check_message(param: str, message: dict[str, Any]) -> None:
+    if type(message.get("role")) is not str:
+        raise BadParameter(f"{param}.role", f"'{param}.role' is not a string")
+    content = message.get("content")
+    if not (content is None or type(content) is str or type(content) is list):
+        raise BadParameter(f"{param}.content", f"'{param}.content' is neither a string nor a list")
+
+
+def _decoded(decoder: msgspec.json.Decoder[_T], text: bytes) -> _T:
+    check_depth(text)
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise unreadable(error) from None
+
+
+def _explained(text: str) -> BadParameter:
+    unknown = _UNKNOWN.match(text)
+    if unknown is not None:
+        name = unknown[1][:80]
+        return BadParameter(name, f"Unrecognized request argument supplied: {name}", "unknown_parameter")
+    place = _FIELD.search(text)
+    if place is None:
+        return BadParameter(None, f"Invalid request: {text}")
+    return BadParameter(place[1], f"Invalid value for '{place[1]}': {text[: place.start()]}")
+
+
+def check_scalars(values: Mapping[str, Any]) -> None:
+    """For models that get sampling parameters as parameters of the request, which have no lists."""
+    for name, value in values.items():
+        if type(value) not in (str, int, float, bool):
+            raise BadParameter(name, f"the model has no input 'sampling_parameters', which '{name[:80]}' needs")

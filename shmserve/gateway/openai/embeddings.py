@@ -1,0 +1,178 @@
+"""Embeddings: one request to the model for each text, so that the model's batcher can put them together, and one
+response for all.
+
+Invariant: when the client disconnects, or one of the requests fails, the others are cancelled.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import deque
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shmserve.dtypes import to_numpy
+from shmserve.errors import ModelFailed, ServeError, Unavailable
+from shmserve.gateway.kserve.answers import Buffer, Held, joined
+from shmserve.gateway.kserve.plans import RequestPlan
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
+from shmserve.gateway.openai.bodies import EmbeddingRequest, request_options
+from shmserve.gateway.openai.errors import BadParameter
+from shmserve.gateway.openai.generation import OpenAiConnection, OpenAiHead
+from shmserve.gateway.openai.models import INPUT_TOKENS, EmbeddingModel
+from shmserve.gateway.upstream.requests import PendingInference, RequestSender, withdraw
+from shmserve.protocol.messages import Reply
+
+AT_ONCE = 64
+"""Texts of one request that are at the model at the same time."""
+Vector = np.ndarray[Any, np.dtype[np.float32]]
+_encode = msgspec.json.Encoder().encode
+
+
+class _Text(PendingInference):
+    """The request for one text."""
+
+    __slots__ = ("_embeddings", "index")
+
+    def __init__(self, embeddings: Embeddings, index: int) -> None:
+        self._embeddings = embeddings
+        self.index = index
+
+    def take(self, answer: Reply | Held) -> None:
+        self._embeddings.take(self, answer)
+
+    def failed(self, error: ServeError) -> None:
+        self._embeddings.failed(error)
+
+
+class Embeddings:
+    def __init__(
+        self, connection: OpenAiConnection, head: OpenAiHead, sender: RequestSender, model: EmbeddingModel,
+        request: EmbeddingRequest, texts: list[str],
+    ) -> None:  # fmt: skip
+        self._connection = connection
+        self._head = head
+        self._sender = sender
+        self._model = model
+        self._request = request
+        self._options = request_options("", request)
+        self._waiting = deque(enumerate(texts))
+        self._sent: dict[_Text, None] = {}
+        self._vectors: list[Vector | None] = [None] * len(texts)
+        self._tokens = 0
+        self._over = False
+
+    def begin(self) -> None:
+        self._connection.watch(self)
+        try:
+            self._send_waiting()
+        except BaseException:
+            self.disconnected()
+            raise
+
+    def _send_waiting(self) -> None:
+        while self._waiting and len(self._sent) < AT_ONCE:
+            index, text = self._waiting[0]
+            encoded = text.encode()
+            spec = self._model.input.plan(len(encoded).to_bytes(4, "little") + encoded)
+            plan = RequestPlan((spec,), 0, self._options)
+            ticket = _Text(self, index)
+            payer = self._connection.payer(self._head.token)
+            try:
+                self._sender.infer(
+                    payer, ticket, self._model.name, "", plan, [spec.data or b""], "", self._head.forwarded
+                )
+            except Unavailable:
+                if not self._sent:
+                    raise
+                return  # until one of the others has ended
+            self._waiting.popleft()
+            self._sent[ticket] = None
+
+    # ------------------------------------------------------------------------------------ responses of the model
+
+    def take(self, ticket: _Text, answer: Reply | Held) -> None:
+        if self._over:
+            return
+        del self._sent[ticket]
+        reply: Any = answer.reply if type(answer) is Held else answer
+        for number, tensor in enumerate(reply.outputs):
+            data: Any = joined(answer.buffers[number]) if type(answer) is Held else tensor.data
+            if tensor.name == self._model.output:
+                self._vectors[ticket.index] = self._vector(tensor.dtype, tensor.shape, data)
+            elif tensor.name == INPUT_TOKENS:
+                self._tokens += int.from_bytes(data, "little")
+        if self._vectors[ticket.index] is None:
+            raise ModelFailed(f"model '{self._model.name}' returned no output '{self._model.output}'")
+        self._send_waiting()
+        if not self._sent and not self._waiting:
+            self._over = True
+            self._connection.work(self._encoded(), lambda parts: self._connection.answer(200, parts))
+
+    def failed(self, error: ServeError) -> None:
+        if not self._over:
+            self.disconnected()
+            self._connection.fail(error)
+
+    def _vector(self, dtype: str, shape: tuple[int, ...], data: bytes) -> Vector:
+        if not shape or any(dim != 1 for dim in shape[:-1]):
+            raise ModelFailed(
+                f"output '{self._model.output}' of model '{self._model.name}' has the shape {list(shape)} for one "
+                "text; expected one vector"
+            )
+        if dtype == "BF16":
+            wide = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
+            return self._cut(wide.view(np.float32))
+        return self._cut(np.frombuffer(data, to_numpy(dtype)).astype(np.float32))
+
+    def _cut(self, vector: Vector) -> Vector:
+        """The first `dimensions` values, with the length 1."""
+        count = self._request.dimensions
+        if count is None:
+            return vector
+        if count > len(vector):
+            raise BadParameter(
+                "dimensions",
+                f"'dimensions' is {count}; embeddings of model '{self._model.name}' have {len(vector)}",
+            )
+        cut = vector[:count]
+        length = float(np.linalg.norm(cut))
+        return cut / np.float32(length) if length else cut
+
+    def _encoded(self) -> SlicedWork[list[Buffer]]:
+        parts: list[Buffer] = [b'{"object":"list","data":[']
+        size = 0
+        for index, vector in enumerate(self._vectors):
+            assert vector is not None
+            text = self._text(vector)
+            parts.append(b'%b{"object":"embedding","index":%d,"embedding":%b}' % (b"," * (index > 0), index, text))
+            size += len(text)
+            if size >= SLICE_BYTES:
+                size = 0
+                yield
+        usage = {"prompt_tokens": self._tokens, "total_tokens": self._tokens}
+        parts.append(b'],"model":%b,"usage":%b}' % (_encode(self._request.model), _encode(usage)))
+        return parts
+
+    def _text(self, vector: Vector) -> bytes:
+        if self._request.encoding_format == "base64":
+            return b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())
+        text = _encode(vector.tolist())
+        if b"n" in text:  # null, for a value that is not finite
+            raise ModelFailed(f"an embedding of model '{self._model.name}' has values that are not finite")
+        return text
+
+    # ------------------------------------------------------------------------------------ end
+
+    def disconnected(self) -> None:
+        """Cancels what is still at the model."""
+        self._over = True
+        self._waiting.clear()
+        sent, self._sent = self._sent, {}
+        for ticket in sent:
+            withdraw(self._sender.link, ticket)
+
+    def stop(self) -> None:
+        """The gateway ends: requests in flight are finished."""

@@ -1,0 +1,61 @@
+"""Errors in the form of OpenAI: a JSON object with a message, a type, a parameter and a code.
+
+Statuses are those of the other endpoints, with two exceptions, because OpenAI's clients send a request again that got
+429 or a status from 500: a full share is 429, and what is not supported is 400.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from shmserve.errors import InvalidRequest, ServeError
+from shmserve.gateway.kserve.status import http_of, text_of
+from shmserve.gateway.limits.caller_shares import ShareExceeded
+
+KIND = "openai"
+"""`Route.kind` of these endpoints."""
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+_CODES = {
+    "UNAUTHENTICATED": "invalid_api_key",
+    "DENIED": "insufficient_permissions",
+    "NOT_FOUND": "model_not_found",
+    "UNSUPPORTED": "unsupported",
+}
+"""Code of an error -> `code` for the client, where clients may know one. Of other errors of the client, it is null."""
+_encode = msgspec.json.Encoder().encode
+
+
+class BadParameter(InvalidRequest):
+    """A field of the request is invalid. `param`: its name, as a path."""
+
+    def __init__(self, param: str | None, text: str, hint: str | None = None) -> None:
+        super().__init__(text)
+        self.param = param
+        self.hint = hint
+        """`code` for the client."""
+
+
+def body(status: int, text: str, code: str | None = None, param: str | None = None) -> bytes:
+    """The error as a JSON document."""
+    if not text.isascii():  # it may quote the client, and so contain a lone surrogate
+        text = text.encode(errors="replace").decode()
+    kind = _SERVER if status >= 500 else "requests" if status == 429 else _INVALID
+    document: dict[str, Any] = {"message": text, "type": kind, "param": param, "code": code}
+    return _encode({"error": document})
+
+
+def response(error: ServeError) -> tuple[int, bytes]:
+    """Status and body."""
+    if isinstance(error, ShareExceeded):
+        return 429, body(429, text_of(error), "rate_limit_exceeded")
+    status = http_of(error)
+    if isinstance(error, BadParameter):
+        return status, body(status, text_of(error), error.hint, error.param)
+    code = _CODES.get(error.code)
+    if error.code == "UNSUPPORTED":
+        status = 400
+    if code is None and status >= 500:
+        code = error.code.lower()
+    return status, body(status, text_of(error), code)

@@ -1,0 +1,120 @@
+"""What the configuration of a model says about its use: as a language model, or for embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.errors import InvalidRequest, NotFound
+from shmserve.gateway.kserve.plans import InputPlan, tensor_type
+
+PROMPT, MESSAGES, TOKENS, SAMPLING = "text_input", "messages", "prompt_token_ids", "sampling_parameters"
+TEXT, TOOL_CALLS, INPUT_TOKENS = "text_output", "tool_calls", "num_input_tokens"
+_FLOATS = ("FP32", "FP16", "BF16", "FP64")
+_EMBEDDING_INPUTS = ("text_input", "text", "input", "TEXT")
+
+
+class InputSpec(Struct, frozen=True):
+    """An input that takes one element, or a list of elements if a dimension is variable."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """With the batch dimension, for one row; -1: variable."""
+
+    def plan(self, data: bytes, count: int = 1) -> InputPlan:
+        """The tensor of `count` elements; of several variable dimensions, the last one has them."""
+        shape, left = [], count
+        for dim in reversed(self.shape):
+            shape.append(left if dim < 0 else dim)
+            left = 1 if dim < 0 else left
+        return InputPlan(self.name, self.dtype, tuple(reversed(shape)), len(data), data)
+
+
+class LanguageModel(Struct, frozen=True):
+    name: str
+    inputs: dict[str, InputSpec]
+    outputs: frozenset[str]
+    parameters: dict[str, str]
+
+
+class EmbeddingModel(Struct, frozen=True):
+    name: str
+    input: InputSpec
+    output: str
+
+
+def language_model(name: str, config: Mapping[str, Any]) -> LanguageModel:
+    """Raises NotFound if it is none."""
+    inputs, outputs = _inputs(config), _types(config.get("output", ()))
+    if PROMPT not in inputs or inputs[PROMPT].dtype != "BYTES" or outputs.get(TEXT) != "BYTES":
+        raise NotFound(
+            f"model '{name[:80]}' is not a language model: it needs an input '{PROMPT}' and an output '{TEXT}' of "
+            "type STRING"
+        )
+    return LanguageModel(name, inputs, frozenset(outputs), _parameters(config))
+
+
+def embedding_model(name: str, config: Mapping[str, Any]) -> EmbeddingModel:
+    """Raises NotFound if it is none."""
+    inputs, outputs, parameters = _inputs(config), _types(config.get("output", ())), _parameters(config)
+    texts = [one for one, spec in inputs.items() if spec.dtype == "BYTES"]
+    floats = [one for one, dtype in outputs.items() if dtype in _FLOATS]
+    chosen = parameters.get("embedding_input") or _one(texts, _EMBEDDING_INPUTS)
+    others = [one for one in outputs if one not in floats and one != INPUT_TOKENS]
+    output = parameters.get("embedding_output") or ("" if others else _one(floats, ()))
+    required = [one["name"] for one in config.get("input", ()) if not one.get("optional")]
+    if chosen not in texts or output not in floats or any(one != chosen for one in required):
+        raise NotFound(
+            f"model '{name[:80]}' does not compute embeddings: it needs one STRING input and one output, of floats; "
+            "the parameters embedding_input and embedding_output of its configuration can choose among several"
+        )
+    if _is_decoupled(config):
+        raise NotFound(f"model '{name[:80]}' does not compute embeddings: it has a decoupled transaction policy")
+    return EmbeddingModel(name, inputs[chosen], output)
+
+
+def is_usable(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether one of the endpoints can use the model."""
+    for kind in (language_model, embedding_model):
+        try:
+            kind(name, config)
+        except NotFound:
+            continue
+        return True
+    return False
+
+
+def check_name(name: str) -> str:
+    if not name:
+        raise InvalidRequest("you must provide a model parameter")
+    return name
+
+
+def _one(names: Iterable[str], preferred: Iterable[str]) -> str:
+    """The only name, or the only one that is preferred; "" if there is none."""
+    names = list(names)
+    found = names if len(names) == 1 else [name for name in preferred if name in names]
+    return found[0] if len(found) == 1 else ""
+
+
+def _inputs(config: Mapping[str, Any]) -> dict[str, InputSpec]:
+    lead = (1,) if config.get("max_batch_size", 0) else ()
+    return {
+        one["name"]: InputSpec(one["name"], tensor_type(one), (*lead, *[int(dim) for dim in one["dims"]]))
+        for one in config.get("input", ())
+    }
+
+
+def _types(tensors: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    return {one["name"]: tensor_type(one) for one in tensors}
+
+
+def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    return {name: one.get("string_value", "") for name, one in config.get("parameters", {}).items()}
+
+
+def _is_decoupled(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("model_transaction_policy", {}).get("decoupled", False))

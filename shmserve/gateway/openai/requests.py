@@ -1,0 +1,218 @@
+"""Handles the requests of the OpenAI-compatible endpoints: decodes them, asks for the model's configuration, and sends
+requests to the model."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.gateway.auth.actions import Action
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.generate import check_in_slices
+from shmserve.gateway.limits.turns import SLICE_BYTES
+from shmserve.gateway.openai import bodies, inputs, models
+from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling
+from shmserve.gateway.openai.embeddings import Embeddings
+from shmserve.gateway.openai.errors import BadParameter
+from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, ResponseFormat
+from shmserve.gateway.openai.generation import Generation, OpenAiConnection, OpenAiHead
+from shmserve.gateway.openai.models import MESSAGES, LanguageModel
+from shmserve.gateway.openai.templates import TemplateThread, template_values
+from shmserve.gateway.upstream.documents import BrokerQuery
+from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask, serve_error
+
+CHAT_TEMPLATE = "chat_template"
+"""Parameter of a configuration."""
+OWNER = "shmserve"
+_PROCESS = secrets.token_hex(12)
+"""What ids of responses begin with: unlike a random id for each, this needs no system call."""
+_encode = msgspec.json.Encoder().encode
+
+
+class OpenAiRequests:
+    def __init__(self, sender: RequestSender) -> None:
+        self._sender = sender
+        self._templates = TemplateThread()
+        self._ids = count(1)
+
+    def begin(self, connection: OpenAiConnection, head: OpenAiHead, body: Buffer) -> None:
+        """Answers the request, or asks the broker. Raises errors for the client."""
+        action = head.route.action
+        if action is Action.OPENAI_MODELS:
+            self._list_models(connection, head)
+        elif action is Action.OPENAI_MODEL:
+            self._show_model(connection, head)
+        elif len(body) > SLICE_BYTES:
+            text = bytes(body)
+            connection.work(check_in_slices(text, bodies.VALUES, ""), lambda _: self._begin(connection, head, text))
+        else:
+            self._begin(connection, head, bytes(body))
+
+    def _begin(self, connection: OpenAiConnection, head: OpenAiHead, text: bytes) -> None:
+        request: CompletionRequest | ChatRequest | EmbeddingRequest
+        go_on: Callable[[Any], None]
+        match head.route.action:
+            case Action.COMPLETIONS:
+                request = completion = bodies.completion(text)
+                go_on = partial(self._complete, connection, head, completion)
+            case Action.CHAT_COMPLETIONS:
+                request = chat = bodies.chat(text)
+                go_on = partial(self._chat, connection, head, chat)
+            case _:
+                request = embedding = bodies.embedding(text)
+                go_on = partial(self._embed, connection, head, embedding)
+        if head.old and isinstance(request, Sampling) and request.stream:
+            raise Unsupported("a stream requires HTTP/1.1")
+        # The model's configuration decides how to continue.
+        self._query(connection, head, BrokerQuery("config", model=models.check_name(request.model)), go_on)
+
+    def _query(
+        self, connection: OpenAiConnection, head: OpenAiHead, query: BrokerQuery, then: Callable[[Any], None]
+    ) -> None:
+        ticket = PendingQuery(query, then, connection.fail)
+        ask(self._sender.link, connection.payer(head.token), ticket, query)
+        connection.wait_for(ticket)
+
+    # ------------------------------------------------------------------------------------ models
+
+    def _list_models(self, connection: OpenAiConnection, head: OpenAiHead) -> None:
+        def show(answer: Any) -> None:
+            connection.answer(200, [_encode({"object": "list", "data": _usable(answer)})])
+
+        self._query(connection, head, BrokerQuery("text_models"), show)
+
+    def _show_model(self, connection: OpenAiConnection, head: OpenAiHead) -> None:
+        name = head.route.model
+
+        def show(answer: Any) -> None:
+            found = _usable([one for one in answer if one["name"] == name])
+            if not found:
+                raise NotFound(
+                    f"The model '{name[:80]}' does not exist, is not READY, or is neither a language model nor one for "
+                    "embeddings"
+                )
+            connection.answer(200, [_encode(found[0])])
+
+        self._query(connection, head, BrokerQuery("text_models"), show)
+
+    # ------------------------------------------------------------------------------------ completions
+
+    def _complete(
+        self, connection: OpenAiConnection, head: OpenAiHead, request: CompletionRequest, config: Any
+    ) -> None:
+        model = models.language_model(request.model, config)
+        prompts, texts = inputs.prompt_tensors(model, request)
+        if len(prompts) * (request.n or 1) > bodies.CHOICES:
+            raise BadParameter(
+                "n", f"{len(prompts)} prompts with {request.n} choices each; the limit is {bodies.CHOICES} choices"
+            )
+        response_id = f"cmpl-{_PROCESS}{next(self._ids):08x}"
+        found = CompletionFormat(response_id, int(time.time()), request.model, request.logprobs, _shows_usage(request))
+        before = texts if request.echo else [""] * len(prompts)
+        self._generate(connection, head, model, request, prompts, before, found, request.logprobs, response_id)
+
+    def _chat(self, connection: OpenAiConnection, head: OpenAiHead, request: ChatRequest, config: Any) -> None:
+        model = models.language_model(request.model, config)
+        inputs.check_tools(model, request)
+        top = (request.top_logprobs or 0) if request.logprobs else None
+        response_id = f"chatcmpl-{_PROCESS}{next(self._ids):08x}"
+        found = ChatFormat(response_id, int(time.time()), request.model, top, _shows_usage(request))
+
+        def generate(tensors: list[Any]) -> None:
+            self._generate(connection, head, model, request, [tensors], [""], found, top, response_id)
+
+        if MESSAGES in model.inputs:
+            generate(inputs.chat_tensors(model, request))
+        else:
+            self._render(connection, model, request, generate)
+
+    def _render(
+        self, connection: OpenAiConnection, model: LanguageModel, request: ChatRequest,
+        then: Callable[[list[Any]], None],
+    ) -> None:  # fmt: skip
+        template = model.parameters.get(CHAT_TEMPLATE)
+        if template is None:
+            raise InvalidRequest(
+                f"model '{model.name[:80]}' cannot chat: it has neither an input '{MESSAGES}' nor the parameter "
+                f"{CHAT_TEMPLATE} in its configuration; use /v1/completions"
+            )
+        tools = None if request.tool_choice == "none" else request.tools
+        arguments = inputs.template_arguments(request)
+        values = template_values(request.messages, tools, arguments, model.parameters)
+        rendering = _Rendering(connection, lambda text: then([inputs.text_tensor(model, models.PROMPT, text.encode())]))
+        connection.watch(rendering)
+        self._templates.render(template, values, len(_encode(values)), rendering.take, rendering.failed)
+
+    def _generate(
+        self, connection: OpenAiConnection, head: OpenAiHead, model: LanguageModel, request: Sampling,
+        prompts: list[list[Any]], before: list[str], found: ResponseFormat, logprobs: int | None, response_id: str,
+    ) -> None:  # fmt: skip
+        stream, shows_usage = bool(request.stream), _shows_usage(request)
+        sampling = inputs.sampling_of(model, request, logprobs)
+        flags = inputs.wanted_flags(model, stream, shows_usage or not stream, logprobs is not None)
+        options = bodies.request_options(response_id, request)
+        together, apart = (request.n or 1, 1) if MESSAGES in model.inputs else (1, request.n or 1)
+        plans = [
+            inputs.request_plan(model, tensors, inputs.one_choice(sampling, number, apart), options, flags)
+            for tensors in prompts
+            for number in range(apart)
+        ]
+        texts = [text for text in before for _ in range(apart)]
+        generation = Generation(connection, head, self._sender, model.name, found, stream, shows_usage)
+        generation.begin(plans, texts, together, apart)
+
+    # ------------------------------------------------------------------------------------ embeddings
+
+    def _embed(self, connection: OpenAiConnection, head: OpenAiHead, request: EmbeddingRequest, config: Any) -> None:
+        model = models.embedding_model(request.model, config)
+        texts, tokens = bodies.texts_or_tokens("input", request.input, bodies.TEXTS)
+        if tokens:
+            raise BadParameter(
+                "input", f"model '{model.name[:80]}' takes no token ids for embeddings; send the text instead"
+            )
+        Embeddings(connection, head, self._sender, model, request, texts).begin()
+
+
+class _Rendering:
+    """The client waits for its chat template to be rendered."""
+
+    def __init__(self, connection: OpenAiConnection, then: Callable[[str], None]) -> None:
+        self._connection: OpenAiConnection | None = connection
+        self._then = then
+
+    def take(self, text: str) -> None:
+        if self._connection is None:
+            return
+        try:
+            self._then(text)
+        except Exception as error:
+            self._connection.fail(serve_error(error))
+
+    def failed(self, error: ServeError) -> None:
+        if self._connection is not None:
+            self._connection.fail(error)
+
+    def disconnected(self) -> None:
+        self._connection = None
+
+    def stop(self) -> None:
+        """The gateway ends: requests in flight are finished."""
+
+
+def _shows_usage(request: Sampling) -> bool:
+    return request.stream_options is not None and request.stream_options.include_usage
+
+
+def _usable(answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"id": one["name"], "object": "model", "created": one["created"], "owned_by": OWNER}
+        for one in answer
+        if models.is_usable(one["name"], one["config"])
+    ]

@@ -1,0 +1,441 @@
+"""The OpenAI-compatible endpoints of a real gateway, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.testing import Server
+from tests.support.gateway.language_models import LanguageModels, write_language_models
+from tests.support.gateway.running_gateway import Gateway, model, open_gate
+from tests.support.living import until
+
+pytestmark = pytest.mark.process
+
+openai = pytest.importorskip("openai")
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def files(repository: Path) -> LanguageModels:
+    return write_language_models(repository)
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, files: LanguageModels) -> Iterator[Server]:
+    model(repository, "number", ["FP32"], "[ -1 ]", 8)
+    with Server(repository, "--exit-on-error", "true") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(server: Server) -> Iterator[Gateway]:
+    made = Gateway(server, "--http-max-json-size=200000")
+    yield made
+    log = made.stop().decode()
+    assert "Traceback" not in log
+    assert "ERROR" not in log
+
+
+def client_of(gateway: Gateway, token: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{gateway.http}/v1", api_key=token, max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> Iterator[Any]:
+    with client_of(gateway) as made:
+        yield made
+
+
+def user(text: str) -> Any:
+    return [{"role": "user", "content": text}]
+
+
+def texts(chunks: list[Any]) -> list[str]:
+    return [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+
+
+# ---------------------------------------------------------------------------------------- models
+
+
+def test_models(client: Any, server: Server) -> None:
+    with server.client() as native:
+        native.traffic("talk", aliases={"prod": 1, "next": 2})
+        names = [found.id for found in client.models.list()]
+    assert names == ["bare", "embed", "embedded", "once", "talk", "talk@prod", "vllm"]
+    found = client.models.retrieve("talk@prod")
+    assert (found.id, found.object, found.owned_by) == ("talk@prod", "model", "shmserve")
+    assert 0 <= time.time() - found.created < 3600
+    for name in ("number", "nothing", "talk@next"):
+        with pytest.raises(openai.NotFoundError, match="does not exist") as failed:
+            client.models.retrieve(name)
+        assert failed.value.code == "model_not_found"
+    assert client.completions.create(model="talk@prod", prompt="a b").choices[0].text == "a b"
+
+
+# ---------------------------------------------------------------------------------------- completions
+
+
+def test_a_completion(client: Any) -> None:
+    found = client.completions.create(model="talk", prompt="one two three", max_tokens=2)
+    (choice,) = found.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == ("one two", "length", None)
+    assert (found.object, found.model, found.id[:5]) == ("text_completion", "talk", "cmpl-")
+    assert found.usage is not None
+    assert found.usage.model_dump(exclude_none=True) == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def test_prompts_times_choices(client: Any) -> None:
+    """More prompts than are sent at once, in the order of OpenAI, and echoed."""
+    prompts = [f"a{number} b c" for number in range(80)]
+    found = client.completions.create(model="talk", prompt=prompts, n=2, echo=True, max_tokens=2)
+    assert [choice.index for choice in found.choices] == list(range(160))
+    expected = [f"{prompt}{text}" for prompt in prompts for text in (prompt[:-2], "b c")]
+    assert [choice.text for choice in found.choices] == expected
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (240, 320)
+    streamed = [""] * 160
+    stream = client.completions.create(model="talk", prompt=prompts, n=2, echo=True, max_tokens=2, stream=True)
+    reasons = {}
+    for chunk in stream:
+        (choice,) = chunk.choices
+        streamed[choice.index] += choice.text
+        reasons[choice.index] = choice.finish_reason
+    assert streamed == expected
+    assert set(reasons.values()) == {"length"}
+
+
+def test_token_ids(client: Any) -> None:
+    assert client.completions.create(model="talk", prompt=[5, 6]).choices[0].text == "<5> <6>"
+    found = client.completions.create(model="talk", prompt=[[5], [7, 8]])
+    assert [choice.text for choice in found.choices] == ["<5>", "<7> <8>"]
+    with pytest.raises(openai.BadRequestError, match="takes no token ids") as failed:
+        client.completions.create(model="vllm", prompt=[5, 6])
+    assert failed.value.param == "prompt"
+
+
+def test_log_probabilities(client: Any) -> None:
+    whole = client.completions.create(model="talk", prompt="a b c", logprobs=2, max_tokens=2).choices[0].logprobs
+    assert whole is not None
+    assert (whole.tokens, whole.token_logprobs, whole.text_offset) == (["a", " b"], [-1, -2], [0, 1])
+    assert whole.top_logprobs == [{"a": -1}, {"better": -0.5, " b": -2}]
+    several = client.completions.create(model="talk", prompt="a b c", logprobs=2, n=2, stream=True)
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in several:
+        (choice,) = chunk.choices
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == [choice.text]
+        offsets[choice.index] += choice.logprobs.text_offset or []
+    assert offsets == {0: [0, 1, 3], 1: [0, 1, 3]}
+    messages = user("a b")
+    chat = client.chat.completions.create(model="talk", messages=messages, logprobs=True, top_logprobs=2).choices[0]
+    assert chat.logprobs is not None
+    assert chat.logprobs.content is not None
+    second = chat.logprobs.content[1]
+    assert (second.token, second.logprob, second.bytes) == (" b", -2, [32, 98])
+    assert [(top.token, top.logprob) for top in second.top_logprobs] == [("better", -0.5), (" b", -2)]
+    with pytest.raises(openai.BadRequestError, match="returns no log probabilities"):
+        client.completions.create(model="bare", prompt="a", logprobs=1)
+
+
+def test_sampling_parameters(client: Any) -> None:
+    given: dict[str, Any] = {"temperature": 0.5, "top_p": 0.25, "stop": ["zzz"], "seed": 7, "presence_penalty": 1,
+                             "frequency_penalty": -1, "logit_bias": {"5": -100}}  # fmt: skip
+    more = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.5, "sampling_parameters": {"lora_name": "l"}}
+    found = client.completions.create(
+        model="talk", prompt="PARAMETERS", max_tokens=5, **given, extra_body=more | {"ignore_eos": True}, user="me"
+    )
+    expected = {**given, **more, "max_tokens": 5, "ignore_eos": True, "lora_name": "l"}
+    del expected["sampling_parameters"]
+    assert json.loads(found.choices[0].text) == expected
+    chat = client.chat.completions.create(model="talk", messages=user("PARAMETERS"), max_completion_tokens=6)
+    assert json.loads(chat.choices[0].message.content or "") == {"max_tokens": 6}
+    scalars = client.completions.create(model="bare", prompt="PARAMETERS", temperature=0.5, max_tokens=7)
+    assert json.loads(scalars.choices[0].text) == {"temperature": 0.5, "max_tokens": 7}
+    with pytest.raises(openai.BadRequestError, match="has no input 'sampling_parameters', which 'stop' needs"):
+        client.completions.create(model="bare", prompt="a", stop=["b"])
+
+
+def test_stop(client: Any) -> None:
+    found = client.completions.create(model="talk", prompt="one two three", stop="two").choices[0]
+    assert (found.text, found.finish_reason) == ("one", "stop")
+    *_, last = client.completions.create(model="talk", prompt="one two three", stop=["z", "th"], stream=True)
+    assert (last.choices[0].text, last.choices[0].finish_reason) == ("", "stop")
+
+
+# ---------------------------------------------------------------------------------------- chat
+
+
+def test_a_chat(client: Any) -> None:
+    found = client.chat.completions.create(model="talk", messages=user("Grüße an alle"))
+    (choice,) = found.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Grüße an alle", "stop")
+    assert (found.object, found.id[:9]) == ("chat.completion", "chatcmpl-")
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 3)
+    several = client.chat.completions.create(model="talk", messages=user("a b"), n=3)
+    assert [choice.message.content for choice in several.choices] == ["a b", "b a", "a b"]
+
+
+def test_a_chat_as_a_stream(client: Any) -> None:
+    stream = client.chat.completions.create(
+        model="talk", messages=user("a b c"), stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert texts(chunks) == ["", "a", " b", " c"]
+    assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", None]
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, None, "stop"]
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * 4
+    assert (chunks[-1].choices, chunks[-1].usage is not None) == ([], True)
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.model_dump(exclude_none=True) == {
+        "prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6
+    }  # fmt: skip
+    assert all(chunk.usage is None for chunk in client.chat.completions.create(
+        model="talk", messages=user("a"), stream=True))  # fmt: skip
+
+
+def test_tokens_arrive_one_by_one(client: Any, files: LanguageModels) -> None:
+    with client.chat.completions.create(model="talk", messages=user("a GATE b"), stream=True) as stream:
+        assert texts([next(stream), next(stream)]) == ["", "a"]
+        open_gate(files.gate)
+        assert texts(list(stream)) == [" GATE", " b"]
+
+
+def test_what_a_model_with_messages_gets(client: Any) -> None:
+    messages: Any = [{"role": "system", "content": "S", "name": "n"},
+                     {"role": "user", "content": [{"type": "text", "text": "DOCUMENT"}]}]  # fmt: skip
+    form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+    found = client.chat.completions.create(
+        model="talk", messages=messages, tools=TOOLS, tool_choice="auto", response_format=form,
+        parallel_tool_calls=False, reasoning_effort="low", extra_body={"chat_template_kwargs": {"a": 1}},
+    )  # fmt: skip
+    assert json.loads(found.choices[0].message.content or "") == {
+        "messages": messages, "tools": TOOLS, "tool_choice": "auto", "response_format": form,
+        "parallel_tool_calls": False, "chat_template_kwargs": {"a": 1, "reasoning_effort": "low"},
+    }  # fmt: skip
+
+
+def test_tool_calls(client: Any) -> None:
+    expected = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"x": 1}'}}
+    (choice,) = client.chat.completions.create(model="talk", messages=user("CALL"), tools=TOOLS).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert [call.model_dump(exclude_none=True) for call in choice.message.tool_calls or ()] == [expected]
+    with client.chat.completions.stream(model="talk", messages=user("CALL"), tools=TOOLS) as stream:
+        (whole,) = stream.get_final_completion().choices
+    assert whole.finish_reason == "tool_calls"
+    (call,) = whole.message.tool_calls or []
+    assert (call.id, call.function.name, call.function.arguments) == ("call_1", "weather", '{"x": 1}')
+    with pytest.raises(openai.BadRequestError, match="cannot call tools: it has no output 'tool_calls'"):
+        client.chat.completions.create(model="vllm", messages=user("a"), tools=TOOLS)
+
+
+def test_a_model_in_the_style_of_triton(client: Any) -> None:
+    """The gateway renders the chat template of its configuration."""
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]},
+                     {"role": "assistant", "content": "PARAMETERS"}]  # fmt: skip
+    form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+    found = client.chat.completions.create(
+        model="vllm", messages=messages, response_format=form, n=1,
+        extra_body={"chat_template_kwargs": {"style": "brief"}},
+    )  # fmt: skip
+    sampling = {"max_tokens": 20, "n": 1, "structured_outputs": '{"json":{"type":"object"}}'}
+    text = json.dumps(sampling, sort_keys=True)
+    assert found.choices[0].message.content == f"user: hi you assistant: {text} brief</s>"
+    several = client.completions.create(model="vllm", prompt=["PARAMETERS a", "b"], n=3, seed=5, max_tokens=2)
+    seeds = [json.loads(choice.text.rpartition(" ")[0])["seed"] for choice in several.choices[:3]]
+    assert (seeds, [choice.text for choice in several.choices[3:]]) == ([5, 6, 7], ["b"] * 3)
+    assert [choice.index for choice in several.choices] == list(range(6))
+    assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (3, 9)
+    stream = client.chat.completions.create(model="vllm", messages=user("a b"), max_tokens=3, stream=True)
+    assert texts(list(stream)) == ["", "user:", " a", " b"]
+    with pytest.raises(openai.BadRequestError, match="refuses the messages: nobody may not speak"):
+        client.chat.completions.create(model="vllm", messages=[{"role": "nobody", "content": "a"}])
+    with pytest.raises(openai.BadRequestError, match="neither an input 'messages' nor the parameter chat_template"):
+        client.chat.completions.create(model="bare", messages=user("a"))
+
+
+def test_a_model_with_nothing_but_texts(client: Any) -> None:
+    found = client.completions.create(model="bare", prompt="a b")
+    assert (found.choices[0].text, found.choices[0].finish_reason, found.usage) == ("a b", "stop", None)
+    *_, last = client.completions.create(model="bare", prompt="a b", stream=True)
+    assert (last.choices[0].text, last.choices[0].finish_reason) == ("", "stop")
+
+
+def test_a_model_that_is_not_decoupled(client: Any) -> None:
+    """One response, also for a stream; prompts and choices share batches."""
+    found = client.completions.create(model="once", prompt=["a", "b"], n=2)
+    assert [choice.text for choice in found.choices] == ["A", "A", "B", "B"]
+    chunks = list(client.completions.create(model="once", prompt="a", stream=True))
+    assert [(chunk.choices[0].text, chunk.choices[0].finish_reason) for chunk in chunks] == [("A", None), ("", "stop")]
+
+
+# ---------------------------------------------------------------------------------------- embeddings
+
+
+def test_embeddings(client: Any) -> None:
+    found = client.embeddings.create(model="embed", input="abc")
+    (one,) = found.data
+    assert one.embedding == pytest.approx([3, 1, 0.1])
+    many = [f"{'b' * (number % 50)}" for number in range(1000)]
+    for name in ("embed", "embedded"):
+        vectors = client.embeddings.create(model=name, input=many, encoding_format="float").data
+        assert [vector.index for vector in vectors] == list(range(1000))
+        assert [vector.embedding[0] for vector in vectors] == [len(text) for text in many]
+    cut = client.embeddings.create(model="embed", input="abc", dimensions=2).data[0].embedding
+    assert cut == pytest.approx([3 / 10**0.5, 1 / 10**0.5])
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"dimensions": 4}, "'dimensions' is 4; embeddings of model 'embed' have 3"),
+        ({"input": [[1, 2]]}, "takes no token ids"),
+        ({"input": []}, "'input' is an empty list"),
+        ({"input": ["a"] * 2049}, "'input' has 2049 elements; the limit is 2048"),
+        ({"encoding_format": "binary"}, "expected 'float' or 'base64'"),
+    ],
+    ids=["dimensions", "tokens", "empty", "many", "format"],
+)
+def test_invalid_requests_for_embeddings(client: Any, more: dict[str, Any], text: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=text):
+        client.embeddings.create(**{"model": "embed", "input": "abc", **more})
+
+
+def test_embeddings_that_fail(client: Any) -> None:
+    with pytest.raises(openai.InternalServerError, match="a text that fails"):
+        client.embeddings.create(model="embed", input=["a"] * 200 + ["FAIL"] + ["b"] * 200)
+    with pytest.raises(openai.InternalServerError, match="not finite"):
+        client.embeddings.create(model="embed", input="nan", encoding_format="float")
+    with pytest.raises(openai.NotFoundError, match="does not compute embeddings"):
+        client.embeddings.create(model="talk", input="a")
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+def test_errors(client: Any, gateway: Gateway) -> None:
+    with pytest.raises(openai.NotFoundError, match="'nothing' is not found") as missing:
+        client.completions.create(model="nothing", prompt="a")
+    assert (missing.value.type, missing.value.code) == ("invalid_request_error", "model_not_found")
+    with pytest.raises(openai.NotFoundError, match="is not a language model"):
+        client.completions.create(model="number", prompt="a")
+    with pytest.raises(openai.InternalServerError, match="a word that fails") as failed:
+        client.completions.create(model="talk", prompt="a FAIL")
+    assert (failed.value.status_code, failed.value.type, failed.value.code) == (500, "server_error", "model_failed")
+    with pytest.raises(openai.BadRequestError, match=r"Expected `float` <= 2\.0") as hot:
+        client.completions.create(model="talk", prompt="a", temperature=3)
+    assert hot.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: odd") as odd:
+        client.completions.create(model="talk", prompt="a", extra_body={"odd": 1})
+    assert (odd.value.param, odd.value.code) == ("odd", "unknown_parameter")
+    with pytest.raises(openai.BadRequestError, match="--http-max-json-size"):
+        client.completions.create(model="talk", prompt="a" * 200_001)
+    for method, path, body, status in (
+        ("POST", "/v1/models", None, 405),
+        ("GET", "/v1/nothing", None, 404),
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/chat/completions", b"\xff", 400),
+        ("POST", "/v1/embeddings", b"[" * 1000, 400),
+    ):
+        found, text = gateway.ask(method, path, body)
+        error = json.loads(text)["error"]
+        assert (found, error["type"], sorted(error)) == (
+            status, "invalid_request_error", ["code", "message", "param", "type"]
+        )  # fmt: skip
+
+
+def test_an_error_in_the_middle_of_a_stream(client: Any) -> None:
+    """The client raises it; the stream has no end mark, so nothing looks complete."""
+    stream = client.completions.create(model="talk", prompt="a b FAIL c", stream=True)
+    assert [next(stream).choices[0].text for _ in range(2)] == ["a", " b"]
+    with pytest.raises(openai.APIError, match="a word that fails"):
+        next(stream)
+    with pytest.raises(openai.InternalServerError):
+        client.completions.create(model="talk", prompt="FAIL", stream=True)
+
+
+def test_one_of_several_prompts_fails(client: Any, server: Server, files: LanguageModels) -> None:
+    """The others are cancelled."""
+    before = cancelled(files)
+    stream = client.completions.create(model="talk", prompt=["FOREVER a", "GATE FAIL"], stream=True)
+    assert next(stream).choices[0].text == "a "
+    open_gate(files.gate)
+    with pytest.raises(openai.APIError, match="a word that fails"):
+        list(stream)
+    with server.client() as native:
+        until(native, lambda: cancelled(files) == before + 1, "the end of the sequence")
+
+
+# ---------------------------------------------------------------------------------------- streams on the wire
+
+
+def test_the_events_and_the_next_request(gateway: Gateway) -> None:
+    """Exact framing, and a connection that stays open."""
+    with contextlib.closing(gateway.connection()) as made:
+        for _ in range(2):
+            body = {"model": "talk", "messages": user("a"), "stream": True, "stream_options": {"include_usage": True}}
+            made.request("POST", "/v1/chat/completions", json.dumps(body))
+            answer = made.getresponse()
+            assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            *events, last, end = answer.read().split(b"\n\n")
+            assert (last, end) == (b"data: [DONE]", b"")
+            documents = [json.loads(event.removeprefix(b"data: ")) for event in events]
+            assert [document.get("usage", 0) is None for document in documents] == [True, True, False]
+            made.request("GET", "/v1/models")
+            assert made.getresponse().read().startswith(b'{"object":"list"')
+
+
+def cancelled(files: LanguageModels) -> int:
+    return len(files.log.read_text().splitlines())
+
+
+def test_closing_a_stream_reaches_the_model(client: Any, server: Server, files: LanguageModels) -> None:
+    before = cancelled(files)
+    with client.chat.completions.create(model="talk", messages=user("FOREVER x"), stream=True) as stream:
+        next(stream)
+    several = client.completions.create(model="talk", prompt=["FOREVER x", "FOREVER y"], stream=True)
+    seen: set[str] = set()
+    while len(seen) < 2:
+        seen.add(next(several).choices[0].text)
+    several.close()
+    with server.client() as native:
+        until(native, lambda: cancelled(files) == before + 3, "the end of the sequences")
+
+
+def test_closing_a_stream_that_is_not_read(gateway: Gateway, server: Server, files: LanguageModels) -> None:
+    before = cancelled(files)
+    body = json.dumps({"model": "talk", "prompt": "FOREVER " + "x" * 1000, "stream": True}).encode()
+    with gateway.socket() as made:
+        made.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        assert made.recv(100).startswith(b"HTTP/1.1 200 OK")
+    with server.client() as native:
+        until(native, lambda: cancelled(files) == before + 1, "the end of the sequence")
+
+
+# ---------------------------------------------------------------------------------------- asyncio, tokens, TLS
+
+
+def test_many_streams_at_once(gateway: Gateway) -> None:
+    async def chat(client: Any, number: int) -> str:
+        stream = await client.chat.completions.create(
+            model="talk", messages=user(f"a{number} b c"), stream=True, max_tokens=3
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def run() -> list[str]:
+        url = f"http://127.0.0.1:{gateway.http}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            vectors = await client.embeddings.create(model="embed", input=["a", "bb"])
+            assert [vector.embedding[0] for vector in vectors.data] == [1, 2]
+            return await asyncio.gather(*[chat(client, number) for number in range(40)])
+
+    assert asyncio.run(run()) == [f"a{number} b c" for number in range(40)]

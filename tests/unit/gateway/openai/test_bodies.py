@@ -1,0 +1,324 @@
+"""Requests as JSON: what is accepted, what is refused and how, and the tensors that are made of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import BY_CODE, InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, options_of
+from shmserve.gateway.limits.caller_shares import ShareExceeded
+from shmserve.gateway.openai import bodies, errors, inputs, models
+from shmserve.gateway.openai.errors import BadParameter
+from tests.support.hypothesis_profiles import examples
+
+USER = [{"role": "user", "content": "a"}]
+
+
+def config(names: str, outputs: str = "text_output", **more: Any) -> dict[str, Any]:
+    """Inputs and outputs by name, of the type STRING unless it is given after a colon."""
+
+    def tensors(text: str) -> list[dict[str, Any]]:
+        split = [word.partition(":") for word in text.split()]
+        return [{"name": name, "data_type": f"TYPE_{dtype or 'STRING'}", "dims": ["1"]} for name, _, dtype in split]
+
+    return {"max_batch_size": 0, "input": tensors(names), "output": tensors(outputs), **more}
+
+
+def parameter(value: str) -> dict[str, str]:
+    return {"string_value": value}
+
+
+TALK = models.language_model(
+    "m", config("text_input messages sampling_parameters stream:BOOL", "text_output tool_calls")
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "text"),
+    [
+        ({"model": 1}, "model", "Expected `str`, got `int`"),
+        ({"temperature": "hot"}, "temperature", "Expected `float | null`, got `str`"),
+        ({"temperature": 2.5}, "temperature", "<= 2.0"),
+        ({"n": 0}, "n", ">= 1"),
+        ({"n": 129}, "n", "<= 128"),
+        ({"n": True}, "n", "got `bool`"),
+        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"logprobs": 21}, "logprobs", "<= 20"),
+        ({"seed": 2**63}, "seed", ""),
+        ({"stop": [1]}, "stop[0]", "Expected `str`"),
+        ({"stop": ""}, "stop", "contains an empty string"),
+        ({"stop": ["a", ""]}, "stop", "contains an empty string"),
+        ({"stop": ["a"] * 65}, "stop", "length <= 64"),
+        ({"stream_options": {}}, "stream_options", "needs 'stream'"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "must be token ids"),
+        ({"suffix": "b"}, "suffix", "not supported"),
+        ({"best_of": 2}, "best_of", "equal to 'n'"),
+        ({"echo": True, "logprobs": 1}, "echo", "not supported"),
+        ({"functions": []}, "functions", "Unrecognized request argument supplied: functions"),
+        ({"sampling_parameters": {"n": 2}}, "sampling_parameters", "'n' must be a field of the request itself"),
+        ({"sampling_parameters": {"logprobs": 2}}, "sampling_parameters", "'logprobs' must be a field"),
+        ({"priority": -1}, "priority", ">= 0"),
+        ({"prompt": []}, "prompt", "empty list"),
+        ({"prompt": ["a", 1]}, "prompt", "neither a string, a list of strings"),
+        ({"prompt": [[]]}, "prompt", "neither a string, a list of strings"),
+        ({"prompt": [-1]}, "prompt", "neither a string, a list of strings"),
+        ({"prompt": [2**31]}, "prompt", "neither a string, a list of strings"),
+        ({"prompt": ["a"] * 513}, "prompt", "has 513 elements; the limit is 512"),
+        ({"prompt": {}}, "prompt", "got `object`"),
+        ({"prompt": [1]}, "prompt", "model 'm' takes no token ids"),
+    ],
+)
+def test_invalid_completions(change: dict[str, Any], param: str, text: str) -> None:
+    with pytest.raises(BadParameter) as caught:
+        complete({"model": "m", "prompt": "a", **change})
+    assert caught.value.param == param
+    assert text in str(caught.value)
+
+
+def complete(document: dict[str, Any]) -> Any:
+    request = bodies.completion(json.dumps(document).encode())
+    prompts, texts = inputs.prompt_tensors(TALK, request)
+    return prompts, texts, inputs.sampling_of(TALK, request, request.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "text"),
+    [
+        ({"messages": []}, "messages", "is empty"),
+        ({"messages": "a"}, "messages", "Expected `array`"),
+        ({"messages": [1]}, "messages[0]", "Expected `object`"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role", "not a string"),
+        ({"messages": [*USER, {"role": "user", "content": 1}]}, "messages[1].content", "neither a string nor a list"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
+        ({"modalities": ["text", "audio"]}, "modalities", "only supported modality"),
+        ({"function_call": "auto"}, "function_call", "Unrecognized"),
+        ({"tools": [1]}, "tools[0]", "Expected `object`"),
+    ],
+)
+def test_invalid_chats(change: dict[str, Any], param: str, text: str) -> None:
+    with pytest.raises(BadParameter) as caught:
+        bodies.chat(json.dumps({"model": "m", "messages": USER, **change}).encode())
+    assert caught.value.param == param
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b'"\xed\xa0\x80"', b"[" * 200 + b"]" * 200, b"{}"])
+def test_what_is_no_request(text: bytes) -> None:
+    for decode in (bodies.completion, bodies.chat, bodies.embedding):
+        with pytest.raises(InvalidRequest):
+            decode(text)
+
+
+def test_fields_without_effect_and_null() -> None:
+    ignored = dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"), "x")
+    empty: dict[str, Any] = dict.fromkeys(("stop", "n", "temperature", "logit_bias", "stream", "seed", "logprobs"))
+    assert complete({"model": "m", "prompt": "a", **ignored, **empty})[2] == {}
+    chat = bodies.chat(json.dumps({"model": "m", "messages": USER, "verbosity": "low", "tools": None}).encode())
+    assert inputs.sampling_of(TALK, chat, None) == {}
+
+
+# ---------------------------------------------------------------------------------------- tensors
+
+
+def test_tensors() -> None:
+    ((prompt,), (second,)), texts, _ = complete({"model": "m", "prompt": ["h\u00e9", ""]})
+    assert (prompt.name, prompt.dtype, prompt.shape, prompt.data) == ("text_input", "BYTES", (1,), b"\3\0\0\0h\xc3\xa9")
+    assert second.data == bytes(4)
+    assert texts == ["h\u00e9", ""]
+    plan = inputs.request_plan(TALK, [prompt], {"n": 2}, options_of("id", {}), ["stream", "return_logprobs"])
+    assert [one.name for one in plan.inputs] == ["text_input", "sampling_parameters", "stream"]
+    assert plan.inputs[1].data == b'\x07\0\0\0{"n":2}'
+    assert plan.inputs[2].data == b"\1"
+    assert plan.options.id == "id"
+
+
+def test_the_queue_and_the_parameters_of_a_model_without_an_input_for_them() -> None:
+    model = models.language_model("m", config("text_input"))
+    request = bodies.completion(b'{"model": "m", "prompt": "a", "priority": 2, "timeout": 5, "temperature": 0.5}')
+    prompts, _ = inputs.prompt_tensors(model, request)
+    options = bodies.request_options("id", request)
+    found = inputs.request_plan(model, prompts[0], inputs.sampling_of(model, request, None), options, [])
+    assert found.options == RequestOptions("id", 2, parameters={"timeout": 5, "temperature": 0.5})
+    for wrong, text in (({"triton_x": 1}, "reserved"), ({"x": [1]}, "which 'x' needs"), ({"x": 2**64}, "64 bits")):
+        with pytest.raises(InvalidRequest, match=text):
+            inputs.request_plan(model, prompts[0], wrong, options, [])
+
+
+def test_token_ids_and_batches() -> None:
+    given = config("text_input prompt_token_ids:INT64", max_batch_size=4)
+    given["input"][1]["dims"] = ["-1"]
+    model = models.language_model("m", given)
+    request = bodies.completion(b'{"model": "m", "prompt": [[1, 2, 3]]}')
+    ((empty, ids),), texts = inputs.prompt_tensors(model, request)
+    assert (empty.shape, empty.data, texts) == ((1, 1), bytes(4), [])
+    assert (ids.shape, ids.data) == ((1, 3), np.array([1, 2, 3]).tobytes())
+
+
+def test_the_limit_of_a_model_for_tokens() -> None:
+    for value, expected in (("30", 30), ("none", None), ("0", None)):
+        model = models.language_model("m", config("text_input", parameters={"default_max_tokens": parameter(value)}))
+        request = bodies.completion(b'{"model": "m", "prompt": "a"}')
+        if expected is None:
+            with pytest.raises(InvalidRequest, match="default_max_tokens"):
+                inputs.sampling_of(model, request, None)
+        else:
+            assert inputs.sampling_of(model, request, None) == {"max_tokens": 30}
+        given = bodies.completion(b'{"model": "m", "prompt": "a", "max_tokens": 7}')
+        assert inputs.sampling_of(model, given, None) == {"max_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"type": "text"}, {}),
+        ({"type": "json_object"}, {"structured_outputs": '{"json_object":true}'}),
+        ({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, {"structured_outputs": '{"json":{"a":1}}'}),
+        ({"type": "json_schema", "json_schema": {}}, None),
+        ({"type": "other"}, None),
+        ({}, None),
+    ],
+)
+def test_formats_for_models_without_messages(form: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    model = models.language_model("m", config("text_input sampling_parameters"))
+    chat = bodies.chat(json.dumps({"model": "m", "messages": USER, "response_format": form}).encode())
+    if expected is None:
+        with pytest.raises(BadParameter, match="response_format"):
+            inputs.sampling_of(model, chat, None)
+    else:
+        assert inputs.sampling_of(model, chat, None) == expected
+    assert inputs.sampling_of(TALK, chat, None) == {}
+
+
+# ---------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (config("text", "y:FP32"), ("text", "y")),
+        (config("anything", "y:FP16"), ("anything", "y")),
+        (config("a TEXT", "y:FP32"), None),
+        (config("a:FP32", "y:FP32"), None),
+        (config("a", "y:INT32"), None),
+        (config("a", "y:FP32 z:FP32"), None),
+        (config("a", "y:FP32 label"), None),
+        (config("a", "y:FP32 num_input_tokens:UINT32"), ("a", "y")),
+        (config("a", "y:FP32 label", parameters={"embedding_output": parameter("y")}), ("a", "y")),
+        (config("a n:INT32", "y:FP32"), None),
+        (config("a", "y:FP32 z:FP32", parameters={"embedding_output": parameter("z")}), ("a", "z")),
+        (config("a", "y:FP32", parameters={"embedding_output": parameter("none")}), None),
+        (config("a", "y:FP32", model_transaction_policy={"decoupled": True}), None),
+        (config("text_input", "text_output"), None),
+        ({}, None),
+    ],
+)
+def test_models_for_embeddings(given: dict[str, Any], expected: tuple[str, str] | None) -> None:
+    if expected is None:
+        with pytest.raises(NotFound, match="does not compute embeddings"):
+            models.embedding_model("m", given)
+        return
+    found = models.embedding_model("m", given)
+    assert (found.input.name, found.output) == expected
+    assert models.is_usable("m", given)
+
+
+def test_optional_inputs_do_not_matter() -> None:
+    given = config("a text n:INT32", "y:FP32", parameters={"embedding_input": parameter("a")})
+    given["input"][1]["optional"] = given["input"][2]["optional"] = True
+    assert models.embedding_model("m", given).input.name == "a"
+    given["parameters"] = {}
+    given["input"][0]["optional"], given["input"][1]["optional"] = True, False
+    assert models.embedding_model("m", given).input.name == "text"
+
+
+@pytest.mark.parametrize(
+    "given", [config("text_input:FP32"), config("text"), config("text_input", "text_output:FP32"), {}]
+)
+def test_models_without_language(given: dict[str, Any]) -> None:
+    with pytest.raises(NotFound, match="is not a language model"):
+        models.language_model("m", given)
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidRequest("a\udc80"), 400, "invalid_request_error", None),
+        (BadParameter("n", "a"), 400, "invalid_request_error", None),
+        (NotFound("a"), 404, "invalid_request_error", "model_not_found"),
+        (Unsupported("a"), 400, "invalid_request_error", "unsupported"),
+        (ShareExceeded("a"), 429, "requests", "rate_limit_exceeded"),
+        (ServeError("a"), 400, "invalid_request_error", None),
+        *[
+            (kind("a"), status, "server_error", code)
+            for kind, status, code in (
+                (BY_CODE["UNAVAILABLE"], 503, "unavailable"),
+                (BY_CODE["QUEUE_TIMEOUT"], 503, "queue_timeout"),
+                (BY_CODE["DEADLINE_EXCEEDED"], 504, "deadline_exceeded"),
+                (BY_CODE["MODEL_FAILED"], 500, "model_failed"),
+            )
+        ],
+    ],
+)
+def test_errors(error: ServeError, status: int, kind: str, code: str | None) -> None:
+    found, body = errors.response(error)
+    document = json.loads(body)["error"]
+    assert (found, document["type"], document["code"]) == (status, kind, code)
+    assert document["param"] == ("n" if isinstance(error, BadParameter) else None)
+
+
+# ---------------------------------------------------------------------------------------- anything
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=5)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = st.sampled_from([*bodies.CompletionRequest.__struct_fields__, *bodies.ChatRequest.__struct_fields__, "input"])
+RIGHT: list[dict[str, Any]] = [
+    {"model": "m", "prompt": "a"},
+    {"model": "m", "messages": USER},
+    {"model": "m", "input": "a"},
+]
+
+
+@settings(max_examples=examples(150))
+@given(st.sampled_from(RIGHT), st.dictionaries(KEYS, JSON, max_size=3))
+def test_any_object_is_a_request_or_refused(right: dict[str, Any], document: dict[str, Any]) -> None:
+    """The error is valid JSON, even if the object has lone surrogates."""
+    try:
+        tensors = tensors_of(right | document)
+    except InvalidRequest as error:
+        tensors, answer = [], json.loads(errors.response(error)[1])
+        message = answer["error"]["message"]
+    else:
+        message = "accepted"
+    assert message
+    for tensor in tensors:
+        assert isinstance(tensor.data, bytes)
+        assert int.from_bytes(tensor.data[:4], "little") == len(tensor.data) - 4
+
+
+def tensors_of(document: dict[str, Any]) -> list[InputPlan]:
+    text = json.dumps(document).encode()
+    if "messages" in document and "prompt" not in document and "input" not in document:
+        chat = bodies.chat(text)
+        sampling = inputs.sampling_of(TALK, chat, 1)
+        return list(
+            inputs.request_plan(TALK, inputs.chat_tensors(TALK, chat), sampling, RequestOptions("1"), []).inputs
+        )
+    if "input" not in document:
+        return [tensor for tensors in complete(document)[0] for tensor in tensors]
+    texts, ids = bodies.texts_or_tokens("input", bodies.embedding(text).input, bodies.TEXTS)
+    assert bool(texts) != bool(ids)
+    return []

@@ -1,0 +1,179 @@
+"""Embeddings: vectors of all float types, portions of texts, and what is cancelled."""
+
+from __future__ import annotations
+
+import base64
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
+from shmserve.gateway.kserve.answers import Held
+from shmserve.gateway.openai import bodies
+from shmserve.gateway.openai.embeddings import AT_ONCE, Embeddings
+from shmserve.gateway.openai.errors import BadParameter
+from shmserve.gateway.openai.models import embedding_model
+from shmserve.protocol.messages import Handle, Reply, Tensor
+from tests.support.gateway.sliced_work import finished
+
+MODEL = embedding_model("m", {
+    "max_batch_size": 8,
+    "input": [{"name": "text", "data_type": "TYPE_STRING", "dims": ["1"]}],
+    "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": ["-1"]},
+               {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": ["1"]}],
+})  # fmt: skip
+
+
+class Client:
+    """A connection and the link to the broker, as far as embeddings use them."""
+
+    def __init__(self, room: int = 1000) -> None:
+        self.room = room
+        self.tickets: list[Any] = []
+        self.cancelled: list[Any] = []
+        self.error: ServeError | None = None
+        self.answered: Any = None
+        self.link = SimpleNamespace(cancel=self.cancelled.append)
+
+    def payer(self, token: str) -> None: ...
+
+    def watch(self, viewer: Any, resume: Any = None) -> None: ...
+
+    def work(self, work: Any, then: Any) -> None:
+        try:
+            then(finished(work))
+        except ServeError as error:
+            self.error = error
+
+    def fail(self, error: ServeError) -> None:
+        self.error = error
+
+    def answer(self, status: int, parts: list[bytes]) -> None:
+        self.answered = json.loads(b"".join(parts))
+
+    def infer(self, payer: None, ticket: Any, model: str, version: str, plan: Any, *rest: Any) -> None:
+        if len(self.tickets) >= self.room:
+            raise Unavailable("full")
+        ticket.payer = ticket.check = None
+        self.tickets.append(ticket)
+
+
+def begun(client: Client, texts: list[str], **more: Any) -> Embeddings:
+    request = bodies.embedding(json.dumps({"model": "name", "input": texts, **more}).encode())
+    connection: Any = client
+    head: Any = SimpleNamespace(token="", forwarded=None)
+    made = Embeddings(connection, head, connection, MODEL, request, texts)
+    made.begin()
+    return made
+
+
+def reply(values: Any, dtype: str = "FP32", shape: tuple[int, ...] | None = None, tokens: int | None = None) -> Reply:
+    data = values if isinstance(values, bytes) else np.array(values, np.float32).tobytes()
+    outputs = [Tensor("y", dtype, (1, len(data) // 4) if shape is None else shape, data)]
+    if tokens is not None:
+        outputs.append(Tensor("num_input_tokens", "UINT32", (1, 1), tokens.to_bytes(4, "little")))
+    return Reply(1, 1, tuple(outputs))
+
+
+def test_vectors_in_any_order() -> None:
+    client = Client()
+    begun(client, ["a", "b", "c"])
+    for number in (2, 0, 1):
+        assert client.answered is None
+        client.tickets[number].settle(reply([number, 0.1], tokens=number))
+    assert client.answered == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": n, "embedding": [n, float(np.float32(0.1))]} for n in range(3)],
+        "model": "name",
+        "usage": {"prompt_tokens": 3, "total_tokens": 3},
+    }
+
+
+@pytest.mark.parametrize("dtype", ["FP16", "BF16", "FP32", "FP64"])
+def test_types(dtype: str) -> None:
+    values = np.array([1, -0.5, 2.25], np.float32)
+    kinds: dict[str, Any] = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64}
+    raw = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "BF16" else values.astype(kinds[dtype])
+    client = Client()
+    begun(client, ["a"], encoding_format="base64")
+    client.tickets[0].settle(reply(raw.tobytes(), dtype, (1, 1, 3)))
+    found = np.frombuffer(base64.b64decode(client.answered["data"][0]["embedding"]), "<f4")
+    assert np.array_equal(found, values)
+
+
+def test_a_vector_in_shared_memory() -> None:
+    client = Client()
+    begun(client, ["a"])
+    raw = np.array([1, 2, 3], np.float32).tobytes()
+    held = Reply(1, 1, (Tensor("y", "FP32", (3,), (Handle(1, 0, 8), Handle(1, 64, 4))),))
+    client.tickets[0].settle(Held(held, [[memoryview(raw[:8]), memoryview(raw[8:])]]))
+    assert client.answered["data"][0]["embedding"] == [1, 2, 3]
+
+
+def test_dimensions() -> None:
+    client = Client()
+    begun(client, ["a", "b"], dimensions=2)
+    client.tickets[0].settle(reply([3, 4, 12]))
+    client.tickets[1].settle(reply([0, 0, 1]))
+    vectors = [one["embedding"] for one in client.answered["data"]]
+    assert vectors == [pytest.approx([0.6, 0.8]), [0, 0]]
+    begun(client, ["a"], dimensions=4)
+    client.tickets[2].settle(reply([3, 4, 12]))
+    assert isinstance(client.error, BadParameter)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (reply([1, 2], shape=(1, 2, 1)), r"the shape \[1, 2, 1\] for one text; expected one vector"),
+        (reply([1], shape=()), "expected one vector"),
+        (Reply(1, 1, ()), "returned no output 'y'"),
+        (reply([float("nan")]), "not finite"),
+        (reply([float("inf")]), "not finite"),
+    ],
+)
+def test_answers_that_are_wrong(answer: Reply, text: str) -> None:
+    client = Client()
+    begun(client, ["a"])
+    client.tickets[0].settle(answer)
+    assert client.answered is None
+    with pytest.raises(ModelFailed, match=text):
+        raise client.error or AssertionError
+
+
+def test_portions_and_a_failure() -> None:
+    client = Client()
+    begun(client, ["a"] * (AT_ONCE + 10))
+    assert len(client.tickets) == AT_ONCE
+    client.tickets[0].settle(reply([1]))
+    assert len(client.tickets) == AT_ONCE + 1
+    client.tickets[1].fail(ModelFailed("no"))
+    assert isinstance(client.error, ModelFailed)
+    assert len(client.cancelled) == AT_ONCE, "those at the model, with the one that failed"
+    client.tickets[2].settle(reply([1]))
+    assert len(client.tickets) == AT_ONCE + 1
+    assert client.answered is None
+
+
+def test_disconnecting() -> None:
+    client = Client()
+    made = begun(client, ["a", "b"])
+    made.disconnected()
+    assert client.cancelled == client.tickets
+    client.tickets[0].fail(InvalidRequest("late"))
+    assert client.error is None
+
+
+def test_no_room() -> None:
+    with pytest.raises(Unavailable):
+        begun(Client(room=0), ["a"])
+    client = Client(room=1)
+    begun(client, ["a", "b"])
+    assert len(client.tickets) == 1
+    client.room = 2
+    client.tickets[0].settle(reply([1]))
+    client.tickets[1].settle(reply([2]))
+    assert [one["embedding"] for one in client.answered["data"]] == [[1], [2]]

@@ -1,0 +1,393 @@
+"""Responses: parts of a model as chunks and as a whole, log probabilities, tool calls, and backpressure."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
+from shmserve.gateway.kserve.answers import Buffer, Held
+from shmserve.gateway.kserve.plans import RequestOptions, RequestPlan
+from shmserve.gateway.openai import logprobs
+from shmserve.gateway.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, ResponseFormat
+from shmserve.gateway.openai.generation import AT_ONCE, Generation
+from shmserve.gateway.openai.texts import Delta, PartReader, Usage
+from shmserve.gateway.openai.tool_calls import ToolCalls
+from shmserve.protocol.messages import Part, Tensor
+from tests.support.hypothesis_profiles import examples
+
+
+def strings(*values: bytes) -> bytes:
+    return b"".join(len(value).to_bytes(4, "little") + value for value in values)
+
+
+def part(**outputs: list[bytes] | list[int]) -> Held:
+    """Lists of bytes are of the type BYTES, lists of numbers of UINT32."""
+    tensors: list[Tensor] = []
+    buffers: list[list[Buffer]] = []
+    for name, values in outputs.items():
+        is_text = all(isinstance(value, bytes) for value in values)
+        raw = strings(*values) if is_text else np.array(values, np.uint32).tobytes()
+        tensors.append(Tensor(name, "BYTES" if is_text else "UINT32", (len(values),), raw))
+        buffers.append([raw])
+    return Held(Part(1, 1, tuple(tensors)), buffers)
+
+
+# ---------------------------------------------------------------------------------------- parts
+
+
+def test_a_part() -> None:
+    reader = PartReader("m", 2)
+    entries = [[{"5": {"logprob": -1.0}}], []]
+    first, second = reader.deltas(part(
+        text_output=[b"a", b""], finish_reason=[b"None", b"stop"], num_input_tokens=[7], num_output_tokens=[1, 0],
+        logprobs=[json.dumps(one).encode() for one in entries], tool_calls=[b"null", b'[{"id": "1"}]'],
+    ))  # fmt: skip
+    assert first == Delta("a", None, entries[0], None, None)
+    assert second == Delta("", "stop", [], None, [{"id": "1"}])
+    reader.deltas(part(text_output=[b"a", b"b"], num_input_tokens=[7], num_output_tokens=[2, 1]))
+    assert reader.usage == Usage(7, 4)
+
+
+def test_token_ids() -> None:
+    (delta,) = PartReader("m", 1).deltas(part(text_output=[b"ab"], token_ids=[5, 6]))
+    assert delta.token_ids == [5, 6]
+    first, second = PartReader("m", 2).deltas(part(text_output=[b"a", b"b"], token_ids=[b"[5]", b"[6, 7]"]))
+    assert (first.token_ids, second.token_ids) == ([5], [6, 7])
+
+
+@settings(max_examples=examples(100))
+@given(st.text(max_size=12), st.lists(st.integers(0, 40), max_size=5))
+def test_characters_that_are_cut(text: str, cuts: list[int]) -> None:
+    raw = text.encode()
+    places = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+    reader = PartReader("m", 2)
+    found = ["", ""]
+    for begin, end in itertools.pairwise(places):
+        deltas = reader.deltas(part(text_output=[raw[begin:end], b"x"]))
+        found = [so_far + delta.text for so_far, delta in zip(found, deltas, strict=True)]
+    assert found == [text, "x" * (len(places) - 1)]
+
+
+def test_bytes_that_are_no_text() -> None:
+    reader = PartReader("m", 1)
+    assert [reader.deltas(part(text_output=[raw]))[0].text for raw in (b"a\xff", b"\xc3", b"b")] == [
+        "a\ufffd",
+        "",
+        "\ufffdb",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ({"finish_reason": [b"stop"]}, "returned no output 'text_output'"),
+        ({"text_output": [b"a"]}, "has 1 strings; expected 2"),
+        ({"text_output": [b"a", b"b", b"c"]}, "has 3 strings; expected 2"),
+        ({"text_output": [1, 2]}, "has 0 strings"),
+        ({"text_output": [b"a", b"b"], "finish_reason": [b"stop"]}, "'finish_reason' of model 'm' has 1 strings"),
+        ({"text_output": [b"a", b"b"], "logprobs": [b"{}", b"[]"]}, "'logprobs' of model 'm' is not a JSON list"),
+        ({"text_output": [b"a", b"b"], "tool_calls": [b"[", b""]}, "'tool_calls' of model 'm' is not a JSON list"),
+    ],
+)
+def test_parts_that_are_wrong(outputs: dict[str, Any], text: str) -> None:
+    with pytest.raises(ModelFailed, match=text):
+        PartReader("m", 2).deltas(part(**outputs))
+
+
+def test_a_string_that_is_longer_than_its_tensor() -> None:
+    held = Held(Part(1, 1, (Tensor("text_output", "BYTES", (1,), b""),)), [[b"\xff\0\0\0a"]])
+    with pytest.raises(ModelFailed):
+        PartReader("m", 1).deltas(held)
+
+
+# ---------------------------------------------------------------------------------------- log probabilities
+
+
+def test_the_chosen_token_and_the_others() -> None:
+    entries = {
+        "1": {"logprob": -0.5, "rank": 1, "decoded_token": "\u00e9"},
+        "2": {"logprob": float("-inf"), "rank": 9, "decoded_token": None},
+        "3": {"logprob": -1.5, "rank": 2, "decoded_token": "b"},
+    }
+    (by_id,) = logprobs.tokens_of(Delta("b", logprobs=[entries], token_ids=[3]), 2)
+    assert (by_id.text, by_id.logprob, by_id.top) == ("b", -1.5, [("\u00e9", -0.5), ("b", -1.5)])
+    (first,) = logprobs.tokens_of(Delta("b", logprobs=[entries]), 0)
+    assert (first.text, first.top) == ("\u00e9", [])
+    (all_of_them,) = logprobs.tokens_of(Delta("b", logprobs=[entries], token_ids=[2]), 5)
+    assert (all_of_them.text, all_of_them.logprob, len(all_of_them.top)) == ("", -9999.0, 3)
+    assert logprobs.of_chat([first])["content"][0]["bytes"] == [195, 169]
+    assert logprobs.tokens_of(Delta(""), 3) == []
+
+
+@pytest.mark.parametrize("given", [[1], [{}], [{"1": 2}], [{"1": {}}], [{"1": {"logprob": "a"}}], [None]])
+def test_log_probabilities_that_are_wrong(given: list[Any]) -> None:
+    with pytest.raises(ModelFailed, match="'logprobs'"):
+        logprobs.tokens_of(Delta("a", logprobs=given), 1)
+
+
+# ---------------------------------------------------------------------------------------- tool calls
+
+
+def test_pieces_and_whole_calls() -> None:
+    calls = ToolCalls()
+    first = {"index": 0, "id": "1", "function": {"name": "f", "arguments": "{"}}
+    assert calls.add([first]) == [{"type": "function", **first}]
+    other = {"function": {"name": "g", "arguments": "{}"}}
+    (added,) = calls.add([other])
+    assert added["index"] == 1
+    assert added["id"].startswith("call_")
+    assert calls.add([{"index": 0, "function": {"arguments": "}"}}]) == [{"index": 0, "function": {"arguments": "}"}}]
+    assert [call["function"] for call in calls.whole()] == [{"name": "f", "arguments": "{}"}, other["function"]]
+    assert all("index" not in call for call in calls.whole())
+
+
+@pytest.mark.parametrize("wrong", [1, {}, {"function": 1}, {"index": 0, "function": {"arguments": 1}}])
+def test_tool_calls_that_are_wrong(wrong: Any) -> None:
+    calls = ToolCalls()
+    calls.add([{"index": 0, "function": {"name": "f"}}])
+    with pytest.raises(ModelFailed):
+        calls.add([wrong])
+
+
+# ---------------------------------------------------------------------------------------- formats
+
+
+def documents(data: bytes) -> list[Any]:
+    *events, end = data.split(b"\n\n")
+    assert end == b""
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+TEXTS = st.text(max_size=6)
+
+
+@settings(max_examples=examples(60))
+@given(st.sampled_from([ChatFormat, CompletionFormat]), st.lists(TEXTS, min_size=1, max_size=5), TEXTS, st.booleans())
+def test_chunks_are_the_whole(kind: type[ResponseFormat], texts: list[str], model: str, shows_usage: bool) -> None:
+    found = kind("id", 5, model, None, shows_usage)
+    streamed, whole, data = Choice(), Choice(), b""
+    deltas = [*[Delta(text) for text in texts[:-1]], Delta(texts[-1], "length")]
+    for delta in deltas:
+        data += found.chunk(1, streamed, delta)
+        found.add(whole, delta)
+    chunks = documents(data)
+    common = {"id": "id", "created": 5, "model": model, "object": found.chunk_object}
+    assert all(common.items() <= chunk.items() for chunk in chunks)
+    assert all(("usage" in chunk) == shows_usage for chunk in chunks)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert {choice["index"] for choice in choices} == {1}
+    (answer,) = json.loads(found.whole([whole], Usage(1, 2)))["choices"]
+    if kind is ChatFormat:
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == answer["message"]["content"]
+    else:
+        assert "".join(choice["text"] for choice in choices) == answer["text"]
+    assert (choices[-1]["finish_reason"], answer["finish_reason"]) == ("length", "length")
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+
+
+def test_text_beside_tool_calls() -> None:
+    found, choice = ChatFormat("id", 5, "m", None, False), Choice()
+    chunks = documents(found.chunk(0, choice, Delta("a", "stop", tool_calls=[{"id": "1", "function": {"name": "f"}}])))
+    (last,) = chunks[-1]["choices"]
+    assert (last["delta"]["content"], last["finish_reason"]) == ("a", "tool_calls")
+    found.add(choice, Delta("a", "stop"))
+    message = json.loads(found.whole([choice], Usage()))["choices"][0]["message"]
+    assert (message["content"], len(message["tool_calls"])) == ("a", 1)
+
+
+def test_usage_that_is_not_known() -> None:
+    found = ChatFormat("id", 5, "m", None, True)
+    assert "usage" not in json.loads(found.whole([Choice()], Usage(1, None)))
+    assert documents(found.usage_chunk(Usage()))[0]["usage"] is None
+
+
+# ---------------------------------------------------------------------------------------- streams
+
+
+class Client:
+    """A connection and the link to the broker, as far as a generation uses them."""
+
+    def __init__(self) -> None:
+        self.writable = True
+        self.sent: list[bytes] = []
+        self.begun = self.ended = False
+        self.error: ServeError | None = None
+        self.answered: Any = None
+        self.streams: list[Any] = []
+        self.cancelled: list[Any] = []
+        self.room = 1000
+        self.handed = 0
+        self.resume: Any = None
+        self.link = SimpleNamespace(session=self, send_soon=lambda: None, cancel=self.cancelled.append)
+        self.outbox = SimpleNamespace(messages=[])
+
+    def payer(self, token: str) -> None: ...
+
+    def watch(self, viewer: Any, resume: Any = None) -> None:
+        self.resume = resume
+
+    def begin_events(self, first: bytes) -> None:
+        assert not self.begun
+        self.begun = True
+        if first:
+            self.sent.append(first)
+
+    def send_event(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def end_events(self, last: bytes) -> None:
+        self.ended = True
+        self.sent.append(last)
+
+    def fail(self, error: ServeError) -> None:
+        self.error = error
+
+    def answer(self, status: int, parts: list[bytes]) -> None:
+        self.answered = json.loads(b"".join(parts))
+
+    def infer(self, payer: None, ticket: Any, *rest: Any) -> None:
+        if sum(not stream.ended for stream in self.streams) >= self.room:
+            raise Unavailable("full")
+        self.streams.append(ticket)
+
+    def next_part(self, ticket: Any) -> Any:
+        self.handed += 1
+        return ticket.hand_out()[0]
+
+
+def generation(client: Client, prompts: int, as_events: bool = True) -> Generation:
+    connection: Any = client
+    head: Any = SimpleNamespace(token="", forwarded=None)
+    made = Generation(connection, head, connection, "m", CompletionFormat("id", 5, "m", None, False), as_events, False)
+    made.begin([RequestPlan((), 0, RequestOptions())] * prompts, [""] * prompts, 1)
+    return made
+
+
+def give(stream: Any, text: bytes, last: bool = False) -> None:
+    stream.part(part(text_output=[text]), last)
+
+
+def said(client: Client) -> list[str]:
+    events = [data.removesuffix(DONE) for data in client.sent]
+    return [found["choices"][0]["text"] for data in events for found in documents(data)]
+
+
+def test_a_client_that_does_not_read() -> None:
+    """Parts are taken, and more of them requested, only while the client reads."""
+    client = Client()
+    generation(client, 2)
+    first, second = client.streams
+    give(first, b"a")
+    client.writable = False
+    for text in (b"b", b"c"):
+        give(first, text)
+        give(second, text)
+    assert (said(client), client.handed) == (["a"], 1)
+    client.writable = True
+    client.resume()
+    assert (said(client), client.handed) == (["a", "b", "c", "b", "c"], 5)
+    give(first, b"d", True)
+    give(second, b"d", True)
+    assert client.sent[-1].endswith(b"}\n\n" + DONE)
+    assert client.ended
+    assert not client.cancelled
+
+
+def test_prompts_wait_for_room() -> None:
+    client = Client()
+    client.room = 2
+    generation(client, 5, as_events=False)
+    for number in range(5):
+        assert len(client.streams) == min(5, number + 2)
+        give(client.streams[number], b"x%d" % number, True)
+    assert [choice["text"] for choice in client.answered["choices"]] == [f"x{number}" for number in range(5)]
+
+
+def test_no_room_at_all() -> None:
+    client = Client()
+    client.room = 0
+    with pytest.raises(Unavailable):
+        generation(client, 5)
+
+
+def test_a_prompt_that_cannot_be_sent() -> None:
+    client = Client()
+
+    def infer(payer: None, ticket: Any, *rest: Any) -> None:
+        if client.streams:
+            raise InvalidRequest("too long")
+        client.streams.append(ticket)
+
+    client.infer = infer  # type: ignore[method-assign]
+    with pytest.raises(InvalidRequest):
+        generation(client, 3)
+    assert client.cancelled == client.streams, "the others are cancelled"
+    give(client.streams[0], b"late")
+    assert not client.sent
+
+
+def test_prompts_are_sent_in_portions() -> None:
+    client = Client()
+    generation(client, AT_ONCE + 1)
+    assert len(client.streams) == AT_ONCE
+    give(client.streams[0], b"", True)
+    assert len(client.streams) == AT_ONCE + 1
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_failure_cancels_the_others(begun: bool) -> None:
+    client = Client()
+    generation(client, 3)
+    first, second, third = client.streams
+    if begun:
+        give(third, b"", True)
+        give(first, b"a")
+    second.fail(ModelFailed("no"))
+    assert client.cancelled == ([first] if begun else [first, third])
+    assert (client.error is not None) is not begun
+    if begun:
+        assert documents(client.sent[-1])[0]["error"]["message"] == "no"
+        assert DONE not in client.sent[-1]
+        assert client.ended
+    give(first, b"late")
+    assert len(client.sent) <= 3
+
+
+def test_a_part_that_is_wrong_fails_the_request() -> None:
+    client = Client()
+    generation(client, 1, as_events=False)
+    client.streams[0].part(part(other=[b"a"]), False)
+    assert isinstance(client.error, ModelFailed)
+    assert client.cancelled == client.streams
+
+
+def test_what_came_before_a_part_that_is_wrong_is_sent() -> None:
+    client = Client()
+    client.writable = False
+    generation(client, 1)
+    for values in ({"text_output": [b"a"]}, {"other": [b"b"]}):
+        client.streams[0].part(part(**values), False)
+    client.writable = True
+    client.resume()
+    text, error = [documents(data)[0] for data in client.sent]
+    assert text["choices"][0]["text"] == "a"
+    assert "returned no output" in error["error"]["message"]
+
+
+def test_disconnecting() -> None:
+    client = Client()
+    made = generation(client, AT_ONCE + 5)
+    give(client.streams[0], b"a", True)
+    made.disconnected()
+    assert len(client.cancelled) == AT_ONCE
+    give(client.streams[1], b"a")
+    assert len(client.streams) == AT_ONCE + 1
