@@ -20,7 +20,7 @@ from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
-from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_traffic, of_unload, recorded
+from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_service, of_traffic, of_unload, recorded
 
 BUFFERED_MESSAGES = 32
 BUFFERED_BYTES = 64 * 1024
@@ -378,16 +378,18 @@ class Client:
         *,
         shares: Mapping[int, int] | None = None,
         aliases: Mapping[str, int | None] | None = None,
+        shadow: Mapping[int, int] | None = None,
     ) -> dict[str, Any]:
         """How the requests that name no version are divided, after the given changes.
 
         `shares` maps versions to percent and replaces earlier shares; the rest goes to the highest version without a
         share. `aliases` maps names to versions: "MODEL@NAME" is then that version. None as version removes an alias.
+        `shadow` maps a version to the percentage of these requests that it also gets, to compare its answers; {}: none.
         """
-        if shares is None and not aliases:
+        if shares is None and not aliases and shadow is None:
             found: dict[str, Any] = self._ask("traffic", model)
             return found
-        body = of_traffic(shares, aliases)
+        body = of_traffic(shares, aliases, shadow)
         answer: dict[str, Any] = self._operate("set_traffic", model, None, None, body)
         return answer
 
@@ -402,6 +404,26 @@ class Client:
         """Replace the processes of a model, or of one version or instance of it; returns when the new ones serve."""
         body = of_json({"instance": instance or ""})
         answer: dict[str, Any] = self._operate("restart", model, version, timeout, body)
+        return answer
+
+    def service(self) -> dict[str, Any]:
+        """Whether the server is out of service (`drain`), and what it still has: requests, sequences, quiet_seconds.
+
+        quiet_seconds: how long the server, which is out of service, has had no request and no sequence.
+        """
+        answer: dict[str, Any] = self._ask("service")
+        return answer
+
+    def drain(self) -> dict[str, Any]:
+        """Take the server out of service: it is not ready, and still answers every request that arrives. Returns at
+        once; see `service` for when it is empty.
+        """
+        answer: dict[str, Any] = self._operate("set_service", "", None, self._timeout, of_service(True))
+        return answer
+
+    def undrain(self) -> dict[str, Any]:
+        """Put the server back into service after `drain`."""
+        answer: dict[str, Any] = self._operate("set_service", "", None, self._timeout, of_service(False))
         return answer
 
     # ------------------------------------------------------------------------------------ closing

@@ -15,6 +15,8 @@ REASONS = 5
 REASON_CHARACTERS = 300
 """The most reasons that an error text has, and the most characters of each: a reason may be a model's traceback."""
 
+OUT_OF_SERVICE = "it is out of service; `shmserve drain --undrain` puts it back"
+
 
 class ReadyWait:
     """The state of one `wait_ready`. A client asks repeatedly, reports each answer or error, and pauses in between."""
@@ -27,6 +29,7 @@ class ReadyWait:
         self._pause = POLL_S
         self._last: ServeError | None = None
         self._loading_ended = False
+        self._out_of_service = False
 
     def time_left(self) -> float | None:
         """Timeout for the next query."""
@@ -34,13 +37,14 @@ class ReadyWait:
 
     def not_yet(self, answer: Mapping[str, Any]) -> None:
         self._loading_ended = answer.get("settled", False)
+        self._out_of_service = answer.get("out_of_service", False)
         self._last = None
 
     def failed(self, error: ServeError) -> None:
         """Raises the error if waiting cannot help. A query that merely ran out of time does not replace the previous
         error.
         """
-        self._loading_ended = False
+        self._loading_ended = self._out_of_service = False
         if isinstance(error, DeadlineExceeded):
             self._last = self._last or error
         elif isinstance(error, (ConnectionLost, Unavailable)) or (self._model and isinstance(error, NotFound)):
@@ -67,6 +71,8 @@ class ReadyWait:
             )
         if self._last is not None and not isinstance(self._last, DeadlineExceeded):
             reasons = str(self._last)
+        elif self._out_of_service:
+            reasons = OUT_OF_SERVICE
         return DeadlineExceeded(f"{what} is not ready after {self._timeout:g} s{f': {reasons}' if reasons else ''}")
 
 

@@ -9,6 +9,7 @@ from itertools import islice
 
 from shmserve.clients.cli.arguments import local, measure, observe, operate, requests
 from shmserve.clients.cli.arguments.common import add_color
+from shmserve.clients.cli.arguments.plan import add_plan
 from shmserve.clients.cli.arguments.tune import add_tune
 from shmserve.clients.cli.help import CommandParser, rare
 from shmserve.terminal.help_text import rows
@@ -41,7 +42,6 @@ USUAL = (
         ("ready", "tell by the exit code whether requests are taken"),
         ("config", "show a model's configuration, and where it is from"),
         ("logs", "show the server's log, or one model's lines"),
-        ("trace", "record what runs when, as a timeline for Perfetto"),
     ),
     (
         ("load", "load a model, or reload what has changed"),
@@ -55,7 +55,7 @@ USUAL = (
     ),
 )
 """The commands of the short help, in groups."""
-OTHERS = ("build", "completion", "demo", "gateway", "keygen", "traffic", "version")
+OTHERS = ("build", "completion", "demo", "drain", "gateway", "keygen", "plan", "trace", "traffic", "version")
 """The other commands, which the short help only names."""
 
 
@@ -86,10 +86,10 @@ def parser() -> CommandParser:
     commands.add_parser("serve", help="start a server (its options: shmserve serve --help)")
     for add in (
         observe.add_models, operate.add_load, operate.add_unload, operate.add_restart, operate.add_traffic,
-        requests.add_infer, requests.add_run, measure.add_bench, observe.add_stats, observe.add_top, observe.add_ready,
-        observe.add_config, observe.add_logs, observe.add_trace, local.add_check, local.add_init, local.add_build,
-        local.add_gateway, local.add_keygen, add_tune, observe.add_version_command, requests.add_demo,
-        local.add_completion,
+        operate.add_drain, requests.add_infer, requests.add_run, measure.add_bench, observe.add_stats, observe.add_top,
+        observe.add_ready, observe.add_config, observe.add_logs, observe.add_trace, local.add_check, local.add_init,
+        local.add_build, local.add_gateway, local.add_keygen, add_tune, add_plan,
+        observe.add_version_command, requests.add_demo, local.add_completion,
     ):  # fmt: skip
         add(commands)
     return shmserve

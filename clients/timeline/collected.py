@@ -10,7 +10,8 @@ from shmserve.protocol.recorded import RecordedBatch, RecordedEnd
 
 
 class Collected:
-    """Invariant: `batches` and `ends` have at most `limit` requests; others are only counted in `left_out`."""
+    """Invariants: `batches` and `ends` have at most `limit` requests, and no record of another one. Others are only
+    counted in `left_out`. A request counts once, however many records it has."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -18,9 +19,19 @@ class Collected:
         self.ends: dict[int, RecordedEnd] = {}
         """Number of the request -> its end."""
         self.clients: dict[int, str] = {}
-        self.requests = 0
-        self.left_out = 0
+        self._kept: set[int] = set()
+        """Numbers of the requests in `batches` and `ends`."""
+        self._dropped: set[int] = set()
+        """Numbers of the requests that are left out."""
         self._left_out_by_server = 0
+
+    @property
+    def requests(self) -> int:
+        return len(self._kept)
+
+    @property
+    def left_out(self) -> int:
+        return len(self._dropped)
 
     @property
     def missing(self) -> int:
@@ -32,13 +43,17 @@ class Collected:
         self._left_out_by_server = answer["left_out"]
         self.clients |= {int(number): name for number, name in answer["clients"].items()}
         for record in msgspec.convert(answer["records"], list[RecordedBatch | RecordedEnd]):
-            count = len(record.requests) if isinstance(record, RecordedBatch) else 1
-            if self.requests + count > self._limit:
-                self.left_out += count
-                continue
-            self.requests += count
             if isinstance(record, RecordedBatch):
-                self.batches.append(record)
-            else:
+                if self._keeps({request.number for request in record.requests}):
+                    self.batches.append(record)
+            elif self._keeps({record.request.number}):
                 self.ends[record.request.number] = record
-                self.requests -= record.kind == "batch"  # it is in its batch as well
+
+    def _keeps(self, numbers: set[int]) -> bool:
+        """Whether a record of these requests is kept: only if all of them are."""
+        new = numbers - self._kept
+        if new and (len(self._kept) + len(new) > self._limit or not new.isdisjoint(self._dropped)):
+            self._dropped |= new
+            return False
+        self._kept |= new
+        return True

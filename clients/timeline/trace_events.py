@@ -72,7 +72,7 @@ class Timeline:
 
     def __init__(self, collected: Collected) -> None:
         self._collected = collected
-        self._batches = sorted(collected.batches, key=lambda batch: batch.times[0])
+        self._batches = sorted(collected.batches, key=lambda batch: (batch.times[0], batch.times[3]))
         self._spans = list(self._find_spans())
         models = {(batch.model, batch.version) for batch in self._batches} | {span.model for span in self._spans}
         self._processes = {model: number for number, model in enumerate(sorted(models), 1)}
@@ -81,9 +81,9 @@ class Timeline:
         """When the first span begins, in ns of the server's monotonic clock. The times in the file count from it."""
         self._names: dict[int, str] = {}
         """Row -> its name."""
-        self._instances: dict[tuple[Model, str], int] = {}
-        for batch in self._batches:
-            self._instance_row(batch)
+        self._rows: dict[int, int] = {}
+        """Batch (its id in this process) -> its row."""
+        self._place_batches()
         self.not_shown = self._place_spans()
         self._flows = count(1)
 
@@ -112,15 +112,21 @@ class Timeline:
                 last = max(end.ended, begin + 1)
                 yield _Span((end.model, end.version), row, begin, last, end.request, end.code, None, end.kind)
 
-    def _instance_row(self, batch: RecordedBatch) -> int:
-        model = (batch.model, batch.version)
-        row = self._instances.get((model, batch.instance))
-        if row is None:
-            of_model = sum(known == model for known, _ in self._instances)
-            row = self._processes[model] * ROWS + 1 + of_model
-            self._instances[model, batch.instance] = row
-            self._names[row] = batch.instance
-        return row
+    def _place_batches(self) -> None:
+        """Gives each instance a row. Processes of one name may overlap, when one replaces another: then it has more."""
+        rows_of: dict[tuple[Model, str], dict[int, int]] = defaultdict(dict)
+        """Instance -> its rows, each with the end of its last batch."""
+        used: Counter[Model] = Counter()
+        for batch in self._batches:
+            model = (batch.model, batch.version)
+            rows = rows_of[model, batch.instance]
+            row = next((row for row, end in rows.items() if end <= batch.times[0]), 0)
+            if not row:
+                used[model] += 1
+                row = self._processes[model] * ROWS + used[model]
+                self._names[row] = batch.instance if not rows else f"{batch.instance} +{len(rows)}"
+            rows[row] = batch.times[3]
+            self._rows[id(batch)] = row
 
     def _place_spans(self) -> int:
         groups: dict[tuple[Model, int], list[_Span]] = defaultdict(list)
@@ -158,7 +164,7 @@ class Timeline:
         yield from self._depths()
 
     def _batch(self, batch: RecordedBatch, spans: Iterable[_Span]) -> Iterator[Event]:
-        row, times = self._instances[(batch.model, batch.version), batch.instance], batch.times
+        row, times = self._rows[id(batch)], batch.times
         name = f"lease: {batch.rows}" if batch.lease else f"batch of {batch.rows}"
         yield self._slice(row, name, times[0], times[3], "batch", self._batch_args(batch))
         # Before the parts of the batch: an arrow ends at the innermost slice that has begun.
@@ -172,7 +178,7 @@ class Timeline:
         begun: dict[int, tuple[int, int, int]] = {}
         """Request -> where it runs: row, begin and end."""
         for batch in self._batches:
-            row = self._instances[(batch.model, batch.version), batch.instance]
+            row = self._rows[id(batch)]
             begun |= {request.number: (row, batch.times[0], batch.times[3]) for request in batch.requests}
         begun |= {
             span.request.number: (span.track, span.begin, span.end)

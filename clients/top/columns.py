@@ -111,12 +111,13 @@ MODELS = Table(
         Column("reasons", "batches formed because", "reasons", 14, "reasons of the batches in the interval", 28),
         Column("batches_per_s", "batch/s", "rate", 19, "batches per second"),
         Column("rows_per_s", "rows/s", "rate", 20, "rows per second"),
-        Column("cache_hits", "cache", "share", 23, "share of answers from the response cache"),
-        Column("sequences", "seqs", "count", 24, "live sequences"),
+        Column("cache_hits", "cache", "share", 24, "share of answers from the response cache"),
+        Column("share", "share", "share", 22, "share of requests that name no version"),
+        Column("sequences", "seqs", "count", 25, "live sequences"),
         Column("requests", "requests", "count", 21, "requests answered since the version was loaded"),
-        Column("failed", "failed", "count", 22, "requests failed since the version was loaded"),
-        Column("restarts", "restarts", "count", 25, "restarts of its instances"),
-        Column("reason", "reason", "text", 26, "why it is not, or not fully, served", 16),
+        Column("failed", "failed", "count", 23, "requests failed since the version was loaded"),
+        Column("restarts", "restarts", "count", 26, "restarts of its instances"),
+        Column("reason", "reason", "text", 27, "why it is not, or not fully, served", 16),
     ),
 )
 INSTANCES = Table(

@@ -57,6 +57,7 @@ _OF_INSTANCES = {
 _OF_MODELS = {
     "shmserve_model_requests_in_flight": "in_flight",
     "nv_inference_pending_request_count": "queued",
+    "shmserve_model_share_percent": "share",
 }
 _OF_SERVER = {
     "process_cpu_seconds_total": "cpu_seconds",

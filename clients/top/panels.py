@@ -112,6 +112,8 @@ def summary(view: View, where: str, width: int) -> list[Line]:
     state: Line = [("READY", "good")] if ready else [("NOT READY", "bad")]
     if ready is None:
         state = [(UNKNOWN, "dim")]
+    elif server["out_of_service"]:
+        state = [("OUT OF SERVICE", "warn")]
     title: Line = [(visible(str(server["name"] or "server")), "strong"), (f" {server['version'] or ''}", "dim")]
     if server["uptime_seconds"] is None:
         first = [title, state, [(where, "dim")]]
@@ -231,7 +233,7 @@ def _figures(row: Row, width: int, unknown: frozenset[str]) -> list[Line]:
          fact("infer", "infer_seconds", duration_text), fact("output", "output_seconds", duration_text)],
         [fact("queued", "queued", count_text), fact("running", "in_flight", count_text),
          fact("instances", "instances", str), fact("busy", "busy", share_text), fact("cpu", "cpu", share_text),
-         fact("sequences", "sequences", count_text)],
+         fact("sequences", "sequences", count_text), fact("scaled", "scaled", str)],
         [fact("memory", "memory_bytes", bytes_text), fact("gpu memory", "gpu_memory_bytes", bytes_text),
          fact("requests", "requests", count_text), fact("failed", "failed", count_text),
          fact("restarts", "restarts", count_text), fact("cache hits", "cache_hits", share_text),

@@ -23,9 +23,9 @@ UNLOADED = "unloaded"
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _MONOTONIC = ("success", "failed", "batches", "rows")
 _SERVER = (
-    "name", "version", "ready", "pid", "uptime_seconds", "memory_bytes", "in_flight", "connections", "held_bytes",
-    "segments", "segment_bytes", "cores", "machine_utilization", "machine_memory_bytes", "machine_memory_used_bytes",
-    "refused",
+    "name", "version", "ready", "out_of_service", "pid", "uptime_seconds", "memory_bytes", "in_flight", "connections",
+    "held_bytes", "segments", "segment_bytes", "cores", "machine_utilization", "machine_memory_bytes",
+    "machine_memory_used_bytes", "refused",
 )  # fmt: skip
 
 
@@ -54,12 +54,14 @@ def make_view(before: Document | None, after: Document) -> View:
     seconds = (after["time_ns"] - before["time_ns"]) / 1e9 if before is not None else 0.0
     if seconds <= 0:
         before = None
+    divided = {entry["name"] for entry in after["models"] if 0 < (entry.get("share") or 0) < 100}
     earlier = {_key(entry): entry for entry in before["models"]} if before is not None else {}
     models, instances = [], []
     for entry in after["models"]:
         previous = earlier.get(_key(entry))
         rows = _instances(entry, previous, seconds)
         models.append(_model(entry, previous, rows, seconds))
+        models[-1]["share"] = (entry.get("share") or 0) / 100 if entry["name"] in divided else None
         instances += rows
     return View(
         _server(after, before, models, seconds),
@@ -119,12 +121,15 @@ def _model(entry: Document, before: Document | None, instances: list[Row], secon
         state = "RELOADING"
     elif entry.get("degraded"):
         state = "DEGRADED"
+    elif entry.get("asleep"):
+        state = "ASLEEP"
     row: Row = {
         "model": entry["name"],
         "version": int(entry["version"]) if entry["version"].isdecimal() else None,
         "default": bool(entry.get("default")),
         "state": state,
         "instances": f"{ready}/{len(expected)}" if expected else None,
+        "scaled": "{}-{}".format(*entry["scaled"]) if entry.get("scaled") else None,
         "ready": ready,
         "expected": len(expected),
         "queued": entry.get("queued"),

@@ -24,6 +24,7 @@ THREADS = {
     "onnxruntime": "intra_op_thread_count",
     "pytorch": "INTRA_OP_THREAD_COUNT",
     "tensorflow": "TF_NUM_INTRA_THREADS",
+    "llamacpp": "threads",
     "tflite": "tflite_num_threads",
     "openvino": "INFERENCE_NUM_THREADS",
     "fil": "cpu_nthread",

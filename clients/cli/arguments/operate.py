@@ -1,4 +1,4 @@
-"""Arguments of the commands that change what is served: load, unload, restart, traffic."""
+"""Arguments of the commands that change what is served: load, unload, restart, traffic, drain."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def add_traffic(commands: Any) -> None:
   shmserve traffic mlp --all 2             all to version 2: go back at once
   shmserve traffic mlp --reset             as without shares: all to the highest version
   shmserve traffic mlp --alias prod=2      mlp@prod is version 2
+  shmserve traffic mlp --shadow 3=5        compare the answers of version 3, for 5 % of the requests
 """
     about = "divide the requests that name no version among the versions of a model, and name versions"
     command = add_server_command(commands, "traffic", "operate", about, examples)
@@ -98,7 +99,31 @@ def add_traffic(commands: Any) -> None:
     add("--reset", action="store_true", help="remove all shares")
     add("--alias", metavar="NAME=VERSION", type=_alias, action="append", default=[], help="set an alias; repeatable")
     add("--remove-alias", metavar="NAME", action="append", default=[], help="remove an alias; repeatable")
+    shadow = command.add_mutually_exclusive_group()
+    text = "send PERCENT of the requests to VERSION, too, and compare its answers"
+    shadow.add_argument("--shadow", metavar="VERSION=PERCENT", type=_share, help=text)
+    shadow.add_argument("--no-shadow", action="store_true", help="end that")
     add_json(command, "print JSON")
+
+
+def add_drain(commands: Any) -> None:
+    examples = """  shmserve drain                      wait until it is empty
+  shmserve drain --timeout 300 --json
+  shmserve drain --undrain            put it back into service
+"""
+    about = "take the server out of service, and wait until it has finished its requests"
+    codes = (
+        "empty (with --no-wait and --undrain: done)",
+        "not empty within --timeout, which leaves the server out of service; or failed",
+    )
+    command = add_server_command(commands, "drain", "drain", about, examples, codes)
+    add = command.add_argument
+    add("--undrain", action="store_true", help="put the server back into service")
+    add("--no-wait", action="store_false", dest="wait", help="do not wait until it is empty")
+    add("--timeout", metavar="SECONDS", type=seconds, help="maximum time to wait; without a limit by default")
+    text = "it is empty after this long without a request (default: 5); a balancer needs seconds to notice"
+    add("--quiet", metavar="SECONDS", type=seconds, help=text)
+    add_json(command, "print a line of JSON per second, and one at the end")
 
 
 def _share(text: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from shmserve.errors import NotFound
 from shmserve.paths import python
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.starters.config_text import Layout, example
-from shmserve.repo.starters.starter import TORCH_FILES, Described, starter_of, write
+from shmserve.repo.starters.starter import TORCH_FILES, WRONG_FILE, Described, starter_of, write
 from shmserve.terminal.errors import Failed, Misuse
 
 DESCRIBE = "shmserve.workers.backends.pytorch.describe"
@@ -66,7 +66,7 @@ def _described(args: argparse.Namespace) -> Described | None:
     except subprocess.TimeoutExpired:
         complain(args, f"warning: {args.source} could not be read within {DESCRIBE_S:.0f} s")
         return None
-    if ran.returncode == 1:
+    if ran.returncode == WRONG_FILE:
         raise Failed(ran.stderr.strip().rpartition("\n")[2])
     if ran.returncode:
         complain(args, f"warning: reading {args.source} ended with {ran.returncode}: {ran.stderr.strip()[-500:]}")

@@ -119,7 +119,8 @@ def traffic(args: argparse.Namespace) -> int:
         raise Misuse("give shares, --all or --reset, not several of them")
     aliases: dict[str, int | None] = dict(args.alias) | dict.fromkeys(args.remove_alias)
     with connected(args) as client:
-        found = client.traffic(args.model, shares=shares, aliases=aliases)
+        shadow = {} if args.no_shadow else None if args.shadow is None else dict([args.shadow])
+        found = client.traffic(args.model, shares=shares, aliases=aliases, shadow=shadow)
     if args.json:
         print_json(found)
         return 0
@@ -132,7 +133,19 @@ def traffic(args: argparse.Namespace) -> int:
         shares_of = (found[kind].get(number) for kind in ("now", "shares"))
         lines.append([number, *map(_percent, shares_of), " ".join(named.get(number, ()))])
     print(table(["version", "now", "share", "aliases"], lines, right=(1, 2)))
+    if found.get("shadow") or found.get("compared"):
+        print(f"\n{_shadow_text(found)}")
     return 0
+
+
+def _shadow_text(found: Mapping[str, Any]) -> str:
+    lines = [f"{percent} % also go to version {number}" for number, percent in found["shadow"].items()]
+    lines += [
+        f"version {pair['shadow']} compared with {pair['version']}: {pair['equal']:,} equal, {pair['different']:,} "
+        f"different, {pair['failed']:,} failed, {pair['skipped']:,} skipped"
+        for pair in found["compared"]
+    ]
+    return "\n".join(lines or ["no shadow"])
 
 
 def _percent(share: float | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.cli.commands.base import (
@@ -16,7 +17,7 @@ from shmserve.clients.cli.commands.base import (
     print_json,
     screen_of,
 )
-from shmserve.clients.waiting import degraded, failed_changes, shortened, why_not_ready
+from shmserve.clients.waiting import OUT_OF_SERVICE, degraded, failed_changes, shortened, why_not_ready
 from shmserve.errors import ConnectionLost, DeadlineExceeded, Denied, Unavailable
 from shmserve.terminal.console import BAD, GOOD, WARN, Screen
 from shmserve.terminal.errors import Misuse
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 REASONS = 10
 """The most reasons to print."""
+UNKNOWN = "it is starting or stopping"
 
 State = Mapping[str, Any]
 """model (None: the server), ready, reasons why it is not, warnings."""
@@ -60,9 +62,17 @@ def _state(model: str | None, client: Client) -> State:
     return {
         "model": model,
         "ready": found,
-        "reasons": [] if found else why_not_ready(model, index) or ["it is starting or stopping"],
+        "reasons": [] if found else _drained(model, client) or why_not_ready(model, index) or [UNKNOWN],
         "warnings": _warnings(model, index) if found else [],
     }
+
+
+def _drained(model: str | None, client: Client) -> list[str]:
+    """The reason that the server is out of service, if it is; the readiness of a model does not depend on it."""
+    with suppress(ConnectionLost, Denied, DeadlineExceeded):  # the role infer does not include `service`
+        if model is None and client.service()["out_of_service"]:
+            return [OUT_OF_SERVICE]
+    return []
 
 
 def _index(client: Client) -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ MODELS = (
     Column("loaded in", right=True, rank=4),
     Column("reason", free=True),
 )
+SHARE = Column("share", right=True)
 INSTANCES = (
     Column("model", rank=2),
     Column("version", right=True, rank=1),
@@ -78,10 +79,17 @@ INSTANCES = (
 
 
 def models_table(index: Sequence[Mapping[str, Any]], screen: Screen) -> str:
-    """The table of versions; the default version is marked if a model has several."""
+    """The table of versions; the default version is marked if a model has several, and shares are shown if requests
+    are divided."""
     counts = Counter(entry["name"] for entry in index)
     rows = [model_row(entry, counts[entry["name"]] > 1) for entry in index]
-    text = screen.table(MODELS, rows)
+    columns: tuple[Column, ...] = MODELS
+    if any(0 < entry.get("share", 0) < 100 for entry in index):
+        columns = (*MODELS[:3], SHARE, *MODELS[3:])
+        for row, entry in zip(rows, index, strict=True):
+            several = counts[entry["name"]] > 1 and entry.get("share") is not None
+            row.insert(3, f"{entry['share']:g} %" if several else "-")
+    text = screen.table(columns, rows)
     marked = any(row[1].endswith("*") for row in rows)
     return f"{text}\n\n* default version" if marked else text
 
@@ -95,11 +103,13 @@ def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
     state = entry["state"] or "not loaded"
     if entry.get("degraded"):
         state += " (degraded)"
+    elif entry.get("asleep"):
+        state += " (asleep)"
     return [
         entry["name"],
         (entry["version"] or "-") + ("*" if several and entry.get("default") else ""),
         f"{state} (reloading)" if entry.get("reloading") else state,
-        f"{ready}/{wanted}" if wanted else "-",
+        _instances(ready, wanted, entry.get("scaled")),
         f"{entry.get('queued', 0):,}",
         f"{entry.get('in_flight', 0):,}",
         _few(pids),
@@ -108,6 +118,12 @@ def model_row(entry: Mapping[str, Any], several: bool) -> list[str]:
         duration_text(seconds) if seconds else "-",
         _reason(entry),
     ]
+
+
+def _instances(ready: int, wanted: int, scaled: Sequence[int] | None) -> str:
+    if not wanted:
+        return "-"
+    return f"{ready}/{wanted} ({scaled[0]}-{scaled[1]})" if scaled else f"{ready}/{wanted}"
 
 
 def _reason(entry: Mapping[str, Any]) -> str:
@@ -222,9 +238,22 @@ def stats_text(statistics: Mapping[str, Any], screen: Screen) -> str:
     for entry in statistics["model_stats"]:
         if entry.get("elements"):
             texts.append(f"{entry['name']} version {entry['version']}: {padding_text(entry)}")
+        if entry.get("stream_stats"):
+            texts.append(f"{entry['name']} version {entry['version']}: {streams_text(entry['stream_stats'])}")
         for name, seconds in entry.get("busy", {}).items():
             texts.append(f"{entry['name']} version {entry['version']}: {name} is {busy_text(seconds)}")
     return "\n".join(texts)
+
+
+def streams_text(stats: Mapping[str, Any]) -> str:
+    """Of a decoupled model: the times to the first response and between responses."""
+    texts = []
+    for name, label in (("first_response", "first response after"), ("between_responses", "between responses")):
+        times = stats[name]
+        if times["count"]:
+            mean = duration_text(times["ns"] / times["count"] / 1e9)
+            texts.append(f"{label} {mean} (mean), {duration_text(times['p95_ns'] / 1e9)} (p95)")
+    return "; ".join(texts) or "no responses yet"
 
 
 def padding_text(entry: Mapping[str, Any]) -> str:

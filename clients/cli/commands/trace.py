@@ -6,11 +6,9 @@ Invariant: the file appears complete or not at all.
 from __future__ import annotations
 
 import argparse
-import os
 import select
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.clients.cli.commands.base import CLEAR_LINE, complain, connected, next_step, print_json, print_text
 from shmserve.errors import ServeError
+from shmserve.system.new_file import new_file
 from shmserve.terminal.console import Screen
 from shmserve.terminal.errors import Failed
 
@@ -128,15 +127,9 @@ def _show(screen: Screen, text: str) -> None:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """A file next to `path` that replaces it if the block succeeds."""
+    """Only its owner can read it: it shows what others do."""
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(descriptor)
-        part = Path(name)
-        try:
+        with new_file(path) as part:
             yield part
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise Failed(f"cannot write {path}: {error.strerror}; -o names another file") from error

@@ -431,7 +431,7 @@ def of_page(line: str, server: Server, place: Path) -> None:
         json.loads(ran.stdout)
 
 
-CHANGING = ("load", "unload", "restart", "traffic")
+CHANGING = ("load", "unload", "restart", "traffic", "drain")
 OPERATING = [line for line in COMMANDS if line.split()[1] in CHANGING]
 LIFECYCLE = [line for line in pages.commands("lifecycle") if line.split()[1:2][0] in CHANGING]
 ELSEWHERE = ("serve", "gateway", "build")

@@ -18,6 +18,7 @@ import pytest
 
 import shmserve
 from shmserve.clients.cli import main
+from shmserve.clients.cli.commands import init
 from shmserve.repo.check import check
 from shmserve.repo.samples import EXAMPLES
 from shmserve.testing import Server
@@ -139,3 +140,24 @@ def test_torch(site: Site, client: shmserve.Client) -> None:
     assert scores.sum() == pytest.approx(1)
     (expected,) = foreign_models.answers(site.folder / "weights.pth").values()
     np.testing.assert_allclose(client.infer("trained", {"x": [[1, 2, 3, 4]]})["scores"], expected, rtol=1e-5)
+
+
+@needs_torch
+def test_a_wrong_file_fails_and_a_reader_that_crashes_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, an exception that nobody catches is its exit code 1."""
+    file, repository = tmp_path / "model.pt", tmp_path / "models"
+    file.write_bytes(b"not an archive")
+    words = ["init", "m", "--from", str(file), "--repository", str(repository)]
+    assert main.main(words) == 1
+    assert "model.pt" in capsys.readouterr().err
+    assert not (repository / "m").exists()
+    (tmp_path / "crashes.py").write_text("raise RuntimeError('of the engine')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(init, "DESCRIBE", "crashes")
+    assert main.main(words) == 0
+    error = capsys.readouterr().err
+    assert f"warning: reading {file} ended with 1" in error
+    assert "RuntimeError: of the engine" in error
+    assert (repository / "m" / "1" / "model.pt").is_file()

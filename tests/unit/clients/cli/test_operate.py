@@ -23,7 +23,7 @@ from shmserve import errors
 from shmserve.clients.cli import main
 from shmserve.clients.cli.commands.operate import progress
 from shmserve.clients.cli.commands.status import instance_rows, models_table
-from shmserve.terminal.console import Screen
+from shmserve.terminal.console import Screen, state_style
 from shmserve.terminal.tables import bytes_text
 from tests import ROOT
 from tests.support.broker.fake_broker import NOTHING, FakeBroker
@@ -41,7 +41,8 @@ def instance(name: str, **more: Any) -> dict[str, Any]:
 
 INDEX: list[dict[str, Any]] = [
     {"name": "mlp", "version": "1", "state": "READY", "reason": "", "default": False, "loading_seconds": 0.25,
-     "reloading": False, "instances": [instance("mlp_0_0"), instance("mlp_0_0", state="stopping", pid=40)]},
+     "scaled": [1, 4], "reloading": False,
+     "instances": [instance("mlp_0_0"), instance("mlp_0_0", state="stopping", pid=40)]},
     {"name": "mlp", "version": "2", "state": "READY", "reason": "", "default": True, "loading_seconds": 3.5,
      "reloading": True, "queued": 7, "in_flight": 2, "instances": [
         instance("mlp_0_0", pid=42, in_flight=2, busy_seconds=12.3),
@@ -277,7 +278,7 @@ def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str
         "reason",
     ]  # fmt: skip
     assert [re.split(r"  +", row) for row in rows] == [
-        ["mlp", "1", "READY", "1/1", "0", "0", "41 40", "cpu", "100 MiB", "250 ms"],
+        ["mlp", "1", "READY", "1/1 (1-4)", "0", "0", "41 40", "cpu", "100 MiB", "250 ms"],
         [
             "mlp",
             "2*",
@@ -333,6 +334,17 @@ def test_what_is_degraded_is_shown() -> None:
     rows = instance_rows(entry)
     assert rows[1][-1] == "failed to load: no memory; next attempt in 7.5 s"
     assert rows[2][3] == "ready (quarantined)"
+
+
+def test_what_sleeps_is_shown() -> None:
+    entry = {
+        "name": "m", "version": "1", "state": "READY", "asleep": True, "degraded": False, "reason": "",
+        "instances": [instance("m_0_0", state="asleep", pid=0, memory_bytes=0)],
+    }  # fmt: skip
+    line = models_table([entry], Screen()).splitlines()[1]
+    assert "READY (asleep)" in line
+    assert " 0/1 " in line
+    assert state_style("READY (asleep)") == state_style("READY")
 
 
 def test_config(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,7 @@ def test_states_of_models() -> None:
             model("degraded", degraded=True, reason="degraded, 0 of 1 instances: signal SIGSEGV"),
             model("failed", state="UNAVAILABLE", reason="load failed", instances=[]),
             absent("new"),
+            model("asleep", asleep=True, instances=[instance("asleep_0_0", state="asleep", pid=0, memory_bytes=0)]),
             model("reloading", reloading=True),
             model("unloaded", state="UNAVAILABLE", reason="unloaded", instances=[instance("x", state="stopped")]),
             model("unchanged", last_failed_change={"time": 1.0, "reason": "bad file"}, changed_on_disk=True),
@@ -95,12 +96,15 @@ def test_states_of_models() -> None:
         "degraded": ("DEGRADED", "1/1", "degraded, 0 of 1 instances: signal SIGSEGV"),
         "failed": ("UNAVAILABLE", None, "load failed"),
         "new": ("not loaded", None, ""),
+        "asleep": ("ASLEEP", "0/1", ""),
         "reloading": ("RELOADING", "1/1", ""),
         "unloaded": ("not loaded", None, ""),
         "unchanged": ("READY", "1/1", "the last change failed: bad file; changed on disk"),
     }
     assert [row["version"] for row in view.models if row["model"] == "new"] == [None]
-    assert {row["instance"] for row in view.instances} == {"degraded_0_0", "reloading_0_0", "unchanged_0_0"}
+    assert {row["instance"] for row in view.instances} == {
+        "asleep_0_0", "degraded_0_0", "reloading_0_0", "unchanged_0_0",
+    }  # fmt: skip
 
 
 def test_instances() -> None:

@@ -1,0 +1,131 @@
+"""`shmserve drain`: take the server out of service before an upgrade, and wait until it is empty."""
+
+from __future__ import annotations
+
+import argparse
+import select
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from shmserve.clients.cli.commands.base import CLEAR_LINE, complain, connected, print_json
+from shmserve.clients.cli.commands.operate import SPINNER
+from shmserve.terminal.errors import Misuse
+
+if TYPE_CHECKING:
+    from shmserve.clients.client import Client
+
+POLL_S = 0.25
+SPIN_S = 0.1
+REPORT_S = 1.0
+"""Interval of the lines of --json."""
+UNTIL_QUIET_S = 5.0
+"""A balancer has noticed after a few of its checks, most often one per second."""
+
+State = Mapping[str, Any]
+
+
+def drain(args: argparse.Namespace) -> int:
+    waits = args.timeout is not None or args.quiet is not None or not args.wait
+    if args.undrain and waits:
+        raise Misuse("--undrain cannot be combined with --no-wait, --timeout or --quiet")
+    if not args.wait and (args.timeout is not None or args.quiet is not None):
+        raise Misuse("--no-wait cannot be combined with --timeout or --quiet")
+    with connected(args) as client:
+        if args.undrain:
+            return _done(args, client.undrain(), "the server is in service again")
+        state = client.drain()
+        if not args.wait:
+            return _done(args, state, f"the server is out of service; {work_text(state)}")
+        return _wait(args, client)
+
+
+def _done(args: argparse.Namespace, state: State, text: str) -> int:
+    if args.json:
+        print_json(state, indent=None)
+    else:
+        print(text)
+    return 0
+
+
+def _wait(args: argparse.Namespace, client: Client) -> int:
+    quiet_s = UNTIL_QUIET_S if args.quiet is None else args.quiet
+    with _Progress(args, quiet_s) as progress:
+        began = time.monotonic()
+        while True:
+            state = client.service()
+            empty = state["out_of_service"] and state["quiet_seconds"] >= quiet_s
+            waited = time.monotonic() - began
+            timed_out = args.timeout is not None and waited >= args.timeout
+            if empty or timed_out or not state["out_of_service"]:
+                break
+            left = POLL_S if args.timeout is None else min(POLL_S, args.timeout - waited)
+            progress.show(state, max(left, 0.001))
+    if args.json:
+        print_json({**state, "empty": empty}, indent=None)
+    if empty:
+        if not args.json:
+            print(f"the server is empty: {_no_request(quiet_s)}; stop it, or run `shmserve drain --undrain`")
+        return 0
+    if not state["out_of_service"]:
+        complain(args, "the server was put back into service meanwhile")
+    else:
+        complain(args, f"not empty after {args.timeout:g} s: {work_text(state)}; the server stays out of service")
+    return 1
+
+
+class _Progress:
+    """On a terminal a line that changes; with --json, a line from time to time; otherwise nothing."""
+
+    def __init__(self, args: argparse.Namespace, quiet_s: float) -> None:
+        self._json = args.json
+        self._line = sys.stderr.isatty() and not args.json
+        self._quiet_s = quiet_s
+        self._turns = cycle(SPINNER)
+        self._next_report = 0.0
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._line:
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+
+    def show(self, state: State, seconds: float) -> None:
+        """Show the state for this long."""
+        now = time.monotonic()
+        if self._json and now >= self._next_report:
+            self._next_report = now + REPORT_S
+            print_json({**state, "empty": False}, indent=None)
+            sys.stdout.flush()
+        end = now + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self._line:
+                text = f"{next(self._turns)} draining for {state['seconds']:.0f} s: {self._text(state)}"
+                width = shutil.get_terminal_size().columns - 1
+                print(CLEAR_LINE + text[:width], end="", file=sys.stderr, flush=True)
+            select.select([], [], [], min(left, SPIN_S) if self._line else left)
+
+    def _text(self, state: State) -> str:
+        quiet = state["quiet_seconds"]
+        return f"{_no_request(quiet)} of {self._quiet_s:g} s" if quiet else work_text(state)
+
+
+def _no_request(seconds: float) -> str:
+    return f"no request for {seconds:.1f} s"
+
+
+def work_text(state: State) -> str:
+    """What the server still has, and for whom."""
+    parts = [_count(state["requests"], "request"), _count(state["sequences"], "open sequence")]
+    named = [f"{client['name'] or 'unnamed'} {client['in_flight']:,}" for client in state["clients"]]
+    if named:
+        parts[0] += f" ({', '.join(named)})"
+    return ", ".join(parts)
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

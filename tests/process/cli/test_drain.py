@@ -1,0 +1,188 @@
+"""`shmserve drain` and what clients and balancers see of it, against a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.clients.cli import main
+from shmserve.errors import DeadlineExceeded
+from shmserve.testing import Server
+from tests.support.gateway.rpc import Rpcs, message
+from tests.support.living import PYTHON, identity, until
+from tests.support.model_files import write_model
+from tests.support.terminal import Terminal
+
+pytestmark = pytest.mark.process
+
+SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 8 } }\n"
+ONE = {"x": np.ones((1, 3), np.float32)}
+QUIET = ("--quiet", "0.3")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("models")
+    identity(root, "plain")
+    identity(root, "talks", SEQUENCES)
+    with Server(root, gateway=True) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[shmserve.Client]:
+    monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", str(server.runtime_dir))
+    monkeypatch.delenv("SHMSERVE_URL", raising=False)
+    with server.client() as made:
+        yield made
+        made.undrain()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main.main(words)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def http_status(server: Server, path: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+        connection.request("GET", path)
+        return connection.getresponse().status
+
+
+def shown(server: Server) -> dict[str, Any]:
+    """What the endpoints say."""
+    with Rpcs(int(server.endpoints["grpc"].rpartition(":")[2])) as rpcs:
+        return {
+            "http": http_status(server, "/v2/health/ready"),
+            "live": http_status(server, "/v2/health/live"),
+            "model": http_status(server, "/v2/models/plain/ready"),
+            "grpc": rpcs.ServerReady(message("ServerReadyRequest")).ready,
+            "health": rpcs.Check(message("grpc.health.v1.HealthCheckRequest")).status,
+        }
+
+
+IN = {"http": 200, "live": 200, "model": 200, "grpc": True, "health": 1}
+OUT = {"http": 400, "live": 200, "model": 200, "grpc": False, "health": 2}
+
+
+def test_out_of_service_and_back(server: Server, client: shmserve.Client, run: Run) -> None:
+    assert shown(server) == IN
+    assert run("drain", *QUIET) == (
+        0, "the server is empty: no request for 0.3 s; stop it, or run `shmserve drain --undrain`\n", ""
+    )  # fmt: skip
+    assert shown(server) == OUT
+    assert not client.ready()
+    assert client.ready("plain")
+    assert client.live()
+    code, _, error = run("ready")
+    assert code == 1
+    assert (
+        error
+        == "shmserve ready: the server is not ready: it is out of service; `shmserve drain --undrain` puts it back\n"
+    )
+    with pytest.raises(DeadlineExceeded, match=r"is not ready after 0\.2 s: it is out of service"):
+        client.wait_ready(timeout=0.2)
+    np.testing.assert_array_equal(client.infer("plain", ONE)["y"], ONE["x"], "it is served")
+    assert "shmserve_out_of_service 1\n" in client.metrics()
+    assert client.activity()["server"]["out_of_service"] is True
+
+    os.kill(server.pid, signal.SIGHUP)
+    until(client, lambda: "repositories reread" in server.log)
+    assert shown(server) == OUT, "SIGHUP does not put it back"
+
+    assert run("drain", "--undrain") == (0, "the server is in service again\n", "")
+    assert shown(server) == IN
+    assert client.service()["quiet_seconds"] == 0
+    assert run("ready")[0] == 0
+
+
+def test_what_it_waits_for(client: shmserve.Client, run: Run) -> None:
+    """An open sequence, which goes on, and one that begins while the server is out of service."""
+    client.infer("talks", ONE, sequence=1, sequence_start=True)
+    code, out, error = run("drain", *QUIET, "--timeout", "0.5")
+    assert (code, out) == (1, "")
+    assert error == (
+        "shmserve drain: not empty after 0.5 s: 0 requests, 1 open sequence; the server stays out of service\n"
+    )
+    client.infer("talks", ONE, sequence=2, sequence_start=True)
+    code, out, _ = run("drain", "--no-wait", "--json")
+    assert code == 0
+    assert json.loads(out).items() >= {"out_of_service": True, "sequences": 2, "quiet_seconds": 0.0}.items()
+    for sequence in (1, 2):
+        client.infer("talks", ONE, sequence=sequence, sequence_end=True)
+    code, out, error = run("drain", *QUIET, "--json")
+    assert (code, error) == (0, "")
+    *before, last = map(json.loads, out.splitlines())
+    assert before
+    assert all(not line["empty"] for line in before)
+    assert last["empty"]
+    assert last["quiet_seconds"] >= 0.3
+    assert (last["requests"], last["sequences"]) == (0, 0)
+
+
+def test_another_operator_puts_it_back(server: Server, client: shmserve.Client) -> None:
+    """On a terminal, where the progress is shown."""
+    client.infer("talks", ONE, sequence=1, sequence_start=True)
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "drain", "--runtime-dir", str(server.runtime_dir)]
+    with Terminal(command, 80, 10, {}) as terminal:
+        terminal.wait_for("0 requests, 1 open sequence")
+        client.undrain()
+        terminal.wait_for("shmserve drain: the server was put back into service meanwhile")
+        assert terminal.ends() == 1
+    client.infer("talks", ONE, sequence=1, sequence_end=True)
+
+
+def test_wrong_usage(client: shmserve.Client, run: Run) -> None:
+    for words in ("--undrain --timeout 3", "--undrain --no-wait", "--no-wait --quiet 3"):
+        code, _, error = run("drain", *words.split())
+        assert code == 2
+        assert "cannot be combined" in error
+    assert client.ready()
+
+
+def test_a_request_in_flight_is_waited_for(tmp_path: Path) -> None:
+    """Also by a server whose clients stay away. A restart puts it back."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    waits = f"""
+class TritonPythonModel:
+    def execute(self, requests):
+        import triton_python_backend_utils as pb_utils
+        with open({str(gate)!r}) as gate:
+            gate.read()
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+                for r in requests]
+"""
+    write_model(tmp_path / "models", "gated", PYTHON, waits)
+    with Server(tmp_path / "models") as server:
+        with server.client(name="trainer") as client:
+            future = client.submit("gated", ONE)
+            client.drain()
+            until(client, lambda: client.service()["requests"] == 1)
+            assert client.service()["clients"] == [{"name": "trainer", "in_flight": 1}]
+            assert client.service()["quiet_seconds"] == 0
+            with open(gate, "w"):
+                pass
+            np.testing.assert_array_equal(future.result(60)["y"], ONE["x"])
+            until(client, lambda: client.service()["quiet_seconds"] > 0)
+        server.restart()
+        with server.client() as client:
+            assert client.ready()
+            assert not client.service()["out_of_service"]
