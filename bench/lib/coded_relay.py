@@ -5,16 +5,16 @@ is due. `relays.in_steps` is the same without the messages.
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import time
+from typing import Any
 
 import numpy as np
 
 from bench.lib.child import Answer, Handler
 from bench.lib.clock import durations, summary
-from bench.lib.relays import RECEIVE, forked
+from bench.lib.relays import RECEIVE, chain
 from shmserve.protocol.codec import Codec, encode
 from shmserve.protocol.messages import Done, Execute, Handle, Infer, Reply, Row, Tensor, Wanted, Work
 
@@ -25,18 +25,7 @@ def in_steps(steps: int, copied: int) -> Handler:
     """The last worker copies a tensor of `copied` bytes between shared mappings; the others pass it on. Order: `count`,
     how many of the last workers to pass through.
     """
-    memories = [np.frombuffer(mmap.mmap(-1, copied), np.uint8) for _ in range(2)]
-    for memory in memories:
-        memory[:] = 1
-    client, front = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(steps)]
-    for number, (_, end) in enumerate(pairs):
-        others = tuple(one for pair in pairs for one in pair if one is not end)
-        last = number == steps - 1
-        forked(lambda end=end, last=last: _worker(end, memories if last else []), (client, front, *others))  # type: ignore[misc]
-    forked(lambda: _broker(front, [back for back, _ in pairs]), (client, *(end for _, end in pairs)))
-    for end in (front, *(end for pair in pairs for end in pair)):
-        end.close()
+    client = chain(steps, copied, _worker, _broker)
     decode, room = Codec(Reply).decode, memoryview(bytearray(RECEIVE))
     whole = Handle(1, 0, copied)
     place = (Wanted("y", Handle(2, 0, copied)),)
@@ -72,7 +61,7 @@ def _broker(front: socket.socket, backs: list[socket.socket]) -> None:
         front.send(encode([Reply(request.request, 1, tensors)]))
 
 
-def _worker(end: socket.socket, memories: list[np.ndarray]) -> None:
+def _worker(end: socket.socket, memories: Any) -> None:
     room, decode, clock = memoryview(bytearray(RECEIVE)), Codec(Execute).decode, time.monotonic_ns
     while size := end.recv_into(room):
         taken = clock()

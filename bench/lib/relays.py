@@ -96,9 +96,14 @@ def seqpacket(size: int, relay: str) -> Handler:
     return lambda seconds: summary(durations(trip, seconds, warm=50))
 
 
-def in_steps(size: int, steps: int, copied: int) -> Handler:
-    """A relay that passes each message through several workers in turn, of which the last one copies a tensor of
-    `copied` bytes between shared mappings. Order: `count`, how many of the last workers to pass through.
+def chain(
+    steps: int,
+    copied: int,
+    worker: Callable[[socket.socket, Any], None],
+    broker: Callable[[socket.socket, list[socket.socket]], None],
+) -> socket.socket:
+    """Runs `broker(front, backs)` and `steps` times `worker(end, memories)` in children, and returns the client's end.
+    `memories`: None, but for the last worker two shared mappings of `copied` bytes.
     """
     import mmap
 
@@ -109,14 +114,22 @@ def in_steps(size: int, steps: int, copied: int) -> Handler:
         memory[:] = 1
     client, front = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(steps)]
-    for number, (_, worker) in enumerate(pairs):
-        others = tuple(end for pair in pairs for end in pair if end is not worker)
+    for number, (_, end) in enumerate(pairs):
+        others = tuple(other for pair in pairs for other in pair if other is not end)
         source = memories if number == steps - 1 else None
-        forked(lambda worker=worker, source=source: _step(worker, source), (client, front, *others))  # type: ignore[misc]
+        forked(lambda end=end, source=source: worker(end, source), (client, front, *others))  # type: ignore[misc]
     backs = [back for back, _ in pairs]
-    forked(lambda: _relay_in_steps(front, backs), (client, *(worker for _, worker in pairs)))
+    forked(lambda: broker(front, backs), (client, *(end for _, end in pairs)))
     for end in (front, *(end for pair in pairs for end in pair)):
         end.close()
+    return client
+
+
+def in_steps(size: int, steps: int, copied: int) -> Handler:
+    """A relay that passes each message through several workers in turn, of which the last one copies a tensor of
+    `copied` bytes between shared mappings. Order: `count`, how many of the last workers to pass through.
+    """
+    client = chain(steps, copied, _step, _relay_in_steps)
     room = bytearray(RECEIVE)
 
     def handle(seconds: float, count: int) -> Answer:

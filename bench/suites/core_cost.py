@@ -1,10 +1,11 @@
 """The core's cost per request: turns of 32 Infer with 1 KB inline, batches of 32, and their Done.
 
-    python -m bench.suites.core_cost [--requests 100000] [--profile]
+    python -m bench.suites.core_cost [--requests 100000] [--profile] [--cold]
 
 The core is driven as by the broker, but without links: nothing is encoded, and a worker answers immediately. Only
 `Core.handle` is timed, not the creation of messages. The fake worker follows the messages that it gets, so that the
-core does the same work as in a server.
+core does the same work as in a server. With `--cold`, the caches are filled with other data before each turn, as other
+processes and the tensors do in a server.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SHAPE = (1, 256)
 DATA = bytes(1024)
 ROUNDS = 50
 """The best round is reported; the others were disturbed."""
+COLD_BYTES = 32 << 20
+"""Copied before each turn with `--cold`: with the copy, more than the caches hold."""
 RESULT = Tensor("y", "FP32", (1, 64), bytes(256))
 SORTS: dict[str, BatchPolicy | None] = {
     "plain": BatchPolicy(),
@@ -39,8 +42,10 @@ SORTS: dict[str, BatchPolicy | None] = {
 class Driver:
     """Clients with a number of requests in flight, and one worker."""
 
-    def __init__(self, sort: str, clients: int, flight: int, turn: int) -> None:
+    def __init__(self, sort: str, clients: int, flight: int, turn: int, cold: bool = False) -> None:
         self.core = Core()
+        self.filler = bytearray(b"x") * COLD_BYTES if cold else None
+        self.copy = bytearray(COLD_BYTES) if cold else None
         self.now = 10**12
         self.spent = 0
         self.turn = turn
@@ -61,6 +66,8 @@ class Driver:
 
     def handle(self, turn: list[tuple[int, Any]]) -> None:
         self.now += 100_000
+        if self.filler is not None and self.copy is not None:
+            memoryview(self.copy)[:] = self.filler
         start = perf_counter_ns()
         effects = self.core.handle(turn, self.now)
         self.core.deadline()
@@ -111,8 +118,8 @@ class Driver:
                     self.batches.append(effect.message)
 
 
-def measure(sort: str, clients: int, flight: int, turn: int, requests: int, profile: bool) -> float:
-    driver = Driver(sort, clients, flight, turn)
+def measure(sort: str, clients: int, flight: int, turn: int, requests: int, profile: bool, cold: bool) -> float:
+    driver = Driver(sort, clients, flight, turn, cold)
     profiler = cProfile.Profile() if profile else None
     while driver.done < requests // 10:  # warm up
         driver.ask()
@@ -136,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="microseconds of the core per request")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
+    parser.add_argument("--cold", action="store_true", help="with cold caches; takes longer: use fewer requests")
     given = parser.parse_args()
     print(f"{'model':>12} {'clients':>8} {'in flight':>10} {'turn':>5} {'us per request':>15}")
     for sort, clients, flight, turn in (
@@ -148,7 +156,7 @@ def main() -> None:
         ("ordered", 1, 64, 32),
         ("single", 1, 16, 16),
     ):
-        spent = measure(sort, clients, flight, turn, given.requests, given.profile)
+        spent = measure(sort, clients, flight, turn, given.requests, given.profile, given.cold)
         print(f"{sort:>12} {clients:>8} {flight:>10} {turn:>5} {spent:>15.2f}", flush=True)
 
 

@@ -1,0 +1,232 @@
+"""A language model through the server and in the bare engine: `python -m bench.suites.language_models MODEL.gguf`.
+
+For each number of streams that start at once, and in turn: the engine in a process of its own, the lane, and
+`generate_stream` over HTTP. Prints the medians of the time to the first token, of the mean time between tokens of a
+stream, of the tokens in a second and of the processor time for a token, of all processes. The engine has `--threads`
+threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from bench.lib import processes
+
+Times = list[list[float]]
+"""For each stream: when it was sent, and when each of its tokens arrived."""
+WORDS = ("the", "of", "and", "to", "a", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with")
+SLOTS, CONTEXT = 32, 512
+
+
+def prompts(count: int, words: int, seed: int) -> list[str]:
+    random = np.random.default_rng(seed)
+    return [" ".join(random.choice(WORDS, words)) for _ in range(count)]
+
+
+def sampling(tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+
+
+# ---------------------------------------------------------------------------------------------- three ways
+
+
+def bare(model: str, threads: int) -> Callable[[list[str], int], Times]:
+    import xllamacpp
+
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = model
+    parameters.n_parallel, parameters.n_ctx = SLOTS, SLOTS * CONTEXT
+    parameters.n_batch = parameters.n_ubatch = 512
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+    parameters.cache_ram_mib = 0
+    parameters.verbosity = 0
+    with tempfile.TemporaryDirectory() as folder:
+        parameters.hostnames = [f"{folder}/http.sock"]
+        server = xllamacpp.Server(parameters)
+
+    def run(texts: list[str], tokens: int) -> Times:
+        found: Times = []
+
+        def one(text: str) -> None:
+            body = {"prompt": text, "stream": True, "cache_prompt": False, **sampling(tokens)}
+            times = [perf_counter()]
+            found.append(times)
+            server.handle_completions(json.dumps(body).encode(), lambda data: times.append(perf_counter()))
+            times.pop()  # of the last piece, which has no token
+
+        running = [threading.Thread(target=one, args=(text,)) for text in texts]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        return found
+
+    return run
+
+
+def lane(url: str) -> Callable[[list[str], int], Times]:
+    import shmserve
+
+    async def one(client: shmserve.AsyncClient, text: str, tokens: int) -> list[float]:
+        given = {
+            "text_input": np.array([text], object),
+            "stream": np.array([True]),
+            "sampling_parameters": np.array([json.dumps(sampling(tokens))], object),
+        }
+        times = [perf_counter()]
+        async for part in client.stream("m", given):
+            if part["text_output"][0]:
+                times.append(perf_counter())
+        return times
+
+    async def all_of(texts: list[str], tokens: int) -> Times:
+        async with shmserve.AsyncClient(url) as client:
+            await client.ready("m")
+            return list(await asyncio.gather(*(one(client, text, tokens) for text in texts)))
+
+    return lambda texts, tokens: asyncio.run(all_of(texts, tokens))
+
+
+def http(address: str) -> Callable[[list[str], int], Times]:
+    host, _, port = address.rpartition(":")
+
+    async def one(text: str, tokens: int) -> list[float]:
+        body = json.dumps({"text_input": text, "stream": True, "parameters": sampling(tokens)}).encode()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v2/models/m/generate_stream HTTP/1.1\r\nHost: {address}\r\nContent-Length: {len(body)}\r\n\r\n"
+        times = [perf_counter()]
+        writer.write(head.encode() + body)
+        while (line := await reader.readline()) != b"0\r\n":
+            if line.startswith(b"data:") and b'"text_output":""' not in line:
+                times.append(perf_counter())
+        writer.close()
+        return times
+
+    async def all_of(texts: list[str], tokens: int) -> Times:
+        return list(await asyncio.gather(*(one(text, tokens) for text in texts)))
+
+    return lambda texts, tokens: asyncio.run(all_of(texts, tokens))
+
+
+# ---------------------------------------------------------------------------------------------- the measurement
+
+
+def child(end: Connection, make: Callable[..., Callable[[list[str], int], Times]], arguments: tuple[Any, ...]) -> None:
+    run = make(*arguments)
+    while True:
+        order = end.recv()
+        if order is None:
+            return
+        end.send(run(*order))
+
+
+class Way:
+    """A process that runs streams in one of the ways."""
+
+    def __init__(self, server: int, make: Callable[..., Callable[[list[str], int], Times]], *arguments: Any) -> None:
+        """`server`: the process of the server that it uses; 0: none."""
+        self._server = server
+        context = multiprocessing.get_context("spawn")
+        self._end, theirs = context.Pipe()
+        self._process = context.Process(target=child, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+
+    def __call__(self, texts: list[str], tokens: int) -> Times:
+        self._end.send((texts, tokens))
+        found: Times = self._end.recv()
+        return found
+
+    def busy_seconds(self) -> float:
+        assert self._process.pid is not None
+        return processes.busy_seconds(self._process.pid) + (processes.busy_seconds(self._server) if self._server else 0)
+
+    def close(self) -> None:
+        self._end.send(None)
+        self._process.join()
+
+
+def summary(times: Times, tokens: int) -> tuple[float, float]:
+    """The medians over streams, in ms: time to the first token, mean time between tokens. A response may have several
+    tokens."""
+    assert all(len(one) > 2 for one in times), "a stream has no tokens"
+    return (
+        median(one[1] - one[0] for one in times) * 1e3,
+        median(one[-1] - one[1] for one in times) / (tokens - 1) * 1e3,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--words", type=int, default=32, help="length of the prompts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    config = 'backend: "llamacpp"\n' + "".join(
+        f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}\n'
+        for key, value in {
+            "slots": SLOTS, "context_length": CONTEXT, "threads": arguments.threads, "prompt_cache": "false",
+        }.items()
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        version = Path(folder) / "m" / "1"
+        version.mkdir(parents=True)
+        (version.parent / "config.pbtxt").write_text(config)
+        os.symlink(arguments.model.resolve(), version / "model.gguf")
+        from shmserve.testing import Server
+
+        with Server(folder, gateway=True) as server:
+            ways = {
+                "bare": Way(0, bare, str(arguments.model), arguments.threads),
+                "lane": Way(server.pid, lane, server.url),
+                "HTTP": Way(server.pid, http, server.endpoints["http"]),
+            }
+            measure(ways, arguments)
+            for way in ways.values():
+                way.close()
+
+
+def measure(ways: dict[str, Way], arguments: argparse.Namespace) -> None:
+    for way in ways.values():
+        way(prompts(1, arguments.words, 0), 4)
+    print("| streams | | first token, ms | between tokens, ms | tokens/s | processor ms/token |")
+    print("| ---: | --- | ---: | ---: | ---: | ---: |")
+    for streams in arguments.streams:
+        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
+        for number in range(arguments.rounds):
+            names = list(ways) if number % 2 else list(ways)[::-1]
+            for name in names:
+                texts = prompts(streams, arguments.words, number)
+                began, busy = perf_counter(), ways[name].busy_seconds()
+                times = ways[name](texts, arguments.tokens)
+                count = streams * arguments.tokens
+                rate = count / (perf_counter() - began)
+                used = (ways[name].busy_seconds() - busy) / count * 1e3
+                found[name].append((*summary(times, arguments.tokens), rate, used))
+        for name, rounds in found.items():
+            cells = [f"{median(values):.2f}" for values in zip(*rounds, strict=True)]
+            if name != "bare":
+                pairs = list(zip(rounds, found["bare"], strict=True))
+                ratios = [median(one[index] / max(base[index], 1e-3) for one, base in pairs) - 1 for index in range(4)]
+                cells = [f"{cell} ({ratio:+.0%})" for cell, ratio in zip(cells, ratios, strict=True)]
+            print(f"| {streams} | {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
