@@ -12,8 +12,8 @@ from tests import ROOT
 CODE = ("shmserve", "workers", "repo", "clients", "bench", "tests")
 MOST = 8
 """Workers: tests start servers, some with engines that need a gigabyte."""
-BROWSER = "--ignore=tests/browser"
-"""They need a browser: `make browser-test`."""
+ELSEWHERE = ("--ignore=tests/browser", "--ignore=tests/fleet")
+"""They need a browser, or balancers: `make browser-test`, `make test-fleet`."""
 PYTEST = [sys.executable, "-m", "pytest"]
 
 
@@ -27,7 +27,7 @@ def parallel() -> list[str]:
     # More than cores: a test that starts a server waits about as long as it computes.
     workers = max(2, min(len(os.sched_getaffinity(0)) * 3 // 2, MOST))
     # In order: conftest.py puts the long tests first. The timeout is a safety net that shows the stacks of a test.
-    return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--timeout", "300", BROWSER]
+    return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--timeout", "300", *ELSEWHERE]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from tests import ROOT
 from tests.browser.models import write_models
 from tests.support.browser import chromium
 from tests.support.browser.chromium import Chromium
-from tests.support.browser.tab import Tab
+from tests.support.browser.tab import Tab, opened
 from tests.support.gateway.running_gateway import Gateway
 
 SCREENSHOTS = ROOT / "build" / "screenshots"
@@ -66,16 +66,8 @@ def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def tab(browser: Chromium, site: Site) -> Iterator[Tab]:
-    """A page that shows the overview. After the test, nothing may have gone wrong in it."""
-    opened = Tab(browser, site.origin)
-    try:
-        opened.size(1280)
-        opened.open()
-        opened.wait("document.body.dataset.connection === 'live'")
-        yield opened
-        assert opened.faults == []
-    finally:
-        opened.close()
+    with opened(browser, site.origin) as tab:
+        yield tab
 
 
 def take(tab: Tab, name: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from shmserve.testing import Server
 from tests.browser.conftest import take
 from tests.support.browser.chromium import Chromium
-from tests.support.browser.tab import Tab
+from tests.support.browser.tab import opened
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.model_files import write_model
 
@@ -43,19 +43,6 @@ def ask(server: Server, model: str) -> None:
         client.infer(model, {"x": np.ones((1, 2), np.float32)})
 
 
-@contextlib.contextmanager
-def opened(browser: Chromium, gateway: Gateway) -> Iterator[Tab]:
-    tab = Tab(browser, f"http://localhost:{gateway.http}")
-    try:
-        tab.size(1280)
-        tab.open()
-        tab.wait("document.body.dataset.connection === 'live'")
-        yield tab
-        assert tab.faults == []
-    finally:
-        tab.close()
-
-
 @pytest.fixture(scope="module")
 def thousand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Gateway]]:
     """Ensembles of one model, so that there are not as many processes."""
@@ -76,7 +63,7 @@ def test_a_thousand_models_cost_no_more_than_those_in_sight(
     browser: Chromium, thousand: tuple[Server, Gateway]
 ) -> None:
     server, gateway = thousand
-    with opened(browser, gateway) as tab:
+    with opened(browser, f"http://localhost:{gateway.http}") as tab:
         tab.wait(f"{LISTED} === {MODELS + 1}")
         assert tab.evaluate(DRAWN) < 60
         take(tab, "thousand")
@@ -127,7 +114,7 @@ def test_a_gateway_that_restarts_and_a_server_that_is_lost(browser: Chromium, tm
     with Server(repository) as server:
         gateway = Gateway(server)
         try:
-            with opened(browser, gateway) as tab:
+            with opened(browser, f"http://localhost:{gateway.http}") as tab:
                 tab.wait_for("[data-model=numbers]", "READY")
                 gateway.stop()
                 tab.wait("document.body.dataset.connection === 'down'")

@@ -80,9 +80,21 @@ def _descriptors() -> Generator[Thing, None, None]:
         yield Thing("fd", ("fd", name, target), re.sub(r"\[\d+\]", "", target), f"descriptor {name} -> {target}")
 
 
+_pool = 0
+"""Number of native threads at the start: numpy's BLAS ends its own before each fork, and starts others when it needs
+them."""
+
+
+def _native_threads() -> list[str]:
+    """The oldest first."""
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    return sorted(set(os.listdir("/proc/self/task")) - known, key=int)
+
+
 def _threads() -> Generator[Thing, None, None]:
+    pool = set(_native_threads()[:_pool])
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    for tid in os.listdir("/proc/self/task"):
+    for tid in set(os.listdir("/proc/self/task")) - pool:
         try:
             comm = Path(f"/proc/self/task/{tid}/comm").read_text().strip()
         except OSError:
@@ -420,8 +432,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    global _pool
+
     import numpy  # noqa: F401  # its BLAS starts its threads at import
 
+    _pool = len(_native_threads())
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

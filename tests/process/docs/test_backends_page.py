@@ -29,6 +29,14 @@ PAGE = pages.page("backends")
 WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
 
 
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backend that is imported in this process changes."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+
+
 def block(begin: str) -> str:
     (found,) = [text for text in pages.blocks(PAGE) if text.startswith(begin)]
     return found
@@ -185,11 +193,13 @@ ONE = "from shmserve.workers.backends import StackedBackend, SeparateBackend\ncl
 )
 def test_the_class(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "backend.py").write_text(text)
+    (tmp_path / "mine" / "beside.py").touch()
+    (tmp_path / "mine" / "backend.py").write_text(f"import beside\n{text}")
     if " " not in name:
         found = from_directory(str(tmp_path), "mine")
         assert found is not None
         assert found.__name__ == name
+        assert not list(tmp_path.glob("**/__pycache__")), "nothing is written there"
         return
     with pytest.raises(InvalidRequest, match=name):
         from_directory(str(tmp_path), "mine")

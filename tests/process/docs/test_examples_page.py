@@ -66,13 +66,13 @@ def test_commands(server: Server, place: Path, words: list[str]) -> None:
     if words[:2] == ["infer", "sentiment"]:
         assert re.search("positive.*negative", said)
     if words[0] == "check":
-        assert "22 models, 22 ok" in said
+        assert "23 models, 23 ok" in said
 
 
 def test_programs(server: Server) -> None:
     programs = pages.blocks(PAGE, "python")
-    assert len(programs) == 6
-    words, topics, lines, directions, lanes, chances = (pages.run_program(server, program) for program in programs)
+    assert len(programs) == 7
+    words, topics, lines, directions, lanes, chat, chances = (pages.run_program(server, one) for one in programs)
     shown = re.search(r"# (.*)", programs[0])
     assert shown
     for part in shown[1].split("..."):
@@ -84,6 +84,7 @@ def test_programs(server: Server) -> None:
     assert [line.partition(" (")[0] for line in topics.splitlines()] == ["cooking", "technology", "sports"]
     assert re.match(r".*:upright\n\(1, 192, 3200\) \d+% of", directions)
     assert lanes == "line 1, column 141 at the lower edge\n"
+    assert chat.strip()  # what it says is random
     assert re.match(r"0\.00 s: 0\.\d+\n0\.03 s: 0\.\d+\n", chances)
     assert len(chances.splitlines()) == 16_000 // samples.VAD_CHUNK
 

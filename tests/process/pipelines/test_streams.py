@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -19,6 +21,8 @@ import numpy as np
 import pytest
 
 import shmserve
+from shmserve.clients.cli.commands.status import stats_text
+from shmserve.terminal.console import Screen
 from shmserve.testing import Server
 from tests.support.client_faces import connect
 from tests.support.living import until
@@ -167,8 +171,10 @@ def test_statistics_count_responses_by_their_index(server: Server) -> None:
     with shmserve.Client(server.url) as client:
         for count in (2, 1):
             assert len(list(ask(client, "counted", count))) == count
-        found = client.statistics("counted")["model_stats"][0]["response_stats"]
-        assert client.statistics("once")["model_stats"][0]["response_stats"] == {}
+        statistics = client.statistics("counted")
+        found = statistics["model_stats"][0]["response_stats"]
+        once = client.statistics("once")["model_stats"][0]
+        assert once["response_stats"] == once["stream_stats"] == {}
     assert {
         index: {name: one["count"] for name, one in each.items() if one["count"]} for index, each in found.items()
     } == {
@@ -176,6 +182,11 @@ def test_statistics_count_responses_by_their_index(server: Server) -> None:
         "1": {"compute_infer": 2, "compute_output": 1, "success": 1, "empty_response": 1},
         "2": {"compute_infer": 1, "empty_response": 1},
     }
+    times = statistics["model_stats"][0]["stream_stats"]
+    assert {name: each["count"] for name, each in times.items()} == {"first_response": 2, "between_responses": 1}
+    assert all(0 < each["p50_ns"] <= each["p99_ns"] for each in times.values())
+    shown = stats_text(statistics, Screen(False, io.StringIO()))
+    assert re.search(r"counted version 1: first response after \S+ \w+ \(mean\), .* between responses \S+ ", shown)
     for each in found.values():
         assert each["compute_infer"]["ns"] > 0
         parts = each["compute_infer"]["ns"] + each["compute_output"]["ns"]

@@ -292,7 +292,7 @@ def test_a_model_that_cannot_be_loaded_is_named_and_the_others_serve(running: La
         client.send(infer(2))
         client.receive_kind(Reply)
         client.send(Ask(3, "ready"))
-        assert client.receive_kind(Answer).body == b'{"ready":false,"settled":true}'
+        assert client.receive_kind(Answer).body == b'{"ready":false,"settled":true,"out_of_service":false}'
 
 
 def test_exit_on_error(repository: Path, tmp_path: Path) -> None:

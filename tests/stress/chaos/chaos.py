@@ -53,6 +53,7 @@ END_S = 5.0
 ALLOWED = {
     "MODEL_FAILED": r"worker process of instance .* ended (while it|after \d+ responses? to this request) .*SIGKILL",
     "UNAVAILABLE": "no room for |it is loading$|worker process with its state ended"
+    "|was asleep and cannot be loaded: .* signal SIGKILL"
     rf"|^{AWAY}: .*(unload|not at ready state|no available versions|not found)"
     "|^calls: .*before its own timeout:",
     "NOT_FOUND": rf"^{AWAY}: .*(not found|no available versions)",
@@ -402,10 +403,12 @@ def ask_gateway(server: Server) -> None:
         endpoint.close()
 
 
-def run_chaos(root: Path, seconds: float, seed: int) -> Chaos:
+def run_chaos(root: Path, seconds: float, seed: int, sleeping: bool = False) -> Chaos:
+    """`sleeping`: models go to sleep when they are idle, and because there is memory for some of them only."""
     write_repository(root)
     segments = processes.segments()
     options = ["--worker-output-bytes", str(OUTPUT_BYTES), "--model-control-mode", "explicit"]
+    options += ["--idle-unload-secs", "0.4", "--model-memory-budget", "180MiB"] if sleeping else []
     options += ["--http-port", free_port(), *(f"--load-model={name}" for name in MODELS)]
     with Server(root, *options, gateway=True) as server:
         ask_gateway(server)
@@ -416,7 +419,7 @@ def run_chaos(root: Path, seconds: float, seed: int) -> Chaos:
             director.run()
         finally:
             director.close()
-        for text in worse(server, idle):
+        for text in worse(server, idle, sleeping):
             found.fault(f"in the end: {text}")
         living = processes.Living([server.pid, *processes.descendants(server.pid)])
         server.stop()
@@ -427,9 +430,9 @@ def run_chaos(root: Path, seconds: float, seed: int) -> Chaos:
     return found
 
 
-def worse(server: Server, before: ServerSnapshot) -> list[str]:
+def worse(server: Server, before: ServerSnapshot, sleeping: bool) -> list[str]:
     """What there is more of, when all clients have gone, than before the first one came. Worker processes and their
-    memory are others by now."""
+    memory are others by now; if models sleep, there are fewer."""
     end = monotonic() + PATIENCE
     with server.client() as client:
         while True:
@@ -437,7 +440,7 @@ def worse(server: Server, before: ServerSnapshot) -> list[str]:
             now = ServerSnapshot.of(server.pid)
             extra = now.descriptors - before.descriptors - Counter({"socket": 1})
             found = [f"{count} x {kind}" for kind, count in extra.items() if not kind.startswith("/memfd:")]
-            if len(now.workers) != len(before.workers):
+            if len(now.workers) != len(before.workers) and not (sleeping and len(now.workers) < len(before.workers)):
                 found.append(f"{len(now.workers)} workers, not {len(before.workers)}")
             if not found or monotonic() > end:
                 return found

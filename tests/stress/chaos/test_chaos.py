@@ -1,4 +1,4 @@
-"""The chaos soak: half a minute of it here, ten with `make stress`.
+"""The chaos soak: half a minute of it here, ten with `make stress`, and ten with models that sleep.
 
 The rule: a failure shows its seed and the last 200 events; SHMSERVE_SEED makes the same choices again.
 """
@@ -15,11 +15,13 @@ from tests.stress.chaos.chaos import run_chaos
 pytestmark = pytest.mark.process
 
 SECONDS = float(os.environ.get("SHMSERVE_CHAOS_SECONDS", "25"))
+LONG = 60.0
 SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
 
 
-def test_every_request_is_answered_once_whatever_dies(tmp_path: Path) -> None:
-    found = run_chaos(tmp_path, SECONDS, SEED)
+@pytest.mark.parametrize("sleeping", [False] if SECONDS < LONG else [False, True])
+def test_every_request_is_answered_once_whatever_dies(tmp_path: Path, sleeping: bool) -> None:
+    found = run_chaos(tmp_path, SECONDS, SEED, sleeping)
     print(found.text())
     assert not found.faults, found.report()
     # It was not idle, and everything happened that can.

@@ -20,6 +20,9 @@ from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.http import bodies, heads
 from shmserve.gateway.kserve import generate
 from shmserve.gateway.kserve import plans as kserve
+from shmserve.gateway.kserve.plans import RequestOptions
+from shmserve.gateway.openai import bodies as openai_bodies
+from shmserve.gateway.openai import inputs, models, templates
 from shmserve.gateway.upstream import documents
 from shmserve.protocol import codec as wire
 from shmserve.protocol import messages
@@ -48,6 +51,16 @@ _MODEL = {
         {"name": "s", "data_type": "TYPE_STRING", "dims": ["1"]},
     ],
 }
+_LANGUAGE_MODEL = {
+    "input": [
+        {"name": name, "data_type": "TYPE_STRING", "dims": ["1"]}
+        for name in ("text_input", "messages", "sampling_parameters")
+    ]
+    + [{"name": "prompt_token_ids", "data_type": "TYPE_INT32", "dims": ["-1"]}],
+    "output": [{"name": "text_output", "data_type": "TYPE_STRING", "dims": ["-1"]}],
+}
+_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}{{ tools }}"
+_RENDERER = templates.TemplateRenderer()
 BACKENDS = ("identity", "python", "onnxruntime")
 
 
@@ -100,8 +113,30 @@ def http(data: bytes) -> None:
                 finished(kserve.plan_in_slices(body[: head.json_length], LONGEST_BODY))
             case "generate" | "generate_stream":
                 generate.generate_plan(body, _MODEL)
+            case "completions" | "chat_completions" | "embeddings":
+                _openai(head.route.action, body)
             case _:
                 documents.arguments_of(head.route, body)
+
+
+def _openai(action: str, body: bytes) -> None:
+    """What is made of a request, as JSON and as tensors, and of its chat by a template."""
+    model = models.language_model("m", _LANGUAGE_MODEL)
+    if action == "completions":
+        completion = openai_bodies.completion(body)
+        prompts, _ = inputs.prompt_tensors(model, completion)
+        sampling = inputs.sampling_of(model, completion, completion.logprobs)
+        inputs.request_plan(model, prompts[0], sampling, openai_bodies.request_options("1", completion), [])
+    elif action == "chat_completions":
+        chat = openai_bodies.chat(body)
+        inputs.request_plan(
+            model, inputs.chat_tensors(model, chat), inputs.sampling_of(model, chat, None), RequestOptions("1"), []
+        )
+        values = templates.template_values(chat.messages, chat.tools, inputs.template_arguments(chat), model.parameters)
+        _RENDERER.render(_TEMPLATE, values)
+    else:
+        request = openai_bodies.embedding(body)
+        openai_bodies.texts_or_tokens("input", request.input, openai_bodies.TEXTS)
 
 
 TARGETS: dict[str, Target] = {
@@ -211,6 +246,19 @@ def _requests() -> Iterator[bytes]:
         "v2/repository/models/m/load": load,
         "v2/repository/index": '{"ready": true}',
         "v2/systemsharedmemory/region/r/register": '{"key": "k", "offset": 0, "byte_size": 4}',
+        "v1/completions": json.dumps({"model": "m", "prompt": ["a", "b"], "n": 2, "stop": "c", "logprobs": 1}),
+        "v1/chat/completions": json.dumps(
+            {
+                "model": "m",
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+                ],
+                "tools": [{}],
+                "response_format": {"type": "json_object"},
+            }
+        ),
+        "v1/embeddings": json.dumps({"model": "m", "input": [[1, 2]], "encoding_format": "base64"}),
         "v2/models/m/trace/setting": '{"trace_rate": "1", "trace_level": ["TIMESTAMPS"]}',
     }
     for path, text in told.items():

@@ -24,6 +24,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from bench.hostile.client import SECRETS
 from shmserve.testing import Server
 from tests.support.gateway.running_gateway import Gateway, model
+from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
@@ -36,11 +37,52 @@ patient = settings(
 )  # fmt: skip
 
 
+TALK = """
+import json
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            given = pb_utils.get_input_tensor_by_name(request, "sampling_parameters")
+            count = 1 if given is None else json.loads(given.as_numpy()[0]).get("n", 1)
+            text = np.array([b"a"] * count, object)
+            for _ in range(2):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+TALK_CONFIG = """
+backend: "python" max_batch_size: 0 model_transaction_policy { decoupled: true }
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]
+input [ { name: "messages" data_type: TYPE_STRING dims: [ 1 ] optional: true } ]
+input [ { name: "sampling_parameters" data_type: TYPE_STRING dims: [ 1 ] optional: true } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] } ]
+"""
+VECTOR = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        vector = np.ones((1, 2), np.float32)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("vector", vector)]) for _ in requests]
+"""
+VECTOR_CONFIG = """
+backend: "python" max_batch_size: 8
+input [ { name: "text" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "vector" data_type: TYPE_FP32 dims: [ 2 ] } ]
+"""
+
+
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     repository = tmp_path_factory.mktemp("models")
     model(repository, "row", ["FP32"], "[ -1 ]", 8)
     model(repository, "word", ["BYTES"], "[ 1 ]", 8)
+    write_model(repository, "talk", TALK_CONFIG, TALK)
+    write_model(repository, "vector", VECTOR_CONFIG, VECTOR)
     with Server(repository) as server:
         made = Gateway(server, "--http-max-input-size=1000000", "--http-max-held-size=2000000", "--no-metrics")
         yield made
@@ -55,6 +97,9 @@ def check(status: int, body: bytes, kind: str | None) -> None:
     if status != 200:
         assert kind == "application/json"
         text = json.loads(body)["error"] if body else ""
+        if isinstance(text, dict):  # of the OpenAI-compatible endpoints
+            assert sorted(text) == ["code", "message", "param", "type"]
+            text = text["message"]
         assert not SECRETS.search(text), text
 
 
@@ -114,7 +159,23 @@ ANY: SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=8,
 )
-NAMES = ["row", "word", "i_FP32", "o_FP32", "i_BYTES", "o_BYTES", "", "..", "a/b", "\u2028", "n" * 200, "%", "none"]
+NAMES = [
+    "row",
+    "word",
+    "talk",
+    "vector",
+    "i_FP32",
+    "o_FP32",
+    "i_BYTES",
+    "o_BYTES",
+    "",
+    "..",
+    "a/b",
+    "\u2028",
+    "n" * 200,
+    "%",
+    "none",
+]
 KINDS: dict[str, Callable[[], SearchStrategy[Any]]] = {
     "string": lambda: st.sampled_from(NAMES) | st.text(max_size=20),
     "boolean": st.booleans,
@@ -167,15 +228,22 @@ def document(gateway: Gateway) -> Any:
 
 SEQUENCE = {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
 RIGHT: list[tuple[str, Any]] = [
-    ("row/infer", json.loads(BODY) | {"id": "1", "parameters": {"priority": 1, "timeout": 0, "a": "b"}}),
-    ("row/infer", json.loads(TENSORS) | {"parameters": SEQUENCE}),
-    ("word/infer", {
+    ("/v2/models/row/infer", json.loads(BODY) | {"id": "1", "parameters": {"priority": 1, "timeout": 0, "a": "b"}}),
+    ("/v2/models/row/infer", json.loads(TENSORS) | {"parameters": SEQUENCE}),
+    ("/v2/models/word/infer", {
         "inputs": [{"name": "i_BYTES", "datatype": "BYTES", "shape": [2, 1], "data": [["a"], ["\u00e9"]]}],
         "outputs": [{"name": "o_BYTES", "parameters": {"binary_data": True}}],
     }),
-    ("row/infer", json.loads(BODY) | {"outputs": [{"name": "o_FP32", "parameters": {"classification": 2}}]}),
-    ("row/generate", {"i_FP32": [1, 2.5], "id": "7", "parameters": {"a": 1}}),
-    ("word/generate_stream", {"i_BYTES": "hello", "sequence_id": 0}),
+    ("/v2/models/row/infer", json.loads(BODY) | {"outputs": [{"name": "o_FP32", "parameters": {"classification": 2}}]}),
+    ("/v2/models/row/generate", {"i_FP32": [1, 2.5], "id": "7", "parameters": {"a": 1}}),
+    ("/v2/models/word/generate_stream", {"i_BYTES": "hello", "sequence_id": 0}),
+    ("/v1/completions", {"model": "talk", "prompt": ["a", "b"], "n": 2, "stop": ["c"], "echo": True, "stream": True,
+                         "stream_options": {"include_usage": True}, "logit_bias": {"5": 1.5}}),
+    ("/v1/chat/completions", {
+        "model": "talk", "messages": [{"role": "user", "content": [{"type": "text", "text": "\u00e9"}]}],
+        "temperature": 0.5, "max_completion_tokens": 5, "response_format": {"type": "text"},
+    }),
+    ("/v1/embeddings", {"model": "vector", "input": ["a", "b"], "encoding_format": "base64", "dimensions": 1}),
 ]  # fmt: skip
 
 
@@ -211,7 +279,7 @@ def nearly_right(draw: DrawFn) -> Request:
         text, headers = with_binary(draw, text)
     if draw(st.integers(0, 9)) == 0:
         headers["Accept-Encoding"] = "gzip"
-    return "POST", f"/v2/models/{path}", text, headers
+    return "POST", path, text, headers
 
 
 @st.composite

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +215,17 @@ class Tab:
             return  # it is gone already
         finally:
             self._browser.listeners.pop(self._session, None)
+
+
+@contextmanager
+def opened(browser: Chromium, origin: str) -> Iterator[Tab]:
+    """A page that shows the overview. At the end, nothing may have gone wrong in it."""
+    tab = Tab(browser, origin)
+    try:
+        tab.size(1280)
+        tab.open()
+        tab.wait("document.body.dataset.connection === 'live'")
+        yield tab
+        assert tab.faults == []
+    finally:
+        tab.close()

@@ -160,6 +160,24 @@ WIDER = """
         pass
 """
 
+FORKS = """
+    import os
+    import numpy as np
+
+    def multiply():
+        square = np.ones((512, 512))
+        square @ square
+
+    def test_fork_ends_the_threads_of_blas():
+        pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    def test_blas_starts_others():
+        multiply()
+"""
+
 SERVER = """
     import subprocess, sys, textwrap
     import pytest
@@ -232,6 +250,10 @@ def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.Monk
 
 def test_what_is_ending_is_no_leak(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     run(pytester, monkeypatch, wait=60, test_honest=HONEST).assert_outcomes(passed=HONEST.count("def test_"))
+
+
+def test_threads_that_blas_starts_again_are_no_leak(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(pytester, monkeypatch, test_forks=FORKS).assert_outcomes(passed=2)
 
 
 def test_a_process_that_has_gone_since_it_was_listed() -> None:
