@@ -46,6 +46,7 @@ BROWSER = " --headless"
 """A browser starts and ends processes as it likes. Those that survive it are found as orphans."""
 LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Whether this kernel lists the children of a thread."""
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 PR_SET_CHILD_SUBREAPER = 36
 PIDFD_THREAD = os.O_EXCL
 
@@ -80,21 +81,9 @@ def _descriptors() -> Generator[Thing, None, None]:
         yield Thing("fd", ("fd", name, target), re.sub(r"\[\d+\]", "", target), f"descriptor {name} -> {target}")
 
 
-_pool = 0
-"""Number of native threads at the start: numpy's BLAS ends its own before each fork, and starts others when it needs
-them."""
-
-
-def _native_threads() -> list[str]:
-    """The oldest first."""
-    known = {str(thread.native_id) for thread in threading.enumerate()}
-    return sorted(set(os.listdir("/proc/self/task")) - known, key=int)
-
-
 def _threads() -> Generator[Thing, None, None]:
-    pool = set(_native_threads()[:_pool])
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    for tid in set(os.listdir("/proc/self/task")) - pool:
+    for tid in os.listdir("/proc/self/task"):
         try:
             comm = Path(f"/proc/self/task/{tid}/comm").read_text().strip()
         except OSError:
@@ -432,16 +421,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    global _pool
-
-    import numpy  # noqa: F401  # its BLAS starts its threads at import
-
-    _pool = len(_native_threads())
+    # A BLAS with several threads ends them at each fork and starts others in a later test, which would seem to leak
+    # them. Libraries read this when a test file imports them.
+    os.environ[BLAS_THREADS] = "1"
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     _note_spawns()
     config.stash[_watch] = Watch(float(config.getini("leaks_wait")))
+
+
+def pytest_collection_finish() -> None:
+    del os.environ[BLAS_THREADS]  # servers that tests start do not inherit it
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

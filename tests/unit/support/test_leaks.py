@@ -161,8 +161,10 @@ WIDER = """
 """
 
 FORKS = """
-    import os
+    import _thread, os, threading
     import numpy as np
+
+    _thread.start_new_thread(threading.Event().wait, ())  # to Python a native thread, and older than those to come
 
     def multiply():
         square = np.ones((512, 512))
@@ -176,6 +178,7 @@ FORKS = """
 
     def test_blas_starts_others():
         multiply()
+        assert "OPENBLAS_NUM_THREADS" not in os.environ
 """
 
 SERVER = """
