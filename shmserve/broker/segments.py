@@ -17,7 +17,8 @@ class Segments:
     def __init__(self) -> None:
         self._descriptors: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[int, tuple[str, int | None]] = {}
+        """Names of workers' segments, with the descriptors that hold them."""
         self._mapped = Mapped()
 
     def add(self, peer: int, message: Map, descriptor: int) -> None:
@@ -36,15 +37,16 @@ class Segments:
         self._sizes[message.segment] = message.size
 
     def named(self, message: Map, pid: int) -> None:
-        """Records a worker's named segment. `forget` unlinks it, as the worker may have exited by then."""
-        if message.name is not None and posix.is_made_by(pid, message.name):
-            self._names[message.segment] = message.name
+        """Records a worker's named segment, and holds it. `forget` unlinks it, as the worker may have exited by
+        then."""
+        if message.name is not None and message.segment not in self._names and posix.is_made_by(pid, message.name):
+            self._names[message.segment] = message.name, posix.hold(message.name)
 
     def worker_ended(self, pid: int) -> None:
         """Unlinks named segments that the worker created but did not announce: no handle refers to them. Announced ones
         stay until they are forgotten, as clients may not have opened them yet. Pid 0: the process was never started."""
         if pid:
-            posix.sweep(pid, keep=set(self._names.values()))
+            posix.sweep(pid)
 
     def lend(self, message: Map, descriptor: int) -> None:
         """Adds one of the broker's own segments, with a duplicate of the descriptor, which stays with the arena."""
@@ -73,9 +75,11 @@ class Segments:
             del self._sizes[segment]
         if segment in self._mapped:
             self._mapped.remove(segment)
-        name = self._names.pop(segment, None)
-        if name is not None:
+        name, held = self._names.pop(segment, ("", None))
+        if name:
             posix.remove(name)
+        if held is not None:
+            os.close(held)
 
     def close(self) -> None:
         for segment in [*self._descriptors, *self._names]:

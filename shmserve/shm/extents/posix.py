@@ -1,7 +1,7 @@
 """Extents with a name in /dev/shm, through posix_ipc.
 
 Invariant: a name contains the pid, start time and pid namespace of its creator, so that `sweep` removes segments of
-dead processes and no others.
+dead processes and no others. It leaves those that another process has claimed by a lock (`hold`).
 
 The creator of a named segment can truncate it at any time; a process that then reads the missing pages dies by SIGBUS.
 So map named segments of other processes only in workers, which may die.
@@ -9,11 +9,11 @@ So map named segments of other processes only in workers, which may die.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
 import stat
-from collections.abc import Container
 from contextlib import suppress
 from typing import Any
 
@@ -123,25 +123,52 @@ def remove(name: str) -> None:
         posix_ipc.unlink_shared_memory(name)
 
 
-def sweep(pid: int = 0, keep: Container[str] = ()) -> int:
-    """Removes named segments of dead processes and returns how many. `pid`: only those of this process; 0: of any.
-    `keep`: names to leave.
+def hold(name: str) -> int | None:
+    """Keeps `sweep`, also that of another server, from removing the name when its creator ends, until the returned
+    descriptor is closed. None: nobody can open it."""
+    try:
+        return _locked(name.removeprefix("/"), fcntl.LOCK_SH)
+    except OSError:
+        return None
+
+
+def sweep(pid: int = 0) -> int:
+    """Removes named segments of dead processes that nobody holds, and returns how many. `pid`: only those of this
+    process; 0: of any.
 
     Segments that were created in another pid namespace are left, because their pids are meaningless here.
     """
     here, removed = _namespace(), 0
     for entry in os.listdir(_DIRECTORY):
         ours = _OURS.fullmatch(entry)
-        if ours is None or int(ours[3]) != here or pid not in (0, int(ours[1])) or "/" + entry in keep:
+        if ours is None or int(ours[3]) != here or pid not in (0, int(ours[1])):
             continue
         if _lives(int(ours[1]), int(ours[2])):
             continue
         try:
+            descriptor = _locked(entry, fcntl.LOCK_EX)
+        except OSError:
+            continue  # held, removed by another sweep, or owned by another user
+        try:
             posix_ipc.unlink_shared_memory("/" + entry)
+            removed += 1
         except (posix_ipc.ExistentialError, posix_ipc.PermissionsError):
-            continue  # removed by another sweep, or owned by another user
-        removed += 1
+            continue  # removed by its holder, or owned by another user
+        finally:
+            os.close(descriptor)
     return removed
+
+
+def _locked(entry: str, lock: int) -> int:
+    """Opens and locks a segment without waiting: a worker could have made it a FIFO, or locked it. Raises OSError."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(os.path.join(_DIRECTORY, entry), flags)
+    try:
+        fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _start_time(pid: int) -> int:

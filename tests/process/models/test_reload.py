@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shmserve
+from shmserve.shm.extents import posix
 from shmserve.testing import Server
 from tests.support import living
 from tests.support.client_faces import connect
@@ -388,6 +389,22 @@ def test_unload_finishes_requests_in_flight(server: Server, root: Path, client: 
                 answer(other, "leaving")
     assert states(client, "leaving") == {"1": "UNAVAILABLE"}
     assert index(client, "leaving")["leaving/1"]["reason"] == "unloaded"
+
+
+def test_outputs_of_an_unloaded_model_survive_the_start_of_another_server(
+    server: Server, root: Path, client: shmserve.Client
+) -> None:
+    """It removes segments of dead processes, but not those that clients have yet to open by name."""
+    generation(root, "swept", 1)
+    client.load("swept")
+    with shmserve.Client(server.zmq_url) as other:
+        assert other.live()
+        future = other.submit("swept", {"x": LARGE})
+        other.flush()
+        until(client, lambda: client.statistics("swept")["model_stats"][0]["execution_count"])
+        client.unload("swept")
+        posix.sweep()  # as it does
+        assert (future.result(living.PATIENCE_S)["y"] == 1).all()
 
 
 def test_unload_of_a_model_that_is_loading(server: Server, root: Path, client: shmserve.Client, tmp_path: Path) -> None:

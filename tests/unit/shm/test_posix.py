@@ -232,13 +232,39 @@ def test_the_sweep_for_one_process(leftover: list[Path]) -> None:
     one, other = (path(python(LEAVE)) for _ in range(2))
     leftover += [one, other]
     pid = int(one.name.split("-")[1])
-    assert posix.sweep(pid, keep=("/" + one.name,)) == 0
     assert posix.sweep(pid) == 1
     assert not one.exists()
     assert other.exists()
     mine = posix.create(SIZE)
     assert posix.sweep(os.getpid()) == 0
     mine.close()
+
+
+@pytest.mark.usefixtures("namespace")
+def test_the_sweep_keeps_names_that_a_process_holds(leftover: list[Path]) -> None:
+    """Such as the broker, for clients that have not opened them yet."""
+    dead = path(python(LEAVE))
+    leftover.append(dead)
+    held = [posix.hold("/" + dead.name) for _ in range(2)]
+    for descriptor in held:
+        assert descriptor is not None
+        assert posix.sweep() == 0
+        assert dead.exists()
+        os.close(descriptor)
+    assert posix.sweep() == 1
+    assert posix.hold("/" + dead.name) is None
+
+
+@pytest.mark.usefixtures("namespace")
+def test_a_name_that_blocks_who_opens_it(leftover: list[Path]) -> None:
+    dead = path(python(LEAVE))
+    leftover.append(dead)
+    dead.unlink()
+    os.mkfifo(dead)
+    descriptor = posix.hold("/" + dead.name)
+    assert descriptor is not None
+    os.close(descriptor)
+    assert posix.sweep() == 1
 
 
 @pytest.mark.usefixtures("namespace")
