@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from enum import Enum, auto
+from itertools import count
 from typing import Any, TypeAlias
 
 from shmserve.core.batching.rate_limiter import Limiter
@@ -130,6 +131,7 @@ class State:
         self._timers: list[tuple[int, int, Timer, Subject]] = []
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
         self._numbers, self._workers = 0, WORKERS_FROM
+        self._timer_numbers = count()
 
     def _begin_lifecycle(self) -> None:
         """Tables and work lists of versions and instances that come and go."""
@@ -172,13 +174,13 @@ class State:
         return effects
 
     def next_number(self) -> int:
-        """A number for a request or an Execute: increasing, never reused."""
+        """A number for a request, an Execute, a lease or a Compose: increasing, never reused."""
         self._numbers += 1
         return self._numbers
 
     @property
     def last_number(self) -> int:
-        """Has grown if a request has arrived."""
+        """The last of these. If it is the same as before, no request has arrived."""
         return self._numbers
 
     def next_worker(self) -> int:
@@ -271,7 +273,7 @@ class State:
     # ------------------------------------------------------------------------------------ time
 
     def set_timer(self, at: int, kind: Timer, subject: Subject) -> None:
-        heapq.heappush(self._timers, (at, self.next_number(), kind, subject))
+        heapq.heappush(self._timers, (at, next(self._timer_numbers), kind, subject))
         # Most timers are those of requests that are answered before: sweep when such ones are the majority.
         if len(self._timers) > 4096 and len(self._timers) > 4 * len(self.requests) + 256:
             self._timers = [entry for entry in self._timers if _live(entry[3])]

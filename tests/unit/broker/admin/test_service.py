@@ -9,6 +9,7 @@ import pytest
 from shmserve.broker.admin.service import TICK_S, ServiceControl
 from shmserve.core.events import SetService
 from shmserve.core.policy import ModelPolicy, SequencePolicy
+from shmserve.core.state import Timer
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Infer, Options
 from tests.support.broker.fake_loop import Loop
@@ -107,3 +108,13 @@ def test_an_open_sequence_is_waited_for(operated: Operated) -> None:
     operated.world.finish_running()
     assert operated.quiet() == 0
     assert operated.quiet(3) == pytest.approx(3 * TICK_S)
+
+
+def test_timers_of_the_core_are_not_requests(operated: Operated) -> None:
+    """Such as those that measure a version which is scaled, about once a second."""
+    operated.control.change(OUT)
+    state = operated.world.core.state
+    for _ in range(5):
+        state.set_timer(state.now + 10**9, Timer.SCALE, next(iter(state.ready.values())))
+        operated.quiet(1)
+    assert operated.quiet() == pytest.approx(5 * TICK_S)
