@@ -244,6 +244,8 @@ def died_waking(state: State, version: Version, instance: Instance, reason: str,
     if not version.asleep:
         _start(state, version, instance)
         deployment.start_waiting(state)
+    elif not version.waits:  # the next request begins a new wake
+        version.rest.woken = 0
 
 
 def wake_failed(
