@@ -160,13 +160,12 @@ def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, no
     scaler.has_grown(now)
     version.statistics.scaled_up += 1
     _, most = sizes.bounds(version, scaler.policy)
-    state.log(
-        "info",
-        f"{version.label} gets one more instance, '{instance.spec.name}' ({count + 1} of at most "
-        f"{most}): requests waited {_ms(measured.wait_ns)} on average, more than "
-        f"{_ms(scaler.policy.up_ns)} (scale_up_queue_ms), while all were busy",
-        model=version.model, version=version.number, instance=instance.spec.name,
-    )  # fmt: skip
+    text = (
+        f"gets one more instance, '{instance.spec.name}' ({count + 1} of at most {most}): requests waited "
+        f"{_ms(measured.wait_ns)} on average, more than {_ms(scaler.policy.up_ns)} (scale_up_queue_ms), while all were "
+        f"busy"
+    )
+    _log(state, version, instance, text)
 
 
 def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
@@ -183,13 +182,11 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
     scaler.has_shrunk(now)
     version.statistics.scaled_down += 1
     least, _ = sizes.bounds(version, scaler.policy)
-    state.log(
-        "info",
-        f"{version.label} needs one instance less, so '{instance.spec.name}' leaves ({_count(version)} remain, of at "
-        f"least {least}): fewer were enough for {down_s:g} s (scale_down_secs), and {measured.busy:.2f} were busy on "
-        f"average",
-        model=version.model, version=version.number, instance=instance.spec.name,
-    )  # fmt: skip
+    text = (
+        f"needs one instance less, so '{instance.spec.name}' leaves ({_count(version)} remain, of at least {least}): "
+        f"fewer were enough for {down_s:g} s (scale_down_secs), and {measured.busy:.2f} were busy on average"
+    )
+    _log(state, version, instance, text)
 
 
 def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool, bool, int]:
@@ -198,6 +195,11 @@ def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool,
     held = len(version.places.at(instance)) if version.places is not None else len(instance.streams)
     number = int(instance.spec.name.rpartition("_")[2])
     return works, not instance.quarantined and works, held, not instance.idle, bool(instance.lease), -number
+
+
+def _log(state: State, version: Version, instance: Instance, text: str) -> None:
+    about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+    state.log("info", f"{version.label} {text}", **about)
 
 
 def _ms(ns: int) -> str:
