@@ -339,6 +339,11 @@ class Instance(Struct, eq=False):
         return self.loaded and not (self.lost or self.over or self.spec.passive)
 
     @property
+    def is_tentative(self) -> bool:
+        """It was added for more throughput, and has not begun to load: with a memory budget, it may never do so."""
+        return self.joining and self.state is InstanceState.WAITING
+
+    @property
     def degraded(self) -> bool:
         """It should serve and did so before, but does not now, or not fully."""
         if not self.loaded or self.over or self.spec.passive:

@@ -14,10 +14,9 @@ from msgspec.structs import replace
 
 from shmserve.core.effects import Kill, Settled, Spawn
 from shmserve.core.events import Deploy, Refuse, Restart, SetService, SetTraffic, Target, Unload
-from shmserve.core.models import memory
+from shmserve.core.models import memory, sizes
 from shmserve.core.models.model import Departure, FailedChange, Model, Operation, Unloading
 from shmserve.core.models.scaler import Scaler
-from shmserve.core.models.sizes import keep_size
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import STOPPING, State, Timer
@@ -61,7 +60,7 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
         served = model.versions.get(target.number)
         if served is not None and served.state is not _V.READY and not served.recovering:
             served = None
-        _aim(state, model, operation, keep_size(target, served), event.fresh, now)
+        _aim(state, model, operation, sizes.keep_size(target, served), event.fresh, now)
     wanted = {target.number for target in event.targets}
     for number in [number for number in model.coming if number not in wanted]:
         _abandon(state, model, model.coming.pop(number))
@@ -126,6 +125,8 @@ def _fit(state: State, operation: Operation, version: Version, specs: Iterable[I
             left.remove(found)
             if not found.loaded and version.state is _V.READY:
                 operation.starting[found] = version
+                if found.is_tentative:  # now it is needed, so others make room for it
+                    found.joining = False
             elif found.loaded and found.state is _I.BACKOFF:  # the operator may have removed the cause
                 spawn(state, version, found)
         else:
@@ -575,7 +576,7 @@ def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:
 
 
 def _target_of(version: Version) -> Target:
-    specs = tuple(instance.spec for instance in version.instances if not instance.over)
+    specs = tuple(sizes.kept(version))
     policy = version.policy if version.graph is not None else None
     scaling = version.scaler.policy if version.scaler is not None else None
     return Target(version.number, version.source, specs, policy, version.rest.memory, scaling)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from shmserve.core.events import Measured, Target
 from shmserve.core.limits import ANY_GPU
-from shmserve.core.policy import InstanceSpec, MemoryEstimate
+from shmserve.core.policy import MemoryEstimate
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState
@@ -150,15 +150,6 @@ def needed_to_wake(version: Version) -> Places:
     """One instance is enough."""
     asleep = [one for one in version.instances if one.sleeping and not one.over and not one.spec.passive]
     return needed(version, asleep[:1])
-
-
-def fits(state: State, version: Version, spec: InstanceSpec) -> bool:
-    """Is there memory for one more instance, without putting others to sleep?"""
-    if not state.memory_limited:
-        return True
-    need = charge_of(version, Instance(spec))
-    short = shortage(state, used(state) + need)
-    return not any(need[place] for place in short)
 
 
 def is_fixed(version: Version, instance: Instance) -> bool:

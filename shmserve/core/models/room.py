@@ -161,23 +161,32 @@ def _called(state: State) -> set[Version]:
 def _never_fits(state: State, claim: _Claim, need: Places, stays: Places) -> str:
     """Why; "" if it can. A mere guess of the need is reduced to what can be had. `stays`: what versions have that stay
     loaded."""
+    version = claim.version
+    own = memory.of_version(version, _staying(state, version)) if not claim.extra else Places()
     for place, size in need.items():
         budget = memory.budget_of(state, place)
-        if not budget or size + stays[place] <= budget:
+        if not budget or size + stays[place] + own[place] <= budget:
             continue
-        stays = memory.fixed(state, claim.version)
-        if size + stays[place] <= budget:
+        stays = memory.fixed(state, version)
+        left = budget - stays[place] - own[place]
+        if size <= left:
             continue
-        if not memory.is_measured(claim.version) and stays[place] < budget:
-            need[place] = budget - stays[place]
-            memory.guess_less(claim.version, place, need[place] // len(claim.instances))
+        if not memory.is_measured(version) and left > 0:
+            need[place] = left
+            memory.guess_less(version, place, left // len(claim.instances))
             continue
-        taken = f", of which models that stay loaded use {megabytes(stays[place])}" if stays[place] else ""
+        users = (("models that stay loaded", stays[place]), ("its other instances", own[place]))
+        taken = " and ".join(f"{who} use {megabytes(used)}" for who, used in users if used)
         return (
-            f"it needs {megabytes(size)} of {memory.name_of(place)}, and the budget is {megabytes(budget)}{taken} "
-            f"({memory.setting_of(place)})"
+            f"it needs {megabytes(size)} of {memory.name_of(place)}, and the budget is {megabytes(budget)}"
+            f"{f', of which {taken}' if taken else ''} ({memory.setting_of(place)})"
         )
     return ""
+
+
+def _staying(state: State, version: Version) -> list[Instance]:
+    """Its instances that keep the memory that they have, for as long as it does not sleep."""
+    return [one for one in version.instances if one in state.held and not (one.over or one.asleep_soon)]
 
 
 def _missing(state: State, used: Places, need: Places) -> Places:

@@ -38,6 +38,11 @@ def specs_of(version: Version) -> list[InstanceSpec]:
     return [instance.spec for instance in version.instances if not instance.over]
 
 
+def kept(version: Version) -> list[InstanceSpec]:
+    """Those of the instances that a new generation has, too."""
+    return [instance.spec for instance in version.instances if not (instance.over or instance.is_tentative)]
+
+
 def bounds(version: Version, policy: ScalingPolicy) -> tuple[int, int]:
     """The fewest and the most instances that the version may have, with those of groups that are not scaled."""
     fixed = sum(not (spec.passive or _is_scaled(spec, policy)) for spec in specs_of(version))
@@ -73,16 +78,16 @@ def keep_size(target: Target, served: Version | None) -> Target:
     policy = target.scaling
     if policy is None or served is None or served.scaler is None:
         return target
-    present = [spec.name for spec in specs_of(served)]
+    present = kept(served)
     first = {spec.name: spec for spec in target.instances}
     specs = [spec for spec in target.instances if not _is_scaled(spec, policy)]
     for group in policy.groups:
-        names = sorted((spec.name for spec in specs_of(served) if belongs(spec, group)), key=_number)
+        names = sorted((spec.name for spec in present if belongs(spec, group)), key=_number)
         wanted = len(names) or sum(belongs(spec, group) for spec in target.instances)
         wanted = min(max(wanted, group.least), group.most)
         del names[wanted:]
         while len(names) < wanted:
-            names.append(_free_name({*present, *names, *(spec.name for spec in specs)}, group.group))
+            names.append(_free_name({*names, *(spec.name for spec in (*present, *specs))}, group.group))
         for name in names:
             begun = first.get(name)
             specs.append(begun if begun is not None and belongs(begun, group) else _named(group, name))
