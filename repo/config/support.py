@@ -66,7 +66,6 @@ _rows("ModelConfig", _N, "metrics do not have model-specific labels yet", "metri
 _PARAMETERS = (
     "passed to the backend; execution_limit_secs, memory_limit_mb, gpu_memory_limit_mb, memory_mb, gpu_memory_mb, "
     "retry_alone, crash_limit, idle_unload_secs, stay_loaded, min_instances, max_instances, scale_up_queue_ms, "
-    "retry_alone, crash_limit, idle_unload_secs, stay_loaded, min_instances, max_instances, scale_up_queue_ms, "
     "scale_down_secs, traffic, aliases, shadow, send_waits, stacked, strict_outputs and the padding parameters are not "
     "in Triton"
 )
