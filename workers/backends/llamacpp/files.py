@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,7 +11,7 @@ from shmserve.errors import InvalidRequest
 
 MAGIC = b"GGUF"
 _FORMATS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
-"""Type of a value -> its format."""
+"""Type of a number -> its format."""
 _STRING, _ARRAY = 8, 9
 _ARCHITECTURE = "general.architecture"
 _KEYS = 4096
@@ -21,11 +21,11 @@ _TEXT = 1 << 16
 def trained_context(path: Path) -> int:
     """The context length for which the model was trained; 0: the header does not say. Raises InvalidRequest for a file
     that is not a model."""
-    try:
-        with path.open("rb") as file:
+    with path.open("rb") as file:
+        try:
             return _trained_context(file)
-    except (struct.error, KeyError, ValueError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{path.name} is not a GGUF file that llama.cpp can run: {_reason(error)}") from error
+        except (struct.error, KeyError, ValueError) as error:
+            raise InvalidRequest(f"{path.name} is not a GGUF file that llama.cpp can run: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -64,29 +64,34 @@ def _text(file: BinaryIO) -> str:
 def _value(file: BinaryIO) -> object:
     """The value of a key; None for an array or a long text, which are skipped."""
     (kind,) = struct.unpack("<I", file.read(4))
-    return _READERS[kind](file) if kind in _READERS else _number(file, _FORMATS[kind])
-
-
-def _number(file: BinaryIO, form: str) -> object:
+    if kind == _STRING:
+        return _string(file)
+    if kind == _ARRAY:
+        _skip_array(file)
+        return None
+    form = _FORMATS[kind]
     return struct.unpack(form, file.read(struct.calcsize(form)))[0]
 
 
-def _long_text(file: BinaryIO) -> object:
+def _string(file: BinaryIO) -> str | None:
     (length,) = struct.unpack("<Q", file.read(8))
     if length <= _TEXT:
         return file.read(length).decode(errors="replace")
-    file.seek(length, 1)
+    _skip(file, length)
     return None
 
 
-def _array(file: BinaryIO) -> object:
+def _skip_array(file: BinaryIO) -> None:
+    """llama.cpp has no arrays of arrays either."""
     kind, count = struct.unpack("<IQ", file.read(12))
-    if kind in _FORMATS:
-        file.seek(count * struct.calcsize(_FORMATS[kind]), 1)
-        return None
+    if kind != _STRING:
+        _skip(file, count * struct.calcsize(_FORMATS[kind]))
+        return
     for _ in range(count):  # ends with an error where the file ends
-        _READERS[kind](file)
-    return None
+        _string(file)
 
 
-_READERS: dict[int, Callable[[BinaryIO], object]] = {_STRING: _long_text, _ARRAY: _array}
+def _skip(file: BinaryIO, size: int) -> None:
+    if size > os.fstat(file.fileno()).st_size:
+        raise ValueError(f"it has a value of {size} bytes")
+    file.seek(size, os.SEEK_CUR)

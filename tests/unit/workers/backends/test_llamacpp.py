@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,20 @@ def test_the_header_of_a_file(tmp_path: Path) -> None:
         (data[:4] + b"\x09" + data[5:], "its version is 9"),
         (data[:24] + b"\xff" * 8 + data[32:], "it has a name of 18446744073709551615 bytes"),
         (data.replace(b"general.architecture", b"general.architektur_"), "it does not name an architecture"),
+        (with_value(9, struct.pack("<IQ", 0, 2**63 - 50)), "it has a value of 9223372036854775758 bytes"),
+        (with_value(9, struct.pack("<IQ", 10, 2**63)), "it has a value of 73786976294838206464 bytes"),
+        (with_value(8, struct.pack("<Q", 2**64 - 1)), "it has a value of 18446744073709551615 bytes"),
+        (with_value(9, struct.pack("<IQ", 9, 1) * 2000), "its header is damaged or cut off"),
+        (with_value(99, b""), "its header is damaged or cut off"),
     ):
         file.write_bytes(wrong)
         with pytest.raises(InvalidRequest, match=f"model.gguf is not a GGUF file that llama.cpp can run: {words}"):
             trained_context(file)
+
+
+def with_value(kind: int, value: bytes) -> bytes:
+    """A file whose first key has this value."""
+    return struct.pack("<4sIQQQ3sI", b"GGUF", 3, 0, 1, 3, b"key", kind) + value
 
 
 # ---------------------------------------------------------------------------------------------- sampling
