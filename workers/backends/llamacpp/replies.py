@@ -182,22 +182,26 @@ class Reply:
         found = [("text_output", _strings([prefix + "".join(text.parts) for text in texts]))]
         if any(text.calls for text in texts):
             found.append(("tool_calls", _strings([_encode(text.calls) for text in texts])))
-        if returned:
-            found += [(name, array) for name, array in self._optional() if name in returned]
+        found += [(name, self._optional(name)) for name in returned]
         for text in texts:
             text.clear()
         return found
 
-    def _optional(self) -> list[tuple[str, Array]]:
+    def _optional(self, name: str) -> Array:
         texts = self._texts
-        return [
-            ("finish_reason", _strings([text.finish for text in texts])),
-            ("cumulative_logprob", np.array([text.cumulative for text in texts], np.float32)),
-            ("logprobs", _strings([_encode(text.scores) for text in texts])),
-            ("token_ids", _strings([_encode(text.ids) for text in texts])),
-            ("num_input_tokens", np.array([self._prompt_tokens], np.uint32)),
-            ("num_output_tokens", np.array([text.tokens for text in texts], np.uint32)),
-        ]
+        match name:
+            case "finish_reason":
+                return _strings([text.finish for text in texts])
+            case "cumulative_logprob":
+                return np.array([text.cumulative for text in texts], np.float32)
+            case "logprobs":
+                return _strings([_encode(text.scores) for text in texts])
+            case "token_ids":
+                return _strings([_encode(text.ids) for text in texts])
+            case "num_input_tokens":
+                return np.array([self._prompt_tokens], np.uint32)
+            case _:
+                return np.array([text.tokens for text in texts], np.uint32)
 
 
 def _strings(values: list[Any]) -> Array:

@@ -32,6 +32,8 @@ RETURNED = {
     "return_num_output_tokens": "num_output_tokens",
 }
 """Input -> the output that it asks for."""
+_SCORED = frozenset({"cumulative_logprob", "logprobs", "token_ids"})
+"""Outputs for which the engine has to return log probabilities."""
 _CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs")
 _OWN = frozenset({STREAM, EXCLUDE, *RETURNED})
 _RESERVED = "triton_"
@@ -48,14 +50,14 @@ class Generation(Struct):
     stream: bool
     prefix: str
     top: int
-    returned: frozenset[str]
+    returned: tuple[str, ...]
 
 
 def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], settings: Settings) -> Generation:
     """`inputs`: arrays by name, None for those that are absent. `parameters`: of the request; sampling parameters, if
     the input for them is absent."""
     stream = _flag(inputs, parameters, STREAM)
-    returned = frozenset(output for name, output in RETURNED.items() if _flag(inputs, parameters, name))
+    returned = tuple(output for name, output in RETURNED.items() if _flag(inputs, parameters, name))
     body: dict[str, Any] = {"stream": True, "return_progress": True, "cache_prompt": settings.prompt_cache}
     body["repeat_last_n"] = settings.context  # penalties are for all tokens of a sequence
     messages, tokens = inputs.get(MESSAGES), inputs.get(TOKENS)
@@ -64,7 +66,7 @@ def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], sett
     limit = settings.max_tokens or (0 if chat else TEXT_MAX_TOKENS)
     body |= engine_parameters(sampling, limit)
     top = sampling.logprobs or 0
-    scored = bool(returned & {"cumulative_logprob", "logprobs", "token_ids"})
+    scored = not _SCORED.isdisjoint(returned)
     prefix = ""
     if messages is not None:
         body |= {**_chat(_text(messages, MESSAGES)), "reasoning_format": "none"}

@@ -117,7 +117,7 @@ def chat(**delta: Any) -> bytes:
 
 
 def reply(count: int = 1, stream: bool = True, chatting: bool = False, prefix: str = "") -> Reply:
-    return Reply(Generation(chatting, b"", count, stream, prefix, 0, frozenset(RETURNED.values())))
+    return Reply(Generation(chatting, b"", count, stream, prefix, 0, tuple(RETURNED.values())))
 
 
 def outputs(made: Reply) -> dict[str, Any]:
