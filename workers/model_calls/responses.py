@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 KEPT = 1024
 """The most queued responses of a request whose caller does not read, if the model does not wait for it."""
 _FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
+CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
 
 
@@ -381,11 +382,11 @@ class OpenResponses:
             self._link_lost(error)
 
     def _end(self, stream: ResponseSender, failure: Failure | None) -> None:
-        """Sends the last response, with the error Cancelled for a cancelled stream."""
+        """Sends the last response, with CANCELLED for a cancelled stream."""
         if stream.over:
             return
         if stream.cancelled and failure is None:
-            failure = Failure(Cancelled.code, "the request was cancelled while the model answered it")
+            failure = CANCELLED
         self.open.pop(stream.work.request, None)
         stream.over = True
         if not self.decoupled or not self.connected:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from shmserve.errors import Cancelled, InvalidRequest, Unsupported
+from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.schema import ModelInput, ModelOutput, ModelTransactionPolicy
 from shmserve.workers.backends.base import Context, SeparateBackend
@@ -23,7 +23,7 @@ from shmserve.workers.backends.llamacpp.requests import Generation, generation_o
 from shmserve.workers.backends.llamacpp.settings import settings_of
 from shmserve.workers.batch.specs import request_inputs_of
 from shmserve.workers.model_calls.answer import Answer, Request, failure_of
-from shmserve.workers.model_calls.responses import OpenResponses
+from shmserve.workers.model_calls.responses import CANCELLED, OpenResponses
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_traceback
 
@@ -51,7 +51,6 @@ OUTPUTS = (
     ModelOutput(name="num_input_tokens", data_type="TYPE_UINT32", dims=(1,)),
     ModelOutput(name="num_output_tokens", data_type="TYPE_UINT32", dims=(-1,)),
 )
-_CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 
 
 class LlamaCpp(SeparateBackend):
@@ -124,11 +123,16 @@ class LlamaCpp(SeparateBackend):
             return stream
         if stream.over or stream.cancelled:
             self._free += generation.count
-            host.fail(stream, _CANCELLED)
+            host.fail(stream, CANCELLED)
             return stream
         thread = threading.Thread(target=self._run, args=(generation, stream), name="sequence", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the limit of threads
+            self._free += generation.count
+            host.fail(stream, self._failure(error))
+            return stream
         self._threads.add(thread)
-        thread.start()
         return stream
 
     def _take_slots(self, count: int, stream: ResponseSender) -> None:
@@ -217,5 +221,5 @@ def _check(config: ModelConfig, context: Context) -> None:
                 raise InvalidRequest(
                     f"{failed}: {what} '{entry.name}' must be {types[entry.name]}, not {entry.data_type}"
                 )
-    if not {requests.PROMPT} <= {entry.name for entry in config.input}:
+    if all(entry.name != requests.PROMPT for entry in config.input):
         raise InvalidRequest(f"{failed}: it has no input '{requests.PROMPT}'")

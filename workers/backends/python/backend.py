@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from shmserve.errors import Cancelled, InvalidRequest, ModelFailed
+from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.schema import takes_device_inputs
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend
@@ -24,6 +24,7 @@ from shmserve.workers.backends.python.pb_requests import mark_device_inputs, req
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
 from shmserve.workers.model_calls.answer import Answer, Request, failure_of, failure_text
+from shmserve.workers.model_calls.responses import CANCELLED
 from shmserve.workers.model_calls.stream import NONE, ONE, ResponseSender, StreamClosed
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_message, log_traceback, public
@@ -53,7 +54,6 @@ _NOT_ITERATIVE = Failure(
     "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to handle "
     "such a flag.",
 )
-_CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 
 
 class Python(PythonModel, SeparateBackend):
@@ -227,7 +227,7 @@ class Python(PythonModel, SeparateBackend):
             if not stream.final:
                 self.send(stream, None, _FINAL)
         except asyncio.CancelledError:
-            self.streams.fail_all([stream], _CANCELLED)
+            self.streams.fail_all([stream], CANCELLED)
         except Exception as error:
             self.streams.fail_all([stream], self._failure_of(error))
 
@@ -236,7 +236,7 @@ class Python(PythonModel, SeparateBackend):
         try:
             self._check_none(await coroutine)
         except asyncio.CancelledError:
-            self.streams.fail_all(streams, _CANCELLED)
+            self.streams.fail_all(streams, CANCELLED)
         except Exception as error:
             self.streams.fail_all(streams, self._failure_of(error))
 

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable, Unsupported
+from shmserve.protocol.messages import Work
+from shmserve.repo.load import parse
+from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.llamacpp.files import trained_context
 from shmserve.workers.backends.llamacpp.replies import Reply, piece_of
 from shmserve.workers.backends.llamacpp.requests import RETURNED, Generation
 from shmserve.workers.backends.llamacpp.sampling import engine_parameters, merged, sampling_in
+from shmserve.workers.backends.llamacpp.settings import Settings
+from shmserve.workers.model_calls.answer import Request
+from tests.support.model_files import parameters
 from tests.support.workers import gguf_models
 
 # ---------------------------------------------------------------------------------------------- files
@@ -192,3 +202,40 @@ def test_errors_of_the_engine(error: dict[str, Any], kind: type[ServeError]) -> 
         piece_of(json.dumps({"error": error}).encode())
     with pytest.raises(ModelFailed, match="cannot be read"):
         piece_of(b"[]")
+
+
+# ---------------------------------------------------------------------------------------------- slots
+
+
+class InstantEngine:
+    """Ends each text at once."""
+
+    def __init__(self, settings: Settings) -> None:
+        assert settings.slots == 1
+
+    def generate(self, chat: bool, body: bytes, receive: Callable[[bytes], bool]) -> None:
+        receive(end(0, 1))
+
+    def close(self) -> None: ...
+
+
+def test_a_thread_that_cannot_start_gives_its_slot_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp")
+    from shmserve.workers.backends.llamacpp import backend
+
+    monkeypatch.setattr(backend, "Engine", InstantEngine)
+    (tmp_path / "1").mkdir()
+    gguf_models.write(tmp_path / "1" / "model.gguf")
+    made = backend.LlamaCpp(Context("m", 1, "m_0", tmp_path, tmp_path / "1", {}))
+    config = made.complete(parse(f'name: "m" backend: "llamacpp" {parameters(slots="1")}'))
+    made.load(config)
+    arrays = [np.array([b"a"], object), *[None] * (len(config.input) - 1)]
+    request = Request(Work(1, 0, (), None, ""), arrays)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        (failed,) = made.execute([request])
+    assert failed is not None
+    assert failed.error is not None
+    assert "can't start new thread" in failed.error.text
+    assert made.execute([request]) == [None]
+    made.close()
