@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
 
 ITEM_BYTES = {
     "BOOL": 1,
@@ -89,6 +90,14 @@ def from_numpy(dtype: np.dtype[Any]) -> str:
         if name is None:
             raise TypeError(f"numpy dtype {dtype} has no wire type; use one of {', '.join(ITEM_BYTES)}")
     return name
+
+
+def from_bfloat16(bits: NDArray[Any]) -> NDArray[np.float32]:
+    """Converts BF16, as uint16 bits or as an array of ml_dtypes, to float32."""
+    import numpy as np
+
+    wide = np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16
+    return wide.view(np.float32).reshape(bits.shape)
 
 
 def elements(shape: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shmserve.dtypes import from_numpy
+from shmserve.dtypes import from_bfloat16, from_numpy
 from shmserve.terminal.errors import Failed
 from shmserve.terminal.tables import duration_text, plain_text, shape_text, table, values_text
 
@@ -33,12 +33,6 @@ def _dtype(name: str, array: NDArray[Any], dtypes: Dtypes) -> str:
 def _plain(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     """The array for printing: BF16 is converted to float32, as numpy would print its bits."""
     return from_bfloat16(array) if dtype == "BF16" else array
-
-
-def from_bfloat16(bits: NDArray[Any]) -> NDArray[np.float32]:
-    """Converts BF16, as uint16 bits or as an array of ml_dtypes, to float32."""
-    wide = np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32) << 16
-    return wide.view(np.float32).reshape(bits.shape)
 
 
 def outputs_table(outputs: Outputs, dtypes: Dtypes, files: Files) -> str:

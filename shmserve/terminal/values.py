@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shmserve.dtypes import to_numpy
+from shmserve.dtypes import from_bfloat16, to_numpy
 from shmserve.protocol.messages import DIMS
 from shmserve.python_values import bfloat16_bits
 from shmserve.terminal.errors import Misuse
-from shmserve.terminal.output import from_bfloat16
 from shmserve.terminal.tables import shape_text
 
 Spec = Mapping[str, Any]

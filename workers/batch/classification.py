@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec import Struct
 
-from shmserve.dtypes import elements
+from shmserve.dtypes import elements, from_bfloat16
 from shmserve.errors import InvalidRequest
 from shmserve.repo.files.labels import read_labels
 
@@ -110,9 +110,7 @@ def _numbers(items: Array, dtype: str) -> Array:
     """Returns the values in a type that sorts fast and can be printed."""
     if dtype not in ("BF16", "FP16"):
         return items
-    if items.dtype == np.uint16:  # BF16 without a numpy type: the upper half of an FP32
-        return (items.astype(np.uint32) << 16).view(np.float32)
-    return items.astype(np.float32)
+    return from_bfloat16(items) if dtype == "BF16" else items.astype(np.float32)
 
 
 def _texts(values: Array, indices: Array, labels: Sequence[str]) -> list[bytes]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmserve.dtypes import elements, to_numpy
+from shmserve.dtypes import elements, from_bfloat16, to_numpy
 from shmserve.errors import ServeError
 from shmserve.protocol.messages import Expect, Failure, Row, Tensor
 
@@ -79,6 +79,8 @@ class Comparisons:
         if tolerance is None:
             one, other = arrays
             return f"has {np.count_nonzero(one != other)} of {elements(expected.shape)} elements that differ"
+        if expected.dtype == "BF16":  # without ml_dtypes, numpy has only its bits
+            arrays = map(from_bfloat16, arrays)
         share = float_difference(*arrays)
         return "" if share <= tolerance else f"differs by {100 * share:.3g} % of its largest value"
 

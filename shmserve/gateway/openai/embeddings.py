@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmserve.dtypes import to_numpy
+from shmserve.dtypes import from_bfloat16, to_numpy
 from shmserve.errors import ModelFailed, ServeError, Unavailable
 from shmserve.gateway.kserve.answers import Buffer, Held, joined
 from shmserve.gateway.kserve.plans import RequestPlan
@@ -123,8 +123,7 @@ class Embeddings:
                 "text; expected one vector"
             )
         if dtype == "BF16":
-            wide = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
-            return self._cut(wide.view(np.float32))
+            return self._cut(from_bfloat16(np.frombuffer(data, np.uint16)))
         return self._cut(np.frombuffer(data, to_numpy(dtype)).astype(np.float32))
 
     def _cut(self, vector: Vector) -> Vector:

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shmserve.dtypes import ITEM_BYTES, to_numpy
+from shmserve.dtypes import ITEM_BYTES, from_bfloat16, to_numpy
 from shmserve.python_values import bfloat16_bits
 from shmserve.terminal import inputs, values
 from shmserve.terminal.errors import Misuse
-from shmserve.terminal.output import from_bfloat16
 
 INTEGERS = [name for name in ITEM_BYTES if "INT" in name]
 

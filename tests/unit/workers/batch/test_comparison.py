@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve import dtypes
+from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import Expect, Failure, Handle, Row, Tensor
+from shmserve.python_values import bfloat16_bits
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd
 from shmserve.shm.mapped import Mapped
@@ -57,6 +60,19 @@ def test_special_floats() -> None:
     assert compared(tensor(one), tensor(np.array([nan, inf, -inf, 1.0005], np.float32))) is True
     for other in ([0, inf, -inf, 1], [nan, inf, inf, 1], [nan, 1, -inf, 1], [nan, inf, -inf, nan]):
         assert "differs by" in str(compared(tensor(one), tensor(np.array(other, np.float32))))
+
+
+@pytest.mark.parametrize("has_ml_dtypes", [True, False])
+def test_bfloat16(has_ml_dtypes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By values and not by bits, of which 1 and 2 have nearly the same."""
+    if not has_ml_dtypes:
+        to_numpy("BF16")
+        monkeypatch.setitem(dtypes._to_numpy, "BF16", np.dtype(np.uint16))
+    one, close, two = (
+        tensor(bfloat16_bits(np.array([1, -1, last], np.float32)), "BF16") for last in (1.0, 1.0078125, 2.0)
+    )
+    assert compared(one, close) is True
+    assert compared(one, two) == "y differs by 100 % of its largest value"
 
 
 def test_what_differs() -> None:
