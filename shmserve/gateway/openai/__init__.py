@@ -2,7 +2,8 @@
 
 `requests` receives a request from the HTTP connection. `bodies` decodes its JSON, and `models` reads in the model's
 configuration what the model takes and returns. `inputs` makes the tensors and the parameters of sampling; the prompt of
-a chat is rendered by `templates` if the model does not do it. `generation` sends one request for each prompt, and
-passes on the parts of the responses; `texts` reads these parts, and `formats` writes the JSON of OpenAI, with the help
-of `logprobs` and `tool_calls`. `embeddings` sends one request for each text. `errors` has the JSON of an error.
+a chat is rendered by `templates` if the model does not do it. `generation` makes a request to the model of each prompt,
+and `embeddings` of each text; `fan_out` sends them. `generation` passes on the parts of the responses: `texts` reads
+these parts, and `formats` writes the JSON of OpenAI, with the help of `logprobs` and `tool_calls`. `errors` has the
+JSON of an error.
 """

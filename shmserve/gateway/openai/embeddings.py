@@ -1,28 +1,25 @@
 """Embeddings: one request to the model for each text, so that the model's batcher can put them together, and one
-response for all.
-
-Invariant: when the client disconnects, or one of the requests fails, the others are cancelled.
-"""
+response for all."""
 
 from __future__ import annotations
 
 import base64
-from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from shmserve.dtypes import from_bfloat16, to_numpy
-from shmserve.errors import ModelFailed, ServeError, Unavailable
+from shmserve.errors import ModelFailed, ServeError
 from shmserve.gateway.kserve.answers import Buffer, Held, joined
 from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai.bodies import EmbeddingRequest, request_options
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.generation import OpenAiConnection, OpenAiHead
+from shmserve.gateway.openai.fan_out import FanOut, OpenAiConnection, OpenAiHead
 from shmserve.gateway.openai.models import INPUT_TOKENS, EmbeddingModel
-from shmserve.gateway.upstream.requests import PendingInference, RequestSender, withdraw
+from shmserve.gateway.upstream.requests import PendingInference, RequestSender
 from shmserve.protocol.messages import Reply
 
 AT_ONCE = 64
@@ -44,7 +41,7 @@ class _Text(PendingInference):
         self._embeddings.take(self, answer)
 
     def failed(self, error: ServeError) -> None:
-        self._embeddings.failed(error)
+        self._embeddings.failed(self, error)
 
 
 class Embeddings:
@@ -53,50 +50,28 @@ class Embeddings:
         request: EmbeddingRequest, texts: list[str],
     ) -> None:  # fmt: skip
         self._connection = connection
-        self._head = head
-        self._sender = sender
+        self._requests: FanOut[_Text] = FanOut(connection, head, sender, model.name, AT_ONCE)
         self._model = model
         self._request = request
-        self._options = request_options("", request)
-        self._waiting = deque(enumerate(texts))
-        self._sent: dict[_Text, None] = {}
+        self._texts = texts
         self._vectors: list[Vector | None] = [None] * len(texts)
         self._tokens = 0
-        self._over = False
 
     def begin(self) -> None:
-        self._connection.watch(self)
-        try:
-            self._send_waiting()
-        except BaseException:
-            self.disconnected()
-            raise
+        self._requests.begin(self._plans())
 
-    def _send_waiting(self) -> None:
-        while self._waiting and len(self._sent) < AT_ONCE:
-            index, text = self._waiting[0]
+    def _plans(self) -> Iterator[tuple[_Text, RequestPlan]]:
+        options = request_options("", self._request)
+        for index, text in enumerate(self._texts):
             encoded = text.encode()
             spec = self._model.input.plan(len(encoded).to_bytes(4, "little") + encoded)
-            plan = RequestPlan((spec,), 0, self._options)
-            ticket = _Text(self, index)
-            payer = self._connection.payer(self._head.token)
-            try:
-                self._sender.infer(
-                    payer, ticket, self._model.name, "", plan, [spec.data or b""], "", self._head.forwarded
-                )
-            except Unavailable:
-                if not self._sent:
-                    raise
-                return  # until one of the others has ended
-            self._waiting.popleft()
-            self._sent[ticket] = None
+            yield _Text(self, index), RequestPlan((spec,), 0, options)
 
     # ------------------------------------------------------------------------------------ responses of the model
 
     def take(self, ticket: _Text, answer: Reply | Held) -> None:
-        if self._over:
+        if self._requests.over:
             return
-        del self._sent[ticket]
         reply: Any = answer.reply if type(answer) is Held else answer
         for number, tensor in enumerate(reply.outputs):
             data: Any = joined(answer.buffers[number]) if type(answer) is Held else tensor.data
@@ -106,14 +81,12 @@ class Embeddings:
                 self._tokens += int.from_bytes(data, "little")
         if self._vectors[ticket.index] is None:
             raise ModelFailed(f"model '{self._model.name}' returned no output '{self._model.output}'")
-        self._send_waiting()
-        if not self._sent and not self._waiting:
-            self._over = True
+        if self._requests.ended(ticket):
             self._connection.work(self._encoded(), lambda parts: self._connection.answer(200, parts))
 
-    def failed(self, error: ServeError) -> None:
-        if not self._over:
-            self.disconnected()
+    def failed(self, ticket: _Text, error: ServeError) -> None:
+        if not self._requests.over:
+            self._requests.failed(ticket)
             self._connection.fail(error)
 
     def _vector(self, dtype: str, shape: tuple[int, ...], data: bytes) -> Vector:
@@ -162,16 +135,3 @@ class Embeddings:
         if b"n" in text:  # null, for a value that is not finite
             raise ModelFailed(f"an embedding of model '{self._model.name}' has values that are not finite")
         return text
-
-    # ------------------------------------------------------------------------------------ end
-
-    def disconnected(self) -> None:
-        """Cancels what is still at the model."""
-        self._over = True
-        self._waiting.clear()
-        sent, self._sent = self._sent, {}
-        for ticket in sent:
-            withdraw(self._sender.link, ticket)
-
-    def stop(self) -> None:
-        """The gateway ends: requests in flight are finished."""

@@ -21,8 +21,9 @@ from shmserve.gateway.openai import bodies, inputs, models
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
+from shmserve.gateway.openai.fan_out import OpenAiConnection, OpenAiHead
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, ResponseFormat
-from shmserve.gateway.openai.generation import Generation, OpenAiConnection, OpenAiHead
+from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.models import MESSAGES, LanguageModel
 from shmserve.gateway.openai.templates import TemplateThread, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery

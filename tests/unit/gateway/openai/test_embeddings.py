@@ -36,11 +36,13 @@ class Client:
         self.cancelled: list[Any] = []
         self.error: ServeError | None = None
         self.answered: Any = None
+        self.viewer: Any = None
         self.link = SimpleNamespace(cancel=self.cancelled.append)
 
     def payer(self, token: str) -> None: ...
 
-    def watch(self, viewer: Any, resume: Any = None) -> None: ...
+    def watch(self, viewer: Any, resume: Any = None) -> None:
+        self.viewer = viewer
 
     def work(self, work: Any, then: Any) -> None:
         try:
@@ -61,13 +63,11 @@ class Client:
         self.tickets.append(ticket)
 
 
-def begun(client: Client, texts: list[str], **more: Any) -> Embeddings:
+def begun(client: Client, texts: list[str], **more: Any) -> None:
     request = bodies.embedding(json.dumps({"model": "name", "input": texts, **more}).encode())
     connection: Any = client
     head: Any = SimpleNamespace(token="", forwarded=None)
-    made = Embeddings(connection, head, connection, MODEL, request, texts)
-    made.begin()
-    return made
+    Embeddings(connection, head, connection, MODEL, request, texts).begin()
 
 
 def reply(values: Any, dtype: str = "FP32", shape: tuple[int, ...] | None = None, tokens: int | None = None) -> Reply:
@@ -152,7 +152,7 @@ def test_portions_and_a_failure() -> None:
     assert len(client.tickets) == AT_ONCE + 1
     client.tickets[1].fail(ModelFailed("no"))
     assert isinstance(client.error, ModelFailed)
-    assert len(client.cancelled) == AT_ONCE, "those at the model, with the one that failed"
+    assert client.cancelled == [ticket for number, ticket in enumerate(client.tickets) if number > 1]
     client.tickets[2].settle(reply([1]))
     assert len(client.tickets) == AT_ONCE + 1
     assert client.answered is None
@@ -160,8 +160,8 @@ def test_portions_and_a_failure() -> None:
 
 def test_disconnecting() -> None:
     client = Client()
-    made = begun(client, ["a", "b"])
-    made.disconnected()
+    begun(client, ["a", "b"])
+    client.viewer.disconnected()
     assert client.cancelled == client.tickets
     client.tickets[0].fail(InvalidRequest("late"))
     assert client.error is None

@@ -226,6 +226,7 @@ class Client:
         self.cancelled: list[Any] = []
         self.room = 1000
         self.handed = 0
+        self.viewer: Any = None
         self.resume: Any = None
         self.link = SimpleNamespace(session=self, send_soon=lambda: None, cancel=self.cancelled.append)
         self.outbox = SimpleNamespace(messages=[])
@@ -233,7 +234,7 @@ class Client:
     def payer(self, token: str) -> None: ...
 
     def watch(self, viewer: Any, resume: Any = None) -> None:
-        self.resume = resume
+        self.viewer, self.resume = viewer, resume
 
     def begin_events(self, first: bytes) -> None:
         assert not self.begun
@@ -264,12 +265,11 @@ class Client:
         return ticket.hand_out()[0]
 
 
-def generation(client: Client, prompts: int, as_events: bool = True) -> Generation:
+def generation(client: Client, prompts: int, as_events: bool = True) -> None:
     connection: Any = client
     head: Any = SimpleNamespace(token="", forwarded=None)
     made = Generation(connection, head, connection, "m", CompletionFormat("id", 5, "m", None, False), as_events, False)
     made.begin([RequestPlan((), 0, RequestOptions())] * prompts, [""] * prompts, 1)
-    return made
 
 
 def give(stream: Any, text: bytes, last: bool = False) -> None:
@@ -385,9 +385,9 @@ def test_what_came_before_a_part_that_is_wrong_is_sent() -> None:
 
 def test_disconnecting() -> None:
     client = Client()
-    made = generation(client, AT_ONCE + 5)
+    generation(client, AT_ONCE + 5)
     give(client.streams[0], b"a", True)
-    made.disconnected()
+    client.viewer.disconnected()
     assert len(client.cancelled) == AT_ONCE
     give(client.streams[1], b"a")
     assert len(client.streams) == AT_ONCE + 1

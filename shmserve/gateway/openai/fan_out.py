@@ -1,0 +1,141 @@
+"""The requests to a model that one request of a client becomes, and what they need of the client's connection.
+
+Invariant: when the client disconnects, or one of the requests fails, the others are cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+from shmserve.errors import ServeError, Unavailable
+from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.plans import RequestPlan
+from shmserve.gateway.limits.caller_shares import Payer
+from shmserve.gateway.limits.turns import SlicedWork
+from shmserve.gateway.upstream.documents import Route
+from shmserve.gateway.upstream.requests import Charge, PendingStream, RequestSender, withdraw
+
+JSON = b"application/json"
+_Ticket = TypeVar("_Ticket", bound=Charge)
+
+
+class OpenAiHead(Protocol):
+    """The fields of a request's head that matter here."""
+
+    @property
+    def route(self) -> Route: ...
+
+    @property
+    def token(self) -> str: ...
+
+    @property
+    def forwarded(self) -> dict[str, str] | None: ...
+
+    @property
+    def old(self) -> bool: ...
+
+
+class _Watcher(Protocol):
+    def disconnected(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class OpenAiConnection(Protocol):
+    @property
+    def writable(self) -> bool: ...
+
+    def payer(self, token: str) -> Payer: ...
+
+    def wait_for(self, ticket: Charge, resume: Callable[[], None] | None = None) -> None: ...
+
+    def watch(self, viewer: _Watcher, resume: Callable[[], None] | None = None) -> None: ...
+
+    def begin_events(self, status: int = 200, more: bytes = b"", first: bytes = b"") -> None: ...
+
+    def send_event(self, data: bytes) -> None: ...
+
+    def end_events(self, last: bytes = b"") -> None: ...
+
+    def work(self, work: SlicedWork[Any], then: Callable[[Any], None]) -> None: ...
+
+    def fail(self, error: ServeError, request_id: str = "") -> None: ...
+
+    def answer(
+        self, status: int, parts: list[Buffer], kind: bytes = JSON, json_length: int | None = None, more: bytes = b""
+    ) -> None: ...
+
+
+class FanOut(Generic[_Ticket]):
+    """Sends the requests in order, at most `at_once` at a time. `window`: of their streams; 0: they have one answer."""
+
+    def __init__(
+        self, connection: OpenAiConnection, head: OpenAiHead, sender: RequestSender, model: str, at_once: int,
+        window: int = 0,
+    ) -> None:  # fmt: skip
+        self._connection = connection
+        self._head = head
+        self._sender = sender
+        self._model = model
+        self._at_once = at_once
+        self._window = window
+        self._requests: Iterator[tuple[_Ticket, RequestPlan]] = iter(())
+        self._next: tuple[_Ticket, RequestPlan] | None = None
+        self.in_flight: dict[_Ticket, None] = {}
+        self.over = False
+        """All have ended, or were cancelled: the client gets nothing more of them."""
+
+    def begin(self, requests: Iterable[tuple[_Ticket, RequestPlan]], resume: Callable[[], None] | None = None) -> None:
+        """`resume` is called when the client reads again."""
+        self._requests = iter(requests)
+        self._next = next(self._requests, None)
+        self._connection.watch(self, resume)
+        try:
+            self._send()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def ended(self, ticket: _Ticket) -> bool:
+        """One of them has succeeded: sends another one in its place. Returns whether it was the last."""
+        del self.in_flight[ticket]
+        self._send()
+        self.over = not self.in_flight
+        return self.over
+
+    def failed(self, ticket: _Ticket) -> None:
+        """One of them has failed: cancels the others."""
+        self.in_flight.pop(ticket, None)
+        self.cancel()
+
+    def _send(self) -> None:
+        while self._next is not None and len(self.in_flight) < self._at_once:
+            ticket, plan = self._next
+            pieces = [spec.data or b"" for spec in plan.inputs]
+            payer = self._connection.payer(self._head.token)
+            try:
+                self._sender.infer(
+                    payer, ticket, self._model, "", plan, pieces, plan.options.id, self._head.forwarded, self._window
+                )
+            except Unavailable:
+                if not self.in_flight:
+                    raise
+                return  # until one of the others has ended
+            self.in_flight[ticket] = None
+            self._next = next(self._requests, None)
+
+    def cancel(self) -> None:
+        self.over = True
+        self._next = None
+        in_flight, self.in_flight = self.in_flight, {}
+        for ticket in in_flight:
+            withdraw(self._sender.link, ticket)
+            if isinstance(ticket, PendingStream):
+                ticket.parts.clear()
+
+    def disconnected(self) -> None:
+        self.cancel()
+
+    def stop(self) -> None:
+        """The gateway ends: requests in flight are finished."""
