@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.errors import InvalidRequest, NotFound, Unsupported
 from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.generate import check_in_slices
@@ -25,7 +25,7 @@ from shmserve.gateway.openai.fan_out import OpenAiConnection, OpenAiHead
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, ResponseFormat
 from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.models import MESSAGES, LanguageModel
-from shmserve.gateway.openai.templates import TemplateThread, template_values
+from shmserve.gateway.openai.templates import Rendering, TemplateThread, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery
 from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask, serve_error
 
@@ -147,9 +147,15 @@ class OpenAiRequests:
         tools = None if request.tool_choice == "none" else request.tools
         arguments = inputs.template_arguments(request)
         values = template_values(request.messages, tools, arguments, model.parameters)
-        rendering = _Rendering(connection, lambda text: then([inputs.text_tensor(model, models.PROMPT, text.encode())]))
-        connection.watch(rendering)
-        self._templates.render(template, values, len(_encode(values)), rendering.take, rendering.failed)
+
+        def rendered(text: str) -> None:
+            try:
+                then([inputs.text_tensor(model, models.PROMPT, text.encode())])
+            except Exception as error:
+                connection.fail(serve_error(error))
+
+        size = len(_encode(values))
+        connection.watch(_Watcher(self._templates.render(template, values, size, rendered, connection.fail)))
 
     def _generate(
         self, connection: OpenAiConnection, head: OpenAiHead, model: LanguageModel, request: Sampling,
@@ -181,27 +187,14 @@ class OpenAiRequests:
         Embeddings(connection, head, self._sender, model, request, texts).begin()
 
 
-class _Rendering:
-    """The client waits for its chat template to be rendered."""
+class _Watcher:
+    """Cancels the rendering of a chat template when its client disconnects."""
 
-    def __init__(self, connection: OpenAiConnection, then: Callable[[str], None]) -> None:
-        self._connection: OpenAiConnection | None = connection
-        self._then = then
-
-    def take(self, text: str) -> None:
-        if self._connection is None:
-            return
-        try:
-            self._then(text)
-        except Exception as error:
-            self._connection.fail(serve_error(error))
-
-    def failed(self, error: ServeError) -> None:
-        if self._connection is not None:
-            self._connection.fail(error)
+    def __init__(self, rendering: Rendering) -> None:
+        self._rendering = rendering
 
     def disconnected(self) -> None:
-        self._connection = None
+        self._rendering.cancelled = True
 
     def stop(self) -> None:
         """The gateway ends: requests in flight are finished."""

@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.extras import install_command
@@ -36,20 +38,24 @@ class TemplateError(Exception):
     """Raised by a template that refuses the messages."""
 
 
-class _Task(NamedTuple):
+class Rendering(Struct):
+    """A template that waits or is rendered. `cancelled`: its client has disconnected, and neither `then` nor `failed`
+    is called."""
+
     loop: asyncio.AbstractEventLoop
     template: str
     values: dict[str, Any]
     size: int
     then: Callable[[str], None]
     failed: Callable[[ServeError], None]
+    cancelled: bool = False
 
 
 class TemplateThread:
     """Renders one template at a time. The thread starts with the first one."""
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._waiting: SimpleQueue[Rendering | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._renderer = TemplateRenderer()
         self._waiting_bytes = 0
@@ -57,7 +63,7 @@ class TemplateThread:
     def render(
         self, template: str, values: dict[str, Any], size: int, then: Callable[[str], None],
         failed: Callable[[ServeError], None],
-    ) -> None:  # fmt: skip
+    ) -> Rendering:  # fmt: skip
         """Calls `then` or `failed` in the event loop. `size`: bytes of the messages in JSON."""
         if size > INPUT_BYTES:
             raise BadParameter(
@@ -73,32 +79,35 @@ class TemplateThread:
             self._thread = threading.Thread(target=self._run, name="chat-templates", daemon=True)
             self._thread.start()
         self._waiting_bytes += size
-        self._tasks.put(_Task(asyncio.get_running_loop(), template, values, size, then, failed))
+        made = Rendering(asyncio.get_running_loop(), template, values, size, then, failed)
+        self._waiting.put(made)
+        return made
 
     def close(self) -> None:
         if self._thread is not None:
-            self._tasks.put(None)
+            self._waiting.put(None)
             self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (rendering := self._waiting.get()) is not None:
             try:
-                text = self._renderer.render(task.template, task.values)
+                text = "" if rendering.cancelled else self._renderer.render(rendering.template, rendering.values)
             except ServeError as error:
-                self._call(task, task.failed, error.with_traceback(None))
+                self._call(rendering, rendering.failed, error.with_traceback(None))
             else:
-                self._call(task, task.then, text)
+                self._call(rendering, rendering.then, text)
 
-    def _call(self, task: _Task, function: Callable[[Any], None], value: Any) -> None:
+    def _call(self, rendering: Rendering, function: Callable[[Any], None], value: Any) -> None:
         try:
-            task.loop.call_soon_threadsafe(self._end, task, function, value)
+            rendering.loop.call_soon_threadsafe(self._end, rendering, function, value)
         except RuntimeError:
             log.info("a chat template was rendered after the gateway had stopped")
 
-    def _end(self, task: _Task, function: Callable[[Any], None], value: Any) -> None:
-        self._waiting_bytes -= task.size
-        function(value)
+    def _end(self, rendering: Rendering, function: Callable[[Any], None], value: Any) -> None:
+        self._waiting_bytes -= rendering.size
+        if not rendering.cancelled:
+            function(value)
 
 
 class TemplateRenderer:

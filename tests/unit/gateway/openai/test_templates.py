@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,6 +126,42 @@ def test_the_thread(thread: TemplateThread) -> None:
     assert (first, third) == ("1", "2")
     assert isinstance(second, Unsupported)
     assert rendered(thread, "{{ a }}") == ["1"], "it outlives a loop"
+
+
+def test_what_is_cancelled_is_not_rendered(thread: TemplateThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts it until the thread has come to it."""
+    entered, gate = threading.Event(), threading.Event()
+    rendered: list[str] = []
+
+    def render(renderer: TemplateRenderer, template: str, values: dict[str, Any]) -> str:
+        rendered.append(template)
+        entered.set()
+        assert gate.wait(60)
+        return template
+
+    async def run() -> list[str]:
+        found: list[str] = []
+        done = asyncio.Event()
+
+        def last(text: str) -> None:
+            found.append(text)
+            done.set()
+
+        first = thread.render("first", {}, 5, found.append, ignore)
+        await asyncio.to_thread(entered.wait, 60)
+        second = thread.render("second", {}, 5, found.append, ignore)
+        thread.render("third", {}, 5, last, ignore)
+        first.cancelled = second.cancelled = True
+        with pytest.raises(Unavailable, match="15 bytes of messages wait"):
+            thread.render("fourth", {}, 5, ignore, ignore)
+        gate.set()
+        await done.wait()
+        return found
+
+    monkeypatch.setattr(TemplateRenderer, "render", render)
+    monkeypatch.setattr(templates, "WAITING_BYTES", 15)
+    assert asyncio.run(run()) == ["third"]
+    assert rendered == ["first", "third"]
 
 
 def ignore(found: object) -> None: ...
