@@ -74,14 +74,13 @@ class Comparisons:
         if expected.dtype == "BYTES":
             return "has other strings"
         dtype = to_numpy(expected.dtype)
-        arrays = (np.frombuffer(data, dtype) for data in (bytes_expected, bytes_found))
+        one, other = (np.frombuffer(data, dtype) for data in (bytes_expected, bytes_found))
         tolerance = TOLERANCES.get(expected.dtype)
         if tolerance is None:
-            one, other = arrays
             return f"has {np.count_nonzero(one != other)} of {elements(expected.shape)} elements that differ"
         if expected.dtype == "BF16":  # without ml_dtypes, numpy has only its bits
-            arrays = map(from_bfloat16, arrays)
-        share = float_difference(*arrays)
+            one, other = from_bfloat16(one), from_bfloat16(other)
+        share = float_difference(one, other)
         return "" if share <= tolerance else f"differs by {100 * share:.3g} % of its largest value"
 
     def _bytes(self, tensor: Tensor) -> Any:
