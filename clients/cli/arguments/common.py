@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ CODES = """exit codes:
 """
 MOST = 2**63 - 1
 DIGITS = 30
+MOST_NS = 10**18
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min|m|h)?")
+_UNITS = {"us": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "min": 60e9, "h": 3600e9}
 ELSEWHERE = ("--url URL, --runtime-dir DIR", "the server (default: this user's)")
 
 
@@ -144,11 +149,43 @@ def integer(least: int, most: int = MOST) -> Callable[[str], int]:
 at_least_0, at_least_1 = integer(0), integer(1)
 
 
-def seconds(text: str) -> float:
+def parsed(text: str) -> float:
+    """NaN if it is not a number: no comparison with it holds."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = -1.0
+        return math.nan
+
+
+def seconds(text: str) -> float:
+    value = parsed(text)
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
     return value
+
+
+def positive(text: str) -> float:
+    value = parsed(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return value
+
+
+def duration(text: str) -> int:
+    """300us, 20ms, 1.5s, 2m or 1h as nanoseconds."""
+    found = _TIME.fullmatch(text.strip())
+    if found is not None and not found[2]:
+        raise argparse.ArgumentTypeError(f"'{text}' has no unit: {text.strip()}ms? Units are us, ms, s, m and h")
+    value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 1 <= value < MOST_NS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0, such as 300us, 20ms, 1.5s or 2m")
+    return round(value)
+
+
+def span(text: str) -> tuple[int, int]:
+    """8 or 8-128."""
+    low, dash, high = text.partition("-")
+    found = at_least_1(low), at_least_1(high if dash else low)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"'{text}': the upper bound is below the lower bound")
+    return found

@@ -15,12 +15,13 @@ from shmserve.clients.cli.arguments.common import (
     add_server_command,
     at_least_0,
     at_least_1,
+    duration,
     integer,
+    parsed,
 )
 from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.help import CommandParser, rare
 
-_UNITS = {"us": 1e3, "ms": 1e6, "s": 1e9}
 MOST_LOADS = 1000
 MOST_CALLERS = 65_536
 MOST_PER_S = 10_000_000
@@ -158,15 +159,6 @@ def _add_results(command: CommandParser) -> None:
 # ---------------------------------------------------------------------------------------- types
 
 
-def duration(text: str) -> int:
-    """20ms, 1.5s, 300us -> ns."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text)
-    found = round(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if not 0 < found < 10**15:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0 such as 20ms, 1.5s or 300us")
-    return found
-
-
 def header(text: str) -> tuple[str, str]:
     match = re.fullmatch(r"([\w-]+):\s*([^\r\n]+)", text)
     if match is None:
@@ -191,10 +183,7 @@ def limit(text: str) -> tuple[float, int]:
 
 
 def percent(text: str) -> float:
-    try:
-        found = float(text.removesuffix("%")) / 100
-    except ValueError:
-        found = 0.0
+    found = parsed(text.removesuffix("%")) / 100
     if not 0 < found < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a percentage between 0 and 100")
     return found

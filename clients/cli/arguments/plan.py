@@ -6,14 +6,21 @@ import argparse
 import re
 from typing import Any
 
-from shmserve.clients.cli.arguments.common import add_command, add_output, at_least_0, at_least_1, integer
-from shmserve.clients.cli.arguments.tune import positive, span
+from shmserve.clients.cli.arguments.common import (
+    add_command,
+    add_output,
+    at_least_0,
+    at_least_1,
+    duration,
+    integer,
+    parsed,
+    positive,
+    span,
+)
 from shmserve.clients.cli.help import CommandParser, rare
 
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min|m|h)")
-_TIMES = {"us": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "min": 60e9, "h": 3600e9}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kKM]?)")
-_TIMES_K = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6}
+_FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6}
 POLICIES = ("random", "round-robin", "two-choices", "least", "hash", "bounded-hash")
 MOST_SERVERS = 100_000
 MOST_KEYS = 10_000_000
@@ -142,7 +149,7 @@ def policy(text: str) -> str | tuple[str, ...]:
 def rate(text: str) -> float:
     """500, 50k or 1.2M."""
     found = _RATE.fullmatch(text.strip())
-    value = float(found[1]) * _TIMES_K[found[2]] if found else 0.0
+    value = float(found[1]) * _FACTORS[found[2]] if found else 0.0
     if not 0 < value < 1e10:
         raise argparse.ArgumentTypeError(f"'{text}' is not a rate above 0, such as 500, 50k or 1.2M")
     return value
@@ -163,21 +170,9 @@ def keys(text: str) -> int:
 
 
 def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = parsed(text)
     if not 0 <= value < 100:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 to 100")
-    return value
-
-
-def duration(text: str) -> int:
-    """200us, 20ms, 5s, 2m or 1h as nanoseconds."""
-    found = _TIME.fullmatch(text.strip())
-    value = round(float(found[1]) * _TIMES[found[2]]) if found else 0
-    if not value:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0, such as 20ms, 5s or 2m")
     return value
 
 

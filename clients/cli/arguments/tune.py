@@ -7,12 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shmserve.clients.cli.arguments.common import add_backend_directory, add_command, add_output, at_least_1, seconds
+from shmserve.clients.cli.arguments.common import (
+    add_backend_directory,
+    add_command,
+    add_output,
+    at_least_1,
+    duration,
+    positive,
+    seconds,
+    span,
+)
 from shmserve.clients.cli.help import rare
 
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
-_TIMES = {"us": 1e3, "ms": 1e6, "s": 1e9}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
 
 
@@ -30,7 +36,7 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     command = add_command(commands, "tune", "tune", about, examples, codes, note)
     add = command.add_argument
     add("model", metavar="MODEL", type=Path, help="directory with the model's config.pbtxt")
-    add("--p99", metavar="TIME", type=time_ns, required=True, help="limit of the 99th percentile, e.g. 20ms")
+    add("--p99", metavar="TIME", type=duration, required=True, help="limit of the 99th percentile, e.g. 20ms")
     add(
         "--memory",
         metavar="SIZE",
@@ -66,17 +72,6 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
     add_output(command)
 
 
-def time_ns(text: str) -> int:
-    """20ms, 500us or 1.5s as nanoseconds."""
-    found = _TIME.fullmatch(text.strip())
-    value = round(float(found[1]) * _TIMES[found[2]]) if found else 0
-    if not found and _NUMBER.fullmatch(text.strip()):
-        raise argparse.ArgumentTypeError(f"'{text}' has no unit: {text.strip()}ms? Units are us, ms and s")
-    if not value:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0, such as 500us, 20ms or 1.5s")
-    return value
-
-
 def size(text: str) -> int:
     """2GiB, 512M or a number of bytes. Units are binary."""
     found = _SIZE.fullmatch(text.strip())
@@ -84,22 +79,3 @@ def size(text: str) -> int:
     if not value:
         raise argparse.ArgumentTypeError(f"'{text}' is not a size above 0, such as 512MiB or 2GiB")
     return value
-
-
-def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return value
-
-
-def span(text: str) -> tuple[int, int]:
-    """8 or 8-128."""
-    low, dash, high = text.partition("-")
-    found = at_least_1(low), at_least_1(high if dash else low)
-    if found[0] > found[1]:
-        raise argparse.ArgumentTypeError(f"'{text}': the upper bound is below the lower bound")
-    return found

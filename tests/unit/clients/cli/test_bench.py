@@ -122,7 +122,7 @@ def test_addresses() -> None:
         (["-r", "many"], "'many' is not a number above 0"),
         (["--until", "20ms"], "'20ms' is not a limit such as p99=20ms"),
         (["--until", "p101=1ms"], "'p101' is not a percentile such as p99"),
-        (["--until", "p99=20"], "'20' is not a time above 0 such as 20ms"),
+        (["--until", "p99=20"], "'20' has no unit: 20ms?"),
         (["-c", "65537"], "65,537 callers: the most is 65,536"),
         (["-r", "1:2e7"], "20,000,000 requests per second: the most is 10,000,000"),
         (["--seed", "-1"], "'-1' is not an integer of at least 0"),
