@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from shmserve.errors import Unsupported
 from shmserve.extras import install_command
 from shmserve.repo.agents.model import Agent
+from shmserve.repo.files.python_file import import_file
 from shmserve.repo.files.safe_paths import MODEL_NAME
 
 GROUP = "shmserve.repository_agents"
@@ -77,11 +77,7 @@ def create(name: str, directory: str = "") -> Agent:
 
 
 def _of_file(name: str, path: Path) -> Agent:
-    spec = importlib.util.spec_from_file_location(f"shmserve_agent_{name}", path, submodule_search_locations=None)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(path, f"shmserve_agent_{name}", [path.parent], f"{FILE} of repository agent '{name}'")
     found = getattr(module, CLASS, None)
     if found is None:
         raise Unsupported(f"repository agent '{name}': {path.name} has no class {CLASS}")

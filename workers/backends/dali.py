@@ -22,11 +22,11 @@ from nvidia import dali
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unsupported
 from shmserve.protocol.messages import Failure
 from shmserve.repo.config.complete import TensorFacts
+from shmserve.repo.files.python_file import import_file
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.model_facts import completed, none_missing
 from shmserve.workers.backends.parameters import Parameters
-from shmserve.workers.backends.source_file import import_file
 from shmserve.workers.batch.specs import Spec, outputs_of, request_inputs_of
 from shmserve.workers.model_calls.answer import Answer, failure_of
 from shmserve.workers.process.device import device_of, visible_number

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command
 from shmserve.repo.backends import FILE, GROUP, MODEL, in_directory
+from shmserve.repo.files.python_file import import_file
 from shmserve.workers.backends.base import Backend, SeparateBackend, StackedBackend
-from shmserve.workers.backends.source_file import import_file
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.backends import FUNCTION, MODEL, SOURCE_FILE
 from shmserve.repo.config.schema import as_triton_json
+from shmserve.repo.files.python_file import import_file
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.python import pb_utils
-from shmserve.workers.backends.source_file import import_file
 from shmserve.workers.process.device import device_of, visible_number
 
 if TYPE_CHECKING:

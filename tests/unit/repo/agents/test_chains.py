@@ -89,6 +89,36 @@ def test_agents_run_in_order_and_end_in_reverse_order(place: Place) -> None:
     assert not place.left()
 
 
+WITH_A_MODULE = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shmserve.repo.agents import Agent, Refused
+from words import REFUSAL
+
+
+@dataclass
+class Words:
+    text: str
+
+
+class RepositoryAgent(Agent):
+    def load(self, model):
+        raise Refused(Words(REFUSAL).text)
+"""
+
+
+def test_an_agent_is_a_module_and_imports_others_beside_it(place: Place) -> None:
+    folder = place.directory / "wordy"
+    folder.mkdir()
+    (folder / "agent.py").write_text(WITH_A_MODULE)
+    (folder / "words.py").write_text("REFUSAL = 'as its module says'")
+    with pytest.raises(InvalidRequest, match="repository agent 'wordy' refused the model: as its module says"):
+        place.chains().prepare("m", place.model, place.given(("wordy", "")), "1")
+    assert sorted(path.name for path in folder.iterdir()) == ["agent.py", "words.py"], "bytecode is not written there"
+
+
 def test_without_agents_nothing_runs(place: Place) -> None:
     assert place.chains().prepare("m", place.model, None, "1") is None
     assert not place.left()

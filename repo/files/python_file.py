@@ -1,4 +1,4 @@
-"""Imports a Python file of the user: a model, a pipeline or a backend."""
+"""Imports a Python file of the user: a model, a pipeline, a backend or a repository agent."""
 
 from __future__ import annotations
 
