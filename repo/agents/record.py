@@ -17,6 +17,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from shmserve.system.new_file import new_file
+
 CHAIN = "chain.json"
 DONE = "done"
 RESULT = "result.json"
@@ -45,9 +47,8 @@ class Result(Struct, frozen=True):
 
 def write(path: Path, content: Chain | Result) -> None:
     """Writes the file in one step: a reader finds it whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.encode(content))
-    part.replace(path)
+    with new_file(path) as part:
+        part.write_bytes(msgspec.json.encode(content))
 
 
 def read_chain(home: Path) -> Chain:

@@ -29,6 +29,8 @@ from pathlib import Path
 
 import msgspec
 
+from shmserve.system.new_file import new_file
+
 ABSENT = "absent"
 """The tree of a model that the repository has, but that has not been downloaded."""
 _SLOTS = 64
@@ -323,6 +325,5 @@ class Cache:
     def _save(self, repository: str, manifest: Manifest) -> None:
         place = self._manifest_path(repository, manifest.model)
         place.parent.mkdir(mode=0o700, exist_ok=True)
-        temporary = place.with_name(f".{manifest.model}-{os.getpid()}-{threading.get_ident()}")
-        temporary.write_bytes(msgspec.json.encode(manifest))
-        os.replace(temporary, place)
+        with new_file(place) as part:
+            part.write_bytes(msgspec.json.encode(manifest))
