@@ -313,7 +313,7 @@ class ClientOperations:
         """Reports an error to the job's client, or logs it without a job."""
         if job is None:
             self._polling = False
-            log.error("polling the repositories failed; the next poll runs as usual", exc_info=error)
+            log.error("cannot read the repositories; models are served unchanged", exc_info=error)
             return
         if isinstance(error, ServeError):
             code, text = error.code, error.message

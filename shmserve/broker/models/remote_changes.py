@@ -6,7 +6,7 @@ loads read models; what others change is not looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shmserve.broker.models.catalog import Catalog, Reading
@@ -59,14 +59,11 @@ class RemoteChanges:
     def _fetched_all(self) -> None:
         if self._operations.is_polling:
             self._remote.poll()
+        reader = self._operations.reader
         if self._operations.explicit:
-            self._operations.reader.run(self._catalog.read_all, self._read_all)
-        else:  # after the models that were published before, which are read in the same thread
-            self._operations.reader.run(lambda: None, lambda _: self._end_of_start())
-
-    def _read_all(self, readings: Collection[Reading]) -> None:
-        self._operations.begin(readings)  # all that there are: none needs another one
-        self._end_of_start()
+            reader.run(self._catalog.read_all, self._operations.begin)  # all that there are: none needs another one
+        # After that, or the models that were published before, in the same thread, even if they cannot be read.
+        reader.run(lambda: None, lambda _: self._end_of_start())
 
     def _changed(self, model: str) -> None:
         if self._operations.is_polling:
@@ -138,6 +135,8 @@ class RemoteChanges:
             text = failures[missing.model]
         except ServeError as error:
             text = failures.get(name, error.message)
+        except OSError as error:
+            text = f"disk error: {error.strerror}"
         return Reading(ScannedModel.failed(name, Path(), text)), []
 
     def _end_of_start(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from errno import EIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,42 +64,91 @@ class Remote:
         self.show(name, str(list(CONFIGS).index(name)))
         then("", ())
 
+    def fetch_all(self, then: Fetched) -> None:
+        then("", ())
 
-def test_a_model_is_deployed_as_the_thread_has_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+class Started:
+    """Mode explicit, before anything is loaded."""
+
+    def __init__(self, root: Path) -> None:
+        self.loop, self.remote = Loop(), Remote(root)
+        self.inbox: list[Any] = []
+        self.began = 0
+        self.catalog = Catalog(self.remote.folders, {}, CoreSet((0,)))
+        remote = cast(RemoteModels, self.remote)
+        self.operations = ClientOperations(
+            self.loop,
+            Core(),
+            self.catalog,
+            self.inbox.append,
+            lambda peer, message: None,
+            root / "overrides",
+            "explicit",
+            remote=remote,
+        )
+        self.changes = RemoteChanges(remote, self.catalog, self.operations, self._began)
+
+    def _began(self) -> None:
+        self.began += 1
+
+    def deployed(self) -> list[str]:
+        return [event.model for event in self.inbox if isinstance(event, events.Deploy)]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    started = Started(tmp_path)
+    yield started
+    started.operations.close()
+
+
+def test_a_model_is_deployed_as_the_thread_has_read_it(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop reads no files, and does not notice that a step's model has been released since."""
-    loop, remote = Loop(), Remote(tmp_path)
-    inbox: list[Any] = []
-    began: list[bool] = []
-    catalog = Catalog(remote.folders, {}, CoreSet((0,)))
     readers: set[threading.Thread] = set()
-    read = catalog.read
+    read = started.catalog.read
 
     def observed(*arguments: Any) -> Reading:
         readers.add(threading.current_thread())
         return read(*arguments)
 
-    monkeypatch.setattr(catalog, "read", observed)
-    operations = ClientOperations(
-        loop,
-        Core(),
-        catalog,
-        inbox.append,
-        lambda peer, message: None,
-        tmp_path / "overrides",
-        "explicit",
-        remote=cast(RemoteModels, remote),
-    )
-    try:
-        changes = RemoteChanges(cast(RemoteModels, remote), catalog, operations, lambda: began.append(True))
-        changes.begin(["both"])
-        loop.next()()
-        assert remote.requested == ["both", "good"]
-        adopt = loop.next()
-        remote.show("good", ABSENT)
-        adopt()
-        assert [event.model for event in inbox if isinstance(event, events.Deploy)] == ["both", "good"]
-        assert began == [True]
-        assert not changes.starting
-        assert threading.current_thread() not in readers
-    finally:
-        operations.close()
+    monkeypatch.setattr(started.catalog, "read", observed)
+    started.changes.begin(["both"])
+    started.loop.next()()
+    assert started.remote.requested == ["both", "good"]
+    adopt = started.loop.next()
+    started.remote.show("good", ABSENT)
+    adopt()
+    assert started.deployed() == ["both", "good"]
+    assert started.began == 1
+    assert not started.changes.starting
+    assert threading.current_thread() not in readers
+
+
+def test_all_models_are_loaded(started: Started) -> None:
+    for name in CONFIGS:
+        started.remote.fetch(name, lambda failure, notes: None)
+    started.changes.begin(["*"])
+    assert started.changes.starting
+    for _ in range(2):
+        started.loop.next()()
+    assert started.deployed() == ["both", "good"]
+    assert started.began == 1
+
+
+@pytest.mark.parametrize("models", [["*"], ["both"]])
+def test_the_start_ends_although_the_disk_fails(
+    started: Started, monkeypatch: pytest.MonkeyPatch, models: list[str]
+) -> None:
+    """Otherwise the server would never be ready, and not say why."""
+
+    def failing(*_: Any) -> Any:
+        raise OSError(EIO, "Input/output error")
+
+    monkeypatch.setattr(started.catalog, "read_all", failing)
+    monkeypatch.setattr(started.catalog, "read", failing)
+    started.changes.begin(models)
+    while not started.began:
+        started.loop.next()()
+    assert not started.changes.starting
+    assert not started.deployed()
