@@ -21,7 +21,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement fleet-plots proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -30,7 +30,7 @@ help:
 	@echo 'make test        set up if needed, run the test suite; ARGS="-k name" selects tests'
 	@echo 'make test-engines  install the engines that make test does not have in build/engines, and test them; ENGINES="name ..."'
 	@echo 'make browser-test  test the web page in Chromium, which is installed where that is permitted; ARGS="..." as for make test'
-	@echo 'make test-fleet  test several servers behind HAProxy and Envoy, which are put into build/fleet; ARGS="..." as for make test'
+	@echo 'make test-fleet  test several servers with HAProxy, Envoy and Prometheus, which are put into build/fleet; ARGS="..." as for make test'
 	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
 	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
 	@echo 'make check       run the linter, format check, type check and import check'
@@ -41,6 +41,7 @@ help:
 	@echo 'make bench-endpoints  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
 	@echo 'make bench-agreement  compare the figures of shmserve bench with those of perf_analyzer and wrk'
 	@echo 'make fleet-plots   write the plots of docs/plan.md from the results in bench/fleet; ARGS=all simulates again'
+	@echo 'make dashboards  write the dashboards for Grafana in deploy/grafana from make_dashboards.py'
 	@echo 'make proto       regenerate the files made from the .proto files'
 	@echo 'make install-systemd     as root: install the server as a service in PREFIX=$(PREFIX); docs/operations.md'
 	@echo 'make uninstall-systemd   as root: remove the service; settings and models are kept'
@@ -115,6 +116,9 @@ bench-agreement: $(VENV)/.dev tritonclient
 
 fleet-plots: $(VENV)/.dev
 	@$(BIN)/python -m bench.fleet $(ARGS)
+
+dashboards:
+	@$(PYTHON) deploy/grafana/make_dashboards.py
 
 proto: $(VENV)/.dev
 	@$(PIP) grpcio-tools

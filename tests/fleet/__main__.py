@@ -1,6 +1,6 @@
-"""`python -m tests.fleet`: puts the balancers into build/fleet, unless they are there, and runs the tests here.
+"""`python -m tests.fleet`: puts the programs into build/fleet, unless they are there, and runs the tests here.
 
-Arguments are for pytest. A balancer that cannot be had is skipped, and pytest says so.
+Arguments are for pytest. A program that cannot be had is skipped, and pytest says so.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ from tests import ROOT
 from tests.__main__ import PYTEST, compile_all
 from tests.fleet import programs
 
+INSTALLS = {
+    "HAProxy": programs.install_haproxy,
+    "Envoy": programs.install_envoy,
+    "Prometheus": programs.install_prometheus,
+}
+
 
 def main(arguments: list[str]) -> int:
     compile_all()
-    for name, install in (("HAProxy", programs.install_haproxy), ("Envoy", programs.install_envoy)):
+    for name, install in INSTALLS.items():
         if reason := install():
             print(f"{name} could not be installed, its tests are skipped: {reason}", flush=True)
     place = str(Path(__file__).parent.relative_to(ROOT))

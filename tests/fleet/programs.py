@@ -1,4 +1,4 @@
-"""The balancers: those of this machine, or packages unpacked in build/fleet, which changes nothing else."""
+"""Balancers and Prometheus: those of this machine, or packages unpacked in build/fleet, which changes nothing else."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from tests import ROOT
@@ -30,6 +31,14 @@ def _found(name: str, *places: Path) -> Path | None:
     return next((place for place in ([Path(known)] if known else []) + list(places) if place.is_file()), None)
 
 
+def prometheus() -> Path | None:
+    return _found("prometheus", PLACE / "prometheus" / "usr" / "bin" / "prometheus")
+
+
+def promtool() -> Path | None:
+    return _found("promtool", PLACE / "prometheus" / "usr" / "bin" / "promtool")
+
+
 def environment() -> dict[str, str]:
     """That of a balancer: the libraries of an unpacked package are beside it."""
     folders = [str(folder) for folder in (PLACE / "haproxy" / "usr" / "lib").glob("*-linux-gnu")]
@@ -38,20 +47,31 @@ def environment() -> dict[str, str]:
 
 def install_haproxy() -> str:
     """Unpacks Debian's package, and those that it needs and this machine lacks. Returns why that failed, or ""."""
-    if haproxy() is not None:
-        return ""
+    return "" if haproxy() is not None else _unpack("haproxy", _packages_for, haproxy)
+
+
+def install_prometheus() -> str:
+    """Unpacks Debian's package, with promtool; the others that it needs are for its web page. Returns as above."""
+    found = prometheus() is not None and promtool() is not None
+    return "" if found else _unpack("prometheus", lambda name: [name], prometheus)
+
+
+def _packages_for(name: str) -> list[str]:
+    plan = _apt("--simulate", "--no-install-recommends", "install", name)
+    return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
+
+
+def _unpack(name: str, packages: Callable[[str], list[str]], program: Callable[[], Path | None]) -> str:
     try:
-        plan = _apt("--simulate", "--no-install-recommends", "install", "haproxy")
-        names = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
         PLACE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            _apt("download", *names, cwd=folder)
+            _apt("download", *packages(name), cwd=folder)
             for package in Path(folder).glob("*.deb"):
-                _run("dpkg-deb", "--extract", str(package), str(PLACE / "haproxy"))
+                _run("dpkg-deb", "--extract", str(package), str(PLACE / name))
     except (subprocess.SubprocessError, OSError) as error:
-        shutil.rmtree(PLACE / "haproxy", ignore_errors=True)
+        shutil.rmtree(PLACE / name, ignore_errors=True)
         return str(error)
-    return "" if haproxy() is not None else "the package has no usr/sbin/haproxy"
+    return "" if program() is not None else f"the package has no {name}"
 
 
 def install_envoy() -> str:

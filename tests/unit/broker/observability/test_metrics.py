@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +34,6 @@ from tests.support.core.policies import scaling_of
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
 
-DASHBOARD = ROOT / "docs" / "dashboard.json"
 PAGE = ROOT / "docs" / "metrics.md"
 MS = 1_000_000
 SUFFIXES = ("_bucket", "_sum", "_count")
@@ -486,46 +483,9 @@ def test_how_busy_the_cores_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [cores.share() for _ in range(3)] == [0.0, 0.5, 1.0], "what is too short is not divided by"
 
 
-# ------------------------------------------------------------------------------------------ page and dashboard
+# ------------------------------------------------------------------------------------------ the page
 
 
 def test_the_page_has_the_reserved_names() -> None:
     text = PAGE.read_text()
     assert all(f"`{name}`" in text for name in RESERVED)
-
-
-def expressions(node: Any) -> list[str]:
-    if isinstance(node, list):
-        return [found for item in node for found in expressions(item)]
-    if not isinstance(node, dict):
-        return []
-    own = [node[key] for key in ("expr", "definition") if isinstance(node.get(key), str)]
-    if isinstance(node.get("query"), dict):
-        own.append(node["query"]["query"])
-    return own + [found for item in node.values() for found in expressions(item)]
-
-
-def test_the_dashboard_uses_what_there_is() -> None:
-    dashboard = json.loads(DASHBOARD.read_text())
-    known = {family.name: family for family in FAMILIES}
-    known |= {f"{family.name}{end}": family for family in FAMILIES if family.kind == "histogram" for end in SUFFIXES}
-    used = set()
-    for expression in expressions(dashboard):
-        names = re.findall(r"\b(?:nv|shmserve|process)_\w+", expression)
-        assert names, expression
-        for name in names:
-            family = known[name]
-            used.add(family.name)
-            assert family.kind != "histogram" or name != family.name, f"{name} has no samples of its own"
-            if family.kind == "counter" and not expression.startswith("label_values("):
-                assert re.search(rf"(rate|increase)\({name}\b", expression), f"{name} only rises: {expression}"
-        for labels in re.findall(r"\bby \(([^)]*)\)", expression) + re.findall(r"\{([^}]*)\}", expression):
-            for label in re.findall(r"(\w+)(?=\s*(?:[=!,]|$))(?![^\"]*\"(?:,|$))", labels):
-                allowed = {label for name in names for label in known[name].labels} | {"le", "job", "instance"}
-                assert label in allowed, expression
-    assert len(used) >= 25, "most of what there is has a place"
-    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
-    assert all(panel["title"] and panel["description"] for panel in panels)
-    places = Counter((panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels)
-    assert set(places.values()) == {1}

@@ -1,0 +1,115 @@
+"""A real Prometheus scrapes two real servers: the rules record, the dashboards show, and an alert fires."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from shmserve.testing import Server
+from tests.fleet import load, programs, watching
+from tests.fleet.watching import Prometheus
+from tests.unit.deploy.monitoring import alerts, dashboards, expressions, recorded, server_metrics
+
+pytestmark = pytest.mark.process
+SUCCESS = 'nv_inference_request_success{model="twice"}'
+WITHOUT_DATA = (
+    "nv_gpu_", "shmserve_requests_refused_total", "shmserve_model_instances_m", "shmserve_model_wakes_total",
+    "shmserve_shadow_requests_total", "shmserve_gateway_grpc_answers_total", 'state=~"lost|quarantined"',
+)  # fmt: skip
+"""Of these the servers of this test have no samples, or none that are shown."""
+
+
+class Watched(NamedTuple):
+    servers: list[Server]
+    prometheus: Prometheus
+
+    def address(self, server: int) -> str:
+        return self.servers[server].endpoints["metrics"]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """With requests to both servers, in more than one scrape, so that there are rates."""
+    if programs.prometheus() is None:
+        pytest.skip("Prometheus is not installed; `make test-fleet` installs it")
+    root = tmp_path_factory.mktemp("watched")
+    with ExitStack() as stack:
+        servers = []
+        for number in range(2):
+            load.write_models(root / f"models{number}", number)
+            servers.append(stack.enter_context(Server(root / f"models{number}", gateway=True)))
+        targets = [server.endpoints["metrics"] for server in servers]
+        prometheus = stack.enter_context(watching.running(root, targets))
+        for total in (100, 200):
+            for server in servers:
+                send(server, 50)
+            prometheus.until(lambda total=total: prometheus.query(f"sum({SUCCESS}) >= {total}"))  # type: ignore[misc]
+        for name in recorded():
+            prometheus.until(lambda name=name: prometheus.query(name))  # type: ignore[misc]
+        prometheus.until(lambda: len(prometheus.query("instance:nv_inference_request_success:rate5m > 0")) == 2)
+        yield Watched(servers, prometheus)
+
+
+def send(server: Server, count: int) -> None:
+    with contextlib.closing(http.client.HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+        connection.request("GET", "/v2/health/ready")
+        assert connection.getresponse().status == 200
+    with server.client() as client:
+        for value in range(count):
+            client.infer("twice", {"x": np.full((1, 1), value, np.float32)})
+
+
+def test_rules_record(watched: Watched) -> None:
+    """Every rule has been evaluated and has no error; the fixture has seen a result of each that records."""
+    prometheus = watched.prometheus
+    rules = [rule for group in prometheus.ask("/api/v1/rules")["groups"] for rule in group["rules"]]
+    assert {rule["name"] for rule in rules} == set(recorded()) | set(alerts())
+    assert {rule["health"] for rule in rules} == {"ok"}
+    assert [value for _, value in prometheus.query("job:up:count")] == [2]
+    assert [value for _, value in prometheus.query("job:shmserve_ready:sum")] == [2]
+
+
+def test_metrics_of_a_scrape_are_those_that_rules_may_name(watched: Watched) -> None:
+    for server in range(2):
+        match = {"match[]": f'{{instance="{watched.address(server)}"}}'}
+        names = {series["__name__"] for series in watched.prometheus.ask("/api/v1/series", **match)}
+        scraped = {name for name in names if ":" not in name and not name.startswith(("up", "scrape_", "ALERTS"))}
+        assert len(scraped) > 60
+        assert scraped <= server_metrics().keys()
+
+
+@pytest.mark.parametrize("name", dashboards())
+def test_panels_show_something(watched: Watched, name: str) -> None:
+    """Each query is valid and, as Grafana sends it, has results."""
+    empty = []
+    for expression in expressions(dashboards()[name]):
+        query = expression.replace("$__rate_interval", "1m")
+        for variable in ("job", "instance", "model"):
+            query = query.replace(f"${variable}", ".*")
+        if not watched.prometheus.query(query) and not any(word in query for word in WITHOUT_DATA):
+            empty.append(query)
+    assert not empty
+
+
+def test_an_alert_fires(watched: Watched) -> None:
+    """A server is killed. It fires for that one, and says what to do."""
+    prometheus = watched.prometheus
+    gone = watched.address(1)
+    watched.servers[1].kill()
+    prometheus.until(lambda: prometheus.query("job:shmserve_ready:sum == 1"))
+    (down,) = prometheus.until(
+        lambda: [
+            alert
+            for alert in prometheus.ask("/api/v1/alerts")["alerts"]
+            if alert["labels"]["alertname"] == "ShmserveServerDown" and alert["state"] == "firing"
+        ]
+    )
+    assert down["labels"]["instance"] == gone
+    assert down["annotations"]["summary"] == f"{gone} cannot be scraped"
+    assert "systemctl status shmserve" in down["annotations"]["action"]

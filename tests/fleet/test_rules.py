@@ -1,0 +1,52 @@
+"""promtool checks and tests the rules and alerts of deploy/prometheus."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.fleet import programs
+
+DEPLOY = ROOT / "deploy" / "prometheus"
+CASES = sorted((ROOT / "tests" / "fleet" / "rules").glob("*.yml"))
+
+
+def promtool(*words: str | Path) -> str:
+    program = programs.promtool()
+    if program is None:
+        pytest.skip("promtool is not installed; `make test-fleet` installs it")
+    done = subprocess.run([program, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["rules.yml", "alerts.yml"])
+def test_rules_are_valid(name: str) -> None:
+    assert "SUCCESS" in promtool("check", "rules", "--lint=all", "--lint-fatal", DEPLOY / name)
+
+
+def test_the_configuration_is_valid() -> None:
+    """With the files that it names."""
+    assert "2 rule files found" in promtool("check", "config", DEPLOY / "prometheus.yml")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
+def test_cases(case: Path) -> None:
+    assert "SUCCESS" in promtool("test", "rules", case)
+
+
+def test_promtool_sees_a_wrong_expectation(tmp_path: Path) -> None:
+    """A case that expects no alert where one fires is a failure."""
+    program = programs.promtool()
+    if program is None:
+        pytest.skip("promtool is not installed; `make test-fleet` installs it")
+    text = (ROOT / "tests" / "fleet" / "rules" / "load.yml").read_text().replace("../../../deploy", f"{DEPLOY.parent}")
+    broken = text.replace('reason="REJECTED"}\', values: "0+60x70"', 'reason="REJECTED"}\', values: "0x70"')
+    assert broken != text
+    (tmp_path / "load.yml").write_text(broken)
+    done = subprocess.run([program, "test", "rules", tmp_path / "load.yml"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ShmserveRequestsRejected" in done.stderr + done.stdout

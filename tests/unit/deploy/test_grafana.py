@@ -1,0 +1,96 @@
+"""The dashboards are those of make_dashboards.py, and show metrics that exist. tests/fleet runs their queries."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.support.promql import labels_in, metrics_in
+from tests.unit.deploy.monitoring import (
+    ALWAYS,
+    GRAFANA,
+    dashboards,
+    expressions,
+    recorded,
+    server_metrics,
+    written_dashboards,
+)
+
+METRICS = server_metrics()
+RECORDED = recorded()
+DASHBOARDS = dashboards()
+OWN = {"up", "ALERTS"}
+
+
+def test_dashboards_are_current() -> None:
+    written = {path.name: path.read_text() for path in (GRAFANA / "dashboards").iterdir()}
+    assert written == written_dashboards(), "write them with: make dashboards"
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_metrics_and_labels_exist(name: str) -> None:
+    for expression in expressions(DASHBOARDS[name]):
+        used = metrics_in(expression)
+        assert used, expression
+        assert used <= METRICS.keys() | RECORDED.keys() | OWN, expression
+        allowed = ALWAYS | {"alertname", "alertstate"}
+        for metric in used:
+            allowed |= METRICS[metric].labels if metric in METRICS else labels_in(RECORDED.get(metric, ""))
+            if metric in METRICS and METRICS[metric].kind in ("counter", "histogram"):
+                assert re.search(rf"(rate|increase)\({metric}\b", expression), f"{metric} only rises: {expression}"
+        allowed |= {"model"} if any("model" in RECORDED[metric] for metric in used & RECORDED.keys()) else set()
+        assert labels_in(expression) <= allowed, expression
+
+
+def test_most_metrics_have_a_place() -> None:
+    shown = {metric for dashboard in DASHBOARDS.values() for text in expressions(dashboard) for metric in
+             metrics_in(text)}  # fmt: skip
+    assert len(shown & METRICS.keys()) >= 45
+    levels = ("instance_model", "instance_model_le", "instance_model_state")  # steps to others, by model and server
+    missing = {name for name in RECORDED if name not in shown and name.split(":")[0] not in levels}
+    assert missing == {
+        "job_model:nv_inference_request_failure:rate5m",
+        "job_model:nv_inference_request_failure:ratio_rate1h",
+    }
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_variables_are_defined_and_used(name: str) -> None:
+    dashboard = DASHBOARDS[name]
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]} - {"datasource"}
+    texts = " ".join(expressions(dashboard))
+    assert set(re.findall(r"\$(\w+)", texts)) - {"__rate_interval"} == variables
+    for variable in dashboard["templating"]["list"]:
+        asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable.get("definition", ""))
+        if variable["name"] != "datasource":
+            assert asked
+            (metric,) = metrics_in(asked[1])
+            assert metric in METRICS
+            assert asked[2] in METRICS[metric].labels | ALWAYS
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_panels(name: str) -> None:
+    panels: list[dict[str, Any]] = DASHBOARDS[name]["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    filled: Counter[tuple[int, int]] = Counter()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        filled.update(
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        )
+        if panel["type"] != "row":
+            assert panel["title"]
+            assert panel["description"]
+    assert set(filled.values()) == {1}, "panels overlap"
+
+
+def test_dashboards_are_linked_by_uid_and_tag() -> None:
+    assert len({dashboard["uid"] for dashboard in DASHBOARDS.values()}) == len(DASHBOARDS) == 2
+    assert all(dashboard["tags"] == ["shmserve"] for dashboard in DASHBOARDS.values())

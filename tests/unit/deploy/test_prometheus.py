@@ -1,0 +1,104 @@
+"""Rules and alerts name metrics and labels that exist, and each alert says what to do. tests/fleet runs them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from shmserve.clients.cli import parser
+from tests import ROOT
+from tests.support.promql import labels_in, metrics_in
+from tests.unit.deploy.monitoring import ALWAYS, alerts, cases, recorded, server_metrics
+
+METRICS = server_metrics()
+RECORDED = recorded()
+ALERTS = alerts()
+PAGE = (ROOT / "docs" / "alerts.md").read_text()
+EXPRESSIONS = RECORDED | {name: alert["expr"] for name, alert in ALERTS.items()}
+OWN = {"up", "ALERTS"}
+"""Metrics of Prometheus itself."""
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_metrics_and_labels_exist(name: str) -> None:
+    used = metrics_in(EXPRESSIONS[name])
+    assert used
+    assert used <= METRICS.keys() | RECORDED.keys() | OWN
+    allowed = set(ALWAYS)
+    for metric in used:
+        allowed |= METRICS[metric].labels if metric in METRICS else labels_in(RECORDED.get(metric, ""))
+    assert labels_in(EXPRESSIONS[name]) <= allowed
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_counters_are_only_used_as_rates(name: str) -> None:
+    """Their values begin again at a restart. One alert also asks whether a series has just begun."""
+    plain = {""} if name == "ShmserveWakesFail" else set()
+    for metric in metrics_in(EXPRESSIONS[name]) & METRICS.keys():
+        if METRICS[metric].kind in ("counter", "histogram"):
+            uses = set(re.findall(rf"(\w*)\(?\b{metric}\b", EXPRESSIONS[name]))
+            assert uses <= {"rate", "increase"} | plain, metric
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_names_say_their_labels(name: str) -> None:
+    """level:metric:operation, as Prometheus recommends; the level is the labels that are left."""
+    level, metric, _ = name.split(":")
+    assert level in ("job", "instance", "job_model", "instance_model", "job_model_version", "job_model_state",
+                     "instance_model_state", "instance_model_le")  # fmt: skip
+    assert metric in METRICS.keys() | OWN | {"shmserve_batch_duration_seconds", "shmserve_batch_rows"} | {
+        family.removesuffix("_bucket") for family in METRICS
+    }
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_alerts_say_what_to_do(name: str) -> None:
+    alert = ALERTS[name]
+    assert name.startswith("Shmserve")
+    assert alert["labels"]["severity"] in ("warning", "critical")
+    notes = alert["annotations"]
+    assert set(notes) == {"summary", "action", "runbook"}
+    assert notes["runbook"] == f"docs/alerts.md#{name.lower()}"
+    section = re.search(rf"^### {name}\n\n(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert section, "docs/alerts.md lacks it"
+    assert len(section[1]) > 100
+
+
+def test_the_page_has_no_other_alerts() -> None:
+    assert re.findall(r"^### (Shmserve\w+)$", PAGE, re.MULTILINE) == list(ALERTS), "in the order of alerts.yml"
+    assert set(re.findall(r"`(\w+:\w+:\w+)`", PAGE)) == set(RECORDED)
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_commands_of_actions_exist(name: str) -> None:
+    for command in re.findall(r'"(shmserve [^"]*)"', ALERTS[name]["annotations"]["action"]):
+        words = shlex.split(re.sub(r"\{\{.*?\}\}", "mlp", command))
+        assert parser.parser().parse_known_args(words[1:])[0].command == words[1]
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_annotations_use_labels_of_the_alert(name: str) -> None:
+    """As the cases of tests/fleet/rules have them, which promtool checks. There is one in which it fires."""
+    fired = [
+        set(re.findall(r'(\w+)="', sample["labels"]))
+        for case in cases()
+        for expectation in case.get("promql_expr_test", ())
+        for sample in expectation["exp_samples"]
+        if f'alertname="{name}"' in sample.get("labels", "") and 'alertstate="firing"' in sample["labels"]
+    ]
+    assert fired, "no case of tests/fleet/rules"
+    used = set(re.findall(r"\$labels\.(\w+)", " ".join(ALERTS[name]["annotations"].values())))
+    assert used <= set.intersection(*fired)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recording_rules_have_a_case(name: str) -> None:
+    tested = {
+        metric
+        for case in cases()
+        for expectation in case.get("promql_expr_test", ())
+        for metric in metrics_in(expectation["expr"])
+    }
+    assert name in tested
