@@ -21,7 +21,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet tritonclient triton-qa check fmt docs stress bench bench-endpoints bench-agreement fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo 'make check       run the linter, format check, type check and import check'
 	@echo 'make fmt         format the code'
 	@echo 'make docs        write the tables of docs/ that are made from the source'
+	@echo 'make site        build the documentation in build/site and check its links; build/site-env has the generator'
 	@echo 'make stress      run the long tests for half an hour: kill -9, chaos, fuzz, hostile clients; SHMSERVE_SEED=N sets the seed'
 	@echo 'make bench       run the benchmarks, print the table and save it in bench/results; ARGS="..." passes options'
 	@echo 'make bench-endpoints  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
@@ -99,6 +100,10 @@ fmt: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	@$(BIN)/python -m tests.support.doc_tables
+
+# Without its generator, which is installed in an environment of its own, nothing is built, and the output says so.
+site: $(VENV)/.dev
+	@$(BIN)/python -m tests.site
 
 stress: $(VENV)/.dev
 	@SHMSERVE_EXPLORE=10 $(BIN)/python -m pytest -m hypothesis tests/unit tests/sim tests/conformance $(ARGS)

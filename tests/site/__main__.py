@@ -1,0 +1,65 @@
+"""`python -m tests.site`: builds the site in build/site and checks its links.
+
+The generator is installed in build/site-env, unless it is there. If it cannot be installed, nothing is built, and the
+reason is printed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+from tests import ROOT
+from tests.site.links import broken_links
+from tests.site.stage import stage
+
+PACKAGES = ("zensical==0.0.73", "mkdocstrings-python==2.0.11")
+ENVIRONMENT = ROOT / "build" / "site-env"
+MADE = ENVIRONMENT / ".made"
+PAGES = ROOT / "build" / "site-pages"
+SITE = ROOT / "build" / "site"
+INSTALL_S = 400
+
+
+def install() -> str:
+    """Creates the environment, unless it is there. Returns why that failed, or ""."""
+    wanted = "\n".join(PACKAGES)
+    if MADE.is_file() and MADE.read_text() == wanted:
+        return ""
+    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    pip = [str(ENVIRONMENT / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-input", "--retries", "1"]
+    for command in ([sys.executable, "-m", "venv", str(ENVIRONMENT)], [*pip, *PACKAGES]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
+        except (subprocess.SubprocessError, OSError) as error:
+            return str(error)
+        if done.returncode:
+            return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    MADE.write_text(wanted)
+    return ""
+
+
+def build() -> int:
+    """Builds the site. Any warning is an error."""
+    stage(ROOT, PAGES)
+    shutil.rmtree(SITE, ignore_errors=True)
+    command = [str(ENVIRONMENT / "bin" / "zensical"), "build", "--clean", "--strict"]
+    if status := subprocess.call(command, cwd=ROOT):
+        return status
+    if broken := broken_links(SITE):
+        print("broken links:", *broken, sep="\n  ")
+        return 1
+    print(f"the site: {(SITE / 'index.html').relative_to(ROOT)}")
+    return 0
+
+
+def main() -> int:
+    if reason := install():
+        print(f"the site is not built, as its generator could not be installed: {reason}")
+        return 0
+    return build()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
