@@ -10,12 +10,15 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from heapq import nlargest
+from itertools import groupby
 from typing import Any
 
+from shmserve.broker.models.traffic import traffic_document
 from shmserve.core.records import Version
 from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State
 from shmserve.core.stats.statistics import Statistics
+from shmserve.core.traffic import UNSET
 from shmserve.system import procfs
 
 SHOWN_CLIENTS = 100
@@ -66,6 +69,7 @@ class ActivityReport:
                 del instance["last_words"]  # many lines, which `models` has
                 on_gpu = instance["kind"] == "KIND_GPU" and instance["pid"]
                 instance["gpu_memory_bytes"] = self._gpu_bytes(instance["pid"]) if on_gpu else 0
+        self._add_traffic(index)
         clients = self._state.clients
         shown = nlargest(SHOWN_CLIENTS, clients.values(), key=lambda one: (len(one.requests), one.held_bytes))
         answer = {
@@ -76,6 +80,13 @@ class ActivityReport:
             "gpus": self._gpus(),
         }
         return answer | {"took_ns": time.monotonic_ns() - began}
+
+    def _add_traffic(self, index: list[Document]) -> None:
+        """Shares, aliases and shadows belong to a model; the entry of its first version has them, if any are set."""
+        for name, entries in groupby(index, key=lambda entry: entry["name"]):
+            first, model = next(entries), self._state.models.get(name)
+            if first["version"] and model is not None and (model.traffic != UNSET or model.comparisons):
+                first["traffic"] = traffic_document(model, model.traffic)
 
     def _server(self) -> Document:
         own = procfs.usage(os.getpid())

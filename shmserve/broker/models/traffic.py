@@ -40,7 +40,7 @@ class TrafficControl:
 
     def document(self, name: str) -> dict[str, Any]:
         model = self._find(name)
-        return _document(model, model.traffic)
+        return traffic_document(model, model.traffic)
 
     def change(self, name: str, body: bytes) -> dict[str, Any]:
         model = self._find(name)
@@ -51,7 +51,7 @@ class TrafficControl:
             log_record("info", f"traffic of model '{name}': {traffic.text}", {"model": name})
         # The change, not the result: another change may be waiting for the core's next turn.
         self._put(SetTraffic(name, change.shares, change.aliases, change.shadow))
-        return _document(model, traffic)
+        return traffic_document(model, traffic)
 
     def _find(self, name: str) -> Model:
         model = self._state.models.get(name)
@@ -81,7 +81,7 @@ def _check(model: Model, traffic: Traffic, changed: Mapping[str, Any]) -> None:
             raise InvalidRequest(f"alias {alias[:80]!r}: {text}")
 
 
-def _document(model: Model, traffic: Traffic) -> dict[str, Any]:
+def traffic_document(model: Model, traffic: Traffic) -> dict[str, Any]:
     """`now`: the percentage that each version gets with this traffic."""
     return {
         "model": model.name,

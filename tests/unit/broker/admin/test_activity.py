@@ -12,6 +12,7 @@ import pytest
 
 from shmserve.broker.admin.activity import SHOWN_CLIENTS, ActivityReport
 from shmserve.broker.admin.queries import Control
+from shmserve.core.events import SetTraffic
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.stats import histogram
 from shmserve.protocol.messages import Ask, Fail, Infer, Tensor
@@ -23,8 +24,10 @@ from tests.support.core.world import World
 MS = 1_000_000
 
 
-def policy(name: str = "m", most: int = 8) -> ModelPolicy:
-    return ModelPolicy(name, 1, most, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), BatchPolicy())
+def policy(name: str = "m", most: int = 8, version: int = 1) -> ModelPolicy:
+    return ModelPolicy(
+        name, version, most, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), BatchPolicy()
+    )
 
 
 def infer(client: FakeClient, number: int, rows: int = 1, model: str = "m") -> tuple[int, Infer]:
@@ -82,6 +85,22 @@ def test_models_and_what_their_instances_run() -> None:
     times = {int(bucket): count for bucket, count in counters["request_times"].items()}
     assert times == {(3 * MS).bit_length(): 1, (8 * MS).bit_length(): 2}
     assert all(histogram.edge(bucket - 1) < 8 * MS for bucket in times)
+
+
+def test_the_first_version_has_the_traffic_of_its_model() -> None:
+    world = World()
+    for model in (policy(), policy(version=2), policy("other")):
+        world.deploy(model)
+    control = control_of(world)
+    assert not any("traffic" in entry for entry in ask(control)["models"])
+    world.turn([(0, SetTraffic("m", {2: 10}, {"prod": 1, "next": 3}, {3: 5}))])
+    found = {(entry["name"], entry["version"]): entry for entry in ask(control)["models"]}
+    assert found["m", "1"]["traffic"] == {
+        "model": "m", "shares": {"2": 10}, "aliases": {"next": 3, "prod": 1}, "shadow": {"3": 5}, "compared": [],
+        "now": {"1": 90.0, "2": 10.0},
+    }  # fmt: skip
+    assert (found["m", "1"]["share"], found["m", "2"]["share"]) == (90, 10)
+    assert [key for key, entry in found.items() if "traffic" in entry] == [("m", "1")]
 
 
 def test_the_server_and_gpus() -> None:
