@@ -4,7 +4,7 @@ import {askToken, call, initAccess} from "./access.js"
 import {find, h, set, show, write} from "./dom.js"
 import {duration} from "./format.js"
 import {place, route} from "./route.js"
-import {Store} from "./store.js"
+import {Store, stateOf} from "./store.js"
 import {follow} from "./stream.js"
 import {modelView} from "./views/model.js"
 import {overview} from "./views/overview.js"
@@ -67,8 +67,9 @@ function take(name, document) {
 	store.take(name, document)
 	const {server} = store
 	write(find("server"), `${server.name} ${server.version}`)
-	write(find("ready"), `${server.ready ? "" : "not "}ready, up ${duration(server.uptime_seconds)}`)
-	set(find("ready"), "data-state", server.ready ? "ready" : "UNAVAILABLE")
+	const state = stateOf(server)
+	write(find("ready"), `${state}, up ${duration(server.uptime_seconds)}`)
+	set(find("ready"), "data-state", state)
 }
 
 function key(event) {

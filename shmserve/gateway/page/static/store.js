@@ -12,6 +12,7 @@ class Entry {
 		this.history = new History(["requests", "p50", "p99", "queue"])
 		this.rates = null
 		this.failed = -Infinity
+		this.marks = []
 		this.take(row)
 	}
 
@@ -27,6 +28,7 @@ class Entry {
 		this.instances = instances.filter(({state}) => state !== "stopped")
 		this.expected = this.instances.filter(({state}) => state !== "stopping").length
 		this.ready = this.instances.filter(({state}) => state === "ready").length
+		this.bounds = row.scaled ? row.scaled.join("-") : ""
 		this.memory = instances.reduce((sum, one) => sum + (one.memory_bytes ?? 0), 0)
 	}
 
@@ -35,7 +37,15 @@ class Entry {
 	}
 }
 
+/** What operators have set for a version: its share of the requests that name none, its aliases, and its share as a shadow. */
+function marksOf({version, row}, {shares, aliases, shadow}) {
+	const named = Object.keys(aliases).filter(alias => `${aliases[alias]}` === version)
+	return [Object.keys(shares).length && `${row.share ?? 0} %`, ...named.map(alias => `@${alias}`), shadow[version] && `shadow ${shadow[version]} %`].filter(Boolean)
+}
+
 const keyOf = (name, version = "") => `${name}\n${version}`
+
+export const stateOf = ({ready, out_of_service: drained}) => (drained ? "out of service" : ready ? "ready" : "not ready")
 
 export class Store {
 	constructor(news) {
@@ -51,6 +61,11 @@ export class Store {
 	watch(listener) {
 		this.listeners.add(listener)
 		return () => this.listeners.delete(listener)
+	}
+
+	/** The shares, aliases and shadow of a model, if any are set: in the row of its first version. */
+	traffic(name) {
+		return this.versions(name).find(({row}) => row.traffic)?.row.traffic
 	}
 
 	versions(name) {
@@ -98,8 +113,10 @@ export class Store {
 		const total = {requests: 0, failed: 0, queue: 0, running: 0}
 		const times = {}
 		const idle = between({}, {}, seconds)
+		const traffic = Object.fromEntries([...this.models.values()].filter(({row}) => row.traffic).map(({name, row}) => [name, row.traffic]))
 		for (const [key, entry] of this.models) {
 			const {row} = entry
+			entry.marks = Object.hasOwn(traffic, entry.name) ? marksOf(entry, traffic[entry.name]) : []
 			if (!changed.has(key)) entry.rates = row.version ? idle : null
 			const {rates} = entry
 			entry.history.push({...rates, queue: row.queued ?? 0})

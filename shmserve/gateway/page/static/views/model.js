@@ -6,7 +6,6 @@ import {button, codePanel, facts, h, panel, refill, set, show, table, write} fro
 import {NOTHING, bytes, clock, count, duration, plural, rate, share} from "../format.js"
 import {between} from "../rates.js"
 import {modelPath, route} from "../route.js"
-import {tryForm} from "../try/form.js"
 import {graph} from "./ensemble.js"
 import {stateCell} from "./overview.js"
 
@@ -29,7 +28,7 @@ export function modelView(store, {model, version}) {
 	const outcome = h("p", {role: "status"})
 	const [load, unload] = ["load", "unload"].map(action => button("Unload", () => operate(action), {"data-action": action}))
 	const problems = h("div")
-	const live = livePart()
+	const live = livePart(store)
 	const parts = {"": live.node, try: h("section"), config: h("section")}
 	const body = h("div", {hidden: true})
 	const tabs = Object.entries(TABS).map(([id, text]) => h("a", {href: route(model, version, id)}, text))
@@ -48,10 +47,10 @@ export function modelView(store, {model, version}) {
 		show(load, entry)
 		show(body, entry)
 		show(unload, loaded)
-		const all = store.versions(model).map(one => one.version).filter(Boolean)
-		refill(versions, [all, entry?.version, part], () => all.map(one =>
-			h("a.chip", {href: route(model, one, part), "aria-current": one === entry?.version && "true"}, `version ${one}`)))
-		refill(problems, [entry?.reason, entry?.row.last_failed_change, store.now > 0], () => problemsOf(entry, store.now > 0))
+		const all = store.versions(model).filter(one => one.version).map(({version, marks}) => ({version, marks}))
+		refill(versions, [all, entry?.version, part], () => all.map(({version: one, marks}) =>
+			h("a.chip", {href: route(model, one, part), "aria-current": one === entry?.version && "true"}, [`version ${one}`, ...marks].join(" · "))))
+		refill(problems, [entry?.reason, entry?.row.last_failed_change, entry?.row.asleep, store.now > 0], () => problemsOf(entry, store.now > 0))
 		if (!entry) return
 		state.update(entry)
 		first ??= {counters: entry.counters, now: store.now}
@@ -70,11 +69,22 @@ export function modelView(store, {model, version}) {
 			.then(found => now === fetched && take(found))
 	}
 
+	const missing = ({error = "The model is being loaded."}) => h("p.empty", error)
+
 	function take(found) {
-		const {metadata, config, text, error = "The model is being loaded."} = detail = found
-		const missing = () => h("p.empty", error)
-		refill(parts.try, [metadata, config, error], () => (metadata ? tryForm(found, version) : missing()))
-		refill(parts.config, [text, error], () => (text ? codePanel("Configuration as loaded", text, "config") : missing()))
+		detail = found
+		refill(parts.config, [found.text, found.error], () => (found.text ? codePanel("Configuration as loaded", found.text, "config") : missing(found)))
+		fillForm()
+	}
+
+	/** The code of the form is loaded when it is first shown. */
+	async function fillForm() {
+		if (part !== "try" || !detail) return
+		const found = detail
+		const {tryForm} = await import("../try/form.js").catch(() => ({}))
+		if (found !== detail) return
+		if (!tryForm) return refill(parts.try, "", () => missing({error: "The form could not be loaded; reload the page."}))
+		refill(parts.try, [found.metadata, found.config, found.error], () => (found.metadata ? tryForm(found, version) : missing(found)))
 	}
 
 	async function operate(action) {
@@ -105,6 +115,7 @@ export function modelView(store, {model, version}) {
 			})
 			document.title = `${model} – shmserve`
 			update()
+			fillForm()
 		},
 		close: store.watch(update),
 	}
@@ -112,18 +123,19 @@ export function modelView(store, {model, version}) {
 
 function problemsOf(entry, known) {
 	if (!entry) return known && h("p.problem", {role: "alert"}, "The server does not list this model.")
-	const {reason, changed_on_disk: changed, last_failed_change: failed} = entry.row
+	const {reason, asleep, changed_on_disk: changed, last_failed_change: failed} = entry.row
 	return [reason && reason !== "unloaded" && h("p.problem", {role: "alert"}, reason),
 		failed && h("p.problem", `The last change, at ${clock(failed.time)}, failed: ${failed.reason}`),
+		asleep && h("p.problem.mild", "Asleep: it uses no memory, and the next request loads it again."),
 		changed && h("p.problem.mild", "Changed on disk since it was loaded: reload it to serve the new files.")]
 }
 
-function livePart() {
+function livePart(store) {
 	const charts = [chart("Requests per second", rate, ["all", "accent", "requests"]),
 		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]), chart("Queue", count, ["requests", "accent", "queue"])]
 	const totals = h("dl.facts")
 	const panels = {graph: ["Steps", "wide"], split: ["Where the time goes"], sizes: ["Batch sizes"], reasons: ["Why batches were sent"],
-		errors: ["Last errors", "wide"], instances: ["Instances", "wide"]}
+		errors: ["Last errors", "wide"], traffic: ["Versions", "wide"], instances: ["Instances", "wide"]}
 	for (const [id, [title, kind]] of Object.entries(panels)) panels[id] = panel(title, kind, h("div"))
 
 	function fill(id, hint, source, make) {
@@ -138,13 +150,17 @@ function livePart() {
 		for (const one of charts) one.update(history)
 		facts(totals, [["Requests", count((counted.success ?? 0) + (counted.failed ?? 0))], ["Failed", count(counted.failed ?? 0)],
 			["Refused", count(counted.rejected ?? 0)], ["Largest batch", count(row.max_batch || null)],
-			["Rows per batch", rate(since.batch)], ["Busy", share(entry.busy)], ["Memory", bytes(entry.memory || null)]])
+			["Rows per batch", rate(since.batch)], ["Busy", share(entry.busy)], ["Memory", bytes(entry.memory || null)],
+			row.scaled && ["Instances", `${entry.expected}, at least ${row.scaled[0]}, at most ${row.scaled[1]}`]])
 		const hint = recent ? "since you opened this page" : "since it was loaded"
 		fill("graph", "means since a page was opened", detail?.graph, () => graph(detail.graph))
 		fill("split", hint, Object.keys(PARTS).map(id => since[id]), () => split(since))
 		fill("sizes", hint, since.sizes, () => shares("Batch sizes", since.sizes, rows => ({label: plural(rows, "row")})))
 		fill("reasons", hint, !row.ensemble && since.reasons, () => shares("Reasons", since.reasons, reason => ({label: `${reason}: ${REASONS[reason]}`})))
 		fill("errors", "", detail?.errors?.length && detail.errors, () => detail.errors.map(errorNode))
+		const traffic = store.traffic(entry.name)
+		const versions = store.versions(entry.name).map(({version, state}) => [version, state])
+		fill("traffic", "shares of the requests that name no version", traffic && [traffic, versions], () => trafficTable(entry.name, traffic, versions))
 		fill("instances", `${entry.ready} of ${entry.expected} ready`, instances.length && instances, () => instanceTable(instances))
 	}
 	return {node: h("section", h("div.charts", charts.map(({node}) => node)), totals, h("div.panels", Object.values(panels))), update}
@@ -164,6 +180,20 @@ function shares(title, counts, about) {
 function errorNode({time, code, count: times = 1, text}) {
 	return h("div.error", h("p.hint", `${clock(time)} · ${code}${times > 1 ? ` · ${count(times)} times` : ""}`),
 		h("pre", text || "Reading the text needs a token with the role operate."))
+}
+
+function trafficTable(model, {now, shares, aliases, shadow, compared}, versions) {
+	const states = Object.fromEntries(versions)
+	const all = new Set([...Object.keys(states), ...Object.keys(shares), ...Object.values(aliases).map(String), ...Object.keys(shadow)])
+	const percent = value => (value == null ? NOTHING : `${value} %`)
+	const rows = [...all].sort((one, other) => one - other).map(version => {
+		const state = states[version] ?? "NOT LOADED"
+		return [states[version] ? h("a", {href: route(model, version)}, version) : version, h("span.state", {"data-state": state}, state), percent(now[version]),
+			percent(shares[version]), percent(shadow[version]), Object.keys(aliases).filter(alias => `${aliases[alias]}` === version).map(alias => `${model}@${alias}`).join(" ")]
+	})
+	return [table("Versions", ["Version", "State", "#Share now", "#Share set", "#As a shadow", "Aliases"], rows), ...compared.map(one =>
+		h("p", {"data-alarm": one.different + one.failed > 0}, `Shadow ${one.shadow} compared with version ${one.version}: ${count(one.equal)} equal, `
+			+ `${count(one.different)} different, ${count(one.failed)} failed, ${count(one.skipped)} skipped`))]
 }
 
 function instanceTable(all) {

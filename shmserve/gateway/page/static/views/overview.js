@@ -12,6 +12,7 @@ const GROUPS = {
 	All: () => true,
 	Failing: ({failing}) => failing,
 	Busy: ({rates}) => rates?.requests > 0,
+	Asleep: ({row}) => row.asleep,
 }
 
 export function stateCell() {
@@ -25,11 +26,14 @@ export function stateCell() {
 
 function nameCell(node) {
 	const name = h("span.text")
-	const version = h("span.soft")
-	node.append(name, version)
+	const version = h("span.soft.number")
+	const marks = h("span.soft.text.marks")
+	node.append(name, version, marks)
 	return {node, update(entry) {
 		write(name, entry.name)
 		write(version, entry.version)
+		write(marks, entry.marks.join(" · "))
+		set(marks, "title", entry.marks.join(" · "))
 	}}
 }
 
@@ -54,7 +58,8 @@ function number(id, title, text, value) {
 const COLUMNS = [
 	{id: "name", title: "Model", value: ({name}) => name, cell: nameCell},
 	{id: "status", title: "State", value: ({state}) => state, cell: stateCell},
-	number("instances", "Inst.", (value, {ready, expected}) => (expected ? `${ready}/${expected}` : NOTHING), ({ready, expected}) => ready / expected),
+	number("instances", "Inst.", (value, {ready, expected, bounds}) => (expected ? `${ready}/${expected}${bounds && ` (${bounds})`}` : NOTHING),
+		({ready, expected}) => ready / expected),
 	number("requests", "Req/s", rate),
 	{id: "trend", title: "1 min", value: ({rates}) => rates?.requests, cell: trendCell},
 	number("p50", "p50", duration),
@@ -74,7 +79,7 @@ export function overview(store) {
 	const totals = h("dl.facts")
 	const grid = new Grid(COLUMNS, kept.sorted, ({name, version}) => route(name, version))
 	const found = h("span.hint", {role: "status"})
-	const search = h("input", {type: "search", placeholder: "Filter by name, state or reason", label: "Filter models", autocomplete: "off",
+	const search = h("input", {type: "search", placeholder: "Filter by name, alias, state or reason", label: "Filter models", autocomplete: "off",
 		value: kept.words, oninput: () => list("words", search.value)})
 	const chips = Object.keys(GROUPS).map(group => h("button.chip", {onclick: () => list("group", group)}, `${group} `, h("b")))
 
@@ -83,7 +88,7 @@ export function overview(store) {
 		const words = kept.words.toLowerCase().split(/\s+/)
 		const all = [...store.models.values()]
 		const shown = all.filter(GROUPS[kept.group]).filter(entry =>
-			words.every(word => `${entry.name} ${entry.version} ${entry.state} ${entry.reason}`.toLowerCase().includes(word)))
+			words.every(word => `${entry.name} ${entry.version} ${entry.marks} ${entry.state} ${entry.reason}`.toLowerCase().includes(word)))
 		chips.forEach((chip, at) => {
 			const [group, matches] = Object.entries(GROUPS)[at]
 			const total = all.filter(matches).length

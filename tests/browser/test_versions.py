@@ -1,0 +1,113 @@
+"""What the page shows of versions that share requests, of numbers of instances that follow the load, and of sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from shmserve.testing import Server
+from tests.browser.conftest import take
+from tests.support.browser.chromium import Chromium
+from tests.support.browser.tab import Tab, opened
+from tests.support.gateway.running_gateway import Gateway
+from tests.support.living import generation, identity
+from tests.support.model_files import parameters
+
+pytestmark = pytest.mark.process
+
+NONE = "\N{EN DASH}"
+ALL = "version_policy { all { } }\n"
+
+
+class Site(NamedTuple):
+    server: Server
+    gateway: Gateway
+
+
+@pytest.fixture(scope="module")
+def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    repository: Path = tmp_path_factory.mktemp("versions") / "models"
+    divided = ALL + parameters(traffic="2=10", aliases="prod=1,next=3", shadow="2=100")
+    for version in (1, 2):
+        generation(repository, "divided", version, divided, version)
+    identity(repository, "scaled", parameters(min_instances="1", max_instances="4"))
+    identity(repository, "sleeper", parameters(idle_unload_secs="0.05"))
+    with Server(repository) as server:
+        gateway = Gateway(server)
+        try:
+            yield Site(server, gateway)
+        finally:
+            gateway.stop()
+
+
+@pytest.fixture
+def tab(browser: Chromium, site: Site) -> Iterator[Tab]:
+    with opened(browser, f"http://localhost:{site.gateway.http}") as tab:
+        yield tab
+
+
+def ask(site: Site, model: str) -> None:
+    with site.server.client() as client:
+        client.infer(model, {"x": np.ones((1, 2), np.float32)})
+
+
+def names(tab: Tab) -> list[str]:
+    found = tab.evaluate("[...document.querySelectorAll('[data-model] td.name')].map((one) => one.innerText)")
+    return [" ".join(text.split()) for text in found]
+
+
+def test_the_overview_shows_shares_bounds_and_sleep(tab: Tab) -> None:
+    tab.wait_for("[data-model=sleeper] td.status", "ASLEEP")
+    tab.wait_for("[data-model=scaled] td.instances", "1/1 (1-4)")
+    assert names(tab) == ["divided 1 90 % · @prod", "divided 2 10 % · shadow 100 %", "scaled 1", "sleeper 1"]
+    take(tab, "versions")
+    tab.write("input[type=search]", "@prod")
+    tab.wait("document.querySelectorAll('[data-model]').length === 1")
+    assert names(tab) == ["divided 1 90 % · @prod"]
+
+
+def test_the_page_of_a_model_shows_how_its_versions_are_used(tab: Tab, site: Site) -> None:
+    tab.go("#/model/divided")
+    tab.wait_for("table[aria-label=Versions]", "next")
+    cells = "[...row.children].map((one) => one.textContent)"
+    rows = tab.evaluate(f"[...document.querySelectorAll('table[aria-label=Versions] tbody tr')].map((row) => {cells})")
+    assert rows == [
+        ["1", "READY", "90 %", NONE, NONE, "divided@prod"],
+        ["2", "READY", "10 %", "10 %", "100 %", ""],
+        ["3", "NOT LOADED", NONE, NONE, NONE, "divided@next"],
+    ]
+    different = "/ [1-9]\\d* different/.test(document.querySelector('main').innerText)"
+    while not tab.evaluate(different):
+        ask(site, "divided")
+    assert "Shadow 2 compared with version 1: 0 equal" in tab.text("main")
+    take(tab, "shadow")
+    with site.server.client() as client:
+        client.traffic("divided", shares={}, aliases={"prod": None, "next": None}, shadow={})
+    tab.wait("!document.querySelector('.chips').textContent.includes('%')")
+    tab.wait_for(".chips", "version 2")
+
+
+def test_a_model_that_sleeps_and_one_that_is_scaled(tab: Tab, site: Site) -> None:
+    tab.go("#/model/scaled")
+    tab.wait("document.querySelector('dl.facts').innerText.includes('1, at least 1, at most 4')")
+    tab.go("#/model/sleeper")
+    tab.wait_for(".problem.mild", "Asleep")
+    take(tab, "asleep")
+    awake = "!document.querySelector('.problem')"
+    while not tab.evaluate(awake):
+        ask(site, "sleeper")
+    tab.wait_for(".problem.mild", "Asleep")
+
+
+def test_a_drained_server(tab: Tab, site: Site) -> None:
+    with site.server.client() as client:
+        tab.wait_for("#ready", "ready, up")
+        client.drain()
+        tab.wait_for("#ready", "out of service")
+        assert tab.evaluate("document.querySelector('#ready').dataset.state") == "out of service"
+        client.undrain()
+        tab.wait("document.querySelector('#ready').dataset.state === 'ready'")
