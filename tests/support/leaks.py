@@ -39,6 +39,8 @@ ONCE = (
     # multiprocessing starts one resource tracker per process at the first use of a semaphore and keeps it for good.
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
+    # A browser starts it at any time, not as its child; Chromium.close waits for its end.
+    "chrome_crashpad_handler",
 )
 PREPARED = "-m shmserve.workers.zygote"
 """A server has it from the first worker on."""
