@@ -35,62 +35,92 @@ class ServeError(Exception):
 
 
 class InvalidRequest(ServeError):
+    """The request is invalid. Sending it again fails again."""
+
     code = "INVALID_ARG"
 
 
 class ProtocolError(InvalidRequest):
+    """The bytes do not follow the protocol."""
+
     code = "PROTOCOL"
 
 
 class NotFound(ServeError):
+    """There is no such model, version or request."""
+
     code = "NOT_FOUND"
 
 
 class AlreadyExists(ServeError):
+    """What was to be created exists already."""
+
     code = "ALREADY_EXISTS"
 
 
 class Unsupported(ServeError):
+    """The request is valid, but this server does not support it."""
+
     code = "UNSUPPORTED"
 
 
 class Denied(ServeError):
+    """The request is valid, but the caller lacks the role for it."""
+
     code = "DENIED"
 
 
 class Unavailable(ServeError):
+    """Temporary: a limit was reached, the server is stopping, or the model is not ready. Try again later."""
+
     code = "UNAVAILABLE"
 
 
 class QueueTimeout(Unavailable):
+    """The request was queued for longer than the queue's policy allows."""
+
     code = "QUEUE_TIMEOUT"
 
 
 class ConnectionLost(Unavailable):
+    """The connection ended before the response. Whether the request was run is not known."""
+
     code = "CONNECTION_LOST"
 
 
 class DeadlineExceeded(ServeError, TimeoutError):
+    """The caller's own timeout passed."""
+
     code = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(ServeError):
+    """The caller cancelled the request."""
+
     code = "CANCELLED"
 
 
 class HandleLost(ServeError):
+    """The memory of a tensor was lost with the process that owned it."""
+
     code = "HANDLE_LOST"
 
 
 class ModelFailed(ServeError):
+    """The model, or its process, failed. The text is that of the model."""
+
     code = "MODEL_FAILED"
 
 
 class Internal(ServeError):
+    """A bug in shmserve."""
+
     code = "INTERNAL"
 
 
 class UnknownError(ServeError):
+    """A code that this version does not define: the server is newer than the client."""
+
     code = "UNKNOWN"
 
 

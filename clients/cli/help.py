@@ -69,7 +69,7 @@ class CommandParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         shown = [action for action in self._actions if not getattr(action, "rare", False)]
         known = [action for action in shown if action.help and action.help is not argparse.SUPPRESS]
-        pairs = [(_names(action), _first_text(action)) for action in known]
+        pairs = [(names_of(action), _first_text(action)) for action in known]
         lines = [self.format_usage(), *textwrap.wrap(self.description or "", width()), ""]
         lines += rows([*pairs, *([self.also] if self.also else [])])
         if self.examples:
@@ -136,7 +136,8 @@ def _positional(action: argparse.Action) -> str:
     return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} [{name} ...]"}.get(str(action.nargs), name)
 
 
-def _names(action: argparse.Action) -> str:
+def names_of(action: argparse.Action) -> str:
+    """The argument in a list, e.g. `-i, --input NAME=VALUE`."""
     if not action.option_strings:
         return _metavar(action)
     names = ", ".join(action.option_strings)

@@ -14,7 +14,8 @@ from tests import ROOT
 from tests.site.links import broken_links
 from tests.site.stage import stage
 
-PACKAGES = ("zensical==0.0.73", "mkdocstrings-python==2.0.11")
+PACKAGES = ("zensical==0.0.73", "mkdocstrings-python==2.0.11", "ruff==0.17.6")
+"""ruff formats the signatures of the API reference."""
 ENVIRONMENT = ROOT / "build" / "site-env"
 MADE = ENVIRONMENT / ".made"
 PAGES = ROOT / "build" / "site-pages"

@@ -6,6 +6,7 @@ tests/unit/docs/test_doc_tables.py checks that they are current.
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
@@ -14,11 +15,15 @@ from typing import Any, NamedTuple, cast
 
 from msgspec.structs import fields
 
+from shmserve import errors
 from shmserve.broker.config import flags
 from shmserve.broker.config.flag import Flag
 from shmserve.broker.config.flags import BY_NAME, FLAGS
 from shmserve.broker.observability import metric_definitions
+from shmserve.clients.cli.help import names_of
+from shmserve.clients.cli.parser import parser
 from shmserve.core import limits, states
+from shmserve.gateway.kserve.status import BY_CODE
 from shmserve.repo.config.support import TABLE
 from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, Parameter
 
@@ -169,6 +174,35 @@ def _name(state: Enum) -> str:
     return state.name.lower()
 
 
+def _errors() -> str:
+    def rows(kind: type[errors.ServeError]) -> Iterable[tuple[str, ...]]:
+        if kind is not errors.ServeError:
+            http, grpc = BY_CODE[kind.code]
+            yield f"`{kind.__name__}`", f"`{kind.code}`", str(http), f"`{grpc}`", str(kind.__doc__)
+        for child in kind.__subclasses__():
+            if child.__module__ == errors.__name__:
+                yield from rows(child)
+
+    return table(("Exception", "Code", "HTTP", "gRPC", "Meaning"), rows(errors.ServeError))
+
+
+def _commands() -> str:
+    (found,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return "\n\n".join(_command(name, found.choices[name]) for name in sorted(found.choices) if name != "serve")
+
+
+def _command(name: str, command: argparse.ArgumentParser) -> str:
+    arguments = [action for action in command._actions if action.help is not argparse.SUPPRESS]
+    usual = ("--help", "--help-all", "--color")
+    rows = [
+        (f"`{names_of(action)}`", ((action.help or "") % {"default": action.default}).replace("|", r"\|"))
+        for action in arguments
+        if not set(usual) & set(action.option_strings)
+    ]
+    head = f"### shmserve {name}\n\n{command.description}"
+    return f"{head}\n\n{table(('Argument', ''), rows)}" if rows else head
+
+
 PARTS = (
     DocPart("settings.md", "the flags", lambda: sections(flags.GROUPS, _flags)),
     DocPart("settings.md", "the differences", _differences),
@@ -180,6 +214,8 @@ PARTS = (
     DocPart("onnx.md", "the settings", lambda: _onnx("Setting", SETTINGS)),
     DocPart("repository.md", "the fields", _support),
     DocPart("batching.md", "the states", _states),
+    DocPart("errors.md", "the errors", _errors),
+    DocPart("commands.md", "the commands", _commands),
 )
 
 

@@ -1,0 +1,31 @@
+"""The page on the Python API names everything public, and everything that it names has a docstring."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+import shmserve
+from tests.support import pages
+
+NAMES = re.findall(r"^::: ([\w.]+)$", pages.page("api"), re.MULTILINE)
+
+
+def test_the_page_has_all_public_names() -> None:
+    public = {f"shmserve.{name}" for name in shmserve.__all__ if name != "__version__"}
+    assert {*NAMES} - {"shmserve.testing.Server"} == public
+    assert len(NAMES) == len({*NAMES})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_public_has_a_docstring(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute)
+    assert found.__doc__
+    if name in ("shmserve.Client", "shmserve.AsyncClient", "shmserve.testing.Server"):
+        methods = {key: value for key, value in vars(found).items() if inspect.isfunction(value) and key[0] != "_"}
+        assert methods
+        assert [key for key, value in methods.items() if not value.__doc__] == []
