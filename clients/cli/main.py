@@ -15,12 +15,16 @@ from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.commands.base import complain, next_step
 from shmserve.clients.cli.parser import parser
 from shmserve.errors import ServeError
+from shmserve.extras import missing, missing_text
 from shmserve.paths import python
 from shmserve.terminal.errors import Failed, Misuse
 
 
 def _serve(options: Sequence[str]) -> int:
     """Replace this process by the broker."""
+    if text := missing("serve"):
+        print(f"shmserve serve: {text}", file=sys.stderr)
+        return 1
     os.execv(sys.executable, [*python(), "-m", "shmserve.broker.main", *options])
 
 
@@ -45,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(args, str(error), 2)
     except (Failed, ServeError) as error:
         return _end(args, next_step(error, args), 1)
+    except ModuleNotFoundError as error:
+        if (text := missing_text(error.name, args.command)) is None:
+            raise
+        return _end(args, text, 1)
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -513,7 +513,7 @@ def _gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> Ga
     missing = [name for name in NEEDED if wanted.count and find_spec(name) is None]
     if not missing:
         return wanted
-    text = f"the gateway needs the package {missing[0]}: {install_command('gateway')}"
+    text = f"the gateway needs the package {missing[0]}: {install_command('server')}"
     if wanted.words or wanted.count > 1:
         raise CannotStart(f"{text}, or omit its flags")
     log.warning("%s; serving only clients on this machine", text)

@@ -1,7 +1,8 @@
 """Text for the terminal: colour, and tables that fit its width.
 
-Without a terminal the text has neither colour nor a maximum width, so that programs read whole lines. Invariant: `rich`
-is imported only for text that has a colour or a limited width.
+Without a terminal the text has neither colour nor a maximum width, so that programs read whole lines; the same holds
+without `rich`, which the extra `cli` installs. Invariant: `rich` is imported only for text that has a colour or a
+limited width.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from shmserve.terminal.tables import GAP, table, visible
@@ -37,6 +40,8 @@ STATES: Mapping[str, str] = {
 
 def is_colored(choice: bool | None, stream: TextIO) -> bool:
     """Precedence: --color and --no-color, NO_COLOR, FORCE_COLOR, whether `stream` is a terminal that has colours."""
+    if not _has_rich():
+        return False
     if choice is not None:
         return choice
     if os.environ.get("NO_COLOR"):
@@ -48,6 +53,11 @@ def is_colored(choice: bool | None, stream: TextIO) -> bool:
 
 def _has_capabilities() -> bool:
     return os.environ.get("TERM", "dumb") != "dumb"
+
+
+@cache
+def _has_rich() -> bool:
+    return find_spec("rich") is not None
 
 
 class Column(NamedTuple):
@@ -105,7 +115,7 @@ class Screen:
     @property
     def width(self) -> int | None:
         """The number of columns; None: no limit."""
-        return self.size()[0] if self.is_terminal else None
+        return self.size()[0] if self.is_terminal and _has_rich() else None
 
     def size(self) -> tuple[int, int]:
         """Columns and rows: COLUMNS and LINES, else those of the terminal."""

@@ -31,10 +31,12 @@ NOTHING_RAN = 5
 
 
 def requirements(engine: Engine) -> list[str]:
+    """Without those of the server, which the environment has."""
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg")
     extra = setup["options.extras_require"][engine.extra] if engine.extra else ""
-    return [*filter(None, (line.strip() for line in extra.splitlines())), *engine.more]
+    lines = [line.strip() for line in extra.splitlines()]
+    return [*(line for line in lines if line and not line.startswith("shmserve[")), *engine.more]
 
 
 def python_of(engine: Engine) -> Path:

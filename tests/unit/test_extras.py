@@ -1,12 +1,111 @@
-"""The command that installs an extra, from a source directory and from elsewhere."""
+"""What extras install, and the command that installs one, from a source directory and from elsewhere."""
 
 from __future__ import annotations
 
+import configparser
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
+from shmserve import extras
 from shmserve.extras import install_command
 from tests import ROOT
+
+PACKAGE_OF = {"google": "protobuf", "hdrh": "hdrhistogram", "re2": "google-re2"}
+"""Packages whose name is not that of their module."""
+CLIENT = {"msgspec", "numpy", "posix_ipc", "pyzmq"}
+
+
+def names(text: str) -> set[str]:
+    return {re.split(r"[<>=;\[ ]", line.strip())[0] for line in text.splitlines() if line.strip()}
+
+
+def with_included(extra: str) -> tuple[set[str], set[str]]:
+    """The packages of an extra, and the extras that it includes."""
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    text = setup["options.extras_require"][extra]
+    packages, included = names(text) - {"shmserve"}, {extra}
+    for found in re.findall(r"shmserve\[(.*?)\]", text):
+        for name in found.split(","):
+            more = with_included(name)
+            packages |= more[0]
+            included |= more[1]
+    return packages, included
+
+
+def test_without_extras_there_is_the_client() -> None:
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    assert names(setup["options"]["install_requires"]) == CLIENT
+
+
+def test_the_extras_of_commands_have_the_modules() -> None:
+    packages = {PACKAGE_OF.get(module, module) for module in extras.MODULES}
+    assert packages <= with_included("server")[0]
+    for extra in extras.EXTRAS.values():
+        assert {"hdrhistogram", "uvloop"} <= with_included(extra)[0]
+    assert set(extras.NEEDED) <= extras.MODULES
+
+
+def test_engines_come_with_the_server() -> None:
+    for extra in ("gpu", "torch", "openvino", "llm", "trees", "tensorflow", "tflite", "paddle", "dali"):
+        assert "runtime" in with_included(extra)[1], extra
+
+
+def test_all_has_every_extra_that_can_be_combined() -> None:
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg")
+    assert with_included("all")[1] == set(setup["options.extras_require"]) - {"gpu", "samples", "dev"}
+    assert "onnxruntime" not in with_included("gpu")[0]  # the same module as onnxruntime-gpu
+
+
+def test_a_missing_package() -> None:
+    assert extras.missing("serve") is None
+    assert extras.missing_text("no_such_module", "serve") is None
+    assert extras.missing_text(None, "serve") is None
+    text = "the package google is not installed: "
+    assert extras.missing_text("google.protobuf", "check") == text + install_command("server")
+    assert extras.missing_text("google.protobuf", "bench") == text + install_command("bench")
+
+
+WITHOUT = """
+import sys
+
+class Hiding:
+    def __init__(self, finder):
+        self._finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        hidden = name.partition(".")[0] in {missing!r}
+        return None if hidden else self._finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Hiding, sys.meta_path)
+from shmserve.clients.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package", "extra"),
+    [
+        (("serve", "model.onnx"), "google", "server"),
+        (("gateway",), "uvloop", "server"),
+        (("check", "."), "google", "server"),
+        (("bench", "mlp"), "uvloop", "bench"),
+    ],
+)
+def test_a_command_names_the_extra_that_it_needs(arguments: tuple[str, ...], package: str, extra: str) -> None:
+    """As after `pip install shmserve` alone."""
+    code = WITHOUT.format(missing={*extras.MODULES, "argcomplete"})
+    command = [sys.executable, "-c", code, *arguments]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    text = f"the package {package} is not installed: {install_command(extra)}"
+    assert ended.stderr == f"shmserve {arguments[0]}: {text}\n"
 
 
 def test_in_a_source_directory(tmp_path: Path) -> None:

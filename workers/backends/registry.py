@@ -34,7 +34,7 @@ BACKENDS = {
     "fil": KnownBackend("shmserve.workers.backends.trees:Trees", "trees"),
     "identity": KnownBackend("shmserve.workers.backends.identity:Identity", ""),
     "llamacpp": KnownBackend("shmserve.workers.backends.llamacpp.backend:LlamaCpp", "llm"),
-    "onnxruntime": KnownBackend("shmserve.workers.backends.onnx.backend:Onnx", "cpu"),
+    "onnxruntime": KnownBackend("shmserve.workers.backends.onnx.backend:Onnx", "server"),
     "openvino": KnownBackend("shmserve.workers.backends.openvino:OpenVino", "openvino"),
     "paddle": KnownBackend("shmserve.workers.backends.paddle:Paddle", "paddle"),
     "python": KnownBackend("shmserve.workers.backends.python.backend:Python", ""),

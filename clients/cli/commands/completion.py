@@ -16,6 +16,7 @@ from typing import Any
 
 from shmserve.clients.cli.commands.base import make_client
 from shmserve.errors import ServeError
+from shmserve.extras import install_command
 from shmserve.terminal.errors import Failed, Misuse
 
 SHELLS = ("bash", "zsh", "fish")
@@ -32,7 +33,7 @@ def completion(args: argparse.Namespace) -> int:
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError as error:
-        raise Failed("completion needs the package argcomplete: pip install argcomplete") from error
+        raise Failed(f"completion needs the package argcomplete: {install_command('cli')}") from error
     print(shellcode(["shmserve"], shell=args.shell))
     return 0
 

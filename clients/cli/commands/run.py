@@ -11,7 +11,6 @@ import sys
 from typing import NoReturn
 
 from shmserve.clients.cli.commands.base import order_of
-from shmserve.extras import install_command
 from shmserve.paths import python
 from shmserve.terminal.errors import Failed
 
@@ -42,10 +41,6 @@ def _command(module: str, args: argparse.Namespace) -> list[str]:
 
 
 def gateway(args: argparse.Namespace) -> int:
-    try:
-        from shmserve.gateway import main
-    except ModuleNotFoundError as error:
-        if error.name != "httptools":
-            raise
-        raise Failed(f"the package httptools is not installed: {install_command('gateway')}") from error
+    from shmserve.gateway import main
+
     return main.run(args)

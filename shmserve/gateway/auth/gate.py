@@ -172,4 +172,4 @@ def _forward(flag: str, pattern: str | None, withheld: set[str]) -> Forward | No
     except ValueError as error:
         raise Misuse(f"{flag}: {error}") from error
     except ImportError as error:
-        raise Failed(f"{flag} requires the package google-re2: {install_command('gateway')}") from error
+        raise Failed(f"{flag} requires the package google-re2: {install_command('server')}") from error

@@ -149,7 +149,7 @@ def _environment() -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # not at the top: few gateways render templates
     except ImportError:
         raise Unsupported(
-            f"the chat template of the model needs the package jinja2: {install_command('gateway')}"
+            f"the chat template of the model needs the package jinja2: {install_command('server')}"
         ) from None
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

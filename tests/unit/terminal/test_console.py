@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from shmserve.terminal import console
 from shmserve.terminal.console import BAD, Column, Screen, is_colored, nonzero, state_style
 from tests import ROOT
 
@@ -42,6 +43,14 @@ def screen(monkeypatch: pytest.MonkeyPatch, width: int, color: bool | None = Non
 
 def plain(text: str) -> list[str]:
     return [line.rstrip() for line in ESCAPES.sub("", text).split("\n")]
+
+
+def test_without_rich_a_terminal_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = screen(monkeypatch, 40, color=True)
+    monkeypatch.setattr(console, "_has_rich", lambda: False)
+    assert found.table(COLUMNS, ROWS) == Screen(False, io.StringIO()).table(COLUMNS, ROWS)
+    assert found.styled("READY", BAD) == "READY"
+    assert found.frame("READY", again=False).count("READY") == 1
 
 
 # ------------------------------------------------------------------------------------------ width

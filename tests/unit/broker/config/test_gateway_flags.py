@@ -93,7 +93,7 @@ def test_without_the_packages_there_are_no_doors_unless_they_are_asked_for(
     words = ["--model-repository", str(tmp_path)]
     with caplog.at_level("WARNING", "shmserve"):
         assert main._gateway_settings(settings.parse(words)) == GatewaySettings(0, ())
-    assert install_command("gateway") in caplog.text
+    assert install_command("server") in caplog.text
     assert main._gateway_settings(settings.parse([*words, "--no-gateway", "--http-port=1"])) == GatewaySettings(0, ())
     for asked in ("--http-port=1", "--gateways=2"):
         with pytest.raises(main.CannotStart, match=r"no_such_package.*or omit its flags"):
