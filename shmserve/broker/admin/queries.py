@@ -352,21 +352,22 @@ class Control:
         }
 
     def _config(self, ask: Ask) -> Any:
-        version = self._one(ask)
-        return as_triton_json(self._catalog.config(version.source))
+        return self._catalog.config_json(self._one(ask).source)
 
     def _text_models(self, ask: Ask) -> Any:
         """Names and aliases of READY models that take text, each with the configuration of the version it stands for.
-        `created`: when that was loaded, in seconds since 1970."""
+        `created`: when that was loaded, in seconds since 1970. With a model, only that one, if it is one of them."""
         now = time.time() - time.monotonic()
+        ready = self._core.state.ready
+        found = sorted(ready.items()) if not ask.model else [(name, ready[name]) for name in {ask.model} & ready.keys()]
         return [
             {
                 "name": name,
                 "version": str(version.number),
                 "created": int(now + version.began / 1e9),
-                "config": as_triton_json(self._catalog.config(version.source)),
+                "config": self._catalog.config_json(version.source),
             }
-            for name, version in sorted(self._core.state.ready.items())
+            for name, version in found
             if version.policy is not None and any(tensor.dtype == "BYTES" for tensor in version.policy.inputs)
         ]
 

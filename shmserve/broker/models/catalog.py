@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -45,7 +46,7 @@ from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.origins import as_text, origins
 from shmserve.repo.config.override import Override
 from shmserve.repo.config.problems import Problem
-from shmserve.repo.config.schema import ModelConfig, decode_config, encode_config
+from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config
 from shmserve.repo.remote.cache import is_absent, tree_of
 from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.rules.fields import completion_warnings, verify_completed
@@ -97,6 +98,8 @@ class VersionSource(Struct, eq=False):
     mark: object = None
     backend: BackendFiles | None = None
     completed: ModelConfig | None = None
+    as_json: tuple[ModelConfig, msgspec.Raw] | None = None
+    """A completed configuration, and its JSON."""
     config_digest: str | None = None
     """Digest of the configuration files; None: the configuration does not come from them."""
     target: Target | None = None
@@ -547,6 +550,15 @@ class Catalog:
                 f"the configuration of {name} is available only after it has loaded; `shmserve models` shows its state"
             )
         return source.completed
+
+    def config_json(self, number: int) -> msgspec.Raw:
+        """The configuration as JSON, encoded once: requests over generate and the OpenAI-compatible endpoints each ask
+        for it."""
+        config = self.config(number)
+        source = self._sources[number]
+        if source.as_json is None or source.as_json[0] is not config:
+            source.as_json = config, msgspec.Raw(msgspec.json.encode(as_triton_json(config)))
+        return source.as_json[1]
 
     def origins(self, number: int) -> tuple[dict[str, str], str]:
         """Where each value of the configuration comes from, and the whole as annotated text."""

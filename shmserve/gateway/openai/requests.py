@@ -93,7 +93,7 @@ class OpenAiRequests:
         name = head.route.model
 
         def show(answer: Any) -> None:
-            found = _usable([one for one in answer if one["name"] == name])
+            found = _usable(answer)
             if not found:
                 raise NotFound(
                     f"The model '{name[:80]}' does not exist, is not READY, or is neither a language model nor one for "
@@ -101,7 +101,7 @@ class OpenAiRequests:
                 )
             connection.answer(200, [_encode(found[0])])
 
-        self._query(connection, head, BrokerQuery("text_models"), show)
+        self._query(connection, head, BrokerQuery("text_models", model=name), show)
 
     # ------------------------------------------------------------------------------------ completions
 

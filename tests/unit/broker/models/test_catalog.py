@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -196,12 +197,16 @@ def test_a_completed_configuration_follows(catalog: Catalog, root: Path) -> None
     assert policy.max_batch == 5
     assert isinstance(said, list)
     assert catalog.complete(first[1], encode_config(completed)) == (policy, []), "the second instance says nothing new"
+    assert msgspec.json.decode(catalog.config_json(first[1])) == as_triton_json(completed)
     (root / "m" / "config.pbtxt").write_text(ALL.replace("all { }", "latest { num_versions: 2 }") + GROUP.format(2))
     assert sources(catalog) == first
     shown = catalog.config(first[1])
     assert (shown.max_batch_size, shown.instance_group[0].count) == (5, 2)
     assert shown.version_policy is not None
     assert shown.version_policy.latest is not None
+    encoded = catalog.config_json(first[1])
+    assert msgspec.json.decode(encoded) == as_triton_json(shown), "and not what was encoded before"
+    assert catalog.config_json(first[1]) is encoded
     origins, text = catalog.origins(first[1])
     assert origins["max_batch_size"] == "model"
     assert "count: 2" in text
