@@ -109,16 +109,13 @@ class Chunks:
 
 
 def content_length_error(head: HttpHead, limits: HttpLimits) -> InvalidRequest:
-    """The error for a body whose Content-Length exceeds `limits.input_bytes`. The text depends on the kind of body."""
+    """The error for a body whose Content-Length exceeds its limit. The text depends on the kind of body."""
     action = head.route.action
     if head.encoding or (action is INFER and head.json_length is not None):
         return _body_size_error(head.length, limits.input_bytes)
     if action in TO_MODELS:
-        return (
-            limits.json_size_error(head.length, "")
-            if head.route.kind == OPENAI
-            else limits.json_size_error(head.length)
-        )
+        is_openai = head.route.kind == OPENAI
+        return limits.json_size_error(head.length, "") if is_openai else limits.json_size_error(head.length)
     return InvalidRequest(json_size_text(head.length, limits.input_bytes, "--http-max-input-size"))
 
 

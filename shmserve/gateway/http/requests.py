@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import DeadlineExceeded, InvalidRequest, ModelFailed, QueueTimeout, ServeError, Unsupported
-from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, Action
+from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS, Action
 from shmserve.gateway.http import openapi
+from shmserve.gateway.http.bodies import content_length_error
 from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.limits import HttpLimits
@@ -233,10 +234,11 @@ class Requests:
 
     def prepare(self, connection: HttpConnection, head: HttpHead, first: Buffer) -> None:
         """Chooses the buffers for the body, of which only `first` has arrived."""
-        infer = head.route.action is INFER and not head.encoding
-        if infer and head.json_length is None and head.length > self._limits.json_bytes:
-            raise self._limits.json_size_error(head.length)
-        if not infer or head.json_length is None:
+        action = head.route.action
+        is_json = action in TO_MODELS and head.json_length is None and not head.encoding
+        if is_json and head.length > self._limits.json_bytes:
+            raise content_length_error(head, self._limits)
+        if action is not INFER or head.json_length is None or head.encoding:
             self._gather(connection, head, first)
         elif head.json_length:
             size = self._json_length(head, head.length)

@@ -296,6 +296,18 @@ def test_errors(gateway: Gateway, case: str) -> None:
     assert not re.search(r"/(tmp|run|dev)/|0x[0-9a-f]{6}", error)
 
 
+@pytest.mark.parametrize(
+    "path", ["/v2/models/row/infer", "/v2/models/row/generate", "/v1/completions", "/v1/chat/completions"]
+)
+def test_json_that_is_too_large_is_refused_before_it_arrives(gateway: Gateway, path: str) -> None:
+    with gateway.socket() as made:
+        made.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 200001\r\n\r\n" % path.encode())
+        answer = made.recv(10_000)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"--http-max-json-size" in answer
+    assert (b"binary" in answer) is path.startswith("/v2/")
+
+
 def gated_request(width: int) -> bytes:
     body, headers = binary(rows(width))
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
