@@ -64,19 +64,10 @@ test: $(VENV)/.dev tritonclient
 test-engines: $(VENV)/.dev
 	@$(BIN)/python -m tests.engines $(ENGINES)
 
-# apt refuses to work if any list of the machine is malformed, so only Debian's own is read.
-DEBIAN_LIST := $(wildcard /etc/apt/sources.list.d/debian.sources)
-DEBIAN_LISTS = $(if $(DEBIAN_LIST),-o Dir::Etc::SourceList=$(DEBIAN_LIST) -o Dir::Etc::SourceParts=/dev/null)
-
-# Chromium is driven directly, so no driver is needed. Without it the tests are skipped, and say so.
-browser-test: $(VENV)/.dev tritonclient
-	@command -v chromium chromium-browser google-chrome >/dev/null || test -n "$$SHMSERVE_BROWSER" \
-	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
-	       && apt-get $(DEBIAN_LISTS) install --quiet --yes --no-install-recommends chromium >/dev/null; } \
-	  || echo 'Chromium could not be installed; its tests will be skipped'
-	@$(BIN)/python -m pytest -p no:xdist -rs --timeout 300 tests/browser $(ARGS)
-
 # What cannot be installed is skipped, and the summary says so.
+browser-test: $(VENV)/.dev tritonclient
+	@$(BIN)/python -m tests.browser $(ARGS)
+
 test-fleet: $(VENV)/.dev
 	@$(BIN)/python -m tests.fleet $(ARGS)
 

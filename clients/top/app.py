@@ -153,7 +153,7 @@ class TopApp(App[None]):
         while True:
             try:
                 await asyncio.wait_for(self._wake.wait(), pause)
-            except asyncio.TimeoutError:  # noqa: UP041 (3.10 is supported)
+            except asyncio.TimeoutError:
                 if self._paused:
                     continue
             self._wake.clear()

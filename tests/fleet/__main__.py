@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 from tests import ROOT
 from tests.__main__ import PYTEST, compile_all
@@ -25,8 +24,7 @@ def main(arguments: list[str]) -> int:
     for name, install in INSTALLS.items():
         if reason := install():
             print(f"{name} could not be installed, its tests are skipped: {reason}", flush=True)
-    place = str(Path(__file__).parent.relative_to(ROOT))
-    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rs", "--timeout", "300", place, *arguments], cwd=ROOT)
+    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rs", "--timeout", "300", "tests/fleet", *arguments], cwd=ROOT)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import signal
 import socket
 import subprocess
 import time
@@ -108,8 +107,13 @@ def running(name: str, place: Path, servers: Ports, certificate: Path) -> Iterat
         _await_ready(balancer)
         yield balancer
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE_S)
+        process.terminate()
+        try:
+            process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
 
 
 def _await_ready(balancer: Balancer) -> None:

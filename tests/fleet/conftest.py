@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import ipaddress
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,10 +57,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For 127.0.0.1, with its key in the same file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fleet")])
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.now(timezone.utc)
     addresses = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    made = made.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+    made = made.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
     signed = made.add_extension(addresses, critical=False).sign(key, hashes.SHA256())
     path = tmp_path_factory.mktemp("tls") / "both.pem"
     form = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

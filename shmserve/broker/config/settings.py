@@ -48,7 +48,7 @@ from shmserve.repo.remote.stores import missing_package
 from shmserve.repo.storage.model_files import ModelFile, is_model_path, model_file
 from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
-if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
+if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib

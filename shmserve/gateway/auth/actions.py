@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Action(str, Enum):  # noqa: UP042 (3.10 is supported)
+class Action(str, Enum):
     NONE = ""
     """Of a request without a route."""
     LIVE = "live"

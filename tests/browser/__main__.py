@@ -1,0 +1,42 @@
+"""`python -m tests.browser`: installs Chromium where that is permitted, and runs the tests here.
+
+Arguments are for pytest. Without a browser the tests are skipped, and pytest says so. It is driven directly, so no
+driver is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests import ROOT
+from tests.__main__ import PYTEST, compile_all
+from tests.support.apt import apt_get
+from tests.support.browser import chromium
+
+
+def install() -> str:
+    """Returns why Chromium could not be installed, or ""."""
+    if chromium.find() is not None:
+        return ""
+    if os.geteuid() != 0:
+        return "only root can install packages"
+    try:
+        apt_get("install", "--quiet", "--yes", "--no-install-recommends", "chromium")
+    except (subprocess.SubprocessError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def main(arguments: list[str]) -> int:
+    compile_all()
+    if reason := install():
+        print(f"Chromium could not be installed, its tests are skipped: {reason}", flush=True)
+    return subprocess.call(
+        [*PYTEST, "-p", "no:xdist", "-rs", "--timeout", "300", "tests/browser", *arguments], cwd=ROOT
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
