@@ -110,7 +110,12 @@ def http(address: str) -> Callable[[list[str], int], Times]:
         head = f"POST /v2/models/m/generate_stream HTTP/1.1\r\nHost: {address}\r\nContent-Length: {len(body)}\r\n\r\n"
         times = [perf_counter()]
         writer.write(head.encode() + body)
+        status = await reader.readline()
+        if not status.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(f"generate_stream answered {status!r}")
         while (line := await reader.readline()) != b"0\r\n":
+            if not line:
+                raise RuntimeError("the gateway closed the connection")
             if line.startswith(b"data:") and b'"text_output":""' not in line:
                 times.append(perf_counter())
         writer.close()

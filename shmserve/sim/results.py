@@ -118,14 +118,14 @@ class ModelResult(Struct):
         """An instance has loaded, or one that had has ended."""
         self._changes.append((now, more))
 
-    def end_sizes(self, began: int, elapsed_s: float) -> None:
-        """Fills in `sizes`, unless `elapsed_s` is 0. `began`: when the load did."""
-        count, self.sizes = 0, []
+    def end_sizes(self, began: int) -> None:
+        """Fills in `sizes`, once `elapsed_s` is known. `began`: when the load did."""
+        sizes: dict[float, int] = {}
+        count = 0
         for at, more in self._changes:
-            seconds = max(0.0, (at - began) / SECOND)
-            if seconds < elapsed_s:
-                count += more
-                self.sizes = [*(size for size in self.sizes if size[0] != seconds), (seconds, count)]
+            count += more
+            sizes[max(0.0, (at - began) / SECOND)] = count
+        self.sizes = [(at, count) for at, count in sizes.items() if at < self.elapsed_s]
 
     @property
     def mean_batch(self) -> float:

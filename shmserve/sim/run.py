@@ -318,7 +318,8 @@ class Simulation:
         for result in self._results.values():
             result.seconds = seconds
             result.elapsed_s = max(elapsed, seconds)
-            result.end_sizes(world.began, result.elapsed_s if result.name in scaled else 0.0)
+            if result.name in scaled:
+                result.end_sizes(world.began)
         return Result(
             self._results,
             seconds,

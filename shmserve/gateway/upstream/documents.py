@@ -304,12 +304,11 @@ def _of_load(parameters: dict[str, str | bool | int]) -> Arguments:
     for name, value in parameters.items():
         if name == "versions" and not isinstance(value, bool):
             arguments.versions = versions_of_load(str(value))
-            continue
-        if not isinstance(value, bool if name == "previous" else str):
+        elif name == "previous" and isinstance(value, bool):
+            arguments.previous = value
+        elif name == "previous" or not isinstance(value, str):
             kind = "true or false" if name == "previous" else "a string"
             raise InvalidRequest(f"load parameter '{name[:80]}' must be {kind}")
-        if isinstance(value, bool | int):
-            arguments.previous = bool(value)
         elif name == "config":
             arguments.config = value
         elif name.startswith(_FILE):
