@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shmserve.testing import Server
-from tests.support.gateway.language_models import LanguageModels, write_language_models
+from tests.support.gateway.language_models import LanguageModels, openai_client, write_language_models
 from tests.support.gateway.running_gateway import Gateway, model, open_gate
 from tests.support.living import until
 
@@ -44,13 +44,9 @@ def gateway(server: Server) -> Iterator[Gateway]:
     assert "ERROR" not in log
 
 
-def client_of(gateway: Gateway, token: str = "none") -> Any:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{gateway.http}/v1", api_key=token, max_retries=0, timeout=60)
-
-
 @pytest.fixture
 def client(gateway: Gateway) -> Iterator[Any]:
-    with client_of(gateway) as made:
+    with openai_client(f"127.0.0.1:{gateway.http}") as made:
         yield made
 
 

@@ -16,7 +16,7 @@ import pytest
 import trustme
 
 from shmserve.testing import Server
-from tests.support.gateway.language_models import write_language_models
+from tests.support.gateway.language_models import openai_client, write_language_models
 from tests.support.gateway.running_gateway import Gateway
 
 pytestmark = pytest.mark.process
@@ -45,8 +45,7 @@ def start(server: Server) -> Iterator[Start]:
 
 
 def client_of(gateway: Gateway, token: str = "none", **more: Any) -> Any:
-    url = f"{'https' if 'http_client' in more else 'http'}://127.0.0.1:{gateway.http}/v1"
-    return openai.OpenAI(base_url=url, api_key=token, max_retries=0, timeout=60, **more)
+    return openai_client(f"127.0.0.1:{gateway.http}", token, **more)
 
 
 def said(client: Any, prompt: str = "a b", model: str = "talk") -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.process.models import llm_oracle
+from tests.support.gateway.language_models import openai_client
 from tests.support.model_files import parameters
 from tests.support.workers import gguf_models
 
@@ -49,8 +50,7 @@ def server(repository: Path, expected: dict[str, str]) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[Any]:
-    url = f"http://{server.endpoints['http']}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as made:
+    with openai_client(server.endpoints["http"]) as made:
         yield made
 
 

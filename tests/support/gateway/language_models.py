@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.support.model_files import parameters, write_model
 
@@ -260,6 +260,14 @@ ensemble_scheduling { step [ {
   input_map { key: "TEXT" value: "text" } output_map { key: "VECTOR" value: "vector" }
 } ] }
 """
+
+
+def openai_client(address: str, token: str = "none", **more: Any) -> Any:
+    """OpenAI's own client, for the endpoint at this address. With an `http_client` it uses TLS."""
+    import openai
+
+    url = f"{'https' if 'http_client' in more else 'http'}://{address}/v1"
+    return openai.OpenAI(base_url=url, api_key=token, max_retries=0, timeout=60, **more)
 
 
 class LanguageModels(NamedTuple):
