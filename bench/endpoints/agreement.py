@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +19,8 @@ from statistics import median
 
 from bench.endpoints import perf_analyzer
 from bench.endpoints.servers import ROW, Serving, ours
-from bench.lib import models, table
+from bench.lib import models, table, wrk
+from bench.lib.clock import in_turn
 from bench.lib.table import Row, micros
 from shmserve.clients.load.measure import measure
 from shmserve.clients.load.plan import Closed, Endpoint, Plan, Settings
@@ -31,15 +30,6 @@ WITHIN = 0.05
 MODEL = "identity"
 DELAY_US = 10_000
 """The model waits as long by default, so that the server, and not a generator that shares its cores, is the limit."""
-WRK_REPORT = """
-wrk.method = "POST"
-wrk.headers["Content-Type"] = "application/json"
-wrk.body = '{body}'
-done = function(summary, latency, requests)
-  io.write(string.format('RESULT {{"count": %d, "us": %d, "p50": %d, "failed": %d}}\\n', summary.requests,
-    summary.duration, latency:percentile(50), summary.errors.status + summary.errors.read + summary.errors.timeout))
-end
-"""
 
 
 @dataclass(frozen=True)
@@ -81,29 +71,10 @@ def by_perf_analyzer(tool: Path, server: Serving, protocol: str, concurrency: in
 
 def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path) -> Turn:
     data = [0.5] * ROW
-    body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, ROW], "data": data}]})
-    script = work / "wrk.lua"
-    script.write_text(WRK_REPORT.format(body=body))
-    command = [tool, "-t1", f"-c{concurrency}", f"-d{max(1, round(seconds))}s", "-s", str(script)]
-    said = subprocess.run(
-        [*command, f"http://{address}/v2/models/{MODEL}/infer"], capture_output=True, text=True, check=True
-    ).stdout
-    line = re.search(r"^RESULT (.*)$", said, re.MULTILINE)
-    if line is None:
-        raise RuntimeError(f"wrk printed no result: {said[-300:]}")
-    found = json.loads(line[1])
-    if found["failed"]:
-        raise RuntimeError(f"wrk: {found['failed']} requests failed")
-    return Turn(found["count"] * 1e6 / found["us"], found["p50"])
-
-
-def in_turn(rounds: int, takes: Mapping[str, Take]) -> dict[str, list[Turn]]:
-    """Each tool once a round, in an order that is reversed each time."""
-    found: dict[str, list[Turn]] = {name: [] for name in takes}
-    for number in range(rounds):
-        for name in list(takes)[:: -1 if number % 2 else 1]:
-            found[name].append(takes[name]())
-    return found
+    body = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, ROW], "data": data}]}).encode()
+    post = wrk.Post(f"http://{address}/v2/models/{MODEL}/infer", {"Content-Type": "application/json"}, body)
+    found = wrk.run(tool, post, concurrency, seconds, work)
+    return Turn(found.per_s, found.p50_us)
 
 
 def compared(what: str, found: Mapping[str, list[Turn]]) -> Iterator[Row]:
@@ -122,7 +93,7 @@ def compared(what: str, found: Mapping[str, list[Turn]]) -> Iterator[Row]:
 
 
 def rows(
-    tool: Path | None, wrk: str | None, delay_us: int, rounds: int, seconds: float, flights: list[int]
+    tool: Path | None, wrk_tool: str | None, delay_us: int, rounds: int, seconds: float, flights: list[int]
 ) -> list[Row]:
     found: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -136,8 +107,8 @@ def rows(
                         takes["perf_analyzer"] = lambda p=protocol, n=flight: by_perf_analyzer(  # type: ignore[misc]
                             tool, server, p, n, seconds
                         )
-                    if wrk is not None and protocol == "http":
-                        takes["wrk"] = lambda n=flight: by_wrk(wrk, server.http, n, seconds, work)  # type: ignore[misc]
+                    if wrk_tool is not None and protocol == "http":
+                        takes["wrk"] = lambda n=flight: by_wrk(wrk_tool, server.http, n, seconds, work)  # type: ignore[misc]
                     if len(takes) > 1:
                         found += compared(f"{protocol}, {flight} in flight", in_turn(rounds, takes))
     return found
@@ -155,16 +126,16 @@ def main(words: list[str]) -> int:
     option("--in-flight", type=int, action="append", metavar="N", help="may be given again (default: 1 and 8)")
     chosen = parser.parse_args(words)
     tool = chosen.perf_analyzer if chosen.perf_analyzer.exists() else None
-    wrk = shutil.which(chosen.wrk)
+    wrk_tool = shutil.which(chosen.wrk)
     for name, there, hint in (
         ("perf_analyzer", tool, "`make tritonclient` installs it, or give --perf-analyzer"),
-        ("wrk", wrk, "`apt install wrk`, or give --wrk"),
+        ("wrk", wrk_tool, "`apt install wrk`, or give --wrk"),
     ):
         if there is None:
             print(f"skipped: there is no {name}; {hint}", file=sys.stderr)
-    if tool is None and wrk is None:
+    if tool is None and wrk_tool is None:
         return 0
-    found = rows(tool, wrk, chosen.delay_us, chosen.rounds, chosen.seconds, chosen.in_flight or [1, 8])
+    found = rows(tool, wrk_tool, chosen.delay_us, chosen.rounds, chosen.seconds, chosen.in_flight or [1, 8])
     print(table.plain(found))
     return 1 if any(row.verdict != "ok" for row in found) else 0
 

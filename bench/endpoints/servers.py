@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,25 +164,33 @@ def free_port() -> int:
 @contextmanager
 def triton(root: Path, python: Path, work: Path) -> Iterator[Serving]:
     """The server from the wheel `nvidia-pytriton`, installed for `python`, with the wheel's Python backend."""
-    said = subprocess.run([str(python), "-c", _SITE], capture_output=True, text=True, check=True).stdout
-    site, libraries = map(Path, said.split())
-    inside = site / "pytriton" / "tritonserver"
     ports = {name: free_port() for name in ("http", "grpc", "metrics")}
-    command = [str(inside / "bin" / "tritonserver"), f"--model-repository={root}", "--allow-gpu-metrics=false",
-               f"--backend-directory={_backends(inside, python, work)}"]  # fmt: skip
-    for name, port in ports.items():
-        command += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
-    environment = dict(os.environ, PYTHONPATH=str(site), OMP_NUM_THREADS="1")
-    environment["LD_LIBRARY_PATH"] = f"{site / 'nvidia_pytriton.libs'}:{libraries}"
-    environment["PATH"] = f"{python.parent}:{environment['PATH']}"  # models run with the first python3 in PATH
+    command, environment = triton_command(root, python, work, ports)
     with (work / "triton.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment)
     try:
         url = f"127.0.0.1:{ports['http']}"
         _await(process, url, work / "triton.log")
         yield Serving("Triton", {"tritonserver": process.pid}, url, f"127.0.0.1:{ports['grpc']}")
     finally:
         _stop(process)
+
+
+def triton_command(root: Path, python: Path, work: Path, ports: Mapping[str, int]) -> tuple[list[str], dict[str, str]]:
+    """The command, and what it needs in its environment."""
+    said = subprocess.run([str(python), "-c", _SITE], capture_output=True, text=True, check=True).stdout
+    site, libraries = map(Path, said.split())
+    inside = site / "pytriton" / "tritonserver"
+    command = [str(inside / "bin" / "tritonserver"), f"--model-repository={root}", "--allow-gpu-metrics=false",
+               f"--backend-directory={_backends(inside, python, work)}"]  # fmt: skip
+    for name, port in ports.items():
+        command += [f"--{name}-address=127.0.0.1", f"--{name}-port={port}"]
+    return command, {
+        "PYTHONPATH": str(site),
+        "OMP_NUM_THREADS": "1",
+        "LD_LIBRARY_PATH": f"{site / 'nvidia_pytriton.libs'}:{libraries}",
+        "PATH": f"{python.parent}:{os.environ['PATH']}",  # models run with the first python3 in PATH
+    }
 
 
 def _backends(inside: Path, python: Path, work: Path) -> Path:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def durations(call: Callable[[], Any], seconds: float, warm: int = 5) -> list[int]:
@@ -39,3 +41,12 @@ def alternate(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:
     """Call the functions alternately (A B A B ...); returns, for each function, its value in each round."""
     values = [[party() for party in parties] for _ in range(rounds)]
     return [list(column) for column in zip(*values, strict=True)]
+
+
+def in_turn(rounds: int, parties: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
+    """Each party once a round, in an order that is reversed each time."""
+    found: dict[str, list[T]] = {name: [] for name in parties}
+    for number in range(rounds):
+        for name in list(parties)[:: -1 if number % 2 else 1]:
+            found[name].append(parties[name]())
+    return found

@@ -8,6 +8,7 @@ import pytest
 
 from bench.endpoints import agreement
 from bench.endpoints.agreement import Turn
+from bench.lib import clock
 
 
 def test_medians_are_compared() -> None:
@@ -28,7 +29,7 @@ def test_the_order_is_reversed_each_round() -> None:
         order.append(name)
         return Turn(1, 1)
 
-    found = agreement.in_turn(3, {name: lambda name=name: take(name) for name in "abc"})  # type: ignore[misc]
+    found = clock.in_turn(3, {name: lambda name=name: take(name) for name in "abc"})  # type: ignore[misc]
     assert "".join(order) == "abccbaabc"
     assert {name: len(turns) for name, turns in found.items()} == dict.fromkeys("abc", 3)
 
@@ -49,11 +50,11 @@ def tool(folder: Path, body: str) -> str:
 
 
 def test_the_report_of_wrk_is_read(tmp_path: Path) -> None:
-    fake = tool(tmp_path, """echo 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "failed": 0}'""")
+    fake = tool(tmp_path, """echo 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "p99": 1600, "failed": 0}'""")
     assert agreement.by_wrk(fake, "127.0.0.1:1", 2, 1.0, tmp_path) == Turn(250.0, 1500)
-    assert '"shape": [1, 16]' in (tmp_path / "wrk.lua").read_text()
-    failed = tool(tmp_path, """echo 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "failed": 3}'""")
-    with pytest.raises(RuntimeError, match="wrk: 3 requests failed"):
+    assert '"shape": [1, 16]' in (tmp_path / "wrk.body").read_text()
+    failed = tool(tmp_path, """echo 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "p99": 1600, "failed": 3}'""")
+    with pytest.raises(RuntimeError, match="wrk: 3 of 500 requests failed"):
         agreement.by_wrk(failed, "127.0.0.1:1", 2, 1.0, tmp_path)
     with pytest.raises(RuntimeError, match="wrk printed no result: nothing"):
         agreement.by_wrk(tool(tmp_path, "echo nothing"), "127.0.0.1:1", 2, 1.0, tmp_path)

@@ -1,0 +1,56 @@
+"""The load generator wrk: a number of connections, each with one request in flight."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPT = """
+wrk.method = "POST"
+{headers}
+local file = io.open("{body}", "rb")
+wrk.body = file:read("*a")
+file:close()
+done = function(summary, latency, requests)
+  local errors = summary.errors
+  io.write(string.format('RESULT {{"count": %d, "us": %d, "p50": %d, "p99": %d, "failed": %d}}\\n', summary.requests,
+    summary.duration, latency:percentile(50), latency:percentile(99),
+    errors.connect + errors.read + errors.write + errors.status + errors.timeout))
+end
+"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    per_s: float
+    p50_us: float
+    p99_us: float
+
+
+@dataclass(frozen=True)
+class Post:
+    """A request that is sent again and again."""
+
+    url: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def run(tool: str, post: Post, connections: int, seconds: float, work: Path) -> Turn:
+    body, script = work / "wrk.body", work / "wrk.lua"
+    body.write_bytes(post.body)
+    headers = "\n".join(f'wrk.headers["{name}"] = "{value}"' for name, value in post.headers.items())
+    script.write_text(SCRIPT.format(headers=headers, body=body))
+    command = [tool, "-t1", f"-c{connections}", f"-d{max(1, round(seconds))}s", "-s", str(script), post.url]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    line = re.search(r"^RESULT (.*)$", said, re.MULTILINE)
+    if line is None:
+        raise RuntimeError(f"wrk printed no result: {said[-300:]}")
+    found = json.loads(line[1])
+    if found["failed"]:
+        raise RuntimeError(f"wrk: {found['failed']} of {found['count']} requests failed")
+    return Turn(found["count"] * 1e6 / found["us"], found["p50"], found["p99"])

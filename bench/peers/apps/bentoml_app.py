@@ -1,0 +1,21 @@
+"""BentoML: arrays as JSON, its form for them that does not trust the caller as pickles do.
+
+Run by `bentoml serve bentoml_app:Peer`.
+"""
+
+import bentoml
+import numpy as np
+from network import BATCH, make
+
+BATCHING = {"batchable": True, "max_batch_size": BATCH, "max_latency_ms": 60_000} if BATCH > 1 else {}
+"""It chooses itself how long a batch waits, and refuses requests that would take longer than the latency."""
+
+
+@bentoml.service(name="peer", workers=1, traffic={"timeout": 60, "max_concurrency": 1024}, metrics={"enabled": False})
+class Peer:
+    def __init__(self) -> None:
+        self.model = make()
+
+    @bentoml.api(**BATCHING)
+    def infer(self, x: np.ndarray) -> np.ndarray:
+        return self.model(np.asarray(x, np.float32))

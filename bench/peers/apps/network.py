@@ -1,0 +1,37 @@
+"""The models of `bench.peers` as functions of a batch, for servers that run Python code.
+
+They are those of the repository that shmserve and Triton serve: the same files, and one thread for the engine.
+"""
+
+import os
+
+import numpy as np
+
+WORKLOAD = os.environ["PEER_WORKLOAD"]
+BATCH = int(os.environ["PEER_BATCH"])
+"""The largest batch; 1: no batching."""
+WAIT_MS = 1
+"""A batch waits no longer for more requests: the least that all of them permit."""
+SHAPES = {"identity": (16,), "mlp": (256,), "cnn": (3, 224, 224), "first": (-1,)}
+
+
+def make():
+    """A function from a batch of inputs to their outputs."""
+    if WORKLOAD == "identity":
+        return lambda x: x
+    if WORKLOAD == "first":
+        return lambda x: x[:, :1].copy()
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(os.environ["PEER_ONNX"], options, providers=["CPUExecutionProvider"])
+    return lambda x: session.run(None, {"x": x})[0]
+
+
+def decode(data):
+    return np.frombuffer(data, np.float32).reshape(SHAPES[WORKLOAD])
+
+
+def stacked(rows):
+    return rows[0][None] if len(rows) == 1 else np.stack(rows)

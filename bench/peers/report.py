@@ -1,0 +1,76 @@
+"""The table of `bench.peers`: a row for each load, a column for each server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from bench.lib import table
+from bench.lib.wrk import Turn
+
+OURS = "shmserve"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Medians of the turns of one server under one load. None: it failed."""
+
+    model: str
+    flight: int
+    server: str
+    per_s: float | None
+    p50_us: float | None
+    p99_us: float | None
+
+    @staticmethod
+    def of(model: str, flight: int, server: str, turns: Sequence[Turn]) -> Cell:
+        if not turns:
+            return Cell(model, flight, server, None, None, None)
+        rate, p50, p99 = (median(getattr(turn, name) for turn in turns) for name in ("per_s", "p50_us", "p99_us"))
+        return Cell(model, flight, server, rate, p50, p99)
+
+    def line(self) -> str:
+        return f"{self.model}, {self.flight} in flight: {self.server} {self.text()}"
+
+    def text(self) -> str:
+        if self.per_s is None or self.p50_us is None or self.p99_us is None:
+            return "failed"
+        return f"{self.per_s:,.0f}/s, {milliseconds(self.p50_us)} ({milliseconds(self.p99_us)}) ms"
+
+
+def milliseconds(us: float) -> str:
+    return f"{us / 1000:.3g}"
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """Requests in a second, and the median and 99th percentile of their time. Bold: the best of the row."""
+    names = list(dict.fromkeys(cell.server for cell in cells))
+    lines = [["load", *names], ["---"] * (1 + len(names))]
+    for model, flight in dict.fromkeys((cell.model, cell.flight) for cell in cells):
+        row = {cell.server: cell for cell in cells if (cell.model, cell.flight) == (model, flight)}
+        best = max((cell.per_s or 0 for cell in row.values()), default=0)
+        texts = [row[name].text() if name in row else "-" for name in names]
+        bold = [bool(best) and name in row and row[name].per_s == best for name in names]
+        marked = [f"**{text}**" if is_best else text for text, is_best in zip(texts, bold, strict=True)]
+        lines.append([f"{model}, {flight} in flight", *marked])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def save(cells: Sequence[Cell], command: str, notes: dict[str, str]) -> Path:
+    """Into bench/results, as a page and as JSON."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    facts = table.machine() | notes
+    page = [
+        f"# Beside other servers, {today}", "",
+        f"Made by `{command}`: requests in a second, median and (99th percentile) of their time. docs/compare.md", "",
+        *(f"- {key}: {value}" for key, value in facts.items()), "", markdown(cells), "",
+    ]  # fmt: skip
+    path = table.RESULTS / f"{today}-{table.host_kind()}-peers.md"
+    path.write_text("\n".join(page))
+    record = {"date": today, "command": command, "machine": facts, "cells": [asdict(cell) for cell in cells]}
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    return path

@@ -1,0 +1,101 @@
+"""A server of any kind as a set of processes, which rests while another one is measured.
+
+Stopped processes use no processor, so that all servers can be up during a measurement whose turns are short.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import monotonic
+
+from bench.lib.processes import descendants
+from bench.lib.wrk import Post
+
+START_S, END_S, LOOK_S = 120.0, 30.0, 0.1
+HEAD_SIZE = "Inference-Header-Content-Length"
+MARK = "SHMSERVE_BENCH_PEER"
+"""In the environment of all processes of a server; some start daemons that are no descendants."""
+
+
+class Running:
+    def __init__(self, name: str, process: subprocess.Popen[bytes], mark: str, log: Path) -> None:
+        self.name = name
+        self._process = process
+        self._mark = f"{MARK}={mark}".encode()
+        self._log = log
+
+    def members(self) -> set[int]:
+        marked = {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_marked(pid)}
+        return marked.union(*(descendants(pid) for pid in marked))
+
+    def _is_marked(self, pid: int) -> bool:
+        try:
+            return self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False  # ended, or of another user
+
+    def rest(self) -> None:
+        """Until no process is left that could start another one."""
+        stopped: set[int] = set()
+        while found := self.members() - stopped:
+            self._signal(found, signal.SIGSTOP)
+            stopped |= found
+
+    def go_on(self) -> None:
+        self._signal(self.members(), signal.SIGCONT)
+
+    def await_answer(self, post: Post) -> bytes:
+        """The first answer, without the JSON before the tensors of KServe's protocol.
+
+        Most of these servers have no other notification than that they answer.
+        """
+        end, ended, said = monotonic() + START_S, os.pidfd_open(self._process.pid), ""
+        request = urllib.request.Request(post.url, post.body, dict(post.headers))
+        try:
+            while monotonic() < end and not select.select([ended], [], [], LOOK_S)[0]:
+                try:
+                    with urllib.request.urlopen(request, timeout=START_S) as answer:
+                        return bytes(answer.read()[int(answer.headers.get(HEAD_SIZE, 0)) :])
+                except (urllib.error.URLError, ConnectionError) as error:
+                    said = str(error)
+        finally:
+            os.close(ended)
+        raise RuntimeError(f"{self.name} has not come up ({said}): {self._log.read_text(errors='replace')[-2000:]}")
+
+    def end(self) -> None:
+        self.go_on()
+        self._process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):  # then it is killed with the rest
+            self._process.wait(END_S)
+        self._signal(self.members(), signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, pids: set[int], number: signal.Signals) -> None:
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+@contextmanager
+def running(name: str, command: list[str], environment: Mapping[str, str], work: Path) -> Iterator[Running]:
+    mark = f"{os.getpid()}-{name}-{work.name}"
+    log = work / f"{name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env={**os.environ, **environment, MARK: mark}
+        )
+    server = Running(name, process, mark, log)
+    try:
+        yield server
+    finally:
+        server.end()

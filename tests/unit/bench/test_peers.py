@@ -1,0 +1,118 @@
+"""`bench.peers`: the table, the requests, and servers that rest. Starts no server that it compares."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import sys
+from http.client import HTTPConnection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.lib import table
+from bench.lib.wrk import Post, Turn
+from bench.peers import __main__ as command
+from bench.peers import report, workloads
+from bench.peers.report import Cell
+from bench.peers.running import running
+
+ANSWERS = """
+import http.server, subprocess, sys, time
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Inference-Header-Content-Length", self.headers.get("Head-Size", "0"))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args):
+        pass
+
+subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_the_best_of_a_row_is_bold_and_gaps_are_shown() -> None:
+    cells = [
+        Cell.of("mlp", 1, "shmserve", [Turn(1000, 900, 2000), Turn(3000, 1100, 4000), Turn(2000, 1000, 3000)]),
+        Cell.of("mlp", 1, "mosec", [Turn(1500, 500, 700)]),
+        Cell.of("mlp", 8, "shmserve", []),
+    ]
+    assert report.markdown(cells).splitlines() == [
+        "| load | shmserve | mosec |",
+        "| --- | --- | --- |",
+        "| mlp, 1 in flight | **2,000/s, 1 (3) ms** | 1,500/s, 0.5 (0.7) ms |",
+        "| mlp, 8 in flight | failed | - |",
+    ]
+
+
+def test_a_result_is_kept_as_a_page_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    path = report.save([Cell.of("mlp", 1, "mosec", [Turn(1500, 500, 700)])], "the command", {"servers": "mosec 1"})
+    assert "- servers: mosec 1" in path.read_text()
+    (cell,) = json.loads(path.with_suffix(".json").read_text())["cells"]
+    assert cell == {"model": "mlp", "flight": 1, "server": "mosec", "per_s": 1500, "p50_us": 500, "p99_us": 700}
+
+
+@pytest.mark.parametrize("workload", workloads.WORKLOADS, ids=lambda workload: workload.name)
+def test_each_form_of_a_request_has_the_same_numbers(workload: workloads.Workload) -> None:
+    row = workload.row()
+    kserve = workloads.kserve_post("http://x", workload, row)
+    size = int(kserve.headers["Inference-Header-Content-Length"])
+    (x,) = json.loads(kserve.body[:size])["inputs"]
+    assert x["shape"] == ([1] if workload.batches else []) + list(workload.shape)
+    assert kserve.body[size:] == workloads.raw_post("/p")("http://x", workload, row).body
+    lists = workloads.json_post("/p")("http://x", workload, row)
+    assert lists.url == "http://x/p"
+    assert (np.array(json.loads(lists.body)["x"][0], np.float32) == row).all()
+
+
+def test_answers_are_read_in_each_form() -> None:
+    y = np.array([1.5, -2], np.float32)
+    for answer in (y.tobytes(), b"[[1.5, -2.0]]"):
+        assert command.numbers(answer).tolist() == [1.5, -2]
+
+
+def await_stop(pid: int) -> None:
+    """The kernel tells only parents when a process has stopped."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        select.select([], [], [], 0.01)
+
+
+def test_a_server_rests_with_its_daemons_and_ends_with_them(tmp_path: Path) -> None:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        port = made.getsockname()[1]
+    post = Post(f"http://127.0.0.1:{port}/", {"Content-Type": "text/plain"}, b"hello")
+    with running("it", [sys.executable, "-c", ANSWERS, str(port)], {}, tmp_path) as server:
+        assert server.await_answer(post) == b"hello"
+        members = server.members()
+        assert len(members) == 2
+        server.rest()
+        for pid in members:
+            await_stop(pid)
+        server.go_on()
+        assert server.await_answer(Post(post.url, {"Head-Size": "2"}, b"{}hello")) == b"hello"
+    assert not server.members()
+    with pytest.raises(ConnectionRefusedError):
+        HTTPConnection("127.0.0.1", port).connect()
+
+
+def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+    post = Post("http://127.0.0.1:1/", {}, b"")
+    with (
+        running("it", [sys.executable, "-c", "raise SystemExit('no engine')"], {}, tmp_path) as server,
+        pytest.raises(RuntimeError, match=r"it has not come up .*: no engine"),
+    ):
+        server.await_answer(post)
+
+
+def test_without_wrk_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--wrk", str(tmp_path / "none")]) == 2
+    assert "there is no wrk: `apt install wrk`, or give --wrk" in capsys.readouterr().err
