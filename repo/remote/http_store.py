@@ -39,6 +39,8 @@ _AT_ONCE = 8
 _CHUNK = 1 << 20
 _MISSING = (404, 410)
 _FINAL = (401, 403)
+_CHARSETS = ("iso-8859-1", "iso-8859-15", "utf-8", "windows-1252")
+"""Of listings. Python has decoders that fail or take for ever with what a server sends, such as that of punycode."""
 _LINK = re.compile(r"""<a\s(?:[^<>]*?\s)?href\s*=\s*["']([^"'<>]+)["']""", re.IGNORECASE)
 
 
@@ -192,10 +194,8 @@ def _of_json(body: bytes) -> list[str]:
 
 def of_html(body: bytes, charset: str | None, url: str) -> list[str]:
     """The names in a directory to which the page at this URL has links."""
-    try:
-        text = body.decode(charset or "utf-8", "ignore")
-    except LookupError:  # an unknown character set
-        text = body.decode("utf-8", "ignore")
+    charset = (charset or "").lower()
+    text = body.decode(charset if charset in _CHARSETS else "utf-8", "ignore")
     base, names = urlsplit(url), set()
     for href in _LINK.findall(text):
         with suppress(ValueError):  # it is not a URL

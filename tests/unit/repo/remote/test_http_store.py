@@ -17,7 +17,7 @@ LISTING = """<html><head><title>Index of /repo/</title><link href="style.css/"><
 <a\nhref="m%C3%B6del/">mödel/</a> <a title="near/" href="near/">again</a></body></html>"""
 
 
-@pytest.mark.parametrize("charset", [None, "utf-8", "unheard-of"])
+@pytest.mark.parametrize("charset", [None, "UTF-8", "unheard-of", "idna", "punycode"])
 def test_the_links_of_a_listing(charset: str | None) -> None:
     from shmserve.repo.remote.http_store import of_html
 
@@ -29,4 +29,4 @@ def test_the_links_of_a_listing(charset: str | None) -> None:
 def test_the_character_set_of_a_listing() -> None:
     from shmserve.repo.remote.http_store import of_html
 
-    assert of_html('<a href="mödel/">'.encode("latin-1"), "latin-1", "http://host/") == ["mödel/"]
+    assert of_html('<a href="mödel/">'.encode("latin-1"), "ISO-8859-1", "http://host/") == ["mödel/"]
