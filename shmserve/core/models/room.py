@@ -10,6 +10,9 @@ Invariant: memory is granted only within the budgets.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from itertools import chain
+
 from msgspec import Struct
 
 from shmserve.core.models import deployment, memory, sleep
@@ -17,7 +20,7 @@ from shmserve.core.models.memory import Places, megabytes
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State, Timer
-from shmserve.core.states import InstanceState, VersionState
+from shmserve.core.states import InstanceState, RequestState, VersionState
 
 _I, _V = InstanceState, VersionState
 _LEAVING = (_I.GOING_TO_SLEEP, _I.STOPPING)
@@ -38,14 +41,18 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
     if not (state.memory_changed or state.yielding or state.short_since):
         return []
     _let_yielding_sleep(state)
+    called = _called(state)
+    for version in called:
+        if version.yielding:
+            _end_yielding(state, version)
     used = memory.used(state)
     over = memory.shortage(state, used)
-    _settle_shortage(state, over, now)
+    _settle_shortage(state, over, called, now)
     refused: list[tuple[Version, str]] = []
     waits = False
     blocked = set(over)
     stays = memory.fixed(state)
-    for claim in _claims(state):
+    for claim in _claims(state, called):
         claim.instances = [instance for instance in claim.instances if instance.state is _I.WAITING]
         if not claim.instances:  # its version sleeps for another one
             continue
@@ -68,7 +75,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             _tell(state, claim, need)
         elif not claim.extra:
             if not blocked & limited:
-                _tell(state, claim, need, *_free(state, short, claim.version, claim.since, now))
+                _tell(state, claim, need, *_free(state, short, claim.version, called, claim.since, now))
                 state.deadlock_possible = True
             blocked |= limited
             waits = True
@@ -79,7 +86,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
     return refused
 
 
-def _settle_shortage(state: State, over: Places, now: int) -> None:
+def _settle_shortage(state: State, over: Places, called: Container[Version], now: int) -> None:
     """Instances have more memory than the budget, because they have grown."""
     if not over:
         state.short_since = 0
@@ -102,13 +109,13 @@ def _settle_shortage(state: State, over: Places, now: int) -> None:
                 f"{megabytes(memory.budget_of(state, place))} ({memory.setting_of(place)})"
             )
             kill(state, version, instance, instance.load_error)
-    _free(state, over, None, state.short_since, now)
+    _free(state, over, None, called, state.short_since, now)
 
 
 # ------------------------------------------------------------------------------------ claims
 
 
-def _claims(state: State) -> list[_Claim]:
+def _claims(state: State, called: Container[Version]) -> list[_Claim]:
     """The first instance of a version that wakes is needed, and all of one that loads for the first time."""
     found: dict[tuple[Version, bool], _Claim] = {}
     for version, instance in list(state.load_queue):
@@ -125,9 +132,6 @@ def _claims(state: State) -> list[_Claim]:
         if claim is None:
             claim = found[version, extra] = _Claim(version, [], version.rest.woken or version.began, extra)
         claim.instances.append(instance)
-    if not found:
-        return []
-    called = _called(state)
     return sorted(
         found.values(), key=lambda one: (one.extra, one.version not in called, not one.version.waits, one.since)
     )
@@ -141,11 +145,11 @@ def _loads(state: State, instance: Instance) -> bool:
 
 
 def _called(state: State) -> set[Version]:
-    """Versions with requests for which instances are blocked. These come first, because nobody else may be able to make
-    room before they are answered."""
+    """Versions with queued requests for which instances are blocked, or versions that yield cannot sleep. These come
+    first and do not yield, because no other version may be able to make room before they are answered."""
     found: set[Version] = set()
     todo: list[Request] = []
-    for instance in state.blocked_instances:
+    for instance in chain(state.blocked_instances, *(version.instances for version in state.yielding)):
         if instance.caller is not None:
             todo += [state.requests[number] for number in instance.caller.requests.values()]
     while todo:
@@ -153,7 +157,7 @@ def _called(state: State) -> set[Version]:
         run = state.runs.get(request.number)
         if run is not None:
             todo += run.out.values()
-        else:
+        elif request.state is RequestState.QUEUED:
             found.add(request.version)
     return found
 
@@ -209,7 +213,9 @@ def _tell(state: State, claim: _Claim, need: Places, sleeping: int = 0, waits: b
 # ------------------------------------------------------------------------------------ making room
 
 
-def _free(state: State, short: Places, keep: Version | None, since: int, now: int) -> tuple[int, bool]:
+def _free(
+    state: State, short: Places, keep: Version | None, called: Container[Version], since: int, now: int
+) -> tuple[int, bool]:
     """Puts versions to sleep until these bytes will be free. Returns how many, and whether it must wait for busy
     ones."""
     wait = state.limits.memory_wait_ns
@@ -233,7 +239,8 @@ def _free(state: State, short: Places, keep: Version | None, since: int, now: in
                 sleep.put_to_sleep(state, version)
     if max(short.values(), default=0) <= 0:
         return sleeping, False
-    busy = [version for version in candidates if sleep.is_busy(state, version) and version not in state.yielding]
+    busy = [version for version in candidates if sleep.is_busy(state, version) and not version.yielding]
+    busy = [version for version in busy if version not in called]
     later = [since + wait, *(since + wait for since in state.yielding.values())]
     for version in sorted(busy, key=sleep.ready_since):
         due = max(since, sleep.ready_since(version)) + wait
