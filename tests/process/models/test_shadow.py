@@ -18,32 +18,23 @@ import shmserve
 from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
 from tests.support.living import PYTHON, policy, until, write
+from tests.support.model_files import python_model
 
 pytestmark = pytest.mark.process
 
-MODEL = """
-import numpy as np
-import numpy.typing as npt
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.version = int(args["model_version"])
-
-    def execute(self, requests):
-        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
-
-    def one(self, x):
-        y = 2 * x
-        if self.version == 2:
-            y = y * np.float32(1.00001)
-        if self.version == 3 and x[0, 0] == 5:
-            y[0, 0] += 1
-        if self.version == 3 and x[0, 0] == 6:
-            raise ValueError("six is too much")
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", y)])
-"""
+MODEL = python_model(
+    """
+    y = 2 * x
+    if self.version == 2:
+        y = y * np.float32(1.00001)
+    if self.version == 3 and x[0, 0] == 5:
+        y[0, 0] += 1
+    if self.version == 3 and x[0, 0] == 6:
+        raise ValueError("six is too much")
+    return self.respond(y)
+    """,
+    'self.version = int(args["model_version"])',
+)
 LARGE = 50_000
 """Elements of an input that is placed in shared memory."""
 

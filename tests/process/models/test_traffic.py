@@ -22,37 +22,25 @@ import shmserve
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, Unavailable
 from shmserve.testing import Server
 from tests.support.living import ONE, PYTHON, answer, generation, pids, policy, ready, until, write
+from tests.support.model_files import python_model
 
 pytestmark = pytest.mark.process
 
 
 RAISES, CRASHES, HANGS = 2.0, 3.0, 4.0
-CANARY = f"""
-import os
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.version = float(args["model_version"])
-
-    def execute(self, requests):
-        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
-
-    def one(self, x):
-        fault = x[0, 0] if self.version == 3 else 0
-        if fault == {RAISES}:
-            raise ValueError("this is not for me")
-        if fault == {CRASHES}:
-            os._exit(7)
-        if fault == {HANGS}:
-            open(HOLD).close()  # until somebody writes
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full_like(x, self.version))])
-
-
-"""
+CANARY = python_model(
+    f"""
+    fault = x[0, 0] if self.version == 3 else 0
+    if fault == {RAISES}:
+        raise ValueError("this is not for me")
+    if fault == {CRASHES}:
+        os._exit(7)
+    if fault == {HANGS}:
+        open(HOLD).close()  # until somebody writes
+    return self.respond(np.full_like(x, self.version))
+    """,
+    'self.version = float(args["model_version"])',
+)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from shmserve.core.policy import MemoryEstimate, ModelPolicy
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState, VersionState
 from tests.support.core.everything import Everything
-from tests.support.core.machine import MS, run_machine
+from tests.support.core.machine import MS, WorldMachine, run_machine
 from tests.unit.core.test_machine_all import EverythingMachine
 from tests.unit.core.test_machine_calls import CallingMachine, EverythingCalls
 from tests.unit.core.test_machine_leases import LeaseMachine, LentWorld
@@ -53,6 +53,18 @@ def check_all_sleep(state: State) -> None:
     assert not state.to_sleep
 
 
+def finish(machine: WorldMachine) -> None:
+    """All that runs or waits ends, and then all versions sleep."""
+    machine.send([])
+    machine.finish_everything()
+    check_all_sleep(machine.world.core.state)
+
+
+def tight(limits: Limits) -> Limits:
+    """Memory for a few of the models. Some have stopped to sleep for being idle only."""
+    return replace(limits, memory_budget=BUDGET, memory_wait_ns=3 * MS, idle_unload_ns=30 * MS)
+
+
 class SleepMachine(EverythingMachine):
     def new_world(self, limits: Limits, limited: bool) -> Everything:
         return SleepyWorld(replace(limits, idle_unload_ns=IDLE), limited)
@@ -74,14 +86,12 @@ class SleepMachine(EverythingMachine):
             self.rest()
 
     def teardown(self) -> None:
-        self.send([])
-        self.finish_everything()
-        check_all_sleep(self.world.core.state)
+        finish(self)
         super().teardown()
 
 
 class TightWorld(SleepyWorld):
-    """Memory for a few of the models, and each of a size of its own."""
+    """Each model has a size of its own."""
 
     def target(self, policy: ModelPolicy, source: int, instances: int) -> events.Target:
         target = super().target(policy, source, instances)
@@ -98,10 +108,8 @@ def size_of(name: str) -> int:
 
 
 class TightMachine(SleepMachine):
-    """Not all models fit. Some have stopped to sleep for being idle only."""
-
     def new_world(self, limits: Limits, limited: bool) -> Everything:
-        return TightWorld(replace(limits, memory_budget=BUDGET, memory_wait_ns=3 * MS, idle_unload_ns=30 * MS), limited)
+        return TightWorld(tight(limits), limited)
 
     @rule(which=st.integers(0, 30))
     def measure(self, which: int) -> None:
@@ -118,13 +126,10 @@ class TightCalls(TightWorld, EverythingCalls):
 
 class TightCallingMachine(CallingMachine):
     def new_world(self, limits: Limits, limited: bool) -> Everything:
-        limits = replace(limits, memory_budget=BUDGET, memory_wait_ns=3 * MS, idle_unload_ns=30 * MS)
-        return TightCalls(limits, limited)
+        return TightCalls(tight(limits), limited)
 
     def teardown(self) -> None:
-        self.send([])
-        self.finish_everything()
-        check_all_sleep(self.world.core.state)
+        finish(self)
         super().teardown()
 
 
