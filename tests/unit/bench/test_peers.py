@@ -8,6 +8,7 @@ import socket
 import sys
 from http.client import HTTPConnection
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from bench.lib import table
 from bench.lib.wrk import Post, Turn
 from bench.peers import __main__ as command
-from bench.peers import report, workloads
+from bench.peers import chart, report, workloads
 from bench.peers.report import Cell
 from bench.peers.running import running
 
@@ -58,6 +59,23 @@ def test_a_result_is_kept_as_a_page_and_as_json(tmp_path: Path, monkeypatch: pyt
     assert "- servers: mosec 1" in path.read_text()
     (cell,) = json.loads(path.with_suffix(".json").read_text())["cells"]
     assert cell == {"model": "mlp", "flight": 1, "server": "mosec", "per_s": 1500, "p50_us": 500, "p99_us": 700}
+
+
+def test_the_chart_sorts_servers_and_leaves_out_failed_ones() -> None:
+    cells = [
+        Cell(model, flight, server, rate, us, us)
+        for model, flight in (("mlp", 1), ("mlp", 64))
+        for server, rate, us in (("mosec", 500.0, 900.0), ("shmserve", 1000.0, 450.0), ("ray", None, None))
+    ]
+    svg = ElementTree.fromstring(chart.chart(cells, "a machine"))
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in svg.iter(f"{space}text")]
+    assert texts == [
+        "mlp, 64 in flight: requests/s", "shmserve", "1,000", "mosec", "500",
+        "mlp, one in flight: median ms", "shmserve", "0.45", "mosec", "0.90", "a machine",
+    ]  # fmt: skip
+    widths = [float(bar.attrib["width"]) for bar in svg.iter(f"{space}rect") if "class" in bar.attrib]
+    assert widths == [chart.BAR, chart.BAR / 2, chart.BAR / 2, chart.BAR]
 
 
 @pytest.mark.parametrize("workload", workloads.WORKLOADS, ids=lambda workload: workload.name)
