@@ -68,6 +68,7 @@ PLAIN = "generate_stream"
 MOST = 1.0
 """The cost of an endpoint as a share of that of generate_stream."""
 _END = b"0\r\n\r\n"
+TIMEOUT_S = 60
 
 
 def _generate(tokens: int) -> tuple[str, Any]:
@@ -116,7 +117,7 @@ class OpenAiMeasures:
         self._rounds = rounds
         self._requests = requests
         host, _, port = server.http.partition(":")
-        self._socket = socket.create_connection((host, int(port)))
+        self._socket = socket.create_connection((host, int(port)), TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def rows(self) -> Iterator[Row]:
@@ -163,15 +164,21 @@ class OpenAiMeasures:
         """Nanoseconds to the first event."""
         began = perf_counter_ns()
         self._socket.sendall(data)
-        answer = self._socket.recv(1 << 16)
+        answer = self._received()
         while b"data: " not in answer:
-            answer += self._socket.recv(1 << 16)
+            answer += self._received()
         first = perf_counter_ns() - began
         while not answer.endswith(_END):
-            answer += self._socket.recv(1 << 16)
+            answer += self._received()
         if not answer.startswith(b"HTTP/1.1 200") or answer.count(b" token") != tokens:
             raise RuntimeError(f"not {tokens} tokens: {answer[-300:]!r}")
         return first
+
+    def _received(self) -> bytes:
+        data = self._socket.recv(1 << 16)
+        if not data:
+            raise ConnectionError("the gateway closed the connection")
+        return data
 
     def close(self) -> None:
         self._socket.close()

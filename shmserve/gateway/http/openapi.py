@@ -23,6 +23,7 @@ _HEADER_LENGTH = "Inference-Header-Content-Length"
 _Schema = dict[str, Any]
 _ERRORS = ("Error", "OpenAiError")
 """Schemas of errors: of the KServe protocol, and of the OpenAI-compatible endpoints."""
+_AND_OPENAI = ", and OpenAI-compatible endpoints"
 
 
 class ApiOperation(Struct, frozen=True):
@@ -100,7 +101,7 @@ def document(openai: bool = True) -> _Schema:
         "info": {
             "title": "shmserve",
             "version": shmserve.__version__,
-            "description": "The KServe protocol, version 2, with extensions, and OpenAI-compatible endpoints.",
+            "description": f"The KServe protocol, version 2, with extensions{_AND_OPENAI if openai else ''}.",
         },
         "paths": paths,
         "components": {

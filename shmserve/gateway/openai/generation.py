@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmserve.errors import ServeError
+from shmserve.gateway.kserve.generate import event
 from shmserve.gateway.kserve.plans import RequestPlan
 from shmserve.gateway.openai import errors
 from shmserve.gateway.openai.fan_out import FanOut, OpenAiConnection, OpenAiHead
@@ -151,7 +152,7 @@ class Generation:
             self._connection.fail(error)
             return
         _, body = errors.response(error)
-        self._connection.end_events(b"data: %b\n\n" % body)
+        self._connection.end_events(event(body))
 
 
 def _total(usages: list[Usage], apart: int) -> Usage:

@@ -18,7 +18,7 @@ from shmserve.gateway.openai import models
 from shmserve.gateway.openai.models import TEXT, TOOL_CALLS
 
 _NOT_FINISHED = (b"", b"None", b"null")
-_UINT32 = 4
+_SIZES = {f"{sign}INT{8 * size}": size for sign in ("", "U") for size in (1, 2, 4, 8)}
 _decoder = codecs.getincrementaldecoder("utf-8")
 _json = msgspec.json.Decoder()
 
@@ -80,18 +80,17 @@ class PartReader:
                 case "token_ids":
                     self._add_token_ids(deltas, tensor)
                 case models.INPUT_TOKENS:
-                    self.usage.prompt = sum(_numbers(tensor[1]))
+                    self.usage.prompt = sum(self._numbers(name, tensor))
                 case "num_output_tokens":
-                    self.usage.completion = (self.usage.completion or 0) + sum(_numbers(tensor[1]))
+                    self.usage.completion = (self.usage.completion or 0) + sum(self._numbers(name, tensor))
 
     def _add_token_ids(self, deltas: list[Delta], tensor: tuple[str, bytes]) -> None:
         """Either numbers, if there is one choice, or a JSON list for each choice."""
-        dtype, raw = tensor
-        if dtype == "BYTES":
+        if tensor[0] == "BYTES":
             for delta, text in zip(deltas, self._strings("token_ids", tensor), strict=True):
                 delta.token_ids = self._list("token_ids", text)
         elif len(deltas) == 1:
-            deltas[0].token_ids = _numbers(raw, 8 if dtype.endswith("64") else _UINT32)
+            deltas[0].token_ids = self._numbers("token_ids", tensor)
 
     def _decoded(self, index: int, raw: bytes) -> str:
         if index not in self._cut:
@@ -130,6 +129,9 @@ class PartReader:
             raise ModelFailed(f"output '{name}' of model '{self._model}' is not a JSON list")
         return found
 
-
-def _numbers(raw: bytes, size: int = _UINT32) -> list[int]:
-    return [int.from_bytes(raw[at : at + size], "little") for at in range(0, len(raw), size)]
+    def _numbers(self, name: str, tensor: tuple[str, bytes]) -> list[int]:
+        dtype, raw = tensor
+        size = _SIZES.get(dtype)
+        if size is None:
+            raise ModelFailed(f"output '{name}' of model '{self._model}' has the type {dtype}; expected integers")
+        return [int.from_bytes(raw[at : at + size], "little") for at in range(0, len(raw), size)]

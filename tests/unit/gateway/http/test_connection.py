@@ -63,23 +63,26 @@ def test_one_request_at_a_time_is_handled_and_the_next_are_not_read() -> None:
     assert [len(body) for _, body in answered(transport.sent)] == [3, 3, 100_000]
 
 
-def test_errors_before_the_body_is_complete_have_the_form_of_their_endpoint() -> None:
-    for path in ("/v1/completions", "/v2/models/m/generate", "/v1/nothing"):
-        connection, transport, _, _ = connected(input_bytes=10)
-        receive(connection, lines("Content-Length: 11", first=f"POST {path} HTTP/1.1"))
-        ((status, body),) = answered(transport.sent)
-        error = json.loads(body)["error"]
-        text = error if path.startswith("/v2") else error["message"]
-        assert (status, "exceeds the maximum allowed input size of 10 bytes" in text) == (400, True)
-        assert ("binary" in text) is path.startswith("/v2")
-        connection, transport, _, _ = connected()
-        receive(connection, lines("Content-Length: 11", first=f"POST {path} HTTP/1.1"))
-        for _ in range(2):
-            connection._listener.turn += 5
-            connection.check_timeouts(3)
-        ((status, body),) = answered(transport.sent)
-        if path != "/v1/nothing":
-            assert (status, isinstance(json.loads(body)["error"], dict)) == (408, path.startswith("/v1"))
+@pytest.mark.parametrize("path", ["/v1/completions", "/v2/models/m/generate", "/v1/nothing"])
+def test_a_body_that_is_too_large_gets_an_error_in_the_form_of_its_endpoint(path: str) -> None:
+    connection, transport, _, _ = connected(input_bytes=10)
+    receive(connection, lines("Content-Length: 11", first=f"POST {path} HTTP/1.1"))
+    ((status, body),) = answered(transport.sent)
+    error = json.loads(body)["error"]
+    text = error if path.startswith("/v2") else error["message"]
+    assert (status, "exceeds the maximum allowed input size of 10 bytes" in text) == (400, True)
+    assert ("binary" in text) is path.startswith("/v2")
+
+
+@pytest.mark.parametrize(("path", "kind"), [("/v1/completions", dict), ("/v2/models/m/generate", str)])
+def test_a_body_that_is_too_slow_gets_an_error_in_the_form_of_its_endpoint(path: str, kind: type) -> None:
+    connection, transport, _, _ = connected()
+    receive(connection, lines("Content-Length: 11", first=f"POST {path} HTTP/1.1"))
+    for _ in range(2):
+        connection._listener.turn += 5
+        connection.check_timeouts(3)
+    ((status, body),) = answered(transport.sent)
+    assert (status, type(json.loads(body)["error"])) == (408, kind)
 
 
 class Viewer:

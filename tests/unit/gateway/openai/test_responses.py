@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.kserve.plans import RequestOptions, RequestPlan
@@ -28,14 +29,14 @@ def strings(*values: bytes) -> bytes:
     return b"".join(len(value).to_bytes(4, "little") + value for value in values)
 
 
-def part(**outputs: list[bytes] | list[int]) -> Held:
-    """Lists of bytes are of the type BYTES, lists of numbers of UINT32."""
+def part(dtype: str = "UINT32", /, **outputs: list[bytes] | list[int]) -> Held:
+    """Lists of bytes are of the type BYTES, lists of numbers of `dtype`."""
     tensors: list[Tensor] = []
     buffers: list[list[Buffer]] = []
     for name, values in outputs.items():
         is_text = all(isinstance(value, bytes) for value in values)
-        raw = strings(*values) if is_text else np.array(values, np.uint32).tobytes()
-        tensors.append(Tensor(name, "BYTES" if is_text else "UINT32", (len(values),), raw))
+        raw = strings(*values) if is_text else np.array(values, to_numpy(dtype)).tobytes()
+        tensors.append(Tensor(name, "BYTES" if is_text else dtype, (len(values),), raw))
         buffers.append([raw])
     return Held(Part(1, 1, tuple(tensors)), buffers)
 
@@ -54,6 +55,17 @@ def test_a_part() -> None:
     assert second == Delta("", "stop", [], None, [{"id": "1"}])
     reader.deltas(part(text_output=[b"a", b"b"], num_input_tokens=[7], num_output_tokens=[2, 1]))
     assert reader.usage == Usage(7, 4)
+
+
+@pytest.mark.parametrize("dtype", ["UINT16", "INT32", "UINT32", "INT64"])
+def test_types_of_numbers(dtype: str) -> None:
+    reader = PartReader("m", 2)
+    reader.deltas(part(dtype, text_output=[b"a", b"b"], num_input_tokens=[300], num_output_tokens=[3, 4]))
+    assert reader.usage == Usage(300, 7)
+    (delta,) = PartReader("m", 1).deltas(part(dtype, text_output=[b"a"], token_ids=[5, 300]))
+    assert delta.token_ids == [5, 300]
+    with pytest.raises(ModelFailed, match="output 'num_input_tokens' of model 'm' has the type FP32"):
+        reader.deltas(part("FP32", text_output=[b"a", b"b"], num_input_tokens=[300]))
 
 
 def test_token_ids() -> None:
