@@ -1,0 +1,48 @@
+"""Pages whose commands and programs are run from the first to the last."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shmserve.repo.samples import EXAMPLES
+from tests.support import pages
+from tests.support.model_files import write_model
+from tests.support.page_blocks import CONTINUED, NEEDS, RUN, WITH_SAMPLES, reason_not_to_run
+from tests.support.page_runner import SAMPLES, Block, PageRunner, blocks_of
+
+pytestmark = pytest.mark.process
+
+REPEAT = """
+backend: "python"
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
+model_transaction_policy { decoupled: true }
+"""
+
+
+def blocks_to_run(name: str) -> list[Block]:
+    found = [block for block in blocks_of(pages.page(name)) if not reason_not_to_run(name, block.text)]
+    if name not in CONTINUED:
+        return found
+    programs = [block.text for block in found if block.language == "python" and not block.file]
+    return [Block("python", "\n".join(programs), "")]
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_page(name: str, tmp_path: Path) -> None:
+    for module in NEEDS.get(name, ()):
+        pytest.importorskip(module)
+    with PageRunner(tmp_path) as runner:
+        options = ""
+        if name == "clients":
+            options = " --model-control-mode explicit --load-model *"
+            shutil.copyfile(EXAMPLES / "mlp" / "1" / "model.onnx", tmp_path / "model.onnx")
+            (program,) = [text for text in pages.blocks(pages.page("python"), "python") if "import threading" in text]
+            write_model(tmp_path / SAMPLES, "repeat", REPEAT, program)
+        if name in WITH_SAMPLES:
+            runner.serve_samples(options)
+        for block in blocks_to_run(name):
+            runner.run(block)

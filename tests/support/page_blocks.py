@@ -1,0 +1,175 @@
+"""What becomes of each fenced block of the documentation: it is run, read, or listed here with the reason why not.
+
+tests/unit/docs/test_blocks.py holds the pages against these tables. Besides, tests/unit/docs/test_docs.py parses all
+commands and compiles all Python blocks. Blocks are named by their page and the words that they begin with.
+"""
+
+from __future__ import annotations
+
+RUN = ("clients", "errors", "http")
+"""Pages that tests/process/docs/test_pages.py runs from the first block to the last."""
+
+WITH_SAMPLES = ("clients", "errors", "http")
+"""Those of them for which the sample models are served when they begin."""
+
+CONTINUED = ("clients",)
+"""Those of them whose Python blocks continue each other, and are run as one program."""
+
+NEEDS: dict[str, tuple[str, ...]] = {}
+"""Packages without which a page cannot be run."""
+
+TESTED = {
+    ("bench", "sh"): "tests/process/cli/test_bench.py",
+    ("check", "sh"): "tests/process/cli/test_check.py",
+    ("check", "text"): "tests/process/cli/test_check.py",
+    ("cli", "sh"): "tests/process/cli/test_cli.py",
+    ("ensembles", "pbtxt"): "tests/process/pipelines/test_ensembles.py",
+    ("ensembles", "python"): "tests/process/pipelines/test_ensembles.py",
+    ("examples", "python"): "tests/process/docs/test_examples_page.py",
+    ("examples", "sh"): "tests/process/docs/test_examples_page.py",
+    ("lifecycle", "sh"): "tests/process/cli/test_cli.py",
+    ("metrics", "sh"): "tests/process/cli/test_cli.py",
+    ("models", "python"): "tests/process/models/test_model_files.py",
+    ("models", "sh"): "tests/process/models/test_model_files.py",
+    ("openai", "python"): "tests/process/docs/test_openai_page.py",
+    ("openai", "sh"): "tests/process/docs/test_openai_page.py",
+    ("openai", "text"): "tests/process/docs/test_openai_page.py",
+    ("python", "python"): "tests/process/models/test_python_models.py",
+    ("run", "sh"): "tests/process/cli/test_run.py",
+    ("sequences", "pbtxt"): "tests/process/docs/test_sequences_page.py",
+    ("sequences", "python"): "tests/process/docs/test_sequences_page.py",
+    ("sequences", "sh"): "tests/process/docs/test_sequences_page.py",
+    ("sequences", "text"): "tests/process/docs/test_sequences_page.py",
+    ("settings", "toml"): "tests/unit/broker/config/test_settings.py",
+    ("simulator", "python"): "tests/sim/test_words.py",
+    ("simulator", "sh"): "tests/sim/test_words.py",
+    ("top", "sh"): "tests/process/cli/test_top.py",
+    ("transformers", "python"): "tests/process/docs/test_transformers_page.py",
+    ("transformers", "sh"): "tests/process/docs/test_transformers_page.py",
+    ("tune", "sh"): "tests/process/cli/test_tune.py",
+}
+"""Page and language -> the test that runs these blocks, except those of NOT_RUN."""
+
+OUTPUT = "output with times, numbers of processes or versions that differ from run to run"
+LOG = "text that a test compares with the source: tests/unit, by its words"
+TREE = "a directory"
+SERVICE = "needs systemd; tests/process/service runs the unit's commands"
+ENGINE = "needs an engine that is not in the suite's environment; make test-engines"
+GPU = "needs a GPU"
+BENCH = "measures for minutes"
+PART = "a part of a program or of a message"
+ELSEWHERE = "needs an address or a file of another machine"
+SERVER = "a server with paths of the reader's machine; its options are parsed"
+GATEWAY = "a gateway on the usual ports; tests/process/gateway starts gateways with these options"
+FLEET = "tests/fleet runs the balancers with these files and commands"
+
+NOT_RUN = {
+    ("adr/compiling", "make bench"): BENCH,
+    ("agents", "shmserve serve"): SERVER,
+    ("agents", "agents ["): PART,
+    ("agents", "openssl"): "makes keys; tests/unit/repo/agents make theirs in Python",
+    ("agents", "age -r"): "needs the program age",
+    ("agents", "from pathlib"): "compiled only: an outline of an agent",
+    ("alerts", "shmserve serve"): SERVER,
+    ("alerts", "cp deploy"): "needs Prometheus or Grafana as a service; tests/fleet runs Prometheus with these files",
+    ("backends", "UNSUPPORTED"): OUTPUT,
+    ("backends", "net/"): TREE,
+    ("backends", "backends/"): TREE,
+    ("backends", "class Net"): ENGINE,
+    ("backends", "from nvidia.dali"): "tests/process/worker/test_dali.py runs it where DALI is installed",
+    ("backends", "# backends/"): "tests/process/docs/test_backends_page.py serves these files",
+    ("backends", "shmserve serve"): "tests/process/docs/test_backends_page.py serves with these options",
+    ("backends", "[project.entry-points"): "a part of the reader's pyproject.toml",
+    ("backends", "git clone"): ELSEWHERE,
+    ("backends", "SHMSERVE_VLLM_BACKEND"): ENGINE,
+    ("balancers", ""): FLEET,
+    ("batching", "# 3 rows"): "a scenario of the core; tests/scenarios has these",
+    ("bench", "load  "): OUTPUT,
+    ("check", "digits"): "tests/process/cli/test_check.py compares it",
+    ("check", "d  1 error"): "tests/process/cli/test_check.py compares it",
+    ("cli", "model  "): OUTPUT,
+    ("cli", "output  "): OUTPUT,
+    ("cli", 'eval "$(shmserve completion'): "for an interactive shell; tests/process/cli tests the completion",
+    ("clients", "from shmserve.testing"): "tests/process/service/test_testing.py runs such a test",
+    ("development", "make"): "the suite itself",
+    ("development", "SHMSERVE_EXPLORE"): "the suite itself",
+    ("development", "shmserve/"): TREE,
+    ("ensembles", "shmserve check"): "the test of the page does the same in Python",
+    ("ensembles", "page  2 errors"): "tests/process/pipelines/test_ensembles.py compares it",
+    ("ensembles", "answer ="): PART,
+    ("ensembles", "for answer"): PART,
+    ("gpu", ""): GPU,
+    ("grpc", ""): "needs tritonclient; tests/tritonclient makes these calls in its environment",
+    ("http", "shmserve serve --model-repository build/samples --no-gateway"): GATEWAY,
+    ("http", "shmserve gateway"): GATEWAY,
+    (
+        "http",
+        "curl localhost:8000/v2/models/my_model",
+    ): "needs a text model; tests/process/gateway has requests like these",
+    ("lifecycle", "1/model.onnx changed"): LOG,
+    ("lifecycle", "import shmserve"): "needs a server in the mode explicit; tests/process/models has these calls",
+    ("llm", "shmserve serve"): "needs a large model; tests/process/docs/test_examples_chat.py serves a small one",
+    ("many-models", "shmserve serve"): SERVER,
+    ("many-models", "INFO"): OUTPUT,
+    ("metrics", "shmserve stats --prometheus >"): "writes a file for another program",
+    ("metrics", "shmserve serve"): SERVER,
+    (
+        "metrics",
+        "curl localhost:8000/v2/logging",
+    ): "needs the role operate; tests/process/gateway has requests like these",
+    ("metrics", "with shmserve.Client"): PART,
+    ("metrics", "2026-01-31"): OUTPUT,
+    ("models", "models/"): TREE,
+    ("models", "shmserve serve"): "the tests of the page serve these files",
+    ("models", "shmserve ready"): "the tests of the page serve other models of it",
+    ("models", "import json"): "compiled only: a first model; tests/process/models serves models like it",
+    ("models", "cat\n"): "tests/process/models/test_classes.py writes it",
+    ("onnx", "import onnxruntime"): "needs a model of the reader's",
+    ("operations", ""): SERVICE,
+    ("performance", "make bench"): BENCH,
+    ("plan", "POLICY"): OUTPUT,
+    (
+        "plan",
+        "shmserve plan",
+    ): "simulates for a minute; tests/sim/test_fleet.py simulates smaller fleets, and the page on the command line has a short one",
+    ("processes", "EXECUTION_ENV_PATH: it has"): OUTPUT,
+    ("processes", "systemctl"): SERVICE,
+    ("processes", "CUDA_MPS"): GPU,
+    ("python", "import threading"): "compiled only; tests/process/models has models like it",
+    ("python", "import asyncio"): "compiled only; tests/process/models has models like it",
+    ("remote", "shmserve serve"): ELSEWHERE,
+    ("repository", "repository/"): TREE,
+    ("repository", "mlp/config.pbtxt"): OUTPUT,
+    ("repository", "config override"): OUTPUT,
+    ("repository", "python -m grpc_tools"): "make proto",
+    ("run", "mlp version 1"): OUTPUT,
+    ("scaling", "INFO"): OUTPUT,
+    ("security", "shmserve serve"): SERVER,
+    ("sequences", "control_input ["): "a part of config.pbtxt, inside sequence_batching",
+    ("sequences", "state ["): "a part of config.pbtxt, inside sequence_batching",
+    ("settings", "shmserve serve"): SERVER,
+    ("settings", "SHMSERVE_LOG_VERBOSE"): SERVER,
+    ("simulator", "model:"): OUTPUT,
+    ("simulator", "         rate"): OUTPUT,
+    ("page", "shmserve gateway"): GATEWAY,
+    ("tcp", ""): "writes to /etc and the home directory; tests/process/gateway makes keys and connects with them",
+    ("top", "shmserve 0.1.0"): OUTPUT,
+    ("traces", "shmserve trace"): "records for half a minute; tests/process/cli runs shorter ones",
+    ("traces", "pip install"): "needs a collector; tests/process/gateway has a stand-in for one",
+    ("traces", "MODEL  "): OUTPUT,
+    ("traces", "mlp version 1"): OUTPUT,
+    ("transformers", "encoder version 1"): OUTPUT,
+    ("trees", "fraud/"): TREE,
+    ("triton", "shmserve serve"): SERVER,
+    ("triton", "git clone"): ELSEWHERE,
+    ("tune", "Best:"): OUTPUT,
+    ("wire", "import os, msgpack"): "tests/conformance/test_wire_independent.py has a client like it",
+    ("wire", "[12,"): PART,
+}
+"""Page and the words that a block begins with -> why it is not run. "" stands for all blocks of a page."""
+
+
+def reason_not_to_run(page: str, text: str) -> str:
+    """The reason, or "" if the block is run or checked."""
+    found = [key for key in NOT_RUN if key[0] == page and text.startswith(key[1])]
+    return NOT_RUN[max(found, key=lambda key: len(key[1]))] if found else ""

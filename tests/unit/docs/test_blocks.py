@@ -1,0 +1,111 @@
+"""Every fenced block of the documentation is run, read, or declared with a reason."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shmserve.repo.load import parse
+from tests import ROOT
+from tests.support.page_blocks import CONTINUED, NEEDS, NOT_RUN, RUN, TESTED, WITH_SAMPLES, reason_not_to_run
+from tests.support.page_runner import Block, blocks_of
+
+if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
+    import tomllib
+else:
+    import tomli as tomllib
+
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix().removesuffix(".md"): path for path in sorted(DOCS.glob("**/*.md"))}
+READERS: dict[str, Callable[[str], object]] = {
+    "": parse,
+    "ini": lambda text: configparser.ConfigParser(strict=False).read_string(text),
+    "json": json.loads,
+    "pbtxt": parse,
+    "toml": tomllib.loads,
+    "yaml": yaml.safe_load,
+}
+"""Blocks of these languages are data; those without a language are configurations of models unless declared."""
+FIGURES = ("mermaid",)
+FENCE = "```"
+
+
+def blocks(page: str) -> list[Block]:
+    return blocks_of(PAGES[page].read_text())
+
+
+def is_run(page: str, block: Block) -> bool:
+    return page in RUN and (bool(block.file) or block.language in ("sh", "python", "text"))
+
+
+def problem_of(page: str, block: Block) -> str:
+    """Why a block is not covered, or ""."""
+    if is_run(page, block) or (page, block.language) in TESTED or reason_not_to_run(page, block.text):
+        return ""
+    if block.language in FIGURES:
+        return ""
+    reader = READERS.get(block.language)
+    if reader is None:
+        return "it is not run"
+    try:
+        reader(block.text)
+    except ValueError as error:
+        return f"it is not valid: {error}"
+    except Exception as error:  # of the parsers
+        return f"it cannot be read: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_covered(page: str) -> None:
+    text = PAGES[page].read_text()
+    fences = sum(line.startswith(FENCE) for line in text.splitlines())
+    assert fences == 2 * len(blocks(page)), "a fence that tests do not see"
+    problems = [
+        f"{block.text.splitlines()[0]!r}: {problem}" for block in blocks(page) if (problem := problem_of(page, block))
+    ]
+    assert problems == [], "add the page to RUN of tests/support/page_blocks.py, or the blocks to one of its tables"
+
+
+def test_the_tables_have_no_stale_entries() -> None:
+    for page, words in NOT_RUN:
+        assert any(block.text.startswith(words) for block in blocks(page)), (page, words)
+    for page, language in TESTED:
+        assert any(block.language == language for block in blocks(page)), (page, language)
+        assert page not in RUN
+    assert {*RUN} <= PAGES.keys()
+    assert {*WITH_SAMPLES, *CONTINUED, *NEEDS} <= {*RUN}
+    assert all(NOT_RUN.values())
+    named = {path for reason in NOT_RUN.values() for path in re.findall(r"\btests/[\w./]*\w", reason)}
+    assert [path for path in sorted({*named, *TESTED.values()}) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("module", sorted({*TESTED.values()}))
+def test_the_tests_of_the_tables_read_their_pages(module: str) -> None:
+    source = (ROOT / module).read_text()
+    for page in [page for (page, _), test in TESTED.items() if test == module]:
+        assert f'"{page}"' in source, page
+
+
+def test_a_block_that_is_not_covered_is_found() -> None:
+    assert problem_of("errors", Block("text", "x", "")) == ""
+    assert problem_of("index", Block("sh", "shmserve models", "")) == "it is not run"
+    assert problem_of("index", Block("", "max_batch_size: 8", "")) == ""
+    assert "max_batch: ModelConfig has no such field" in problem_of("index", Block("", "max_batch: 8", ""))
+    assert problem_of("index", Block("json", "{", "")).startswith("it is not valid")
+    assert problem_of("index", Block("ini", "[a", "")).startswith("it cannot be read")
+
+
+def test_blocks_are_found(tmp_path: Path) -> None:
+    text = "`a/b.py`, a file:\n\n```python\nx = 1\n```\n\nThen:\n\n```sh\none \\\n  two\n\nthree\n```\n"
+    file, commands = blocks_of(text)
+    assert file == ("python", "x = 1\n", "a/b.py")
+    assert commands.file == ""
+    assert commands.lines == ["one    two", "three"]
