@@ -106,6 +106,8 @@ NOT_RUN = {
         "http",
         "curl localhost:8000/v2/models/my_model",
     ): "needs a text model; tests/process/gateway has requests like these",
+    ("compare", "make compare"): BENCH,
+    ("install", "pip install"): "the suite installs nothing; make test-package installs the wheel",
     ("lifecycle", "1/model.onnx changed"): LOG,
     ("lifecycle", "import shmserve"): "needs a server in the mode explicit; tests/process/models has these calls",
     ("llm", "shmserve serve"): "needs a large model; tests/process/docs/test_examples_chat.py serves a small one",
@@ -131,7 +133,7 @@ NOT_RUN = {
     (
         "plan",
         "shmserve plan",
-    ): "simulates for a minute; tests/sim/test_fleet.py simulates smaller fleets, and the page on the command line has a short one",
+    ): "simulates for a minute; tests/sim/test_fleet.py simulates smaller fleets",
     ("processes", "EXECUTION_ENV_PATH: it has"): OUTPUT,
     ("processes", "systemctl"): SERVICE,
     ("processes", "CUDA_MPS"): GPU,

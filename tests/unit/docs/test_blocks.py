@@ -17,7 +17,7 @@ from tests import ROOT
 from tests.support.page_blocks import CONTINUED, NEEDS, NOT_RUN, RUN, TESTED, WITH_SAMPLES, reason_not_to_run
 from tests.support.page_runner import Block, blocks_of
 
-if sys.version_info >= (3, 11):  # noqa: UP036 (3.10 is supported)
+if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
