@@ -105,6 +105,9 @@ OPTIONS = (
           "endpoints, beside localhost and addresses; *: any name", shown="none"),
     _text(HTTP, "http-allowed-origins", "URL,URL", "origins of other web pages that may use the HTTP endpoint, such as "
           "https://name:port", shown="none"),
+    Option("page-servers", HTTP, "servers", "URL,URL", "servers that the web page shows together, such as "
+           "http://gpu1:8000; the pages of these servers may read the state of this one. Give all of them the same "
+           "list", shown="none"),
     _size(HTTP, "http-max-input-size", 64 << 20, "maximum bytes of a request body, also after decompression"),
     _size(HTTP, "http-max-json-size", 16 << 20, "maximum bytes of JSON in a request to a model; 0: as "
           "--http-max-input-size", 0, compatible=0),

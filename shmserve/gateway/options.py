@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.gateway.auth import restricted_apis
+from shmserve.gateway.auth.browsers import read_servers
 from shmserve.gateway_options import OPTIONS, Option
 from shmserve.protocol.roles import check_caller_roles
 
@@ -106,11 +107,17 @@ def _roles(text: str) -> str:
     return text
 
 
+def _servers(text: str) -> str:
+    read_servers(text)
+    return text
+
+
 _READERS: dict[str, Callable[[str], Any]] = {
     "boolean": _boolean,
     "seconds": _seconds,
     "fraction": _fraction,
     "roles": _roles,
+    "servers": _servers,
     "text": str,
     "path": str,
     "HTTP restriction": restricted_apis.read,

@@ -46,12 +46,15 @@ NEEDS: dict[Action, tuple[str, ...]] = {
     Action.OPENAPI: _ANY,
     Action.PAGE_FILE: (PAGE,),
     Action.PAGE_EVENTS: (PAGE,),
+    Action.PAGE_PREFLIGHT: (),
     Action.PAGE_MODEL: (PAGE,),
 }
 """Action -> the roles of which one is needed."""
 assert NEEDS.keys() == set(Action)
 OPEN = (Action.LIVE, Action.READY)
 """Actions that need no token, for process monitoring: the answer is yes or no."""
+WITHOUT_CREDENTIALS = (Action.PAGE_PREFLIGHT,)
+"""Actions for which browsers never send a token, and whose answers have no data: only the rules for browsers apply."""
 _NO_RESTRICTIONS = Restrictions()
 _NO_BROWSER_RULES = BrowserRules()
 
@@ -95,6 +98,8 @@ class EndpointAccess:
         """Checks access and returns the name of the token, or "". `header` returns the value of a header, given its
         name in lower case. Raises errors for the client."""
         roles, needs, tokens, name = self._roles, NEEDS[action], self.tokens, ""
+        if action in WITHOUT_CREDENTIALS:
+            return name
         if action is Action.PAGE_FILE and tokens is not None and tokens.grants(PAGE):
             return name  # a browser cannot send a token for it; the page asks its user for one
         if tokens is not None and action not in OPEN:

@@ -40,6 +40,8 @@ class Action(str, Enum):
     PAGE_FILE = "page_file"
     """A file of the web page: code and style sheets, which contain no data."""
     PAGE_EVENTS = "page_events"
+    PAGE_PREFLIGHT = "page_preflight"
+    """A browser asks whether a page of another server may read PAGE_EVENTS."""
     PAGE_MODEL = "page_model"
 
     __hash__ = str.__hash__
@@ -50,7 +52,9 @@ INFER, GENERATE, GENERATE_STREAM = Action.INFER, Action.GENERATE, Action.GENERAT
 """As names of a module, since an attribute of an Enum takes 0.2 us."""
 TO_MODELS = (INFER, GENERATE, GENERATE_STREAM, Action.COMPLETIONS, Action.CHAT_COMPLETIONS, Action.EMBEDDINGS)
 """Requests that run a model."""
-PAGE = frozenset((Action.PAGE_FILE, Action.PAGE_EVENTS, Action.PAGE_MODEL))
+SHARED = frozenset((Action.PAGE_EVENTS, Action.PAGE_PREFLIGHT))
+"""What the pages of other servers may request."""
+PAGE = frozenset((Action.PAGE_FILE, Action.PAGE_MODEL, *SHARED))
 CHANGES = frozenset((
     *TO_MODELS, Action.LOAD, Action.UNLOAD, Action.NAMED_REPOSITORY, Action.SET_TRACE, Action.SET_LOG,
     Action.MEMORY_REGISTER, Action.MEMORY_UNREGISTER,

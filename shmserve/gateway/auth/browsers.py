@@ -9,31 +9,65 @@ Two rules keep it from using the server with the user's access:
 - Cross-site requests: the browser sends, but does not show the answer to the page. So what changes something must come
   from a page of the same origin, whatever its content type.
 
+The web pages of several servers show each other's state: the servers that the operator lists (`--page-servers`) may
+read the event stream of the page (CORS), and nothing else.
+
 Invariant: no header that a script of a page can set or leave out turns these rules off.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 from shmserve.errors import Denied
-from shmserve.gateway.auth.actions import CHANGES, PAGE, Action
+from shmserve.gateway.auth.actions import CHANGES, PAGE, SHARED, Action
 
 MARKS = frozenset((b"origin", b"sec-fetch-site", b"referer", b"accept-language"))
 """Headers by which a browser is recognised. To a server without TLS under a name that is not localhost, browsers send
 neither Origin nor Sec-Fetch-Site with a GET, and a page can suppress Referer, but not Accept-Language."""
+SERVERS = 64
+"""Most servers in one list."""
+_SERVER = re.compile(r"(https?)://([a-z0-9-]+(?:\.[a-z0-9-]+)*)(?::([0-9]{1,5}))?/?", re.ASCII)
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 _ANY = "*"
 _SHOWN = 80
 Header = Callable[[str], "str | None"]
 
 
+def read_servers(text: str) -> tuple[str, ...]:
+    """The origins of servers, from a list of URLs. Raises ValueError. Invariant: an origin has no character that ends a
+    source in a content security policy, nor a port that browsers leave out."""
+    origins: dict[str, None] = {}
+    for url in filter(None, map(str.strip, text.split(","))):
+        found = _SERVER.fullmatch(url.lower())
+        if found is None:
+            raise ValueError(
+                f"{url[:_SHOWN]!r} is not http://NAME:PORT or https://NAME:PORT; a content security policy cannot name "
+                "IPv6 addresses, nor names with '_'"
+            )
+        scheme, name, port = found.groups()
+        number = int(port or _DEFAULT_PORTS[scheme])
+        if not 0 < number < 65536:
+            raise ValueError(f"{url[:_SHOWN]!r} has the port {number}, which is not one from 1 to 65535")
+        origins[f"{scheme}://{name}" + (f":{number}" if number != _DEFAULT_PORTS[scheme] else "")] = None
+    if len(origins) > SERVERS:
+        raise ValueError(f"{len(origins)} servers, expected at most {SERVERS}")
+    return tuple(origins)
+
+
 class BrowserRules:
     """`hosts`: names that the operator allows, or "*". `origins`: other origins whose pages may use the endpoint.
-    `tls`: whether browsers reach it only by https."""
+    `tls`: whether browsers reach it only by https. `servers`: origins of the servers that show each other's state; they
+    are names that the operator knows, so this server may be one of them."""
 
-    def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = (), tls: bool = False) -> None:
-        self._hosts = frozenset(host.strip().lower().rstrip(".") for host in hosts) - {""}
+    def __init__(
+        self, hosts: Iterable[str] = (), origins: Iterable[str] = (), tls: bool = False, servers: Sequence[str] = ()
+    ) -> None:
+        names = [*hosts, *(_name(server.partition("://")[2]) for server in servers)]
+        self.servers = servers
+        self._hosts = frozenset(name.strip().lower().rstrip(".") for name in names) - {""}
         self._origins = frozenset(origin.strip().lower().rstrip("/") for origin in origins) - {""}
         self._tls = tls
 
@@ -47,6 +81,11 @@ class BrowserRules:
             )
         if (action in CHANGES or action in PAGE) and self._is_foreign(action, header, host):
             raise Denied("a page of another origin may not do this; --http-allowed-origins of the gateway allows it")
+
+    def reader(self, action: Action, header: Header) -> str:
+        """The origin of another server whose page may read the response; "" if there is none."""
+        origin = (header("origin") or "").lower()
+        return origin if action in SHARED and origin in self.servers else ""
 
     def _is_allowed(self, host: str) -> bool:
         name = _name(host)
@@ -64,6 +103,8 @@ class BrowserRules:
             site = header("sec-fetch-site")
             is_link = action is Action.PAGE_FILE and header("sec-fetch-mode") == "navigate"
             return site not in (None, "same-origin", "none") and not is_link
+        if self.reader(action, header):
+            return False
         origin = origin.lower()
         schemes = ("https",) if self._tls else ("https", "http")  # without TLS, a proxy may provide it
         own = [f"{scheme}://{host.strip().lower()}" for scheme in schemes]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from shmserve.extras import install_command
 from shmserve.gateway.auth import restricted_apis, tls, tokens
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.auth.browsers import BrowserRules
+from shmserve.gateway.auth.browsers import BrowserRules, read_servers
 from shmserve.gateway.auth.header_forwarding import Forward
 from shmserve.gateway.auth.tls import Files, FlagFile
 from shmserve.gateway.listeners.callers import is_local
@@ -71,7 +71,8 @@ class Guards:
         rpc_forward = _forward("--grpc-header-forward-pattern", args.grpc_header_forward_pattern, withheld)
         roles, rpc_roles = _http_roles(args, holders), _roles(args.grpc_roles or args.http_roles, holders)
         hosts, origins = [(text or "").split(",") for text in (args.http_allowed_hosts, args.http_allowed_origins)]
-        browsers = BrowserRules([*hosts, args.http_address], origins, common is not None)
+        servers = read_servers(args.page_servers or "")
+        browsers = BrowserRules([*hosts, args.http_address], origins, common is not None, servers)
         try:
             self.http = Guard(
                 EndpointAccess(roles, holders, restricted, browsers=browsers), forward, common, "http/1.1"

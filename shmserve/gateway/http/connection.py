@@ -429,6 +429,8 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
                 self.fail(error)
                 return
         unread = self._phase != BUSY
+        if head is not None and head.reader:
+            more += _readable_by(head.reader)
         if json_length is not None:
             more += b"Inference-Header-Content-Length: %d\r\n" % json_length
         if not self._keep_alive or unread:
@@ -472,6 +474,8 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
     def begin_events(self, status: int = 200, more: bytes = b"", first: bytes = b"") -> None:
         """`first`: events to send with the head."""
         self._listener.answered(status)
+        if self._head is not None and self._head.reader:
+            more += _readable_by(self._head.reader)
         if not self._keep_alive:
             more += b"Connection: close\r\n"
         self._transport.write(
@@ -559,6 +563,11 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
 
     def evict(self) -> None:
         self.abort()
+
+
+def _readable_by(origin: str) -> bytes:
+    """The header by which a browser shows a response to a page of another origin."""
+    return b"Access-Control-Allow-Origin: %b\r\nVary: Origin\r\n" % origin.encode()
 
 
 def _chunk(data: bytes) -> bytes:

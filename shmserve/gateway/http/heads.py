@@ -71,6 +71,8 @@ class HttpHead(Struct):
     """If-None-Match."""
     roles: frozenset[str] = frozenset()
     """Of the caller; only for the web page."""
+    reader: str = ""
+    """The origin of another server whose page may read the response."""
 
 
 class BadHead(Exception):
@@ -168,6 +170,8 @@ def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forw
     try:
         if access is not None:
             action = head.route.action
+            if action in PAGE:
+                head.reader = access.browsers.reader(action, header)  # also of a refusal
             if head.by_browser or action in PAGE:
                 access.browsers.check(action, header)
             head.token = access.check(action, header)

@@ -26,7 +26,7 @@ class Path(Struct, frozen=True):
 
 
 _MODEL = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
-_GET, _POST = "GET", "POST"
+_GET, _POST, _OPTIONS = "GET", "POST", "OPTIONS"
 
 
 def _paths() -> list[Path]:
@@ -82,7 +82,7 @@ KSERVE_PATHS = _paths()
 PATHS = KSERVE_PATHS + OPENAI_PATHS
 PAGE_PATHS = [
     Path("/", {_GET: Action.PAGE_FILE}),
-    Path("/page/events", {_GET: Action.PAGE_EVENTS}),
+    Path("/page/events", {_GET: Action.PAGE_EVENTS, _OPTIONS: Action.PAGE_PREFLIGHT}),
     Path("/page/{file}", {_GET: Action.PAGE_FILE}),
     Path("/page/model/{model}", {_GET: Action.PAGE_MODEL}),
     Path("/page/model/{model}/versions/{version}", {_GET: Action.PAGE_MODEL}),

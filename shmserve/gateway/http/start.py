@@ -25,8 +25,9 @@ def make_listener(
 ) -> HttpListener:  # fmt: skip
     """`metrics`: serve the Prometheus endpoint, and nothing else. `openai`: serve the OpenAI-compatible endpoints.
     `extra`: text appended to the broker's metrics."""
-    feed = None if metrics else PageFeed(link)
-    page = PageRequests(link, feed) if feed is not None else None
+    servers = access.browsers.servers
+    feed = None if metrics else PageFeed(link, servers)
+    page = PageRequests(link, feed, servers) if feed is not None else None
     openai = openai and not metrics
     requests = Requests(link, limits, extra, regions or Regions(False), page, openai)
     routes = METRICS_ROUTES if metrics else API_ROUTES if openai else KSERVE_ROUTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -84,8 +84,11 @@ class _Question(Ticket):
 
 
 class PageFeed:
-    def __init__(self, link: GatewayLink) -> None:
+    """`servers`: those that the page shows beside its own."""
+
+    def __init__(self, link: GatewayLink, servers: Sequence[str] = ()) -> None:
         self._link = link
+        self._servers = _encode(servers)
         self._loop = link.bind()
         self._viewers: dict[Viewer, None] = {}
         self._networks: Counter[str] = Counter()
@@ -216,7 +219,8 @@ class PageFeed:
         rows, _ = self._rows.since(0)
         return _event(
             "state",
-            b'{"seq":%d,%b,"roles":%b,"models":%b}' % (self._rows.number, self._facts, _encode(viewer.roles), rows),
+            b'{"seq":%d,%b,"roles":%b,"servers":%b,"models":%b}'
+            % (self._rows.number, self._facts, _encode(viewer.roles), self._servers, rows),
         )
 
     def _change(self, number: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from msgspec import Struct
@@ -20,7 +21,6 @@ _POLICY = (
     "default-src 'none'",
     "script-src 'self'",
     "style-src 'self'",
-    "connect-src 'self'",
     "img-src 'self' blob: data:",
     "base-uri 'none'",
     "form-action 'none'",
@@ -28,16 +28,21 @@ _POLICY = (
     "require-trusted-types-for 'script'",
     "trusted-types 'none'",
 )
-CONFINED = (
-    b"Content-Security-Policy: " + "; ".join(_POLICY).encode() + b"\r\n"
+_CONFINED = (
     b"X-Content-Type-Options: nosniff\r\n"
     b"X-Frame-Options: DENY\r\n"
     b"Referrer-Policy: same-origin\r\n"
     b"Cross-Origin-Opener-Policy: same-origin\r\n"
     b"Cross-Origin-Resource-Policy: same-origin\r\n"
 )
-"""Headers of all responses of the page: it runs only its own code, loads nothing from other hosts, cannot be shown in a
-frame, and its responses cannot be used by pages of other origins. Trusted types forbid it to parse text as HTML."""
+
+
+def confinement(servers: Iterable[str] = ()) -> bytes:
+    """Headers of all responses of the page: it runs only its own code, connects to no other host than these servers,
+    cannot be shown in a frame, and its files cannot be used by pages of other origins. Trusted types forbid it to parse
+    text as HTML."""
+    policy = (*_POLICY, " ".join(("connect-src 'self'", *servers)))
+    return b"Content-Security-Policy: " + "; ".join(policy).encode() + b"\r\n" + _CONFINED
 
 
 class PageFile(Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -12,14 +12,15 @@ from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.page.feed import PageFeed, Viewer, ViewerConnection
-from shmserve.gateway.page.files import CONFINED, PageFiles
+from shmserve.gateway.page.files import PageFiles, confinement
 from shmserve.gateway.upstream.documents import BrokerQuery, Route, error_body
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.requests import Charge, PendingQuery, ask
 from shmserve.protocol.roles import OPERATE, ROLES, remove_private
 
 _JSON = b"application/json"
-_NOT_STORED = b"Cache-Control: no-store\r\n" + CONFINED
+_TEXT = b"text/plain"
+_PREFLIGHT = b"Access-Control-Allow-Headers: Authorization\r\nAccess-Control-Max-Age: 600\r\n"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -62,10 +63,13 @@ class PageConnection(ViewerConnection, Protocol):
 
 
 class PageRequests:
-    def __init__(self, link: GatewayLink, feed: PageFeed) -> None:
+    """`servers`: those that the page shows beside its own."""
+
+    def __init__(self, link: GatewayLink, feed: PageFeed, servers: Sequence[str] = ()) -> None:
         self._link = link
         self._feed = feed
         self._files = PageFiles()
+        self._confined = confinement(servers)
 
     def begin(self, connection: PageConnection, head: PageHead) -> None:
         """Answers the request. Raises errors for the client."""
@@ -73,6 +77,8 @@ class PageRequests:
             self._send_file(connection, head)
         elif head.route.action is Action.PAGE_EVENTS:
             self._begin_events(connection, head)
+        elif head.route.action is Action.PAGE_PREFLIGHT:
+            connection.answer(200, [], _TEXT, more=_PREFLIGHT)
         else:
             self._ask_report(connection, head)
 
@@ -81,7 +87,7 @@ class PageRequests:
         if file is None:
             connection.answer(404, [error_body("Not Found")], _JSON)
             return
-        more = b"ETag: %b\r\nCache-Control: no-cache\r\n" % file.etag.encode() + CONFINED
+        more = b"ETag: %b\r\nCache-Control: no-cache\r\n" % file.etag.encode() + self._confined
         if file.etag in head.etags:
             connection.answer(304, [], file.kind, more=more)
         else:
@@ -93,7 +99,7 @@ class PageRequests:
         self._feed.check_room(connection.address)
         viewer = Viewer(self._feed, connection, connection.address, head.roles)
         connection.watch(viewer)
-        connection.begin_events(more=CONFINED)
+        connection.begin_events(more=self._confined)
         self._feed.add(viewer)
 
     def _ask_report(self, connection: PageConnection, head: PageHead) -> None:
@@ -102,7 +108,8 @@ class PageRequests:
         def show(report: Any) -> None:
             if OPERATE not in (ROLES.get(role) for role in head.roles):
                 remove_private("report", report)
-            connection.answer(200, [_encode(report)], _JSON, more=_NOT_STORED)
+            more = b"Cache-Control: no-store\r\n" + self._confined
+            connection.answer(200, [_encode(report)], _JSON, more=more)
 
         query = BrokerQuery("report", model=route.model, version=route.version)
         ticket = PendingQuery(query, show, connection.fail)

@@ -26,6 +26,7 @@ SAMPLES = {
     "connection-share": "0.5",
     "address-share": "0.5",
     "token-share": "0.5",
+    "page-servers": "http://gpu1:8000,http://gpu2:8000",
 }
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shmserve.clients.cli import main, parser
 from shmserve.errors import Denied, InvalidRequest
 from shmserve.gateway.auth import header_forwarding, restricted_apis, tls, tokens
-from shmserve.gateway.auth.access import NEEDS, OPEN, EndpointAccess, Unauthenticated
+from shmserve.gateway.auth.access import NEEDS, OPEN, WITHOUT_CREDENTIALS, EndpointAccess, Unauthenticated
 from shmserve.gateway.auth.actions import PAGE, Action
 from shmserve.gateway.auth.gate import Guards
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
@@ -53,7 +53,7 @@ def test_an_action_needs_one_of_its_roles(action: Action) -> None:
     """Every action with every set of roles. An action that is not in the table is denied."""
     for roles in (set(some) for count in range(5) for some in itertools.combinations(CALLER_ROLES, count)):
         access = EndpointAccess(roles)
-        if roles & set(NEEDS[action]):
+        if roles & set(NEEDS[action]) or action in WITHOUT_CREDENTIALS:
             access.check(action, nothing)
         else:
             with pytest.raises(Denied, match="needs the role"):
@@ -64,16 +64,17 @@ def test_an_action_needs_one_of_its_roles(action: Action) -> None:
 def test_tokens_grant_their_roles_and_no_others(action: Action) -> None:
     known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in CALLER_ROLES))
     access = EndpointAccess((), known)
+    always = (*OPEN, *WITHOUT_CREDENTIALS, Action.PAGE_FILE)  # the page itself asks for a token
     for role in CALLER_ROLES:
         bearer = {"authorization": f"Bearer {role}"}
-        if role in NEEDS[action] or action in (*OPEN, Action.PAGE_FILE):  # the page itself asks for a token
+        if role in NEEDS[action] or action in always:
             access.check(action, bearer.get)
         else:
             with pytest.raises(Denied, match="neither this token nor this endpoint grants"):
                 access.check(action, bearer.get)
     for invalid in (None, "", "Bearer", "Bearer infe", "Basic infer", "infer", f"Bearer {digest('infer')}"):
         headers: dict[str, Any] = {"authorization": invalid}
-        if action in OPEN or action is Action.PAGE_FILE:
+        if action in always:
             access.check(action, headers.get)
         else:
             with pytest.raises(Unauthenticated):

@@ -4,15 +4,15 @@ browsers send."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from shmserve.errors import Denied
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.auth.actions import CHANGES, PAGE, Action
-from shmserve.gateway.auth.browsers import BrowserRules
-from shmserve.gateway.http.heads import parse
+from shmserve.gateway.auth.actions import CHANGES, PAGE, SHARED, Action
+from shmserve.gateway.auth.browsers import SERVERS, BrowserRules, read_servers
+from shmserve.gateway.http.heads import HttpHead, parse
 from shmserve.gateway.http.routes import API_ROUTES, METRICS, METRICS_ROUTES, PAGE_PATHS, PATHS
 from shmserve.protocol.roles import CALLER_ROLES
 
@@ -29,11 +29,17 @@ def endpoints() -> Iterator[tuple[str, str, Action]]:
             yield method, re.sub(r"{version}", "1", re.sub(r"{(?!version)\w+}", "name", path.template)), action
 
 
-def refusal(rules: BrowserRules, method: str, path: str, host: str, *headers: str) -> str:
-    """Why the request is refused; "" if it is not. The caller has all roles."""
+def head_of(
+    rules: BrowserRules, method: str, path: str, host: str, *headers: str, roles: Iterable[str] = CALLER_ROLES
+) -> HttpHead:
     block = "\r\n".join((f"{method} {path} HTTP/1.1", f"Host: {host}", *headers, "", "")).encode()
     routes = METRICS_ROUTES if path == "/metrics" else API_ROUTES
-    found = parse(block, routes, EndpointAccess(CALLER_ROLES, browsers=rules)).refusal
+    return parse(block, routes, EndpointAccess(roles, browsers=rules))
+
+
+def refusal(rules: BrowserRules, method: str, path: str, host: str, *headers: str) -> str:
+    """Why the request is refused; "" if it is not. The caller has all roles."""
+    found = head_of(rules, method, path, host, *headers).refusal
     assert found is None or isinstance(found, Denied), found
     return "" if found is None else str(found)
 
@@ -160,3 +166,73 @@ def test_other_origins_that_are_allowed() -> None:
     for origin in ("http://ui.example", "https://ui.example:444", "https://evil.example", "http://gpu.example:1"):
         assert FOREIGN in refusal(rules, "POST", path, "gpu.example", f"Origin: {origin}")
     assert BY_NAME in refusal(rules, "POST", path, "ui.example", "Origin: https://ui.example")
+
+
+FLEET = BrowserRules(servers=("http://gpu1:8000", "https://gpu2.example"))
+
+
+def test_pages_of_listed_servers_read_the_event_stream_and_nothing_else() -> None:
+    for origin in ("http://gpu1:8000", "https://gpu2.example", "https://GPU2.example"):
+        for method, path, action in endpoints():
+            head = head_of(FLEET, method, path, OWN, f"Origin: {origin}", "Sec-Fetch-Site: cross-site")
+            if action in SHARED:
+                assert (head.refusal, head.reader) == (None, origin.lower())
+            else:
+                assert head.reader == "", action
+                assert (FOREIGN in str(head.refusal)) == (action in CHANGES | PAGE), action
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://gpu1", "https://gpu1:8000", "http://gpu1:80000", "http://gpu1:8001", "http://gpu2.example", "null", "",
+        "http://gpu1:8000.evil.example", "http://evil.example", "http://gpu1:8000, http://gpu1:8000",
+    ],
+)  # fmt: skip
+def test_other_pages_do_not_read_it(origin: str) -> None:
+    for method in ("GET", "OPTIONS"):
+        head = head_of(FLEET, method, "/page/events", OWN, f"Origin: {origin}")
+        assert FOREIGN in str(head.refusal)
+        assert head.reader == ""
+
+
+def test_a_page_of_a_listed_server_is_told_why_it_is_refused() -> None:
+    """Without Access-Control-Allow-Origin, it could not tell a missing token from a server that is gone."""
+    origin = "Origin: http://gpu1:8000"
+    head = head_of(FLEET, "GET", "/page/events", OWN, origin, roles=["infer"])
+    assert "needs the role page" in str(head.refusal)
+    assert head.reader == "http://gpu1:8000"
+    assert head_of(FLEET, "OPTIONS", "/page/events", OWN, origin, roles=[]).refusal is None
+
+
+def test_names_of_listed_servers_are_names_of_this_one() -> None:
+    for host, allowed in (("gpu1:8000", True), ("gpu2.example", True), ("gpu3:8000", False)):
+        assert (refusal(FLEET, "GET", "/", host) == "") == allowed
+
+
+def test_a_list_of_servers() -> None:
+    text = " http://GPU1:8000/, https://gpu2.example:443,http://192.0.2.7:80 ,,http://gpu1:8000,http://localhost:1"
+    expected = ("http://gpu1:8000", "https://gpu2.example", "http://192.0.2.7", "http://localhost:1")
+    assert read_servers(text) == expected
+    assert read_servers("") == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gpu1:8000", "ftp://gpu1", "http://", "http://gpu1/page", "http://user@gpu1", "http://gpu1:", "http://gpu1:0",
+        "http://gpu1:65536", "http://[::1]:8000", "http://*", "http://*.example", "http://gpu_1", "http://gpu1; *",
+        "http://gpu1 *", "http://gpu1\r\nX: y", "http://gpu1?x", "http://gpu1#x", "http://.gpu1", "'self'",
+        "http://gpu\N{CYRILLIC SMALL LETTER A}",
+    ],
+)  # fmt: skip
+def test_what_is_no_server(text: str) -> None:
+    """What would change the meaning of a content security policy, or would never match."""
+    with pytest.raises(ValueError, match=r"http://NAME:PORT|has the port"):
+        read_servers(f"http://gpu0:8000,{text}")
+
+
+def test_a_list_of_too_many_servers() -> None:
+    assert len(read_servers(",".join(f"http://gpu{number}" for number in range(SERVERS)))) == SERVERS
+    with pytest.raises(ValueError, match="65 servers"):
+        read_servers(",".join(f"http://gpu{number}" for number in range(SERVERS + 1)))

@@ -63,7 +63,7 @@ class Broker:
             bind=lambda: self.clock, session=SimpleNamespace(ask=self.ask), send_soon=lambda: None,
             turns=JobTurns(self.clock),  # type: ignore[arg-type]
         )  # fmt: skip
-        self.feed = PageFeed(link)
+        self.feed = PageFeed(link, ["http://gpu1:8000"])
 
     def ask(self, ticket: Any, what: str, now: float) -> None:
         assert what == "activity"
@@ -191,7 +191,7 @@ def test_everything_first_and_changes_then() -> None:
     broker.clock.advance(0)
     ((name, state),) = early.events
     assert (name, state["seq"], state["time_ns"], state["server"]) == ("state", 1, 5, {"pid": 7})
-    assert state["roles"] == ["infer", "page"]
+    assert (state["roles"], state["servers"]) == (["infer", "page"], ["http://gpu1:8000"])
     broker.set(a=1, b=3)
     broker.clock.advance(PERIOD_S)
     late = broker.view()

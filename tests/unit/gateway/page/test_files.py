@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.gateway.page.files import FOLDER, INDEX, PageFiles
+from shmserve.gateway.page.files import FOLDER, INDEX, PageFiles, confinement
 
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 MODULES = [path for path in FILES if path.suffix == ".js"]
@@ -49,6 +49,18 @@ def test_nothing_that_the_policy_blocks() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
             path
         )
+
+
+def test_the_page_connects_to_listed_servers_only() -> None:
+    def policy(*servers: str) -> list[str]:
+        (line,) = [line for line in confinement(servers).decode().split("\r\n") if line.startswith("Content-Sec")]
+        return line.partition(": ")[2].split("; ")
+
+    assert "connect-src 'self'" in policy()
+    assert "connect-src 'self' http://gpu1:8000 https://gpu2.example" in policy(
+        "http://gpu1:8000", "https://gpu2.example"
+    )
+    assert len(policy("http://gpu1:8000")) == len(policy())
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.name)
