@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,12 @@ INTERACTIVE = frozenset(
 
 
 class Tab:
-    """`origin`: the only one that the page may send requests to."""
+    """`origin`: where the page comes from. The page may send requests only there and to `others`."""
 
-    def __init__(self, browser: Chromium, origin: str) -> None:
+    def __init__(self, browser: Chromium, origin: str, others: Iterable[str] = ()) -> None:
         self._browser = browser
         self.origin = origin
+        self._allowed = ("blob:", "data:", "about:", *(f"{one}/" for one in (origin, *others)))
         self._target = browser.call("Target.createTarget", url="about:blank")["targetId"]
         attached = browser.call("Target.attachToTarget", targetId=self._target, flatten=True)
         self._session: str = attached["sessionId"]
@@ -78,7 +79,7 @@ class Tab:
         elif method == "Network.requestWillBeSent":
             request = parameters["request"]
             self.requests.append(request)
-            if not request["url"].startswith((f"{self.origin}/", "blob:", "data:", "about:")):
+            if not request["url"].startswith(self._allowed):
                 self.faults.append(f"a request to {request['url']}")
         elif method == "Page.javascriptDialogOpening":
             self.questions.append(parameters["message"])
@@ -218,9 +219,9 @@ class Tab:
 
 
 @contextmanager
-def opened(browser: Chromium, origin: str) -> Iterator[Tab]:
+def opened(browser: Chromium, origin: str, others: Iterable[str] = ()) -> Iterator[Tab]:
     """A page that shows the overview. At the end, nothing may have gone wrong in it."""
-    tab = Tab(browser, origin)
+    tab = Tab(browser, origin, others)
     try:
         tab.size(1280)
         tab.open()

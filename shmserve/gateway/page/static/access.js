@@ -1,26 +1,32 @@
-/** Requests, and the token for them. Invariant: the token is in the memory of this module only. */
+/** Requests, and the tokens for them. Invariant: a token is in the memory of this module only, and is sent only to the
+ * servers for which it was entered. */
 
-import {find, write} from "./dom.js"
+import {find, h, show, write} from "./dom.js"
 
-let token = ""
+const ALL = "*"
+const tokens = new Map() // by origin; "" is this server
+let others = []
 
-export let changes = 0 // of the token
+export let changes = 0 // of tokens
 
-export const hasToken = () => token !== ""
+export const hasToken = () => Boolean(tokens.get(""))
 
-/** A response, or an Error with its `status`. Asks for a missing token. */
-export async function call(method, path, body, headers = {}, signal = undefined) {
+/** A response, or an Error with its `status`. Asks for a missing token of this server. */
+export async function call(method, url, body, headers = {}, signal = undefined) {
+	const origin = url.startsWith("/") ? "" : new URL(url).origin
+	const token = tokens.get(origin)
 	if (token) headers.Authorization = `Bearer ${token}`
 	let answer
 	try {
-		answer = await fetch(path, {method, body, signal, headers, cache: "no-store"})
+		answer = await fetch(url, {method, body, signal, headers, cache: "no-store"})
 	} catch (error) {
-		throw signal?.aborted ? signal.reason : new Error(`no server answers (${error.message})`)
+		const why = origin ? `it does not answer, or ${location.origin} is not in its --page-servers` : `no server answers (${error.message})`
+		throw signal?.aborted ? signal.reason : new Error(why)
 	}
 	if (answer.ok) return answer
 	const {status} = answer // a stream that fails at once answers with an event, and a proxy's error is not JSON
 	const {error = `status ${status}`} = await answer.text().then(text => JSON.parse(text.replace(/^data: /, ""))).catch(() => ({}))
-	if (status === 401) askToken(error)
+	if (status === 401 && !origin) askToken(error)
 	throw Object.assign(new Error(error), {status})
 }
 
@@ -29,15 +35,27 @@ export function askToken(reason = "") {
 	if (!find("token-dialog").open) find("token-dialog").showModal()
 }
 
+/** Lets the user choose for which server a token is. */
+export function offerServers(origins) {
+	others = origins
+	const choices = [["", "this server"], ...origins.map(origin => [origin, new URL(origin).host]), [ALL, "all servers"]]
+	find("token-server").replaceChildren(...choices.map(([value, text]) => h("option", {value}, text)))
+	show(find("token-choice"), true)
+}
+
+/** `changed(origin)` is called for each server whose token has changed. */
 export function initAccess(changed) {
 	find("access").onclick = () => askToken()
 	find("token-form").onsubmit = event => {
 		event.preventDefault()
-		token = find("token").value.trim()
+		const token = find("token").value.trim()
+		const chosen = find("token-server").value
+		const origins = chosen === ALL ? ["", ...others] : [chosen]
+		for (const origin of origins) tokens.set(origin, token)
 		changes++
 		find("token").value = ""
 		find("token-dialog").close()
-		write(find("access"), token ? "Token set" : "Token")
-		changed()
+		write(find("access"), [...tokens.values()].some(Boolean) ? "Token set" : "Token")
+		origins.forEach(changed)
 	}
 }

@@ -1,26 +1,29 @@
 /** The page: connects the stream, the views, the notices and the keys. */
 
-import {askToken, call, initAccess} from "./access.js"
+import {askToken, call, initAccess, offerServers} from "./access.js"
 import {find, h, set, show, write} from "./dom.js"
+import {Fleet} from "./fleet.js"
 import {duration} from "./format.js"
-import {place, route} from "./route.js"
+import {SERVERS, place, route} from "./route.js"
 import {Store, stateOf} from "./store.js"
 import {follow} from "./stream.js"
 import {modelView} from "./views/model.js"
 import {overview} from "./views/overview.js"
+import {serversView} from "./views/servers.js"
 
 const NOTICES = 4
 const NOTICE_MS = 8000
 const store = new Store(notice)
+const fleet = new Fleet(store, (text, bad) => notice(text, null, bad, SERVERS))
 let view = null
 let shown = ""
 let lost = false
 
-function notice(text, entry = null, bad = false) {
+function notice(text, entry = null, bad = false, href = entry ? route(entry.name, entry.version) : "#/") {
 	const all = find("notices")
 	let node = [...all.children].find(one => one.textContent === text)
 	if (!node) {
-		node = h(`a.notice.${bad && "bad"}`, {role: bad && "alert", href: entry ? route(entry.name, entry.version) : "#/"}, text)
+		node = h(`a.notice.${bad && "bad"}`, {role: bad && "alert", href}, text)
 		all.append(node)
 		if (all.children.length > NOTICES) all.firstChild.remove()
 	}
@@ -30,12 +33,12 @@ function notice(text, entry = null, bad = false) {
 
 function render() {
 	const next = place()
-	const key = `${next.model}/${next.version}`
+	const key = `${next.servers}/${next.model}/${next.version}`
 	if (!view || shown !== key) {
 		const first = !view
 		view?.close()
 		shown = key
-		view = next.model ? modelView(store, next) : overview(store)
+		view = next.servers ? serversView(fleet) : next.model ? modelView(store, next) : overview(store)
 		find("main").replaceChildren(...view.nodes.flat())
 		window.scrollTo(0, 0)
 		if (!first) find("main").querySelector("h1").focus({preventScroll: true})
@@ -53,6 +56,7 @@ function connected() {
 
 function disconnected({message, status}) {
 	const refused = status === 401 || status === 403
+	fleet.own.lost({message, status})
 	document.body.dataset.connection = "down"
 	write(find("connection"), refused ? "refused" : "reconnecting")
 	write(find("banner"), refused ? message : `Not connected: ${message}. Trying again.`)
@@ -65,6 +69,8 @@ function take(name, document) {
 	if (name === "down") return disconnected({message: document.error})
 	connected()
 	store.take(name, document)
+	fleet.own.heard()
+	if (document.servers && fleet.begin(document.servers)) offerServers(fleet.others)
 	const {server} = store
 	write(find("server"), `${server.name} ${server.version}`)
 	const state = stateOf(server)
@@ -79,7 +85,14 @@ function key(event) {
 	setTimeout(() => document.querySelector("input[type=search]").focus())
 }
 
-initAccess(follow(signal => call("GET", "/page/events", undefined, {}, signal), take, disconnected))
+fleet.own.connect = follow(signal => call("GET", "/page/events", undefined, {}, signal), take, disconnected)
+initAccess(origin => fleet.connect(origin))
+fleet.watch(() => {
+	const [ready, all] = fleet.ready
+	show(find("servers"), all > 1)
+	write(find("servers").firstChild, `${ready} of ${all}`)
+	set(find("servers"), "data-alarm", ready < all)
+})
 window.addEventListener("hashchange", render)
 document.addEventListener("keydown", key)
 render()

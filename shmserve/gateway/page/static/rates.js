@@ -16,6 +16,11 @@ export function quantile(buckets, share) {
 	return null
 }
 
+/** Adds counts to others. */
+export function add(counts, others = {}) {
+	for (const [key, count] of Object.entries(others)) counts[key] = (counts[key] ?? 0) + count
+}
+
 function more(before = {}, after = {}) {
 	const grown = Object.entries(after).map(([key, count]) => [key, count - (before[key] ?? 0)])
 	return Object.fromEntries(grown.filter(([, count]) => count > 0))

@@ -1,14 +1,15 @@
-/** The addresses of the views: `#/`, `#/model/NAME[/versions/V][/try or /config]`. */
+/** The addresses of the views: `#/`, `#/servers`, `#/model/NAME[/versions/V][/try or /config]`. */
 
 export function modelPath(base, model, version = "", part = "") {
 	return `${base}/${encodeURIComponent(model)}${version && `/versions/${version}`}${part && `/${part}`}`
 }
 
 export const route = (...names) => modelPath("#/model", ...names)
+export const SERVERS = "#/servers"
 
 const PATTERN = /^#\/model\/([^/]+)(?:\/versions\/(\d+))?(?:\/(try|config))?$/
 
 export function place() {
 	const [, name = "", version = "", part = ""] = location.hash.match(PATTERN) ?? []
-	return {model: decodeURIComponent(name), version, part}
+	return {model: decodeURIComponent(name), version, part, servers: location.hash === SERVERS}
 }

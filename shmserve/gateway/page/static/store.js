@@ -1,6 +1,6 @@
 /** What the server has last reported. Invariant: every history gets one value per event, so all have the same time axis. */
 
-import {History, between, quantile} from "./rates.js"
+import {History, add, between, quantile} from "./rates.js"
 
 const QUIET_S = 60
 
@@ -54,7 +54,8 @@ export class Store {
 		this.server = {}
 		this.gpus = []
 		this.now = 0
-		this.history = new History(["requests", "failed", "p50", "p99", "queue", "running"])
+		this.history = new History(["requests", "failed", "p50", "p99", "queue", "running", "wait"])
+		this.times = {} // of the requests of the last interval, by bucket
 		this.listeners = new Set()
 	}
 
@@ -112,6 +113,7 @@ export class Store {
 	#record(changed, seconds) {
 		const total = {requests: 0, failed: 0, queue: 0, running: 0}
 		const times = {}
+		let [answered, waited] = [0, 0]
 		const idle = between({}, {}, seconds)
 		const traffic = Object.fromEntries([...this.models.values()].filter(({row}) => row.traffic).map(({name, row}) => [name, row.traffic]))
 		for (const [key, entry] of this.models) {
@@ -124,9 +126,12 @@ export class Store {
 			total.running += row.in_flight ?? 0
 			total.requests += rates?.requests ?? 0
 			total.failed += rates?.failed ?? 0
-			for (const [bucket, count] of Object.entries(rates?.times ?? {})) times[bucket] = (times[bucket] ?? 0) + count
+			answered += rates?.answered ?? 0
+			waited += (rates?.queue ?? 0) * (rates?.answered ?? 0)
+			add(times, rates?.times)
 		}
 		if (!seconds) total.requests = total.failed = NaN
-		this.history.push({...total, p50: quantile(times, 0.5), p99: quantile(times, 0.99)})
+		this.times = times
+		this.history.push({...total, wait: answered ? waited / answered : NaN, p50: quantile(times, 0.5), p99: quantile(times, 0.99)})
 	}
 }

@@ -5,11 +5,11 @@ import {h, set, show, write} from "../dom.js"
 const BEYOND = 6
 const names = new Intl.Collator("en", {numeric: true}).compare
 
-/** `columns`: {id, title, kind, value(item), cell(link)}; `cell` returns {node, update(item)}, in the first column with the
+/** `kind`: of the items. `columns`: {id, title, kind, value(item), cell(link)}; `cell` returns {node, update(item)}, in the first column with the
  * link. `href(item)`: of the link. `sorted`: {id, down}, which the caller keeps. */
 export class Grid {
-	constructor(columns, sorted, href) {
-		Object.assign(this, {columns, sorted, href, items: [], rows: [], active: null})
+	constructor(kind, columns, sorted, href) {
+		Object.assign(this, {attribute: `data-${kind}`, columns, sorted, href, items: [], rows: [], active: null})
 		this.above = h("td")
 		this.below = h("td")
 		this.heads = h("tr", {"aria-rowindex": 1}, columns.map(({id, title, kind}) => h(`th.${id}.${kind}`, h("button", {onclick: () => {
@@ -20,7 +20,7 @@ export class Grid {
 		this.last = h("tr", {"aria-hidden": "true"}, this.below)
 		this.body = h("tbody", {onkeydown: event => this.#key(event), onclick: ({target}) => target.closest("a") || this.#rowOf(target)?.link.click(),
 			onfocusin: ({target}) => this.#activate(this.#rowOf(target))}, h("tr", {"aria-hidden": "true"}, this.above), this.last)
-		this.table = h("table.models", {label: "Models"}, h("thead", this.heads), this.body)
+		this.table = h("table.models", {label: `${kind[0].toUpperCase()}${kind.slice(1)}s`}, h("thead", this.heads), this.body)
 		this.empty = h("p.empty")
 		this.node = h("div.panel.grid", this.table, this.empty)
 		this.stop = new AbortController()
@@ -68,7 +68,7 @@ export class Grid {
 		rows.forEach((row, at) => {
 			const item = row.item = items[first + at]
 			set(row.node, "aria-rowindex", first + at + 2)
-			set(row.node, "data-model", item.name)
+			set(row.node, this.attribute, item.name)
 			set(row.link, "href", this.href(item))
 			for (const cell of row.cells) cell.update(item)
 		})

@@ -24,7 +24,7 @@ export function stateCell() {
 	}}
 }
 
-function nameCell(node) {
+export function nameCell(node) {
 	const name = h("span.text")
 	const version = h("span.soft.number")
 	const marks = h("span.soft.text.marks")
@@ -37,19 +37,19 @@ function nameCell(node) {
 	}}
 }
 
-function trendCell() {
+export function trendCell() {
 	const {node, update} = sparkline(60)
 	return {node, update: ({history}) => update(history.last("requests", 60))}
 }
 
-function number(id, title, text, value) {
+export function number(id, title, text, value) {
 	const get = value ?? (({rates}) => rates?.[id])
 	const cell = () => {
 		const node = h("span")
 		return {node, update(entry) {
 			const found = get(entry)
 			write(node, text(found, entry))
-			set(node, "data-alarm", id === "failed" && found > 0)
+			set(node, "data-alarm", /^fail/.test(id) && found > 0)
 		}}
 	}
 	return {id, title, kind: "number", value: get, cell}
@@ -77,7 +77,7 @@ export function overview(store) {
 		chart("Latency", duration, ["p99", "accent", "p99"], ["p50", "plain", "p50"]),
 		chart("Requests in the server", count, ["queued", "accent", "queue"], ["running", "plain", "running"])]
 	const totals = h("dl.facts")
-	const grid = new Grid(COLUMNS, kept.sorted, ({name, version}) => route(name, version))
+	const grid = new Grid("model", COLUMNS, kept.sorted, ({name, version}) => route(name, version))
 	const found = h("span.hint", {role: "status"})
 	const search = h("input", {type: "search", placeholder: "Filter by name, alias, state or reason", label: "Filter models", autocomplete: "off",
 		value: kept.words, oninput: () => list("words", search.value)})

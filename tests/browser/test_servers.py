@@ -1,0 +1,181 @@
+"""The page for several servers: two that know each other, one that needs a token, and one that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.gateway.auth import tokens
+from shmserve.testing import Server
+from tests.browser.conftest import take
+from tests.support.browser.chromium import Chromium
+from tests.support.browser.tab import Tab, opened
+from tests.support.gateway.running_gateway import Gateway
+from tests.support.living import identity
+
+pytestmark = pytest.mark.process
+
+FIRST, SECOND, THIRD, GONE = range(4)
+ALLOWED = "Access-Control-Allow-Origin"
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+class Fleet:
+    """Gateways of two brokers. The last one is not started."""
+
+    def __init__(self, servers: list[Server], folder: Path) -> None:
+        self.servers = servers
+        self.urls = [f"http://localhost:{port}" for port in free_ports(4)]
+        self.token, line = tokens.new("viewer", "page")
+        (folder / "tokens").write_text(f"{line}\n")
+        self._options: list[list[str]] = [[], [], ["--tokens-file", str(folder / "tokens")], []]
+        self.gateways = [self.start(number) for number in range(3)]
+
+    def start(self, number: int) -> Gateway:
+        port = self.urls[number].rpartition(":")[2]
+        listed = ("--http-port", port, "--page-servers", ",".join(self.urls))
+        return Gateway(self.servers[number], *listed, *self._options[number])
+
+    def name(self, number: int) -> str:
+        return self.urls[number].removeprefix("http://")
+
+
+@pytest.fixture(scope="module")
+def fleet(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    identity(folder / "models", "echo")
+    with Server(folder / "models") as first, Server(folder / "models") as second:
+        fleet = Fleet([first, second, second, first], folder)
+        try:
+            yield fleet
+        finally:
+            for gateway in fleet.gateways:
+                gateway.stop()
+
+
+@pytest.fixture
+def tab(browser: Chromium, fleet: Fleet) -> Iterator[Tab]:
+    with opened(browser, fleet.urls[FIRST], fleet.urls) as tab:
+        tab.go("#/servers")
+        tab.wait("document.body.dataset.view === 'servers'")
+        yield tab
+
+
+def cell(fleet: Fleet, number: int, column: str) -> str:
+    row = f'[data-server="{fleet.name(number)}"]'
+    return f"document.querySelector({json.dumps(f'{row} td.{column}')}).textContent"
+
+
+def wait_for_state(tab: Tab, fleet: Fleet, number: int, state: str) -> None:
+    tab.wait(f"{cell(fleet, number, 'status')} === {json.dumps(state)}")
+
+
+def ask(server: Server) -> None:
+    with server.client() as client:
+        client.infer("echo", {"x": np.ones((1, 2), np.float32)})
+
+
+def test_all_servers_are_listed_with_what_they_do(tab: Tab, fleet: Fleet) -> None:
+    for number, state in ((FIRST, "ready"), (SECOND, "ready"), (THIRD, "refused"), (GONE, "unreachable")):
+        wait_for_state(tab, fleet, number, state)
+    tab.wait_for("#servers", "2 of 4 servers ready")
+    problems = tab.text("main")
+    assert f"{fleet.name(THIRD)}: it needs a token" in problems
+    assert f"{fleet.name(GONE)}: it does not answer, or {fleet.urls[FIRST]} is not in its --page-servers" in problems
+    measured = f"parseFloat({cell(fleet, SECOND, 'requests')}) > 0 && /s$/.test({cell(fleet, SECOND, 'wait')})"
+    while not tab.evaluate(measured):
+        ask(fleet.servers[SECOND])
+    assert tab.evaluate(cell(fleet, FIRST, "wait")) == "\N{EN DASH}"
+    assert tab.evaluate(cell(fleet, FIRST, "listed")) == "1"
+    take(tab, "servers")
+    assert tab.unnamed() == []
+    tab.size(360, 740, mobile=True)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+    take(tab, "servers-360")
+
+
+def test_a_server_that_is_drained_and_one_that_comes_and_goes(tab: Tab, fleet: Fleet) -> None:
+    wait_for_state(tab, fleet, SECOND, "ready")
+    with fleet.servers[SECOND].client() as client:
+        client.drain()
+        wait_for_state(tab, fleet, SECOND, "out of service")
+        client.undrain()
+        wait_for_state(tab, fleet, SECOND, "ready")
+    wait_for_state(tab, fleet, GONE, "unreachable")
+    gateway = fleet.start(GONE)
+    try:
+        wait_for_state(tab, fleet, GONE, "ready")
+        tab.wait_for("#servers", "3 of 4 servers ready")
+    finally:
+        gateway.stop()
+    wait_for_state(tab, fleet, GONE, "unreachable")
+    assert tab.evaluate(cell(fleet, GONE, "requests")) == "\N{EN DASH}"
+    tab.wait_for("#notices", f"{fleet.name(GONE)}: unreachable")
+
+
+def test_a_token_is_sent_only_to_the_server_it_is_for(tab: Tab, fleet: Fleet) -> None:
+    wait_for_state(tab, fleet, THIRD, "refused")
+    tab.click("#access")
+    tab.evaluate(f"document.querySelector('#token-server').value = {json.dumps(fleet.urls[THIRD])}")
+    tab.write("#token", fleet.token)
+    tab.press("Enter")
+    wait_for_state(tab, fleet, THIRD, "ready")
+    tab.wait_for("#servers", "3 of 4 servers ready")
+    shown = [one["url"] for one in tab.requests if "Authorization" in one["headers"] and one["method"] == "GET"]
+    assert set(shown) == {f"{fleet.urls[THIRD]}/page/events"}
+
+
+def test_the_row_of_a_server_is_a_link_to_its_page(tab: Tab, fleet: Fleet) -> None:
+    wait_for_state(tab, fleet, SECOND, "ready")
+    loaded = tab.loaded
+    tab.click(f'[data-server="{fleet.name(SECOND)}"] td.requests')
+    tab.wait_for_load(loaded)
+    tab.wait_for("[data-model=echo]", "READY")
+    assert tab.evaluate("location.origin") == fleet.urls[SECOND]
+    tab.go("#/servers")
+    tab.wait_for(f'[data-server="{fleet.name(SECOND)}"]', "this server")
+    wait_for_state(tab, fleet, FIRST, "ready")
+
+
+def read(tab: Tab, method: str, url: str, headers: dict[str, str], body: str | None = None) -> str:
+    options = {"method": method, "headers": headers, "body": body}
+    return str(
+        tab.evaluate(f"fetch({json.dumps(url)}, {json.dumps(options)}).then((one) => `${{one.status}}`, String)")
+    )
+
+
+def test_the_page_of_a_server_reads_the_state_of_another_and_nothing_else(browser: Chromium, fleet: Fleet) -> None:
+    tab = Tab(browser, fleet.urls[FIRST], fleet.urls)
+    try:
+        tab.open()
+        failed = "TypeError: Failed to fetch"
+        request: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1]}]}
+        text = {"Content-Type": "text/plain"}
+        other = fleet.urls[SECOND]
+        for path in ("/", "/page/app.js", "/page/model/echo", "/v2", "/v2/models/stats", "/v2/models/echo/config"):
+            assert read(tab, "GET", other + path, {}) == failed, path
+        for path, body in (("/v2/models/echo/infer", json.dumps(request)), ("/v2/repository/index", "{}")):
+            assert read(tab, "POST", other + path, text, body) == failed, path
+            assert read(tab, "POST", other + path, {"Authorization": "Bearer x", **text}, body) == failed, path
+        abort = (
+            "const stop = new AbortController(); const {status} = await fetch(url, {signal: stop.signal}); stop.abort()"
+        )
+        url = json.dumps(f"{other}/page/events")
+        assert tab.evaluate(f"(async (url) => {{ {abort}; return status }})({url})") == 200
+        assert read(tab, "GET", f"{other}/page/events", {"X-Other": "1"}) == failed
+    finally:
+        tab.close()
