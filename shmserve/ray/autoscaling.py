@@ -1,0 +1,96 @@
+"""Replicas that follow the load: the time that requests wait in the queues of the servers decides, not their number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shmserve.clients.async_client import AsyncClient
+from shmserve.clients.top.prometheus import samples
+
+QUEUE_MS, BUSY = "queue_ms", "busy"
+"""What a replica reports: the mean time in the queue of the requests that were taken from it, and the used share of the
+instances' time."""
+ENOUGH = 0.8
+"""The share of the time that the remaining replicas may be busy after one is removed."""
+_FINISHED = ("success", "failed")
+
+
+class QueueTimes:
+    """Measures a server between two calls of `measured`."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._before: dict[str, float] = {}
+
+    async def measured(self) -> dict[str, float]:
+        now = totals(await self._client.activity())
+        before, self._before = self._before, now
+        return between(before, now) if before else {QUEUE_MS: 0.0, BUSY: 0.0}
+
+
+def totals(activity: Mapping[str, Any]) -> dict[str, float]:
+    """Sums over all models of a document of `Client.activity`. Ensembles would count their steps twice."""
+    found = dict.fromkeys(("finished", "queue_ns", "batch_ns", "queued", "instances"), 0.0)
+    for entry in activity["models"]:
+        counters = entry.get("counters")
+        if counters and not entry.get("ensemble"):
+            found["finished"] += sum(counters[name] for name in _FINISHED)
+            found["queue_ns"] += counters["queue_ns"]
+            found["batch_ns"] += counters["batch_ns"]
+            found["queued"] += entry["queued"]
+            found["instances"] += len(entry["instances"])
+    return found | {"time_ns": activity["time_ns"]}
+
+
+def between(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Requests that still wait count with the time in which those before them were finished (Little's law)."""
+    passed_ns = max(1.0, now["time_ns"] - before["time_ns"])
+    finished = now["finished"] - before["finished"]
+    if finished <= 0:
+        waited_ns = passed_ns if now["queued"] else 0.0
+    else:
+        waited_ns = max((now["queue_ns"] - before["queue_ns"]) / finished, now["queued"] * passed_ns / finished)
+    used = (now["batch_ns"] - before["batch_ns"]) / (passed_ns * max(1.0, now["instances"]))
+    return {QUEUE_MS: max(0.0, waited_ns) / 1e6, BUSY: min(1.0, max(0.0, used))}
+
+
+def free_bytes(metrics: str) -> float:
+    """What is left of the memory budget on the host, or of the tightest one of a GPU; infinite without a budget."""
+    budgets: dict[str, float] = {}
+    used: dict[str, float] = {}
+    for name, labels, value in samples(metrics, ("shmserve_memory_budget_bytes", "shmserve_model_memory_bytes")):
+        place = labels.get("place", "")
+        if name == "shmserve_memory_budget_bytes":
+            budgets[place] = value
+        else:
+            used[place] = used.get(place, 0.0) + value
+    return min((budget - used.get(place, 0.0) for place, budget in budgets.items()), default=math.inf)
+
+
+class QueueTimePolicy:
+    """An autoscaling policy of Ray Serve. One replica is added while requests wait for longer than `queue_ms` on
+    average, and one is removed if they wait for half of that at most and the others would be busy for 80 % of the time.
+    Ray applies the bounds and delays of the autoscaling configuration.
+    """
+
+    def __init__(self, queue_ms: float = 50.0) -> None:
+        self._queue_ms = queue_ms
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        metrics = context.aggregated_metrics or {}
+        queues, busy = metrics.get(QUEUE_MS) or {}, metrics.get(BUSY) or {}
+        return decide(context.target_num_replicas, list(queues.values()), list(busy.values()), self._queue_ms), {}
+
+
+def decide(replicas: int, queues_ms: list[float], busy: list[float], limit_ms: float) -> int:
+    """The number of replicas that is wanted, one more or less than there are."""
+    if not queues_ms or not busy:
+        return replicas
+    wait = sum(queues_ms) / len(queues_ms)
+    if wait > limit_ms:
+        return replicas + 1
+    if replicas > 1 and wait <= limit_ms / 2 and sum(busy) / (replicas - 1) <= ENOUGH:
+        return replicas - 1
+    return replicas

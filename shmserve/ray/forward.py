@@ -1,0 +1,79 @@
+"""Passes requests of the network to the server's own endpoints on 127.0.0.1, so that they are answered as there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+import aiohttp
+import grpc
+from yarl import URL
+
+HOP_BY_HOP = frozenset(
+    ("connection", "host", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade")
+)
+"""Fields that are about one connection."""
+UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+"""The server has limits of its own."""
+NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+Fields = list[tuple[str, str]]
+
+
+def end_to_end(fields: Iterable[tuple[str, str]]) -> Fields:
+    return [(name, value) for name, value in fields if name.lower() not in HOP_BY_HOP]
+
+
+class Forward:
+    """`ports`: endpoint -> port, which change when the server is restarted. Create it in the running loop."""
+
+    def __init__(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(auto_decompress=False, timeout=timeout, connector=connector)
+        self._channel: Any = None
+        self._channel_port = 0
+
+    async def http(self, port: int, method: str, target: str, fields: Fields, body: bytes) -> tuple[int, Fields, bytes]:
+        """Status, fields and body of the response."""
+        async with self._request(port, method, target, fields, body) as response:
+            return response.status, _fields(response), await response.read()
+
+    async def http_stream(
+        self, port: int, method: str, target: str, fields: Fields, body: bytes
+    ) -> AsyncIterator[tuple[int, Fields] | bytes]:
+        """Yields the status and fields of the response, then its body as it arrives."""
+        async with self._request(port, method, target, fields, body) as response:
+            yield response.status, _fields(response)
+            async for piece, _ in response.content.iter_chunks():
+                if piece:
+                    yield piece
+
+    def _request(self, port: int, method: str, target: str, fields: Fields, body: bytes) -> Any:
+        url = URL(f"http://127.0.0.1:{port}{target}", encoded=True)
+        return self._session.request(
+            method, url, headers=fields, data=body, allow_redirects=False, skip_auto_headers=NOT_ADDED
+        )
+
+    async def call(self, port: int, path: str, message: bytes, metadata: Mapping[str, str]) -> bytes:
+        """A unary call. Raises grpc.aio.AioRpcError."""
+        answer: bytes = await self._on(port).unary_unary(path)(message, metadata=tuple(metadata.items()))
+        return answer
+
+    def stream(self, port: int, path: str, messages: AsyncIterator[bytes], metadata: Mapping[str, str]) -> Any:
+        """A call with streams in both directions; iterate over its messages."""
+        return self._on(port).stream_stream(path)(messages, metadata=tuple(metadata.items()))
+
+    def _on(self, port: int) -> Any:
+        if port != self._channel_port:
+            self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=UNLIMITED)
+            self._channel_port = port
+        return self._channel
+
+    async def close(self) -> None:
+        await self._session.close()
+        if self._channel is not None:
+            await self._channel.close()
+
+
+def _fields(response: aiohttp.ClientResponse) -> Fields:
+    return end_to_end((name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers)

@@ -1,0 +1,223 @@
+"""The deployment that takes KServe requests from the proxies of Ray Serve, and passes each to a replica.
+
+A request without a sequence whose replica is lost is sent again to another one: it changes nothing at the server. A
+response that has begun is never repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from shmserve.errors import ConnectionLost, Denied, ServeError
+from shmserve.gateway.auth.actions import CHANGES, TO_MODELS, Action
+from shmserve.gateway.grpc.messages import INFERENCE, message_class, read
+from shmserve.gateway.http.routes import NoRoute, resolve
+from shmserve.gateway.kserve.status import BY_CODE, http_of
+from shmserve.gateway.upstream.documents import Route
+from shmserve.ray.forward import Fields, end_to_end
+from shmserve.ray.grpc_services import SERVER_ONLY, STREAM, Reply, paths
+from shmserve.ray.handle import as_serve_error, is_lost
+
+OF_ONE_SERVER = (CHANGES - frozenset(TO_MODELS)) | {Action.MEMORY_STATUS, Action.PAGE_EVENTS, Action.PAGE_MODEL}
+STREAMED = (Action.GENERATE_STREAM, Action.COMPLETIONS, Action.CHAT_COMPLETIONS)
+"""Responses that may arrive over time."""
+OPENAI = (Action.COMPLETIONS, Action.CHAT_COMPLETIONS, Action.EMBEDDINGS)
+REFUSED = "send this to a server, not to the application"
+NOT_REPEATED = "the server failed while it had this request, which must not be sent again"
+SEQUENCE_FIELD = "x-sequence-id"
+HEADER_LENGTH = "inference-header-content-length"
+STREAM_PATH = f"/{INFERENCE}/{STREAM}"
+STREAM_RESPONSE = "inference.ModelStreamInferResponse"
+OWN_METADATA = ("application", "request_id", "multiplexed_model_id", "session_id")
+"""Metadata of gRPC that is for Ray Serve."""
+
+
+class _Parameters(msgspec.Struct, frozen=True):
+    sequence_id: int | str = 0
+
+
+class _Document(msgspec.Struct, frozen=True):
+    """What the ingress needs of the JSON of a request."""
+
+    model: str = ""
+    parameters: _Parameters = _Parameters()
+
+
+class Target(msgspec.Struct):
+    """`sequence`: of a request that belongs to one."""
+
+    model: str = ""
+    sequence: str = ""
+
+
+def http_target(route: Route, fields: dict[str, str], body: bytes) -> Target:
+    """The JSON is only parsed if it can name a model or a sequence."""
+    target = Target(route.model, fields.get(SEQUENCE_FIELD, ""))
+    length = fields.get(HEADER_LENGTH, "")
+    text = body[: int(length)] if length.isascii() and length.isdecimal() else body
+    if route.action in OPENAI or (not target.sequence and b'"sequence_id"' in text):
+        try:
+            document = msgspec.json.decode(text, type=_Document)
+        except (msgspec.DecodeError, RecursionError):
+            return target  # the server says what is wrong
+        target.model = target.model or document.model
+        target.sequence = target.sequence or str(document.parameters.sequence_id or "")
+    return target
+
+
+def grpc_target(name: str, message: bytes) -> Target:
+    if name == "ModelInfer":
+        request = read(message_class("inference.ModelInferRequest"), message)
+        parameter = request.parameters.get("sequence_id")
+        sequence = "" if parameter is None else str(parameter.int64_param or parameter.string_param or "")
+        return Target(request.model_name, sequence)
+    if name in ("ModelReady", "ModelMetadata", "ModelConfig"):
+        return Target(read(message_class(f"inference.{name}Request"), message).name)
+    return Target()
+
+
+class Ingress:
+    """`servers`: the handle of the replicas."""
+
+    def __init__(self, servers: Any, retries: int) -> None:
+        self._servers = servers
+        self._retries = retries
+
+    async def __call__(self, request: Request) -> Response:
+        scope = request.scope
+        target = request.url.path.removeprefix(scope.get("root_path", "")) or "/"
+        if scope["query_string"]:
+            target += "?" + scope["query_string"].decode("latin-1")
+        route = resolve(request.method, target)
+        if isinstance(route, NoRoute):
+            allow = {"Allow": route.allow} if route.allow else None
+            return _failed(route.status, route.text, allow)
+        if route.action in OF_ONE_SERVER:
+            return _failed(403, REFUSED)
+        body = await request.body()
+        fields = end_to_end((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
+        wanted = http_target(route, {name.lower(): value for name, value in fields}, body)
+        words = (wanted.model, request.method, target, fields, body)
+        try:
+            if route.action in STREAMED:
+                return await self._streamed(wanted, words)
+            status, headers, content = await self._sent(wanted, "http", *words)
+            return _response(Response(content, status), headers)
+        except ServeError as error:
+            return _failed(http_of(error), str(error))
+
+    async def call(self, name: str, path: str, message: bytes, context: Any) -> Reply:
+        """A unary gRPC call."""
+        try:
+            if name in SERVER_ONLY:
+                raise Denied(REFUSED)
+            wanted = grpc_target(name, message)
+            metadata = {key: value for key, value in context.invocation_metadata() if _is_passed(key, value)}
+            code, details, answer = await self._sent(wanted, "call", wanted.model, path, message, metadata)
+        except ServeError as error:
+            code, details, answer = _code(error), str(error), b""
+        if code:
+            context.set_code(_status(code))
+            context.set_details(details)
+            raise Refused(details)
+        return Reply(answer)
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncIterator[Reply]:
+        """The messages are answered one after another, each by the replica of its model and sequence."""
+        metadata = {key: value for key, value in grpc_context.invocation_metadata() if _is_passed(key, value)}
+        async for message in requests:
+            try:
+                wanted = grpc_target("ModelInfer", message)
+                async for answer in self._parts(wanted, "stream_call", wanted.model, STREAM_PATH, message, metadata):
+                    yield Reply(answer)
+            except ServeError as error:
+                yield Reply(message_class(STREAM_RESPONSE)(error_message=str(error)).SerializeToString())
+
+    # ------------------------------------------------------------------------------------------------ internals
+
+    def _handle(self, wanted: Target) -> Any:
+        session = f"{wanted.model}:{wanted.sequence}" if wanted.sequence else ""
+        return self._servers.options(multiplexed_model_id=wanted.model, session_id=session)
+
+    async def _sent(self, wanted: Target, method: str, *words: Any) -> Any:
+        """The answer of a replica; with retries, unless the request belongs to a sequence."""
+        handle = getattr(self._handle(wanted), method)
+        for left in range(0 if wanted.sequence else self._retries, -1, -1):
+            try:
+                return await handle.remote(*words)
+            except Exception as error:
+                if not (left and is_lost(error)):
+                    raise _told(error, wanted) from None
+        raise AssertionError("the loop returns or raises")
+
+    async def _streamed(self, wanted: Target, words: tuple[Any, ...]) -> Response:
+        parts = self._parts(wanted, "http_stream", *words)
+        status, headers = await anext(parts)
+        return _response(StreamingResponse(parts, status), headers)
+
+    async def _parts(self, wanted: Target, method: str, *words: Any) -> AsyncIterator[Any]:
+        """The parts of an answer of a replica; with retries until the first one has arrived."""
+        handle = getattr(self._handle(wanted).options(stream=True), method)
+        left, begun = 0 if wanted.sequence else self._retries, False
+        while True:
+            try:
+                async for part in handle.remote(*words):
+                    begun = True
+                    yield part
+                return
+            except Exception as error:
+                if begun or not (left and is_lost(error)):
+                    raise _told(error, wanted) from None
+                left -= 1
+
+
+class Refused(Exception):
+    """A gRPC call that ends with the code and details of its context."""
+
+
+def _told(error: BaseException, wanted: Target) -> BaseException:
+    if is_lost(error) and wanted.sequence:
+        return ConnectionLost(NOT_REPEATED)
+    return as_serve_error(error)
+
+
+def _response(response: Response, headers: Fields) -> Response:
+    """With the fields of the server's response, in place of those that starlette has set."""
+    response.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    return response
+
+
+def _failed(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps({"error": text}), status, headers, media_type="application/json")
+
+
+def _is_passed(key: str, value: str | bytes) -> bool:
+    return key not in OWN_METADATA and not key.startswith((":", "grpc-")) and key not in ("user-agent", "content-type")
+
+
+def _code(error: ServeError) -> int:
+    status = grpc.StatusCode[BY_CODE.get(error.code, (500, "UNKNOWN"))[1]]
+    return int(status.value[0])
+
+
+def _status(code: int) -> Any:
+    return next(status for status in grpc.StatusCode if status.value[0] == code)
+
+
+def _call(name: str, path: str) -> Any:
+    async def call(self: Ingress, request: bytes, grpc_context: Any) -> Reply:
+        return await self.call(name, path, request, grpc_context)
+
+    call.__name__ = name
+    return call
+
+
+for _name, _path in paths().items():
+    setattr(Ingress, _name, _call(_name, _path))

@@ -1,0 +1,194 @@
+"""A server that belongs to this process, or is shared with others of the node that use the same key.
+
+Invariant: the server lives as long as any of its owners, and ends after the last one, also after SIGKILL (`host`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from shmserve.errors import Unavailable
+from shmserve.paths import make_runtime_dir, python
+from shmserve.ray.config import ServerConfig
+from shmserve.ray.host import LISTENING
+
+ENDED = ("failed", "over")
+"""States of a host without a server: it crashes again and again, or its host is gone."""
+LONGEST = 40
+"""Longest path of the temporary folder, in bytes: the path of a socket in it may have 107."""
+
+
+def default_directory() -> Path:
+    """Of the sockets of all servers that Ray workers of this user have on this machine."""
+    place = tempfile.gettempdir()
+    return Path(place if len(os.fsencode(place)) <= LONGEST else "/tmp") / f"shmserve-ray-{os.geteuid()}"
+
+
+class NodeServer:
+    """Owners with the same `key` and directory share a server. Call `start`, then `close`, or use `with`.
+
+    `on_failure` is called, in a thread, when there is no server any more and will be none.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        key: str,
+        directory: Path | None = None,
+        on_failure: Callable[[], object] | None = None,
+    ) -> None:
+        self._config = config
+        self._key = key
+        self._directory = directory or default_directory()
+        self._on_failure = on_failure
+        self._socket: socket.socket | None = None
+        self._news = threading.Condition()
+        self._state: dict[str, Any] = {}
+        self._started = False
+
+    @property
+    def runtime_dir(self) -> Path:
+        """For `Client(runtime_dir=...)`; it stays the same when the server is restarted."""
+        return Path(self._known()["runtime_dir"])
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Endpoint -> port on 127.0.0.1. A restarted server has others; empty until it is ready again."""
+        return dict(self._known().get("ports", {}))
+
+    @property
+    def host(self) -> int:
+        """The pid of the host."""
+        return int(self._known()["host"])
+
+    @property
+    def failure(self) -> str:
+        """Why there is no server and will be none; "" while there is one, or it is being restarted."""
+        with self._news:
+            return str(self._state["reason"]) if self._state.get("state") in ENDED else ""
+
+    def start(self, timeout: float) -> None:
+        """Starts the server, unless another owner has, and waits until it is ready."""
+        end = time.monotonic() + timeout
+        while True:
+            with self._locked():
+                owned = self._connected() or self._spawned()
+            self._socket = owned
+            threading.Thread(target=self._follow, args=(owned,), name="shmserve host", daemon=True).start()
+            with self._news:
+                settled = self._news.wait_for(
+                    lambda: self._state.get("state") in ("ready", *ENDED), end - time.monotonic()
+                )
+                state = self._state
+                self._started = self._state.get("state") == "ready"
+            if self._started:
+                return
+            self.close()
+            if not settled:
+                raise Unavailable(f"the server was not ready within {timeout:g} s")
+            if state["state"] == "failed":
+                raise Unavailable(state["reason"])
+            # "over": the last other owner of a shared server has just gone, and it ends; start another
+
+    def wait_failure(self, timeout: float) -> bool:
+        """Waits until there is no server and will be none."""
+        with self._news:
+            return self._news.wait_for(lambda: self._state.get("state") in ENDED, timeout)
+
+    def close(self) -> None:
+        """Gives up the server, which ends if this was the last owner. Returns at once."""
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket = None
+        with self._news:
+            self._state = {}
+            self._started = False
+
+    def __enter__(self) -> NodeServer:
+        self.start(60.0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------------ internals
+
+    def _known(self) -> dict[str, Any]:
+        with self._news:
+            if "runtime_dir" not in self._state:
+                raise Unavailable("the server is not running")
+            return self._state
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Only one process of the node starts a server at a time."""
+        while True:
+            make_runtime_dir(self._directory)
+            lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if self._directory.exists() and os.path.samestat(os.fstat(lock), self._directory.stat()):
+                    yield
+                    return
+            finally:
+                os.close(lock)
+
+    def _connected(self) -> socket.socket | None:
+        tried = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            tried.connect(str(self._directory / f"{self._key}.sock"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            tried.close()
+            return None
+        return tried
+
+    def _spawned(self) -> socket.socket:
+        reader, writer = os.pipe()
+        try:
+            config = msgspec.json.encode(self._config).decode()
+            command = [*python(), "-m", "shmserve.ray.host", str(self._directory), self._key, config, str(writer)]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[writer], start_new_session=True)
+            process.wait()
+        finally:
+            os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            listening = pipe.read() == LISTENING
+        connected = self._connected() if listening else None
+        if connected is None:
+            raise Unavailable(f"the host of the server did not start (code {process.returncode}); see its output")
+        return connected
+
+    def _follow(self, owned: socket.socket) -> None:
+        """In a thread of its own, for as long as the host lives."""
+        with owned, owned.makefile("r") as lines:
+            try:
+                for line in lines:
+                    self._told(owned, json.loads(line))
+            except (OSError, ValueError):
+                pass  # the connection ended within a line: the host was killed
+        self._told(owned, {"state": "over", "reason": "the host of the server has ended"})
+
+    def _told(self, owned: socket.socket, state: dict[str, Any]) -> None:
+        with self._news:
+            if owned is not self._socket:
+                return
+            failed = self._started and state["state"] in ENDED
+            self._state = state
+            self._news.notify_all()
+        if failed and self._on_failure is not None:
+            self._on_failure()

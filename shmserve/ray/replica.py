@@ -1,0 +1,155 @@
+"""The deployment that owns a server: one replica per node, which takes requests from handles and from the ingress."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+from ray import serve
+
+from shmserve.clients.async_client import AsyncClient
+from shmserve.errors import ConnectionLost, Unavailable
+from shmserve.ray.autoscaling import QueueTimes, free_bytes
+from shmserve.ray.config import AppConfig
+from shmserve.ray.forward import Fields, Forward
+from shmserve.ray.node_server import NodeServer
+from shmserve.ray.routing import AWAKE, ROOM
+
+RECONNECT_S = 60.0
+"""How long requests wait for a server that is being restarted."""
+
+
+class Loaded:
+    """What Serve keeps of a model that was loaded on demand."""
+
+
+class ServerReplica:
+    """Constructed by Serve on the node; `reconfigure` and the methods without a docstring are hooks of Serve."""
+
+    def __init__(self, config: AppConfig) -> None:
+        self._config = config
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._server = NodeServer(config.server(), replica)
+        self._server.start(config.start_seconds)
+        self._client = AsyncClient(runtime_dir=self._server.runtime_dir, reconnect_timeout=RECONNECT_S)
+        self._forward = Forward()
+        self._queue_times = QueueTimes(self._client)
+
+    async def __del__(self) -> None:
+        server: NodeServer | None = getattr(self, "_server", None)
+        if server is None:
+            return  # __init__ has failed
+        try:
+            await self._client.close()
+            await self._forward.close()
+        finally:
+            server.close()
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    async def infer(self, model: str, inputs: Mapping[str, Any], **options: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """The outputs of `AsyncClient.infer`, which takes the same options."""
+        await self._await_model(model)
+        return dict(await self._client.infer(model, inputs, **options))
+
+    async def stream(
+        self, model: str, inputs: Mapping[str, Any], **options: Any
+    ) -> AsyncIterator[dict[str, np.ndarray[Any, Any]]]:
+        """The responses of `AsyncClient.stream`."""
+        await self._await_model(model)
+        async for part in self._client.stream(model, inputs, **options):
+            yield dict(part)
+
+    async def http(
+        self, model: str, method: str, target: str, fields: Fields, body: bytes
+    ) -> tuple[int, Fields, bytes]:
+        """A request of the ingress: status, fields and body of the response."""
+        await self._await_model(model)
+        return await self._forward.http(await self._port("http"), method, target, fields, body)
+
+    async def http_stream(
+        self, model: str, method: str, target: str, fields: Fields, body: bytes
+    ) -> AsyncIterator[tuple[int, Fields] | bytes]:
+        """The status and fields of the response, then its body as it arrives."""
+        await self._await_model(model)
+        port = await self._port("http")
+        async for part in self._forward.http_stream(port, method, target, fields, body):
+            yield part
+
+    async def call(self, model: str, path: str, message: bytes, metadata: Mapping[str, str]) -> tuple[int, str, bytes]:
+        """A unary gRPC call of the ingress: code, details, response."""
+        await self._await_model(model)
+        port = await self._port("grpc")
+        try:
+            return 0, "", await self._forward.call(port, path, message, metadata)
+        except grpc.aio.AioRpcError as error:
+            return error.code().value[0], error.details() or "", b""
+
+    async def stream_call(
+        self, model: str, path: str, message: bytes, metadata: Mapping[str, str]
+    ) -> AsyncIterator[bytes]:
+        """The responses to one message of a gRPC stream of the ingress."""
+        await self._await_model(model)
+        port = await self._port("grpc")
+        try:
+            async for answer in self._forward.stream(port, path, _only(message), metadata):
+                yield answer
+        except grpc.aio.AioRpcError as error:
+            raise Unavailable(error.details() or error.code().name) from None
+
+    async def service(self) -> dict[str, Any]:
+        """What `AsyncClient.service` returns, with the revision of the repository and the models' states."""
+        models = {entry["name"]: entry["state"] for entry in await self._client.models()}
+        return {"revision": self._config.revision, "models": models, **(await self._client.service())}
+
+    async def _port(self, endpoint: str) -> int:
+        port = self._server.ports.get(endpoint, 0)
+        if not port:  # it is being restarted
+            await self._client.wait_ready(timeout=RECONNECT_S)
+            port = self._server.ports.get(endpoint, 0)
+        if not port:
+            raise ConnectionLost("the server is being restarted")
+        return port
+
+    # ------------------------------------------------------------------------------------------------ many models
+
+    async def _await_model(self, model: str) -> None:
+        if self._config.multiplexed and model:
+            await self._loaded(model)
+
+    @serve.multiplexed(max_num_models_per_replica=-1)
+    async def _loaded(self, model: str) -> Loaded:
+        """Deploys a model here at its first request. From then on the server decides, by its memory budget, whether
+        the model is awake."""
+        await self._client.load(model)
+        return Loaded()
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        if not self._config.multiplexed:
+            return {}
+        models = await self._client.models()
+        awake = sorted({one["name"] for one in models if one["state"] == "READY" and not one.get("asleep")})
+        return {AWAKE: awake, ROOM: free_bytes(await self._client.metrics())}
+
+    # ------------------------------------------------------------------------------------------------ Serve's hooks
+
+    async def check_health(self) -> None:
+        if self._server.failure:
+            raise Unavailable(f"there is no server: {self._server.failure}")
+        if not await self._client.ready() and not await self._is_busy_loading():
+            raise Unavailable("the server is not ready; `shmserve models` says why")
+
+    async def _is_busy_loading(self) -> bool:
+        """Then it may become ready without help."""
+        return any(
+            one["state"] in ("LOADING", "UNLOADING") or one.get("reloading") for one in await self._client.models()
+        )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return await self._queue_times.measured()
+
+
+async def _only(message: bytes) -> AsyncIterator[bytes]:
+    yield message
