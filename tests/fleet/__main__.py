@@ -1,6 +1,7 @@
-"""`python -m tests.fleet`: puts the programs into build/fleet, unless they are there, and runs the tests here.
+"""`python -m tests.fleet`: puts the programs into build/fleet and Ray into build/engines, unless they are there, and
+runs the tests here and in tests/ray.
 
-Arguments are for pytest. A program that cannot be had is skipped, and pytest says so.
+Arguments are for pytest. What cannot be installed is skipped, and the output says so.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import sys
 
 from tests import ROOT
 from tests.__main__ import PYTEST, compile_all
+from tests.engines.__main__ import NOTHING_RAN, python_of
+from tests.engines.__main__ import install as install_engine
+from tests.engines.catalog import Engine
 from tests.fleet import programs
 
 INSTALLS = {
@@ -17,6 +21,9 @@ INSTALLS = {
     "Envoy": programs.install_envoy,
     "Prometheus": programs.install_prometheus,
 }
+RAY = Engine("ray", "ray", ("ray",))
+OF_RAY = ("tests/ray", "-p", "no:tests.support.leaks", "-W", "ignore::Warning")
+"""Ray starts and ends processes and threads as it likes, and warns of itself."""
 
 
 def main(arguments: list[str]) -> int:
@@ -24,7 +31,13 @@ def main(arguments: list[str]) -> int:
     for name, install in INSTALLS.items():
         if reason := install():
             print(f"{name} could not be installed, its tests are skipped: {reason}", flush=True)
-    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rs", "--timeout", "300", "tests/fleet", *arguments], cwd=ROOT)
+    options = ["-p", "no:xdist", "-rs", "--timeout", "300", *arguments]
+    statuses = [subprocess.call([*PYTEST, "tests/fleet", *options], cwd=ROOT)]
+    if reason := install_engine(RAY):
+        print(f"Ray could not be installed, its tests are skipped: {reason}", flush=True)
+    else:
+        statuses.append(subprocess.call([str(python_of(RAY)), *PYTEST[1:], *OF_RAY, *options], cwd=ROOT))
+    return next((status for status in statuses if status not in (0, NOTHING_RAN)), 0)
 
 
 if __name__ == "__main__":
