@@ -154,6 +154,7 @@ NOT_RUN = {
     ("simulator", "model:"): OUTPUT,
     ("simulator", "         rate"): OUTPUT,
     ("page", "shmserve gateway"): GATEWAY,
+    ("page", "shmserve serve"): GATEWAY,
     ("tcp", ""): "writes to /etc and the home directory; tests/process/gateway makes keys and connects with them",
     ("top", "shmserve 0.1.0"): OUTPUT,
     ("traces", "shmserve trace"): "records for half a minute; tests/process/cli runs shorter ones",
