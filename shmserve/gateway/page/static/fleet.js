@@ -8,10 +8,11 @@ import {follow} from "./stream.js"
 const SAMPLE_MS = 1000
 const TOTALS = ["requests", "failed", "queue", "running"]
 
-/** `origin`: "" for the one that the page comes from. `state`: as reported, or why nothing is. */
+/** `origin`: "" for the one that the page comes from. `state`: as reported, or why nothing is. `fresh`: it has reported
+ * since the last sample. */
 class Server {
 	constructor(origin, store, news) {
-		Object.assign(this, {origin, store, news, connect: null, live: false, state: "connecting", reason: ""})
+		Object.assign(this, {origin, store, news, connect: null, live: false, fresh: false, state: "connecting", reason: ""})
 		this.name = new URL(origin || location.origin).host
 		this.version = ""
 	}
@@ -34,11 +35,13 @@ class Server {
 	}
 
 	heard() {
+		this.fresh = true
 		this.#become(true, stateOf(this.store.server), "")
 	}
 
 	lost({message, status}) {
 		const refused = status === 401 || status === 403
+		this.fresh = false
 		this.#become(false, refused ? "refused" : "unreachable", status === 401 ? "it needs a token: use the button Token" : message)
 	}
 
@@ -95,14 +98,20 @@ export class Fleet {
 		this.servers.find(server => server.origin === origin).connect()
 	}
 
+	/** Invariant: while none reports, as in a hidden tab, the history has no values either. */
 	#sample() {
+		if (this.servers.some(({fresh}) => fresh)) this.#record()
+		for (const listener of this.listeners) listener()
+	}
+
+	#record() {
 		const total = Object.fromEntries(TOTALS.map(name => [name, 0]))
 		const times = {}
 		for (const server of this.servers.filter(({live}) => live)) {
 			for (const name of TOTALS) total[name] += server.last(name) || 0
 			add(times, server.store.times)
+			server.fresh = false
 		}
 		this.history.push({...total, p50: quantile(times, 0.5), p99: quantile(times, 0.99)})
-		for (const listener of this.listeners) listener()
 	}
 }
