@@ -70,7 +70,7 @@ class Embeddings:
     # ------------------------------------------------------------------------------------ responses of the model
 
     def take(self, ticket: _Text, answer: Reply | Held) -> None:
-        if self._requests.over:
+        if self._requests.cancelled:
             return
         reply: Any = answer.reply if type(answer) is Held else answer
         for number, tensor in enumerate(reply.outputs):
@@ -81,11 +81,12 @@ class Embeddings:
                 self._tokens += int.from_bytes(data, "little")
         if self._vectors[ticket.index] is None:
             raise ModelFailed(f"model '{self._model.name}' returned no output '{self._model.output}'")
-        if self._requests.ended(ticket):
+        self._requests.ended(ticket)
+        if self._requests.done:
             self._connection.work(self._encoded(), lambda parts: self._connection.answer(200, parts))
 
     def failed(self, ticket: _Text, error: ServeError) -> None:
-        if not self._requests.over:
+        if not self._requests.cancelled:
             self._requests.failed(ticket)
             self._connection.fail(error)
 

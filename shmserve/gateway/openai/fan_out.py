@@ -83,8 +83,7 @@ class FanOut(Generic[_Ticket]):
         self._requests: Iterator[tuple[_Ticket, RequestPlan]] = iter(())
         self._next: tuple[_Ticket, RequestPlan] | None = None
         self.in_flight: dict[_Ticket, None] = {}
-        self.over = False
-        """All have ended, or were cancelled: the client gets nothing more of them."""
+        self.cancelled = False
 
     def begin(self, requests: Iterable[tuple[_Ticket, RequestPlan]], resume: Callable[[], None] | None = None) -> None:
         """`resume` is called when the client reads again."""
@@ -97,12 +96,15 @@ class FanOut(Generic[_Ticket]):
             self.cancel()
             raise
 
-    def ended(self, ticket: _Ticket) -> bool:
-        """One of them has succeeded: sends another one in its place. Returns whether it was the last."""
+    @property
+    def done(self) -> bool:
+        """Whether all have succeeded."""
+        return not (self.in_flight or self.cancelled)
+
+    def ended(self, ticket: _Ticket) -> None:
+        """One of them has succeeded: sends another one in its place."""
         del self.in_flight[ticket]
         self._send()
-        self.over = not self.in_flight
-        return self.over
 
     def failed(self, ticket: _Ticket) -> None:
         """One of them has failed: cancels the others."""
@@ -118,15 +120,20 @@ class FanOut(Generic[_Ticket]):
                 self._sender.infer(
                     payer, ticket, self._model, "", plan, pieces, plan.options.id, self._head.forwarded, self._window
                 )
-            except Unavailable:
-                if not self.in_flight:
-                    raise
-                return  # until one of the others has ended
+            except ServeError as error:
+                if self.cancelled:
+                    return
+                if self.in_flight and isinstance(error, Unavailable):
+                    return  # until one of the others has ended
+                raise
+            if self.cancelled:  # another one has failed meanwhile, as the link was lost
+                withdraw(self._sender.link, ticket)
+                return
             self.in_flight[ticket] = None
             self._next = next(self._requests, None)
 
     def cancel(self) -> None:
-        self.over = True
+        self.cancelled = True
         self._next = None
         in_flight, self.in_flight = self.in_flight, {}
         for ticket in in_flight:

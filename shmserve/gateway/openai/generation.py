@@ -69,7 +69,7 @@ class Generation:
     # ------------------------------------------------------------------------------------ responses of the model
 
     def on_part(self, stream: _Stream) -> None:
-        if self._requests.over:
+        if self._requests.cancelled:
             return
         events: list[bytes] = []
         try:
@@ -107,10 +107,12 @@ class Generation:
     def _ended(self, stream: _Stream, events: list[bytes]) -> None:
         """`events`: the last ones of this stream, not sent yet."""
         self._usages.append(stream.reader.usage)
-        all_ended = self._requests.ended(stream)
+        self._requests.ended(stream)
+        if self._requests.cancelled:
+            return
         if self._as_events:
             events += self._reasons(stream.first)
-        if not all_ended:
+        if not self._requests.done:
             self._send(events)
             return
         usage = _total(self._usages, self._apart)

@@ -262,6 +262,7 @@ class Client:
         self.sent.append(last)
 
     def fail(self, error: ServeError) -> None:
+        assert self.error is None, "it has been answered"
         self.error = error
 
     def answer(self, status: int, parts: list[bytes]) -> None:
@@ -345,6 +346,44 @@ def test_a_prompt_that_cannot_be_sent() -> None:
     assert client.cancelled == client.streams, "the others are cancelled"
     give(client.streams[0], b"late")
     assert not client.sent
+
+
+@pytest.mark.parametrize("fails_too", [True, False])
+def test_a_failure_while_prompts_are_sent(fails_too: bool) -> None:
+    """As when the link to the broker is lost while it sends."""
+    client = Client()
+
+    def infer(payer: None, ticket: Any, *rest: Any) -> None:
+        client.streams.append(ticket)
+        if len(client.streams) == 2:
+            client.streams[0].fail(Unavailable("lost"))
+            if fails_too:
+                raise Unavailable("not connected")
+
+    client.infer = infer  # type: ignore[method-assign]
+    generation(client, 4)
+    assert str(client.error) == "lost"
+    assert len(client.streams) == 2, "no more are sent"
+    assert client.cancelled == ([] if fails_too else client.streams[1:])
+
+
+def test_a_failure_while_the_next_prompt_is_sent() -> None:
+    """The response that made room for it ends nothing."""
+    client = Client()
+
+    def infer(payer: None, ticket: Any, *rest: Any) -> None:
+        client.streams.append(ticket)
+        if len(client.streams) > AT_ONCE:
+            client.streams[1].fail(Unavailable("lost"))
+
+    client.infer = infer  # type: ignore[method-assign]
+    generation(client, AT_ONCE + 2)
+    give(client.streams[0], b"a")
+    give(client.streams[0], b"b", True)
+    text, error = [documents(data)[0] for data in client.sent]
+    assert text["choices"][0]["text"] == "a"
+    assert error["error"]["message"] == "lost"
+    assert client.cancelled == client.streams[2:]
 
 
 def test_prompts_are_sent_in_portions() -> None:
