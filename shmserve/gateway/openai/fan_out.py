@@ -43,6 +43,9 @@ class _Watcher(Protocol):
 
 
 class OpenAiConnection(Protocol):
+    address: str
+    """Of the client."""
+
     @property
     def writable(self) -> bool: ...
 

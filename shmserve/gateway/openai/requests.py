@@ -16,6 +16,7 @@ from shmserve.errors import InvalidRequest, NotFound, Unsupported
 from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.generate import check_in_slices
+from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.turns import SLICE_BYTES
 from shmserve.gateway.openai import bodies, inputs, models
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling
@@ -25,7 +26,7 @@ from shmserve.gateway.openai.fan_out import OpenAiConnection, OpenAiHead
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, ResponseFormat
 from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.models import MESSAGES, LanguageModel
-from shmserve.gateway.openai.templates import Rendering, TemplateThread, template_values
+from shmserve.gateway.openai.templates import WAITING_BYTES, Rendering, TemplateThread, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery
 from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask, serve_error
 
@@ -40,7 +41,8 @@ _encode = msgspec.json.Encoder().encode
 class OpenAiRequests:
     def __init__(self, sender: RequestSender) -> None:
         self._sender = sender
-        self._templates = TemplateThread()
+        bounds = sender.link.shares.bounds
+        self._templates = TemplateThread(Budget(WAITING_BYTES, bounds.connection, bounds.address))
         self._ids = count(1)
 
     def begin(self, connection: OpenAiConnection, head: OpenAiHead, body: Buffer) -> None:
@@ -155,7 +157,8 @@ class OpenAiRequests:
                 connection.fail(serve_error(error))
 
         size = len(_encode(values))
-        connection.watch(_Watcher(self._templates.render(template, values, size, rendered, connection.fail)))
+        made = self._templates.render(connection.address, template, values, size, rendered, connection.fail)
+        connection.watch(_Watcher(made))
 
     def _generate(
         self, connection: OpenAiConnection, head: OpenAiHead, model: LanguageModel, request: Sampling,

@@ -1,7 +1,7 @@
 """Renders the chat template of a model that has one in its configuration, and no input for messages.
 
 Templates run in a thread, so that the event loop goes on, and in jinja's sandbox. Invariant: the messages, the text
-made of them, the time for one template and the number of waiting ones are bounded.
+made of them, the time for one template and the messages that wait are bounded, the last for each client.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.extras import install_command
+from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
 from shmserve.gateway.limits.bounded_cache import BoundedCache
+from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.openai.errors import BadParameter
 
 INPUT_BYTES = 4 << 20
 TEXT_CHARACTERS = 8 << 20
 SECONDS = 5.0
 WAITING_BYTES = 32 << 20
-"""Of the messages in JSON, of all templates that are waiting or being rendered."""
+"""Of the messages in JSON, of all templates that are waiting or being rendered. A connection, and an address, has a
+share of it."""
 _CACHED_TEMPLATES = 64
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Parameters of a configuration that a template may use."""
@@ -45,7 +48,7 @@ class Rendering(Struct):
     loop: asyncio.AbstractEventLoop
     template: str
     values: dict[str, Any]
-    size: int
+    account: BudgetAccount
     then: Callable[[str], None]
     failed: Callable[[ServeError], None]
     cancelled: bool = False
@@ -54,32 +57,36 @@ class Rendering(Struct):
 class TemplateThread:
     """Renders one template at a time. The thread starts with the first one."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
         self._waiting: SimpleQueue[Rendering | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._renderer = TemplateRenderer()
-        self._waiting_bytes = 0
 
     def render(
-        self, template: str, values: dict[str, Any], size: int, then: Callable[[str], None],
+        self, address: str, template: str, values: dict[str, Any], size: int, then: Callable[[str], None],
         failed: Callable[[ServeError], None],
     ) -> Rendering:  # fmt: skip
-        """Calls `then` or `failed` in the event loop. `size`: bytes of the messages in JSON."""
+        """Calls `then` or `failed` in the event loop. `address`: of the client. `size`: bytes of the messages in
+        JSON."""
         if size > INPUT_BYTES:
             raise BadParameter(
                 "messages", f"the messages have {size} bytes of JSON; the limit for a chat template is {INPUT_BYTES}"
             )
-        if self._waiting_bytes + size > WAITING_BYTES:
-            raise Unavailable(
-                f"{self._waiting_bytes} bytes of messages wait for their chat templates; {size} more would exceed the "
-                f"limit, {WAITING_BYTES}; retry later"
-            )
+        budget = self._budget
+        account = budget.account(address)  # of its own: a connection has one request at a time
+        try:
+            account.take(size)
+        except Unavailable:
+            raise ShareExceeded(
+                f"{budget.held} bytes of messages wait for their chat templates; {size} more would exceed the share of "
+                f"this client (--connection-share, --address-share) of {budget.limit}; retry later"
+            ) from None
         if self._thread is None:
             # A daemon: the gateway does not wait for a template that does not end.
             self._thread = threading.Thread(target=self._run, name="chat-templates", daemon=True)
             self._thread.start()
-        self._waiting_bytes += size
-        made = Rendering(asyncio.get_running_loop(), template, values, size, then, failed)
+        made = Rendering(asyncio.get_running_loop(), template, values, account, then, failed)
         self._waiting.put(made)
         return made
 
@@ -105,7 +112,7 @@ class TemplateThread:
             log.info("a chat template was rendered after the gateway had stopped")
 
     def _end(self, rendering: Rendering, function: Callable[[Any], None], value: Any) -> None:
-        self._waiting_bytes -= rendering.size
+        rendering.account.used()
         if not rendering.cancelled:
             function(value)
 

@@ -73,6 +73,7 @@ def test_fields_and_limits() -> None:
         f"up to {generation.AT_ONCE} of them are at the model at a time",
         f"up to {embeddings.AT_ONCE} of them are at the model at a time",
         f"The limit is {bodies.TEXTS} texts",
+        f"that wait for their template have {templates.WAITING_BYTES >> 20} MiB",
         f"{templates.INPUT_BYTES >> 20} MiB of JSON, a prompt to {templates.TEXT_CHARACTERS >> 20} Mi characters",
     )
     text = " ".join(PAGE.split())

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
+from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.gateway.limits.body_budget import Budget
+from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.openai import templates
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.templates import TemplateRenderer, TemplateThread, template_values
 
 pytest.importorskip("jinja2")
+ADDRESS = "192.0.2.1"
 
 
 def render(template: str, messages: list[dict[str, Any]], tools: Any = None, **arguments: Any) -> str:
@@ -98,7 +101,7 @@ def test_the_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def thread() -> Iterator[TemplateThread]:
-    made = TemplateThread()
+    made = TemplateThread(Budget(60))
     yield made
     made.close()
 
@@ -114,7 +117,7 @@ def rendered(thread: TemplateThread, *templates: str, size: int = 1) -> list[str
                 done.set()
 
         for template in templates:
-            thread.render(template, {"a": 1}, size, take, take)
+            thread.render("", template, {"a": 1}, size, take, take)
         await done.wait()
         return found
 
@@ -129,7 +132,7 @@ def test_the_thread(thread: TemplateThread) -> None:
 
 
 def test_what_is_cancelled_is_not_rendered(thread: TemplateThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit counts it until the thread has come to it."""
+    """The client's share counts it until the thread has come to it."""
     entered, gate = threading.Event(), threading.Event()
     rendered: list[str] = []
 
@@ -142,36 +145,32 @@ def test_what_is_cancelled_is_not_rendered(thread: TemplateThread, monkeypatch: 
     async def run() -> list[str]:
         found: list[str] = []
         done = asyncio.Event()
-
-        def last(text: str) -> None:
-            found.append(text)
-            done.set()
-
-        first = thread.render("first", {}, 5, found.append, ignore)
-        await asyncio.to_thread(entered.wait, 60)
-        second = thread.render("second", {}, 5, found.append, ignore)
-        thread.render("third", {}, 5, last, ignore)
-        first.cancelled = second.cancelled = True
-        with pytest.raises(Unavailable, match="15 bytes of messages wait"):
-            thread.render("fourth", {}, 5, ignore, ignore)
-        gate.set()
+        try:
+            first = thread.render(ADDRESS, "first", {}, 5, found.append, ignore)
+            await asyncio.to_thread(entered.wait, 60)
+            second = thread.render(ADDRESS, "second", {}, 5, found.append, ignore)
+            thread.render(ADDRESS, "third", {}, 5, found.append, ignore)
+            first.cancelled = second.cancelled = True
+            with pytest.raises(ShareExceeded, match="15 bytes of messages wait"):
+                thread.render(ADDRESS, "fourth", {}, 5, ignore, ignore)
+            thread.render("192.0.2.2", "another", {}, 5, lambda text: done.set(), ignore)
+        finally:
+            gate.set()
         await done.wait()
         return found
 
     monkeypatch.setattr(TemplateRenderer, "render", render)
-    monkeypatch.setattr(templates, "WAITING_BYTES", 15)
     assert asyncio.run(run()) == ["third"]
-    assert rendered == ["first", "third"]
+    assert rendered == ["first", "third", "another"]
 
 
 def ignore(found: object) -> None: ...
 
 
-def test_limits_of_the_thread(thread: TemplateThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_thread(thread: TemplateThread) -> None:
     with pytest.raises(BadParameter, match="4194305 bytes of JSON; the limit for a chat template is 4194304"):
-        thread.render("", {}, (4 << 20) + 1, ignore, ignore)
-    monkeypatch.setattr(templates, "WAITING_BYTES", 10)
-    assert rendered(thread, "a", "b", size=5) == ["a", "b"]
-    assert rendered(thread, "a", "b", size=5) == ["a", "b"], "those that were rendered do not count"
-    with pytest.raises(Unavailable, match="10 bytes of messages wait for their chat templates; 5 more would exceed"):
-        rendered(thread, "a", "b", "c", size=5)
+        thread.render("", "", {}, (4 << 20) + 1, ignore, ignore)
+    assert rendered(thread, "a", "b", size=10) == ["a", "b"]
+    assert rendered(thread, "a", "b", size=10) == ["a", "b"], "those that were rendered do not count"
+    with pytest.raises(ShareExceeded, match="0 bytes of messages wait for their chat templates; 16 more would exceed"):
+        rendered(thread, "a", size=16)
