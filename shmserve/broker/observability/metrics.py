@@ -17,6 +17,7 @@ from msgspec import Struct
 from shmserve.broker.observability.metric_definitions import INSTANCE, VERSION, Page, labels
 from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
 from shmserve.core.models import memory, sizes
+from shmserve.core.models.deployment import UNLOADED
 from shmserve.core.models.model import Model
 from shmserve.core.models.scaler import Scaler
 from shmserve.core.records import Instance, Version
@@ -128,7 +129,7 @@ class Metrics:
             named = labels(VERSION, (model.name, str(number)))
             add("shmserve_model_share_percent", shares.get(number, 0), named)
             add("nv_model_load_duration_secs", version.took_ns / 1e9, named)
-            for state, label in _VERSION_STATES:
+            for state, label in _VERSION_STATES if version.reason != UNLOADED else ():
                 add("shmserve_model_state", int(version.state is state), named + label)
             for name, count in _served_by(version).items() if version.graph is None else ():
                 add("shmserve_model_instances", count, f'{named},state="{name}"')

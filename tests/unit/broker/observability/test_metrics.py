@@ -319,6 +319,19 @@ def test_quantiles(durations: list[int], share: float) -> None:
     assert window.quantiles([share], 0)[0] == pytest.approx(exact, rel=1 / 63)
 
 
+def test_the_state_of_models_that_should_be_served() -> None:
+    """Not of those that an operator has unloaded, so that an alert on UNAVAILABLE means a failure."""
+    world = World()
+    world.deploy(policy())
+    world.deploy(policy("n"))
+    world.turn([(0, events.Unload("m"))])
+    seen = metrics(world)
+    assert not seen.all("shmserve_model_state", model="m")
+    assert seen("shmserve_model_state", model="n", version="1", state="READY") == 1
+    world.deploy(policy())
+    assert metrics(world)("shmserve_model_state", model="m", version="1", state="READY") == 1
+
+
 def test_one_sample_while_generations_change() -> None:
     world = World()
     world.deploy(policy(), instances=2)
