@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
@@ -19,20 +20,6 @@ from shmserve.clients.top.panels import History, detail, wrapped
 from shmserve.clients.top.table_view import strip_of
 from shmserve.clients.top.texts import Line, pad
 from shmserve.clients.top.view import View
-
-KEYS = (
-    ("1 2 3 4, Tab", "models, instances, clients, GPUs"),
-    ("Up Down PgUp PgDn", "select a row; also k, j, Home, End"),
-    ("Enter", "one model in detail; Esc goes back"),
-    ("/", "show only rows with these words; Esc ends it"),
-    ("< >", "sort by the column to the left or right"),
-    ("R", "reverse the order"),
-    ("l u r", "load, unload, restart what is selected"),
-    ("+ -", "refresh less, or more, often"),
-    ("Space", "pause, and continue"),
-    (".", "refresh now"),
-    ("q", "quit"),
-)
 
 
 class Lines(ScrollView):
@@ -144,18 +131,20 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,q,enter,question_mark,space", "dismiss(None)", show=False),
     ]
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, keys: Sequence[tuple[str, str]]) -> None:
         super().__init__()
         self._table = table
+        self._keys = keys
 
     def compose(self) -> ComposeResult:
         with Vertical(id="help"):
             yield Lines(id="explained")
 
     def on_mount(self) -> None:
-        width = max(len(text) for text in (*(key for key, _ in KEYS), *(one.head for one in self._table.columns))) + 4
+        heads = [column.head for column in self._table.columns]
+        width = max(map(len, (*[key for key, _ in self._keys], *heads))) + 4
         lines: list[Line] = [[("Keys", "strong")]]
-        lines += [[(pad(f"  {key}", width), "good"), (about, "plain")] for key, about in KEYS]
+        lines += [[(pad(f"  {key}", width), "good"), (about, "plain")] for key, about in self._keys]
         lines += [[], [(f"Columns of {self._table.title}", "strong")]]
         lines += [[(pad(f"  {one.head}", width), "good"), (one.about, "plain")] for one in self._table.columns]
         lines += [[], [("Esc closes this.", "dim")]]

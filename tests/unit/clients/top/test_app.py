@@ -78,7 +78,7 @@ class ScriptedSource:
 class Driver:
     """An app that is running, and what is on its screen."""
 
-    def __init__(self, app: TopApp, pilot: Pilot[None], source: ScriptedSource) -> None:
+    def __init__(self, app: TopApp, pilot: Pilot[str], source: ScriptedSource) -> None:
         self.app = app
         self.pilot = pilot
         self.source = source
