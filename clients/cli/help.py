@@ -51,8 +51,6 @@ class CommandParser(argparse.ArgumentParser):
         self.also = also
         self.synonyms: Mapping[str, str] = {}
         """Options of other programs for an option of this command."""
-        self.instead = ""
-        """The option that words are given to, for a command that takes no words."""
         rare(self.add_argument("-h", "--help", action="help", help="show the usual options"))
         rare(self.add_argument("--help-all", action=_HelpAll, help="show all options"))
 
@@ -121,8 +119,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def surplus(self, rest: Sequence[str]) -> str:
         """The error text for words that the command does not take."""
-        hint = f"; did you mean {self.instead} {rest[0]}?" if self.instead else ""
-        return f"too many arguments: {' '.join(rest)}{hint}"
+        return f"too many arguments: {' '.join(rest)}"
 
 
 def _metavar(action: argparse.Action) -> str:

@@ -185,9 +185,10 @@ BY_NAME = {table.name: table for table in TABLES}
 STATES = {
     "READY": "good", "ready": "good", "LOADING": "warn", "RELOADING": "warn", "DEGRADED": "warn", "starting": "warn",
     "waiting": "warn", "stopping": "warn", "backoff": "bad", "failed": "bad", "killed": "bad", "quarantined": "bad",
-    "UNAVAILABLE": "bad", "not loaded": "dim",
+    "UNAVAILABLE": "bad", "not loaded": "dim", "NOT READY": "bad", "DRAINING": "warn", "UNREACHABLE": "bad",
+    "NO ANSWER": "bad", "CONNECTING": "dim", "PARTLY": "warn", "VERSIONS DIFFER": "warn",
 }  # fmt: skip
-"""State of a version or an instance -> style."""
+"""State of a version, an instance, a server, or a model on several servers -> style."""
 _NUMBERS: dict[str, Callable[[Any], str]] = {
     "count": count_text,
     "id": str,
@@ -215,6 +216,8 @@ def style(column: Column, row: Mapping[str, Any]) -> str:
         return STATES.get(value, "plain")
     if column.key == "busy_seconds":
         return "bad" if row.get("slow") else "plain"
+    if column.key == "release":
+        return "warn" if row.get("release_differs") else "plain"
     if column.key in ("failed_per_s", "queued"):
         return ("bad" if column.key == "failed_per_s" else "warn") if value else "plain"
     return "plain"

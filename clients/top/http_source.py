@@ -63,6 +63,7 @@ _OF_SERVER = {
     "process_cpu_seconds_total": "cpu_seconds",
     "process_resident_memory_bytes": "memory_bytes",
     "shmserve_requests_in_flight": "in_flight",
+    "shmserve_out_of_service": "out_of_service",
     "shmserve_held_bytes": "held_bytes",
     "nv_cpu_utilization": "machine_utilization",
     "nv_cpu_memory_total_bytes": "machine_memory_bytes",
@@ -335,6 +336,8 @@ def _add_metrics(document: Document, models: Mapping[tuple[str, str], Document],
         elif name in ("shmserve_clients", "shmserve_segment_bytes", "shmserve_segments"):
             total = {"shmserve_clients": "connections"}.get(name, name.removeprefix("shmserve_"))
             server[total] = server.get(total, 0) + int(value)
+    if "out_of_service" in server:
+        server["out_of_service"] = bool(server["out_of_service"])
     for (model, version, instance), one in instances.items():
         if (model, version) in models and "state" in one:
             entry = models[model, version]

@@ -91,7 +91,7 @@ def bar(share: float, width: int) -> Line:
     return [("[", "dim"), (drawn[:filled], style), (drawn[filled:], "plain"), ("]", "dim")]
 
 
-def _joined(parts: Sequence[Line], width: int, gap: str = "   ") -> Line:
+def joined(parts: Sequence[Line], width: int, gap: str = "   ") -> Line:
     """As many of the parts as fit, in order."""
     line: Line = []
     for part in parts:
@@ -122,29 +122,29 @@ def summary(view: View, where: str, width: int) -> list[Line]:
     refused = sum((server["refused"] or {}).values())
     failing = bool(server["failed_per_s"])
     second = [
-        _fact("req/s", _number(server["requests_per_s"], rate_text), "strong"),
-        _fact("failed/s", _number(server["failed_per_s"], rate_text), "bad" if failing else "plain"),
-        _fact("in flight", _number(server["in_flight"], count_text)),
-        _fact("queued", _number(server["queued"], count_text), "warn" if server["queued"] else "plain"),
-        _fact("clients", _number(server["connections"], count_text)),
-        _fact("held", _number(server["held_bytes"], bytes_text)),
-        _fact("shared", _number(server["segment_bytes"], bytes_text)),
-        *([_fact("refused", count_text(refused), "warn")] if refused else []),
+        labelled("req/s", number_text(server["requests_per_s"], rate_text), "strong"),
+        labelled("failed/s", number_text(server["failed_per_s"], rate_text), "bad" if failing else "plain"),
+        labelled("in flight", number_text(server["in_flight"], count_text)),
+        labelled("queued", number_text(server["queued"], count_text), "warn" if server["queued"] else "plain"),
+        labelled("clients", number_text(server["connections"], count_text)),
+        labelled("held", number_text(server["held_bytes"], bytes_text)),
+        labelled("shared", number_text(server["segment_bytes"], bytes_text)),
+        *([labelled("refused", count_text(refused), "warn")] if refused else []),
     ]
     return [
         fit([span for part in first for span in (*part, ("   ", "plain"))], width),
-        _joined(second, width),
-        _joined(_machine(server), width),
-        *([_joined([_gpu(gpu) for gpu in view.gpus], width)] if view.gpus else []),
+        joined(second, width),
+        joined(_machine(server), width),
+        *([joined([_gpu(gpu) for gpu in view.gpus], width)] if view.gpus else []),
         *[fit([(visible(note), "warn")], width) for note in view.notes],
     ]
 
 
-def _fact(name: str, value: str, style: str = "plain") -> Line:
+def labelled(name: str, value: str, style: str = "plain") -> Line:
     return [(f"{name} ", "dim"), (value, style)]
 
 
-def _number(value: Any, text: Callable[[Any], str]) -> str:
+def number_text(value: Any, text: Callable[[Any], str]) -> str:
     return NOTHING if value is None else text(value)
 
 
@@ -157,8 +157,8 @@ def _machine(server: Row) -> list[Line]:
     if total:
         parts.append([("mem ", "dim"), *bar(used / total, 12), (f" {bytes_text(used)}/{bytes_text(total)}", "plain")])
     if server["cpu"] is not None or server["memory_bytes"] is not None:
-        broker: Line = [("broker ", "dim"), (_number(server["cpu"], share_text), "plain")]
-        parts.append([*broker, (f" {_number(server['memory_bytes'], bytes_text)}", "plain")])
+        broker: Line = [("broker ", "dim"), (number_text(server["cpu"], share_text), "plain")]
+        parts.append([*broker, (f" {number_text(server['memory_bytes'], bytes_text)}", "plain")])
     return parts or [[("machine ", "dim"), (UNKNOWN, "dim")]]
 
 
@@ -205,7 +205,7 @@ def detail(view: View, history: History, model: str, version: int | None, width:
     for name, head, text in _TRENDS:
         values = getattr(samples, name)
         highest = max((value for value in values if value is not None), default=None)
-        peak = _number(highest, text).rjust(6)
+        peak = number_text(highest, text).rjust(6)
         lines.append([(pad(head, _LABEL), "dim"), (f"{peak}  ", "plain"), (sparkline(values, room), "bar")])
     lines += [[(" " * _LABEL + "  peak", "dim")]]
     lines += _shares("batches formed because", row["reasons"], width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from shmserve.clients.top.columns import TABLES, Table, cell, choose, heading, select, sort, spans
 from shmserve.clients.top.panels import summary
@@ -17,7 +17,17 @@ def tables_of(name: str | None) -> tuple[Table, ...]:
     return tuple(table for table in TABLES if name in (None, table.name))
 
 
-def ordered(table: Table, view: View, text: str, key: str | None) -> list[Row]:
+class Tables(Protocol):
+    """Rows by the names of tables."""
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """Keys of columns that no source knows."""
+
+    def table(self, name: str) -> list[Row]: ...
+
+
+def ordered(table: Table, view: Tables, text: str, key: str | None) -> list[Row]:
     """The rows to show. A key that the table does not have selects its own order."""
     known = key is not None and any(column.key == key for column in table.columns)
     return sort(table, select(table, view.table(table.name), text), key if known and key else table.sort)
@@ -26,21 +36,27 @@ def ordered(table: Table, view: View, text: str, key: str | None) -> list[Row]:
 def text(view: View, where: str, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> str:
     """A summary of the server and the tables; empty tables are left out. `width`: None: no limit."""
     lines = [line_text(line).rstrip() for line in summary(view, where, width or 1000)]
+    return "\n".join(lines + tables_text(view, tables, words, key, width))
+
+
+def tables_text(view: Tables, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> list[str]:
+    """Lines, with an empty one before each table."""
+    lines: list[str] = []
     found = [(table, rows) for table in tables if (rows := ordered(table, view, words, key))]
     for table, rows in found:
         lines += ["", *(_narrow(table, rows, view, width) if width else _wide(table, rows, view))]
     if words and not found:
         lines += ["", f"no row has the words of --filter {words}"]
-    return "\n".join(lines)
+    return lines
 
 
-def _narrow(table: Table, rows: Sequence[Row], view: View, width: int) -> list[str]:
+def _narrow(table: Table, rows: Sequence[Row], view: Tables, width: int) -> list[str]:
     layout = choose(table, rows, width, view.unknown)
     gap = " " * layout.gap
     return [gap.join(heading(layout)).rstrip(), *[line_text(spans(layout, row, view.unknown)).rstrip() for row in rows]]
 
 
-def _wide(table: Table, rows: Sequence[Row], view: View) -> list[str]:
+def _wide(table: Table, rows: Sequence[Row], view: Tables) -> list[str]:
     columns = [column for column in table.columns if any(row.get(column.key) not in (None, "", {}) for row in rows)]
     cells = [[cell(column, row, view.unknown) for column in columns] for row in rows]
     right = [place for place, column in enumerate(columns) if not column.is_text]

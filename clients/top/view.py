@@ -197,8 +197,13 @@ def rates(before: Document | None, after: Document, seconds: float) -> Row:
     if looked_up:
         row["cache_hits"] = more["cache_hits"] / looked_up
     row["reasons"] = _more(before.get("reasons"), after.get("reasons"))
+    return row | percentiles(request_times(before, after))
+
+
+def request_times(before: Document, after: Document) -> dict[int, int]:
+    """The histogram of the requests between two states of a version's counters, see `percentiles`."""
     times = _more(before.get("request_times"), after.get("request_times"))
-    return row | percentiles({int(bucket): count for bucket, count in times.items()})
+    return {int(bucket): count for bucket, count in times.items()}
 
 
 def _more(before: Mapping[Any, int] | None, after: Mapping[Any, int] | None) -> dict[Any, int]:

@@ -46,29 +46,30 @@ def add_stats(commands: Any) -> None:
 
 def add_top(commands: Any) -> None:
     examples = """  shmserve top
-  shmserve top --interval 0.5 --sort p99
+  shmserve top host1 host2 host3              several servers over HTTP
   shmserve top --url http://localhost:8000
   shmserve top --once --table instances
   shmserve top --once --filter mlp
   shmserve top --json --interval 5            a line of JSON every 5 s
+  shmserve top --interval 0.5 --sort p99
 """
-    about = "watch models, instances, clients and GPUs live; load, unload and restart by key"
+    about = "watch a server live, and load, unload and restart models by key; or watch several servers"
     codes = ("ended by the user", "no server, or a package is missing")
     command = add_server_command(commands, "top", "top", about, examples, codes, urls="http://host:port, ")
-    command.instead = "--filter"
     add = command.add_argument
+    text = "servers: HOST or HOST:PORT over HTTP (port 8000), or a URL as for --url"
+    add("server", metavar="SERVER", nargs="*", help=text)
     add("--interval", metavar="SECONDS", type=seconds, default=2.0, help="time between refreshes (default: 2)")
     add("--once", action="store_true", help="print one snapshot as text, after one interval, and exit")
     add_json(command, "print a line of JSON at each refresh; with --once, one document")
-    add(
-        "--table",
-        choices=("models", "instances", "clients", "gpus"),
-        help="the table to show (default: models, or all with --once or --json)",
-    )
+    text = "models, instances, clients or gpus; of several servers: servers, models or by-server (default: the first, "
+    text += "or all with --once or --json)"
+    tables = ("models", "instances", "clients", "gpus", "servers", "by-server")
+    add("--table", metavar="NAME", choices=tables, help=text)
     add("--filter", metavar="TEXT", default="", help="show only rows with these words")
     add("--sort", metavar="COLUMN", help="sort by this column, e.g. p99, queue or 'req/s'")
-    text = "with http://: the metrics endpoint (default: port 8002 of the same host)"
-    rare(add("--metrics-url", metavar="URL", help=text))
+    text = "with http://: the metrics endpoint (default: port 8002 of the same host); of several servers, once for each"
+    rare(add("--metrics-url", metavar="URL", action="append", default=[], help=text))
     rare(add("--token-file", metavar="FILE", type=Path, help="with http://: a file with the token to send"))
     add_color(command)
 

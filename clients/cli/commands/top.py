@@ -1,4 +1,4 @@
-"""`shmserve top`: a live view of a server, or snapshots of it as text or JSON."""
+"""`shmserve top`: a live view of one or several servers, or snapshots of them as text or JSON."""
 
 from __future__ import annotations
 
@@ -7,46 +7,65 @@ import importlib.util
 import os
 import select
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from shmserve.clients.cli.commands.base import connected, print_json, print_text, screen_of
+from shmserve.clients.cli.commands.base import connected, make_client, print_json, print_text, screen_of
+from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.extras import install_command
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
+    from shmserve.clients.top.columns import Table
+    from shmserve.clients.top.fleet.poller import Fleet
     from shmserve.clients.top.sources import Source
+    from shmserve.clients.top.tables_app import TablesApp
+
+HTTP_PORT = 8000
+OF_ONE, OF_MANY = ("models", "instances", "clients", "gpus"), ("servers", "models", "by-server")
+"""Tables."""
+GRACE_S = 5.0
+"""How long a snapshot waits, beyond an interval, for servers that are slow or do not answer."""
 
 
 def top(args: argparse.Namespace) -> int:
+    if args.server and (args.url or args.runtime_dir):
+        raise Misuse("name servers either as words, or one by --url or --runtime-dir")
     live = not (args.once or args.json)
     if live:
-        if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise Misuse("a live view needs a terminal; --once prints a snapshot, --json a line at each refresh")
-        if os.environ.get("TERM", "dumb") == "dumb":
-            raise Misuse(
-                "a live view needs a terminal that can move its cursor, and TERM says that this one cannot; use --once"
-            )
-        if importlib.util.find_spec("textual") is None:
-            raise Failed(
-                f"a live view needs the package textual: {install_command('top')}; --once and --json work without it"
-            )
-    sort_key = _sort_key(args.sort, args.table)
-    with _source(args) as source:
-        if live:
-            return _show(args, source, sort_key)
-        return _print(args, source, sort_key)
+        _check_terminal()
+    if len(args.server) > 1:
+        return _top_of_many(args, live)
+    try:
+        return _top_of_one(args, live)
+    except ConnectionLost as error:
+        if args.server and args.server[0].isidentifier():
+            raise Failed(f"{error}; of a model: did you mean --filter {args.server[0]}?") from error
+        raise
 
 
-def _sort_key(name: str | None, table: str | None) -> str | None:
-    from shmserve.clients.top.plain import tables_of
+def _check_terminal() -> None:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise Misuse("a live view needs a terminal; --once prints a snapshot, --json a line at each refresh")
+    if os.environ.get("TERM", "dumb") == "dumb":
+        raise Misuse(
+            "a live view needs a terminal that can move its cursor, and TERM says that this one cannot; use --once"
+        )
+    if importlib.util.find_spec("textual") is None:
+        raise Failed(
+            f"a live view needs the package textual: {install_command('top')}; --once and --json work without it"
+        )
 
+
+def _sort_key(name: str | None, tables: Sequence[Table]) -> str | None:
     if name is None:
         return None
-    columns = [column for one in tables_of(table) for column in one.columns]
+    columns = [column for one in tables for column in one.columns]
     for column in columns:
         if name in (column.key, column.head):
             return column.key
@@ -57,19 +76,42 @@ def _sort_key(name: str | None, table: str | None) -> str | None:
     )
 
 
+# ------------------------------------------------------------------------------------------ one server
+
+
+def _top_of_one(args: argparse.Namespace, live: bool) -> int:
+    if args.server:
+        args.url = _url(args.server[0])
+    if args.table not in (None, *OF_ONE):
+        raise Misuse(f"--table {args.table} is for several servers; of one: {', '.join(OF_ONE)}")
+    if len(args.metrics_url) > 1:
+        raise Misuse("--metrics-url is given more than once, for one server")
+    from shmserve.clients.top.plain import tables_of
+
+    sort_key = _sort_key(args.sort, tables_of(args.table))
+    with _source(args) as source:
+        if not live:
+            return _print(args, source, sort_key)
+        _set_colors(args)
+        from shmserve.clients.top.app import TopApp
+
+        _run(TopApp(source, source.read(), args.interval, args.filter, sort_key, args.table or "models"))
+        return 0
+
+
 @contextmanager
 def _source(args: argparse.Namespace) -> Iterator[Source]:
     url = args.url or (os.environ.get("SHMSERVE_URL") if args.runtime_dir is None else None) or ""
     if url.startswith(("http://", "https://")):
         from shmserve.clients.top.http_source import HttpSource
 
-        source = HttpSource(url, args.metrics_url or "", _token(args.token_file))
+        source = HttpSource(url, args.metrics_url[0] if args.metrics_url else "", _token(args.token_file))
         try:
             yield source
         finally:
             source.close()
         return
-    if args.metrics_url is not None or args.token_file is not None:
+    if args.metrics_url or args.token_file is not None:
         raise Misuse("--metrics-url and --token-file are for --url http://... and https://...")
     from shmserve.clients.top.sources import ServerSource
 
@@ -89,16 +131,20 @@ def _token(file: Path | None) -> str:
     return text
 
 
-def _show(args: argparse.Namespace, source: Source, sort_key: str | None) -> int:
+def _set_colors(args: argparse.Namespace) -> None:
+    """textual reads the variable when an app is made."""
     if screen_of(args).color:
         os.environ.pop("NO_COLOR", None)
     else:
-        os.environ["NO_COLOR"] = "1"  # textual reads it when the app is made
-    from shmserve.clients.top.app import TopApp
+        os.environ["NO_COLOR"] = "1"
 
-    app = TopApp(source, source.read(), args.interval, args.filter, sort_key, args.table or "models")
-    app.run()
-    return app.return_code or 0
+
+def _run(app: TablesApp) -> str | None:
+    """The result of a live view."""
+    result = app.run()
+    if app.return_code:
+        raise Failed("the live view ended with the error above")
+    return result
 
 
 def _print(args: argparse.Namespace, source: Source, sort_key: str | None) -> int:
@@ -120,3 +166,112 @@ def _print(args: argparse.Namespace, source: Source, sort_key: str | None) -> in
         if args.once:
             return 0
         before = after
+
+
+# ------------------------------------------------------------------------------------------ several servers
+
+
+def _url(server: str) -> str:
+    """`host` and `host:port` are HTTP."""
+    if "://" in server:
+        return server
+    parts = urlsplit(f"http://{server}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise Misuse(f"invalid server '{server}': expected HOST, HOST:PORT or a URL") from None
+    if not parts.hostname or parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise Misuse(f"invalid server '{server}': expected HOST, HOST:PORT or a URL")
+    return f"http://{server}" if port else f"http://{parts.netloc.removesuffix(':')}:{HTTP_PORT}"
+
+
+def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
+    """By the name to show. A source connects when it is read, so that a server which is down does not matter here."""
+    from shmserve.clients.top.http_source import HttpSource
+    from shmserve.clients.top.sources import ServerSource
+
+    token = _token(args.token_file)
+    metrics = iter(args.metrics_url)
+    found: dict[str, Callable[[], Source]] = {}
+    urls = {server: _url(server) for server in args.server}
+    over_http = [url for url in urls.values() if url.startswith(("http://", "https://"))]
+    if len(set(urls.values())) < len(args.server):
+        raise Misuse("a server is named twice")
+    if args.metrics_url and len(args.metrics_url) != len(over_http):
+        raise Misuse(f"--metrics-url is given {len(args.metrics_url)} times, for {len(over_http)} servers over HTTP")
+    if token and not over_http:
+        raise Misuse("--token-file is for servers over HTTP")
+    for server, url in urls.items():
+        name = server.removeprefix("http://")
+        if url in over_http:
+            where = next(metrics, "")
+            found[name] = lambda url=url, where=where: HttpSource(url, where, token)  # type: ignore[misc]
+        else:
+            own = argparse.Namespace(**vars(args) | {"url": url, "runtime_dir": None})
+            found[name] = lambda own=own: ServerSource(make_client(own))  # type: ignore[misc]
+    return found
+
+
+def _top_of_many(args: argparse.Namespace, live: bool) -> int:
+    from shmserve.clients.top.fleet.poller import Fleet
+    from shmserve.clients.top.fleet.printed import fleet_tables_of
+
+    if args.table not in (None, *OF_MANY):
+        raise Misuse(f"--table {args.table} is for one server; of several: {', '.join(OF_MANY)}")
+    sort_key = _sort_key(args.sort, fleet_tables_of(args.table))
+    openers = _openers(args)
+    with ExitStack() as stack:
+        sources = {}
+        for name, opened in openers.items():
+            try:
+                sources[name] = opened()
+            except InvalidRequest as error:
+                raise Misuse(str(error)) from error
+            stack.callback(sources[name].close)
+        fleet = stack.enter_context(Fleet(sources, args.interval))
+        if live:
+            return _show_many(args, fleet, openers, sort_key)
+        return _print_many(args, fleet, sort_key)
+
+
+def _show_many(
+    args: argparse.Namespace, fleet: Fleet, openers: dict[str, Callable[[], Source]], sort_key: str | None
+) -> int:
+    """The view of all, and that of one server whenever it is selected, until the user quits."""
+    from shmserve.clients.top.app import TopApp
+    from shmserve.clients.top.fleet.fleet_app import FleetApp
+
+    _set_colors(args)
+    message = ""
+    while True:
+        name = _run(FleetApp(fleet, args.interval, args.filter, sort_key, args.table or "servers", message))
+        if not name:
+            return 0
+        message = ""
+        source = openers[name]()
+        try:
+            if _run(TopApp(source, source.read(), args.interval, end_key="all servers")) is None:
+                return 0
+        except ServeError as error:
+            message = f"{name}: {error}"
+        finally:
+            source.close()
+
+
+def _print_many(args: argparse.Namespace, fleet: Fleet, sort_key: str | None) -> int:
+    from shmserve.clients.top.fleet import printed
+    from shmserve.clients.top.fleet.totals import make_fleet_view
+
+    tables = printed.fleet_tables_of(args.table)
+    fleet.wait(args.interval + GRACE_S)
+    while True:
+        view = make_fleet_view(fleet.snapshots, time.monotonic(), args.interval)
+        if args.json:
+            document: dict[str, Any] = printed.fleet_document(view, tables, args.filter, sort_key)
+            print_json(document, indent=2 if args.once else None)
+        else:
+            print_text(printed.fleet_text(view, tables, args.filter, sort_key, screen_of(args).width))
+        sys.stdout.flush()
+        if args.once:
+            return 0 if any(snapshot.answered is not None for snapshot in fleet.snapshots) else 1
+        select.select([], [], [], args.interval)

@@ -1,0 +1,46 @@
+"""A server for tests of the view of several: it answers when the test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from shmserve.errors import ConnectionLost
+
+Document = dict[str, Any]
+PATIENCE_S = 60.0
+
+
+class ScriptedSource:
+    """`answer(number)` makes the document of a read, or raises. With `held`, reads wait for `release` or the end."""
+
+    operations = ()
+
+    def __init__(self, where: str, answer: Callable[[int], Document], held: bool = False) -> None:
+        self.where = where
+        self.answer = answer
+        self.reads = 0
+        self.closed = False
+        self.reading = threading.Event()
+        self._gate = threading.Event()
+        if not held:
+            self._gate.set()
+
+    def read(self) -> Document:
+        self.reading.set()
+        self._gate.wait()
+        if self.closed:
+            raise ConnectionLost("closed")
+        self.reads += 1
+        return self.answer(self.reads)
+
+    def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
+        raise AssertionError("not from a view of several servers")
+
+    def release(self) -> None:
+        self._gate.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._gate.set()
