@@ -1,4 +1,5 @@
-"""The page for several servers: two that know each other, one that needs a token, and one that is not there."""
+"""The page for several servers: two that know each other, one that needs a token, one that is not there, and one that
+takes connections but never answers."""
 
 from __future__ import annotations
 
@@ -22,8 +23,7 @@ from tests.support.living import identity
 
 pytestmark = pytest.mark.process
 
-FIRST, SECOND, THIRD, GONE = range(4)
-ALLOWED = "Access-Control-Allow-Origin"
+FIRST, SECOND, THIRD, GONE, SILENT = range(5)
 
 
 def free_ports(count: int) -> list[int]:
@@ -35,11 +35,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class Fleet:
-    """Gateways of two brokers. The last one is not started."""
+    """Gateways of two brokers. GONE is not started. `silent`: the port of SILENT."""
 
-    def __init__(self, servers: list[Server], folder: Path) -> None:
+    def __init__(self, servers: list[Server], folder: Path, silent: int) -> None:
         self.servers = servers
-        self.urls = [f"http://localhost:{port}" for port in free_ports(4)]
+        self.urls = [f"http://localhost:{port}" for port in (*free_ports(4), silent)]
         self.token, line = tokens.new("viewer", "page")
         (folder / "tokens").write_text(f"{line}\n")
         self._options: list[list[str]] = [[], [], ["--tokens-file", str(folder / "tokens")], []]
@@ -58,8 +58,12 @@ class Fleet:
 def fleet(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     identity(folder / "models", "echo")
-    with Server(folder / "models") as first, Server(folder / "models") as second:
-        fleet = Fleet([first, second, second, first], folder)
+    with (
+        Server(folder / "models") as first,
+        Server(folder / "models") as second,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        fleet = Fleet([first, second, second, first], folder, silent.getsockname()[1])
         try:
             yield fleet
         finally:
@@ -92,7 +96,8 @@ def ask(server: Server) -> None:
 def test_all_servers_are_listed_with_what_they_do(tab: Tab, fleet: Fleet) -> None:
     for number, state in ((FIRST, "ready"), (SECOND, "ready"), (THIRD, "refused"), (GONE, "unreachable")):
         wait_for_state(tab, fleet, number, state)
-    tab.wait_for("#servers", "2 of 4 servers ready")
+    tab.wait_for("#servers", "2 of 5 servers ready")
+    assert tab.evaluate(cell(fleet, SILENT, "requests")) == "\N{EN DASH}"
     problems = tab.text("main")
     assert f"{fleet.name(THIRD)}: it needs a token" in problems
     assert f"{fleet.name(GONE)}: it does not answer, or {fleet.urls[FIRST]} is not in its --page-servers" in problems
@@ -119,7 +124,7 @@ def test_a_server_that_is_drained_and_one_that_comes_and_goes(tab: Tab, fleet: F
     gateway = fleet.start(GONE)
     try:
         wait_for_state(tab, fleet, GONE, "ready")
-        tab.wait_for("#servers", "3 of 4 servers ready")
+        tab.wait_for("#servers", "3 of 5 servers ready")
     finally:
         gateway.stop()
     wait_for_state(tab, fleet, GONE, "unreachable")
@@ -134,7 +139,7 @@ def test_a_token_is_sent_only_to_the_server_it_is_for(tab: Tab, fleet: Fleet) ->
     tab.write("#token", fleet.token)
     tab.press("Enter")
     wait_for_state(tab, fleet, THIRD, "ready")
-    tab.wait_for("#servers", "3 of 4 servers ready")
+    tab.wait_for("#servers", "3 of 5 servers ready")
     shown = [one["url"] for one in tab.requests if "Authorization" in one["headers"] and one["method"] == "GET"]
     assert set(shown) == {f"{fleet.urls[THIRD]}/page/events"}
 
