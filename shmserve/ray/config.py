@@ -85,5 +85,5 @@ class AppConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def server(self) -> ServerConfig:
         options = tuple(shlex.split(self.options)) if isinstance(self.options, str) else self.options
         if self.multiplexed:
-            options = ("--model-control-mode", "explicit", *options)
+            options = ("--model-control-mode", "explicit", "--strict-readiness", "false", *options)
         return ServerConfig(self.repositories, options, gateway=True)

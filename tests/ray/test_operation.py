@@ -1,0 +1,93 @@
+"""What an operator has of the application: rolling updates, models on demand, more replicas for more load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fleet.balancers import PATIENCE_S
+from tests.ray.load import Load, over_handle, over_http
+from tests.ray.models import write_times
+from tests.support.model_files import parameters
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]
+MODELS = 6
+
+
+@pytest.fixture
+def deployed(place: Any) -> Iterator[Any]:
+    """A function that deploys the application with these arguments, until the test ends."""
+    from ray import serve
+
+    from shmserve.ray import app
+
+    yield lambda **arguments: serve.run(app({"cpus": 0.1, **arguments}))
+    serve.delete("default")
+
+
+def test_a_rolling_update_loses_no_request(place: Any, deployed: Any, tmp_path: Path) -> None:
+    for revision, factor in (("r1", 2.0), ("r2", 3.0)):
+        write_times(tmp_path / revision, "twice", factor)
+    models = str(tmp_path / "{revision}")
+    deployed(models=models, revision="r1", replicas=3)
+    with Load(place, factors=(2.0, 3.0)) as load:
+        load.until_served_by(3)
+        assert set(load.factors) == {2.0}
+        deployed(models=models, revision="r2", replicas=3)
+        of_first = load.factors[2.0]
+        load.until_more(200)
+        assert load.factors[2.0] <= of_first + 6, "only requests that were in flight are answered by the first revision"
+    assert not load.failed
+
+
+def test_models_on_demand(place: Any, deployed: Any, tmp_path: Path) -> None:
+    """Six models, of which each of three replicas has room for two, are all awake at the same time; more models need
+    others to sleep."""
+    for number in range(MODELS + 3):
+        write_times(tmp_path, f"m{number}", number + 2.0, 0.0, parameters(memory_mb="60"))
+    deployed(models=str(tmp_path), replicas=3, multiplexed=True, options="--model-memory-budget 150MiB")
+    with over_http(place) as send:
+        pids = {}
+        for number in range(MODELS):
+            value, pids[number] = send(f"m{number}", 5.0)
+            assert value == 5.0 * (number + 2)
+        for number in range(MODELS):
+            assert send(f"m{number}", 5.0)[1] == pids[number], "it is still awake, at the same place"
+        for number in range(MODELS + 3):
+            assert send(f"m{number}", 7.0)[0] == 7.0 * (number + 2)
+    with over_handle(place) as send:
+        assert send("m1", 3.0)[0] == 9.0
+
+
+def test_a_queue_brings_another_replica(place: Any, deployed: Any, tmp_path: Path) -> None:
+    """One instance that takes 50 ms, and six callers who wait for it."""
+    write_times(tmp_path, "slow", 2.0, 0.05)
+    faster = {"upscale_delay_s": 1.0, "look_back_period_s": 4.0}
+    deployed(models=str(tmp_path), replicas=1, max_replicas=2, queue_ms=20, autoscaling=faster)
+    pids: set[int] = set()
+    enough, errors = threading.Event(), []
+
+    def call() -> None:
+        try:
+            with over_handle(place) as send:
+                while not enough.is_set():
+                    pids.add(send("slow", 1.0)[1])
+                    if len(pids) == 2:
+                        enough.set()
+        except BaseException as error:
+            errors.append(error)
+            enough.set()
+
+    with ExitStack() as stack:
+        for _ in range(6):
+            caller = threading.Thread(target=call)
+            caller.start()
+            stack.callback(caller.join)
+        stack.callback(enough.set)
+        assert enough.wait(PATIENCE_S), "no second replica has answered"
+    assert not errors
