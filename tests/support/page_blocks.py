@@ -157,6 +157,7 @@ NOT_RUN = {
     ("page", "shmserve serve"): GATEWAY,
     ("tcp", ""): "writes to /etc and the home directory; tests/process/gateway makes keys and connects with them",
     ("top", "shmserve 0.1.0"): OUTPUT,
+    ("top", "4 servers"): OUTPUT,
     ("traces", "shmserve trace"): "records for half a minute; tests/process/cli runs shorter ones",
     ("traces", "pip install"): "needs a collector; tests/process/gateway has a stand-in for one",
     ("traces", "MODEL  "): OUTPUT,
