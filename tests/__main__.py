@@ -12,8 +12,8 @@ from tests import ROOT
 CODE = ("shmserve", "workers", "repo", "clients", "bench", "tests")
 MOST = 8
 """Workers: tests start servers, some with engines that need a gigabyte."""
-ELSEWHERE = ("--ignore=tests/browser", "--ignore=tests/fleet")
-"""They need a browser, or balancers: `make browser-test`, `make test-fleet`."""
+ELSEWHERE = ("--ignore=tests/browser", "--ignore=tests/fleet", "--ignore=tests/deploy")
+"""They need a browser, balancers, or containers: `make browser-test`, `make test-fleet`."""
 PYTEST = [sys.executable, "-m", "pytest"]
 
 

@@ -1,5 +1,5 @@
 """`python -m tests.fleet`: puts the programs into build/fleet and Ray into build/engines, unless they are there, and
-runs the tests here and in tests/ray.
+runs the tests here, in tests/deploy and in tests/ray.
 
 Arguments are for pytest. What cannot be installed is skipped, and the output says so.
 """
@@ -11,6 +11,7 @@ import sys
 
 from tests import ROOT
 from tests.__main__ import PYTEST, compile_all
+from tests.deploy import programs as of_deploy
 from tests.engines.__main__ import NOTHING_RAN, python_of
 from tests.engines.__main__ import install as install_engine
 from tests.engines.catalog import Engine
@@ -20,6 +21,7 @@ INSTALLS = {
     "HAProxy": programs.install_haproxy,
     "Envoy": programs.install_envoy,
     "Prometheus": programs.install_prometheus,
+    **of_deploy.INSTALLS,
 }
 RAY = Engine("ray", "ray", ("ray",))
 OF_RAY = ("tests/ray", "-p", "no:tests.support.leaks", "-W", "ignore::Warning")
@@ -31,8 +33,9 @@ def main(arguments: list[str]) -> int:
     for name, install in INSTALLS.items():
         if reason := install():
             print(f"{name} could not be installed, its tests are skipped: {reason}", flush=True)
-    options = ["-p", "no:xdist", "-rs", "--timeout", "300", *arguments]
-    statuses = [subprocess.call([*PYTEST, "tests/fleet", *options], cwd=ROOT)]
+    # To build an image takes minutes, the first time.
+    options = ["-p", "no:xdist", "-rs", "--timeout", "1200", *arguments]
+    statuses = [subprocess.call([*PYTEST, "tests/fleet", "tests/deploy", *options], cwd=ROOT)]
     if reason := install_engine(RAY):
         print(f"Ray could not be installed, its tests are skipped: {reason}", flush=True)
     else:

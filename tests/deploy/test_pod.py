@@ -1,0 +1,211 @@
+"""The image, run as the Deployment says: what a kubelet asks of it, and what its clients notice when it stops."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import ROOT
+from tests.deploy import image
+from tests.deploy.manifests import one
+from tests.deploy.pod import PATIENCE_S, Pod, running
+from tests.support.gateway.rpc import Rpcs, infer_request, message
+
+pytestmark = pytest.mark.process
+ALWAYS = ("add_sub", "mlp", "waits")
+
+
+@pytest.fixture(scope="module")
+def volumes(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Those that are not empty."""
+    config = tmp_path_factory.mktemp("config")
+    config.chmod(0o755)
+    (config / "shmserve.toml").write_text(one("base", "ConfigMap")["data"]["shmserve.toml"])
+    return {"config": config, "models": models}
+
+
+@pytest.fixture(scope="module")
+def lasting(built: str, volumes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+    """A pod that every test leaves as it is."""
+    spec = one("base", "Deployment")["spec"]["template"]["spec"]
+    with running(tmp_path_factory.mktemp("lasting"), spec, volumes) as pod:
+        yield pod
+
+
+@pytest.fixture
+def mortal(built: str, volumes: dict[str, Path], tmp_path: Path) -> Iterator[Pod]:
+    """A pod that the test may stop."""
+    with running(tmp_path, one("base", "Deployment")["spec"]["template"]["spec"], volumes) as pod:
+        yield pod
+
+
+def body(seconds: float) -> bytes:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1], "data": [seconds]}
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+def test_probes_of_a_ready_pod(lasting: Pod) -> None:
+    assert [lasting.probe(name) for name in ("startupProbe", "readinessProbe", "livenessProbe")] == [200, 200, 200]
+
+
+def test_samples_over_http(lasting: Pod) -> None:
+    x = np.arange(64, dtype=np.float32).reshape(1, 64)
+    tensor = {"name": "x", "datatype": "FP32", "shape": x.shape, "data": x.ravel().tolist()}
+    asked = json.dumps({"inputs": [tensor]}).encode()
+    status, text = lasting.ask("/v2/models/mlp/infer", lasting.port("http"), asked)
+    assert status == 200, text
+    assert json.loads(text)["outputs"][0]["shape"] == [1, 10]
+
+
+def test_samples_over_grpc(lasting: Pod) -> None:
+    x = np.array([1.5], np.float32)
+    with Rpcs(lasting.port("grpc"), lasting.address) as rpcs:
+        answer = rpcs.ModelInfer(infer_request("waits", {"x": ("FP32", x, x.tobytes())}), timeout=PATIENCE_S)
+        assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [1.5]
+        assert rpcs.ServerReady(message("ServerReadyRequest"), timeout=PATIENCE_S).ready
+
+
+def test_metrics(lasting: Pod) -> None:
+    status, text = lasting.ask("/metrics", lasting.port("metrics"))
+    assert status == 200
+    assert b"\nshmserve_ready 1\n" in text
+
+
+def test_every_process_is_restricted(lasting: Pod) -> None:
+    """The server, its gateway and its workers: not root, without capabilities, and system calls are filtered."""
+    command = "cat /proc/[0-9]*/status 2>/dev/null; true"
+    seen = []
+    for status in re.split(r"^Name:", lasting.output("sh", "-c", command), flags=re.MULTILINE)[1:]:
+        fields = dict(re.findall(r"^(\w+):\s*(.*)$", "Name:" + status, re.MULTILINE))
+        assert fields["Uid"].split() == ["10001"] * 4
+        assert {fields[name] for name in fields if name.startswith("Cap")} == {"0" * 16}
+        assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
+        seen.append(fields["Name"])
+    assert len(seen) >= 2 + len(ALWAYS), seen
+
+
+def test_only_the_volumes_are_written_to(lasting: Pod) -> None:
+    """The root file system is read-only, and nothing has been tried there: it would be in the log."""
+    tried = lasting.execute("sh", "-c", "touch /new /etc/new /opt/shmserve/new /models/new /etc/shmserve/new")
+    said, _ = tried.communicate(timeout=PATIENCE_S)
+    assert said.count("Read-only file system") == 5, said
+    assert "Read-only" not in lasting.log.read_text()
+    assert (lasting.root / "run" / "shmserve" / "lane.sock").is_socket()
+
+
+def test_shared_memory_has_the_size_of_the_manifest(lasting: Pod) -> None:
+    words = ("python3", "-c", "import os; found = os.statvfs('/dev/shm'); print(found.f_blocks * found.f_frsize)")
+    assert int(lasting.output(*words)) == 1 << 30
+
+
+def test_the_command_line_in_the_pod(lasting: Pod) -> None:
+    states = json.loads(lasting.output("shmserve", "models", "--json"))
+    assert {model["name"]: model["state"] for model in states} == dict.fromkeys(ALWAYS, "READY")
+    assert "shmserve_ready 1" in lasting.output("shmserve", "stats", "--prometheus")
+    lasting.output("shmserve", "ready")
+    lasting.output("shmserve", "check", "/models")
+    lasting.output("shmserve", "infer", "mlp", "--random")
+
+
+def test_the_image(built: str) -> None:
+    """It has the program and no more: neither sources nor tests nor pip."""
+    (found,) = json.loads(image.call("image", "inspect", built))
+    assert found["User"] == "10001:10001"
+    assert set(found["Config"]["ExposedPorts"]) == {"8000/tcp", "8001/tcp", "8002/tcp"}
+    assert found["Config"]["Entrypoint"] == ["shmserve"]
+    listed = image.call("run", "--rm", "--network", "none", *image.limits(), "--entrypoint", "sh", built, "-c",
+                        "ls / /opt/shmserve/bin; id -u")  # fmt: skip
+    assert "pip" not in listed.split()
+    assert "src" not in listed.split()
+    assert "10001" in listed.split()
+
+
+class Calls(threading.Thread):
+    """Requests one after the other over one connection, as of a client that has not noticed the drain yet."""
+
+    def __init__(self, pod: Pod) -> None:
+        super().__init__()
+        self.answered = 0
+        self.news = threading.Condition()
+        self.over = threading.Event()
+        self.errors: list[str] = []
+        self._pod = pod
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection(self._pod.address, self._pod.port("http"), timeout=PATIENCE_S)
+        while not self.over.is_set():
+            try:
+                connection.request("POST", "/v2/models/waits/infer", body(0.02))
+                answer = connection.getresponse()
+                text = answer.read()
+            except (OSError, http.client.HTTPException) as error:
+                self.errors.append(repr(error))
+                break
+            if answer.status != 200:
+                self.errors.append(f"{answer.status}: {text!r}")
+            with self.news:
+                self.answered += 1
+                self.news.notify_all()
+        connection.close()
+
+    def until_more(self, count: int) -> None:
+        with self.news:
+            wanted = self.answered + count
+            assert self.news.wait_for(lambda: self.answered >= wanted, PATIENCE_S)
+
+
+def test_drain_before_the_end(mortal: Pod) -> None:
+    """preStop takes the pod out of service. What still arrives is answered, also long requests; then it is empty, and
+    SIGTERM ends it at once."""
+    calls = [Calls(mortal) for _ in range(3)]
+    answers: list[int] = []
+    long = threading.Thread(target=lambda: answers.append(mortal.ask("/v2/models/waits/infer", 8000, body(3.0)).status))
+    for thread in calls:
+        thread.start()
+    try:
+        for thread in calls:
+            thread.until_more(5)
+        long.start()
+        stopping = mortal.pre_stop()
+        while mortal.probe("readinessProbe") == 200:
+            pass  # as a kubelet does, in longer intervals
+        for thread in calls:
+            thread.until_more(20)  # the endpoints still have this pod
+    finally:
+        for thread in calls:
+            thread.over.set()
+            thread.join()
+        long.join()
+    said, _ = stopping.communicate(timeout=PATIENCE_S)
+    assert (stopping.returncode, said.startswith("the server is empty")) == (0, True), said
+    assert mortal.probe("livenessProbe") == 200
+    assert answers == [200]
+    assert [thread.errors for thread in calls] == [[], [], []]
+    assert mortal.terminate() == 0
+    assert '"stopped"' in mortal.log.read_text()
+
+
+def test_a_request_in_flight_at_sigterm(mortal: Pod) -> None:
+    """Without a drain, as if preStop had failed: it is answered, and the pod ends by itself."""
+    answers: list[int] = []
+    long = threading.Thread(target=lambda: answers.append(mortal.ask("/v2/models/waits/infer", 8000, body(2.0)).status))
+    long.start()
+    in_flight = re.compile(rb'^shmserve_model_requests_in_flight\{model="waits",version="1"\} 1$', re.MULTILINE)
+    while not in_flight.search(mortal.ask("/metrics", 8002).body):
+        assert long.is_alive()
+    assert mortal.terminate() == 0
+    long.join()
+    assert answers == [200]
+
+
+def test_the_dockerfile_names_the_version() -> None:
+    version = re.search(r"^version = (.*)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    assert version
+    assert f"ARG VERSION={version[1]}\n" in (ROOT / "deploy/container/Dockerfile").read_text()
