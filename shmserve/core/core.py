@@ -265,7 +265,7 @@ class Core:
             self._make_room(now)
         if state.deadlock_possible:
             state.deadlock_possible = False
-            if state.blocked_instances:
+            if state.blocked_instances or state.yielding:
                 self._calls.check_deadlocks(now)
                 self._advance_and_dispatch(now)
         if state.unloading_versions or state.retiring_instances:

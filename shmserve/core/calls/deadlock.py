@@ -1,6 +1,7 @@
 """Deadlock detection among instances that wait for other models.
 
-An instance can continue if all of its calls will be answered. A request will be answered if the instance that has it
+An instance that blocks can continue if all of the calls for which it does will be answered. One of a version that makes
+room in memory can sleep if all of its calls will be. A request will be answered if the instance that has it
 can continue or, while it is queued, one of those that may run it. Instances for which this cannot be shown are
 deadlocked.
 
@@ -9,6 +10,8 @@ instances are checked only if something else may have formed a deadlock (`State.
 """
 
 from __future__ import annotations
+
+from itertools import chain
 
 from shmserve.core.ensembles.run import Run
 from shmserve.core.models import memory
@@ -45,7 +48,8 @@ def newest_in_cycle(state: State) -> tuple[Request | None, str]:
 
 def _stuck(state: State) -> Stuck:
     """Instances that can never continue. Killed ones are left out, because their calls end with them."""
-    stuck = {i: None for i in state.blocked_instances if i.state is not InstanceState.KILLED}
+    waiting = chain(state.blocked_instances, *(version.instances for version in state.yielding))
+    stuck = {i: None for i in waiting if i.caller is not None and i.state is not InstanceState.KILLED}
     found = True
     while found:
         found = False
@@ -100,7 +104,7 @@ def _runs_at(state: State, request: Request, stuck: Stuck) -> Instance | None:
             sequence = sequence.before
         instance = sequence.instance if sequence is not None else None
     if instance is not None:
-        return instance if instance in stuck else None
+        return instance if _is_blocked(state, instance, stuck) else None
     return _served_by(state, request.version, stuck)
 
 
@@ -117,12 +121,18 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
         blockers = [_served_by(state, member, stuck) for member in version.members]
         return next((blocker for blocker in blockers if blocker is not None), None)
     able = [instance for instance in version.instances if not instance.over and not instance.spec.passive]
-    others = [instance for instance in able if instance not in stuck and not memory.may_never_load(state, instance)]
+    blocked = [instance for instance in able if _is_blocked(state, instance, stuck)]
+    others = [one for one in able if one not in blocked and not memory.may_never_load(state, one)]
     if not others:
-        return next((instance for instance in able if instance in stuck), None)
+        return next(iter(blocked), None)
     if all(memory.waits_for_memory(state, instance) for instance in others):
         return memory.held_up_by(state, version, stuck)
     return None
+
+
+def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:
+    """False for one that only cannot sleep: it runs what comes."""
+    return instance in stuck and instance in state.blocked_instances
 
 
 def _story(state: State, calls: list[Request], stuck: Stuck) -> str:
@@ -157,10 +167,11 @@ def _caller(state: State, request: Request) -> tuple[Version, Instance]:
 
 
 def _held(state: State, instance: Instance) -> list[Request]:
-    """The calls that block the instance."""
+    """The calls that block the instance, or keep it awake."""
     caller, requests = instance.caller, state.requests
     calls = [requests[number] for number in caller.requests.values()] if caller is not None else []
-    return [request for request in calls if request.held]
+    version, _ = state.instances[instance.peer]
+    return [request for request in calls if request.held or version.yielding]
 
 
 def _number(request: Request) -> int:

@@ -79,6 +79,8 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
                 state.deadlock_possible = True
             blocked |= limited
             waits = True
+        else:
+            waits = waits or _restarts(claim.version)  # the next request needs it
     if not blocked:
         _stop_yielding(state)
     deployment.start_waiting(state)
@@ -122,11 +124,12 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
         if instance.state is not _I.WAITING or instance in state.held:
             continue
         serves = any((other.usable and not other.waits) or _loads(state, other) for other in version.instances)
-        if instance.sleeping and not serves and not version.waits:  # nothing waits for it any more
+        needed = not serves and version.waits > 0
+        if instance.sleeping and not (serves or needed or _restarts(version)):  # nothing waits for it any more
             sleep.back_to_sleep(state, version, instance)
             continue
         extra = instance.joining or (
-            instance.sleeping and (serves or instance.spec.passive or (version, False) in found)
+            instance.sleeping and (not needed or instance.spec.passive or (version, False) in found)
         )
         claim = found.get((version, extra))
         if claim is None:
@@ -142,6 +145,11 @@ def _loads(state: State, instance: Instance) -> bool:
     if instance.spec.passive or instance.over:
         return False
     return instance.state is _I.STARTING or (instance.state is _I.WAITING and instance in state.held)
+
+
+def _restarts(version: Version) -> bool:
+    """Is it awake, although nothing serves now?"""
+    return any(one.state is _I.BACKOFF and not one.over for one in version.instances)
 
 
 def _called(state: State) -> set[Version]:
