@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from time import process_time
 from typing import Any
 
 import numpy as np
+
+from bench.lib import bare_engine
 
 PROMPT = 16
 STEPS = {1: 16, 8: 6, 32: 3}
@@ -27,16 +28,7 @@ Run = Callable[[int, int], tuple[float, float]]
 
 
 def llama_cpp(model: str, dtype: str) -> Run:
-    import xllamacpp
-
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path = model
-    parameters.n_parallel, parameters.n_ctx = 32, 32 * 256
-    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
-    parameters.cache_ram_mib = parameters.verbosity = 0
-    with tempfile.TemporaryDirectory() as folder:
-        parameters.hostnames = [f"{folder}/http.sock"]
-        server = xllamacpp.Server(parameters)
+    server = bare_engine.llama_cpp(model, 1, max(STEPS), 256)
 
     def seconds(sequences: int, tokens: int) -> float:
         body = json.dumps({

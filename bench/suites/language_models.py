@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from bench.lib import processes
+from bench.lib.bare_engine import llama_cpp
 
 Times = list[list[float]]
 """For each stream: when it was sent, and when each of its tokens arrived."""
@@ -45,18 +46,7 @@ def sampling(tokens: int) -> dict[str, Any]:
 
 
 def bare(model: str, threads: int) -> Callable[[list[str], int], Times]:
-    import xllamacpp
-
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path = model
-    parameters.n_parallel, parameters.n_ctx = SLOTS, SLOTS * CONTEXT
-    parameters.n_batch = parameters.n_ubatch = 512
-    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
-    parameters.cache_ram_mib = 0
-    parameters.verbosity = 0
-    with tempfile.TemporaryDirectory() as folder:
-        parameters.hostnames = [f"{folder}/http.sock"]
-        server = xllamacpp.Server(parameters)
+    server = llama_cpp(model, threads, SLOTS, CONTEXT)
 
     def run(texts: list[str], tokens: int) -> Times:
         found: Times = []

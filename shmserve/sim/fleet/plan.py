@@ -10,14 +10,8 @@ from shmserve.sim.plan import SimModel
 MS = 1_000_000
 SECOND = 1_000_000_000
 
-POLICIES = {
-    "random": "any server",
-    "round-robin": "one after the other",
-    "two-choices": "of two random servers the one with fewer requests in flight",
-    "least": "the server with the fewest requests in flight",
-    "hash": "by the request's key: consistent hashing",
-    "bounded-hash": "the same, but past servers with more than --bound times the mean in flight",
-}
+POLICIES = ("random", "round-robin", "two-choices", "least", "hash", "bounded-hash")
+"""How balancers choose a server: docs/plan.md."""
 KEYED = ("hash", "bounded-hash")
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shmserve.clients.cli import main
+from shmserve.clients.cli.arguments import plan as arguments
+from shmserve.sim.fleet import plan as simulated
+from tests.support import pages
 
 QUICK = "plan --servers 4 --instances 2 --service-ms 10 --requests 300"
 
@@ -56,6 +60,11 @@ def test_the_default_rate_is_a_share_of_the_capacity(capsys: pytest.CaptureFixtu
     assert batched["rate"] == pytest.approx(8 * alone["rate"])
     (tiny,) = results(f"{QUICK} --service-ms 0.001", capsys)
     assert tiny["rate"] == pytest.approx(0.7 * 4 * 125_000)  # what a broker can handle
+
+
+def test_the_policies_are_those_of_the_simulator() -> None:
+    assert arguments.POLICIES == simulated.POLICIES
+    assert set(re.findall(r"^\| `([a-z][a-z-]*)` \|", pages.page("plan"), re.MULTILINE)) == set(simulated.POLICIES)
 
 
 def test_all_policies(capsys: pytest.CaptureFixture[str]) -> None:
