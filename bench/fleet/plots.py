@@ -39,7 +39,7 @@ def over_time(rows: Rows, name: Callable[[dict[str, Any]], str]) -> list[Series]
 def plots(results: dict[str, Rows]) -> dict[str, str]:
     """File name -> SVG."""
     seconds = Axis("seconds, when requests were sent")
-    told = [row for row in results["reports"] if row["policy"] == "least" or row["gpus"] == GPUS[1]]
+    shown = [row for row in results["reports"] if row["policy"] == "least" or row["gpus"] == GPUS[1]]
     ends = [row for row in results["zone"] if row["gpus"] in (GPUS[0], GPUS[-1])]
     found = {
         "load": lines(
@@ -52,7 +52,7 @@ def plots(results: dict[str, Rows]) -> dict[str, str]:
         ),
         "reports": lines(
             "Old reports, 20 balancers", Axis("reports every ms", log=True), P99,
-            series(told, lambda row: f"{row['policy'].partition('-')[0]} {row['gpus']:,}", "every_ms", "p99_ms"),
+            series(shown, lambda row: f"{row['policy'].partition('-')[0]} {row['gpus']:,}", "every_ms", "p99_ms"),
         ),
         "balancers": lines(
             "least, by the number of balancers", Axis("balancers", log=True), P99,

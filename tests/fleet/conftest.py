@@ -86,7 +86,7 @@ def balancer(
 
 
 @pytest.fixture(params=balancers.KINDS)
-def mortal(
+def own_servers(
     request: pytest.FixtureRequest, certificate: Path, tmp_path: Path
 ) -> Iterator[tuple[list[Server], Balancer]]:
     """Servers that the test may end, and a balancer."""

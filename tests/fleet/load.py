@@ -43,7 +43,7 @@ return self.respond(np.array([[self.sums[name], {server}]], np.float32))
 SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 64 } }\n"
 HEADER = "x-sequence-id"
 STEPS = 25
-TOLD = (
+SEQUENCE_ERRORS = (
     "must specify the START flag on the first request of the sequence",
     "the server failed while it had this request, which must not be sent again",
     "the server behind this gateway is unreachable, or ended before it responded",
@@ -139,7 +139,7 @@ class Sequence:
         total, server = self._send("sums", value, (self._number, start, end))
         self._sum += value
         assert total == self._sum, f"sequence {self._number}: {total}, expected {self._sum}"
-        assert start or server == self.server, "another server has gone on with it"
+        assert start or server == self.server, "another server has continued it"
         self.server = server
         return server
 

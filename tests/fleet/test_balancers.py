@@ -16,7 +16,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.fleet.balancers import HERE, PATIENCE_S, Balancer
-from tests.fleet.load import HEADER, TOLD, WAYS, Failed, Load, Sequence, over_http
+from tests.fleet.load import HEADER, SEQUENCE_ERRORS, WAYS, Failed, Load, Sequence, over_http
 from tests.support.gateway.rpc import INFERENCE, Rpcs, infer_request, message, outputs, refused, talk
 
 pytestmark = pytest.mark.process
@@ -27,27 +27,27 @@ def drain(server: Server, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_kill_9_of_a_server(mortal: tuple[list[Server], Balancer]) -> None:
+def test_kill_9_of_a_server(own_servers: tuple[list[Server], Balancer]) -> None:
     """No request without a sequence fails. A sequence of that server fails, with an error that says why."""
-    fleet, balancer = mortal
+    fleet, balancer = own_servers
     with Load(balancer) as load, over_http(balancer) as send:
         load.until_each_serves(len(fleet))
         ours = Sequence(send)
-        victim = ours.step(1.0)
-        fleet[victim].kill()
+        chosen = ours.step(1.0)
+        fleet[chosen].kill()
         load.until_more(600)
         with pytest.raises(Failed) as failed:
             ours.step(2.0)
         load.broken.append(str(failed.value))
-        fleet[victim].restart()
+        fleet[chosen].restart()
         load.until_each_serves(len(fleet))
     assert not load.failed
-    assert not {text for text in load.broken if not any(told in text for told in TOLD)}
+    assert not {text for text in load.broken if not any(known in text for known in SEQUENCE_ERRORS)}
 
 
-def test_drain_and_upgrade_of_a_server(mortal: tuple[list[Server], Balancer]) -> None:
+def test_drain_and_upgrade_of_a_server(own_servers: tuple[list[Server], Balancer]) -> None:
     """No request fails. HAProxy lets the sequences of that server end there."""
-    fleet, balancer = mortal
+    fleet, balancer = own_servers
     sticks = balancer.name == "haproxy"
     with Load(balancer, sequences=sticks) as load, over_http(balancer) as send:
         load.until_each_serves(len(fleet))

@@ -62,7 +62,7 @@ class RequestHandler(Protocol):
 
 
 class EventViewer(Protocol):
-    """Is told when the client of the current request disconnects."""
+    """Is notified when the client of the current request disconnects."""
 
     def disconnected(self) -> None: ...
 
@@ -387,7 +387,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             more += b"WWW-Authenticate: Bearer\r\n"
         self.answer(status, [body], more=more)
 
-    def refuse(self, status: int, text: str, more: bytes = b"") -> None:
+    def fail_with(self, status: int, text: str, more: bytes = b"") -> None:
         """Answers with an error that has no class of its own."""
         self.answer(status, [openai_errors.body(status, text) if self._is_openai else error_body(text)], more=more)
 
@@ -511,7 +511,7 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
     def _refuse(self, status: int, text: str) -> None:
         """Answers a request whose body was not read to its end; the connection cannot be used again."""
         self._phase = FILL
-        self.refuse(status, text)
+        self.fail_with(status, text)
 
     def _drain(self) -> None:
         self._phase = DRAIN

@@ -302,7 +302,7 @@ class Requests:
         route, refusal = head.route, head.refusal
         if isinstance(refusal, NoRoute):
             more = b"Allow: %b\r\n" % refusal.allow.encode() if refusal.allow else b""
-            connection.refuse(refusal.status, refusal.text, more)
+            connection.fail_with(refusal.status, refusal.text, more)
             return
         if refusal is not None:
             connection.fail(refusal)

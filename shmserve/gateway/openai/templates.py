@@ -1,7 +1,7 @@
 """Renders the chat template of a model that has one in its configuration, and no input for messages.
 
-Templates run in a thread, so that the event loop goes on, and in jinja's sandbox. Invariant: the messages, the text
-made of them, the time for one template and the messages that wait are bounded, the last for each client.
+Templates run in jinja's sandbox, in a thread, so that they do not block the event loop. Invariant: the messages, the
+text made of them, the time for one template and the messages that wait are bounded, the last for each client.
 """
 
 from __future__ import annotations

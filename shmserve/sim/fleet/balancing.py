@@ -102,7 +102,7 @@ class Lowest:
 
 
 class Balancer:
-    """`load`: what it believes that each server has in flight. `ring` is shared by all balancers."""
+    """`load`: server -> requests in flight, as far as it knows. `ring` is shared by all balancers."""
 
     def __init__(self, plan: FleetPlan, number: int, ring: Ring) -> None:
         random = Random(f"{plan.seed} balancer {number}")
@@ -143,7 +143,7 @@ class Balancer:
         if self._lowest is not None:
             self._lowest.take(server)
 
-    # ------------------------------------------------------------------------------------ what it knows
+    # ------------------------------------------------------------------------------------ requests in flight
 
     def count(self, server: int, change: int) -> None:
         """A request has been sent there, or is over. Between two reports only what is sent counts."""

@@ -200,7 +200,7 @@ class QueueServer:
             self._start(instance, ahead, max(now, instance.ahead_at))
 
     def _report(self, report: tuple[_Instance, list[_Waiting], int], now: int) -> None:
-        """The broker hears of a batch."""
+        """The broker receives the report of a batch."""
         instance, batch, took = report
         known = self._service_ns
         self._spread_ns += (abs(took - (known or took)) - self._spread_ns) // 16

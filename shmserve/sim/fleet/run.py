@@ -273,7 +273,7 @@ class Fleet:
             self._fail(node, now, outage.for_ns)
 
     def _fail(self, node: Node, now: int, for_ns: int) -> None:
-        """The server is gone, with all that it had. Balancers notice later."""
+        """The server fails, with all its requests. Balancers notice it later."""
         self._advance(node, now)
         self._end(node, now)
         noticed = min(self._plan.detect_ns, for_ns or FOREVER)

@@ -146,7 +146,7 @@ def test_torch(site: Site, client: shmserve.Client) -> None:
 def test_a_wrong_file_fails_and_a_reader_that_crashes_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a process of its own, an exception that nobody catches is its exit code 1."""
+    """An uncaught exception also ends the reader with exit code 1."""
     file, repository = tmp_path / "model.pt", tmp_path / "models"
     file.write_bytes(b"not an archive")
     words = ["init", "m", "--from", str(file), "--repository", str(repository)]

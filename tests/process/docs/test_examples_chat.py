@@ -1,4 +1,4 @@
-"""The sample that one can chat with: it knows the capital of France, and its chats in one batch are as if alone."""
+"""The sample `chat`: it knows the capital of France, and chats in one batch do not change each other's answers."""
 
 from __future__ import annotations
 

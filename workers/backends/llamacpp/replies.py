@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 NOT_FINISHED = "None"
-"""The finish reason of a text that goes on, as in vLLM's backend."""
+"""The finish reason of a text that has not ended, as in vLLM's backend."""
 
 
 class Alternative(Struct):

@@ -87,15 +87,15 @@ def test_a_body_that_is_too_slow_gets_an_error_in_the_form_of_its_endpoint(path:
 
 class Viewer:
     def __init__(self) -> None:
-        self.told = 0
+        self.disconnects = 0
 
     def disconnected(self) -> None:
-        self.told += 1
+        self.disconnects += 1
 
     def stop(self) -> None: ...
 
 
-def test_only_the_request_that_is_processed_is_told_of_a_disconnect() -> None:
+def test_only_the_request_that_is_processed_is_notified_of_a_disconnect() -> None:
     first, second = Viewer(), Viewer()
     connection, _, echo, _ = connected(at_once=False)
     resumed: list[int] = []
@@ -109,7 +109,7 @@ def test_only_the_request_that_is_processed_is_told_of_a_disconnect() -> None:
     connection.resume_writing()
     connection.watch(second)
     connection.connection_lost(None)
-    assert (first.told, second.told, resumed) == (0, 1, [1])
+    assert (first.disconnects, second.disconnects, resumed) == (0, 1, [1])
 
 
 def test_a_response_waits_until_the_client_reads() -> None:
@@ -337,7 +337,7 @@ def test_frequent_scrapes_share_a_page_of_metrics() -> None:
         bind=lambda: SimpleNamespace(time=lambda: now[0]), send_soon=lambda: None, cancel=lambda ticket: None,
         session=SimpleNamespace(ask=lambda ticket, *more: asked.append(ticket)),
     )  # fmt: skip
-    requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False), None)
+    requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False), None, openai=False)
 
     def scrape() -> tuple[HttpConnection, Transport]:
         connection, transport, _, _ = connected()
