@@ -33,6 +33,8 @@ ENTRIES = 10_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _ENGINE_FILES = frozenset(engine.file for engine in ENGINES)
 _SOURCE = "model.py"
+_ENTRY_METHODS = ("execute", "stream")
+"""A Python model has one of them."""
 
 
 class Finding(NamedTuple):
@@ -259,7 +261,7 @@ def _source(name: str, source: bytes, is_function: bool) -> Iterator[Finding]:
         if CLASS.encode() not in source:  # otherwise it may be imported or assigned
             yield Finding(ERROR, name, f"has no class {CLASS}", f"the server needs `class {CLASS}` with `execute`")
     elif isinstance(found, ast.ClassDef) and not found.bases and not found.decorator_list and not found.keywords:
-        if not any(_binds(statement, "execute") for statement in found.body):
+        if not any(_binds(statement, name) for statement in found.body for name in _ENTRY_METHODS):
             text = f"class {CLASS} has no execute method"
             yield Finding(ERROR, name, text, "add `def execute(self, requests):`", line=found.lineno, column=1)
 

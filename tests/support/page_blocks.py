@@ -6,7 +6,17 @@ commands and compiles all Python blocks. Blocks are named by their page and the 
 
 from __future__ import annotations
 
-RUN = ("clients", "errors", "http")
+RUN = (
+    "clients",
+    "errors",
+    "http",
+    "tutorials/folder",
+    "tutorials/images",
+    "tutorials/onnx-model",
+    "tutorials/python-function",
+    "tutorials/streaming",
+    "tutorials/transformer",
+)
 """Pages that tests/process/docs/test_pages.py runs from the first block to the last."""
 
 WITH_SAMPLES = ("clients", "errors", "http")
@@ -15,7 +25,11 @@ WITH_SAMPLES = ("clients", "errors", "http")
 CONTINUED = ("clients",)
 """Those of them whose Python blocks continue each other, and are run as one program."""
 
-NEEDS: dict[str, tuple[str, ...]] = {}
+NEEDS = {
+    "tutorials/images": ("PIL", "onnx", "onnxruntime"),
+    "tutorials/onnx-model": ("onnx", "onnxruntime"),
+    "tutorials/transformer": ("onnx", "onnxruntime", "tokenizers"),
+}
 """Packages without which a page cannot be run."""
 
 TESTED = {
@@ -107,7 +121,7 @@ NOT_RUN = {
         "curl localhost:8000/v2/models/my_model",
     ): "needs a text model; tests/process/gateway has requests like these",
     ("compare", "make compare"): BENCH,
-    ("install", "pip install"): "the suite installs nothing; make test-package installs the wheel",
+    ("install", "pip install"): "the suite installs nothing here; tests/process/service/test_install.py installs a wheel",
     ("lifecycle", "1/model.onnx changed"): LOG,
     ("lifecycle", "import shmserve"): "needs a server in the mode explicit; tests/process/models has these calls",
     ("llm", "shmserve serve"): "needs a large model; tests/process/docs/test_examples_chat.py serves a small one",

@@ -1,6 +1,6 @@
 """Runs a page of the documentation as its reader does: block by block, in an empty folder.
 
-- A file whose name is above its block is written: "`app.py`:".
+- A file is written if the paragraph above its block begins with its name, or ends with it, and a colon.
 - Each line of a shell block is run, except `pip install`. `shmserve serve` goes on in the background until the page
   starts another one, or ends; `localhost:8000` stands for its HTTP endpoint, and so on.
 - A Python block is a program of its own.
@@ -28,10 +28,11 @@ SAMPLES = "build/samples"
 PORTS = {"http": "localhost:8000", "grpc": "localhost:8001", "metrics": "localhost:8002"}
 START_S = 60
 RUN_S = 120
-_BLOCK = re.compile(
-    r"(?:^`(?P<file>[\w./-]+\.\w+)`[^\n]*:(?:\n[^\n`]+)*\n\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
+_BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"(?s)`([\w./-]+\.\w+)`.*:|.*\s`([\w./-]+\.\w+)`:")
+"""A paragraph that names the file that follows it, as its first or its last words."""
+RUN_OR_SHOWN = ("sh", "text")
+"""Languages of blocks that are never files."""
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -49,7 +50,18 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: str) -> list[Block]:
-    return [Block(found["language"], found["text"], found["file"] or "") for found in _BLOCK.finditer(page + "\n")]
+    found = []
+    for match in _BLOCK.finditer(page + "\n"):
+        file = "" if match["language"] in RUN_OR_SHOWN else _file_above(page[: match.start()])
+        found.append(Block(match["language"], match["text"], file))
+    return found
+
+
+def _file_above(text: str) -> str:
+    """The file that the paragraph at the end of a text names, or ""."""
+    paragraph = text.rstrip("\n").rpartition("\n\n")[2]
+    found = _FILE.fullmatch(paragraph)
+    return found[1] or found[2] if found else ""
 
 
 class PageRunner:

@@ -144,6 +144,7 @@ def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
         "from base import Base\nclass TritonPythonModel(Base):\n    pass\n",
         "def make():\n    pass\nTritonPythonModel = make()\n",
         "if True:\n    class TritonPythonModel:\n        async def execute(self, requests): pass\n",
+        "class TritonPythonModel:\n    async def stream(self, request): yield None\n",
         "class TritonPythonModel:\n    execute = lambda self, requests: []\n",
         "class TritonPythonModel:\n    from helper import execute\n",
         "class TritonPythonModel:\n    pattern = '\\d'\n    def execute(self, requests): pass\n",
