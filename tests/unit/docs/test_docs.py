@@ -101,7 +101,8 @@ def test_files_that_contributing_names_exist() -> None:
 
 def test_measures_and_modules_in_the_pages_exist() -> None:
     texts = [page.read_text() for page in PAGES if page.name != "CHANGELOG.md"]
-    measures = {name for text in texts for name in re.findall(r"--only ([a-z-]+)", text)}
+    lines = [line for text in texts for line in text.splitlines() if "make compare" not in line]  # which has its own
+    measures = {name for line in lines for name in re.findall(r"--only ([a-z-]+)", line)}
     assert measures
     assert measures <= set(ALL)
     modules = {
