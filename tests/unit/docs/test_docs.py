@@ -80,8 +80,9 @@ def test_every_page_is_linked(page: Path) -> None:
     if page.parent.name == "adr" and page.name != "index.md":
         assert f"({page.name})" in page.with_name("index.md").read_text()
         return
-    assert f"(docs/{name})" in (ROOT / "README.md").read_text()
-    if name != "index.md":
+    if name == "index.md":
+        assert f"(docs/{name})" in (ROOT / "README.md").read_text()
+    else:
         assert f"({name})" in (ROOT / "docs" / "index.md").read_text()
 
 
