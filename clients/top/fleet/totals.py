@@ -43,8 +43,8 @@ SERVERS = Table(
         Column("in_flight", "run", "count", 13, "requests without an answer"),
         Column("cpu", "cpu", "share", 8, "utilization of the machine's cores"),
         Column("memory_share", "mem", "share", 10, "share of the machine's memory in use"),
-        Column("gpu", "gpu", "share", 15, "utilization of the busiest GPU"),
-        Column("gpu_memory_share", "gpu mem", "share", 16, "share of the memory in use of the fullest GPU"),
+        Column("gpu", "gpu", "share", 22, "utilization of the busiest GPU"),
+        Column("gpu_memory_share", "gpu mem", "share", 23, "share of the memory in use of the fullest GPU"),
         Column("connections", "clients", "count", 17, "connections of clients"),
         Column("release", "release", "text", 11, "release of shmserve; in colour if most servers have another", 7),
         Column("uptime_seconds", "up", "duration", 14, "time since the server started"),
@@ -73,7 +73,7 @@ FLEET_MODELS = Table(
         Column("mean_batch", "batch", "rate", 14, "mean rows per batch"),
         Column("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
         Column("memory_bytes", "mem", "bytes", 15, "resident memory of its processes"),
-        Column("gpu_memory_bytes", "gpu mem", "bytes", 16, "memory of its processes on GPUs"),
+        Column("gpu_memory_bytes", "gpu mem", "bytes", 22, "memory of its processes on GPUs"),
         Column("reason", "reason", "text", 17, "why it is not, or not fully, served, and where", 24),
     ),
 )  # fmt: skip
@@ -85,7 +85,7 @@ BY_SERVER = Table(
     ("model", "version", "server"),
     (
         *[column for column in MODELS.columns if column.key in _OWN],
-        Column("server", "server", "text", 1, "the server", 12),
+        Column("server", "server", "text", 0, "the server", 12),
         *[column for column in MODELS.columns if column.key not in _OWN],
     ),
 )

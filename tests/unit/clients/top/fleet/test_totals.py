@@ -156,6 +156,16 @@ def test_no_server_has_answered() -> None:
     assert "a" in text
 
 
+def test_names_of_servers_can_be_told_apart() -> None:
+    """On 80 columns, and columns of GPUs take no space where there are none."""
+    names = ("127.0.0.1:33757", "127.0.0.1:33758")
+    view = view_of(*[snapshot(name, served("m", 10, FAST)) for name in names])
+    for table in fleet_tables_of(None):
+        text = fleet_text(view, [table], "", None, 80)
+        assert all(name in text for name in names) is (table is not FLEET_MODELS)
+    assert "gpu" not in fleet_text(view, fleet_tables_of(None)[:1], "", None, 300)
+
+
 def test_text_and_documents() -> None:
     view = view_of(snapshot("a", served("m", 10, FAST)), snapshot("b", served("m", 10, FAST), served("n", 30, FAST)))
     for width in (40, 80, 200, None):
