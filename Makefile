@@ -21,7 +21,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo 'make bench-agreement  compare the figures of shmserve bench with those of perf_analyzer and wrk'
 	@echo 'make compare     measure Triton, mosec, LitServe, BentoML and Ray Serve beside shmserve; docs/compare.md'
 	@echo 'make compare-chart  write docs/compare.svg from the newest result of make compare'
+	@echo 'make batching-plots  write the plots of docs/explanation/batching.md from the results in bench/batching; ARGS=--simulate'
 	@echo 'make fleet-plots   write the plots of docs/plan.md from the results in bench/fleet; ARGS=all simulates again'
 	@echo 'make dashboards  write the dashboards for Grafana in deploy/grafana from make_dashboards.py'
 	@echo 'make proto       regenerate the files made from the .proto files'
@@ -118,6 +119,9 @@ compare: $(VENV)/.dev
 
 compare-chart: $(VENV)/.dev
 	@$(BIN)/python -m bench.peers.chart $(lastword $(sort $(wildcard bench/results/*-peers.json)))
+
+batching-plots: $(VENV)/.dev
+	@$(BIN)/python -m bench.batching $(ARGS)
 
 fleet-plots: $(VENV)/.dev
 	@$(BIN)/python -m bench.fleet $(ARGS)

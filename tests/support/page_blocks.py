@@ -9,6 +9,9 @@ from __future__ import annotations
 RUN = (
     "clients",
     "errors",
+    "explanation/batching",
+    "explanation/processes",
+    "explanation/shared-memory",
     "http",
     "tutorials/folder",
     "tutorials/images",
@@ -19,7 +22,7 @@ RUN = (
 )
 """Pages that tests/process/docs/test_pages.py runs from the first block to the last."""
 
-WITH_SAMPLES = ("clients", "errors", "http")
+WITH_SAMPLES = ("clients", "errors", "explanation/shared-memory", "http")
 """Those of them for which the sample models are served when they begin."""
 
 CONTINUED = ("clients",)
