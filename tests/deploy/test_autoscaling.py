@@ -1,0 +1,137 @@
+"""The queries by which pods are added and removed: on series with known results, and on a server that is overloaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.testing import Server
+from tests.deploy.manifests import KUBERNETES, read
+from tests.fleet import programs, watching
+from tests.support.model_files import python_model, write_model
+
+CLIENTS = 16
+CONFIG = """
+backend: "python" max_batch_size: 0
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
+SLOW = """
+select.select([], [], [], 0.1)
+return self.respond(x)
+"""
+
+
+def triggers() -> dict[str, tuple[str, float]]:
+    """Name -> query, threshold."""
+    (scaled,) = read(KUBERNETES / "components/keda/scaledobject.yaml")
+    made = [(trigger["name"], trigger["metadata"]) for trigger in scaled["spec"]["triggers"]]
+    return {name: (about["query"], float(about["threshold"])) for name, about in made}
+
+
+def histogram(model: str, fast: int, all_: int, pod: str = "a", job: str = "shmserve") -> list[dict[str, str]]:
+    """Requests per 15 s: in the queue for at most 131 ms, and in total, all of which for at most 262 ms."""
+    name = f'shmserve_queue_duration_seconds_bucket{{job="{job}",pod="{pod}",model="{model}",version="1",le="%s"}}'
+    counts = {"0.131072": fast, "0.262144": all_, "+Inf": all_}
+    return [{"series": name % le, "values": f"0+{count}x40"} for le, count in counts.items()]
+
+
+def instances(model: str, ready: int, seconds: float, pod: str = "a") -> list[dict[str, str]]:
+    """Ready instances, and for how long they run batches in 15 s."""
+    labels = f'job="shmserve",pod="{pod}",model="{model}",version="1"'
+    return [
+        {"series": f"shmserve_batch_duration_seconds_sum{{{labels}}}", "values": f"0+{seconds}x40"},
+        {"series": f'shmserve_model_instances{{{labels},state="ready"}}', "values": f"{ready}x40"},
+        {"series": f'shmserve_model_instances{{{labels},state="lost"}}', "values": "5x40"},
+    ]
+
+
+CASES: dict[str, tuple[str, list[dict[str, str]], float]] = {
+    "the longest queue of any model": (
+        "queue-p99",
+        # Of 100 requests, 98 are in the lower bucket: the 99th is in the middle of the upper one.
+        [*histogram("slow", 98, 100), *histogram("fast", 1000, 1000)],
+        (0.131072 + 0.262144) / 2,
+    ),
+    "the servers are one fleet": (
+        "queue-p99",
+        # 98 of 100 again, which is no mean of the pods' percentiles.
+        [*histogram("m", 49, 50, "a"), *histogram("m", 49, 50, "b")],
+        (0.131072 + 0.262144) / 2,
+    ),
+    "no requests": ("queue-p99", histogram("idle", 0, 0), 0.0),
+    "a server without models": ("queue-p99", [], 0.0),
+    "another fleet": ("queue-p99", histogram("slow", 1, 100, job="other"), 0.0),
+    "the busiest model": (
+        "busy",
+        # 13.5 and 4.5 of 15 s in two instances; 1.5 s in two.
+        [*instances("hot", 1, 13.5, "a"), *instances("hot", 1, 4.5, "b"), *instances("cold", 2, 1.5)],
+        0.6,
+    ),
+    "a model that is asleep": ("busy", [*instances("asleep", 0, 0), *instances("m", 1, 3)], 0.2),
+    "no instances": ("busy", [], 0.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_queries(case: str, tmp_path: Path) -> None:
+    promtool = programs.promtool()
+    if promtool is None:
+        pytest.skip("promtool is not installed; `make test-fleet` installs it")
+    trigger, series, expected = CASES[case]
+    checked: dict[str, Any] = {
+        "expr": triggers()[trigger][0],
+        "eval_time": "10m",
+        "exp_samples": [{"labels": "{}", "value": expected}],
+    }
+    tests = [{"interval": "15s", "input_series": series, "promql_expr_test": [checked]}]
+    file = tmp_path / "test.json"
+    # Rounded as in the expected values, which have no exact representation.
+    checked["expr"] = f"round({checked['expr']}, 0.000001)"
+    checked["exp_samples"][0]["value"] = round(expected, 6)
+    file.write_text(json.dumps({"evaluation_interval": "15s", "tests": tests}))
+    done = subprocess.run([str(promtool), "test", "rules", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.process
+def test_an_overloaded_server(tmp_path: Path) -> None:
+    """Without requests, neither trigger asks for more pods; with more requests than the instance can run, both do."""
+    if programs.prometheus() is None:
+        pytest.skip("Prometheus is not installed; `make test-fleet` installs it")
+    write_model(tmp_path / "models", "slow", CONFIG, python_model(SLOW))
+    over = threading.Event()
+    with (
+        Server(tmp_path / "models", gateway=True) as server,
+        watching.running(tmp_path, [server.endpoints["metrics"]]) as prometheus,
+    ):
+        prometheus.until(lambda: prometheus.query("shmserve_ready == 1"))
+        for query, _ in triggers().values():
+            assert [value for _, value in prometheus.query(query)] == [0.0]
+
+        def send() -> None:
+            with server.client() as client:
+                while not over.is_set():
+                    client.infer("slow", {"x": np.ones(1, np.float32)})
+
+        def exceeds(query: str, threshold: float) -> bool:
+            return prometheus.query(query)[0][1] > threshold
+
+        threads = [threading.Thread(target=send) for _ in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            for trigger in triggers().values():
+                prometheus.until(partial(exceeds, *trigger))
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
