@@ -30,7 +30,7 @@ help:
 	@echo 'make test        set up if needed, run the test suite; ARGS="-k name" selects tests'
 	@echo 'make test-engines  install the engines that make test does not have in build/engines, and test them; ENGINES="name ..."'
 	@echo 'make browser-test  test the web page in Chromium, which is installed where that is permitted; ARGS="..." as for make test'
-	@echo 'make test-fleet  test several servers with HAProxy, Envoy, Prometheus and Ray, which are put into build; ARGS="..." as for make test'
+	@echo 'make test-fleet  test several servers with HAProxy, Envoy, Prometheus and Ray, and containers, all put into build; ARGS="..." as for make test'
 	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
 	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
 	@echo 'make check       run the linter, format check, type check and import check'

@@ -130,10 +130,12 @@ def _release() -> dict[str, str]:
 
 def _make_context() -> None:
     """What a fresh clone has, and wheels."""
-    wheels = PLACE / "wheels"
+    requirements = hashlib.sha256((ROOT / "setup.cfg").read_bytes()).hexdigest()[:16]
+    wheels = PLACE / f"wheels-{requirements}"
     if not wheels.exists():
         scratch = PLACE / "wheels.new"
-        words = ("--dest", str(scratch), ".[cpu,gateway]", "setuptools>=68", "wheel")
+        shutil.rmtree(scratch, ignore_errors=True)
+        words = ("--dest", str(scratch), ".[server]", "setuptools>=68", "wheel")
         run(sys.executable, "-m", "pip", "download", *programs.PIP, *words, cwd=str(ROOT))
         scratch.rename(wheels)
     shutil.rmtree(CONTEXT, ignore_errors=True)
@@ -143,7 +145,7 @@ def _make_context() -> None:
         if os.path.lexists(ROOT / name):
             (CONTEXT / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, CONTEXT / name, follow_symlinks=False)
-    shutil.copytree(wheels, CONTEXT / "wheels")
+    shutil.copytree(wheels, CONTEXT / "wheels", copy_function=os.link)
 
 
 def limits() -> list[str]:
