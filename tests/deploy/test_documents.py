@@ -15,7 +15,8 @@ from tests.deploy import manifests, programs
 from tests.deploy.manifests import KUBERNETES, OVERLAYS, container, one, read
 from tests.fleet import programs as of_fleet
 
-PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+NAME = "kubernetes"
+PAGE = (ROOT / "docs" / f"{NAME}.md").read_text()
 CONTAINER = ROOT / "deploy" / "container"
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 DASHBOARDS = ROOT / "deploy/grafana/provisioning/dashboards/shmserve.yml"
