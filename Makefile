@@ -10,6 +10,8 @@ ALL_SAMPLES := build/all
 TRITONCLIENT := build/tritonclient-env
 TRITON := build/triton-env
 TRITON_QA := build/triton-qa-env
+RELEASE := build/release-env
+DIST := dist
 # Their wheels hold networks. What the packages themselves need to run is large and not needed here.
 OCR := rapidocr-onnxruntime==1.4.4
 VAD := silero-vad==6.2.3
@@ -21,7 +23,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet test-package package tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -31,6 +33,8 @@ help:
 	@echo 'make test-engines  install the engines that make test does not have in build/engines, and test them; ENGINES="name ..."'
 	@echo 'make browser-test  test the web page in Chromium, which is installed where that is permitted; ARGS="..." as for make test'
 	@echo 'make test-fleet  test several servers with HAProxy, Envoy, Prometheus and Ray, and containers, all put into build; ARGS="..." as for make test'
+	@echo 'make test-package  test the packages on each Python from 3.10 to 3.14; missing ones go to build/pythons if possible'
+	@echo 'make package     build sdist, wheel, checksums and SBOM of HEAD in $(DIST); docs/releases.md'
 	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
 	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
 	@echo 'make check       run the linter, format check, type check and import check'
@@ -73,6 +77,16 @@ browser-test: $(VENV)/.dev tritonclient
 
 test-fleet: $(VENV)/.dev
 	@$(BIN)/python -m tests.fleet $(ARGS)
+
+# What cannot be installed is skipped, and the summary says so.
+test-package: $(VENV)/.dev $(RELEASE)/.made
+	@$(BIN)/python -m tests.package $(ARGS)
+
+# The time of the commit is that of all files, so the same commit makes the same packages.
+package: $(RELEASE)/.made
+	@$(RELEASE)/bin/python -m release.build $(DIST)
+	@$(RELEASE)/bin/python -m release.sbom $(DIST)
+	@$(RELEASE)/bin/python -m twine check --strict $(DIST)/shmserve-*.whl $(DIST)/shmserve-*.tar.gz
 
 tritonclient: $(VENV)/.made
 	@test -e $(TRITONCLIENT)/.made || $(MAKE) --no-print-directory $(TRITONCLIENT)/.made \
@@ -238,6 +252,12 @@ $(TRITONCLIENT)/.made:
 	@rm -rf $(TRITONCLIENT) && $(PYTHON) -m venv $(TRITONCLIENT)
 	@$(TRITONCLIENT)/bin/python -m pip install --quiet --disable-pip-version-check --no-input --retries 1 \
 	  'tritonclient[all]==2.73.0' || { rm -rf $(TRITONCLIENT); exit 1; }
+	@touch $@
+
+$(RELEASE)/.made: release/requirements.txt
+	@echo 'installing the tools that build packages in $(RELEASE) ...'
+	@rm -rf $(RELEASE) && $(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r release/requirements.txt
 	@touch $@
 
 # What Triton's tests import.

@@ -12,8 +12,8 @@ from tests import ROOT
 CODE = ("shmserve", "workers", "repo", "clients", "bench", "tests")
 MOST = 8
 """Workers: tests start servers, some with engines that need a gigabyte."""
-ELSEWHERE = ("--ignore=tests/browser", "--ignore=tests/fleet", "--ignore=tests/deploy")
-"""They need a browser, balancers, or containers: `make browser-test`, `make test-fleet`."""
+ELSEWHERE = ("--ignore=tests/browser", "--ignore=tests/fleet", "--ignore=tests/deploy", "--ignore=tests/package")
+"""They need a browser, balancers, containers or interpreters, and have targets of their own."""
 PYTEST = [sys.executable, "-m", "pytest"]
 
 

@@ -1,0 +1,26 @@
+"""`python -m tests.package`: puts what can be had of the interpreters into build/pythons, and runs the tests here.
+
+Arguments are for pytest. An interpreter that cannot be had is skipped, and pytest says why.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import ROOT
+from tests.__main__ import PYTEST, compile_all
+from tests.package import pythons
+
+
+def main(arguments: list[str]) -> int:
+    compile_all()
+    for version in pythons.VERSIONS:
+        print(f"Python {version}: {pythons.install(version)}", flush=True)
+    place = str(Path(__file__).parent.relative_to(ROOT))
+    return subprocess.call([*PYTEST, "-p", "no:xdist", "-rs", "--timeout", "300", place, *arguments], cwd=ROOT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

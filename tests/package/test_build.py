@@ -1,0 +1,63 @@
+"""What `release.build` writes: complete, and the same from the same commit."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import tarfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+from tests import ROOT
+from tests.package import pythons
+from tests.package.conftest import TOOLS, run
+
+NOT_IN_SDIST = (".github/", ".gitignore", ".pre-commit-config.yaml", ".editorconfig")
+LINKS = {"shmserve/workers", "shmserve/repo", "shmserve/clients"}
+"""For tools in a checkout; `package_dir` of setup.cfg names the folders."""
+
+
+def test_two_builds_are_the_same(packages: Path, tmp_path: Path) -> None:
+    """In another folder, with other modes and times of the files."""
+    run("git", "clone", "--quiet", ROOT.as_uri(), tmp_path / "clone", cwd=tmp_path, umask=0o077)
+    run(TOOLS, "-m", "release.build", tmp_path / "dist", cwd=tmp_path / "clone", umask=0o077)
+    first, second = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (packages, tmp_path / "dist")
+    )
+    assert len(first) == 3
+    assert first == second
+
+
+def test_the_sums(packages: Path) -> None:
+    lines = dict(reversed(line.split()) for line in (packages / "SHA256SUMS").read_text().splitlines())
+    files = {path.name: path for path in packages.iterdir() if path.name != "SHA256SUMS"}
+    assert lines == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+
+
+def test_an_older_build_is_not_mixed_with_a_new_one(packages: Path) -> None:
+    command = [str(TOOLS), "-m", "release.build", str(packages)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "is not empty" in done.stderr
+
+
+def test_the_sdist_has_every_file(packages: Path) -> None:
+    (sdist,) = packages.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = set(run("git", "ls-tree", "-r", "--name-only", "HEAD", cwd=ROOT).splitlines())
+    assert {name for name in tracked - packed if not name.startswith(NOT_IN_SDIST)} == LINKS
+
+
+def test_the_metadata(packages: Path, wheel: Path) -> None:
+    run(TOOLS, "-m", "twine", "check", "--strict", *packages.glob("shmserve-*"), cwd=packages)
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = HeaderParser().parsestr(archive.read(name).decode())
+    versions = [line.rpartition(" ")[2] for line in found.get_all("Classifier", []) if " :: 3." in line]
+    assert tuple(versions) == pythons.VERSIONS
+    assert found["Requires-Python"] == f">={pythons.VERSIONS[0]}"
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["License-File"] == "LICENSE"
+    assert found["Description-Content-Type"] == "text/markdown"
