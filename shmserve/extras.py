@@ -17,8 +17,12 @@ EXTRAS: Mapping[str, str] = {"bench": "bench", "tune": "bench"}
 """The extra that a command needs; `server` if it is not listed."""
 MODULES = frozenset(("google", "hdrh", "hpack", "httptools", "jinja2", "re2", "rich", "tomli", "uvloop"))
 """Top-level modules of these extras that commands import without a check of their own."""
+PACKAGES: Mapping[str, str] = {"google": "protobuf", "hdrh": "hdrhistogram", "re2": "google-re2"}
+"""The packages of modules that have another name."""
 NEEDED = ("google", "uvloop")
 """Those without which no server starts."""
+GATEWAY = ("hpack", "httptools")
+"""Those without which a server has no network endpoints."""
 
 
 def missing(command: str) -> str | None:
@@ -30,7 +34,8 @@ def missing_text(module: str | None, command: str) -> str | None:
     """The text for a module that a command cannot import; None if it is in no extra, which is an internal error."""
     name = (module or "").partition(".")[0]
     extra = EXTRAS.get(command, "server")
-    return f"the package {name} is not installed: {install_command(extra)}" if name in MODULES else None
+    package = PACKAGES.get(name, name)
+    return f"the package {package} is not installed: {install_command(extra)}" if name in MODULES else None
 
 
 def install_command(extra: str, package: Path | None = None, prefix: str = sys.prefix) -> str:

@@ -55,7 +55,7 @@ USUAL = (
     ),
 )
 """The commands of the short help, in groups."""
-OTHERS = ("build", "completion", "demo", "drain", "gateway", "keygen", "plan", "trace", "traffic", "version")
+OTHERS = ("build", "completion", "demo", "doctor", "drain", "gateway", "keygen", "plan", "trace", "traffic", "version")
 """The other commands, which the short help only names."""
 
 
@@ -87,8 +87,8 @@ def parser() -> CommandParser:
     for add in (
         observe.add_models, operate.add_load, operate.add_unload, operate.add_restart, operate.add_traffic,
         operate.add_drain, requests.add_infer, requests.add_run, measure.add_bench, observe.add_stats, observe.add_top,
-        observe.add_ready, observe.add_config, observe.add_logs, observe.add_trace, local.add_check, local.add_init,
-        local.add_build, local.add_gateway, local.add_keygen, add_tune, add_plan,
+        observe.add_ready, observe.add_config, observe.add_logs, observe.add_trace, local.add_check,
+        local.add_doctor, local.add_init, local.add_build, local.add_gateway, local.add_keygen, add_tune, add_plan,
         observe.add_version_command, requests.add_demo, local.add_completion,
     ):  # fmt: skip
         add(commands)

@@ -47,7 +47,7 @@ from shmserve.broker.processes.workers import WorkerSettings
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import InvalidRequest, ServeError
-from shmserve.extras import install_command
+from shmserve.extras import GATEWAY, install_command
 from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
 from shmserve.repo.agents.chains import AgentChains
 from shmserve.repo.check import repository_findings
@@ -69,8 +69,6 @@ AGENTS = "agents"
 """Directory for what repository agents make, in the runtime directory."""
 FILES = "files"
 """Directory for the models of single files, in the runtime directory."""
-NEEDED = ("httptools", "hpack")
-"""Optional packages that gateways need."""
 POLL_S = 0.05
 """Polling interval for the end of the loads that SIGHUP started."""
 
@@ -510,7 +508,7 @@ def _gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> Ga
     """Returns the gateway settings. If a package is missing, disables gateways, or raises CannotStart if they were
     configured explicitly."""
     wanted = setting.gateway_settings(settings, busy_poll_ns)
-    missing = [name for name in NEEDED if wanted.count and find_spec(name) is None]
+    missing = [name for name in GATEWAY if wanted.count and find_spec(name) is None]
     if not missing:
         return wanted
     text = f"the gateway needs the package {missing[0]}: {install_command('server')}"

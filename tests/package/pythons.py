@@ -17,6 +17,7 @@ from tests import ROOT
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 """As in the classifiers of setup.cfg."""
 PLACE = ROOT / "build" / "pythons"
+UV = ROOT / "build" / "release-env" / "bin"
 SUITES = {"3.13": "trixie", "3.14": "forky"}
 """The releases of Debian that have a version."""
 DEBIAN = Path("/etc/apt/sources.list.d/debian.sources")
@@ -62,7 +63,7 @@ def install(version: str) -> str:
             if (found := find(version)) is not None:
                 return str(found)
             reasons.append(f"{name}: the interpreter does not run")
-    text = "skipped, there is none on this machine; " + "; ".join(reasons)
+    text = "not on this machine; " + "; ".join(reasons)
     (PLACE / version / REASON).write_text(text)
     return text
 
@@ -75,7 +76,7 @@ def _runs(python: Path, version: str) -> bool:
 
 
 def _install_with_uv(version: str) -> None:
-    uv = shutil.which("uv")
+    uv = shutil.which("uv", path=f"{UV}{os.pathsep}{os.environ['PATH']}")
     if uv is None:
         raise OSError("it is not installed")
     _run(uv, "python", "install", "--no-bin", "--install-dir", str(PLACE / version), version)

@@ -14,8 +14,6 @@ from shmserve import extras
 from shmserve.extras import install_command
 from tests import ROOT
 
-PACKAGE_OF = {"google": "protobuf", "hdrh": "hdrhistogram", "re2": "google-re2"}
-"""Packages whose name is not that of their module."""
 CLIENT = {"msgspec", "numpy", "posix_ipc", "pyzmq"}
 
 
@@ -44,7 +42,7 @@ def test_without_extras_there_is_the_client() -> None:
 
 
 def test_the_extras_of_commands_have_the_modules() -> None:
-    packages = {PACKAGE_OF.get(module, module) for module in extras.MODULES}
+    packages = {extras.PACKAGES.get(module, module) for module in extras.MODULES}
     assert packages <= with_included("server")[0]
     for extra in extras.EXTRAS.values():
         assert {"hdrhistogram", "uvloop"} <= with_included(extra)[0]
@@ -59,7 +57,7 @@ def test_engines_come_with_the_server() -> None:
 def test_all_has_every_extra_that_can_be_combined() -> None:
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg")
-    assert with_included("all")[1] == set(setup["options.extras_require"]) - {"gpu", "samples", "dev"}
+    assert with_included("all")[1] == set(setup["options.extras_require"]) - {"gpu", "ray", "samples", "dev"}
     assert "onnxruntime" not in with_included("gpu")[0]  # the same module as onnxruntime-gpu
 
 
@@ -67,7 +65,7 @@ def test_a_missing_package() -> None:
     assert extras.missing("serve") is None
     assert extras.missing_text("no_such_module", "serve") is None
     assert extras.missing_text(None, "serve") is None
-    text = "the package google is not installed: "
+    text = "the package protobuf is not installed: "
     assert extras.missing_text("google.protobuf", "check") == text + install_command("server")
     assert extras.missing_text("google.protobuf", "bench") == text + install_command("bench")
 
@@ -92,9 +90,9 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("arguments", "package", "extra"),
     [
-        (("serve", "model.onnx"), "google", "server"),
+        (("serve", "model.onnx"), "protobuf", "server"),
         (("gateway",), "uvloop", "server"),
-        (("check", "."), "google", "server"),
+        (("check", "."), "protobuf", "server"),
         (("bench", "mlp"), "uvloop", "bench"),
     ],
 )

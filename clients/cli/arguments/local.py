@@ -43,6 +43,16 @@ def add_check(commands: Any) -> None:
     add_output(command, watch=True)
 
 
+def add_doctor(commands: Any) -> None:
+    examples = """  shmserve doctor
+  shmserve doctor --json
+"""
+    about = "show what this machine lacks for a server, and how to fix it"
+    codes = ("a server can run here", "something stops it")
+    command = add_command(commands, "doctor", "doctor", about, examples, codes)
+    add_json(command)
+
+
 def add_init(commands: Any) -> None:
     examples = """  shmserve init net --from model.onnx
   shmserve init scale --from python           a model.py to write your own code into

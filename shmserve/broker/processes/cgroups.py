@@ -131,6 +131,11 @@ def own(proc: Path, mounts: Path) -> Path:
     return Path(roots[0]) / name.lstrip("/")  # further mounts show the same groups
 
 
+def check_own(proc: Path, mounts: Path) -> None:
+    """Raises CannotHave if the group of this process could not be divided. Changes nothing."""
+    _check(own(proc, mounts))
+
+
 def _check(top: Path) -> None:
     try:
         controllers = (top / "cgroup.controllers").read_text().split()

@@ -90,7 +90,7 @@ def test_words_that_do_not_end_are_told(tmp_path: Path, capsys: pytest.CaptureFi
 def test_without_the_packages_there_are_no_doors_unless_they_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(main, "NEEDED", ("no_such_package",))
+    monkeypatch.setattr(main, "GATEWAY", ("no_such_package",))
     words = ["--model-repository", str(tmp_path)]
     with caplog.at_level("WARNING", "shmserve"):
         assert main._gateway_settings(settings.parse(words)) == GatewaySettings(0, ())

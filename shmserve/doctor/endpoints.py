@@ -1,0 +1,57 @@
+"""Checks of the places where a server with default settings listens: its directory and its ports."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from shmserve.doctor.machine import ERROR, OK, WARNING, Finding, Machine
+from shmserve.gateway_options import OPTIONS
+from shmserve.paths import BROKER, server_runtime_dir
+
+PORTS = ("http-port", "grpc-port", "metrics-port")
+PATH_BYTES = 107
+"""The longest path of a Unix socket."""
+
+
+def runtime_directory(machine: Machine) -> list[Finding]:
+    """As `make_runtime_dir` requires it, but without creating it."""
+    path = server_runtime_dir()
+    fix, longest = "shmserve serve --runtime-dir DIRECTORY", len(os.fsencode(path / BROKER))
+    if longest > PATH_BYTES:
+        found = f"{path}: {longest} bytes with the socket's name"
+        return [Finding("runtime directory", ERROR, found, f"at most {PATH_BYTES} bytes", fix)]
+    place = _existing(path)
+    status = place.stat()
+    if place == path and status.st_uid != os.geteuid():
+        return [Finding("runtime directory", ERROR, f"{path} belongs to uid {status.st_uid}", "your own", fix)]
+    if place == path and status.st_mode & stat.S_IWOTH:
+        fix = f"chmod 700 {path}"
+        return [Finding("runtime directory", ERROR, f"{path} may be written by everyone", "your own", fix)]
+    if not os.access(place, os.W_OK | os.X_OK):
+        return [Finding("runtime directory", ERROR, f"{place} is not writable", "a writable directory", fix)]
+    return [Finding("runtime directory", OK, str(path), "a writable directory")]
+
+
+def ports(machine: Machine) -> list[Finding]:
+    """Of the gateway. One in use stops the server from starting, unless it is used by the server that runs."""
+    runs = machine.has_server(server_runtime_dir() / "lane.sock")
+    findings = []
+    for option in (option for option in OPTIONS if option.name in PORTS):
+        port, name = int(option.default), option.name.removesuffix("-port")
+        fix = (
+            f"shmserve serve --{option.name} N, or find the program: ss --listening --tcp --processes 'sport = :{port}'"
+        )
+        if machine.is_free(port):
+            findings.append(Finding(f"port {port} ({name})", OK, "free", "free"))
+        elif runs:
+            found = "in use; a server of yours is running"
+            findings.append(Finding(f"port {port} ({name})", WARNING, found, "free for a second server", fix))
+        else:
+            findings.append(Finding(f"port {port} ({name})", ERROR, "in use", "free", fix))
+    return findings
+
+
+def _existing(path: Path) -> Path:
+    return next(place for place in (path, *path.parents) if place.exists())

@@ -1,0 +1,86 @@
+"""Checks of what is installed: Python, the packages of the server, engines, GPUs."""
+
+from __future__ import annotations
+
+import importlib
+
+from shmserve.doctor.machine import ERROR, INFO, OK, WARNING, Finding, Machine
+from shmserve.extras import GATEWAY, NEEDED, PACKAGES, install_command
+from shmserve.repo import gpus as gpus_of
+from shmserve.workers.backends.registry import BACKENDS
+
+PYTHON = (3, 10)
+DISTRIBUTIONS = {
+    "dali": ("nvidia-dali-cuda120", "nvidia-dali-cuda130"),
+    "fil": ("treelite",),
+    "identity": (),
+    "llamacpp": ("xllamacpp",),
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+    "openvino": ("openvino",),
+    "paddle": ("paddlepaddle", "paddlepaddle-gpu"),
+    "python": (),
+    "pytorch": ("torch",),
+    "tensorflow": ("tensorflow-cpu", "tensorflow"),
+    "tensorrt": ("tensorrt",),
+    "tflite": ("ai-edge-litert",),
+}
+"""The packages of the engine of each backend; () if it needs none."""
+DRIVER = "proc/driver/nvidia/version"
+CONTROL = "dev/nvidiactl"
+ONE = ("onnxruntime", "onnxruntime-gpu")
+"""They install the same module."""
+
+
+def python(machine: Machine) -> list[Finding]:
+    found = f"{machine.implementation} {machine.python[0]}.{machine.python[1]}"
+    needed = f"CPython {PYTHON[0]}.{PYTHON[1]}"
+    if machine.implementation == "CPython" and machine.python >= PYTHON:
+        return [Finding("python", OK, found, needed)]
+    return [Finding("python", ERROR, found, needed, "create the environment with another Python: python3.11 -m venv")]
+
+
+def packages(machine: Machine) -> list[Finding]:
+    wanted = (*NEEDED, *GATEWAY)
+    missing = [name for name in wanted if not machine.has_module(name)]
+    if not missing:
+        return [Finding("packages", OK, "all of the server", f"{len(wanted)} packages")]
+    state = ERROR if set(missing) & set(NEEDED) else WARNING
+    found = f"missing: {', '.join(PACKAGES.get(name, name) for name in missing)}"
+    return [Finding("packages", state, found, f"{len(wanted)} packages", install_command("server"))]
+
+
+def engines(machine: Machine) -> list[Finding]:
+    """One finding for each backend that has an engine. A missing one is no fault."""
+    findings = []
+    for backend, names in sorted(DISTRIBUTIONS.items()):
+        installed = [f"{name} {version}" for name in names if (version := machine.version(name))]
+        if len(installed) > 1 and set(names) <= set(ONE):
+            fix = "pip uninstall onnxruntime onnxruntime-gpu, then install one of them"
+            findings.append(Finding(f"backend {backend}", WARNING, " and ".join(installed), "one of them", fix))
+        elif installed:
+            findings.append(Finding(f"backend {backend}", OK, ", ".join(installed)))
+        elif names:
+            fix = install_command(BACKENDS[backend].extra)
+            findings.append(Finding(f"backend {backend}", INFO, "not installed", "only for its models", fix))
+    return findings
+
+
+def gpus(machine: Machine) -> list[Finding]:
+    """The driver, the GPUs that it lists, and whether an engine can use them."""
+    if not machine.path(CONTROL).exists():
+        return [Finding("GPUs", INFO, "no NVIDIA driver", "only for models on a GPU")]
+    driver = next(iter(machine.read(DRIVER).splitlines()), "").removeprefix("NVRM version: ")
+    listed = gpus_of.discover(machine.environment, machine.path(CONTROL))
+    if not listed.found:
+        fix = install_command("gpu") if "nvidia-ml-py" in listed.why else "nvidia-smi"
+        return [Finding("GPUs", WARNING, listed.why or f"none visible, driver {driver}", "1", fix)]
+    names = ", ".join(f"{gpu.number}: {gpu.name}" for gpu in listed.found)
+    findings = [Finding("GPUs", OK, f"{names} ({driver})" if driver else names, "1")]
+    if not machine.version("onnxruntime-gpu"):
+        found = "onnxruntime-gpu is not installed: ONNX models run on the CPU"
+        fix = f"{install_command('gpu')}, in an environment without onnxruntime"
+        findings.append(Finding("ONNX on GPUs", WARNING, found, "onnxruntime-gpu", fix))
+    elif "CUDAExecutionProvider" not in (providers := importlib.import_module("onnxruntime").get_available_providers()):
+        found, fix = f"providers {', '.join(providers)}", "pip install --force-reinstall onnxruntime-gpu"
+        findings.append(Finding("ONNX on GPUs", WARNING, found, "CUDAExecutionProvider", fix))
+    return findings

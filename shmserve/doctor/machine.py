@@ -1,0 +1,97 @@
+"""The machine as the checks see it, and what they report about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from msgspec import Struct, field
+
+OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
+"""Of a finding. info: nothing to do. warning: the server runs, but not as well. error: the server does not start."""
+UNLIMITED = sys.maxsize
+
+
+class Finding(Struct, frozen=True):
+    """`found` and `needed` with their units. `fix`: a command or a setting, "" if nothing is to be done."""
+
+    check: str
+    state: str
+    found: str
+    needed: str = ""
+    fix: str = ""
+
+
+def _limit(which: int) -> int:
+    """The hard limit, up to which the server raises its own."""
+    hard = resource.getrlimit(which)[1]
+    return UNLIMITED if hard == resource.RLIM_INFINITY else hard
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _is_free(port: int) -> bool:
+    """Whether 127.0.0.1 has a free port of this number. SO_REUSEADDR as the gateway, so that closed connections do not
+    count."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen(1)
+        except OSError:
+            return False
+        return True
+
+
+def _has_server(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(1)
+        try:
+            client.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+class Machine(Struct, frozen=True):
+    """Fields that are functions ask the kernel or this Python; tests replace them, and `root` by a tree of files."""
+
+    root: Path = Path("/")
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    python: tuple[int, int] = sys.version_info[:2]
+    implementation: str = platform.python_implementation()
+    release: str = platform.release()
+    cores: tuple[int, ...] = field(default_factory=lambda: tuple(sorted(os.sched_getaffinity(0))))
+    descriptors: Callable[[], int] = lambda: _limit(resource.RLIMIT_NOFILE)
+    processes: Callable[[], int] = lambda: _limit(resource.RLIMIT_NPROC)
+    version: Callable[[str], str] = _version
+    has_module: Callable[[str], bool] = lambda name: find_spec(name) is not None
+    is_free: Callable[[int], bool] = _is_free
+    has_server: Callable[[Path], bool] = _has_server
+
+    def path(self, name: str) -> Path:
+        """`name` without the leading slash."""
+        return self.root / name
+
+    def read(self, name: str) -> str:
+        """The text of a file; "" if it cannot be read."""
+        with suppress(OSError):
+            return self.path(name).read_text()
+        return ""
+
+
+def mib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size >> 20} MiB"

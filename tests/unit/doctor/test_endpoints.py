@@ -1,0 +1,71 @@
+"""The checks of the runtime directory and the ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from shmserve.doctor import endpoints
+from shmserve.doctor.machine import ERROR, OK, WARNING, Machine
+from tests.unit.doctor.tree import machine, only
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = Path(os.path.relpath(tmp_path)) / "run"  # a short path, whatever the name of tmp_path
+    monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", str(path))
+    return path
+
+
+def test_a_directory_that_can_be_created(tmp_path: Path, directory: Path) -> None:
+    assert only(endpoints.runtime_directory(machine(tmp_path))).state == OK
+    assert not directory.exists()
+
+
+def test_a_path_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = len("/broker.sock")
+    for length, state in ((107, OK), (108, ERROR)):
+        monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", "/tmp/" + "x" * (length - name - len("/tmp/")))
+        assert only(endpoints.runtime_directory(machine(tmp_path))).state == state
+
+
+def test_the_kernel_has_that_limit() -> None:
+    for length, text in ((107, "No such file"), (108, "path too long")):
+        with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError, match=text):
+            probe.connect("/tmp/" + "x" * (length - len("/tmp/")))
+
+
+def test_a_directory_of_another_user(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory.mkdir(mode=0o700)
+    assert only(endpoints.runtime_directory(machine(tmp_path))).state == OK
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    found = only(endpoints.runtime_directory(machine(tmp_path)))
+    assert (found.state, found.found) == (ERROR, f"{directory} belongs to uid {directory.stat().st_uid}")
+
+
+def test_a_directory_that_everyone_may_write_to(tmp_path: Path, directory: Path) -> None:
+    directory.mkdir()
+    directory.chmod(0o777)
+    found = only(endpoints.runtime_directory(machine(tmp_path)))
+    assert (found.state, found.fix) == (ERROR, f"chmod 700 {directory}")
+
+
+def test_ports(tmp_path: Path, directory: Path) -> None:
+    assert [finding.check for finding in endpoints.ports(machine(tmp_path))] == [
+        "port 8000 (http)", "port 8001 (grpc)", "port 8002 (metrics)"
+    ]  # fmt: skip
+    for runs, state in ((False, ERROR), (True, WARNING)):
+        used = machine(tmp_path, is_free=lambda port: port != 8001, has_server=lambda path, runs=runs: runs)
+        found = endpoints.ports(used)
+        assert [finding.state for finding in found] == [OK, state, OK]
+        assert found[1].fix.startswith("shmserve serve --grpc-port N")
+
+
+def test_a_port_of_this_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert not Machine().is_free(port)
+    assert Machine().is_free(port)

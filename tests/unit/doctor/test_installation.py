@@ -1,0 +1,96 @@
+"""The checks of what is installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shmserve.doctor import installation
+from shmserve.doctor.machine import ERROR, INFO, OK, WARNING
+from shmserve.extras import install_command
+from shmserve.repo.gpus import Gpu, Gpus
+from shmserve.workers.backends.registry import BACKENDS
+from tests.unit.doctor.tree import INSTALLED, machine, only, write
+
+ONE_GPU = Gpus((Gpu(0, 0, "GPU-8f2c", "00000000:3B:00.0", "NVIDIA L4"),))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "version", "state"),
+    [("CPython", (3, 9), ERROR), ("CPython", (3, 10), OK), ("CPython", (3, 14), OK), ("PyPy", (3, 11), ERROR)],
+)
+def test_python(tmp_path: Path, implementation: str, version: tuple[int, int], state: str) -> None:
+    assert only(installation.python(machine(tmp_path, implementation=implementation, python=version))).state == state
+
+
+def test_packages(tmp_path: Path) -> None:
+    assert only(installation.packages(machine(tmp_path))).state == OK
+    for missing, state in (("uvloop", ERROR), ("httptools", WARNING)):
+        found = only(installation.packages(machine(tmp_path, has_module=(INSTALLED - {missing}).__contains__)))
+        assert (found.state, found.found) == (state, f"missing: {missing}")
+        assert found.fix == install_command("server")
+
+
+def test_every_backend_is_known() -> None:
+    assert set(installation.DISTRIBUTIONS) == set(BACKENDS)
+    assert all(BACKENDS[name].extra for name, packages in installation.DISTRIBUTIONS.items() if packages)
+
+
+def test_engines(tmp_path: Path) -> None:
+    installed = {"onnxruntime": "1.20.0", "nvidia-dali-cuda130": "2.1"}
+    found = {
+        finding.check: finding
+        for finding in installation.engines(machine(tmp_path, version=lambda name: installed.get(name, "")))
+    }
+    assert found["backend onnxruntime"].found == "onnxruntime 1.20.0"
+    assert found["backend dali"].state == OK
+    missing = found["backend pytorch"]
+    assert (missing.state, missing.fix) == (INFO, install_command("torch"))
+    assert "backend python" not in found
+
+
+def test_two_packages_with_the_same_module(tmp_path: Path) -> None:
+    both = [
+        finding
+        for finding in installation.engines(machine(tmp_path, version=lambda name: "1.20"))
+        if finding.check == "backend onnxruntime"
+    ]
+    assert only(both).state == WARNING
+    assert only(both).found == "onnxruntime 1.20 and onnxruntime-gpu 1.20"
+
+
+def test_without_a_driver(tmp_path: Path) -> None:
+    assert only(installation.gpus(machine(tmp_path))).state == INFO
+
+
+def test_a_driver_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, installation.CONTROL, "")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = only(installation.gpus(machine(tmp_path)))
+    assert (found.state, found.fix) == (WARNING, install_command("gpu"))
+    assert "nvidia-ml-py" in found.found
+
+
+@pytest.mark.parametrize(
+    ("version", "providers", "text"),
+    [
+        ("", (), "onnxruntime-gpu is not installed: ONNX models run on the CPU"),
+        ("1.20", ("CPUExecutionProvider",), "providers CPUExecutionProvider"),
+        ("1.20", ("CUDAExecutionProvider", "CPUExecutionProvider"), ""),
+    ],
+)
+def test_engines_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, providers: tuple[str, ...], text: str
+) -> None:
+    write(tmp_path, installation.CONTROL, "")
+    write(tmp_path, installation.DRIVER, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06\nGCC version: 12\n")
+    monkeypatch.setattr(installation.gpus_of, "discover", lambda environment, control: ONE_GPU)
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(get_available_providers=lambda: list(providers)))
+    driver, *rest = installation.gpus(machine(tmp_path, version=lambda name: version))
+    assert driver.state == OK
+    assert driver.found == "0: NVIDIA L4 (NVIDIA UNIX x86_64 Kernel Module  580.65.06)"
+    assert [finding.found for finding in rest] == ([text] if text else [])
+    assert all(finding.state == WARNING and finding.fix for finding in rest)
