@@ -135,7 +135,7 @@ def _make_context() -> None:
     if not wheels.exists():
         scratch = PLACE / "wheels.new"
         shutil.rmtree(scratch, ignore_errors=True)
-        words = ("--dest", str(scratch), ".[server]", "setuptools>=68", "wheel")
+        words = ("--dest", str(scratch), ".[server]", "setuptools>=77", "wheel")
         run(sys.executable, "-m", "pip", "download", *programs.PIP, *words, cwd=str(ROOT))
         scratch.rename(wheels)
     shutil.rmtree(CONTEXT, ignore_errors=True)
