@@ -30,9 +30,11 @@ def test_two_builds_are_the_same(packages: Path, tmp_path: Path) -> None:
 
 
 def test_the_sums(packages: Path) -> None:
-    lines = dict(reversed(line.split()) for line in (packages / "SHA256SUMS").read_text().splitlines())
+    lines = (line.split() for line in (packages / "SHA256SUMS").read_text().splitlines())
     files = {path.name: path for path in packages.iterdir() if path.name != "SHA256SUMS"}
-    assert lines == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    assert {name: digest for digest, name in lines} == {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
+    }
 
 
 def test_an_older_build_is_not_mixed_with_a_new_one(packages: Path) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import onnxruntime
 import pytest
+from numpy.typing import NDArray
 
 from shmserve.repo.samples import EXAMPLES
 from shmserve.testing import Server
@@ -87,16 +88,18 @@ def running() -> Iterator[Server]:
         yield server
 
 
-def expected(x: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> list[float]:
+def expected(x: NDArray[np.floating]) -> list[float]:
     """What the engine computes without shmserve."""
-    found: list[float] = onnxruntime.InferenceSession(str(MODEL)).run(["y"], {"x": x.reshape(1, 64)})[0][0].tolist()
+    found: list[float] = (
+        onnxruntime.InferenceSession(str(MODEL)).run(["y"], {"x": x.astype(np.float32).reshape(1, 64)})[0][0].tolist()
+    )
     return found
 
 
 def test_the_client(client: Installed, running: Server, tmp_path: Path) -> None:
     found = json.loads(run(client.python, "-c", CLIENT, running.url, running.zmq_url, cwd=tmp_path))
     assert Path(found["file"]).is_relative_to(client.python.parents[1])
-    wanted = expected(np.linspace(-1, 1, 64, dtype=np.float32))
+    wanted = expected(np.linspace(-1, 1, 64))
     for output in found["outputs"]:
         assert np.allclose(output, [wanted], rtol=1e-5, atol=1e-6)
 
@@ -114,7 +117,7 @@ def test_the_server(server: Installed, tmp_path: Path) -> None:
     model = tmp_path / "model.onnx"
     model.write_bytes(MODEL.read_bytes())
     found = json.loads(run(server.python, "-c", SERVER, model, cwd=tmp_path))
-    assert np.allclose(found, expected(np.arange(64, dtype=np.float32) / 8), rtol=1e-5, atol=1e-6)
+    assert np.allclose(found, expected(np.arange(64) / 8), rtol=1e-5, atol=1e-6)
 
 
 def test_the_hint_of_a_missing_extra_installs_it_from_the_installed_package(server: Installed, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from shmserve.doctor import installation
 from shmserve.doctor.machine import ERROR, INFO, OK, WARNING
 from shmserve.extras import install_command
+from shmserve.repo import gpus
 from shmserve.repo.gpus import Gpu, Gpus
 from shmserve.workers.backends.registry import BACKENDS
 from tests.unit.doctor.tree import INSTALLED, machine, only, write
@@ -87,7 +88,7 @@ def test_engines_on_gpus(
 ) -> None:
     write(tmp_path, installation.CONTROL, "")
     write(tmp_path, installation.DRIVER, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06\nGCC version: 12\n")
-    monkeypatch.setattr(installation.gpus_of, "discover", lambda environment, control: ONE_GPU)
+    monkeypatch.setattr(gpus, "discover", lambda environment, control: ONE_GPU)
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(get_available_providers=lambda: list(providers)))
     driver, *rest = installation.gpus(machine(tmp_path, version=lambda name: version))
     assert driver.state == OK

@@ -12,6 +12,7 @@ import pytest
 from shmserve.broker.processes import cgroups
 from shmserve.doctor import kernel
 from shmserve.doctor.machine import ERROR, INFO, OK, UNLIMITED, WARNING
+from shmserve.protocol.messages import PACKET_BYTES
 from tests.unit.doctor.tree import GROUP, machine, only, write
 
 
@@ -110,13 +111,13 @@ def test_the_needed_socket_buffer_is_what_the_kernel_requires() -> None:
     for less, fits in ((0, True), (64, False)):
         left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with left, right:
-            size = kernel.PACKET_BYTES // 2 + kernel.OVERHEAD_BYTES
+            size = PACKET_BYTES // 2 + kernel.OVERHEAD_BYTES
             left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size - less)
             if fits:
-                assert left.send(bytes(kernel.PACKET_BYTES)) == kernel.PACKET_BYTES
+                assert left.send(bytes(PACKET_BYTES)) == PACKET_BYTES
             else:
                 with pytest.raises(OSError, match="Message too long"):
-                    left.send(bytes(kernel.PACKET_BYTES))
+                    left.send(bytes(PACKET_BYTES))
 
 
 def test_cores(tmp_path: Path) -> None:
