@@ -34,7 +34,7 @@ class Predictor:
         dataset.map_batches(
             shmserve.ray.Predictor,
             fn_constructor_kwargs={"model": "mlp", "models": "/srv/models"},
-            concurrency=4,
+            compute=ray.data.ActorPoolStrategy(size=4),
         )
 
     `models` are repositories or files, `options` flags of `shmserve serve`. `inputs` maps inputs of the model to
@@ -60,7 +60,7 @@ class Predictor:
             raise InvalidRequest(f"in_flight={in_flight} must be at least 1, and rows={rows} not negative")
         named = (models,) if isinstance(models, str) else tuple(models)
         self._config = ServerConfig(named, tuple(options))
-        self._server = NodeServer(self._config, _key(self._config), on_failure=self._lost)
+        self.server = NodeServer(self._config, _key(self._config), on_failure=self._lost)
         self._start_seconds = start_seconds
         self._model = model
         self._keep = keep
@@ -95,8 +95,8 @@ class Predictor:
     # ------------------------------------------------------------------------------------------------ internals
 
     def _start(self) -> None:
-        self._server.start(self._start_seconds)
-        self._client = Client(runtime_dir=self._server.runtime_dir, reconnect_timeout=RECONNECT_S)
+        self.server.start(self._start_seconds)
+        self._client = Client(runtime_dir=self.server.runtime_dir, reconnect_timeout=RECONNECT_S)
         self._client.wait_ready(self._model, timeout=self._start_seconds)
 
     def _lost(self) -> None:
@@ -106,13 +106,13 @@ class Predictor:
     def _submit(self, columns: Mapping[str, Any], rows: slice) -> Future:
         inputs = {name: column[rows] for name, column in columns.items()}
         while True:
-            if self._server.failure:
-                self._server.close()
+            if self.server.failure:
+                self.server.close()
                 self._start()
             try:
                 return self._client.submit(self._model, inputs, outputs=list(self._outputs))
             except Unavailable:
-                if not self._server.failure:
+                if not self.server.failure:
                     raise
 
     def _answer(self, future: Future, rows: slice, columns: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from ray import serve
+from ray import ObjectRef, serve
 
 from shmserve.clients.async_client import AsyncClient
 from shmserve.errors import ConnectionLost, Unavailable
@@ -50,9 +50,10 @@ class ServerReplica:
     # ------------------------------------------------------------------------------------------------ requests
 
     async def infer(self, model: str, inputs: Mapping[str, Any], **options: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """The outputs of `AsyncClient.infer`, which takes the same options."""
+        """The outputs of `AsyncClient.infer`, which takes the same options. Inputs may be in the object store."""
         await self._await_model(model)
-        return dict(await self._client.infer(model, inputs, **options))
+        arrays = {name: await one if isinstance(one, ObjectRef) else one for name, one in inputs.items()}
+        return dict(await self._client.infer(model, arrays, **options))
 
     async def stream(
         self, model: str, inputs: Mapping[str, Any], **options: Any

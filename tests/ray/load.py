@@ -19,6 +19,8 @@ import numpy as np
 from tests.fleet.balancers import PATIENCE_S
 from tests.support.gateway.rpc import Rpcs, infer_request
 
+PAUSE_S = 0.01
+"""Between an answer and the next request of a thread, so that the nodes have time for other work."""
 Send = Callable[..., tuple[float, int]]
 """`send(model, value, sequence=0, start=False, end=False)` returns the two numbers of the answer."""
 
@@ -175,3 +177,4 @@ class Load:
                     self.served[way, pid] += 1
                     self.factors[factor] += 1
                     self._news.notify_all()
+                self._over.wait(PAUSE_S)

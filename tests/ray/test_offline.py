@@ -46,6 +46,8 @@ def checked(dataset: Any, column: str = "y") -> set[int]:
 
 
 def test_actors_of_a_node_share_a_server(place: Any, tmp_path: Path) -> None:
+    import ray
+
     from shmserve.ray import Predictor
 
     write_times(tmp_path, "twice", seconds=0.0)
@@ -53,13 +55,15 @@ def test_actors_of_a_node_share_a_server(place: Any, tmp_path: Path) -> None:
         Predictor,
         fn_constructor_kwargs={"model": "twice", "models": str(tmp_path), "outputs": {"y": "answer"}},
         batch_size=100,
-        concurrency=4,
+        compute=ray.data.ActorPoolStrategy(size=4),
         num_cpus=0.5,
     )
     assert 1 <= len(checked(found, "answer")) <= 3, "one process per server, one server per node"
 
 
 def test_every_row_once_although_a_server_is_killed(place: Any, tmp_path: Path) -> None:
+    import ray
+
     from shmserve.ray import Predictor
 
     marker = tmp_path / "killed"
@@ -69,7 +73,7 @@ def test_every_row_once_although_a_server_is_killed(place: Any, tmp_path: Path) 
         Predictor,
         fn_constructor_kwargs={"model": "twice", "models": str(tmp_path / "models")},
         batch_size=100,
-        concurrency=2,
+        compute=ray.data.ActorPoolStrategy(size=2),
         num_cpus=0.5,
     )
     checked(found)
@@ -85,7 +89,7 @@ def test_mistakes(place: Any, tmp_path: Path) -> None:
     arguments = {"model": "twice", "models": str(tmp_path), "inputs": {"x": "pixels"}}
     with pytest.raises(Exception, match="the dataset has no column 'pixels', only id; name the columns with inputs="):
         ray.data.range(8).map_batches(
-            Predictor, fn_constructor_kwargs=arguments, concurrency=1, num_cpus=0.5
+            Predictor, fn_constructor_kwargs=arguments, compute=ray.data.ActorPoolStrategy(size=1), num_cpus=0.5
         ).materialize()
     with pytest.raises(shmserve.InvalidRequest, match="in_flight=0 must be at least 1"):
         Predictor("twice", str(tmp_path), in_flight=0)

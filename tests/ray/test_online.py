@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import urllib.error
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ray.conftest import processes_of
+from tests.ray.cluster import processes_of
 from tests.ray.load import WAYS, Failed, Load, over_handle
 from tests.support.gateway.rpc import Rpcs, infer_request, message, outputs, refused, talk
 
@@ -97,12 +98,18 @@ def test_a_sequence_stays_on_its_replica(way: str, served: Any) -> None:
     assert len(pids) > 1, "twelve sequences are on more than one replica"
 
 
-def test_large_arrays_over_a_handle(served: Any) -> None:
+def test_arrays_over_a_handle(served: Any) -> None:
+    """In the request, in the object store, and from a program with an event loop."""
+    import ray
+
     from shmserve.ray import Handle
 
+    handle = Handle(timeout=60.0)
     x = np.arange(8, dtype=np.float32).reshape(8, 1)
-    y = Handle(timeout=60.0).infer("twice", {"x": x})["y"]
-    np.testing.assert_array_equal(y[:, 0], x[:, 0] * 2)
+    answers = [handle.infer("twice", {"x": x}), handle.infer("twice", {"x": ray.put(x)})]
+    answers.append(asyncio.run(handle.infer_async("twice", {"x": x})))
+    for answer in answers:
+        np.testing.assert_array_equal(answer["y"][:, 0], x[:, 0] * 2)
 
 
 def test_a_stream_of_grpc(served: Any) -> None:

@@ -1,0 +1,89 @@
+"""Ray clusters of several nodes on this machine, and the sudden end of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.fleet.balancers import free_ports
+
+STORE_BYTES = 200 << 20
+RAYLET = b"RAY_RAYLET_PID="
+
+
+class Place:
+    """The cluster, and the ports of Ray Serve on it."""
+
+    def __init__(self, cluster: Any, http: int, grpc: int) -> None:
+        self.cluster = cluster
+        self.http = http
+        self.grpc = grpc
+
+    def add_node(self) -> Any:
+        return self.cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
+
+    def worker_node(self) -> Any:
+        """A node without the head and the proxy."""
+        return next(node for node in self.cluster.list_all_nodes() if node is not self.cluster.head_node)
+
+    def kill(self, node: Any) -> None:
+        """All processes of a node at once, as if its power had failed."""
+        for pid in processes_of(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+def processes_of(node: Any) -> set[int]:
+    """The node's own processes, Ray's workers, and the servers that these have started."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    found = {one.process.pid for kind in node.all_processes.values() for one in kind}
+    return found | {pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if raylet_of(pid) == raylet}
+
+
+def raylet_of(pid: int) -> int:
+    """The raylet that the process belongs to, as Ray's workers and what they start have it in their environment."""
+    while pid > 1:
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return 0
+        for entry in environment:
+            if entry.startswith(RAYLET):
+                return int(entry.removeprefix(RAYLET))
+        pid = int(status.rpartition(")")[2].split()[1])
+    return 0
+
+
+@contextlib.contextmanager
+def started(nodes: int) -> Iterator[Place]:
+    """A cluster with Ray Serve, whose proxy is on the head."""
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        made = Place(cluster, *free_ports(("127.0.0.1",), 2))
+        for _ in range(nodes - 1):
+            made.add_node()
+        ray.init(address=cluster.address, log_to_driver=False)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": "127.0.0.1", "port": made.http},
+            grpc_options={
+                "port": made.grpc,
+                "grpc_servicer_functions": ["shmserve.ray:add_kserve_servicer_to_server"],
+            },
+        )
+        yield made
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
