@@ -87,8 +87,12 @@ class Poller:
             self._before = None  # rates over an outage would be those of no interval that a user knows
             return replace(self.snapshot, problem=str(error), times={})
         before, self._before = self._before, document
-        view = make_view(before, document)
-        times = _times(before, document) if before is not None and view.interval is not None else {}
+        try:
+            view = make_view(before, document)
+            times = _times(before, document) if before is not None and view.interval is not None else {}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # any program may listen at the address
+            self._before = None
+            return replace(self.snapshot, problem=f"its answer cannot be understood: {error!r}", times={})
         return replace(self.snapshot, view=view, times=times, problem="", answered=time.monotonic())
 
 

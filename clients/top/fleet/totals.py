@@ -132,7 +132,7 @@ def _server(snapshot: Snapshot, now: float, interval: float) -> Row:
         "server": snapshot.name,
         "url": snapshot.where,
         "reason": snapshot.problem,
-        "release": view.server["version"] if view is not None else None,
+        "release": str(view.server["version"] or "") or None if view is not None else None,
         "answered_seconds": round(now - snapshot.answered, 3) if snapshot.answered is not None else None,
     }
     if snapshot.problem:

@@ -87,6 +87,22 @@ def test_a_server_that_fails_is_tried_again() -> None:
     assert after.view.interval == 2
 
 
+@pytest.mark.parametrize("wrong", [{"server": []}, {"models": [{"name": 1}]}, {"time_ns": "now"}, {"gpus": 7}])
+def test_an_answer_that_makes_no_sense_is_a_problem_of_its_server(wrong: Document) -> None:
+    """The thread goes on: it may be another program that will be replaced."""
+
+    def odd(number: int) -> Document:
+        return busy(number) | (wrong if number == 2 else {})
+
+    source = ScriptedSource("a", odd)
+    with Fleet({"a": source}, NEVER_S) as fleet:
+        await_(fleet, lambda: source.reads == 1)
+        fleet.refresh()
+        await_(fleet, lambda: "its answer cannot be understood" in by_name(fleet)["a"].problem)
+        fleet.refresh()
+        await_(fleet, lambda: not by_name(fleet)["a"].problem)
+
+
 def test_waiting_ends_with_the_first_error_of_each() -> None:
     with Fleet({"a": ScriptedSource("a", busy), "b": ScriptedSource("b", failing)}, OFTEN_S) as fleet:
         fleet.wait(PATIENCE_S)

@@ -138,6 +138,8 @@ def test_a_server_with_another_release() -> None:
     view = view_of(*[snapshot(name, served("m", 0, 0), version=name[0]) for name in ("1a", "1b", "2c")])
     assert [one["server"] for one in view.servers if one["release_differs"]] == ["2c"]
     assert "releases differ: 1 on 2, 2 on 1" in line_text(fleet_summary(view, 200)[0])
+    odd = view_of(snapshot("a", served("m", 0, 0), version=["\x1b[2J"]), snapshot("b", served("m", 0, 0), version=None))
+    assert [one["release"] for one in odd.servers] == ["['\\x1b[2J']", None]
     alike = view_of(snapshot("a", served("m", 0, 0)))
     assert "all 1.2.3" in line_text(fleet_summary(alike, 200)[0])
 
