@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from shmserve.clients.client import Client
 
 OPERATIONS = ("load", "unload", "restart")
+FIRST = 0.25
+"""A live view reads a second time after this part of its interval, to show rates soon."""
 
 
 class Source(Protocol):

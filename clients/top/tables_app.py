@@ -19,13 +19,12 @@ from textual.widgets import Input
 
 from shmserve.clients.top.columns import Table, select, sort
 from shmserve.clients.top.screens import HelpScreen, Lines
+from shmserve.clients.top.sources import FIRST
 from shmserve.clients.top.table_view import TableView
 from shmserve.clients.top.texts import Line, fit, line_width, pad
 from shmserve.clients.top.view import Row
 
 INTERVALS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-FIRST = 0.25
-"""The first rates are shown after this part of the interval."""
 SLOW_S = 1.0
 """A read that takes longer is reported while it lasts."""
 OF_TABLES = frozenset({"table", "next_table", "filter", "sort", "reverse", "help", "leave"})

@@ -10,14 +10,12 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.clients.top.sources import Source
+from shmserve.clients.top.sources import FIRST, Source
 from shmserve.clients.top.view import View, make_view, request_times
 from shmserve.errors import ServeError
 
 Times = dict[tuple[str, str], dict[int, int]]
 """Model and version -> histogram of its requests in the last interval."""
-FIRST = 0.25
-"""The first rates are read after this part of the interval."""
 CLOSE_S = 1.0
 """How long `close` waits for reads that have been told to end. Threads are daemons: a later one delays no exit."""
 
