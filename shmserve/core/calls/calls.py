@@ -235,6 +235,8 @@ class ModelCalls:
         state.blocked_instances[instance] = None
         version.prefetch = False  # batches sent ahead to it would wait, too
         state.to_dispatch[version] = None
+        if state.load_queue:  # others of the version may be needed now
+            state.memory_changed = True
         if state.limiter is not None:
             for other in state.limiter.release(instance):
                 state.to_dispatch[other] = None

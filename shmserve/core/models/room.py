@@ -34,6 +34,8 @@ class _Claim(Struct, eq=False):
     since: int
     extra: bool
     """The version can serve without them: nobody makes room for them."""
+    serves: bool
+    """Others of the version serve, or load."""
 
 
 def make_room(state: State, now: int) -> list[tuple[Version, str]]:
@@ -80,7 +82,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             blocked |= limited
             waits = True
         else:
-            waits = waits or _restarts(claim.version)  # the next request needs it
+            waits = waits or not claim.serves  # the next request needs it
     if not blocked:
         _stop_yielding(state)
     deployment.start_waiting(state)
@@ -125,7 +127,7 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
             continue
         serves = any((other.usable and not other.waits) or _loads(state, other) for other in version.instances)
         needed = not serves and version.waits > 0
-        if instance.sleeping and not (serves or needed or _restarts(version)):  # nothing waits for it any more
+        if instance.sleeping and not (serves or needed or _is_awake(version)):  # nothing waits for it any more
             sleep.back_to_sleep(state, version, instance)
             continue
         extra = instance.joining or (
@@ -133,7 +135,7 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
         )
         claim = found.get((version, extra))
         if claim is None:
-            claim = found[version, extra] = _Claim(version, [], version.rest.woken or version.began, extra)
+            claim = found[version, extra] = _Claim(version, [], version.rest.woken or version.began, extra, serves)
         claim.instances.append(instance)
     return sorted(
         found.values(), key=lambda one: (one.extra, one.version not in called, not one.version.waits, one.since)
@@ -147,9 +149,9 @@ def _loads(state: State, instance: Instance) -> bool:
     return instance.state is _I.STARTING or (instance.state is _I.WAITING and instance in state.held)
 
 
-def _restarts(version: Version) -> bool:
-    """Is it awake, although nothing serves now?"""
-    return any(one.state is _I.BACKOFF and not one.over for one in version.instances)
+def _is_awake(version: Version) -> bool:
+    """Has it an instance that does not sleep? That may be blocked, or wait for its restart, and so not serve now."""
+    return any(one.loaded and not (one.sleeping or one.over or one.spec.passive) for one in version.instances)
 
 
 def _called(state: State) -> set[Version]:
