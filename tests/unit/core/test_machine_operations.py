@@ -18,7 +18,7 @@ from shmserve.core.effects import Kill, Settled
 from shmserve.core.limits import Limits
 from shmserve.core.models import resizing, sizes
 from shmserve.core.models.scaler import WINDOW_NS
-from shmserve.core.policy import InstanceSpec
+from shmserve.core.policy import InstanceSpec, MemoryEstimate
 from shmserve.core.states import VersionState
 from shmserve.protocol.messages import LoadFailed
 from tests.support.core.fakes import FakeWorker
@@ -75,8 +75,16 @@ class OperatedMachine(CoreMachine):
         first = self.world.policies[name, 1]
         self.world.policies[name, 2] = replace(first, version=2)
         scaling = scaling_of(name, f"1-{count + 1}", up="1ms", down="20ms") if scaled else None
-        targets = tuple(events.Target(number, source + 10 * (number - 1), specs, scaling=scaling) for number in numbers)
+        memory = self.memory_of(name)
+        targets = tuple(
+            events.Target(number, source + 10 * (number - 1), specs, memory=memory, scaling=scaling)
+            for number in numbers
+        )
         self.operate(events.Deploy(name, targets, 0, fresh and source == 0, numbers if known else None), together)
+
+    def memory_of(self, name: str) -> MemoryEstimate:
+        """Of each instance of the model."""
+        return MemoryEstimate()
 
     @rule(which=st.integers(0, 9), really=st.integers(0, 2), together=st.booleans())
     def unload(self, which: int, really: int, together: bool) -> None:

@@ -23,9 +23,12 @@ from shmserve.core.state import State
 from shmserve.core.states import InstanceState, VersionState
 from tests.support.core.everything import Everything
 from tests.support.core.machine import MS, WorldMachine, run_machine
+from tests.support.core.world import World
+from tests.unit.core.test_machine import LIMITS
 from tests.unit.core.test_machine_all import EverythingMachine
 from tests.unit.core.test_machine_calls import CallingMachine, EverythingCalls
 from tests.unit.core.test_machine_leases import LeaseMachine, LentWorld
+from tests.unit.core.test_machine_operations import Operated, OperatedMachine
 
 IDLE = 4 * MS
 BUDGET = 90
@@ -37,10 +40,14 @@ def _is_slow_exit(effect: Any) -> bool:
     return isinstance(effect, Kill) and effect.reason.startswith("it was idle and did not exit within")
 
 
-class SleepyWorld(Everything):
+class Sleepy(World):
     def tell(self, effect: Any) -> None:
         if not _is_slow_exit(effect):
             super().tell(effect)
+
+
+class SleepyWorld(Sleepy, Everything):
+    pass
 
 
 def check_all_sleep(state: State) -> None:
@@ -90,17 +97,25 @@ class SleepMachine(EverythingMachine):
         super().teardown()
 
 
-class TightWorld(SleepyWorld):
-    """Each model has a size of its own."""
+class Tight(Sleepy):
+    """Each model has a size of its own, and not all fit."""
+
+    def size_of(self, name: str) -> int:
+        return size_of(name)
 
     def target(self, policy: ModelPolicy, source: int, instances: int) -> events.Target:
         target = super().target(policy, source, instances)
-        return replace(target, memory=MemoryEstimate(size_of(policy.name), 0, True)) if policy.steps is None else target
+        memory = MemoryEstimate(self.size_of(policy.name), 0, True)
+        return replace(target, memory=memory) if policy.steps is None else target
 
     def _handle(self, happened: list[tuple[int, Any]]) -> None:
         super()._handle(happened)
         names = [worker.policy.name for worker in self.workers.values()]
-        assert sum(map(size_of, names)) <= BUDGET, f"above the budget: {names}"
+        assert sum(map(self.size_of, names)) <= self.core.state.limits.memory_budget, f"above the budget: {names}"
+
+
+class TightWorld(Tight, Everything):
+    pass
 
 
 def size_of(name: str) -> int:
@@ -133,13 +148,30 @@ class TightCallingMachine(CallingMachine):
         super().teardown()
 
 
-class SleepyLentWorld(LentWorld):
+class TightOperated(Tight, Operated):
+    """Memory for two instances."""
+
+    def __init__(self) -> None:
+        super().__init__(replace(tight(LIMITS), memory_budget=50))
+
+    def size_of(self, name: str) -> int:
+        return 20
+
+
+class TightOperatedMachine(OperatedMachine):
+    """Operators deploy more than fits, and scaling adds instances. Each operation ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world: TightOperated = TightOperated()
+
+    def memory_of(self, name: str) -> MemoryEstimate:
+        return MemoryEstimate(self.world.size_of(name), 0, True)
+
+
+class SleepyLentWorld(Sleepy, LentWorld):
     def __init__(self) -> None:
         super().__init__(idle_unload_ns=IDLE)
-
-    def tell(self, effect: Any) -> None:
-        if not _is_slow_exit(effect):
-            super().tell(effect)
 
 
 class SleepyLeaseMachine(LeaseMachine):
@@ -156,6 +188,11 @@ def test_with_everything_at_once_all_that_sleeps_wakes() -> None:
 @pytest.mark.hypothesis
 def test_with_everything_at_once_in_little_memory() -> None:
     run_machine(TightMachine, 60)
+
+
+@pytest.mark.hypothesis
+def test_operations_in_little_memory() -> None:
+    run_machine(TightOperatedMachine, 25)
 
 
 @pytest.mark.hypothesis
