@@ -40,10 +40,11 @@ class Route(Struct, frozen=True):
 
 
 class YesOrNo(Struct):
-    """Yes, or no with a reason."""
+    """Yes, or no with a reason. `name`: what is true, for a response in JSON; "": a response without a body."""
 
     yes: bool
     text: str = ""
+    name: str = ""
 
 
 def _same(answer: Any) -> Any:
@@ -103,7 +104,8 @@ def question_of(route: Route, given: Arguments, regions: Regions) -> BrokerQuery
     model, version = route.model, route.version
     match route.action:
         case Action.LIVE | Action.READY:
-            return BrokerQuery(route.action.value, _flag(route.action), failed=_not_there)
+            name = route.action.value
+            return BrokerQuery(name, _flag(name, shown=name), failed=_not_there)
         case Action.MODEL_READY:
             return BrokerQuery("ready", _flag("ready", "Model version not ready"), model, version, failed=_not_ready)
         case Action.METADATA:
@@ -152,7 +154,7 @@ def http_answer(document: Any) -> tuple[int, bytes]:
         return 200, b""
     if type(document) is YesOrNo:
         if document.yes:
-            return 200, b""
+            return 200, _encode({document.name: True}) if document.name else b""
         return 400, error_body(document.text) if document.text else b""
     return 200, _encode(document)
 
@@ -170,8 +172,8 @@ def _nothing(answer: Any) -> Any:
     return None
 
 
-def _flag(name: str, otherwise: str = "") -> Callable[[Any], Any]:
-    return lambda answer: YesOrNo(True) if answer[name] else YesOrNo(False, otherwise)
+def _flag(name: str, otherwise: str = "", shown: str = "") -> Callable[[Any], Any]:
+    return lambda answer: YesOrNo(True, name=shown) if answer[name] else YesOrNo(False, otherwise)
 
 
 def _not_there(error: ServeError) -> Any:

@@ -156,7 +156,7 @@ def test_only_tls_is_spoken(gateway: SecureGateway) -> None:
     context = ssl.create_default_context()
     with gateway.socket() as stranger, pytest.raises(ssl.SSLCertVerificationError):
         context.wrap_socket(stranger, server_hostname="localhost")
-    assert gateway.ask("GET", "/v2/health/live") == (200, b"")
+    assert gateway.ask("GET", "/v2/health/live") == (200, b'{"live":true}')
 
 
 def test_who_does_not_go_on_is_let_go(place: Place, server: Server) -> None:
@@ -199,7 +199,7 @@ def test_who_leaves_in_the_middle_leaves_nothing(gateway: SecureGateway, politel
 
 def test_tokens_say_who_may_do_what(gateway: SecureGateway) -> None:
     body, headers = binary(rows(4))
-    assert gateway.ask("GET", "/v2/health/ready") == (200, b"")
+    assert gateway.ask("GET", "/v2/health/ready") == (200, b'{"ready":true}')
     with contextlib.closing(gateway.connection()) as made:
         made.request("POST", "/v2/models/row/infer", body, headers)
         answer = made.getresponse()
@@ -326,7 +326,7 @@ def test_callers_need_a_certificate_where_one_is_wanted(server: Server, place: P
         gateway.ask("GET", "/v2/health/live")
     gateway.context = place.client()
     place.authority.issue_cert("friend").configure_cert(gateway.context)
-    assert gateway.ask("GET", "/v2/health/live") == (200, b"")
+    assert gateway.ask("GET", "/v2/health/live") == (200, b'{"live":true}')
     live: tuple[str, Any, dict[str, str]] = ("ServerLive", rpc_message("ServerLiveRequest"), {})
     assert gateway.rpc(live)[0][0] == "UNAVAILABLE"
     assert gateway.rpc(live, own=place.authority.issue_cert("friend"))[0][0] == "OK"
