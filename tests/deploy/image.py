@@ -95,6 +95,9 @@ def build() -> str:
         *("--build-arg", f"BASE={BASE}", "--build-arg", "PIP_ARGS=--no-index --find-links=/src/wheels"),
         *("--file", str(CONTEXT / "deploy/container/Dockerfile"), str(CONTEXT)),
     )
+    for older in call("images", "--quiet", "--filter", f"reference={IMAGE}", "--filter", f"before={name}").split():
+        call("rmi", "--force", older)
+    call("image", "prune", "--force")
     return name
 
 

@@ -151,6 +151,15 @@ class Pod:
                 else:
                     raise AssertionError(self.log.read_text())
 
+    def until_logged(self, text: str) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while text not in (log := self.log.read_text()):
+            assert self._process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(PAUSE_S)
+            assert self._process.poll() is None, log
+            assert time.monotonic() < end, log
+
     def execute(self, *command: str) -> subprocess.Popen[str]:
         """Starts a command in the container."""
         words = image.podman("exec", self.name, *command)
