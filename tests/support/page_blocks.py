@@ -12,6 +12,10 @@ RUN = (
     "explanation/batching",
     "explanation/processes",
     "explanation/shared-memory",
+    "guides/from-bentoml",
+    "guides/from-ray-serve",
+    "guides/from-torchserve",
+    "guides/from-triton",
     "http",
     "tutorials/folder",
     "tutorials/images",
@@ -29,6 +33,7 @@ CONTINUED = ("clients",)
 """Those of them whose Python blocks continue each other, and are run as one program."""
 
 NEEDS = {
+    "guides/from-torchserve": ("torch",),
     "tutorials/images": ("PIL", "onnx", "onnxruntime"),
     "tutorials/onnx-model": ("onnx", "onnxruntime"),
     "tutorials/transformer": ("onnx", "onnxruntime", "tokenizers"),
@@ -81,6 +86,8 @@ SERVER = "a server with paths of the reader's machine; its options are parsed"
 GATEWAY = "a gateway on the usual ports; tests/process/gateway starts gateways with these options"
 FLEET = "tests/fleet runs the balancers with these files and commands"
 
+BEFORE = "a program of the other server; only compiled"
+
 NOT_RUN = {
     ("adr/compiling", "make bench"): BENCH,
     ("agents", "shmserve serve"): SERVER,
@@ -118,6 +125,9 @@ NOT_RUN = {
     ("ensembles", "for answer"): PART,
     ("gpu", ""): GPU,
     ("grpc", ""): "needs tritonclient; tests/tritonclient makes these calls in its environment",
+    ("guides/from-bentoml", "import bentoml"): BEFORE,
+    ("guides/from-ray-serve", "from ray"): BEFORE,
+    ("guides/from-torchserve", "import torch\nfrom ts"): BEFORE,
     ("http", "shmserve serve --model-repository build/samples --no-gateway"): GATEWAY,
     ("http", "shmserve gateway"): GATEWAY,
     (
