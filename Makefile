@@ -23,7 +23,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet test-package package tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet test-package package release-check tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo 'make test-fleet  test several servers with HAProxy, Envoy, Prometheus and Ray, and containers, all put into build; ARGS="..." as for make test'
 	@echo 'make test-package  test the packages on each Python from 3.10 to 3.14; missing ones go to build/pythons if possible'
 	@echo 'make package     build sdist, wheel, checksums and SBOM of HEAD in $(DIST); docs/releases.md'
+	@echo 'make release-check  VERSION=X.Y.Z: tell what stands against a release of this commit'
 	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
 	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
 	@echo 'make check       run the linter, format check, type check and import check'
@@ -81,6 +82,9 @@ test-fleet: $(VENV)/.dev
 # What cannot be installed is skipped, and the summary says so.
 test-package: $(VENV)/.dev $(RELEASE)/.made
 	@$(BIN)/python -m tests.package $(ARGS)
+
+release-check:
+	@$(PYTHON) -m release.check $(VERSION)
 
 # The time of the commit is that of all files, so the same commit makes the same packages.
 package: $(RELEASE)/.made

@@ -167,6 +167,7 @@ NOT_RUN = {
     ("processes", "CUDA_MPS"): GPU,
     ("python", "import threading"): "compiled only; tests/process/models has models like it",
     ("python", "import asyncio"): "compiled only; tests/process/models has models like it",
+    ("releases", "make package"): "make test-package builds and tests the packages",
     ("ray", ""): "needs Ray and a cluster; tests/ray runs the application and the predictor",
     ("remote", "shmserve serve"): ELSEWHERE,
     ("repository", "repository/"): TREE,

@@ -1,0 +1,75 @@
+"""`python -m release.check VERSION`: what still stands against a release of HEAD as this version."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from release.build import ROOT
+
+_VERSION = re.compile(r"\d+\.\d+\.\d+(rc\d+)?")
+
+
+def problems(root: Path, version: str) -> list[str]:
+    if not _VERSION.fullmatch(version):
+        return [f"'{version}' is not a version such as 1.2.3 or 1.2.3rc1"]
+    return [*_of_metadata((root / "setup.cfg").read_text(), version),
+            *_of_changes((root / "CHANGELOG.md").read_text(), version), *_of_git(root, version)]  # fmt: skip
+
+
+def _of_metadata(text: str, version: str) -> list[str]:
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read_string(text)
+    metadata, found = setup["metadata"], []
+    if metadata["version"] != version:
+        found.append(f"setup.cfg: version is {metadata['version']}, not {version}")
+    found += [
+        f"setup.cfg: [metadata] has no {key}, which PyPI shows: the public repository"
+        for key in ("url", "project_urls")
+        if not metadata.get(key)
+    ]
+    return found
+
+
+def _of_changes(text: str, version: str) -> list[str]:
+    """The section of the version is dated and has entries, and everything has left *Unreleased*."""
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    dated = re.compile(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d")
+    title = next(filter(dated.fullmatch, sections), None)
+    if title is None:
+        return [f"CHANGELOG.md: no section '## {version} - YYYY-MM-DD'"]
+    found = [] if re.search("^- ", sections[title], re.MULTILINE) else [f"CHANGELOG.md: {title} has no entries"]
+    if re.search("^- ", sections.get("Unreleased", ""), re.MULTILINE):
+        found.append("CHANGELOG.md: there are entries under Unreleased")
+    return found
+
+
+def _of_git(root: Path, version: str) -> list[str]:
+    found = []
+    if _git(root, "status", "--porcelain"):
+        found.append("git: the checkout has changes that are not committed")
+    is_tagged = bool(_git(root, "tag", "--list", f"v{version}"))
+    tagged = _git(root, "rev-list", "--max-count=1", f"v{version}", "--") if is_tagged else ""
+    if is_tagged and tagged != _git(root, "rev-parse", "HEAD"):
+        found.append(f"git: the tag v{version} is at another commit, {tagged[:8]}")
+    return found
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=root, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: make release-check VERSION=X.Y.Z", file=sys.stderr)
+        return 2
+    found = problems(ROOT, arguments[0])
+    print("\n".join(found) if found else f"{arguments[0]} can be released")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

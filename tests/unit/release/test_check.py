@@ -1,0 +1,112 @@
+"""What stands against a release, in a repository that a test makes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from release.check import main, problems
+from tests import ROOT
+
+SETUP = """[metadata]
+name = shmserve
+version = 1.2.3
+url = https://example.org/shmserve
+project_urls =
+    Changes = https://example.org/shmserve/changes
+"""
+CHANGES = """# Changelog
+
+## Unreleased
+
+## 1.2.3 - 2026-11-23
+
+### Added
+
+- A line.
+"""
+
+
+def git(root: Path, *words: str) -> None:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    subprocess.run(["git", *identity, *words], cwd=root, check=True, capture_output=True)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "setup.cfg").write_text(SETUP)
+    (tmp_path / "CHANGELOG.md").write_text(CHANGES)
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message=release")
+    return tmp_path
+
+
+def committed(root: Path) -> Path:
+    git(root, "commit", "--quiet", "--all", "--message=change")
+    return root
+
+
+def test_a_release_that_is_ready(root: Path) -> None:
+    assert problems(root, "1.2.3") == []
+    git(root, "tag", "v1.2.3")
+    assert problems(root, "1.2.3") == []
+
+
+@pytest.mark.parametrize("version", ["1.2", "v1.2.3", "1.2.3-rc1", "../1", ""])
+def test_a_wrong_version(root: Path, version: str) -> None:
+    assert problems(root, version) == [f"'{version}' is not a version such as 1.2.3 or 1.2.3rc1"]
+
+
+def test_another_version(root: Path) -> None:
+    assert problems(root, "1.3.0") == [
+        "setup.cfg: version is 1.2.3, not 1.3.0",
+        "CHANGELOG.md: no section '## 1.3.0 - YYYY-MM-DD'",
+    ]
+
+
+def test_without_addresses(root: Path) -> None:
+    (root / "setup.cfg").write_text(SETUP.partition("url")[0])
+    assert problems(committed(root), "1.2.3") == [
+        f"setup.cfg: [metadata] has no {key}, which PyPI shows: the public repository"
+        for key in ("url", "project_urls")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("- A line.\n", "", "1.2.3 - 2026-11-23 has no entries"),
+        ("## Unreleased\n", "## Unreleased\n\n- Another.\n", "there are entries under Unreleased"),
+        ("1.2.3 - 2026-11-23", "1.2.3", "no section '## 1.2.3 - YYYY-MM-DD'"),
+    ],
+)
+def test_changes(root: Path, old: str, new: str, problem: str) -> None:
+    (root / "CHANGELOG.md").write_text(CHANGES.replace(old, new))
+    assert problems(committed(root), "1.2.3") == [f"CHANGELOG.md: {problem}"]
+
+
+def test_a_checkout_with_changes(root: Path) -> None:
+    (root / "new").touch()
+    assert problems(root, "1.2.3") == ["git: the checkout has changes that are not committed"]
+
+
+def test_a_tag_elsewhere(root: Path) -> None:
+    git(root, "tag", "v1.2.3")
+    git(root, "commit", "--quiet", "--allow-empty", "--message=more")
+    (problem,) = problems(root, "1.2.3")
+    assert problem.startswith("git: the tag v1.2.3 is at another commit, ")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "VERSION=X.Y.Z" in capsys.readouterr().err
+
+
+def test_of_this_tree_only_what_the_page_names_is_missing() -> None:
+    """The first step of docs/releases.md, until the repository is public."""
+    found = [problem for problem in problems(ROOT, "0.1.0") if problem.startswith("setup.cfg")]
+    assert all("which PyPI shows" in problem for problem in found)
+    assert not found or "Set `url` and `project_urls`" in (ROOT / "docs" / "releases.md").read_text()
