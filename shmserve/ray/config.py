@@ -52,6 +52,7 @@ class AppConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     multiplexed: bool = False
     retries: int = 3
     max_ongoing_requests: int = 1000
+    max_input_bytes: int = 64 << 20
     health_seconds: float = 2.0
     start_seconds: float = 600.0
     drain_seconds: float = 60.0

@@ -9,12 +9,15 @@ import aiohttp
 import grpc
 from yarl import URL
 
+from shmserve.errors import ConnectionLost
+
 HOP_BY_HOP = frozenset(
-    ("connection", "host", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade")
+    ("connection", "expect", "host", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade")
 )
 """Fields that are about one connection."""
 UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 """The server has limits of its own."""
+LOST = "the server ended before it responded"
 NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 Fields = list[tuple[str, str]]
 
@@ -35,18 +38,24 @@ class Forward:
 
     async def http(self, port: int, method: str, target: str, fields: Fields, body: bytes) -> tuple[int, Fields, bytes]:
         """Status, fields and body of the response."""
-        async with self._request(port, method, target, fields, body) as response:
-            return response.status, _fields(response), await response.read()
+        try:
+            async with self._request(port, method, target, fields, body) as response:
+                return response.status, _fields(response), await response.read()
+        except aiohttp.ClientError as error:
+            raise ConnectionLost(LOST) from error
 
     async def http_stream(
         self, port: int, method: str, target: str, fields: Fields, body: bytes
     ) -> AsyncIterator[tuple[int, Fields] | bytes]:
         """Yields the status and fields of the response, then its body as it arrives."""
-        async with self._request(port, method, target, fields, body) as response:
-            yield response.status, _fields(response)
-            async for piece, _ in response.content.iter_chunks():
-                if piece:
-                    yield piece
+        try:
+            async with self._request(port, method, target, fields, body) as response:
+                yield response.status, _fields(response)
+                async for piece, _ in response.content.iter_chunks():
+                    if piece:
+                        yield piece
+        except aiohttp.ClientError as error:
+            raise ConnectionLost(LOST) from error
 
     def _request(self, port: int, method: str, target: str, fields: Fields, body: bytes) -> Any:
         url = URL(f"http://127.0.0.1:{port}{target}", encoded=True)

@@ -7,6 +7,7 @@ response that has begun is never repeated.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from shmserve.errors import ConnectionLost, Denied, ServeError
+from shmserve.errors import ConnectionLost, Denied, Internal, ServeError
 from shmserve.gateway.auth.actions import CHANGES, TO_MODELS, Action
 from shmserve.gateway.grpc.messages import INFERENCE, message_class, read
 from shmserve.gateway.http.routes import NoRoute, resolve
@@ -25,6 +26,10 @@ from shmserve.ray.forward import Fields, end_to_end
 from shmserve.ray.grpc_services import SERVER_ONLY, STREAM, Reply, paths
 from shmserve.ray.handle import as_serve_error, is_lost
 
+log = logging.getLogger("shmserve")
+
+UNAVAILABLE = {"http": 503, "call": grpc.StatusCode.UNAVAILABLE.value[0]}
+"""Method of a replica -> the status with which a server refuses a request, or a gateway that has lost its broker."""
 OF_ONE_SERVER = (CHANGES - frozenset(TO_MODELS)) | {Action.MEMORY_STATUS, Action.PAGE_EVENTS, Action.PAGE_MODEL}
 STREAMED = (Action.GENERATE_STREAM, Action.COMPLETIONS, Action.CHAT_COMPLETIONS)
 """Responses that may arrive over time."""
@@ -51,15 +56,25 @@ class _Document(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct):
-    """`sequence`: of a request that belongs to one."""
+    """`sequence`: of a request that belongs to one. `repeatable`: may be sent again."""
 
     model: str = ""
     sequence: str = ""
+    opaque: bool = False
+    """Compressed, so that it may belong to a sequence."""
+
+    @property
+    def repeatable(self) -> bool:
+        return not self.sequence and not self.opaque
 
 
 def http_target(route: Route, fields: dict[str, str], body: bytes) -> Target:
     """The JSON is only parsed if it can name a model or a sequence."""
-    target = Target(route.model, fields.get(SEQUENCE_FIELD, ""))
+    target = Target(
+        route.model, fields.get(SEQUENCE_FIELD, ""), fields.get("content-encoding", "identity") != "identity"
+    )
+    if target.opaque:
+        return target
     length = fields.get(HEADER_LENGTH, "")
     text = body[: int(length)] if length.isascii() and length.isdecimal() else body
     if route.action in OPENAI or (not target.sequence and b'"sequence_id"' in text):
@@ -84,11 +99,12 @@ def grpc_target(name: str, message: bytes) -> Target:
 
 
 class Ingress:
-    """`servers`: the handle of the replicas."""
+    """`servers`: the handle of the replicas. `max_input_bytes`: of the body of a request."""
 
-    def __init__(self, servers: Any, retries: int) -> None:
+    def __init__(self, servers: Any, retries: int, max_input_bytes: int) -> None:
         self._servers = servers
         self._retries = retries
+        self._max_input_bytes = max_input_bytes
 
     async def __call__(self, request: Request) -> Response:
         scope = request.scope
@@ -101,7 +117,9 @@ class Ingress:
             return _failed(route.status, route.text, allow)
         if route.action in OF_ONE_SERVER:
             return _failed(403, REFUSED)
-        body = await request.body()
+        body = await self._body(request)
+        if body is None:
+            return _failed(413, f"the body exceeds the limit of {self._max_input_bytes} bytes (max_input_bytes)")
         fields = end_to_end((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
         wanted = http_target(route, {name.lower(): value for name, value in fields}, body)
         words = (wanted.model, request.method, target, fields, body)
@@ -142,16 +160,30 @@ class Ingress:
 
     # ------------------------------------------------------------------------------------------------ internals
 
+    async def _body(self, request: Request) -> bytes | None:
+        """None if it is too large."""
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_input_bytes:
+            return None
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._max_input_bytes:
+                return None
+        return bytes(body)
+
     def _handle(self, wanted: Target) -> Any:
         session = f"{wanted.model}:{wanted.sequence}" if wanted.sequence else ""
         return self._servers.options(multiplexed_model_id=wanted.model, session_id=session)
 
     async def _sent(self, wanted: Target, method: str, *words: Any) -> Any:
-        """The answer of a replica; with retries, unless the request belongs to a sequence."""
+        """The answer of a replica; with retries if the replica was lost, refused the request, or lost its server."""
         handle = getattr(self._handle(wanted), method)
-        for left in range(0 if wanted.sequence else self._retries, -1, -1):
+        for left in range(self._retries if wanted.repeatable else 0, -1, -1):
             try:
-                return await handle.remote(*words)
+                answer = await handle.remote(*words)
+                if not (left and answer[0] == UNAVAILABLE[method]):
+                    return answer
             except Exception as error:
                 if not (left and is_lost(error)):
                     raise _told(error, wanted) from None
@@ -165,7 +197,7 @@ class Ingress:
     async def _parts(self, wanted: Target, method: str, *words: Any) -> AsyncIterator[Any]:
         """The parts of an answer of a replica; with retries until the first one has arrived."""
         handle = getattr(self._handle(wanted).options(stream=True), method)
-        left, begun = 0 if wanted.sequence else self._retries, False
+        left, begun = self._retries if wanted.repeatable else 0, False
         while True:
             try:
                 async for part in handle.remote(*words):
@@ -183,9 +215,13 @@ class Refused(Exception):
 
 
 def _told(error: BaseException, wanted: Target) -> BaseException:
-    if is_lost(error) and wanted.sequence:
+    if is_lost(error) and not wanted.repeatable:
         return ConnectionLost(NOT_REPEATED)
-    return as_serve_error(error)
+    told = as_serve_error(error)
+    if isinstance(told, ServeError):
+        return told
+    log.error("a request failed in Ray", exc_info=error)
+    return Internal("the request failed in Ray; the log of the application says why")
 
 
 def _response(response: Response, headers: Fields) -> Response:

@@ -45,7 +45,7 @@ def app(arguments: dict[str, Any]) -> Any:
         graceful_shutdown_wait_loop_s=1.0,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
-    return ingress.bind(servers, config.retries)
+    return ingress.bind(servers, config.retries, config.max_input_bytes)
 
 
 def _nodes() -> int:

@@ -60,6 +60,13 @@ def raylet_of(pid: int) -> int:
     return 0
 
 
+def ancestor(pid: int, program: str) -> int:
+    """The nearest process above with this word in its command line."""
+    while program.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
 @contextlib.contextmanager
 def started(nodes: int) -> Iterator[Place]:
     """A cluster with Ray Serve, whose proxy is on the head."""

@@ -131,6 +131,7 @@ shmserve_model_memory_bytes{model="b",version="1",place="host"} 40
         ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": 0}}', Target("m")),
         ("/v2/models/m/infer", {}, b'{"parameters": {"sequence_id": "a', Target("m")),
         ("/v2/models/m/infer", {"inference-header-content-length": "2"}, b'{}"sequence_id"', Target("m")),
+        ("/v2/models/m/infer", {"content-encoding": "gzip"}, b"...", Target("m", opaque=True)),
         ("/v1/chat/completions", {}, b'{"model": "chat"}', Target("chat")),
     ],
 )

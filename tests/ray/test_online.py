@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.ray.cluster import processes_of
+from tests.ray.cluster import ancestor, processes_of
 from tests.ray.load import WAYS, Failed, Load, over_handle
 from tests.support.gateway.rpc import Rpcs, infer_request, message, outputs, refused, talk
 
@@ -120,6 +123,26 @@ def test_a_stream_of_grpc(served: Any) -> None:
             (answer,) = stream.hear(1)
             assert not answer.error_message
             assert np.frombuffer(outputs(answer.infer_response)["y"], np.float32)[0] == 2 * value
+
+
+def test_a_body_that_is_too_large(served: Any) -> None:
+    """The answer comes before the body."""
+    with contextlib.closing(HTTPConnection("127.0.0.1", served.http, timeout=60)) as connection:
+        connection.putrequest("POST", "/v2/models/twice/infer")
+        connection.putheader("Content-Length", str((64 << 20) + 1))
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert (answer.status, "max_input_bytes" in json.loads(answer.read())["error"]) == (413, True)
+
+
+def test_a_server_is_killed_under_load(served: Any) -> None:
+    """Its host starts it again, and no request fails."""
+    with Load(served) as load:
+        before = load.until_served_by(3)
+        model = min(before)
+        os.kill(ancestor(model, "shmserve.broker.main"), signal.SIGKILL)
+        assert len(load.until_served_by(3, frozenset({model})) - before) == 1
+    assert not load.failed
 
 
 def test_a_node_is_killed_under_load(served: Any) -> None:
