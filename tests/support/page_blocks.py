@@ -16,6 +16,11 @@ RUN = (
     "guides/from-ray-serve",
     "guides/from-torchserve",
     "guides/from-triton",
+    "guides/hang",
+    "guides/latency",
+    "guides/securing",
+    "guides/sizing",
+    "guides/upgrading",
     "http",
     "tutorials/folder",
     "tutorials/images",
@@ -26,7 +31,16 @@ RUN = (
 )
 """Pages that tests/process/docs/test_pages.py runs from the first block to the last."""
 
-WITH_SAMPLES = ("clients", "errors", "explanation/shared-memory", "http")
+WITH_SAMPLES = (
+    "clients",
+    "errors",
+    "explanation/shared-memory",
+    "guides/hang",
+    "guides/latency",
+    "guides/sizing",
+    "guides/upgrading",
+    "http",
+)
 """Those of them for which the sample models are served when they begin."""
 
 CONTINUED = ("clients",)
@@ -128,6 +142,7 @@ NOT_RUN = {
     ("guides/from-bentoml", "import bentoml"): BEFORE,
     ("guides/from-ray-serve", "from ray"): BEFORE,
     ("guides/from-torchserve", "import torch\nfrom ts"): BEFORE,
+    ("guides/securing", "shmserve serve"): SERVER,
     ("http", "shmserve serve --model-repository build/samples --no-gateway"): GATEWAY,
     ("http", "shmserve gateway"): GATEWAY,
     (
