@@ -6,6 +6,7 @@ reason is printed.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def build() -> int:
     stage(ROOT, PAGES)
     shutil.rmtree(SITE, ignore_errors=True)
     command = [str(ENVIRONMENT / "bin" / "zensical"), "build", "--clean", "--strict"]
-    if status := subprocess.call(command, cwd=ROOT):
+    if status := subprocess.call(command, cwd=ROOT, env=os.environ | {"NO_COLOR": "1"}):
         return status
     if broken := broken_links(SITE):
         print("broken links:", *broken, sep="\n  ")

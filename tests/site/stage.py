@@ -1,7 +1,7 @@
 """Copies the pages of the site to a folder of their own, with links that work there.
 
-On the site docs/ is the root. A file outside docs/ that a page links to is copied to source/; a link to a folder
-becomes plain text.
+On the site docs/ is the root. A file outside docs/ that a page links to is in source/, with its own links rewritten if
+it is a page; a link to a folder becomes plain text.
 """
 
 from __future__ import annotations
@@ -27,10 +27,20 @@ def page_names(root: Path) -> list[str]:
 def stage(root: Path, target: Path) -> None:
     """Replaces `target` by the pages and the files that they link to."""
     shutil.rmtree(target, ignore_errors=True)
-    for page in _pages(root):
-        place = target / _name(root, page)
+    waiting, done = _pages(root), set()
+    while waiting:
+        path = waiting.pop()
+        if path in done or not path.is_file():
+            continue
+        done.add(path)
+        place = target / _name(root, path)
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(_rewritten(root, target, page))
+        if path.suffix == ".md":
+            text, linked = _rewritten(root, path)
+            place.write_text(text)
+            waiting += linked
+        else:
+            shutil.copyfile(path, place)
 
 
 def _pages(root: Path) -> list[Path]:
@@ -43,24 +53,22 @@ def _name(root: Path, path: Path) -> str:
     return TOP.get(name) or (name.removeprefix(f"{DOCS}/") if name.startswith(f"{DOCS}/") else f"{SOURCE}/{name}")
 
 
-def _rewritten(root: Path, target: Path, page: Path) -> str:
+def _rewritten(root: Path, page: Path) -> tuple[str, list[Path]]:
+    """The text of a page with links for the site, and the files that it links to."""
     here = Path(_name(root, page)).parent
-    pages = _pages(root)
+    linked: list[Path] = []
 
     def link(found: re.Match[str]) -> str:
         if not found["path"] or ":" in found["path"]:
             return found[0]
-        linked = Path(os.path.normpath(page.parent / found["path"]))
-        if linked.is_dir():
+        path = Path(os.path.normpath(page.parent / found["path"]))
+        if path.is_dir():
             return found["text"]
-        name = _name(root, linked)
-        if linked not in pages and linked.is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(linked, target / name)
-        return f"{found['image']}[{found['text']}]({os.path.relpath(name, here)}{found['anchor'] or ''})"
+        linked.append(path)
+        return f"{found['image']}[{found['text']}]({os.path.relpath(_name(root, path), here)}{found['anchor'] or ''})"
 
     parts, end, text = [], 0, page.read_text()
     for fence in _FENCE.finditer(text):
         parts += [_LINK.sub(link, text[end : fence.start()]), fence[0]]
         end = fence.end()
-    return "".join([*parts, _LINK.sub(link, text[end:])])
+    return "".join([*parts, _LINK.sub(link, text[end:])]), linked

@@ -22,7 +22,8 @@ def test_every_page_is_in_the_navigation_once() -> None:
 def tree(tmp_path: Path) -> Path:
     texts = {
         "README.md": "[guide](docs/guides/one.md#part) [licence](LICENSE) [site](https://example.org/docs/a.md)",
-        "CONTRIBUTING.md": "[folder](docs)",
+        "CONTRIBUTING.md": "[folder](docs), [rules](RULES.md)",
+        "RULES.md": "[home](docs/index.md) [again](RULES.md)",
         "CHANGELOG.md": "",
         "LICENSE": "free",
         "docs/index.md": "[overview](../README.md), [here](#there)\n```\n[not](../a/link.md)\n```\n![plot](plot.svg)",
@@ -43,7 +44,8 @@ def test_links_of_the_pages_are_rewritten(tree: Path, tmp_path: Path) -> None:
     stage(tree, site)
     assert {path.relative_to(site).as_posix(): path.read_text() for path in site.glob("**/*.*")} == {
         "overview.md": "[guide](guides/one.md#part) [licence](source/LICENSE) [site](https://example.org/docs/a.md)",
-        "contributing.md": "folder",
+        "contributing.md": "folder, [rules](source/RULES.md)",
+        "source/RULES.md": "[home](../index.md) [again](RULES.md)",
         "changes.md": "",
         "index.md": "[overview](overview.md), [here](#there)\n```\n[not](../a/link.md)\n```\n![plot](plot.svg)",
         "plot.svg": "<svg/>",
