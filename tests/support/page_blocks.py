@@ -180,7 +180,7 @@ NOT_RUN = {
     ("processes", "EXECUTION_ENV_PATH: it has"): OUTPUT,
     ("processes", "systemctl"): SERVICE,
     ("processes", "CUDA_MPS"): GPU,
-    ("python", "import threading"): "compiled only; tests/process/models has models like it",
+    ("python", "import threading"): "tests/process/docs/test_pages.py serves it for the page on the clients",
     ("python", "import asyncio"): "compiled only; tests/process/models has models like it",
     ("releases", "make package"): "make test-package builds and tests the packages",
     ("ray", ""): "needs Ray and a cluster; tests/ray runs the application and the predictor",
