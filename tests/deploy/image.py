@@ -34,8 +34,11 @@ conmon_path = ["{conmon}"]
 runtime = "runc"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
+lock_type = "file"
 [engine.runtimes]
 runc = ["{runc}"]
+[network]
+network_config_dir = "{networks}"
 """
 
 
@@ -66,7 +69,7 @@ def podman_environment() -> dict[str, str]:
     paths = {name: unpacked / "usr" / place / name for name, place in (("conmon", "bin"), ("runc", "sbin"))}
     known = {name: path if path.exists() else shutil.which(name) for name, path in paths.items()}
     configuration = PLACE / "containers.conf"
-    configuration.write_text(CONFIGURATION.format(unpacked=unpacked, **known))
+    configuration.write_text(CONFIGURATION.format(unpacked=unpacked, networks=PLACE / "networks", **known))
     return environment("podman") | {"HOME": str(home), "CONTAINERS_CONF": str(configuration)}
 
 
@@ -95,8 +98,9 @@ def build() -> str:
         *("--build-arg", f"BASE={BASE}", "--build-arg", "PIP_ARGS=--no-index --find-links=/src/wheels"),
         *("--file", str(CONTEXT / "deploy/container/Dockerfile"), str(CONTEXT)),
     )
-    for older in call("images", "--quiet", "--filter", f"reference={IMAGE}", "--filter", f"before={name}").split():
-        call("rmi", "--force", older)
+    older = call("images", "--quiet", "--filter", f"reference={IMAGE}", "--filter", f"before={name}").split()
+    for found in set(older):
+        call("rmi", "--force", found)
     call("image", "prune", "--force")
     return name
 
@@ -151,10 +155,10 @@ def _make_context() -> None:
     shutil.copytree(wheels, CONTEXT / "wheels", copy_function=os.link)
 
 
-def limits() -> list[str]:
-    """Podman's defaults are above what this process may set, if it is root without CAP_SYS_RESOURCE."""
+def limits(memory: str = "2g", cpus: str = "2") -> list[str]:
+    """Those of processes too, as Podman's defaults are above what root may set without CAP_SYS_RESOURCE."""
     wanted = {"nofile": (resource.RLIMIT_NOFILE, 65536), "nproc": (resource.RLIMIT_NPROC, 4096)}
-    words = []
+    words = ["--memory", memory, "--cpus", cpus]
     for name, (kind, most) in wanted.items():
         allowed = resource.getrlimit(kind)[1]
         limit = most if allowed == resource.RLIM_INFINITY else min(most, allowed)

@@ -1,7 +1,7 @@
 """A pod of one container, run by Podman as its manifest says: user, capabilities, volumes, limits, probes, preStop.
 
 Not as in a cluster: it has the machine's network, and listens on a loopback address of its own, with the ports of the
-manifest.
+manifest; and limits of CPU and memory that suit a smaller machine.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ class Answer(NamedTuple):
 class Pod:
     """`spec` is that of a pod, with one container. `files`: for each volume that is not an emptyDir, its directory."""
 
-    def __init__(
-        self, root: Path, spec: Thing, files: Mapping[str, Path], memory: str = "2Gi", cpus: str = "2"
-    ) -> None:
-        """`memory` and `cpus` replace the limits of the manifest, which are for larger machines."""
+    def __init__(self, root: Path, spec: Thing, files: Mapping[str, Path]) -> None:
         self.root = root
         self.spec = spec
         (self.container,) = spec["containers"]
@@ -49,13 +46,12 @@ class Pod:
         """Of this process alone, as ports are those of the manifest."""
         self.log = root / "log"
         self._files = files
-        self._limits = ("--memory", memory.removesuffix("i").lower(), "--cpus", cpus)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         words = [
             *("run", "--rm", "--name", self.name, "--network", "host", "--read-only-tmpfs=false"),
-            *("--image-volume", "ignore", "--log-driver", "none", *self._limits, *image.limits()),
+            *("--image-volume", "ignore", "--log-driver", "none", *image.limits()),
             *self._security(),
             *self._environment(),
             *self._volumes(),

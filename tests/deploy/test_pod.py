@@ -174,8 +174,8 @@ def test_drain_before_the_end(mortal: Pod) -> None:
             thread.until_more(5)
         long.start()
         stopping = mortal.pre_stop()
-        while mortal.probe("readinessProbe") == 200:
-            pass  # as a kubelet does, in longer intervals
+        while mortal.probe("readinessProbe") == 200:  # as a kubelet asks, in longer intervals
+            assert stopping.poll() is None, "preStop has ended, and the pod is ready"
         for thread in calls:
             thread.until_more(20)  # the endpoints still have this pod
     finally:
