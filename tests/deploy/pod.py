@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import os
 import re
 import ssl
@@ -29,6 +30,9 @@ LISTENS = ("SHMSERVE_HTTP_ADDRESS", "SHMSERVE_GRPC_ADDRESS")
 ANY_ADDRESS = "0.0.0.0"
 
 
+_NUMBERS = itertools.count()
+
+
 class Answer(NamedTuple):
     status: int
     body: bytes
@@ -42,8 +46,8 @@ class Pod:
         self.spec = spec
         (self.container,) = spec["containers"]
         self.name = f"shmserve-{os.getpid()}-{root.name}"
-        self.address = f"127.{os.getpid() >> 16 & 63 | 64}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
-        """Of this process alone, as ports are those of the manifest."""
+        self.address = f"127.{64 + next(_NUMBERS) % 128}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
+        """Of this pod alone, as ports are those of the manifest."""
         self.log = root / "log"
         self._files = files
         self._process: subprocess.Popen[bytes] | None = None
