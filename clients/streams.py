@@ -1,17 +1,22 @@
 """What `stream` returns: an iterator over the answers of one request, for threads or for asyncio.
 
-Invariant: closing or dropping an iterator cancels its request.
+Invariant: closing or dropping an iterator cancels its request. asyncio is imported only where it runs, as `Client`
+needs this module and an eighth of its import time would be asyncio's.
 """
 
 from __future__ import annotations
 
-import asyncio
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from shmserve.clients.future import FINISHED, PENDING, Future
-from shmserve.clients.transport.event_loop import LoopLink
 from shmserve.clients.transport.shared_reader import SharedLink
 from shmserve.session import Result, StreamTicket
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from shmserve.clients.transport.event_loop import LoopLink
 
 
 class Flow(StreamTicket, Future):
@@ -104,9 +109,11 @@ class AsyncStream:
             if flow.ended:
                 error, flow.error = flow.error, None
                 raise StopAsyncIteration if error is None else error
+            from asyncio import get_running_loop, shield
+
             if flow.waiter is None:
-                flow.waiter = asyncio.get_running_loop().create_future()
-            await asyncio.shield(flow.waiter)  # several tasks may wait for it
+                flow.waiter = get_running_loop().create_future()
+            await shield(flow.waiter)  # several tasks may wait for it
         part = link.session.next_part(flow)
         if link.session.outbox.messages:
             link.send_soon()

@@ -30,6 +30,14 @@ from tests.support.browser.tab import Tab
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 
 ENGINES = ("onnxruntime", "onnx", "nvidia", "torch", "tensorflow", "ai_edge_litert", "tensorrt", "openvino", "cupy")
+SERVER_ONLY = ("google", "uvloop", "rich", "argcomplete", "hdrh", "hpack", "httptools", "jinja2", "re2", "textual")
+CLIENT_PARTS = {
+    f"shmserve.{name}"
+    for name in (
+        "clients", "dtypes", "errors", "extras", "paths", "protocol", "python_values", "session", "shm", "system",
+        "version",
+    )
+}  # fmt: skip
 MODULES = """
 import json, sys
 import shmserve
@@ -96,15 +104,31 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
 
 
 def test_importing_the_client_is_light(python: Path, tmp_path: Path) -> None:
+    """What is imported is what `pip install .` installs, and of shmserve the client's parts."""
     found = json.loads(run(python, "-c", MODULES, cwd=tmp_path))
     assert Path(found["file"]).is_relative_to(python.parents[1])
     assert found["version"] == "0.1.0"
     tops = {name.partition(".")[0] for name in found["modules"]}
     assert not tops & set(ENGINES)
-    assert "google.protobuf" not in found["modules"]
-    assert not [
-        name for name in found["modules"] if name.startswith(("shmserve.broker", "shmserve.workers", "shmserve.core"))
-    ]
+    assert tops & set(SERVER_ONLY) == set()
+    parts = {".".join(name.split(".")[:2]) for name in found["modules"] if name.startswith("shmserve.")}
+    assert parts == CLIENT_PARTS
+
+
+def test_importing_client_does_not_import_asyncio(python: Path, tmp_path: Path) -> None:
+    code = "import json, sys, shmserve; shmserve.Client; print(json.dumps(sorted(sys.modules)))"
+    found = json.loads(run(python, "-c", code, cwd=tmp_path))
+    assert "shmserve.clients.client" in found
+    assert not {"asyncio", "zmq", "ssl", "subprocess", "multiprocessing", "importlib.metadata"} & set(found)
+
+
+def test_importing_the_package_imports_nothing_else(python: Path, tmp_path: Path) -> None:
+    code = (
+        "import json, sys; old = set(sys.modules); import shmserve; print(json.dumps(sorted(set(sys.modules) - old)))"
+    )
+    found = json.loads(run(python, "-c", code, cwd=tmp_path))
+    assert [name for name in found if name.startswith("shmserve")] == ["shmserve"]
+    assert not {"numpy", "msgspec", "asyncio"} & set(found)
 
 
 def test_the_command(python: Path, tmp_path: Path) -> None:
