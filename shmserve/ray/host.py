@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections import deque
@@ -84,6 +85,8 @@ class Host:
             if place.is_dir() and place != self._place and (lock := _locked(place)) >= 0:
                 shutil.rmtree(place, ignore_errors=True)
                 os.close(lock)
+            elif place.is_socket() and not _answers(place):
+                place.unlink()
 
     # ------------------------------------------------------------------------------------------------ owners
 
@@ -202,6 +205,16 @@ class Host:
             with suppress(OSError):
                 sys.stderr.write(text)
                 sys.stderr.flush()
+
+
+def _answers(path: Path) -> bool:
+    """Whether a process listens on the Unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
+        try:
+            tried.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
 
 
 def _locked(directory: Path) -> int:

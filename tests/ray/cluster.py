@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,23 +75,24 @@ def started(nodes: int) -> Iterator[Place]:
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        made = Place(cluster, *free_ports(("127.0.0.1",), 2))
-        for _ in range(nodes - 1):
-            made.add_node()
-        ray.init(address=cluster.address, log_to_driver=False)
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": "127.0.0.1", "port": made.http},
-            grpc_options={
-                "port": made.grpc,
-                "grpc_servicer_functions": ["shmserve.ray:add_kserve_servicer_to_server"],
-            },
-        )
-        yield made
-        serve.shutdown()
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as sessions:
+        head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": sessions}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            made = Place(cluster, *free_ports(("127.0.0.1",), 2))
+            for _ in range(nodes - 1):
+                made.add_node()
+            ray.init(address=cluster.address, log_to_driver=False)
+            serve.start(
+                proxy_location="HeadOnly",
+                http_options={"host": "127.0.0.1", "port": made.http},
+                grpc_options={
+                    "port": made.grpc,
+                    "grpc_servicer_functions": ["shmserve.ray:add_kserve_servicer_to_server"],
+                },
+            )
+            yield made
+            serve.shutdown()
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
