@@ -57,7 +57,7 @@ def test_engines_come_with_the_server() -> None:
 def test_all_has_every_extra_that_can_be_combined() -> None:
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg")
-    assert with_included("all")[1] == set(setup["options.extras_require"]) - {"gpu", "ray", "samples", "dev"}
+    assert with_included("all")[1] == set(setup["options.extras_require"]) - {"gpu", "samples", "dev"}
     assert "onnxruntime" not in with_included("gpu")[0]  # the same module as onnxruntime-gpu
 
 
