@@ -75,8 +75,19 @@ class Running:
         self._process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):  # then it is killed with the rest
             self._process.wait(END_S)
-        self._signal(self.members(), signal.SIGKILL)
+        left = self.members()
+        self._signal(left, signal.SIGKILL)
         self._process.wait()
+        for pid in left:
+            self._await_end(pid)
+
+    def _await_end(self, pid: int) -> None:
+        try:
+            ended = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        select.select([ended], [], [], END_S)
+        os.close(ended)
 
     def _signal(self, pids: set[int], number: signal.Signals) -> None:
         for pid in pids:
