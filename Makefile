@@ -84,12 +84,12 @@ test-package: $(VENV)/.dev $(RELEASE)/.made
 	@$(BIN)/python -m tests.package $(ARGS)
 
 release-check:
-	@$(PYTHON) -m release.check $(VERSION)
+	@$(PYTHON) -m deploy.release.check $(VERSION)
 
 # The time of the commit is that of all files, so the same commit makes the same packages.
 package: $(RELEASE)/.made
-	@$(RELEASE)/bin/python -m release.build $(DIST)
-	@$(RELEASE)/bin/python -m release.sbom $(DIST)
+	@$(RELEASE)/bin/python -m deploy.release.build $(DIST)
+	@$(RELEASE)/bin/python -m deploy.release.sbom $(DIST)
 	@$(RELEASE)/bin/python -m twine check --strict $(DIST)/shmserve-*.whl $(DIST)/shmserve-*.tar.gz
 
 tritonclient: $(VENV)/.made
@@ -258,10 +258,10 @@ $(TRITONCLIENT)/.made:
 	  'tritonclient[all]==2.73.0' || { rm -rf $(TRITONCLIENT); exit 1; }
 	@touch $@
 
-$(RELEASE)/.made: release/requirements.txt
+$(RELEASE)/.made: deploy/release/requirements.txt
 	@echo 'installing the tools that build packages in $(RELEASE) ...'
 	@rm -rf $(RELEASE) && $(PYTHON) -m venv $(RELEASE)
-	@$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r release/requirements.txt
+	@$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -r deploy/release/requirements.txt
 	@touch $@
 
 # What Triton's tests import.

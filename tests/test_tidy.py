@@ -23,7 +23,7 @@ from tests import ROOT
 
 FUNCTION_LINES = 70
 FILE_BYTES = 1024 * 1024
-CODE = ("shmserve", "workers", "repo", "clients", "tests", "bench", "release")
+CODE = ("shmserve", "workers", "repo", "clients", "tests", "bench", "deploy")
 PACKAGES = ("shmserve", "workers", "repo", "clients")
 LINKS = {"shmserve/workers": "../workers", "shmserve/repo": "../repo", "shmserve/clients": "../clients"}
 

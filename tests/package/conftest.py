@@ -12,7 +12,7 @@ import pytest
 from tests import ROOT
 
 TOOLS = ROOT / "build" / "release-env" / "bin" / "python"
-"""The interpreter that has the tools of release/requirements.txt; `make test-package` creates it."""
+"""The interpreter that has the tools of deploy/release/requirements.txt; `make test-package` creates it."""
 BUILD_S = 240
 
 
@@ -38,7 +38,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the sdist, the wheel and SHA256SUMS of HEAD."""
     assert TOOLS.is_file(), f"{TOOLS.relative_to(ROOT)} is missing: run make test-package"
     folder = tmp_path_factory.mktemp("packages")
-    run(TOOLS, "-m", "release.build", folder, cwd=ROOT)
+    run(TOOLS, "-m", "deploy.release.build", folder, cwd=ROOT)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""What `release.build` writes: complete, and the same from the same commit."""
+"""What `deploy.release.build` writes: complete, and the same from the same commit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINKS = {"shmserve/workers", "shmserve/repo", "shmserve/clients"}
 def test_two_builds_are_the_same(packages: Path, tmp_path: Path) -> None:
     """In another folder, with other modes and times of the files."""
     run("git", "clone", "--quiet", ROOT.as_uri(), tmp_path / "clone", cwd=tmp_path, umask=0o077)
-    run(TOOLS, "-m", "release.build", tmp_path / "dist", cwd=tmp_path / "clone", umask=0o077)
+    run(TOOLS, "-m", "deploy.release.build", tmp_path / "dist", cwd=tmp_path / "clone", umask=0o077)
     first, second = (
         {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (packages, tmp_path / "dist")
     )
@@ -38,7 +38,7 @@ def test_the_sums(packages: Path) -> None:
 
 
 def test_an_older_build_is_not_mixed_with_a_new_one(packages: Path) -> None:
-    command = [str(TOOLS), "-m", "release.build", str(packages)]
+    command = [str(TOOLS), "-m", "deploy.release.build", str(packages)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert "is not empty" in done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from release.check import main, problems
+from deploy.release.check import main, problems
 from tests import ROOT
 
 SETUP = """[metadata]

@@ -1,4 +1,4 @@
-"""`python -m release.sbom DIRECTORY`: the SBOM of the wheel in it (CycloneDX, JSON), from an installation.
+"""`python -m deploy.release.sbom DIRECTORY`: the SBOM of the wheel in it (CycloneDX, JSON), from an installation.
 
 The wheel is installed with the extra `server` in an environment of its own, so the versions are those that pip selects
 today. The wheel itself contains no code of other projects. SHA256SUMS is written again.
@@ -18,7 +18,7 @@ from typing import Any
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from release.build import write_sums
+from deploy.release.build import write_sums
 
 EXTRA = "server"
 

@@ -1,4 +1,4 @@
-"""`python -m release.check VERSION`: what still stands against a release of HEAD as this version."""
+"""`python -m deploy.release.check VERSION`: what still stands against a release of HEAD as this version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from release.build import ROOT
+from deploy.release.build import ROOT
 
 _VERSION = re.compile(r"\d+\.\d+\.\d+(rc\d+)?")
 

@@ -1,4 +1,4 @@
-"""`python -m release.build DIRECTORY`: the sdist and the wheel of HEAD, and the file SHA256SUMS.
+"""`python -m deploy.release.build DIRECTORY`: the sdist and the wheel of HEAD, and the file SHA256SUMS.
 
 Both depend on the commit only: they are built from `git archive`, with the commit's time and fixed modes, by the pinned
 setuptools of requirements.txt. The wheel is built from the sdist, so a release cannot have a wheel that its sdist does
@@ -17,7 +17,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SUMS = "SHA256SUMS"
 
 
