@@ -18,7 +18,7 @@ class Segments:
         self._descriptors: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._names: dict[int, tuple[str, int | None]] = {}
-        """Names of workers' segments, with the descriptors that hold them."""
+        """Names of workers' segments, with the descriptors that hold those of workers that have ended."""
         self._mapped = Mapped()
 
     def add(self, peer: int, message: Map, descriptor: int) -> None:
@@ -37,16 +37,20 @@ class Segments:
         self._sizes[message.segment] = message.size
 
     def named(self, message: Map, pid: int) -> None:
-        """Records a worker's named segment, and holds it. `forget` unlinks it, as the worker may have exited by
-        then."""
-        if message.name is not None and message.segment not in self._names and posix.is_made_by(pid, message.name):
-            self._names[message.segment] = message.name, posix.hold(message.name)
+        """Records a worker's named segment. `forget` unlinks it, as the worker may have exited by then."""
+        if message.name is not None and posix.is_made_by(pid, message.name):
+            self._names[message.segment] = message.name, None
 
     def worker_ended(self, pid: int) -> None:
         """Unlinks named segments that the worker created but did not announce: no handle refers to them. Announced ones
-        stay until they are forgotten, as clients may not have opened them yet. Pid 0: the process was never started."""
-        if pid:
-            posix.sweep(pid)
+        are held until they are forgotten, as clients may not have opened them yet. Pid 0: the process was never
+        started."""
+        if not pid:
+            return
+        for segment, (name, held) in self._names.items():
+            if held is None and posix.is_made_by(pid, name):
+                self._names[segment] = name, posix.hold(name)
+        posix.sweep(pid)
 
     def lend(self, message: Map, descriptor: int) -> None:
         """Adds one of the broker's own segments, with a duplicate of the descriptor, which stays with the arena."""

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,13 @@ sys.stdin.read()
 
 
 @pytest.fixture
+def hosts() -> Iterator[Path]:
+    """Not below tmp_path: there the paths of sockets become too long."""
+    with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
 def config(tmp_path: Path) -> ServerConfig:
     write_times(tmp_path / "models", "twice")
     return ServerConfig((str(tmp_path / "models"),))
@@ -57,8 +65,8 @@ def twice(runtime_dir: Path) -> float:
         return float(client.infer("twice", {"x": np.array([[3.0]], np.float32)})["y"][0, 0])
 
 
-def test_owners_share_it_and_the_last_one_ends_it(config: ServerConfig, tmp_path: Path) -> None:
-    first, second = (NodeServer(config, "key", tmp_path / "hosts") for _ in range(2))
+def test_owners_share_it_and_the_last_one_ends_it(config: ServerConfig, hosts: Path) -> None:
+    first, second = (NodeServer(config, "key", hosts) for _ in range(2))
     first.start(START_S)
     second.start(START_S)
     assert (first.host, first.runtime_dir) == (second.host, second.runtime_dir)
@@ -66,19 +74,19 @@ def test_owners_share_it_and_the_last_one_ends_it(config: ServerConfig, tmp_path
         first.close()
         assert twice(second.runtime_dir) == 6.0
         second.close()
-    assert not (tmp_path / "hosts").exists()
+    assert not (hosts).exists()
 
 
-def test_it_has_endpoints_of_its_own(config: ServerConfig, tmp_path: Path) -> None:
-    server = NodeServer(ServerConfig(config.models, gateway=True), "key", tmp_path / "hosts")
+def test_it_has_endpoints_of_its_own(config: ServerConfig, hosts: Path) -> None:
+    server = NodeServer(ServerConfig(config.models, gateway=True), "key", hosts)
     server.start(START_S)
     assert sorted(server.ports) == ["grpc", "http"]
     with ends(server.host):
         server.close()
 
 
-def test_it_ends_with_an_owner_that_is_killed(config: ServerConfig, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OWNER, config.models[0], str(tmp_path / "hosts")]
+def test_it_ends_with_an_owner_that_is_killed(config: ServerConfig, hosts: Path) -> None:
+    command = [sys.executable, "-c", OWNER, config.models[0], str(hosts)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         runtime_dir, host = owner.stdout.readline().split()
@@ -88,8 +96,8 @@ def test_it_ends_with_an_owner_that_is_killed(config: ServerConfig, tmp_path: Pa
     assert not Path(runtime_dir).exists()
 
 
-def test_a_server_that_crashes_is_restarted(config: ServerConfig, tmp_path: Path) -> None:
-    server = NodeServer(config, "key", tmp_path / "hosts")
+def test_a_server_that_crashes_is_restarted(config: ServerConfig, hosts: Path) -> None:
+    server = NodeServer(config, "key", hosts)
     server.start(START_S)
     with ends(server.host):
         with shmserve.Client(runtime_dir=server.runtime_dir, reconnect_timeout=START_S) as client:
@@ -99,9 +107,9 @@ def test_a_server_that_crashes_is_restarted(config: ServerConfig, tmp_path: Path
         server.close()
 
 
-def test_a_killed_host_takes_the_server_with_it(config: ServerConfig, tmp_path: Path) -> None:
+def test_a_killed_host_takes_the_server_with_it(config: ServerConfig, hosts: Path) -> None:
     """The owner notices, and can start another one. What the first has left is removed at the next start of any."""
-    server = NodeServer(config, "key", tmp_path / "hosts")
+    server = NodeServer(config, "key", hosts)
     server.start(START_S)
     left = server.runtime_dir.parent
     with ends(server.host):
@@ -109,10 +117,10 @@ def test_a_killed_host_takes_the_server_with_it(config: ServerConfig, tmp_path: 
     server.wait_failure(START_S)
     assert "has ended" in server.failure
     server.close()
-    other = NodeServer(config, "other", tmp_path / "hosts")
+    other = NodeServer(config, "other", hosts)
     other.start(START_S)
     assert not left.exists()
-    assert not (tmp_path / "hosts" / "key.sock").exists()
+    assert not (hosts / "key.sock").exists()
     server.start(START_S)
     assert twice(server.runtime_dir) == 6.0
     with ends(other.host):
@@ -121,8 +129,8 @@ def test_a_killed_host_takes_the_server_with_it(config: ServerConfig, tmp_path: 
         server.close()
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    server = NodeServer(ServerConfig((str(tmp_path / "none"),)), "key", tmp_path / "hosts")
+def test_a_server_that_cannot_start_says_why(tmp_path: Path, hosts: Path) -> None:
+    server = NodeServer(ServerConfig((str(tmp_path / "none"),)), "key", hosts)
     with pytest.raises(shmserve.Unavailable, match="exited with code"):
         server.start(START_S)
 

@@ -214,7 +214,7 @@ def test_a_class_of_another_module_is_not_taken() -> None:
 
 @pytest.mark.parametrize(
     ("name", "library", "extra"),
-    [("onnxruntime", "onnxruntime", "cpu"), ("pytorch", "torch", "torch"), ("openvino",) * 3,
+    [("onnxruntime", "onnxruntime", "server"), ("pytorch", "torch", "torch"), ("openvino",) * 3,
      ("tensorflow",) * 3, ("tflite", "ai_edge_litert", "tflite"), ("dali", "nvidia", "dali")],
 )  # fmt: skip
 def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
