@@ -76,6 +76,8 @@ def started(nodes: int) -> Iterator[Place]:
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as sessions:
+        os.environ["RAY_TMPDIR"] = sessions  # also for the file that says which cluster runs
+        Path(sessions, "ray").mkdir()
         head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": sessions}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
@@ -96,3 +98,4 @@ def started(nodes: int) -> Iterator[Place]:
         finally:
             ray.shutdown()
             cluster.shutdown()
+            del os.environ["RAY_TMPDIR"]
