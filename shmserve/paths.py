@@ -87,8 +87,16 @@ def make_runtime_dir(path: Path) -> None:
 
 def python() -> list[str]:
     """The command for another such interpreter, which imports from the current directory only if this one does."""
-    safe = sys.version_info >= (3, 11) and os.getcwd() not in sys.path and "" not in sys.path
+    safe = sys.version_info >= (3, 11) and _working_dir() not in sys.path and "" not in sys.path
     return [sys.executable, "-P"] if safe else [sys.executable]
+
+
+def _working_dir() -> str | None:
+    """None if it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def _of_user() -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from shmserve.clients.cli.parser import parser
 from shmserve.errors import ServeError
 from shmserve.extras import missing, missing_text
 from shmserve.paths import python
+from shmserve.terminal import streams
 from shmserve.terminal.errors import Failed, Misuse
 
 
@@ -25,15 +27,23 @@ def _serve(options: Sequence[str]) -> int:
     if text := missing("serve"):
         print(f"shmserve serve: {text}", file=sys.stderr)
         return 1
-    os.execv(sys.executable, [*python(), "-m", "shmserve.broker.main", *options])
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the broker unblocks it before its first import
+    os.execv(sys.executable, [*python(), "-m", "shmserve.broker", *options])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    streams.prepare()
     words = sys.argv[1:] if argv is None else list(argv)
     if completion.wanted():
         completion.complete(parser())
     if words[:1] == ["serve"]:
         return _serve(words[1:])
+    command = next((word for word in words if not word.startswith("-")), "")
+    with streams.errors_in_one_line(f"shmserve {command}".rstrip()):
+        return _run(words)
+
+
+def _run(words: Sequence[str]) -> int:
     commands = parser()
     args = commands.parse_args(words)
     if args.show_version:
@@ -43,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         code: int = args.run(args)
-        sys.stdout.flush()
         return code
     except Misuse as error:
         return _end(args, str(error), 2)
@@ -53,9 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (text := missing_text(error.name, args.command)) is None:
             raise
         return _end(args, text, 1)
-    except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except KeyboardInterrupt:
         return _end(args, "interrupted", 130)
 

@@ -29,6 +29,7 @@ _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _CTRUNC = int(socket.MSG_CTRUNC)
 _TIMEVAL = struct.Struct("ll")
 SEND_BUFFER = 1 << 20
+_REASONS = {errno.ENOENT: "no such socket", errno.ECONNREFUSED: "connection refused"}
 PATH_BYTES = 107
 """Longest path of a Unix socket."""
 KEPT_LIMIT_S = 0.5
@@ -49,7 +50,7 @@ def connect(address: Address) -> Lane:
             raise no_server(
                 address, "permission denied on its socket; the server grants access to a group with --socket-group"
             ) from error
-        raise no_server(address, "connection refused") from error
+        raise no_server(address, _REASONS.get(error.errno or 0, error.strerror or str(error))) from error
     return Lane(sock)
 
 

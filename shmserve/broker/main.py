@@ -58,6 +58,7 @@ from shmserve.repo.storage.store import ScannedModel
 from shmserve.shm.extents import posix
 from shmserve.system.process import keep_freed_memory
 from shmserve.system.service_manager import ServiceManager, of_this_process
+from shmserve.terminal import streams
 from shmserve.version import version
 
 log = logging.getLogger("shmserve")
@@ -78,7 +79,16 @@ class CannotStart(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings = setting.parse(sys.argv[1:] if argv is None else argv)
+    with streams.errors_in_one_line("shmserve serve"):  # it prints `--help`
+        settings = setting.parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return _start(settings)
+    except KeyboardInterrupt:  # before `run` handles the signal
+        print("shmserve: interrupted", file=sys.stderr)
+        return 130
+
+
+def _start(settings: argparse.Namespace) -> int:
     recent = RecentRecords(settings.log_recent_bytes)
     try:
         set_up(settings, recent)
@@ -107,22 +117,34 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         try:
             make_runtime_dir(self._path)
-            self._lock = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise CannotStart(f"cannot use runtime directory {self._path}: {error}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = self._locked()
+            self._remove()
+            for name in (GENERATIONS, FILES):
+                (self._path / name).mkdir(mode=0o700)
+            (self._path / AGENTS).mkdir(mode=0o700, exist_ok=True)
         except BlockingIOError:
-            os.close(self._lock)
             text = (
                 f"another server runs in {self._path}; stop it, with Ctrl-C in its terminal, or give this one another "
             )
             text += "--runtime-dir and other ports (--http-port, --grpc-port, --metrics-port)"
             raise CannotStart(text) from None
-        self._remove()
-        for name in (GENERATIONS, FILES):
-            (self._path / name).mkdir(mode=0o700)
-        (self._path / AGENTS).mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            text = f"cannot use runtime directory {self._path}: {streams.error_text(error)}"
+            raise CannotStart(f"{text}; give another with --runtime-dir") from None
+
+    def _locked(self) -> int:
+        """The descriptor of the lock. Raises BlockingIOError if another server has it."""
+        while True:
+            lock = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), (self._path / LOCK).stat()):
+                        return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)  # a server that ended has removed the file in the meantime
 
     def _remove(self) -> None:
         for name in (LANE, BROKER):

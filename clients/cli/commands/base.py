@@ -106,7 +106,8 @@ def complain(args: argparse.Namespace, text: str) -> None:
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    print(json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False))
+    is_unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    print(json.dumps(value, indent=indent, ensure_ascii=not is_unicode, allow_nan=False))
 
 
 def print_text(text: str) -> None:

@@ -1,0 +1,59 @@
+"""Standard streams of a command that are closed, cannot be written, or cannot encode a text."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def prepare() -> None:
+    """Opens /dev/null for each standard stream that is closed (`>&-`): otherwise the next file or socket would get its
+    number, and receive what a child process prints. Escapes characters that the encoding of the terminal lacks."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def errors_in_one_line(command: str) -> Iterator[None]:
+    """Ends the program with code 1 and one line at an error of the operating system, such as a full disk; without the
+    line if the reader of a pipe has closed it, as `head` does. Flushes standard output at the end of the block."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"{command}: {error_text(error)}", file=sys.stderr)
+        _flush_or_discard()
+        raise SystemExit(1) from None
+
+
+def error_text(error: OSError) -> str:
+    """The error without its number, after the name of its file."""
+    text = error.strerror or str(error)
+    if error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {text}"
+    if error.errno == errno.ENOENT:  # getcwd
+        return "the current directory has been deleted; change to another"
+    return f"cannot write standard output: {text}" if error.errno in _FULL else text
+
+
+def _flush_or_discard() -> None:
+    """Text that standard output has not taken is discarded: the interpreter would try again at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

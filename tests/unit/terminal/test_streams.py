@@ -1,0 +1,134 @@
+"""What the command prints if its standard streams are closed or full, and if it is interrupted while it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+END_S = 60
+COMMAND = [sys.executable, "-m", "shmserve.clients.cli.main"]
+INTERRUPTED = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+"""Sends the signal of Ctrl-C when this module is imported."""
+
+
+def run(
+    *words: str, buffered: bool = True, command: list[str] = COMMAND, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("SHMSERVE_", "PYTHON"))}
+    variables |= {} if buffered else {"PYTHONUNBUFFERED": "1"}
+    variables |= more.pop("variables", {})
+    more.setdefault("stdout", subprocess.PIPE)
+    return subprocess.run(
+        [*command, *words], env=variables, stderr=subprocess.PIPE, text=True, check=False, timeout=END_S, **more
+    )
+
+
+@pytest.mark.parametrize("words", ["version", "--help", "infer --help-all", "serve --help-all"])
+def test_a_full_disk_is_one_line(words: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = run(*words.split(), stdout=full)
+    name = words.partition(" --")[0].replace("--help", "")
+    assert ran.stderr == f"{f'shmserve {name}'.strip()}: cannot write standard output: No space left on device\n"
+    assert ran.returncode == 1
+
+
+def test_a_full_disk_is_one_line_without_a_buffer() -> None:
+    with Path("/dev/full").open("w") as full:
+        ran = run("version", buffered=False, stdout=full)
+    assert ran.stderr == "shmserve version: cannot write standard output: No space left on device\n"
+
+
+@pytest.mark.parametrize("words", ["version", "--help", "serve --help-all", "serve --help"])
+def test_a_reader_that_has_gone_is_no_error(words: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = run(*words.split(), stdout=writer)
+    os.close(writer)
+    assert ran.stderr == ""
+    assert ran.returncode in (0, 1)  # the parser ignores it from Python 3.11 on if nothing is buffered
+
+
+def test_streams_that_are_closed() -> None:
+    ran = subprocess.run(
+        ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *COMMAND, "version"], capture_output=True, check=False, timeout=END_S
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+
+
+def test_a_closed_stream_does_not_become_a_socket() -> None:
+    program = "import os, socket; from shmserve.terminal.streams import prepare; prepare(); "
+    program += "import sys; assert socket.socket().fileno() > 2; os.execv(sys.executable, [sys.executable, '-c', "
+    program += "'import os, sys; sys.stderr.write(os.readlink(\"/proc/self/fd/1\"))'])"
+    ran = run(command=["sh", "-c", '"$@" >&-', "sh", sys.executable, "-c", program])
+    assert ran.stderr.strip() == "/dev/null"
+
+
+def test_an_encoding_without_the_characters() -> None:
+    program = "from shmserve.terminal.streams import prepare; prepare(); print('caf\\xe9 \\u2192 \\udce9')"
+    ran = run(command=[sys.executable, "-c", program], variables={"PYTHONIOENCODING": "latin-1"}, encoding="latin-1")
+    assert ran.stdout == "café \\u2192 \\udce9\n"
+
+
+def test_a_working_directory_that_was_deleted(tmp_path: Path) -> None:
+    program = "import os, sys; os.chdir(sys.argv[1]); os.rmdir(sys.argv[1]); sys.argv[1:] = sys.argv[2:]; "
+    program += "from shmserve.clients.cli.main import main; sys.exit(main())"
+    place = tmp_path / "gone"
+    place.mkdir()
+    ran = run(str(place), "serve", "m.onnx", command=[sys.executable, "-c", program])
+    assert ran.returncode == 1
+    assert ran.stderr == "shmserve serve: the current directory has been deleted; change to another\n"
+
+
+@pytest.mark.parametrize("module", ["shmserve.clients.cli.parser", "shmserve.clients.cli.commands.status"])
+def test_ctrl_c_while_the_command_starts(module: str) -> None:
+    program = INTERRUPTED.format(module=module) + "from shmserve.clients.cli.start import main; sys.exit(main())"
+    ran = run("version", command=[sys.executable, "-c", program])
+    assert "Traceback" not in ran.stderr
+    assert ran.returncode in (-signal.SIGINT, 130)
+    assert ran.stdout == ""
+
+
+def test_ctrl_c_while_the_server_is_imported(tmp_path: Path) -> None:
+    program = INTERRUPTED.format(module="shmserve.broker.loop")
+    program += "runpy.run_module('shmserve.broker', run_name='__main__')"
+    words = ["--model-repository", str(tmp_path), "--runtime-dir", str(tmp_path / "run")]
+    ran = run(*words, command=[sys.executable, "-c", program])
+    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_before_the_server_runs(tmp_path: Path) -> None:
+    """At any of these points the runtime directory has files, and nothing is left of them."""
+    for name in ("posix.sweep", "survey", "_worker_settings"):
+        program = f"""
+import os, runpy, signal, sys
+from shmserve.broker import main
+main.{name} = lambda *arguments: os.kill(os.getpid(), signal.SIGINT)
+sys.exit(main.main())
+"""
+        words = ["--model-repository", str(tmp_path), "--runtime-dir", str(tmp_path / "run"), "--no-gateway"]
+        ran = run(*words, command=[sys.executable, "-c", program])
+        assert (ran.returncode, ran.stderr.splitlines()[-1]) == (130, "shmserve: interrupted"), name
+        assert "Traceback" not in ran.stderr
+        assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ["serve", "--model-repository", str(tmp_path), "--runtime-dir", str(tmp_path / "file" / "run")]
+    ran = run(*words)
+    assert ran.returncode == 1
+    assert f"cannot use runtime directory {tmp_path}/file/run: " in ran.stderr
+    assert ran.stderr.endswith("Not a directory; give another with --runtime-dir\n")
