@@ -167,6 +167,8 @@ class ServerProcess:
         self._loop = loop
         self._code = 0
         self._stopping = False
+        self._stop_until = 0.0
+        """When requests in flight fail, once the server is stopping."""
         self._core = Core(f"shmserve {version()}", setting.limits(settings), settings.log_verbose > 1, survive=True)
         self._mode: str = settings.model_control_mode
         gpus = _gpus()
@@ -491,21 +493,31 @@ class ServerProcess:
     def _stop(self, why: str) -> None:
         """Stops the gateways before the broker, as they still forward requests that they have begun to receive."""
         if self._stopping:
+            if why == "SIGINT":
+                self._stop_now()
             return
         self._stopping = True
         limit_s = self._settings.exit_timeout_secs
-        log.info("%s: finishing the requests in flight, for up to %g s", why, limit_s)
+        again = "; Ctrl-C again fails them" if why == "SIGINT" and limit_s else ""
+        log.info("%s: finishing the requests in flight, for up to %g s%s", why, limit_s, again)
         self._announcer.stopping(limit_s)
         Deadline(
             lambda: self._broker.processes() | self._gateways.names(),
             lambda: len(self._core.state.requests),
             lambda: self._loop.call_soon_threadsafe(self._loop.stop),
         ).start(limit_s)
-        until = self._loop.time() + limit_s
-        self._gateways.stop(limit_s, lambda: self._drain(until))
+        self._stop_until = self._loop.time() + limit_s
+        self._gateways.stop(limit_s, self._drain)
 
-    def _drain(self, until: float) -> None:
-        self._broker.put(events.Drain(max(0, int((until - self._loop.time()) * 1e9))))
+    def _stop_now(self) -> None:
+        """At another Ctrl-C."""
+        log.warning("SIGINT again: failing the %d request(s) in flight", len(self._core.state.requests))
+        self._stop_until = self._loop.time()
+        self._gateways.kill()
+        self._drain()
+
+    def _drain(self) -> None:
+        self._broker.put(events.Drain(max(0, int((self._stop_until - self._loop.time()) * 1e9))))
 
 
 def _worker_settings(

@@ -356,10 +356,13 @@ class ClientOperations:
         self._warn(reading)
         adopted = [event for _, event in self._catalog.adopt(reading, next(self._numbers))]
         refused = {event.reason for event in adopted if isinstance(event, events.Refuse)}
+        name = reading.scanned.name
+        served = (model := self._core.state.models.get(name)) is not None and model.default() is not None
         for reason in refused.difference(reading.scanned.missing.values()):  # _warn has logged those
-            log_record(
-                "error", f"model '{reading.scanned.name}' is not served: {reason}", {"model": reading.scanned.name}
-            )
+            text = f"model '{name}' is not served: {reason}"
+            if served:
+                text = f"load failed for model '{name}': {reason}; the previous version is still served"
+            log_record("error", text, {"model": name})
         self._put_all(adopted)
         return {event.operation for event in adopted if isinstance(event, events.Deploy)}
 

@@ -381,7 +381,9 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------ drain
 
     def drain(self, peer: int, event: Drain, now: int) -> None:
+        """A later one can only end the grace period sooner."""
         if self._state.draining:
+            self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
             return
         self._state.draining = True
         for model in self._state.models.values():

@@ -70,6 +70,10 @@ def test_a_failed_reload_is_shown_until_one_succeeds(root: Path, polled: Launche
         assert command("ready", "other") == (0, "model 'other' is ready\n", "")
         living.write(root / "m" / "config.pbtxt", "backend: 7")
         until(client, lambda: "backend" in index(client, "m")["m/1"]["last_failed_change"]["reason"])
+        assert re.search(
+            r"ERROR load failed for model 'm': .*backend.*; the previous version is still served", polled.log
+        )
+        assert "not served" not in polled.log
         living.write(root / "m" / "config.pbtxt", living.PYTHON)
         living.renew(root / "m", 3)
         until(client, lambda: answer(client, "m") == 3)

@@ -140,6 +140,24 @@ def test_a_stop_fails_requests_after_the_exit_timeout(tmp_path: Path) -> None:
         assert server.wait() == 0
 
 
+def test_a_second_ctrl_c_fails_requests_in_flight(tmp_path: Path) -> None:
+    gated(tmp_path / "models")
+    options = ("--exit-timeout-secs", "3600")
+    with Launched(tmp_path / "models", tmp_path / "run", *options) as server, Lane(server.lane) as lane:
+        lane.hello("memfd")
+        lane.send(gated_infer(1))
+        server.signal(signal.SIGINT)
+        while is_live(lane):
+            pass  # until the signal has arrived
+        server.signal(signal.SIGINT)
+        failed = lane.receive_kind(Fail, seconds=20)
+        assert (failed.request, failed.code) == (1, "UNAVAILABLE")
+        assert server.wait() == 0
+        assert "for up to 3600 s; Ctrl-C again fails them" in server.log
+        assert "SIGINT again: failing the 1 request(s) in flight" in server.log
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 def test_a_second_server_in_the_same_directory_is_refused(running: Launched, repository: Path) -> None:
     second = subprocess.run(
         [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)],
