@@ -79,7 +79,7 @@ class Generations:
     def __init__(self, place: Path, sizes: Sizes = DEFAULT) -> None:
         self.discard: Callable[[Path], None] = lambda home: shutil.rmtree(home, ignore_errors=True)
         """Removes a directory; may be called in any thread."""
-        self._place = place
+        self.place = place
         self._sizes = sizes
         self._made: weakref.WeakValueDictionary[tuple[object, ...], Generation] = weakref.WeakValueDictionary()
         self._used = 0
@@ -119,7 +119,7 @@ class Generations:
     def _make(
         self, folder: Path, version: int, snapshot: Snapshot, environment: str, strict: bool, sizes: Sizes
     ) -> Generation:
-        home = Path(tempfile.mkdtemp(prefix="generation-", dir=self._place))
+        home = Path(tempfile.mkdtemp(prefix="generation-", dir=self.place))
         with self._lock:
             most = min(ALL_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
             room = max(min(DESCRIPTORS, most - self._used), 0)

@@ -574,6 +574,9 @@ def _model_files(settings: argparse.Namespace) -> ModelFiles | None:
         files.refresh(strict=True)
     except InvalidRequest as error:
         raise CannotStart(str(error)) from None
+    except OSError as error:
+        text = f"cannot write to the runtime directory {settings.runtime_dir}: {streams.error_text(error)}"
+        raise CannotStart(f"{text}; give another with --runtime-dir") from None
     return files
 
 

@@ -36,7 +36,7 @@ def errors_in_one_line(command: str) -> Iterator[None]:
             sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
-            print(f"{command}: {error_text(error)}", file=sys.stderr)
+            print(f"{command}: {_of_command(error)}", file=sys.stderr)
         _flush_or_discard()
         raise SystemExit(1) from None
 
@@ -44,11 +44,15 @@ def errors_in_one_line(command: str) -> Iterator[None]:
 def error_text(error: OSError) -> str:
     """The error without its number, after the name of its file."""
     text = error.strerror or str(error)
-    if error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {text}"
-    if error.errno == errno.ENOENT:  # getcwd
+    return text if error.filename is None else f"{os.fsdecode(error.filename)}: {text}"
+
+
+def _of_command(error: OSError) -> str:
+    if error.filename is None and error.errno in _FULL:
+        return f"cannot write standard output: {error_text(error)}"
+    if error.filename is None and error.errno == errno.ENOENT:  # getcwd
         return "the current directory has been deleted; change to another"
-    return f"cannot write standard output: {text}" if error.errno in _FULL else text
+    return error_text(error)
 
 
 def _flush_or_discard() -> None:

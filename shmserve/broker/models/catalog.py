@@ -56,6 +56,7 @@ from shmserve.repo.storage.generation import FilesChanged, Generation, Generatio
 from shmserve.repo.storage.model_files import ModelFiles
 from shmserve.repo.storage.snapshot import Snapshot, take
 from shmserve.repo.storage.store import ScannedModel, duplicate_text, find_model, model_names, scan_model
+from shmserve.terminal.streams import error_text
 
 _IN_PLACE = (*SCALING, *PARAMETERS)
 """Model parameters that change without a reload."""
@@ -229,7 +230,10 @@ class Catalog:
                 if not left:
                     scanned = _refused(scanned, "its files changed while they were read")
             except OSError as error:
-                scanned = _refused(scanned, f"cannot copy its files to the runtime directory: {error.strerror}")
+                where = f" {self._generations.place}" if self._generations is not None else ""
+                scanned = _refused(
+                    scanned, f"cannot copy its files to the runtime directory{where}: {error_text(error)}"
+                )
             tree_after, after = tree_of(folder), _snapshot(folder)
             if (tree_after, after) == (tree, before):
                 break

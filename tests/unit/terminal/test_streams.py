@@ -132,3 +132,16 @@ def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path) -> None:
     assert ran.returncode == 1
     assert f"cannot use runtime directory {tmp_path}/file/run: " in ran.stderr
     assert ran.stderr.endswith("Not a directory; give another with --runtime-dir\n")
+
+
+def test_a_runtime_directory_that_is_full(tmp_path: Path) -> None:
+    """A limit for the size of files stands for it."""
+    (tmp_path / "app.py").write_text("import shmserve\n\n\n@shmserve.model\ndef f(x: int) -> int:\n    return x\n")
+    limited = ["prlimit", "--fsize=0", *COMMAND]
+    ran = run("serve", str(tmp_path / "app.py"), "--runtime-dir", str(tmp_path / "run"), command=limited)
+    assert ran.returncode == 1
+    text = (
+        f"shmserve: cannot write to the runtime directory {tmp_path}/run: File too large; give another with --runtime"
+    )
+    assert text in ran.stderr
+    assert list((tmp_path / "run").iterdir()) == []

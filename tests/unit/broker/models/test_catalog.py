@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -449,3 +450,12 @@ def test_a_remote_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkey
     assert reading.snapshot == take(tmp_path / "trees" / "2")
     catalog.adopt(reading)
     assert catalog.trees() == {"2"}
+
+
+def test_the_reason_names_the_runtime_directory_that_is_full(catalog: Catalog, root: Path, monkeypatch: Any) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Generations, "keep", full)
+    text = f"cannot copy its files to the runtime directory {root.parent}/kept: No space left on device"
+    assert [problem.text for problem in catalog.read("m").scanned.problems] == [text]
