@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +17,7 @@ from shmserve.clients.cli.parser import parser
 from shmserve.errors import ServeError
 from shmserve.extras import missing, missing_text
 from shmserve.paths import python
+from shmserve.system import interrupts
 from shmserve.terminal import streams
 from shmserve.terminal.errors import Failed, Misuse
 
@@ -27,7 +27,7 @@ def _serve(options: Sequence[str]) -> int:
     if text := missing("serve"):
         print(f"shmserve serve: {text}", file=sys.stderr)
         return 1
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the broker unblocks it before its first import
+    interrupts.block_until_exec()
     os.execv(sys.executable, [*python(), "-m", "shmserve.broker", *options])
 
 

@@ -1,18 +1,12 @@
-"""The program `shmserve`: imports the command and runs it.
-
-Until it is imported, Ctrl-C ends the process by the signal's default action, without a traceback.
-"""
+"""The program `shmserve`: imports the command, during which Ctrl-C just ends the process, and runs it."""
 
 from __future__ import annotations
 
-import signal
+from shmserve.system import interrupts
 
 
 def main() -> int:
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # else it is ignored, as in the background of a script
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    interrupts.end_process()  # until the command's own module is imported: arguments.common
     from shmserve.clients.cli import main as command
 
-    signal.signal(signal.SIGINT, before)
     return command.main()

@@ -45,14 +45,19 @@ class TemporaryServer:
         self._ready = False
 
     def __enter__(self) -> TemporaryServer:
-        place = tempfile.gettempdir()
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="shmserve-check-", dir=place if len(os.fsencode(place)) <= LONGEST else "/tmp"
-        )
         try:
-            self._start()
-        except BaseException:
-            self._folder.cleanup()
+            with _delayed_signals():  # one in between would leave a process or a folder that nothing refers to
+                place = tempfile.gettempdir()
+                self._folder = tempfile.TemporaryDirectory(
+                    prefix="shmserve-check-", dir=place if len(os.fsencode(place)) <= LONGEST else "/tmp"
+                )
+                try:
+                    self._start()
+                except BaseException:
+                    self._folder.cleanup()
+                    raise
+        except (KeyboardInterrupt, SystemExit):
+            self.__exit__()
             raise
         return self
 
@@ -144,6 +149,26 @@ def ended_in_order() -> Iterator[None]:
 
 def _end(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+@contextmanager
+def _delayed_signals() -> Iterator[None]:
+    """Within this block Ctrl-C, SIGTERM and SIGHUP are kept until its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING)}
+    kept = [number for number, handler in before.items() if callable(handler)]
+    for number in kept:  # a handler, not a mask: the child process would inherit that
+        signal.signal(number, lambda received, _frame: arrived.append(received))
+    try:
+        yield
+    finally:
+        for number in kept:
+            signal.signal(number, before[number])
+    if arrived:
+        signal.raise_signal(arrived[0])
 
 
 def _environment() -> dict[str, str]:

@@ -21,6 +21,7 @@ from shmserve.clients.load.targets.base import ModelFacts
 from shmserve.clients.load.targets.opening import open_target
 from shmserve.errors import Internal
 from shmserve.paths import python
+from shmserve.system import interrupts
 
 IN_FLIGHT = 32
 SETTINGS = Settings(warmup_ns=SECOND // 5, window_ns=SECOND // 4, min_windows=2, max_windows=2, least=1)
@@ -86,7 +87,8 @@ async def _echo(kind: str, facts: ModelFacts) -> AsyncIterator[str]:
     with tempfile.TemporaryDirectory(prefix="shmserve-echo-") as folder, open(reader) as ready:
         command = [*python(), "-m", "shmserve.clients.load.echo", kind, str(Path(folder)), str(writer)]
         try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writer], text=True)
+            with interrupts.blocked_in_children():
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[writer], text=True)
         finally:
             os.close(writer)
         assert process.stdin is not None

@@ -6,10 +6,12 @@ Invariant: results come in the order of the tasks, whatever the number of proces
 from __future__ import annotations
 
 import multiprocessing
-import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import resource_tracker
 from typing import TypeVar
+
+from shmserve.system import interrupts
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
@@ -23,7 +25,7 @@ class Pool:
         if processes > 1:
             # Not forked: this process may have threads.
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(processes, context, _ignore_interrupt)
+            self._executor = ProcessPoolExecutor(processes, context)
 
     def __enter__(self) -> Pool:
         return self
@@ -34,9 +36,8 @@ class Pool:
 
     def run(self, work: Callable[[Task], Answer], tasks: Iterable[Task]) -> Iterator[Answer]:
         """`work` is a function of a module, or a partial of one, so that it can be sent to another process."""
-        return iter(map(work, tasks)) if self._executor is None else self._executor.map(work, tasks)
-
-
-def _ignore_interrupt() -> None:
-    """Ctrl-C reaches all processes of the terminal; the one that owns the pool ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._executor is None:
+            return iter(map(work, tasks))
+        resource_tracker.ensure_running()  # its start would unblock the signal
+        with interrupts.blocked_in_children():  # the process that owns the pool ends it
+            return self._executor.map(work, tasks)

@@ -13,6 +13,7 @@ from typing import Any
 
 from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.help import CommandParser, rare
+from shmserve.system import interrupts
 
 WHERE = """
 Connects to this user's server on this machine, unless --url, --runtime-dir, SHMSERVE_URL or SHMSERVE_RUNTIME_DIR
@@ -55,7 +56,9 @@ def add_command(
     )
 
     def run(args: argparse.Namespace) -> int:
-        code: int = getattr(importlib.import_module(f"shmserve.clients.cli.commands.{module}"), name)(args)
+        function = getattr(importlib.import_module(f"shmserve.clients.cli.commands.{module}"), name)
+        interrupts.raise_exception()
+        code: int = function(args)
         return code
 
     command.set_defaults(run=run)

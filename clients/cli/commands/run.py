@@ -12,15 +12,17 @@ from typing import NoReturn
 
 from shmserve.clients.cli.commands.base import order_of
 from shmserve.paths import python
+from shmserve.system import interrupts
 from shmserve.terminal.errors import Failed
 
 
 def run(args: argparse.Namespace) -> NoReturn:
     """Replace this process by one that runs the model in this terminal."""
-    command = _command("shmserve.workers.foreground.solo", args)
+    command = _command("shmserve.workers.foreground", args)
     # As in a server, disable the engine's telemetry unless the user has enabled it.
     environment = {"ORT_DISABLE_TELEMETRY": "1"} | os.environ
     try:
+        interrupts.block_until_exec()
         os.execve(sys.executable, command, environment)
     except OSError as error:
         size = len(command[-1])

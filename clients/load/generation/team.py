@@ -26,6 +26,7 @@ from shmserve.clients.load.generation.messages import (
 from shmserve.clients.load.plan import SECOND, Load, Plan
 from shmserve.errors import BY_CODE, Internal, UnknownError
 from shmserve.paths import python
+from shmserve.system import interrupts
 from shmserve.terminal.errors import Misuse
 
 END_S = 40.0
@@ -46,7 +47,8 @@ class _Process:
         ours, theirs = socket.socketpair()
         try:
             command = [*python(), "-m", "shmserve.clients.load.generation.process", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            with interrupts.blocked_in_children():  # this process ends it by closing the socket
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         except BaseException:
             ours.close()
             raise

@@ -247,6 +247,30 @@ def test_interrupted(number: signal.Signals, code: int, tmp_path: Path, temporar
     assert b"Traceback" not in err
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_while_the_server_is_started(
+    number: signal.Signals, code: int, tmp_path: Path, temporary: Path
+) -> None:
+    """The signal arrives before the object that started the server is returned."""
+    identity(tmp_path / "models", "m")
+    program = f"""
+import os, subprocess, sys
+from shmserve.clients.cli import main, temporary_server
+
+class Interrupted(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.kill(os.getpid(), {number.value})
+
+temporary_server.subprocess.Popen = Interrupted
+sys.exit(main.main())
+"""
+    words = [sys.executable, "-c", program, "check", "--load", str(tmp_path / "models")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=END_S)
+    assert (ran.returncode, "Traceback" in ran.stderr) == (code, False), ran.stderr
+
+
 def test_a_live_line_for_people(tmp_path: Path, temporary: Path) -> None:
     """On a terminal there is one line that changes, and it is gone in the end."""
     identity(tmp_path / "models", "good")

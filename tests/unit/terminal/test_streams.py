@@ -101,6 +101,23 @@ def test_ctrl_c_while_the_command_starts(module: str) -> None:
     assert ran.stdout == ""
 
 
+def test_processes_that_are_started_never_receive_ctrl_c() -> None:
+    """It arrives in this process when they have been started."""
+    child = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    program = f"""
+import signal, subprocess, sys
+from shmserve.system.interrupts import blocked_in_children
+try:
+    with blocked_in_children():
+        signal.raise_signal(signal.SIGINT)
+        process = subprocess.Popen([sys.executable, "-c", {child!r}])
+except KeyboardInterrupt:
+    sys.exit(process.wait())
+"""
+    ran = run(command=[sys.executable, "-c", program])
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "True\n", "")
+
+
 def test_ctrl_c_while_the_server_is_imported(tmp_path: Path) -> None:
     program = INTERRUPTED.format(module="shmserve.broker.loop")
     program += "runpy.run_module('shmserve.broker', run_name='__main__')"
