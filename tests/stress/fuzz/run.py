@@ -1,8 +1,8 @@
-"""Coverage-guided fuzzing of one target, as a process: `python -m tests.stress.fuzz.run TARGET RUNS SEED DIR`.
+"""Coverage-guided fuzzing, one process per target: `python -m tests.stress.fuzz.run SEED DIR TARGET=RUNS...`.
 
-A finding ends it with another code than 0: an error that the target does not allow, an input that takes longer than
-SECONDS, memory that grows, a descriptor that stays open. The input is left in FOLDER. The rule of the file: the same
-seed is the same run.
+DIR/TARGET/code is the exit code of a target's process. It is not 0 after a finding: an error that the target does not
+allow, an input that takes longer than SECONDS, memory that grows, a descriptor that stays open. The input and the log
+are in DIR/TARGET too. The same seed is the same run.
 """
 
 from __future__ import annotations
@@ -48,12 +48,9 @@ class Watched:
             assert opened <= 0, f"{opened} descriptors more are open than at half of the run"
 
 
-def main(name: str, runs: int, seed: int, folder: Path) -> None:
-    atheris = importlib.import_module("atheris")
-    with atheris.instrument_imports(include=["shmserve"]):
-        targets = importlib.import_module("tests.stress.fuzz.targets")
+def fuzz(atheris: Any, targets: Any, name: str, runs: int, seed: int, folder: Path) -> None:
     beginnings = folder / "beginnings"
-    beginnings.mkdir(parents=True, exist_ok=True)
+    beginnings.mkdir(exist_ok=True)
     for number, data in enumerate(targets.BEGINNINGS[name]()):
         (beginnings / f"{number:04}").write_bytes(data)
     options = [
@@ -70,5 +67,34 @@ def main(name: str, runs: int, seed: int, folder: Path) -> None:
     atheris.Fuzz()
 
 
+def redirect(log: Path) -> None:
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def main(seed: int, folder: Path, runs: dict[str, int]) -> None:
+    atheris = importlib.import_module("atheris")
+    # Instrumenting the code takes longer than most targets, so it is done once, for all of them.
+    with atheris.instrument_imports(include=["shmserve"]):
+        targets = importlib.import_module("tests.stress.fuzz.targets")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    running = {}
+    for name, count in runs.items():
+        place = folder / name
+        place.mkdir(parents=True, exist_ok=True)
+        pid = os.fork()
+        if not pid:
+            redirect(place / "log")
+            fuzz(atheris, targets, name, count, seed, place)
+            sys.exit()  # as without a fork: the fuzzer writes the input of a finding when the interpreter ends
+        running[pid] = place
+    while running:
+        pid, status = os.wait()
+        (running.pop(pid) / "code").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    pairs = (word.partition("=") for word in sys.argv[3:])
+    main(int(sys.argv[1]), Path(sys.argv[2]), {name: int(count) for name, _, count in pairs})
