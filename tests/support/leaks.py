@@ -28,10 +28,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.shared_mappings import shared_mappings
+
 SHM = Path("/dev/shm")
 OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
 """A name of ours begins with the pid and the start time of its owner."""
-MAPPING = re.compile(rb"^(\S+) \S+ \S+ \S+ ([0-9]+) +(/(?:memfd:|dev/shm/).*)$", re.MULTILINE)
 STANDARD = ("0", "1", "2")
 """pytest's capture turns these descriptors to and fro."""
 
@@ -220,11 +221,8 @@ def _is_ours(pid: int, started: int) -> bool:
 
 
 def _mappings() -> Generator[Thing, None, None]:
-    maps = Path("/proc/self/maps").read_bytes()
-    shared = b"/memfd:" in maps or b"/dev/shm/" in maps  # to look closer takes longer than all else here
-    for place, number, name in MAPPING.findall(maps) if shared else ():
-        path = name.decode(errors="replace")
-        yield Thing("map", ("map", place, number), path, f"mapping of {path} ({int(number)})")
+    for start, inode, path in shared_mappings():
+        yield Thing("map", ("map", start, inode), path, f"mapping of {path} ({inode})")
 
 
 SORTS: tuple[Callable[[], Generator[Thing, None, None]], ...] = (
