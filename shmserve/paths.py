@@ -17,6 +17,8 @@ LANE = "lane.sock"
 """The lane's socket in the runtime directory."""
 BROKER = "broker.sock"
 """The ZeroMQ socket in the runtime directory."""
+SOCKET_PATH_BYTES = 107
+"""Longest path of a Unix socket."""
 SERVICE = Path("/run/shmserve")
 """Runtime directory of the system service."""
 

@@ -17,6 +17,7 @@ import struct
 
 from shmserve.clients.transport.address import Address, no_server
 from shmserve.errors import ConnectionLost, InvalidRequest, ProtocolError
+from shmserve.paths import SOCKET_PATH_BYTES
 from shmserve.protocol.descriptors import ANCILLARY_BYTES, LOST, received
 from shmserve.protocol.messages import PACKET_BYTES
 from shmserve.session import Incoming, Packet
@@ -30,8 +31,6 @@ _CTRUNC = int(socket.MSG_CTRUNC)
 _TIMEVAL = struct.Struct("ll")
 SEND_BUFFER = 1 << 20
 _REASONS = {errno.ENOENT: "no such socket", errno.ECONNREFUSED: "connection refused"}
-PATH_BYTES = 107
-"""Longest path of a Unix socket."""
 KEPT_LIMIT_S = 0.5
 """A receive timeout of at least this is not made longer: waking up twice a second costs nothing."""
 FULL_LIMIT_S = 0.05
@@ -39,8 +38,8 @@ FULL_LIMIT_S = 0.05
 
 
 def connect(address: Address) -> Lane:
-    if len(os.fsencode(address.path)) > PATH_BYTES:
-        raise InvalidRequest(f"the path of {address.url} is too long for a socket ({PATH_BYTES} bytes)")
+    if len(os.fsencode(address.path)) > SOCKET_PATH_BYTES:
+        raise InvalidRequest(f"the path of {address.url} is too long for a socket ({SOCKET_PATH_BYTES} bytes)")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.connect(address.path)

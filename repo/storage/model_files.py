@@ -69,6 +69,8 @@ def model_file(text: str) -> ModelFile:
     if not equals or Path(text).exists():
         name, rest = "", text
     path = Path(os.path.abspath(rest))
+    if not rest:
+        raise InvalidRequest(f"'{text}' names no file")
     if not is_model_path(path):
         raise InvalidRequest(f"{rest}: no such file or directory")
     if path.suffix not in TARGETS:

@@ -48,7 +48,7 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.extras import GATEWAY, install_command
-from shmserve.paths import BROKER, LANE, default_runtime_dir, make_runtime_dir
+from shmserve.paths import BROKER, LANE, SOCKET_PATH_BYTES, default_runtime_dir, make_runtime_dir
 from shmserve.repo.agents.chains import AgentChains
 from shmserve.repo.check import repository_findings
 from shmserve.repo.gpus import Gpus, discover
@@ -115,6 +115,12 @@ class _runtime_dir(contextlib.AbstractContextManager[None]):
         self._path = path
 
     def __enter__(self) -> None:
+        size = len(os.fsencode((self._path / BROKER).absolute()))
+        if size > SOCKET_PATH_BYTES:
+            text = (
+                f"runtime directory {self._path}: the path of its socket {BROKER} has {size} bytes, and that of a Unix"
+            )
+            raise CannotStart(f"{text} socket may have {SOCKET_PATH_BYTES}; give a shorter one with --runtime-dir")
         try:
             make_runtime_dir(self._path)
             self._lock = self._locked()
@@ -464,7 +470,10 @@ class ServerProcess:
         self._has_come("gateways")
 
     def _not_opened(self, code: int, why: str) -> None:
-        log.error("%s; use other ports (--http-port, --grpc-port, --metrics-port), or --no-gateway", why)
+        hint = "--no-gateway serves only clients on this machine"
+        if "cannot listen on" in why:
+            hint = "use other ports (--http-port, --grpc-port, --metrics-port) or addresses, or --no-gateway"
+        log.error("%s; %s", why, hint)
         self._code = code
         self._stop("the gateway did not start")
 

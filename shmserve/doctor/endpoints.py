@@ -8,20 +8,18 @@ from pathlib import Path
 
 from shmserve.doctor.machine import ERROR, OK, WARNING, Finding, Machine
 from shmserve.gateway_options import OPTIONS
-from shmserve.paths import BROKER, server_runtime_dir
+from shmserve.paths import BROKER, SOCKET_PATH_BYTES, server_runtime_dir
 
 PORTS = ("http-port", "grpc-port", "metrics-port")
-PATH_BYTES = 107
-"""The longest path of a Unix socket."""
 
 
 def runtime_directory(machine: Machine) -> list[Finding]:
     """As `make_runtime_dir` requires it, but without creating it."""
     path = server_runtime_dir()
     fix, longest = "shmserve serve --runtime-dir DIRECTORY", len(os.fsencode(path / BROKER))
-    if longest > PATH_BYTES:
+    if longest > SOCKET_PATH_BYTES:
         found = f"{path}: {longest} bytes with the socket's name"
-        return [Finding("runtime directory", ERROR, found, f"at most {PATH_BYTES} bytes", fix)]
+        return [Finding("runtime directory", ERROR, found, f"at most {SOCKET_PATH_BYTES} bytes", fix)]
     place = _existing(path)
     status = place.stat()
     if place == path and status.st_uid != os.geteuid():

@@ -32,6 +32,7 @@ class Flag(Struct, frozen=True):
     repeatable: bool = False
     choices: tuple[str, ...] = ()
     least: int = 0
+    most: int | None = None
     alias: str = ""
     shown: str = ""
     triton: str = ""

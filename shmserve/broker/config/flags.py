@@ -55,6 +55,8 @@ def _passed_on(option: Option) -> Flag:
         [] if option.repeatable else None,
         "" if option.kind == "boolean" else option.metavar,
         option.repeatable,
+        least=option.least,
+        most=option.most if option.kind == "whole" else None,
         shown=option.default_text,
         triton=option.triton,
         gateway=option.sets or option.name,
@@ -383,7 +385,10 @@ def _boolean(text: str) -> bool:
 
 
 def _whole(flag: Flag, text: str) -> int:
-    return _number(text, flag.kind == "bytes", None if flag.private else flag.least)
+    value = _number(text, flag.kind == "bytes", None if flag.private else flag.least)
+    if flag.most is not None and value > flag.most:
+        raise ValueError(f"{text} is too large; the maximum is {flag.most}")
+    return value
 
 
 def _number(text: str, is_bytes: bool, least: int | None) -> int:

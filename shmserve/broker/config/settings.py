@@ -279,7 +279,7 @@ def _words(words: Sequence[str], problems: list[str]) -> tuple[list[Path | Remot
         try:
             if is_remote(word):
                 folders.append(parse_address(word))
-            elif Path(word).is_dir() and not is_model_path(Path(word)):
+            elif word and Path(word).is_dir() and not is_model_path(Path(word)):
                 folders.append(Path(word))
             else:
                 files.append(model_file(word))

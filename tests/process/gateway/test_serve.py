@@ -184,7 +184,7 @@ def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path
         said = server.until("ERROR cannot start the gateway").string
         assert server.end() == 1
     assert f"cannot listen on 127.0.0.1, port {port}" in said
-    assert "--no-gateway" in said
+    assert "; use other ports (--http-port, --grpc-port, --metrics-port) or addresses, or --no-gateway" in said
     assert "ready:" not in "".join(server.said)
 
 
@@ -193,6 +193,7 @@ def test_wrong_options_of_a_gateway_are_wrong_use(repository: Path, tmp_path: Pa
     said = server.until("ERROR cannot start the gateway").string
     assert server.end() == 2
     assert "'never' is not a number of seconds" in said
+    assert "use other ports" not in said
 
 
 def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) -> None:

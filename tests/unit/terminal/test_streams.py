@@ -151,6 +151,16 @@ def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path) -> None:
     assert ran.stderr.endswith("Not a directory; give another with --runtime-dir\n")
 
 
+def test_a_runtime_directory_with_a_long_path(tmp_path: Path) -> None:
+    """Its lane would fit."""
+    place = tmp_path / ("d" * (107 - len(f"{tmp_path}//lane.sock")))
+    ran = run("serve", "--model-repository", str(tmp_path), "--runtime-dir", str(place))
+    assert ran.returncode == 1
+    assert "the path of its socket broker.sock has 109 bytes, and that of a Unix socket may have 107; " in ran.stderr
+    assert ran.stderr.endswith("give a shorter one with --runtime-dir\n")
+    assert not place.exists()
+
+
 def test_a_runtime_directory_that_is_full(tmp_path: Path) -> None:
     """A limit for the size of files stands for it."""
     (tmp_path / "app.py").write_text("import shmserve\n\n\n@shmserve.model\ndef f(x: int) -> int:\n    return x\n")
