@@ -24,7 +24,7 @@ from shmserve.core.ensembles.advance import Ensembles
 from shmserve.core.events import Event
 from shmserve.core.internal_errors import InternalErrors
 from shmserve.core.limits import Limits
-from shmserve.core.models import deployment, handover, memory, resizing, room, scaling, sleep
+from shmserve.core.models import deployment, handover, memory, resizing, retirement, room, scaling, sleep
 from shmserve.core.models.lifecycle import Lifecycle
 from shmserve.core.records import Instance, Version
 from shmserve.core.requests import completion, enqueue, responses
@@ -172,7 +172,7 @@ class Core:
             Timer.HANG: of_instance(partial(dispatch.check_hang, state)),
             Timer.RECALL: of_instance(partial(handover.recall_over, state)),
             Timer.OVERDUE: of_instance(partial(handover.overdue, state)),
-            Timer.LEAVE: partial(deployment.leave, state),
+            Timer.LEAVE: partial(retirement.leave, state),
             Timer.UNUSED: partial(sleep.check_idle, state),
             Timer.ROOM: _ignore,
             Timer.SCALE: partial(scaling.measure, state),

@@ -13,8 +13,8 @@ from shmserve.broker.admin import report
 from shmserve.broker.models.catalog import Catalog
 from shmserve.core.core import Core
 from shmserve.core.models import sizes
-from shmserve.core.models.deployment import UNLOADED
 from shmserve.core.models.model import Model
+from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.records import Instance, Version
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats import activity, histogram

@@ -25,8 +25,8 @@ from shmserve.broker.models.remote import NotDownloaded, RemoteModels
 from shmserve.broker.observability.logs import log_record
 from shmserve.core import effects, events
 from shmserve.core.core import Core
-from shmserve.core.models.deployment import UNLOADED
 from shmserve.core.models.model import Model
+from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.states import VersionState
 from shmserve.core.stats import activity
 from shmserve.errors import InvalidRequest, ServeError, Unavailable

@@ -17,8 +17,8 @@ from msgspec import Struct
 from shmserve.broker.observability.metric_definitions import INSTANCE, VERSION, Page, labels
 from shmserve.broker.observability.metric_settings import DEFAULTS, MetricSettings
 from shmserve.core.models import memory, sizes
-from shmserve.core.models.deployment import UNLOADED
 from shmserve.core.models.model import Model
+from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.models.scaler import Scaler
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import WORKERS_FROM, State

@@ -14,7 +14,7 @@ from shmserve.core.batching import dispatch
 from shmserve.core.calls import deadlock
 from shmserve.core.effects import Query
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.models import deployment
+from shmserve.core.models import loading
 from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion, enqueue, responses
@@ -101,7 +101,7 @@ class ModelCalls:
             if message.what and message.what not in roles.QUESTIONS:
                 raise roles.unknown(message.what)
             if instance.state is InstanceState.STARTING and message.what == "load":
-                deployment.load_over(self._state, instance)
+                loading.load_over(self._state, instance)
             self._questions.put(instance.peer, message)
         except ServeError as error:
             self._state.send(instance.peer, Fail(message.request, error.code, error.message))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shmserve.core.effects import Compose
 from shmserve.core.events import Composed
 from shmserve.core.models import deployment
-from shmserve.core.models.deployment import UNLOADED
+from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.records import Version
 from shmserve.core.state import State
 from shmserve.core.states import VersionState

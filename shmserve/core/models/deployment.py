@@ -1,5 +1,4 @@
-"""Deployment: new generations load next to those that serve, replace them when READY, and retire them when their work
-is finished.
+"""Deployment: new generations load next to those that serve and replace them when READY. The old ones are retired.
 
 Invariant: a version that is served continues until all of its replacements are READY. Nothing here blocks; each
 operation completes when the last thing it waits for has happened, and is reported exactly once.
@@ -12,21 +11,19 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from shmserve.core.effects import Kill, Settled, Spawn
+from shmserve.core.effects import Settled
 from shmserve.core.events import Deploy, Refuse, Restart, SetService, SetTraffic, Target, Unload
-from shmserve.core.models import memory, sizes
+from shmserve.core.models import loading, memory, retirement, sizes
 from shmserve.core.models.model import Departure, FailedChange, Model, Operation, Unloading
 from shmserve.core.models.scaler import Scaler
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Instance, Version
-from shmserve.core.state import STOPPING, State, Timer
+from shmserve.core.state import STOPPING, State
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.traffic import UNSET, Traffic
-from shmserve.protocol.messages import Stop
 
 _I, _V = InstanceState, VersionState
 
-UNLOADED = "unloaded"
 OVERTAKEN = "Newer operation has been applied to the model lifecycle"
 
 
@@ -63,11 +60,11 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
         _aim(state, model, operation, sizes.keep_size(target, served), event.fresh, now)
     wanted = {target.number for target in event.targets}
     for number in [number for number in model.coming if number not in wanted]:
-        _abandon(state, model, model.coming.pop(number))
+        retirement.abandon(state, model, model.coming.pop(number))
     operation.dropped = [number for number in model.versions if number not in wanted]
     if event.present is not None:
         operation.deleted = frozenset(operation.dropped).difference(event.present)
-    start_waiting(state)
+    loading.start_waiting(state)
     settle(state, model)
 
 
@@ -79,18 +76,18 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
         if version is None or version.source != target.source or fresh or version.state not in (_V.LOADING, _V.READY):
             continue
         if version is current and coming is not None:
-            _abandon(state, model, model.coming.pop(number))
+            retirement.abandon(state, model, model.coming.pop(number))
         _set_scaling(state, version, target)
         _fit(state, operation, version, target.instances)
         if version.state is _V.LOADING:
             operation.loading[version] = None
         return
     if coming is not None:
-        _abandon(state, model, model.coming.pop(number))
+        retirement.abandon(state, model, model.coming.pop(number))
     version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
     version.rest.memory = memory.estimate_of(target, current)
     _set_scaling(state, version, target)
-    if current is not None and current.reason != UNLOADED:
+    if current is not None and current.reason != retirement.UNLOADED:
         version.statistics = current.statistics
     if target.policy is not None:
         state.adopt(version, target.policy)
@@ -101,7 +98,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
         model.coming[number] = version
     else:
         if current is not None:
-            _abandon(state, model, current)
+            retirement.abandon(state, model, current)
         model.versions[number] = version
     state.load_queue.extend((version, instance) for instance in version.instances)
 
@@ -128,7 +125,7 @@ def _fit(state: State, operation: Operation, version: Version, specs: Iterable[I
                 if found.is_tentative:  # now it is needed, so others make room for it
                     found.joining = False
             elif found.loaded and found.state is _I.BACKOFF:  # the operator may have removed the cause
-                spawn(state, version, found)
+                loading.spawn(state, version, found)
         else:
             _add(state, operation, version, Instance(spec))
     operation.surplus += [(version, instance) for instance in left]
@@ -168,9 +165,9 @@ def unload(state: State, peer: int, event: Unload, now: int) -> None:
     model.failed = None
     _overtake(state, model, OVERTAKEN)
     for number in list(model.coming):
-        _abandon(state, model, model.coming.pop(number))
+        retirement.abandon(state, model, model.coming.pop(number))
     for version in model.versions.values():
-        retire(state, version)
+        retirement.retire(state, version)
     model.unloading.append(Unloading(event.operation, model.generations()))
     if event.force:
         state.forced_unloads += model.generations()
@@ -214,7 +211,7 @@ def restart(state: State, peer: int, event: Restart, now: int) -> None:
         operation = model.operation = Operation([event.operation], targets, True, restart=True)
         for version in chosen:
             _aim(state, model, operation, _target_of(version), True, now)
-        start_waiting(state)
+        loading.start_waiting(state)
 
 
 def _replace(state: State, model: Model, versions: list[Version], event: Restart) -> None:
@@ -233,7 +230,7 @@ def _replace(state: State, model: Model, versions: list[Version], event: Restart
     operation = model.operation = Operation([event.operation], targets, True)
     for version, instance in replaced:
         _add(state, operation, version, Instance(instance.spec, replaces=instance))
-    start_waiting(state)
+    loading.start_waiting(state)
     settle(state, model)
 
 
@@ -242,7 +239,7 @@ def interrupt(state: State, model: Model) -> None:
     state.load_queue = deque((version, instance) for version, instance in state.load_queue if instance.sleeping)
     _overtake(state, model, STOPPING)
     for number in list(model.coming):
-        _abandon(state, model, model.coming.pop(number))
+        retirement.abandon(state, model, model.coming.pop(number))
 
 
 def _overtake(state: State, model: Model, why: str) -> None:
@@ -251,48 +248,9 @@ def _overtake(state: State, model: Model, why: str) -> None:
         return
     for version, instance in operation.added:
         if instance.replaces is not None:  # the other instance is only removed by a commit
-            stop(state, version, instance)
+            retirement.stop(state, version, instance)
     for number in operation.numbers:
         _report(state, number, "UNAVAILABLE", f"failed to load '{model.name}': {why}")
-
-
-# ------------------------------------------------------------------------------------ loading
-
-
-def start_waiting(state: State) -> None:
-    """Starts queued instances, as many as the limit of concurrent loads allows. With memory budgets, `room` grants them
-    memory first."""
-    state.memory_changed = True
-    while len(state.loading) < state.limits.loading:
-        entry = memory.next_to_load(state)
-        if entry is None:
-            return
-        version, instance = entry
-        if instance.state is _I.WAITING:
-            spawn(state, version, instance)
-            state.loading[instance] = None
-
-
-def spawn(state: State, version: Version, instance: Instance) -> None:
-    instance.move(_I.STARTING)
-    instance.spawned = state.now
-    instance.ready_since = 0
-    instance.hung = False
-    instance.memory = (0, 0)
-    state.held[instance] = version
-    if state.limits.load_ns:
-        state.set_timer(state.now + state.limits.load_ns, Timer.LATE, instance)
-    instance.peer = state.next_worker()
-    state.instances[instance.peer] = (version, instance)
-    urgent = instance.sleeping and version.waits > 0
-    state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec, urgent))
-
-
-def load_over(state: State, instance: Instance) -> None:
-    """The instance has stopped loading, successfully or not: starts the next one."""
-    if instance in state.loading:
-        del state.loading[instance]
-        start_waiting(state)
 
 
 # ------------------------------------------------------------------------------------ completion of operations
@@ -337,7 +295,7 @@ def has_failed(state: State, version: Version, reason: str, instance: Instance |
     for number, coming in list(model.coming.items()):  # none of them will take over, so stop loading them
         del model.coming[number]
         operation.loading.pop(coming, None)
-        _abandon(state, model, coming)
+        retirement.abandon(state, model, coming)
     settle(state, model)
 
 
@@ -349,7 +307,7 @@ def settle(state: State, model: Model) -> None:
     model.operation = None
     if operation.failures:
         for version, instance in operation.added:
-            stop(state, version, instance)
+            retirement.stop(state, version, instance)
         why = "; ".join(dict.fromkeys(operation.failures))
         model.failed = FailedChange(why, state.now)
         text = f"load failed for model '{model.name}': {why}"
@@ -383,150 +341,30 @@ def _commit(state: State, model: Model, operation: Operation) -> None:
     for number, version in model.coming.items():
         old = model.versions[number]
         model.versions[number] = version
-        _abandon(state, model, old)
+        retirement.abandon(state, model, old)
         if operation.restart:
             state.replaced_versions.append((old, version))
     model.coming.clear()
     for version, instance in operation.added:
         replaced, instance.replaces = instance.replaces, None
         if replaced is not None:
-            stop(state, version, replaced)
+            retirement.stop(state, version, replaced)
             state.replaced_instances.append((version, replaced))
     for version, instance in operation.surplus:
-        stop(state, version, instance)
+        retirement.stop(state, version, instance)
     for number in operation.dropped:
         if number not in model.versions:  # it was deleted, and has been unloaded since the operation began
             continue
         version = model.versions[number]
         version.deleted = number in operation.deleted
-        if version.reason == UNLOADED or version.state is not _V.UNAVAILABLE or not version.gone:
-            retire(state, version)
-            _forget_deleted(model, version)
+        if version.reason == retirement.UNLOADED or version.state is not _V.UNAVAILABLE or not version.gone:
+            retirement.retire(state, version)
+            retirement.forget_deleted(model, version)
         else:
             del model.versions[number]
 
 
-# ------------------------------------------------------------------------------------ retirement
-
-
-def _abandon(state: State, model: Model, version: Version) -> None:
-    """Retires a version that is replaced, now or later, by another one of the same number."""
-    if version not in model.leaving and not version.gone:
-        model.leaving.append(version)
-    retire(state, version)
-
-
-def retire(state: State, version: Version) -> None:
-    """Retires a version: it gets no new requests, finishes its work, and then its processes end. One that is still
-    loading ends immediately."""
-    loading = version.state is _V.LOADING
-    state.cache.purge(version)
-    if version in state.ensembles:
-        del state.ensembles[version]
-        if version.state is _V.UNAVAILABLE:
-            version.reason = UNLOADED
-    if loading or version.state is _V.READY or version.recovering:
-        version.move(_V.UNLOADING)
-        state.unloading_versions[version] = None
-        if version.places is not None:
-            state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, version)
-    if loading:
-        for instance in list(version.instances):
-            stop(state, version, instance)
-
-
-def stop(state: State, version: Version, instance: Instance, hurry: bool = True) -> None:
-    """Stops an instance: it gets no more requests and finishes its work. One that is loading has nothing to finish.
-    `hurry`: its sequences have a limited time to end."""
-    state.deadlock_possible = True
-    if instance.state in (_I.WAITING, _I.BACKOFF, _I.ASLEEP):
-        instance.move(_I.STOPPED)
-        state.held.pop(instance, None)
-        state.memory_changed = True
-        remove_stopped(state, version, instance)
-    elif instance.state is _I.GOING_TO_SLEEP:
-        instance.move(_I.STOPPING)
-    elif instance.state is _I.READY and _let_finish(state, version, instance, hurry):
-        pass
-    elif instance.state is _I.READY:
-        state.retiring_instances.pop(instance, None)
-        if version.places is not None and version.places.at(instance):
-            version.places.lose(instance, f"instance '{instance.spec.name}' is no longer served")
-            state.to_dispatch[version] = None
-        if instance in version.idle:
-            version.idle.remove(instance)
-        instance.move(_I.STOPPING)
-        state.send(instance.peer, Stop())
-        if instance.due:  # it was restarted, and stayed for its sequences or streams
-            instance.due = state.now + state.limits.exit_ns
-            state.set_timer(instance.due, Timer.OVERDUE, instance)
-    elif instance.state is _I.STARTING:
-        instance.move(_I.STOPPING)
-        state.effects.append(Kill(instance.peer, "it is no longer needed"))
-        load_over(state, instance)
-    elif instance.state is _I.KILLED:
-        instance.retiring = instance.closing = True
-    version.settle_sleep()
-    settle_lost(state, version)
-
-
-def settle_lost(state: State, version: Version) -> bool:
-    """Updates the state of a version with lost instances: it is READY only while one is alive. True: the last one
-    is lost. Lost ones continue to be restarted with back-off. The dispatcher answers queued requests."""
-    lost = [
-        instance for instance in version.instances if instance.lost and not (instance.over or instance.spec.passive)
-    ]
-    if version.state is _V.READY and lost and not version.alive:
-        version.move(_V.UNAVAILABLE, version.trouble)
-        state.refresh(version.model)
-        state.to_dispatch[version] = None
-        return True
-    if version.recovering:
-        version.reason = version.trouble
-    return False
-
-
-def _let_finish(state: State, version: Version, instance: Instance, hurry: bool) -> bool:
-    """An instance removed from a version that continues stays for its sequences (with `hurry`, for a limited time) and
-    its streams."""
-    if version.state is not _V.READY or instance.retiring or not version.needs(instance):
-        return False
-    instance.retiring = True
-    state.retiring_instances[instance] = version
-    if version.places is not None:
-        if hurry:
-            state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
-    else:
-        instance.closing = True
-        if instance in version.idle:
-            version.idle.remove(instance)
-    return True
-
-
-def leave(state: State, subject: Version | Instance | None, now: int) -> None:
-    """The grace period for sequences is over. None: the server stops, and only sequences with requests in progress
-    continue."""
-    if subject is None:
-        for sequence in [sequence for sequence in state.sequences.values() if sequence.idle]:
-            sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} has ended: the server is stopping")
-            sequence.mark_changed()
-            state.to_dispatch[sequence.version] = None
-        return
-    version = state.retiring_instances.get(subject) if isinstance(subject, Instance) else subject
-    if version is None or version.places is None:
-        return
-    if isinstance(subject, Instance):
-        stop(state, version, subject)
-    else:
-        version.places.lose(None, "its version is no longer served")
-        state.to_dispatch[version] = None
-
-
-def remove_stopped(state: State, version: Version, instance: Instance) -> None:
-    """Removes an instance from a version that continues."""
-    goes_on = version.state in (_V.LOADING, _V.READY) or version.recovering
-    if goes_on and any(not other.over for other in version.instances):
-        version.instances.remove(instance)
+# ------------------------------------------------------------------------------------ completion of unloads
 
 
 def finish_unloads(state: State) -> None:
@@ -534,26 +372,19 @@ def finish_unloads(state: State) -> None:
     per turn."""
     for instance, version in list(state.retiring_instances.items()):
         if not version.needs(instance):
-            stop(state, version, instance)
+            retirement.stop(state, version, instance)
     for version in list(state.unloading_versions):
         if version.finished:
             for instance in list(version.instances):
-                stop(state, version, instance)
+                retirement.stop(state, version, instance)
         if version.gone and version.finished:
             del state.unloading_versions[version]
-            version.move(_V.UNAVAILABLE, UNLOADED)
+            version.move(_V.UNAVAILABLE, retirement.UNLOADED)
             model = state.models[version.model]
             if model.versions.get(version.number) is version:
                 state.log("info", f"{version.label} is unloaded", model=model.name, version=version.number)
-            _forget_deleted(model, version)
+            retirement.forget_deleted(model, version)
             complete_departures(state, model)
-
-
-def _forget_deleted(model: Model, version: Version) -> None:
-    """Drops a version that was unloaded and is no longer in the repository, so that it is not listed for ever."""
-    unloaded = version.state is _V.UNAVAILABLE and version.gone
-    if version.deleted and unloaded and model.versions.get(version.number) is version:
-        del model.versions[version.number]
 
 
 def complete_departures(state: State, model: Model) -> None:

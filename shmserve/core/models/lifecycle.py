@@ -7,7 +7,7 @@ from typing import Any
 from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
-from shmserve.core.models import deployment, sleep
+from shmserve.core.models import deployment, loading, retirement, sleep
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion, responses
@@ -70,7 +70,7 @@ class Lifecycle:
             self._state.refresh(version.model)
         self._state.to_dispatch[version] = None
         version.settle_sleep()
-        deployment.load_over(self._state, instance)
+        loading.load_over(self._state, instance)
         deployment.has_loaded(self._state, version, instance)
         sleep.serves(self._state, version, now)
 
@@ -127,7 +127,7 @@ class Lifecycle:
             text = f"{version.label} is UNAVAILABLE: {reason}"
             self._state.log("error", text, **_about(version, instance))
         for other in list(version.instances):
-            deployment.stop(self._state, version, other)
+            retirement.stop(self._state, version, other)
         version.idle.clear()
         deployment.has_failed(self._state, version, reason)
 
@@ -161,7 +161,7 @@ class Lifecycle:
         self._state.memory_changed = True
         self._handle_exit(version, instance, event, explained, now)
         version.settle_sleep()
-        deployment.load_over(self._state, instance)
+        loading.load_over(self._state, instance)
         deployment.complete_departures(self._state, self._state.models[version.model])
         self._state.to_dispatch[version] = None
 
@@ -185,7 +185,7 @@ class Lifecycle:
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended while stopping: {event.reason}"
                 self._state.log("error", text, **_about(version, instance))
             instance.move(_I.STOPPED)
-            deployment.remove_stopped(self._state, version, instance)
+            retirement.remove_stopped(self._state, version, instance)
         elif version.state is _V.UNLOADING:
             alone = not any(other.alive for other in version.instances if other is not instance)
             if alone and (version.waits or version.users) and not (load_error or instance.deaths):
@@ -335,7 +335,7 @@ class Lifecycle:
 
     def _log_restart(self, version: Version, instance: Instance, level: str, text: str) -> None:
         """Writes the log entry about this death and its effect on the version."""
-        if deployment.settle_lost(self._state, version):
+        if retirement.settle_lost(self._state, version):
             text += f"; {version.label} is UNAVAILABLE"
         pause = instance.retry_at - self._state.now
         text += f"; next attempt in {pause / 1e9:g} s" if pause else ""
@@ -352,7 +352,7 @@ class Lifecycle:
         if instance.state is _I.ASLEEP and instance.retry_at <= now:
             sleep.may_wake_again(self._state, version, instance)
         elif instance.state is _I.BACKOFF and instance.retry_at <= self._state.now and not self._state.draining:
-            deployment.spawn(self._state, version, instance)
+            loading.spawn(self._state, version, instance)
 
     def late(self, version: Version, instance: Instance, now: int) -> None:
         """The load timer. The process may be a later one than that for which it was set."""

@@ -6,7 +6,7 @@ finishes what it has.
 
 from __future__ import annotations
 
-from shmserve.core.models import deployment
+from shmserve.core.models import loading, retirement
 from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State
@@ -21,7 +21,7 @@ def join(state: State, version: Version, spec: InstanceSpec) -> Instance:
     instance = Instance(spec, joining=True)
     version.instances.append(instance)
     state.load_queue.append((version, instance))
-    deployment.start_waiting(state)
+    loading.start_waiting(state)
     return instance
 
 
@@ -30,7 +30,7 @@ def leave(state: State, version: Version, instance: Instance) -> None:
     sequences and streams have. No operation may be waiting for the instance, and another one must serve."""
     operation = state.models[version.model].operation
     assert operation is None or instance not in operation.starting, instance.story()
-    deployment.stop(state, version, instance, hurry=False)
+    retirement.stop(state, version, instance, hurry=False)
 
 
 def finish_joins(state: State) -> None:

@@ -15,7 +15,7 @@ from itertools import chain
 
 from msgspec import Struct
 
-from shmserve.core.models import deployment, memory, sleep
+from shmserve.core.models import loading, memory, sleep
 from shmserve.core.models.memory import Places, megabytes
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
@@ -85,7 +85,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             waits = waits or not claim.serves  # the next request needs it
     if not blocked:
         _stop_yielding(state)
-    deployment.start_waiting(state)
+    loading.start_waiting(state)
     state.memory_changed = waits
     return refused
 

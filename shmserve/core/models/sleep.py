@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.core.batching import dispatch
-from shmserve.core.models import deployment
+from shmserve.core.models import loading, retirement
 from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
@@ -44,7 +44,7 @@ def serves(state: State, version: Version, now: int) -> None:
     for instance in version.instances:
         if instance.state is _I.ASLEEP and not instance.reason:
             _start(state, version, instance)
-    deployment.start_waiting(state)
+    loading.start_waiting(state)
 
 
 def check_idle(state: State, version: Version, now: int) -> None:
@@ -139,7 +139,7 @@ def put_to_sleep(state: State, version: Version) -> None:
             continue
         if instance.joining:
             state.load_queue.remove((version, instance))
-            deployment.stop(state, version, instance)
+            retirement.stop(state, version, instance)
             continue
         if instance.state is _I.WAITING:
             back_to_sleep(state, version, instance)
@@ -180,7 +180,7 @@ def fell_asleep(state: State, version: Version, instance: Instance, reason: str)
     instance.due = 0
     if not version.asleep:
         _start(state, version, instance)
-        deployment.start_waiting(state)
+        loading.start_waiting(state)
 
 
 # ------------------------------------------------------------------------------------ waking
@@ -204,7 +204,7 @@ def wake(state: State, version: Version, now: int) -> None:
     for instance in able:
         _start(state, version, instance)
     version.settle_sleep()
-    deployment.start_waiting(state)
+    loading.start_waiting(state)
 
 
 def _start(state: State, version: Version, instance: Instance) -> None:
@@ -243,7 +243,7 @@ def died_waking(state: State, version: Version, instance: Instance, reason: str,
     version.settle_sleep()
     if not version.asleep:
         _start(state, version, instance)
-        deployment.start_waiting(state)
+        loading.start_waiting(state)
     elif not version.waits:  # the next request begins a new wake
         version.rest.woken = 0
 
@@ -290,4 +290,4 @@ def may_wake_again(state: State, version: Version, instance: Instance) -> None:
     instance.reason = ""
     if not version.asleep and version.state is _V.READY and not state.draining:
         _start(state, version, instance)
-        deployment.start_waiting(state)
+        loading.start_waiting(state)

@@ -1,0 +1,47 @@
+"""Starts the processes of instances, as many at a time as the limits of concurrent loads and of memory allow."""
+
+from __future__ import annotations
+
+from shmserve.core.effects import Spawn
+from shmserve.core.models import memory
+from shmserve.core.records import Instance, Version
+from shmserve.core.state import State, Timer
+from shmserve.core.states import InstanceState
+
+_I = InstanceState
+
+
+def start_waiting(state: State) -> None:
+    """Starts queued instances, as many as the limit of concurrent loads allows. With memory budgets, `room` grants them
+    memory first."""
+    state.memory_changed = True
+    while len(state.loading) < state.limits.loading:
+        entry = memory.next_to_load(state)
+        if entry is None:
+            return
+        version, instance = entry
+        if instance.state is _I.WAITING:
+            spawn(state, version, instance)
+            state.loading[instance] = None
+
+
+def spawn(state: State, version: Version, instance: Instance) -> None:
+    instance.move(_I.STARTING)
+    instance.spawned = state.now
+    instance.ready_since = 0
+    instance.hung = False
+    instance.memory = (0, 0)
+    state.held[instance] = version
+    if state.limits.load_ns:
+        state.set_timer(state.now + state.limits.load_ns, Timer.LATE, instance)
+    instance.peer = state.next_worker()
+    state.instances[instance.peer] = (version, instance)
+    urgent = instance.sleeping and version.waits > 0
+    state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec, urgent))
+
+
+def load_over(state: State, instance: Instance) -> None:
+    """The instance has stopped loading, successfully or not: starts the next one."""
+    if instance in state.loading:
+        del state.loading[instance]
+        start_waiting(state)
