@@ -30,6 +30,7 @@ from shmserve.core.records import Instance, Version
 from shmserve.core.requests import completion, enqueue, responses
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.cache import Copies
+from shmserve.core.requests.connections import Connections
 from shmserve.core.requests.questions import Questions
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.sequences import scheduler
@@ -88,34 +89,36 @@ class Core:
         quotas = Quotas(state)
         questions = self._questions = Questions(state)
         self._ensembles = Ensembles(state, quotas)
-        self._admission = Admission(state, quotas, questions, server)
+        self._connections = Connections(state, quotas, questions, server)
+        self._admission = Admission(state, quotas, questions, self._connections)
         self._calls = ModelCalls(state, questions, quotas)
         self._lifecycle = Lifecycle(state, questions)
-        self._internal_errors = InternalErrors(state, self._admission, survive)
+        self._internal_errors = InternalErrors(state, self._connections, survive)
         self._of_clients = self._client_handlers()
         self._of_workers = self._worker_handlers()
         self._of_timers = self._timer_handlers()
 
     def _client_handlers(self) -> dict[type, Handler]:
         """Also for events of the shell, which have no peer."""
-        state, admission, lifecycle = self.state, self._admission, self._lifecycle
+        state, lifecycle = self.state, self._lifecycle
+        connections, admission = self._connections, self._admission
         return {
             Infer: admission.infer,
             InferBatch: admission.infer_batch,
             events.Framed: admission.framed,
             Return: admission.give_back,
             Cancel: admission.cancel,
-            Hello: admission.hello,
+            Hello: connections.hello,
             Ask: admission.ask,
             Map: admission.map,
             Unmap: admission.unmap,
-            Ping: admission.ping,
+            Ping: connections.ping,
             Pong: _ignore,
-            Bye: admission.bye,
+            Bye: connections.bye,
             More: admission.more,
-            events.Opened: admission.opened,
-            events.Closed: admission.closed,
-            events.Garbled: admission.garbled,
+            events.Opened: connections.opened,
+            events.Closed: connections.closed,
+            events.Garbled: connections.garbled,
             events.Answered: self._questions.answered,
             events.Behind: self._questions.behind,
             events.OwnSegment: admission.own_segment,

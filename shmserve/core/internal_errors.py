@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 from shmserve.core.models.termination import kill
-from shmserve.core.requests.admission import Admission
+from shmserve.core.requests.connections import Connections
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.errors import Internal
 
@@ -24,9 +24,9 @@ class InternalErrors:
     """Handles internal errors; call it within an except clause. With `survive` false they are raised, for tests and
     simulations."""
 
-    def __init__(self, state: State, admission: Admission, survive: bool) -> None:
+    def __init__(self, state: State, connections: Connections, survive: bool) -> None:
         self._state = state
-        self._admission = admission
+        self._connections = connections
         self._survive = survive
         self._turn = -1
         self._count = 0
@@ -39,7 +39,7 @@ class InternalErrors:
             if known is not None:
                 kill(self._state, *known, f"{SIGN} in its {what}")
         else:
-            self._admission.disconnect(
+            self._connections.disconnect_peer(
                 peer, Internal(f"{SIGN} ended this connection; reconnect, and see the server's log")
             )
 

@@ -1,4 +1,4 @@
-"""Clients' messages: connect, announce memory, infer, query, cancel, return handles, disconnect.
+"""What connected clients request: infer, cancel, announce memory, return handles, query.
 
 Invariant: every action is checked here against shmserve.protocol.roles, whichever endpoint it came through.
 """
@@ -8,60 +8,40 @@ from __future__ import annotations
 import re
 
 from shmserve.core.batching import leases
-from shmserve.core.effects import Close, Forget, Free, Query
+from shmserve.core.effects import Forget, Free, Query
 from shmserve.core.ensembles.graph import HANDLE_BYTES
-from shmserve.core.events import Closed, Framed, Garbled, Opened, OwnSegment, OwnSegmentGone
+from shmserve.core.events import Framed, Garbled, OwnSegment, OwnSegmentGone
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request, Version
 from shmserve.core.requests import completion, enqueue, responses, shadow
 from shmserve.core.requests.client import ClientState
+from shmserve.core.requests.connections import Connections
 from shmserve.core.requests.questions import Questions
-from shmserve.core.requests.quotas import SECOND, Quotas
+from shmserve.core.requests.quotas import Quotas
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.stats.statistics import FailureKind, limit_in
-from shmserve.errors import (
-    ConnectionLost,
-    Internal,
-    InvalidRequest,
-    ProtocolError,
-    ServeError,
-    Unavailable,
-    Unsupported,
-)
+from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.protocol import roles
 from shmserve.protocol.messages import (
     BATCH_REQUESTS,
     DEVICE,
-    FRAME_BYTES,
-    INLINE_BYTES,
     NAME_LENGTH,
     OWNER_SHIFT,
-    PACKET_BYTES,
-    PROTOCOL,
     Ask,
-    Bye,
     Cancel,
     Fail,
-    Goodbye,
     Handle,
-    Hello,
     Infer,
     InferBatch,
     Map,
     More,
-    Ping,
-    Pong,
     Reclaim,
     Return,
     Unmap,
-    Welcome,
 )
-
-_PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
-"""How large outputs can be returned, by kind of link."""
 
 _DEVICE_NAME = re.compile(rf"{DEVICE}[A-Za-z0-9+/]{{107}}=")
 """base64 of the 64 bytes of a device memory export and the 16 bytes of the device's UUID."""
@@ -81,156 +61,15 @@ def count_refused(state: State, model: str, error: ServeError) -> None:
 
 
 class Admission:
-    def __init__(
-        self,
-        state: State,
-        quotas: Quotas,
-        questions: Questions,
-        server: str,
-    ) -> None:
+    def __init__(self, state: State, quotas: Quotas, questions: Questions, connections: Connections) -> None:
         self._state = state
-        self._server = server
         self._quotas = quotas
-        self.questions = questions
+        self._questions = questions
+        self._connections = connections
+        self._greeted = connections.greeted
         self._client_requests = state.limits.client_requests
         self._busy = self._quotas.busy
         self._heavy = self._quotas.heavy
-        self._logged_at: dict[str, int] = {}
-        """User -> time of the last log entry about its clients."""
-
-    # ------------------------------------------------------------------------------------ connect and disconnect
-
-    def opened(self, peer: int, event: Opened, now: int) -> None:
-        client = ClientState(event.peer, event.audience, event.plane, user=event.audience, granted=event.roles)
-        try:
-            self._quotas.enter(client)
-        except Unavailable as error:
-            self._goodbye(client, error)
-            return
-        self._state.clients[event.peer] = client
-
-    def hello(self, peer: int, message: Hello, now: int) -> None:
-        client = self._state.clients.get(peer)
-        if client is None or client.disconnecting:
-            return
-        if not client.granted:
-            self._goodbye(client, roles.stranger())
-        elif message.protocol != PROTOCOL:
-            text = (
-                f"protocol {message.protocol} is not supported, only {PROTOCOL}; use a client of the server's version"
-            )
-            self._goodbye(client, ProtocolError(text))
-        elif client.outputs:
-            self._goodbye(client, ProtocolError("Hello was sent twice on one connection"))
-        elif message.outputs not in _PLANES[client.plane]:
-            allowed = " or ".join(_PLANES[client.plane])
-            text = f"outputs '{message.outputs}' are not possible over this kind of link; use {allowed}"
-            self._goodbye(client, ProtocolError(text))
-        else:
-            client.outputs = message.outputs
-            client.roles = client.granted
-            client.name = message.name
-            client.leases = message.leases and client.plane == "lane"
-            client.keeps = message.keeps and client.plane == "lane"
-            client.audience = {"memfd": "", "posix": "posix:", "frames": INTERNAL}[message.outputs] + (
-                client.audience if message.outputs != "frames" else ""
-            )
-            limits = self._state.limits
-            known = {
-                "packet_bytes": PACKET_BYTES,
-                "inline_bytes": INLINE_BYTES,
-                "frame_bytes": FRAME_BYTES,
-                "batch_requests": BATCH_REQUESTS,
-                "client_requests": limits.client_requests,
-                "client_questions": limits.client_questions,
-                "client_segments": limits.client_segments,
-                "client_held_bytes": limits.client_held_bytes,
-                "device_memory": int(client.plane == "lane" and roles.allows("register", client.roles)),
-                "named_memory": int(roles.allows("register", client.roles)),
-                "trace_context": int(self._state.traces.contexts_per_second > 0),
-            }
-            self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, known))
-
-    def closed(self, peer: int, event: Closed, now: int) -> None:
-        """Releases everything of a disconnected client: requests, holds and segments."""
-        self.questions.gone(event.peer)
-        client = self._state.clients.pop(event.peer, None)
-        if client is None:
-            return
-        client.gone = True
-        self._quotas.leave(client)
-        completion.cancel_all(self._state, client, now)
-        self._state.ledger.client_died(client)
-
-    def bye(self, peer: int, message: Bye, now: int) -> None:
-        self._state.effects.append(Close(peer))
-
-    def _goodbye(self, client: ClientState, error: ServeError) -> None:
-        """Disconnect the client and ignore further input."""
-        if not isinstance(error, (Unavailable, ConnectionLost, Internal)):
-            self._quotas.expelled(client, self._state.now)
-        client.disconnecting = True
-        self.questions.gone(client.number)
-        client.roles = roles.NOBODY
-        self._log_client("info", client, f"disconnected: {error.message}")
-        self._state.send(client.number, Goodbye(error.code, error.message))
-        self._state.effects.append(Close(client.number))
-
-    def disconnect(self, peer: int, error: ServeError) -> None:
-        """Disconnects the client because of an error that is not its own."""
-        client = self._state.clients.get(peer)
-        if client is not None and not client.disconnecting:
-            self._goodbye(client, error)
-
-    def _refuse(self, client: ClientState, number: int, error: ServeError, now: int) -> None:
-        """Rejects a request, or a message that is none (0)."""
-        self._state.send(client.number, Fail(number, error.code, error.message))
-        if not isinstance(error, Unavailable):  # which is not the client's error
-            self._fine(client, now)
-
-    def _fine(self, client: ClientState, now: int) -> None:
-        """Counts a protocol error. Disconnects the client if there are too many in a short time."""
-        text = self._quotas.fine(client, now)
-        if text and not client.disconnecting:
-            self._quotas.expelled(client, now)
-            self._goodbye(client, Unavailable(text))
-
-    def garbled(self, peer: int, event: Garbled, now: int) -> None:
-        client = self._state.clients.get(peer)
-        if client is not None and not client.disconnecting:
-            # A request in flight gets its own response instead of this error.
-            number = 0 if event.request in client.requests else event.request
-            self._state.send(peer, Fail(number, event.code, event.text))
-            self._fine(client, now)
-
-    def _greeted(self, peer: int) -> ClientState | None:
-        """The client, if it has sent Hello. Otherwise it is disconnected with an error."""
-        client = self._state.clients.get(peer)
-        if client is None or client.disconnecting:
-            return None
-        if not client.outputs:
-            # This includes clients that have not noticed that the server was restarted.
-            self._goodbye(client, ConnectionLost("the first message of a connection must be Hello"))
-            return None
-        return client
-
-    def _check_role(self, client: ClientState, action: str) -> None:
-        """Raises if the role is missing, and logs it once per connection."""
-        if roles.allows(action, client.roles):
-            return
-        error = roles.refusal(action, client.roles)
-        if not client.denied:
-            client.denied = True
-            self._log_client("warning", client, f"was denied: {error.message}")
-        raise error
-
-    def _log_client(self, level: str, client: ClientState, text: str) -> None:
-        """Logs at most one entry per second and user, so that clients that reconnect all the time cannot fill the
-        log."""
-        now, user = self._state.now, client.user
-        if now - self._logged_at.get(user, -SECOND) >= SECOND:
-            self._logged_at[user] = now
-            self._state.log(level, f"client {client.number} ({user}) {text}", client=client.number, user=user)
 
     # ------------------------------------------------------------------------------------ inference
 
@@ -258,7 +97,7 @@ class Admission:
                 f"an InferBatch has {len(columns.requests)} requests, {len(columns.rows)} rows and {len(columns.data)} "
                 f"data; expected as many of each, from 1 to {BATCH_REQUESTS}, with one item of data for each form"
             )
-            self.garbled(peer, Garbled(0, text), now)
+            self._connections.garbled(peer, Garbled(0, text), now)
             return
         state = self._state
         client, version = state.clients.get(peer), state.ready.get(message.model)
@@ -328,7 +167,7 @@ class Admission:
         state = self._state
         number = message.request
         if not client.roles & _INFER:
-            self._check_role(client, "infer")
+            self._connections.check_role(client, "infer")
         if number == 0 or number in client.requests:
             raise InvalidRequest(f"request number {number} is 0 or already in use by a request in flight")
         inputs, outputs, options = message.inputs, message.outputs, message.options
@@ -467,7 +306,7 @@ class Admission:
             self._drop_segment(peer, message.segment)
             return
         try:
-            self._check_role(client, "map" if message.name is None else "register")
+            self._connections.check_role(client, "map" if message.name is None else "register")
             self._quotas.check_segments(client)
             on_gpu = message.name is not None and message.name.startswith(DEVICE)
             if on_gpu:
@@ -480,7 +319,7 @@ class Admission:
             client.segments.add(message.segment)
         except ServeError as error:
             self._drop_segment(peer, message.segment)
-            self._goodbye(client, error)
+            self._connections.disconnect(client, error)
 
     def _drop_segment(self, peer: int, number: int) -> None:
         """Closes the descriptor of a segment that was not accepted."""
@@ -515,7 +354,7 @@ class Admission:
                 self._state.ledger.withdraw(peer, message.segment)
                 client.segments.discard(message.segment)
             except ServeError as error:
-                self._refuse(client, 0, error, now)
+                self._connections.refuse(client, 0, error, now)
 
     def give_back(self, peer: int, message: Return, now: int) -> None:
         client = self._greeted(peer)
@@ -526,7 +365,7 @@ class Admission:
             try:
                 self._state.ledger.take_back(client, handle)
             except ServeError as error:
-                self._refuse(client, 0, error, now)
+                self._connections.refuse(client, 0, error, now)
                 if client.disconnecting:
                     return
 
@@ -538,11 +377,7 @@ class Admission:
             if message.what:  # else it continues the body of an operation that was allowed
                 if message.what not in roles.QUESTIONS:
                     raise roles.unknown(message.what)
-                self._check_role(client, message.what)
-            self.questions.put(peer, message)
+                self._connections.check_role(client, message.what)
+            self._questions.put(peer, message)
         except ServeError as error:
-            self._refuse(client, message.request, error, now)
-
-    def ping(self, peer: int, message: Ping, now: int) -> None:
-        if self._greeted(peer) is not None:
-            self._state.send(peer, Pong(message.number))
+            self._connections.refuse(client, message.request, error, now)
