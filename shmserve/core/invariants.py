@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import cast
 
 from shmserve.core.models.model import Model
-from shmserve.core.records import Instance, Places, Request, Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.completion import is_stream
 from shmserve.core.requests.questions import Questions
 from shmserve.core.state import State
@@ -130,7 +129,7 @@ def _check_sequences(state: State) -> None:
     for key, sequence in state.sequences.items():
         assert sequence.key == key
         assert sequence.broken is None, sequence.story()
-        assert sequence in cast(Places, sequence.version.places).all(), sequence.story()
+        assert sequence in sequence.places.all(), sequence.story()
     for instance, version in state.retiring_instances.items():
         assert instance.retiring, instance.story()
         assert instance in version.instances, instance.story()

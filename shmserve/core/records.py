@@ -1,41 +1,33 @@
-"""The records of the core: request, batch, instance, sequence and model version.
+"""The records of the core that refer to each other: request, instance, sequence and model version.
 
-They refer to each other, so they share a module. They keep their own fields consistent; the other packages of the core
-find them in `State` and decide what happens to them.
+They keep their own fields consistent; the other packages of the core find them in `State` and decide what happens to
+them. The records that contain them are generic (`Batch`, `Places`, `RequestQueue`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from shmserve.core.batching.form import BatchRules, Reason
-from shmserve.core.batching.lending import Lending, lending_of
+from shmserve.core.batching.batch import Batch
+from shmserve.core.batching.form import BatchRules
+from shmserve.core.batching.lending import Lending
 from shmserve.core.batching.padding import rounded
 from shmserve.core.batching.queue import RequestQueue
 from shmserve.core.ensembles.graph import EnsembleGraph
 from shmserve.core.models.scaler import Scaler
-from shmserve.core.policy import (
-    BatchPolicy,
-    InstanceSpec,
-    MemoryEstimate,
-    ModelPolicy,
-    PaddingPolicy,
-    QueuePolicy,
-    SequencePolicy,
-)
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, PaddingPolicy
 from shmserve.core.requests.client import CallingWorker, ClientState
 from shmserve.core.requests.validation import CheckedForm, Checker
+from shmserve.core.sequences.places import Places
 from shmserve.core.states import (
-    BATCH_MOVES,
     INSTANCE_MOVES,
     REQUEST_MOVES,
     SEQUENCE_MOVES,
     VERSION_MOVES,
-    BatchState,
     IllegalMove,
     InstanceState,
     RequestState,
@@ -44,33 +36,22 @@ from shmserve.core.states import (
     legal,
 )
 from shmserve.core.stats.statistics import Statistics
-from shmserve.core.traffic import Shadow
 from shmserve.protocol.messages import (
-    CHUNK_BYTES,
     OWNER_SHIFT,
-    PACKET_BYTES,
     Fail,
-    FailHeld,
-    Failure,
     Handle,
     LabelFile,
     Options,
-    Part,
     Reply,
     Tensor,
     WantedOutputs,
     tensors_of,
 )
 
-_AT_WORK = (RequestState.SENT, RequestState.LINGERING)
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 Key = tuple[str, int, int | str, str]
 """Model, requested version (0: the default one), sequence id, and owner: a user, or a client's caller."""
-
-WORKS_BYTES = 80 * 1024
-"""An Execute is split when its works reach this size, besides CHUNK_BYTES of tensors and options."""
-assert CHUNK_BYTES + WORKS_BYTES < PACKET_BYTES
 
 ORDER = 256
 """With preserve_ordering: minimum length of `Version.order` before it is swept."""
@@ -117,7 +98,7 @@ class Request(Struct, eq=False, gc=False):
     """For decoupled models: when its last response with outputs was sent; 0: there was none."""
     state: RequestState = RequestState.QUEUED
     instance: Instance | None = None
-    batch: Batch | None = None
+    batch: Batch[Request] | None = None
     reply: Reply | Fail | None = None
     audience: str = ""
     """Who may map its outputs."""
@@ -170,100 +151,14 @@ class Request(Struct, eq=False, gc=False):
         )
 
 
-class Batch(Struct, eq=False):
-    """`pieces`: the number of each Execute and the requests it contained, in the order of sending."""
-
-    pieces: list[tuple[int, list[Request]]]
-    rows: int
-    reason: Reason
-    signature: object
-    began: int
-    """When it was sent or, if it waited at the worker, when its start was reported."""
-    state: BatchState = BatchState.OPEN
-    left: int = 0
-    """Requests that the worker has not reported yet."""
-    waited: int = 0
-    """ns for which its instance waited for other models meanwhile."""
-    recalled: bool = False
-    """Its requests were asked back, because the instance waits for another model or was restarted."""
-    early: list[int] = []
-    """Arrival times of requests answered by Rows, before Done reported when the batch was taken."""
-    number: int = 0
-    times: tuple[int, ...] = ()
-    """The times of its Done, for traces and ensemble statistics."""
-    slots: int = 0
-    """With sequence slots: highest occupied slot + 1, which counts as the batch size, as in Triton."""
-
-    @property
-    def count(self) -> int:
-        """All requests that were ever in it."""
-        return sum(len(piece) for _, piece in self.pieces)
-
-    @property
-    def numbers(self) -> list[int]:
-        return [number for number, _ in self.pieces]
-
-    def requests(self) -> list[Request]:
-        """Requests that the worker has not reported yet."""
-        return [
-            request
-            for _, piece in self.pieces
-            for request in piece
-            if request.batch is self and request.state in _AT_WORK
-        ]
-
-    def lengths(self) -> tuple[int, int]:
-        """The greatest length of its requests, and their total elements (rows x length)."""
-        longest = useful = 0
-        for _, piece in self.pieces:
-            for request in piece:
-                if request.batch is self:
-                    longest = max(longest, request.length)
-                    useful += request.cost * request.length
-        return longest, useful
-
-    def move(self, finish: BatchState) -> None:
-        if finish not in BATCH_MOVES[self.state]:
-            raise IllegalMove(f"batch {self.numbers}", self.state, finish, f"{self.rows} rows")
-        self.state = finish
-
-    def end(self) -> None:
-        """Break the reference cycle between requests and batch; the GC does not track `Request`."""
-        self.move(BatchState.ENDED)
-        self.pieces = []
-
-    def known_as(self, number: int) -> bool:
-        """Does the number identify the batch? The worker sends that of the first Execute or, after a late extension, of
-        the first one that is left."""
-        pieces = self.pieces
-        return pieces[0][0] == number or (len(pieces) > 1 and number in self.numbers)
-
-    def split(self, through: int) -> Batch | None:
-        """Moves the Executes after `through` into a batch of their own."""
-        late = [(number, piece) for number, piece in self.pieces if number > through]
-        if not late:
-            return None
-        self.pieces = [(number, piece) for number, piece in self.pieces if number <= through]
-        rest = Batch(late, 0, self.reason, self.signature, self.began, recalled=self.recalled)
-        for _, piece in late:
-            for request in piece:
-                if request.batch is self:
-                    request.batch = rest
-                    rest.rows += request.cost
-                    rest.left += 1
-        self.rows -= rest.rows
-        self.left -= rest.left
-        return rest if rest.left else None
-
-
 class Instance(Struct, eq=False):
     """A slot for a worker process. `peer` is its current process, 0 for none."""
 
     spec: InstanceSpec
     state: InstanceState = InstanceState.WAITING
     peer: int = 0
-    running: Batch | None = None
-    waiting: Batch | None = None
+    running: Batch[Request] | None = None
+    waiting: Batch[Request] | None = None
     deaths: int = 0
     """Consecutive crashes and failed restarts, without a completed batch or a long uptime between them."""
     crashes: int = 0
@@ -373,42 +268,8 @@ class Instance(Struct, eq=False):
         """It has stopped or is about to, and will not restart."""
         return self.retiring or self.state in _OVER
 
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[Batch[Request]]:
         return [batch for batch in (self.running, self.waiting) if batch is not None]
-
-
-class Lease(Struct, eq=False):
-    """An idle instance, lent to a client that sends one request at a time. Nothing else is sent to the instance until
-    the worker has ended the lease."""
-
-    number: int
-    client: ClientState
-    version: Version
-    instance: Instance
-    default: bool
-    """Also for requests that name no version."""
-    revoked: bool = False
-    served: int = 0
-    recorded: int = 0
-    """When the last request in its log arrived."""
-    resumed: int = 0
-    """When its worker last resumed after calls to other models. The execution limit does not count these, so it is
-    applied from then on."""
-    error: Failure | None = None
-    """The error of the request that its worker was running when it died; None: the client may send it again."""
-
-
-class Comparison(Struct, eq=False):
-    """A request of a shadow. `answered_by`: the version that has answered the client. `keeper`: the client that keeps
-    the inputs of its request `client_number`, if it has any in its memory."""
-
-    shadow: Shadow
-    answered_by: Version
-    expected: tuple[Tensor, ...]
-    size: int
-    keeper: ClientState | None
-    client_number: int
-    result: Reply | Part | Fail | FailHeld | None = None
 
 
 class Sequence(Struct, eq=False):
@@ -480,7 +341,7 @@ class Sequence(Struct, eq=False):
         self.left(request)
 
     @property
-    def places(self) -> Places:
+    def places(self) -> Places[Sequence, Instance]:
         places = self.version.places
         assert places is not None
         return places
@@ -493,121 +354,6 @@ class Sequence(Struct, eq=False):
         if self.running is request:
             self.running = None
         self.mark_changed()
-
-
-class Places:
-    """The slots of one version's sequences: `bound` to instances, or waiting in the `backlog`."""
-
-    def __init__(self, policy: SequencePolicy) -> None:
-        self.policy = policy
-        self.bound: dict[Instance, list[Sequence | None]] = {}
-        self.backlog: dict[Sequence, None] = {}
-        self._next: dict[str, OrderedDict[Sequence, None]] = {}
-        """Sequences of the backlog that may get a slot, by user, next user first. Invariant: each user has some."""
-        self.latest: dict[int | str, Sequence] = {}
-        """Worker id -> the newest sequence that has not ended."""
-        self.changed: dict[Sequence, None] = {}
-        """Sequences to process: something has changed since the last time."""
-        self.waits = self.bytes = 0
-        """Queued requests, and the bytes inside their messages."""
-
-    @property
-    def count(self) -> int:
-        """Live sequences."""
-        return len(self.backlog) + sum(slot is not None for slots in self.bound.values() for slot in slots)
-
-    def all(self) -> list[Sequence]:
-        return [*self.backlog, *(found for slots in self.bound.values() for found in slots if found is not None)]
-
-    def at(self, instance: Instance) -> list[Sequence]:
-        return [sequence for sequence in self.bound.get(instance, ()) if sequence is not None]
-
-    def waiting(self, request: Request) -> None:
-        self.waits += 1
-        self.bytes += request.inline
-
-    def gone(self, request: Request) -> None:
-        self.waits -= 1
-        self.bytes -= request.inline
-
-    # ------------------------------------------------------------------------------------ enter, bind, end
-
-    def enter(self, sequence: Sequence) -> None:
-        before = sequence.before = self.latest.get(sequence.worker_id)
-        self.latest[sequence.worker_id] = sequence
-        self.backlog[sequence] = None
-        if before is None:
-            self._queue(sequence)
-        else:
-            before.after = sequence
-
-    def _queue(self, sequence: Sequence) -> None:
-        self._next.setdefault(sequence.user, OrderedDict())[sequence] = None
-
-    def bind_waiting(self, instances: list[Instance]) -> None:
-        """Binds sequences of the backlog to free slots: round robin between users, first come first served within
-        one."""
-        while self._next:
-            instance = self._free(instances)
-            if instance is None:
-                return
-            user = next(iter(self._next))
-            mine = self._next.pop(user)
-            first, _ = mine.popitem(last=False)
-            if mine:
-                self._next[user] = mine  # behind the other users
-            del self.backlog[first]
-            slots = self.bound.setdefault(instance, [None] * self.policy.slots)
-            first.slot = slots.index(None)
-            first.instance = instance
-            slots[first.slot] = first
-            first.move(SequenceState.BOUND)
-
-    def _free(self, instances: list[Instance]) -> Instance | None:
-        """The instance with the fewest sequences of those that can take another one."""
-        best, fewest = None, self.policy.slots
-        for instance in instances:
-            if instance.usable and not instance.retiring and not instance.waits:
-                slots = self.bound.get(instance)
-                count = self.policy.slots - slots.count(None) if slots is not None else 0
-                if count < (min(fewest, 1) if instance.quarantined else fewest):
-                    best, fewest = instance, count
-        return best
-
-    def lose(self, instance: Instance | None, text: str) -> None:
-        """Fails the sequences of the instance (None: of all), which can no longer run them. The caller dispatches the
-        version."""
-        for sequence in self.all() if instance is None else self.at(instance):
-            sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} has ended: {text}; send START again")
-            sequence.mark_changed()
-
-    def end(self, sequence: Sequence) -> None:
-        before, after = sequence.before, sequence.after
-        if sequence.instance is None:
-            del self.backlog[sequence]
-            if before is None:
-                mine = self._next[sequence.user]
-                del mine[sequence]
-                if not mine:
-                    del self._next[sequence.user]
-        else:
-            slots = self.bound[sequence.instance]
-            slots[sequence.slot] = None
-            if not any(slots):
-                del self.bound[sequence.instance]
-            sequence.instance = None
-        sequence.move(SequenceState.ENDED)
-        if before is not None:
-            before.after = after
-        if after is not None:
-            after.before = before
-            if before is None:
-                self._queue(after)
-        elif before is not None:
-            self.latest[sequence.worker_id] = before
-        else:
-            del self.latest[sequence.worker_id]
-        sequence.before = sequence.after = None
 
 
 class Rest(Struct):
@@ -719,7 +465,7 @@ class Version:
         """Runs the next suspect. Nothing is sent ahead to it, so that it becomes idle."""
         self.trial: Instance | None = None
         """The instance that is running a suspect."""
-        self.places: Places | None = None
+        self.places: Places[Sequence, Instance] | None = None
         """For models with sequence batching."""
         self.graph: EnsembleGraph | None = None
         """For ensembles."""
@@ -762,37 +508,6 @@ class Version:
     @property
     def label(self) -> str:
         return f"model '{self.model}' version {self.number}"
-
-    def adopt(self, policy: ModelPolicy, cache: bool = False) -> None:
-        """Applies the policy once it is known. `cache`: the server has a response cache."""
-        self.policy = policy
-        self.checker = Checker(policy)
-        self.queue = RequestQueue(policy.batching)
-        self.most_works = max(1, WORKS_BYTES // _work_bytes(policy))
-        self.decoupled = policy.decoupled
-        if policy.sequence is not None:
-            self.places = Places(policy.sequence)
-            self.plain = self.prefetch = False
-            if policy.max_batch > 0:
-                self.batch_rules = BatchRules.of(policy.max_batch, policy.sequence.batching, self.checker.varies)
-        if policy.steps is not None:
-            self.graph = EnsembleGraph(policy)
-            self.plain = False
-        batching = policy.batching
-        if batching is not None:
-            if policy.max_batch > 0:
-                self.batch_rules = BatchRules.of(policy.max_batch, batching, self.checker.varies)
-                self.padding = policy.padding
-            self.prefetch = _sends_ahead(batching)
-            self.plain = self.prefetch and not batching.preserve_ordering
-            if batching.preserve_ordering and not policy.decoupled:
-                self.order = deque()
-        # With preserve_ordering, a cached response must not overtake running requests.
-        self.cached = cache and policy.cached and self.order is None and not policy.decoupled and not policy.sequence
-        if self.cached:
-            self.plain = False
-        if self.plain and self.order is None:
-            self.lending = lending_of(policy)
 
     def move(self, finish: VersionState, reason: str = "") -> None:
         self.state = legal(VERSION_MOVES, self.label, self.state, finish, f"{len(self.instances)} instances")
@@ -910,7 +625,7 @@ class Version:
             newest = newest.successor
         return self if newest.gone else newest
 
-    def count_padding(self, batch: Batch) -> None:
+    def count_padding(self, batch: Batch[Request]) -> None:
         """Counts the padding of a batch that has run."""
         if self.padding is not None:
             longest, useful = batch.lengths()
@@ -922,20 +637,3 @@ class Version:
         """Updates the means with a batch that took `service_ns` at the worker, and `seen_ns` as seen by the broker."""
         self.spread_ns += (abs(seen_ns - (self.service_ns or service_ns)) - self.spread_ns) // 16
         self.service_ns = service_ns if not self.service_ns else (7 * self.service_ns + service_ns) // 8
-
-
-def _work_bytes(policy: ModelPolicy) -> int:
-    """An upper bound, apart from handles, of what a Work takes: its own fields, the form of each input, and each output
-    as wanted, with its place and, for an ensemble, its labels."""
-    size = 256
-    for spec in policy.inputs:
-        size += len(spec.name) + 24 + 9 * len(spec.dims)
-    for spec in policy.outputs:
-        size += 2 * len(spec.name) + 64
-    return size
-
-
-def _sends_ahead(policy: BatchPolicy) -> bool:
-    """False if the order of queued requests may still change: they stay here until an instance is idle."""
-    plain = QueuePolicy()
-    return policy.levels == 0 and policy.default_policy == plain

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from itertools import count
 from typing import Any, TypeAlias
 
+from shmserve.core.batching.lease import Lease
 from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.effects import Effect, Log, Send
 from shmserve.core.ensembles.run import Run
@@ -19,14 +20,13 @@ from shmserve.core.fair_queue import FairQueue
 from shmserve.core.ledger import INTERNAL, Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.models.model import Model
-from shmserve.core.policy import ModelPolicy
-from shmserve.core.records import Comparison, Instance, Key, Lease, Request, Sequence, Version
+from shmserve.core.records import Instance, Key, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
 from shmserve.core.requests.client import ClientState
+from shmserve.core.requests.comparison import Comparison
 from shmserve.core.requests.recording import Recording
 from shmserve.core.requests.trace import Traces
 from shmserve.core.states import RequestState, SequenceState
-from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic
 from shmserve.errors import InvalidRequest, NotFound
 
@@ -263,12 +263,6 @@ class State:
         if number not in (0, aliases[alias]):
             raise InvalidRequest(f"'{name}' is version {aliases[alias]}, but the request is for version {number}")
         return model.version(aliases[alias])
-
-    def adopt(self, version: Version, policy: ModelPolicy) -> None:
-        """Applies the policy of a version that has loaded."""
-        version.adopt(policy, self.cache.limit > 0)
-        first = FirstResponses.of(policy.first_response_ms) if self.limits.first_responses else None
-        version.statistics.collect(self.limits.summaries, first, policy.decoupled)
 
     # ------------------------------------------------------------------------------------ time
 

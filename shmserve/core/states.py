@@ -124,8 +124,8 @@ class IllegalMove(AssertionError):
 
 
 def legal(moves: dict[S, set[S]], what: str, start: S, finish: S, story: str) -> S:
-    """Returns `finish` if the table allows it. Requests and batches are moved often and check inline instead
-    (records.py)."""
+    """Returns `finish` if the table allows it. Requests and batches are moved often and check inline
+    instead."""
     if finish not in moves[start]:
         raise IllegalMove(what, start, finish, story)
     return finish

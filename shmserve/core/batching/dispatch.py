@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.core.batching import leases, recall
+from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.form import BatchPlan, Reason
 from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_extension, planned, sends_ahead, take
 from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.models.termination import kill
-from shmserve.core.records import Batch, Instance, Request, Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion, shadow
 from shmserve.core.requests.validation import CheckedForm
 from shmserve.core.state import State, Timer
@@ -117,7 +118,7 @@ def _try_suspect(state: State, version: Version, now: int) -> None:
         return
     request = version.suspects.popleft()
     version.trial = instance
-    batch = Batch([], request.cost, Reason.ALONE, request.signature, now)
+    batch: Batch[Request] = Batch([], request.cost, Reason.ALONE, request.signature, now)
     start(state, version, instance, batch, [request], now)
 
 
@@ -168,7 +169,7 @@ def _start_batch(state: State, version: Version, instance: Instance, now: int) -
     if instance.running is None and not may_start(state, version, instance):
         return False
     requests = take(version, plan)
-    batch = Batch([], plan.rows, plan.reason, requests[0].signature, now)
+    batch: Batch[Request] = Batch([], plan.rows, plan.reason, requests[0].signature, now)
     if instance.running is None:
         start(state, version, instance, batch, requests, now)
     else:
@@ -200,7 +201,9 @@ def _refuse_late(state: State, version: Version, instance: Instance, plan: Batch
     return bool(late)
 
 
-def start(state: State, version: Version, instance: Instance, batch: Batch, requests: list[Request], now: int) -> None:
+def start(
+    state: State, version: Version, instance: Instance, batch: Batch[Request], requests: list[Request], now: int
+) -> None:
     """Runs the batch on an idle instance."""
     version.idle.remove(instance)
     instance.running = batch
@@ -212,7 +215,7 @@ def start(state: State, version: Version, instance: Instance, batch: Batch, requ
     _send(state, instance, batch, requests, 0)
 
 
-def _extend(state: State, version: Version, instance: Instance, batch: Batch, now: int) -> bool:
+def _extend(state: State, version: Version, instance: Instance, batch: Batch[Request], now: int) -> bool:
     """False: the batch cannot grow."""
     plan = plan_extension(version, batch, now)
     if not plan.count:
@@ -227,7 +230,7 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch, no
     return True
 
 
-def _send(state: State, instance: Instance, batch: Batch, requests: list[Request], join: int) -> None:
+def _send(state: State, instance: Instance, batch: Batch[Request], requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
     if state.comparisons:
         shadow.send_expected(state, instance.peer, requests)
@@ -283,7 +286,7 @@ def _data_of(request: Request, form: CheckedForm) -> tuple[bytes, ...] | None:
 
 
 def _send_columns(
-    state: State, instance: Instance, batch: Batch, requests: list[Request], join: int, form: CheckedForm
+    state: State, instance: Instance, batch: Batch[Request], requests: list[Request], join: int, form: CheckedForm
 ) -> bool:
     """Sends requests of one form, most of which came in columns. False: they do not fit in columns."""
     count = len(requests)

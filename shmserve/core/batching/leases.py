@@ -11,11 +11,12 @@ died with the worker.
 from __future__ import annotations
 
 from shmserve.core.batching.form import Reason
+from shmserve.core.batching.lease import Lease
 from shmserve.core.batching.lending import ALONE, ALONE_MOST, Lending
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
 from shmserve.core.models.termination import kill
-from shmserve.core.records import Instance, Lease, Request, Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState

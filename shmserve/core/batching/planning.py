@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.form import BatchPlan, Reason, form
 from shmserve.core.batching.padding import form_padded
-from shmserve.core.records import Batch, Instance, Request, Version
+from shmserve.core.records import Instance, Request, Version
 
 
 def plan_batch(version: Version, now: int, alone: bool = False) -> BatchPlan:
@@ -18,7 +19,7 @@ def plan_batch(version: Version, now: int, alone: bool = False) -> BatchPlan:
     return form(version.queue.first(rules.lookahead), rules, now)
 
 
-def plan_extension(version: Version, batch: Batch, now: int) -> BatchPlan:
+def plan_extension(version: Version, batch: Batch[Request], now: int) -> BatchPlan:
     rules = version.batch_rules
     if rules is None or batch.rows in rules.preferred or batch.rows >= rules.max_batch:
         return BatchPlan(0, 0, batch.reason)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 
-from shmserve.core.records import Batch, Instance, Request, Version
+from shmserve.core.batching.batch import Batch
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import Withdraw
 
 
-def recall(state: State, instance: Instance, batch: Batch) -> None:
+def recall(state: State, instance: Instance, batch: Batch[Request]) -> None:
     """Asks the worker to return its waiting batch."""
     if not batch.recalled:
         batch.recalled = True
         state.send(instance.peer, Withdraw(tuple(request.number for request in batch.requests())))
 
 
-def take_out(state: State, version: Version, instance: Instance, batch: Batch, request: Request) -> None:
+def take_out(state: State, version: Version, instance: Instance, batch: Batch[Request], request: Request) -> None:
     """Removes a request from a batch that waits at a worker and will not run it."""
     batch.rows -= request.cost
     batch.left -= 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from shmserve.core.batching import answers, dispatch, leases, recall
+from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Send
 from shmserve.core.models.termination import kill, kill_for_protocol_error
-from shmserve.core.records import Batch, Instance, Request, Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion, responses
 from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State
@@ -118,7 +119,7 @@ def _recovered(state: State, version: Version, instance: Instance) -> None:
         state.log("info", text, **about)
 
 
-def _again(state: State, version: Version, batch: Batch, numbers: tuple[int, ...]) -> None:
+def _again(state: State, version: Version, batch: Batch[Request], numbers: tuple[int, ...]) -> None:
     """An iterative model wants to run these requests again. Those whose callers have left end here."""
     for number in numbers:
         request = state.requests.get(number)
@@ -170,7 +171,9 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
     state.to_dispatch[version] = None
 
 
-def _usual_rows(state: State, version: Version, instance: Instance, batch: Batch, done: Done, now: int) -> None:
+def _usual_rows(
+    state: State, version: Version, instance: Instance, batch: Batch[Request], done: Done, now: int
+) -> None:
     """`_row` for each row, with the common cases inlined for speed: an answer without handles to a waiting client, and
     one of a step."""
     requests, append = state.requests, state.effects.append
@@ -203,7 +206,9 @@ def _usual_rows(state: State, version: Version, instance: Instance, batch: Batch
     _count_answered(version, batch, arrivals, rows, taken, now)
 
 
-def _count_answered(version: Version, batch: Batch, arrivals: list[int], rows: int, taken: int, now: int) -> None:
+def _count_answered(
+    version: Version, batch: Batch[Request], arrivals: list[int], rows: int, taken: int, now: int
+) -> None:
     batch.left -= len(arrivals)
     statistics = version.statistics
     statistics.answered(arrivals, rows, taken, now)
@@ -216,7 +221,7 @@ def _count_answered(version: Version, batch: Batch, arrivals: list[int], rows: i
 
 
 def _usual_columns(
-    state: State, version: Version, instance: Instance, batch: Batch, columns: Columns, taken: int, now: int
+    state: State, version: Version, instance: Instance, batch: Batch[Request], columns: Columns, taken: int, now: int
 ) -> None:
     """As `_usual_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
     requests, forms = state.requests, columns.forms
@@ -249,7 +254,9 @@ def _usual_columns(
     _count_answered(version, batch, arrivals, rows, taken, now)
 
 
-def _row(state: State, version: Version, instance: Instance, batch: Batch, row: Row, now: int, taken: int) -> None:
+def _row(
+    state: State, version: Version, instance: Instance, batch: Batch[Request], row: Row, now: int, taken: int
+) -> None:
     request = state.requests.get(row.request)
     if request is None or request.batch is not batch or request.state is _DONE:
         kill_for_protocol_error(state, version, instance, f"row of request {row.request}")

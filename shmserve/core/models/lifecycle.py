@@ -8,6 +8,7 @@ from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.models import deployment, loading, retirement, sleep
+from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion, responses
@@ -43,7 +44,7 @@ class Lifecycle:
         if instance.sleeping:
             sleep.has_woken(self._state, version, instance, now)
         if version.policy is None:
-            self._state.adopt(version, event.policy)
+            apply_policy(self._state, version, event.policy)
             limits, policy = self._state.limits, event.policy
             own, crashes = policy.execution_limit_ns, policy.crash_limit
             version.limit_ns = limits.execution_ns if own is None else own

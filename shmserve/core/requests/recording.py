@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.form import Reason
+from shmserve.core.batching.lease import Lease
 from shmserve.core.events import LeasedRequest
-from shmserve.core.records import Batch, Instance, Lease, Request, Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.client import CallingWorker, ClientState
 from shmserve.core.states import RequestState
 from shmserve.protocol.recorded import RecordedBatch, RecordedEnd, RecordedRequest
@@ -32,7 +34,7 @@ class Recording:
         self.left_out = 0
         """Requests in records that were dropped because of the limit."""
 
-    def batch_done(self, version: Version, instance: Instance, batch: Batch, number: int, now: int) -> None:
+    def batch_done(self, version: Version, instance: Instance, batch: Batch[Request], number: int, now: int) -> None:
         """Call before the responses are processed."""
         requests = [request for _, piece in batch.pieces for request in piece if request.batch is batch]
         if requests and self._wants(version, len(requests)):

@@ -11,8 +11,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from shmserve.core.batching import answers
+from shmserve.core.batching.batch import Batch
 from shmserve.core.models.termination import kill_for_protocol_error
-from shmserve.core.records import Batch, Instance, Request, Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
@@ -75,12 +76,12 @@ def _count(state: State, version: Version, request: Request, row: Row) -> None:
     version.statistics.responded(request.parts, outcome, row.times)
 
 
-def _leave(state: State, instance: Instance, batch: Batch | None, request: Request) -> None:
+def _leave(state: State, instance: Instance, batch: Batch[Request] | None, request: Request) -> None:
     if instance.streams.pop(request.number, None) is None and batch is not None:
         batch.left -= 1
 
 
-def batch_done(state: State, version: Version, instance: Instance, batch: Batch, taken: int) -> None:
+def batch_done(state: State, version: Version, instance: Instance, batch: Batch[Request], taken: int) -> None:
     """Requests of the batch without a last response continue outside of it."""
     for request in batch.requests():
         if request.state is _SENT:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from shmserve.core.ensembles.graph import handles_of
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.records import Comparison, Request, Version
+from shmserve.core.records import Request, Version
+from shmserve.core.requests.comparison import Comparison
 from shmserve.core.state import State
 from shmserve.core.traffic import Shadow
 from shmserve.errors import ServeError

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.dispatch import may_start, start
 from shmserve.core.batching.form import BatchPlan, Reason, form
 from shmserve.core.policy import SequencePolicy
-from shmserve.core.records import Batch, Instance, Key, Places, Request, Sequence, Version
+from shmserve.core.records import Instance, Key, Request, Sequence, Version
 from shmserve.core.requests import completion
 from shmserve.core.requests.client import ClientState
+from shmserve.core.sequences.places import Places
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable
@@ -181,7 +183,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
         state.wakes.pop(version, None)
 
 
-def _process_change(state: State, places: Places, sequence: Sequence, now: int) -> None:
+def _process_change(state: State, places: Places[Sequence, Instance], sequence: Sequence, now: int) -> None:
     """Processes a change of the sequence."""
     if sequence.state is _S.ENDED:
         return
@@ -194,7 +196,9 @@ def _process_change(state: State, places: Places, sequence: Sequence, now: int) 
         _end(state, places, sequence)
 
 
-def _end_broken(state: State, places: Places, sequence: Sequence, code: str, text: str, now: int) -> None:
+def _end_broken(
+    state: State, places: Places[Sequence, Instance], sequence: Sequence, code: str, text: str, now: int
+) -> None:
     if state.sequences.get(sequence.key) is sequence and not sequence.own:
         _remember(state, sequence, code, text)
     _forget(state, sequence)
@@ -220,12 +224,12 @@ def _notify_worker(state: State, sequence: Sequence) -> None:
         state.send(instance.peer, EndSequences((sequence.worker_id,)))
 
 
-def _end(state: State, places: Places, sequence: Sequence) -> None:
+def _end(state: State, places: Places[Sequence, Instance], sequence: Sequence) -> None:
     places.end(sequence)
     _forget(state, sequence)
 
 
-def _run(state: State, version: Version, places: Places, instance: Instance, now: int) -> None:
+def _run(state: State, version: Version, places: Places[Sequence, Instance], instance: Instance, now: int) -> None:
     """Starts the next batch of an idle instance, if there is one."""
     heads = [s for s in places.at(instance) if s.requests and s.running is None and s.broken is None]
     if not heads:
@@ -250,7 +254,7 @@ def _run(state: State, version: Version, places: Places, instance: Instance, now
         request.slot = sequence.slot if places.policy.direct and version.batches else -1
         requests.append(request)
         places.gone(request)
-    batch = Batch([], plan.rows, plan.reason, signature, now)
+    batch: Batch[Request] = Batch([], plan.rows, plan.reason, signature, now)
     if places.policy.direct and version.batches:
         batch.slots = 1 + max(sequence.slot for sequence in places.at(instance))
     start(state, version, instance, batch, requests, now)

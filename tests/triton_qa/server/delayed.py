@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shmserve.core.batching import dispatch
-from shmserve.core.records import Instance, Places, Version
+from shmserve.core.records import Instance, Sequence, Version
 from shmserve.core.sequences import scheduler
+from shmserve.core.sequences.places import Places
 from shmserve.core.state import State
 
 REQUESTS, BACKLOG = "TRITONSERVER_DELAY_SCHEDULER", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
@@ -46,7 +47,9 @@ def install(environment: Mapping[str, str]) -> None:
         if version.places is not None or not delay.holds(version):
             immediately(state, version, now)
 
-    def delayed_run(state: State, version: Version, places: Places, instance: Instance, now: int) -> None:
+    def delayed_run(
+        state: State, version: Version, places: Places[Sequence, Instance], instance: Instance, now: int
+    ) -> None:
         if not delay.holds(version):
             run(state, version, places, instance, now)
 

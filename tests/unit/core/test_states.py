@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.form import Reason
 from shmserve.core.policy import InstanceSpec
-from shmserve.core.records import Batch, Instance, Request, Sequence, Version
+from shmserve.core.records import Instance, Request, Sequence, Version
 from shmserve.core.requests.client import ClientState
 from shmserve.core.states import (
     TABLES,

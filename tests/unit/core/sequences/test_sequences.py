@@ -17,8 +17,9 @@ from shmserve.core import events
 from shmserve.core.effects import Kill, Send
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, IdControl, InstanceSpec, ModelPolicy, SequencePolicy, TensorSpec
-from shmserve.core.records import Instance, Places, Request, Sequence, Version
+from shmserve.core.records import Instance, Request, Sequence, Version
 from shmserve.core.sequences import scheduler
+from shmserve.core.sequences.places import Places
 from shmserve.core.state import State
 from shmserve.core.states import SequenceState
 from shmserve.protocol.messages import Cancel, EndSequences, Fail, FailHeld, Infer, Options, Reply, Tensor, Work
@@ -143,7 +144,7 @@ class Sequenced(World):
         start, end = options.sequence_start, options.sequence_end
         self.rules.begins(worker.peer, work.slot, asked, options.sequence, start, end)
 
-    def places(self) -> list[Places]:
+    def places(self) -> list[Places[Sequence, Instance]]:
         generations = [version for model in self.core.state.models.values() for version in model.generations()]
         return [version.places for version in generations if version.places is not None]
 

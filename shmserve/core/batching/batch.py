@@ -1,0 +1,115 @@
+"""A batch at a worker: the requests that were sent together, until the worker has reported the last of them."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Protocol, TypeVar
+
+from msgspec import Struct
+
+from shmserve.core.batching.form import Reason
+from shmserve.core.states import BATCH_MOVES, BatchState, IllegalMove, RequestState
+
+_AT_WORK = (RequestState.SENT, RequestState.LINGERING)
+
+
+class Batched(Protocol):
+    """The fields of a request that its batch uses."""
+
+    @property
+    def cost(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def state(self) -> RequestState: ...
+
+    batch: Any
+    """The batch that it is in."""
+
+
+R = TypeVar("R", bound=Batched)
+
+
+class Batch(Struct, Generic[R], eq=False):
+    """`pieces`: the number of each Execute and the requests it contained, in the order of sending."""
+
+    pieces: list[tuple[int, list[R]]]
+    rows: int
+    reason: Reason
+    signature: object
+    began: int
+    """When it was sent or, if it waited at the worker, when its start was reported."""
+    state: BatchState = BatchState.OPEN
+    left: int = 0
+    """Requests that the worker has not reported yet."""
+    waited: int = 0
+    """ns for which its instance waited for other models meanwhile."""
+    recalled: bool = False
+    """Its requests were asked back, because the instance waits for another model or was restarted."""
+    early: list[int] = []
+    """Arrival times of requests answered by Rows, before Done reported when the batch was taken."""
+    number: int = 0
+    times: tuple[int, ...] = ()
+    """The times of its Done, for traces and ensemble statistics."""
+    slots: int = 0
+    """With sequence slots: highest occupied slot + 1, which counts as the batch size, as in Triton."""
+
+    @property
+    def count(self) -> int:
+        """All requests that were ever in it."""
+        return sum(len(piece) for _, piece in self.pieces)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.pieces]
+
+    def requests(self) -> list[R]:
+        """Requests that the worker has not reported yet."""
+        return [
+            request
+            for _, piece in self.pieces
+            for request in piece
+            if request.batch is self and request.state in _AT_WORK
+        ]
+
+    def lengths(self) -> tuple[int, int]:
+        """The greatest length of its requests, and their total elements (rows x length)."""
+        longest = useful = 0
+        for _, piece in self.pieces:
+            for request in piece:
+                if request.batch is self:
+                    longest = max(longest, request.length)
+                    useful += request.cost * request.length
+        return longest, useful
+
+    def move(self, finish: BatchState) -> None:
+        if finish not in BATCH_MOVES[self.state]:
+            raise IllegalMove(f"batch {self.numbers}", self.state, finish, f"{self.rows} rows")
+        self.state = finish
+
+    def end(self) -> None:
+        """Break the reference cycle between requests and batch; the GC does not track requests."""
+        self.move(BatchState.ENDED)
+        self.pieces = []
+
+    def known_as(self, number: int) -> bool:
+        """Does the number identify the batch? The worker sends that of the first Execute or, after a late extension, of
+        the first one that is left."""
+        pieces = self.pieces
+        return pieces[0][0] == number or (len(pieces) > 1 and number in self.numbers)
+
+    def split(self, through: int) -> Batch[R] | None:
+        """Moves the Executes after `through` into a batch of their own."""
+        late = [(number, piece) for number, piece in self.pieces if number > through]
+        if not late:
+            return None
+        self.pieces = [(number, piece) for number, piece in self.pieces if number <= through]
+        rest = Batch(late, 0, self.reason, self.signature, self.began, recalled=self.recalled)
+        for _, piece in late:
+            for request in piece:
+                if request.batch is self:
+                    request.batch = rest
+                    rest.rows += request.cost
+                    rest.left += 1
+        self.rows -= rest.rows
+        self.left -= rest.left
+        return rest if rest.left else None
