@@ -24,11 +24,12 @@ from shmserve.broker.admin.queries import Control
 from shmserve.broker.admin.service import ServiceControl
 from shmserve.broker.config import settings as setting
 from shmserve.broker.loop import Broker
-from shmserve.broker.models.catalog import Catalog, Reading
+from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.ensemble_members import needs
 from shmserve.broker.models.poller import Poll
 from shmserve.broker.models.remote import open_remote
 from shmserve.broker.models.remote_changes import RemoteChanges
+from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.broker.models.traffic import TrafficControl
 from shmserve.broker.observability import service_status
 from shmserve.broker.observability.log_settings import LogSettings
@@ -50,6 +51,7 @@ from shmserve.errors import InvalidRequest, ServeError
 from shmserve.extras import GATEWAY, install_command
 from shmserve.paths import BROKER, LANE, SOCKET_PATH_BYTES, default_runtime_dir, make_runtime_dir
 from shmserve.repo.agents.chains import AgentChains
+from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.check import repository_findings
 from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.storage.generation import Generations, Sizes
@@ -188,17 +190,22 @@ class ServerProcess:
         self._remote = open_remote(
             loop, setting.remote_settings(settings), self._gateways.pids, setting.log_rate(settings)
         )
-        self._catalog = Catalog(
+        of_workers = setting.backend_settings(settings)
+        self._repositories = Repositories(
             [*settings.model_repository, *(self._remote.folders if self._remote is not None else ())],
-            setting.backend_settings(settings),
-            cores,
+            of_workers.get(DIRECTORY, ""),
             settings.model_config_name,
-            generations=generations,
+            generations,
+            gpus.numbers,
+            self._files,
+            self._agents,
+        )
+        self._catalog = Catalog(
+            self._repositories,
+            of_workers,
+            cores,
             resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
             terms=setting.terms(settings),
-            gpus=gpus.numbers,
-            files=self._files,
-            agents=self._agents,
         )
         self._control = self._make_control(settings)
         self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
@@ -260,7 +267,7 @@ class ServerProcess:
         self._control.is_starting = self._is_downloading
         self._control.is_complete = lambda: not remote.unreadable
         remote.retired = self._tidy_soon
-        return RemoteChanges(remote, self._catalog, self._operations, self._downloaded)
+        return RemoteChanges(remote, self._repositories, self._operations, self._downloaded)
 
     def _is_downloading(self) -> bool:
         """Whether models that are served from the start are being downloaded."""
@@ -400,22 +407,22 @@ class ServerProcess:
             log.warning("%s: %s%s", finding.where, finding.text, hint)
         needed: list[tuple[str, Reading]] = []
         if self._mode == "poll" and settings.repository_poll_secs:
-            poll = Poll(self._catalog, settings.settle_secs)
+            poll = Poll(self._repositories, settings.settle_secs)
             changes = poll.check(at_start=True)
             readings, names = changes.readings, changes.names
             self._operations.poll(poll, settings.repository_poll_secs, changes.again_s)
         else:
-            names = self._catalog.names_on_disk()
+            names = self._repositories.names_on_disk()
             every = self._mode != "explicit" or settings.load_model == ["*"]
             if self._remote is not None and self._mode == "explicit":
                 readings = []  # they may need models that have to be downloaded
             elif every:
-                readings = self._catalog.read_all()
+                readings = self._repositories.read_all()
             else:
                 readings = [self._read(name) for name in settings.load_model]
                 named = {reading.scanned.name for reading in readings}
-                needed = [found for reading in readings for found in needs(reading, self._catalog.read, named)]
-        self._catalog.names = names
+                needed = [found for reading in readings for found in needs(reading, self._repositories.read, named)]
+        self._repositories.names = names
         log.info("serving %s; loading %d of %d model(s)", settings.runtime_dir, len(readings), len(names))
         self._operations.begin(readings, needed)
         if self._remote_changes is not None:
@@ -424,7 +431,7 @@ class ServerProcess:
 
     def _read(self, name: str) -> Reading:
         try:
-            return self._catalog.read(name)
+            return self._repositories.read(name)
         except ServeError as error:
             return Reading(ScannedModel.failed(name, Path(), error.message))
 

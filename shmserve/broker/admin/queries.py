@@ -218,16 +218,16 @@ class Control:
 
     def index(self) -> list[dict[str, Any]]:
         """All versions of all models, by name."""
-        known, downloads = self._core.state.models, self.downloads()
+        known, downloads, on_disk = self._core.state.models, self.downloads(), self._catalog.repositories.names
         index = [
             _without_version(name, "", "", downloads)
-            for name in dict.fromkeys([*self._catalog.names, *downloads])
+            for name in dict.fromkeys([*on_disk, *downloads])
             if name not in known
         ]
         for model in known.values():
             default, shares = model.default(), model.shares_now()
             shown = [version for version in model.versions.values() if self._is_of_interest(version)]
-            if not shown and (model.reason or model.name in self._catalog.names or model.name in downloads):
+            if not shown and (model.reason or model.name in on_disk or model.name in downloads):
                 state = "UNAVAILABLE" if model.reason else ""
                 index.append(_without_version(model.name, state, model.reason, downloads))
             for version in sorted(shown, key=lambda version: version.number):
@@ -266,7 +266,7 @@ class Control:
 
     def _is_of_interest(self, version: Version) -> bool:
         """An unloaded version is listed only while it could be loaded again."""
-        return version.reason != UNLOADED or version.model in self._catalog.names
+        return version.reason != UNLOADED or version.model in self._catalog.repositories.names
 
     def _loading_seconds(self, version: Version) -> float:
         if version.state is VersionState.LOADING:
@@ -309,7 +309,7 @@ class Control:
         if model is None and (aliased := self._core.state.ready.get(ask.model)) is not None:
             return [aliased]
         if model is None:
-            known = ask.model in self._catalog.names
+            known = ask.model in self._catalog.repositories.names
             hint = f", but it is in the repository: load it first (shmserve load {ask.model})" if known else ""
             raise NotFound(f"Request for unknown model: '{ask.model}' is not found{hint}")
         if not ask.version:

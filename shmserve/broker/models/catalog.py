@@ -1,62 +1,50 @@
-"""Known models: what was read from the repositories, what is deployed, and how workers completed configurations.
+"""Known models: what is deployed, from which sources, and how workers completed configurations.
 
-Invariant: reading (`read`, `read_all`) accesses only the disk and runs in a thread; all else is called on the loop.
+Invariant: everything here is called on the loop, except that `repositories` is read in a thread.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, count
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shmserve.broker.models.backend_files import BackendFiles, KnownBackends, read_backend
+from shmserve.broker.models.backend_files import BackendFiles
 from shmserve.broker.models.differences import LoadedVersion
-from shmserve.broker.models.overrides import LoadOverride
-from shmserve.broker.models.remote import NotDownloaded
+from shmserve.broker.models.repositories import KeptConfig, Reading, Repositories
 from shmserve.broker.processes.resources import NOTHING, Terms, terms_of
 from shmserve.core.batching.rate_limiter import lacking
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
 from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Version
-from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.errors import InvalidRequest, NotFound
 from shmserve.protocol.messages import Load
-from shmserve.repo.agents.chains import AgentChains, Prepared
-from shmserve.repo.backends import DIRECTORY, SOURCE_FILE, in_directory, installed
-from shmserve.repo.check import CheckFinding, load_warnings
+from shmserve.repo.agents.chains import Prepared
+from shmserve.repo.backends import DIRECTORY, SOURCE_FILE
 from shmserve.repo.compile import (
     CoreSet,
     compile_instances,
     compile_policy,
     compile_scaling,
     compile_traffic,
-    environment,
     memory_estimate,
     unknown_policies,
 )
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.origins import as_text, origins
-from shmserve.repo.config.override import Override
-from shmserve.repo.config.problems import Problem
 from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config
-from shmserve.repo.remote.cache import is_absent, tree_of
 from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.rules.fields import completion_warnings, verify_completed
 from shmserve.repo.rules.instances import SCALING
 from shmserve.repo.rules.traffic import PARAMETERS
-from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
-from shmserve.repo.storage.model_files import ModelFiles
-from shmserve.repo.storage.snapshot import Snapshot, take
-from shmserve.repo.storage.store import ScannedModel, duplicate_text, find_model, model_names, scan_model
-from shmserve.terminal.streams import error_text
+from shmserve.repo.storage.generation import Generation
+from shmserve.repo.storage.store import ScannedModel
 
 _IN_PLACE = (*SCALING, *PARAMETERS)
 """Model parameters that change without a reload."""
@@ -64,22 +52,6 @@ PINS = "pins"
 """Worker setting: path of pins.json, with size and time of model files that were linked, not copied."""
 BACKEND_PINS = "backend-pins"
 """The same for the files of the model's backend."""
-
-
-class Reading(NamedTuple):
-    """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
-    read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not.
-    `prepared`: the result of its repository agents, if it has any. `backend`: the files of its backend; None: they are
-    not in the backend directory. `tree`: for a model of a remote repository, what it consists of in the cache."""
-
-    scanned: ScannedModel
-    snapshot: Snapshot | None = None
-    override: LoadOverride | None = None
-    generations: Mapping[int, Generation] = MappingProxyType({})
-    findings: tuple[CheckFinding, ...] = ()
-    prepared: Prepared | None = None
-    backend: BackendFiles | None = None
-    tree: str = ""
 
 
 class VersionSource(Struct, eq=False):
@@ -113,44 +85,22 @@ class VersionSource(Struct, eq=False):
     """As in Reading."""
 
 
-class KeptConfig(NamedTuple):
-    """The configuration of a load call, valid until the model's files change: `files_digest` is theirs."""
-
-    given: LoadOverride
-    files_digest: str
-
-
 class Catalog:
     def __init__(
         self,
-        repositories: Sequence[Path],
+        repositories: Repositories,
         settings: dict[str, str],
         cores: CoreSet,
-        config_name: str = "",
-        generations: Generations | None = None,
         resources: Sequence[tuple[str, int, int]] | None = None,
         terms: Terms = NOTHING,
-        gpus: Collection[int] = (),
-        files: ModelFiles | None = None,
-        agents: AgentChains | None = None,
     ) -> None:
-        """`settings` are passed to workers; `cores` are divided among them. `generations` keeps files of versions as
-        they were read; None: workers read the repositories. `resources`: those of the rate limiter; None: it is off.
-        `terms`: defaults for workers' processes. `gpus`: the numbers of GPUs that models may use. `files`: single files
-        that are models. `agents` runs repository agents; None: models that use them cannot be served."""
+        """`settings` are passed to workers; `cores` are divided among them. `resources`: those of the rate limiter;
+        None: it is off. `terms`: defaults for workers' processes."""
+        self.repositories = repositories
         self._cores = cores
-        self._gpus = gpus
         self._terms = terms
         self._resources = resources
-        self._files = files
-        self._repositories = [*repositories, *([files.folder] if files is not None else [])]
         self._settings = settings
-        self._config_name = config_name
-        self._generations = generations
-        self._agents = agents
-        self._directory = settings.get(DIRECTORY, "")
-        self._installed = installed()
-        self._backends = self._installed | in_directory(self._directory)
         self._numbers = count(1)
         self._sources: dict[int, VersionSource] = {}
         self._latest: dict[tuple[str, int], int] = {}
@@ -159,156 +109,6 @@ class Catalog:
         """Model -> the sources that were served before the last load."""
         self._rejected: dict[str, frozenset[int]] = {}
         """Model -> the sources that a rollback has replaced."""
-        self.names: Collection[str] = ()
-        """The models in the repositories, as last listed."""
-
-    # ------------------------------------------------------------------------------------ reading, in a thread
-
-    def names_on_disk(self) -> dict[str, list[Path]]:
-        self._refresh()
-        return model_names(self._repositories)
-
-    def names_now(self) -> Collection[str]:
-        """The models on disk, or those last listed if a repository cannot be read."""
-        try:
-            return self.names_on_disk()
-        except (ServeError, OSError):
-            return self.names
-
-    def read(
-        self,
-        name: str,
-        given: LoadOverride | None = None,
-        kept: KeptConfig | None = None,
-        versions: Collection[int] = (),
-    ) -> Reading:
-        """The model of that name, or what a load call gave in its place. `versions`: see `scan_model`. Raises the
-        errors of `find_model`."""
-        if given is not None and given.folder is not None:
-            return self.read_folder(given.folder, given, versions)
-        self._refresh()
-        folder = find_model(self._repositories, name)
-        if is_absent(folder):
-            raise NotDownloaded(name)
-        if given is None and kept is not None:
-            current = _snapshot(folder)
-            given = kept.given if current is not None and current.digest() == kept.files_digest else None
-        return self.read_folder(folder, given, versions)
-
-    def read_folder(
-        self,
-        folder: Path,
-        given: LoadOverride | None = None,
-        versions: Collection[int] = (),
-        known: KnownBackends | None = None,
-    ) -> Reading:
-        """Reads until the folder did not change meanwhile. If it keeps changing, the third reading counts. `known`:
-        those of the pass, to which the model's backend is added."""
-        if self._files is not None and (problem := self._files.problem(folder)):
-            return Reading(ScannedModel.failed(folder.name, folder, problem), _snapshot(folder))
-        override = given.config if given is not None else None
-        generation: Generation | None = None
-        if given is not None and given.folder is not None and self._generations is not None:
-            generation = self._generations.adopt(given.folder)
-        tree, before = tree_of(folder), _snapshot(folder)
-        for left in (2, 1, 0):
-            scanned = self._scan(folder, override, versions)
-            kept: Mapping[int, Generation] = {}
-            prepared: Prepared | None = None
-            try:
-                prepared = self._prepare(scanned, before, generation)
-                if prepared is not None:
-                    scanned = self._scan(prepared.folder, override, versions, prepared=True)
-                    kept = self._keep(scanned, take(prepared.folder), strict=True)
-                elif generation is not None:
-                    kept = dict.fromkeys(scanned.versions, generation)
-                elif before is not None:
-                    kept = self._keep(scanned, before, strict=left > 0)
-            except ServeError as error:
-                scanned = _refused(scanned, error.message)
-            except FilesChanged:
-                if not left:
-                    scanned = _refused(scanned, "its files changed while they were read")
-            except OSError as error:
-                where = f" {self._generations.place}" if self._generations is not None else ""
-                scanned = _refused(
-                    scanned, f"cannot copy its files to the runtime directory{where}: {error_text(error)}"
-                )
-            tree_after, after = tree_of(folder), _snapshot(folder)
-            if (tree_after, after) == (tree, before):
-                break
-            tree, before = tree_after, after
-        backend: BackendFiles | None = None
-        try:
-            if scanned.config is not None:
-                backend = self._backend(scanned.config.backend, {} if known is None else known)
-        except InvalidRequest as error:
-            scanned = _refused(scanned, error.message)
-        findings = load_warnings(scanned, backends=self._backends, gpus=self._gpus, prepared=prepared is not None)
-        if prepared is not None and generation is None:
-            scanned = scanned._replace(path=folder)
-        return Reading(scanned, before, given, kept, findings, prepared, backend, tree)
-
-    def _scan(
-        self, folder: Path, override: Override | None, versions: Collection[int], prepared: bool = False
-    ) -> ScannedModel:
-        return scan_model(
-            folder,
-            backends=self._backends,
-            gpus=self._gpus,
-            config_name=self._config_name,
-            override=override,
-            prepared=prepared,
-            versions=versions,
-        )
-
-    def _backend(self, name: str, known: KnownBackends) -> BackendFiles | None:
-        found = known.get(name) or read_backend(name, self._directory, self._generations)
-        if found is not None:
-            known[name] = found
-        return found
-
-    def _prepare(self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None) -> Prepared | None:
-        """Runs the model's repository agents. None: it has none. Raises a ServeError if one refuses the model."""
-        if scanned.given is None:
-            return None
-        agents = scanned.given.model_repository_agents
-        if self._agents is not None:
-            digest = snapshot.digest() if snapshot is not None else ""
-            return self._agents.prepare(scanned.name, scanned.path, agents, digest, base)
-        if agents is not None:
-            raise Unsupported("its configuration uses repository agents, which only a server runs")
-        return None
-
-    def _refresh(self) -> None:
-        if self._files is not None:
-            self._files.refresh()
-        with suppress(OSError):  # those that were found last still work where their files have been kept
-            self._backends = self._installed | in_directory(self._directory)
-
-    def _keep(self, scanned: ScannedModel, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
-        if self._generations is None or scanned.config is None or is_ensemble(scanned.config):
-            return {}
-        interpreter = environment(scanned.config, str(scanned.path))
-        return {
-            number: self._generations.keep(scanned.path, number, snapshot, interpreter, strict)
-            for number in scanned.versions
-        }
-
-    def read_all(self) -> list[Reading]:
-        known: KnownBackends = {}
-        return [self._read_any(name, folders, known) for name, folders in self.names_on_disk().items()]
-
-    def read_present(self, name: str) -> Reading | None:
-        """The model, in whichever repositories it is; None if it is in none."""
-        folders = self.names_on_disk().get(name)
-        return self._read_any(name, folders, {}) if folders else None
-
-    def _read_any(self, name: str, folders: Sequence[Path], known: KnownBackends) -> Reading:
-        return self.read_folder(folders[0], known=known) if len(folders) == 1 else self.read_doubled(name, folders)
-
-    def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
-        return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
 
     # ------------------------------------------------------------------------------------ deployment
 
@@ -321,20 +121,9 @@ class Catalog:
         targets = tuple(self._target(reading, scanned.config, number) for number in scanned.versions)
         self._rejected.pop(scanned.name, None)
         self._wanted(scanned.name, targets)
-        events: list[Event] = [
-            (
-                0,
-                Deploy(
-                    scanned.name,
-                    targets,
-                    operation,
-                    present=scanned.present,
-                    traffic=compile_traffic(scanned.config),
-                ),
-            )
-        ]
-        events += [(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]
-        return events
+        traffic = compile_traffic(scanned.config)
+        deploy = Deploy(scanned.name, targets, operation, present=scanned.present, traffic=traffic)
+        return [(0, deploy), *[(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]]
 
     def _why_not(self, scanned: ScannedModel) -> str:
         """Why the model cannot be served; "" if it can."""
@@ -414,6 +203,8 @@ class Catalog:
         known = [self._known(scanned.name, number, _mark(reading, number)) for number in scanned.versions]
         return {source.number if source is not None else 0 for source in known} == rejected
 
+    # ------------------------------------------------------------------------------------ findings
+
     def compose(self, number: int, versions: Iterable[Version]) -> str:
         """Why an ensemble cannot be run with the models that are served now; "" if it can."""
         source = self._sources.get(number)
@@ -435,6 +226,8 @@ class Catalog:
         policies = unknown_policies(config, self._cores) if config is not None else ()
         text = "unknown host policy '{}' (--host-policy): its instances use all cores"
         return findings + [(text.format(name), "") for name in policies]
+
+    # ------------------------------------------------------------------------------------ sources of versions
 
     def _source(self, reading: Reading, version: int) -> int:
         """The number of the version's source: an existing one if nothing has changed, otherwise a new one."""
@@ -522,7 +315,7 @@ class Catalog:
             settings = settings | {DIRECTORY: str(source.backend.folder.parent)}
             if source.backend.generation.pins:
                 settings = settings | {BACKEND_PINS: source.backend.generation.pins}
-        if self._files is not None and (file := self._files.source(source.origin)) is not None:
+        if (file := self.repositories.file_of(source.origin)) is not None:
             settings = settings | {SOURCE_FILE: str(file)}
         folder = str(_folder_of(source))
         load = Load(spawn.peer, spawn.model, spawn.version, spawn.instance.name, folder, settings)
@@ -536,7 +329,7 @@ class Catalog:
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
         """Stores the configuration as completed by a worker. Also returns changes that the owner may not expect."""
         source = self._sources[number]
-        config = verify_completed(decode_config(data), backends=self._backends, gpus=self._gpus)
+        config = verify_completed(decode_config(data), backends=self.repositories.backends, gpus=self.repositories.gpus)
         if config.name != source.model:
             raise InvalidRequest(f"the model changed its own name to '{config.name}', which is not allowed")
         policy = compile_policy(config, source.version)
@@ -590,10 +383,6 @@ def _mark(reading: Reading, version: int) -> object:
     return encode_config(content), digest, str(reading.scanned.path), backend_digest
 
 
-def _refused(scanned: ScannedModel, problem: str) -> ScannedModel:
-    return scanned._replace(config=None, versions=(), problems=(*scanned.problems, Problem("", 0, 0, "", problem)))
-
-
 def _folder_of(source: VersionSource) -> Path:
     """The model's directory as its workers see it."""
     return source.generation.folder if source.generation is not None else source.origin
@@ -609,13 +398,6 @@ def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
         version_policy=config.version_policy,
         parameters=parameters,
     )
-
-
-def _snapshot(folder: Path) -> Snapshot | None:
-    try:
-        return take(folder)
-    except (OSError, InvalidRequest):  # the scan reports what is wrong
-        return None
 
 
 def config_descriptor(config: ModelConfig) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from shmserve.broker.models.catalog import Reading
+from shmserve.broker.models.repositories import Reading
 from shmserve.core.effects import Settled
 from shmserve.errors import ServeError
 from shmserve.repo.rules.ensemble_steps import steps_of

@@ -15,13 +15,14 @@ from typing import Any
 
 import msgspec
 
-from shmserve.broker.models.catalog import Catalog, KeptConfig, Reading
+from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.differences import Differences
 from shmserve.broker.models.ensemble_members import Companions, Together, needs
 from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload
 from shmserve.broker.models.poller import Changes, Poll
 from shmserve.broker.models.reader import Job, Reader
 from shmserve.broker.models.remote import NotDownloaded, RemoteModels
+from shmserve.broker.models.repositories import KeptConfig, Reading
 from shmserve.broker.observability.logs import log_record
 from shmserve.core import effects, events
 from shmserve.core.core import Core
@@ -69,6 +70,7 @@ class ClientOperations:
         self._loop = loop
         self._core = core
         self._catalog = catalog
+        self._repositories = catalog.repositories
         self._put = put
         self._send = send
         self._place = place
@@ -219,8 +221,8 @@ class ClientOperations:
         """The model and, if it is an ensemble, the models that it needs."""
         try:
             given = upload.unpack(self._place, model)
-            reading = self._catalog.read(model, given, kept, upload.versions)
-            found = reading, list(needs(reading, self._catalog.read))
+            reading = self._repositories.read(model, given, kept, upload.versions)
+            found = reading, list(needs(reading, self._repositories.read))
         except NotDownloaded:  # this is called again
             raise
         except BaseException:
@@ -407,7 +409,7 @@ class ClientOperations:
             self._adopt(reading)
         for name in changes.gone:
             self.gone(name)
-        self._catalog.names = changes.names
+        self._repositories.names = changes.names
         self.untidy = True
         if changes.again_s < self._poll_s:
             self._poll_timer.cancel()
@@ -440,7 +442,7 @@ class ClientOperations:
         readings = []
         for name in names:
             try:
-                readings.append(self._catalog.read(name))
+                readings.append(self._repositories.read(name))
             except (ServeError, OSError) as error:
                 log_record(
                     "warning", f"cannot reread model '{name}', which is served unchanged: {error}", {"model": name}
@@ -449,7 +451,7 @@ class ClientOperations:
 
     def _read_everything(self) -> tuple[list[Reading], Collection[str] | None]:
         try:
-            return self._catalog.read_all(), self._catalog.names_on_disk()
+            return self._repositories.read_all(), self._repositories.names_on_disk()
         except (ServeError, OSError) as error:
             log.error("cannot reread the repositories; all models are served unchanged: %s", error)
             return [], None
@@ -473,7 +475,7 @@ class ClientOperations:
             for model in self._core.state.models.values():
                 if model.name not in names and self._is_of_disk(model):
                     self.gone(model.name)
-            self._catalog.names = names
+            self._repositories.names = names
         self.untidy = True
 
     # ------------------------------------------------------------------------------------ what is on disk now
@@ -505,7 +507,7 @@ class ClientOperations:
 
         def known(names: Collection[str]) -> None:
             self._names_running = False
-            self._catalog.names = names
+            self._repositories.names = names
             for then in waiters:
                 then()
             if self._name_waiters and not self._names_running:
@@ -515,10 +517,10 @@ class ClientOperations:
 
     def _names_now(self) -> Collection[str]:
         try:
-            return self._catalog.names_now()
+            return self._repositories.names_now()
         except Exception:
             log.exception("cannot list the repositories; using the names from the last listing")
-            return self._catalog.names
+            return self._repositories.names
 
     def close(self) -> None:
         self._differences.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.broker.models.backend_files import KnownBackends
-from shmserve.broker.models.catalog import Catalog, Reading
+from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.errors import ServeError
 from shmserve.repo.remote.cache import tree_of
 from shmserve.repo.storage.snapshot import Snapshot, take
@@ -46,12 +46,12 @@ class Poll:
 
     def __init__(
         self,
-        catalog: Catalog,
+        repositories: Repositories,
         settle_s: float,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._catalog = catalog
+        self._repositories = repositories
         self._settle_s = settle_s
         self._wall = wall
         self._clock = clock
@@ -65,7 +65,7 @@ class Poll:
     def check(self, at_start: bool = False) -> Changes:
         settle_s = 0.0 if at_start else self._settle_s
         try:
-            names = self._catalog.names_on_disk()
+            names = self._repositories.names_on_disk()
         except ServeError as error:  # the repository itself cannot be read now
             troubles = [] if error.message == self._trouble else [error.message]
             self._trouble = error.message
@@ -88,7 +88,7 @@ class Poll:
             if self._known.get(name) == digest:
                 return None
             self._known[name] = digest
-            return self._catalog.read_doubled(name, folders)
+            return self._repositories.read_doubled(name, folders)
         snapshot: Snapshot | None = None
         backend: Snapshot | None = None
         try:
@@ -106,7 +106,7 @@ class Poll:
         # What was downloaded is published as a whole, when its repository has settled.
         if settle_s and not tree_of(folders[0]) and not self._is_still(name, digest, newest):
             return None
-        reading = self._catalog.read_folder(folders[0], known=backends.read)
+        reading = self._repositories.read_folder(folders[0], known=backends.read)
         after = reading.snapshot
         if after is None or snapshot is None:
             same = after is snapshot

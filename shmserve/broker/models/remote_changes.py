@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shmserve.broker.models.catalog import Catalog, Reading
 from shmserve.broker.models.ensemble_members import needs
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.models.remote import NotDownloaded, RemoteModels
+from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.errors import ServeError
 from shmserve.repo.storage.store import ScannedModel
 
@@ -26,12 +26,12 @@ class RemoteChanges:
     def __init__(
         self,
         remote: RemoteModels,
-        catalog: Catalog,
+        repositories: Repositories,
         operations: ClientOperations,
         began: Callable[[], None],
     ) -> None:
         self._remote = remote
-        self._catalog = catalog
+        self._repositories = repositories
         self._operations = operations
         self._began = began
         self._left = 0
@@ -61,7 +61,8 @@ class RemoteChanges:
             self._remote.poll()
         reader = self._operations.reader
         if self._operations.explicit:
-            reader.run(self._catalog.read_all, self._operations.begin)  # all that there are: none needs another one
+            # All that there are, so none needs another one.
+            reader.run(self._repositories.read_all, self._operations.begin)
         # After that, or the models that were published before, in the same thread, even if they cannot be read.
         reader.run(lambda: None, lambda _: self._end_of_start())
 
@@ -70,7 +71,7 @@ class RemoteChanges:
             self._operations.check_now()
         else:
             self._operations.reader.run(
-                lambda: self._catalog.read_present(model), lambda found: self._read(model, found)
+                lambda: self._repositories.read_present(model), lambda found: self._read(model, found)
             )
 
     def _read(self, model: str, found: Reading | None) -> None:
@@ -127,8 +128,8 @@ class RemoteChanges:
     def _read_at_start(self, name: str, failures: dict[str, str]) -> _Found | str:
         """The model with those that it needs, or the name of one to download first."""
         try:
-            reading = self._catalog.read(name)
-            return reading, list(needs(reading, self._catalog.read))
+            reading = self._repositories.read(name)
+            return reading, list(needs(reading, self._repositories.read))
         except NotDownloaded as missing:
             if missing.model not in failures:
                 return missing.model

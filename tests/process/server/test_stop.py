@@ -28,8 +28,8 @@ sys.exit(main.main())
 """
 NEVER_DRAINED = "Lifecycle.settle_drain = lambda self: None"
 NO_DISK = """
-from shmserve.broker.models.catalog import Catalog
-Catalog.read = lambda *arguments: print("READING", file=sys.stderr, flush=True) or threading.Event().wait()
+from shmserve.broker.models.repositories import Repositories
+Repositories.read = lambda *arguments: print("READING", file=sys.stderr, flush=True) or threading.Event().wait()
 """
 STUCK = "Lifecycle.drain = lambda *arguments: threading.Event().wait()"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.broker.models.catalog import Catalog, why_not
+from shmserve.broker.models.repositories import Repositories
 from shmserve.repo.check import Checked
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.onnx.protobuf import wrapped
@@ -151,8 +152,8 @@ def test_all_mistakes_together(all_mistakes: Path) -> None:
 
 def test_the_server_logs_every_warning_once(all_mistakes: Path) -> None:
     """Errors for which it does not serve a model are not logged, as they are the result of the load."""
-    catalog = Catalog([all_mistakes], {}, CoreSet((0,)))
-    readings = {reading.scanned.name: reading for reading in catalog.read_all()}
+    catalog = Catalog(Repositories([all_mistakes]), {}, CoreSet((0,)))
+    readings = {reading.scanned.name: reading for reading in catalog.repositories.read_all()}
     count = 0
     for checked in run(all_mistakes).models:
         logged = [text for text, _ in catalog.warnings(readings[checked.name])]

@@ -36,7 +36,7 @@ def infer(client: FakeClient, number: int, rows: int = 1, model: str = "m") -> t
 
 
 def control_of(world: World, gpus: list[dict[str, Any]] | None = None) -> Control:
-    catalog = cast("Any", SimpleNamespace(names=("m", "not loaded")))
+    catalog = cast("Any", SimpleNamespace(repositories=SimpleNamespace(names=("m", "not loaded"))))
     control = Control(world.core, catalog, "test", "1", True)
     control.process_of = lambda peer: os.getpid()
     report = ActivityReport(

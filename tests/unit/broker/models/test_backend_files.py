@@ -11,9 +11,10 @@ import pytest
 from shmserve.broker.models import backend_files as module
 from shmserve.broker.models import poller
 from shmserve.broker.models.backend_files import read_backend
-from shmserve.broker.models.catalog import BACKEND_PINS, Catalog, Reading, read_descriptor
+from shmserve.broker.models.catalog import BACKEND_PINS, Catalog, read_descriptor
 from shmserve.broker.models.differences import compare
 from shmserve.broker.models.poller import Poll
+from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy
 from shmserve.errors import InvalidRequest
@@ -38,11 +39,12 @@ def backends(tmp_path: Path) -> Path:
 def catalog_of(tmp_path: Path, backends: Path, sizes: Sizes | None = None) -> Catalog:
     (tmp_path / "kept").mkdir()
     generations = Generations(tmp_path / "kept", *([sizes] if sizes is not None else []))
-    return Catalog([tmp_path / "models"], {DIRECTORY: str(backends)}, CoreSet((0,)), generations=generations)
+    repositories = Repositories([tmp_path / "models"], str(backends), generations=generations)
+    return Catalog(repositories, {DIRECTORY: str(backends)}, CoreSet((0,)))
 
 
 def source_of(catalog: Catalog, name: str) -> tuple[int, Deploy]:
-    ((_, event),) = catalog.adopt(catalog.read(name))
+    ((_, event),) = catalog.adopt(catalog.repositories.read(name))
     assert isinstance(event, Deploy)
     return event.targets[0].source, event
 
@@ -141,7 +143,7 @@ def test_a_poll_finds_a_changed_backend(tmp_path: Path, backends: Path) -> None:
     for name, config in {"a": MINE, "b": MINE.replace("mine", "other"), "plain": GOOD}.items():
         model(tmp_path / "models", name, config)
     now = 2e9  # the files are older than that
-    poll = Poll(catalog_of(tmp_path, backends), 1.0, lambda: now, lambda: 0.0)
+    poll = Poll(catalog_of(tmp_path, backends).repositories, 1.0, lambda: now, lambda: 0.0)
 
     def found() -> list[str]:
         return [reading.scanned.name for reading in poll.check().readings]
@@ -166,7 +168,7 @@ def test_a_backend_of_many_models_is_read_once(tmp_path: Path, backends: Path, m
     for name in ("a", "b", "c"):
         model(tmp_path / "models", name, MINE)
     catalog = catalog_of(tmp_path, backends)
-    poll = Poll(catalog, 1.0, lambda: 2e9, lambda: 0.0)
+    poll = Poll(catalog.repositories, 1.0, lambda: 2e9, lambda: 0.0)
     taken: list[Path] = []
 
     def counted(folder: Path) -> Snapshot:
@@ -187,9 +189,9 @@ def test_a_backend_of_many_models_is_read_once(tmp_path: Path, backends: Path, m
     (backends / "mine" / "utils" / "shared.py").write_text("A = 22\n")
     assert found(poll.check().readings) == (["a", "b", "c"], 2), "once before they are read, and once while they are"
     assert found(poll.check().readings) == ([], 1)
-    assert found(catalog.read_all()) == (["a", "b", "c"], 1)
+    assert found(catalog.repositories.read_all()) == (["a", "b", "c"], 1)
     (backends / "mine" / "utils" / "shared.py").write_text("A = 333\n")
-    readings = catalog.read_all()
+    readings = catalog.repositories.read_all()
     (folder,) = {reading.backend.folder for reading in readings if reading.backend is not None}
     assert (folder / "utils" / "shared.py").read_text() == "A = 333\n", "a later pass lists them again"
 
@@ -198,7 +200,7 @@ def test_a_backend_that_is_still_being_copied_waits(tmp_path: Path, backends: Pa
     model(tmp_path / "models", "a", MINE)
     newest = take(tmp_path / "models" / "a").newest / 1e9
     clock = newest + 1e6
-    poll = Poll(catalog_of(tmp_path, backends), 10.0, lambda: clock, lambda: clock)
+    poll = Poll(catalog_of(tmp_path, backends).repositories, 10.0, lambda: clock, lambda: clock)
     assert [reading.scanned.name for reading in poll.check().readings] == ["a"]
     (backends / "mine" / "model.py").write_text(SOURCE + "# more\n")
     clock = take(backends / "mine").newest / 1e9 + 5
@@ -213,13 +215,13 @@ def test_the_backend_directory_comes_and_goes(tmp_path: Path, backends: Path) ->
     model(tmp_path / "models", "plain")
     model(tmp_path / "models", "late", MINE.replace("mine", "late"))
     catalog = catalog_of(tmp_path, backends)
-    assert 'found "late", which this server does not have' in catalog.read("late").scanned.problem_texts[0]
+    assert 'found "late", which this server does not have' in catalog.repositories.read("late").scanned.problem_texts[0]
     (backends / "mine").rename(backends / "late")
-    found = catalog.read("late")
+    found = catalog.repositories.read("late")
     assert found.scanned.problem_texts == ()
     assert found.backend is not None
     backends.rename(tmp_path / "gone")
-    plain = catalog.read("plain")
+    plain = catalog.repositories.read("plain")
     assert plain.scanned.problem_texts == (), "models of other backends are not affected"
-    assert [reading.scanned.name for reading in catalog.read_all()] == ["late", "plain"]
+    assert [reading.scanned.name for reading in catalog.repositories.read_all()] == ["late", "plain"]
     assert (found.backend.folder / "model.py").read_text() == SOURCE, "what was loaded is still there"

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from shmserve.broker.models import catalog as module
-from shmserve.broker.models.catalog import PINS, Catalog, Reading, read_descriptor
+from shmserve.broker.models import repositories as module
+from shmserve.broker.models.catalog import PINS, Catalog, read_descriptor
 from shmserve.broker.models.overrides import LoadOverride
+from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse
 from shmserve.errors import InvalidRequest, NotFound
@@ -44,7 +45,9 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(root: Path) -> Catalog:
-    return Catalog([root], {"default-max-batch-size": "4"}, CoreSet((0, 1, 2, 3)), generations=kept(root.parent))
+    return Catalog(
+        Repositories([root], generations=kept(root.parent)), {"default-max-batch-size": "4"}, CoreSet((0, 1, 2, 3))
+    )
 
 
 def kept(folder: Path) -> Generations:
@@ -53,7 +56,7 @@ def kept(folder: Path) -> Generations:
 
 
 def deploy(catalog: Catalog, given: LoadOverride | None = None, operation: int = 0) -> Deploy:
-    events = catalog.adopt(catalog.read("m", given), operation)
+    events = catalog.adopt(catalog.repositories.read("m", given), operation)
     (_, event), *refused = events
     assert isinstance(event, Deploy)
     assert all(isinstance(event, Refuse) for _, event in refused)
@@ -82,7 +85,7 @@ def test_nothing_has_changed(catalog: Catalog) -> None:
     assert first.keys() == {1, 2}
     assert len(set(first.values())) == 2
     assert sources(catalog) == first
-    assert [reading.scanned.name for reading in catalog.read_all()] == ["m"]
+    assert [reading.scanned.name for reading in catalog.repositories.read_all()] == ["m"]
 
 
 def add(path: Path) -> Callable[[Path], object]:
@@ -157,7 +160,7 @@ def test_what_was_unloaded_is_read_anew(catalog: Catalog) -> None:
 
 
 def test_a_model_of_the_same_name_elsewhere(catalog: Catalog, root: Path, tmp_path: Path) -> None:
-    both = Catalog([root, tmp_path / "other"], {}, CoreSet((0,)))
+    both = Catalog(Repositories([root, tmp_path / "other"]), {}, CoreSet((0,)))
     (tmp_path / "other").mkdir()
     first = sources(both)
     (root / "m").rename(tmp_path / "other" / "m")
@@ -228,7 +231,7 @@ def test_a_worker_may_not_change_everything(catalog: Catalog) -> None:
 
 
 def test_a_worker_loads_what_was_read(root: Path, tmp_path: Path) -> None:
-    catalog = Catalog([root], {"key": "value"}, CoreSet((0,)), generations=kept(tmp_path))
+    catalog = Catalog(Repositories([root], generations=kept(tmp_path)), {"key": "value"}, CoreSet((0,)))
     number = sources(catalog)[1]
     (root / "m" / "1" / "weights").write_text("newer")
     (root / "m" / "labels.txt").unlink()
@@ -243,7 +246,7 @@ def test_a_worker_loads_what_was_read(root: Path, tmp_path: Path) -> None:
 
 def test_a_worker_is_told_how_linked_files_looked(root: Path, tmp_path: Path) -> None:
     (root / "m" / "1" / "weights").write_bytes(bytes((1 << 20) + 1))
-    catalog = Catalog([root], {}, CoreSet((0,)), generations=kept(tmp_path))
+    catalog = Catalog(Repositories([root], generations=kept(tmp_path)), {}, CoreSet((0,)))
     load, descriptor = catalog.load_order(spawn(catalog, sources(catalog)[1]))
     read_descriptor(descriptor)
     looks = json.loads(Path(load.settings[PINS]).read_text())
@@ -268,7 +271,7 @@ def test_a_generation_is_removed_with_what_is_made_of_it(catalog: Catalog, root:
 
 
 def test_files_that_came_with_a_call_are_ours(root: Path, tmp_path: Path) -> None:
-    catalog = Catalog([root], {}, CoreSet((0,)), generations=kept(tmp_path))
+    catalog = Catalog(Repositories([root], generations=kept(tmp_path)), {}, CoreSet((0,)))
     folder = model(tmp_path / "given", "m", "")
     number = sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1]
     load, descriptor = catalog.load_order(spawn(catalog, number))
@@ -315,10 +318,10 @@ def test_what_came_with_a_call_goes_when_it_cannot_be_read(
 
     monkeypatch.setattr(module, "scan_model", fail)
     with pytest.raises(InvalidRequest, match="no luck"):
-        catalog.read("m", LoadOverride(parse_override(OVERRIDE), folder))
+        catalog.repositories.read("m", LoadOverride(parse_override(OVERRIDE), folder))
     assert not folder.parent.exists()
     with pytest.raises(InvalidRequest, match="no luck"):
-        catalog.read("m")
+        catalog.repositories.read("m")
 
 
 # ---------------------------------------------------------------------------------------------- going back
@@ -345,11 +348,11 @@ def test_what_was_gone_back_from(catalog: Catalog, root: Path) -> None:
     (root / "m" / "labels.txt").write_text("dog\n")
     newer = [target.source for target in deploy(catalog).targets]
     catalog.replaced("m", [target.source for target in first.targets])
-    assert not catalog.is_rejected(catalog.read("m"))
+    assert not catalog.is_rejected(catalog.repositories.read("m"))
     catalog.previous("m", 7, newer)
-    assert catalog.is_rejected(catalog.read("m"))
+    assert catalog.is_rejected(catalog.repositories.read("m"))
     (root / "m" / "labels.txt").write_text("bird\n")
-    assert not catalog.is_rejected(catalog.read("m"))
+    assert not catalog.is_rejected(catalog.repositories.read("m"))
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -361,7 +364,7 @@ def refused(events: list[Event]) -> list[tuple[str, int, str]]:
 
 def test_a_broken_model_is_refused(catalog: Catalog, root: Path) -> None:
     (root / "m" / "config.pbtxt").write_text(ALL.replace("max_batch", "max_bach"))
-    events = catalog.adopt(catalog.read("m"))
+    events = catalog.adopt(catalog.repositories.read("m"))
     ((name, version, reason),) = refused(events)
     assert (name, version, len(events)) == ("m", 0, 1)
     assert "m/config.pbtxt:2" in reason
@@ -371,7 +374,7 @@ def test_a_broken_model_is_refused(catalog: Catalog, root: Path) -> None:
 def test_a_version_without_its_file_is_refused_alone(catalog: Catalog, root: Path) -> None:
     (root / "m" / "config.pbtxt").write_text(ALL.replace("identity", "python"))
     (root / "m" / "2" / "model.py").write_text("")
-    events = catalog.adopt(catalog.read("m"))
+    events = catalog.adopt(catalog.repositories.read("m"))
     assert isinstance(events[0][1], Deploy)
     assert [target.number for target in events[0][1].targets] == [2]
     ((name, version, reason),) = refused(events)
@@ -382,10 +385,10 @@ def test_a_version_without_its_file_is_refused_alone(catalog: Catalog, root: Pat
 def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> None:
     model(tmp_path / "other", "m", GOOD)
     model(tmp_path / "other", "n", GOOD)
-    both = Catalog([root, tmp_path / "other"], {}, CoreSet((0,)))
+    both = Catalog(Repositories([root, tmp_path / "other"]), {}, CoreSet((0,)))
     with pytest.raises(InvalidRequest, match="model appears in two or more repositories: 'm' is in 2 of them"):
-        both.read("m")
-    found = {reading.scanned.name: reading for reading in both.read_all()}
+        both.repositories.read("m")
+    found = {reading.scanned.name: reading for reading in both.repositories.read_all()}
     assert len(refused(both.adopt(found["m"]))) == 1
     assert refused(both.adopt(found["n"])) == []
 
@@ -395,14 +398,14 @@ def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> N
 )
 def test_names_that_are_no_models(catalog: Catalog, name: str) -> None:
     with pytest.raises((InvalidRequest, NotFound)):
-        catalog.read(name)
+        catalog.repositories.read(name)
 
 
 def test_a_misspelt_name(catalog: Catalog, root: Path) -> None:
     model(root, "resnet", GOOD)
     text = "failed to load 'resnt', failed to poll from model repository.*did you mean 'resnet'"
     with pytest.raises(NotFound, match=text):
-        catalog.read("resnt")
+        catalog.repositories.read("resnt")
 
 
 def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,12 +423,12 @@ def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, mon
         return found
 
     monkeypatch.setattr(module, "scan_model", meddled)
-    reading: Reading = catalog.read("m")
+    reading: Reading = catalog.repositories.read("m")
     assert reading.scanned.config is not None
     assert (reading.scanned.config.max_batch_size, scans) == (100, 2)
     assert reading.snapshot == take(root / "m")
     changes, scans = 10, 0
-    reading = catalog.read("m")
+    reading = catalog.repositories.read("m")
     assert scans == 3
     assert reading.scanned.config is not None
 
@@ -445,8 +448,8 @@ def test_a_remote_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkey
         return found
 
     monkeypatch.setattr(module, "scan_model", meddled)
-    catalog = Catalog([view], {}, CoreSet((0,)))
-    reading = catalog.read("m")
+    catalog = Catalog(Repositories([view]), {}, CoreSet((0,)))
+    reading = catalog.repositories.read("m")
     assert reading.snapshot == take(tmp_path / "trees" / "2")
     catalog.adopt(reading)
     assert catalog.trees() == {"2"}
@@ -458,4 +461,4 @@ def test_the_reason_names_the_runtime_directory_that_is_full(catalog: Catalog, r
 
     monkeypatch.setattr(Generations, "keep", full)
     text = f"cannot copy its files to the runtime directory {root.parent}/kept: No space left on device"
-    assert [problem.text for problem in catalog.read("m").scanned.problems] == [text]
+    assert [problem.text for problem in catalog.repositories.read("m").scanned.problems] == [text]

@@ -12,6 +12,7 @@ import pytest
 
 from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.operations import ClientOperations
+from shmserve.broker.models.repositories import Repositories
 from shmserve.core import effects, events
 from shmserve.core.batching.rate_limiter import ANY
 from shmserve.core.core import Core
@@ -38,7 +39,7 @@ class Shell:
         model(root / "models", "m", config, {"1/weights": "a"})
         self.loop = Loop()
         self.core = Core()
-        self.catalog = Catalog([root / "models"], {}, CoreSet((0,)), resources=(("r", ANY, 3),))
+        self.catalog = Catalog(Repositories([root / "models"]), {}, CoreSet((0,)), resources=(("r", ANY, 3),))
         self.inbox: list[tuple[int, Any]] = []
         self.said: list[Any] = []
         self.operations = ClientOperations(

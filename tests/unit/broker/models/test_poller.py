@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from shmserve.broker.models.backend_files import KnownBackends
-from shmserve.broker.models.catalog import Catalog, Reading
 from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.poller import Changes, Poll
-from shmserve.repo.compile import CoreSet
+from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.repo.storage import snapshot
 from tests.support.repo.models import GOOD, model
 
@@ -21,7 +20,7 @@ SETTLE = 100.0
 NEVER = float("inf")
 
 
-class Meddled(Catalog):
+class Meddled(Repositories):
     """Something happens on disk just before and just after a model is read."""
 
     before: Callable[[], object] = staticmethod(lambda: None)
@@ -49,9 +48,9 @@ class World:
         for root in roots:
             root.mkdir()
         self.root = roots[0]
-        self.catalog = Meddled(roots, {}, CoreSet((0,)))
+        self.repositories = Meddled(roots)
         self._wall = self._clock = 0.0
-        self.poll = Poll(self.catalog, SETTLE, lambda: self._wall, lambda: self._clock)
+        self.poll = Poll(self.repositories, SETTLE, lambda: self._wall, lambda: self._clock)
 
     def written(self, ahead: float = 0.0) -> None:
         self._wall = time.time() + ahead
@@ -170,9 +169,9 @@ def test_clocks_that_differ(world: World, skew: float) -> None:
 
 def test_a_model_that_changes_while_it_is_read(world: World) -> None:
     folder = world.model("m")
-    world.catalog.before = lambda: world.write(folder / "1" / "weights", "half")
+    world.repositories.before = lambda: world.write(folder / "1" / "weights", "half")
     assert names(world.settled()) == [], "what was read is not what had settled"
-    world.catalog.after = lambda: world.write(folder / "1" / "weights", "all of it")
+    world.repositories.after = lambda: world.write(folder / "1" / "weights", "all of it")
     first = world.settled()
     assert names(first) == ["m"], "what has been read was consistent"
     assert first.readings[0].snapshot is not None
@@ -186,7 +185,7 @@ def test_a_model_that_changes_while_it_is_read(world: World) -> None:
 
 def test_a_model_that_vanishes_while_it_is_read(world: World) -> None:
     folder = world.model("m")
-    world.catalog.before = lambda: shutil.rmtree(folder)
+    world.repositories.before = lambda: shutil.rmtree(folder)
     found = world.settled()
     assert names(found) == []
     assert quiet(world.settled()), "nobody has heard of it, so nobody has to hear that it has gone"
@@ -197,7 +196,7 @@ def test_a_model_that_vanishes_between_two_looks(world: World) -> None:
     world.model("other")
     world.settled()
     world.write(folder / "config.pbtxt", GOOD.replace("8", "4"))
-    world.catalog.before = lambda: shutil.rmtree(folder)
+    world.repositories.before = lambda: shutil.rmtree(folder)
     assert world.settled().gone == []
     found = world.settled()
     assert (names(found), found.gone, list(found.names)) == ([], ["m"], ["other"])
@@ -301,5 +300,5 @@ def test_at_the_start_models_are_read_as_they_are(world: World) -> None:
     assert names(world.poll.check()) == []
     assert names(world.settled()) == ["m"]
     other = world.model("n")
-    world.catalog.before = lambda: world.write(other / "1" / "more", "half")
+    world.repositories.before = lambda: world.write(other / "1" / "more", "half")
     assert names(world.poll.check(at_start=True)) == [], "it changed while it was read"

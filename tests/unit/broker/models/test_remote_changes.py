@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from shmserve.broker.models.catalog import Catalog, Reading
+from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.models.remote import Fetched, RemoteModels
 from shmserve.broker.models.remote_changes import RemoteChanges
+from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.repo.compile import CoreSet
@@ -75,7 +76,7 @@ class Started:
         self.loop, self.remote = Loop(), Remote(root)
         self.inbox: list[Any] = []
         self.began = 0
-        self.catalog = Catalog(self.remote.folders, {}, CoreSet((0,)))
+        self.catalog = Catalog(Repositories(self.remote.folders), {}, CoreSet((0,)))
         remote = cast(RemoteModels, self.remote)
         self.operations = ClientOperations(
             self.loop,
@@ -87,7 +88,7 @@ class Started:
             "explicit",
             remote=remote,
         )
-        self.changes = RemoteChanges(remote, self.catalog, self.operations, self._began)
+        self.changes = RemoteChanges(remote, self.catalog.repositories, self.operations, self._began)
 
     def _began(self) -> None:
         self.began += 1
@@ -106,13 +107,13 @@ def started(tmp_path: Path) -> Iterator[Started]:
 def test_a_model_is_deployed_as_the_thread_has_read_it(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop reads no files, and does not notice that a step's model has been released since."""
     readers: set[threading.Thread] = set()
-    read = started.catalog.read
+    read = started.catalog.repositories.read
 
     def observed(*arguments: Any) -> Reading:
         readers.add(threading.current_thread())
         return read(*arguments)
 
-    monkeypatch.setattr(started.catalog, "read", observed)
+    monkeypatch.setattr(started.catalog.repositories, "read", observed)
     started.changes.begin(["both"])
     started.loop.next()()
     assert started.remote.requested == ["both", "good"]
@@ -145,8 +146,8 @@ def test_the_start_ends_although_the_disk_fails(
     def failing(*_: Any) -> Any:
         raise OSError(EIO, "Input/output error")
 
-    monkeypatch.setattr(started.catalog, "read_all", failing)
-    monkeypatch.setattr(started.catalog, "read", failing)
+    monkeypatch.setattr(started.catalog.repositories, "read_all", failing)
+    monkeypatch.setattr(started.catalog.repositories, "read", failing)
     started.changes.begin(models)
     while not started.began:
         started.loop.next()()

@@ -1,0 +1,247 @@
+"""The model repositories on disk: which models they contain, and what a model consists of.
+
+Invariant: this accesses only the disk and may wait for it, so it is called in the reader's thread, or before the loop
+runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from shmserve.broker.models.backend_files import BackendFiles, KnownBackends, read_backend
+from shmserve.broker.models.overrides import LoadOverride
+from shmserve.broker.models.remote import NotDownloaded
+from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.repo.agents.chains import AgentChains, Prepared
+from shmserve.repo.backends import in_directory, installed
+from shmserve.repo.check import CheckFinding, load_warnings
+from shmserve.repo.compile import environment
+from shmserve.repo.config.complete import is_ensemble
+from shmserve.repo.config.override import Override
+from shmserve.repo.config.problems import Problem
+from shmserve.repo.remote.cache import is_absent, tree_of
+from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
+from shmserve.repo.storage.model_files import ModelFiles
+from shmserve.repo.storage.snapshot import Snapshot, take
+from shmserve.repo.storage.store import ScannedModel, duplicate_text, find_model, model_names, scan_model
+from shmserve.terminal.streams import error_text
+
+
+class Reading(NamedTuple):
+    """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
+    read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not.
+    `prepared`: the result of its repository agents, if it has any. `backend`: the files of its backend; None: they are
+    not in the backend directory. `tree`: for a model of a remote repository, what it consists of in the cache."""
+
+    scanned: ScannedModel
+    snapshot: Snapshot | None = None
+    override: LoadOverride | None = None
+    generations: Mapping[int, Generation] = MappingProxyType({})
+    findings: tuple[CheckFinding, ...] = ()
+    prepared: Prepared | None = None
+    backend: BackendFiles | None = None
+    tree: str = ""
+
+
+class KeptConfig(NamedTuple):
+    """The configuration of a load call, valid until the model's files change: `files_digest` is theirs."""
+
+    given: LoadOverride
+    files_digest: str
+
+
+class Repositories:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        backend_directory: str = "",
+        config_name: str = "",
+        generations: Generations | None = None,
+        gpus: Collection[int] = (),
+        files: ModelFiles | None = None,
+        agents: AgentChains | None = None,
+    ) -> None:
+        """`generations` keeps files of versions as they were read; None: workers read the repositories. `gpus`: the
+        numbers of GPUs that models may use. `files`: single files that are models. `agents` runs repository agents;
+        None: models that use them cannot be served."""
+        self.gpus = gpus
+        self._files = files
+        self._folders = [*folders, *([files.folder] if files is not None else [])]
+        self._config_name = config_name
+        self._generations = generations
+        self._agents = agents
+        self._directory = backend_directory
+        self._installed = installed()
+        self.backends = self._installed | in_directory(self._directory)
+        """The backends that models can use."""
+        self.names: Collection[str] = ()
+        """The models, as last listed."""
+
+    def file_of(self, folder: Path) -> Path | None:
+        """The file that is the model of this folder; None: the folder itself is the model."""
+        return self._files.source(folder) if self._files is not None else None
+
+    # ------------------------------------------------------------------------------------ names
+
+    def names_on_disk(self) -> dict[str, list[Path]]:
+        self._refresh()
+        return model_names(self._folders)
+
+    def names_now(self) -> Collection[str]:
+        """The models on disk, or those last listed if a repository cannot be read."""
+        try:
+            return self.names_on_disk()
+        except (ServeError, OSError):
+            return self.names
+
+    # ------------------------------------------------------------------------------------ models
+
+    def read(
+        self,
+        name: str,
+        given: LoadOverride | None = None,
+        kept: KeptConfig | None = None,
+        versions: Collection[int] = (),
+    ) -> Reading:
+        """The model of that name, or what a load call gave in its place. `versions`: see `scan_model`. Raises the
+        errors of `find_model`."""
+        if given is not None and given.folder is not None:
+            return self.read_folder(given.folder, given, versions)
+        self._refresh()
+        folder = find_model(self._folders, name)
+        if is_absent(folder):
+            raise NotDownloaded(name)
+        if given is None and kept is not None:
+            current = _snapshot(folder)
+            given = kept.given if current is not None and current.digest() == kept.files_digest else None
+        return self.read_folder(folder, given, versions)
+
+    def read_folder(
+        self,
+        folder: Path,
+        given: LoadOverride | None = None,
+        versions: Collection[int] = (),
+        known: KnownBackends | None = None,
+    ) -> Reading:
+        """Reads until the folder did not change meanwhile. If it keeps changing, the third reading counts. `known`:
+        those of the pass, to which the model's backend is added."""
+        if self._files is not None and (problem := self._files.problem(folder)):
+            return Reading(ScannedModel.failed(folder.name, folder, problem), _snapshot(folder))
+        override = given.config if given is not None else None
+        generation: Generation | None = None
+        if given is not None and given.folder is not None and self._generations is not None:
+            generation = self._generations.adopt(given.folder)
+        tree, before = tree_of(folder), _snapshot(folder)
+        for left in (2, 1, 0):
+            scanned = self._scan(folder, override, versions)
+            kept: Mapping[int, Generation] = {}
+            prepared: Prepared | None = None
+            try:
+                prepared = self._prepare(scanned, before, generation)
+                if prepared is not None:
+                    scanned = self._scan(prepared.folder, override, versions, prepared=True)
+                    kept = self._keep(scanned, take(prepared.folder), strict=True)
+                elif generation is not None:
+                    kept = dict.fromkeys(scanned.versions, generation)
+                elif before is not None:
+                    kept = self._keep(scanned, before, strict=left > 0)
+            except ServeError as error:
+                scanned = _refused(scanned, error.message)
+            except FilesChanged:
+                if not left:
+                    scanned = _refused(scanned, "its files changed while they were read")
+            except OSError as error:
+                where = f" {self._generations.place}" if self._generations is not None else ""
+                scanned = _refused(
+                    scanned, f"cannot copy its files to the runtime directory{where}: {error_text(error)}"
+                )
+            tree_after, after = tree_of(folder), _snapshot(folder)
+            if (tree_after, after) == (tree, before):
+                break
+            tree, before = tree_after, after
+        backend: BackendFiles | None = None
+        try:
+            if scanned.config is not None:
+                backend = self._backend(scanned.config.backend, {} if known is None else known)
+        except InvalidRequest as error:
+            scanned = _refused(scanned, error.message)
+        findings = load_warnings(scanned, backends=self.backends, gpus=self.gpus, prepared=prepared is not None)
+        if prepared is not None and generation is None:
+            scanned = scanned._replace(path=folder)
+        return Reading(scanned, before, given, kept, findings, prepared, backend, tree)
+
+    def _scan(
+        self, folder: Path, override: Override | None, versions: Collection[int], prepared: bool = False
+    ) -> ScannedModel:
+        return scan_model(
+            folder,
+            backends=self.backends,
+            gpus=self.gpus,
+            config_name=self._config_name,
+            override=override,
+            prepared=prepared,
+            versions=versions,
+        )
+
+    def _backend(self, name: str, known: KnownBackends) -> BackendFiles | None:
+        found = known.get(name) or read_backend(name, self._directory, self._generations)
+        if found is not None:
+            known[name] = found
+        return found
+
+    def _prepare(self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None) -> Prepared | None:
+        """Runs the model's repository agents. None: it has none. Raises a ServeError if one refuses the model."""
+        if scanned.given is None:
+            return None
+        agents = scanned.given.model_repository_agents
+        if self._agents is not None:
+            digest = snapshot.digest() if snapshot is not None else ""
+            return self._agents.prepare(scanned.name, scanned.path, agents, digest, base)
+        if agents is not None:
+            raise Unsupported("its configuration uses repository agents, which only a server runs")
+        return None
+
+    def _refresh(self) -> None:
+        if self._files is not None:
+            self._files.refresh()
+        with suppress(OSError):  # those that were found last still work where their files have been kept
+            self.backends = self._installed | in_directory(self._directory)
+
+    def _keep(self, scanned: ScannedModel, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:
+        if self._generations is None or scanned.config is None or is_ensemble(scanned.config):
+            return {}
+        interpreter = environment(scanned.config, str(scanned.path))
+        return {
+            number: self._generations.keep(scanned.path, number, snapshot, interpreter, strict)
+            for number in scanned.versions
+        }
+
+    def read_all(self) -> list[Reading]:
+        known: KnownBackends = {}
+        return [self._read_any(name, folders, known) for name, folders in self.names_on_disk().items()]
+
+    def read_present(self, name: str) -> Reading | None:
+        """The model, in whichever repositories it is; None if it is in none."""
+        folders = self.names_on_disk().get(name)
+        return self._read_any(name, folders, {}) if folders else None
+
+    def _read_any(self, name: str, folders: Sequence[Path], known: KnownBackends) -> Reading:
+        return self.read_folder(folders[0], known=known) if len(folders) == 1 else self.read_doubled(name, folders)
+
+    def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
+        return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
+
+
+def _refused(scanned: ScannedModel, problem: str) -> ScannedModel:
+    return scanned._replace(config=None, versions=(), problems=(*scanned.problems, Problem("", 0, 0, "", problem)))
+
+
+def _snapshot(folder: Path) -> Snapshot | None:
+    try:
+        return take(folder)
+    except (OSError, InvalidRequest):  # the scan reports what is wrong
+        return None
