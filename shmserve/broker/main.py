@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import gc
 import logging
 import os
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +37,30 @@ from shmserve.broker.observability.recordings import Recordings
 from shmserve.broker.observability.traces import TraceFile, TraceSettings, otel_settings
 from shmserve.broker.observability.traces import merged as merged_traces
 from shmserve.broker.processes.cpus import survey
-from shmserve.broker.processes.gateways import Gateways, GatewaySettings
+from shmserve.broker.processes.gateways import Gateways
 from shmserve.broker.processes.gpus import GpuMetrics
 from shmserve.broker.processes.span_exporter import SpanExporter
 from shmserve.broker.processes.stop_deadline import Deadline
-from shmserve.broker.processes.workers import WorkerSettings
+from shmserve.broker.startup import (
+    AGENTS,
+    GENERATIONS,
+    CannotStart,
+    RuntimeDir,
+    find_gpus,
+    gateway_settings,
+    generations,
+    model_files,
+    require_exporter,
+    worker_settings,
+)
 from shmserve.core import events
 from shmserve.core.core import Core
-from shmserve.errors import InvalidRequest, ServeError
-from shmserve.extras import GATEWAY, install_command
-from shmserve.paths import BROKER, LANE, SOCKET_PATH_BYTES, default_runtime_dir, make_runtime_dir
+from shmserve.errors import ServeError
+from shmserve.paths import LANE, default_runtime_dir
 from shmserve.repo.agents.chains import AgentChains
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.check import repository_findings
-from shmserve.repo.gpus import Gpus, discover
-from shmserve.repo.storage.generation import Generations, Sizes
-from shmserve.repo.storage.model_files import ModelFiles
+from shmserve.repo.storage.generation import Generations
 from shmserve.repo.storage.store import ScannedModel
 from shmserve.shm.extents import posix
 from shmserve.system.process import keep_freed_memory
@@ -65,19 +70,8 @@ from shmserve.version import version
 
 log = logging.getLogger("shmserve")
 
-LOCK = "broker.lock"
-GENERATIONS = "generations"
-"""Directory for the files of loaded versions, in the runtime directory."""
-AGENTS = "agents"
-"""Directory for what repository agents make, in the runtime directory."""
-FILES = "files"
-"""Directory for the models of single files, in the runtime directory."""
 POLL_S = 0.05
 """Polling interval for the end of the loads that SIGHUP started."""
-
-
-class CannotStart(Exception):
-    """Startup failed. The message is printed as one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,69 +96,11 @@ def _start(settings: argparse.Namespace) -> int:
     for text in settings.notes:
         log.info("%s", text)
     try:
-        with _runtime_dir(settings.runtime_dir), contextlib.closing(of_this_process()) as manager:
+        with RuntimeDir(settings.runtime_dir), contextlib.closing(of_this_process()) as manager:
             return _serve(settings, manager, recent)
     except CannotStart as error:
         print(f"shmserve: {error}", file=sys.stderr)
         return 1
-
-
-class _runtime_dir(contextlib.AbstractContextManager[None]):
-    """Locks the runtime directory, and removes files left by an earlier server. The kernel releases the lock if the
-    process dies."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        size = len(os.fsencode((self._path / BROKER).absolute()))
-        if size > SOCKET_PATH_BYTES:
-            text = (
-                f"runtime directory {self._path}: the path of its socket {BROKER} has {size} bytes, and that of a Unix"
-            )
-            raise CannotStart(f"{text} socket may have {SOCKET_PATH_BYTES}; give a shorter one with --runtime-dir")
-        try:
-            make_runtime_dir(self._path)
-            self._lock = self._locked()
-            self._remove()
-            for name in (GENERATIONS, FILES):
-                (self._path / name).mkdir(mode=0o700)
-            (self._path / AGENTS).mkdir(mode=0o700, exist_ok=True)
-        except BlockingIOError:
-            text = (
-                f"another server runs in {self._path}; stop it, with Ctrl-C in its terminal, or give this one another "
-            )
-            text += "--runtime-dir and other ports (--http-port, --grpc-port, --metrics-port)"
-            raise CannotStart(text) from None
-        except OSError as error:
-            text = f"cannot use runtime directory {self._path}: {streams.error_text(error)}"
-            raise CannotStart(f"{text}; give another with --runtime-dir") from None
-
-    def _locked(self) -> int:
-        """The descriptor of the lock. Raises BlockingIOError if another server has it."""
-        while True:
-            lock = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(lock), (self._path / LOCK).stat()):
-                        return lock
-            except BaseException:
-                os.close(lock)
-                raise
-            os.close(lock)  # a server that ended has removed the file in the meantime
-
-    def _remove(self) -> None:
-        for name in (LANE, BROKER):
-            (self._path / name).unlink(missing_ok=True)
-        for name in (GENERATIONS, FILES):
-            shutil.rmtree(self._path / name, ignore_errors=True)
-
-    def __exit__(self, *_: object) -> None:
-        self._remove()
-        shutil.rmtree(self._path / AGENTS, ignore_errors=True)
-        (self._path / LOCK).unlink(missing_ok=True)
-        os.close(self._lock)
 
 
 class ServerProcess:
@@ -179,30 +115,21 @@ class ServerProcess:
         """When requests in flight fail, once the server is stopping."""
         self._core = Core(f"shmserve {version()}", setting.limits(settings), settings.log_verbose > 1, survive=True)
         self._mode: str = settings.model_control_mode
-        gpus = _gpus()
-        generations = _generations(settings)
+        gpus = find_gpus()
+        kept = generations(settings)
         place = settings.runtime_dir.absolute() / AGENTS
         self._agents = AgentChains(place, setting.agent_settings(settings), _agent_printed)
         cores = survey(setting.host_policies(settings), gpus.places())
         busy_poll_ns = setting.busy_poll_ns(settings, cores)
-        self._files = _model_files(settings)
+        self._files = model_files(settings)
         self._gateways = self._make_gateways(settings, busy_poll_ns)
         self._remote = open_remote(
             loop, setting.remote_settings(settings), self._gateways.pids, setting.log_rate(settings)
         )
-        of_workers = setting.backend_settings(settings)
-        self._repositories = Repositories(
-            [*settings.model_repository, *(self._remote.folders if self._remote is not None else ())],
-            of_workers.get(DIRECTORY, ""),
-            settings.model_config_name,
-            generations,
-            gpus.numbers,
-            self._files,
-            self._agents,
-        )
+        self._repositories = self._make_repositories(settings, kept, gpus.numbers)
         self._catalog = Catalog(
             self._repositories,
-            of_workers,
+            setting.backend_settings(settings),
             cores,
             resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
             terms=setting.terms(settings),
@@ -217,7 +144,7 @@ class ServerProcess:
             runtime_dir=settings.runtime_dir,
             arena_bytes=settings.broker_arena_bytes,
             access=setting.access(settings),
-            workers=_worker_settings(settings, gpus.uuids(), self._gpu_metrics.used_by, busy_poll_ns, self._load_nice),
+            workers=worker_settings(settings, gpus.uuids(), self._gpu_metrics.used_by, busy_poll_ns, self._load_nice),
             metrics=setting.metrics(settings),
             mode=self._mode,
             overrides_dir=settings.runtime_dir / GENERATIONS,
@@ -228,7 +155,7 @@ class ServerProcess:
             remote=self._remote,
         )
         self._operations = self._broker.operations
-        generations.discard = self._operations.discard
+        kept.discard = self._operations.discard
         self._agents.discard = self._operations.reader.submit
         self._control.process_of = self._broker.process_of
         self._remote_changes = self._follow_remote()
@@ -250,13 +177,26 @@ class ServerProcess:
     def _make_gateways(self, settings: argparse.Namespace, busy_poll_ns: int) -> Gateways:
         return Gateways(
             self._loop,
-            _gateway_settings(settings, busy_poll_ns),
+            gateway_settings(settings, busy_poll_ns),
             f"unix://{settings.runtime_dir.absolute() / LANE}",
             settings.exit_timeout_secs,
             self._opened,
             self._not_opened,
             log_record,
             setting.log_rate(settings),
+        )
+
+    def _make_repositories(
+        self, settings: argparse.Namespace, kept: Generations, gpus: Collection[int]
+    ) -> Repositories:
+        return Repositories(
+            [*settings.model_repository, *(self._remote.folders if self._remote is not None else ())],
+            setting.backend_settings(settings).get(DIRECTORY, ""),
+            settings.model_config_name,
+            kept,
+            gpus,
+            self._files,
+            self._agents,
         )
 
     def _follow_remote(self) -> RemoteChanges | None:
@@ -308,10 +248,7 @@ class ServerProcess:
         otel = otel_settings(settings.trace_config)
         if otel is None:
             return None
-        package = f"opentelemetry.exporter.otlp.proto.{otel.protocol}.trace_exporter"
-        if not _is_installed("opentelemetry.sdk") or not _is_installed(package):
-            name = f"opentelemetry-exporter-otlp-proto-{otel.protocol}"
-            raise CannotStart(f"--trace-config mode=opentelemetry needs the package {name}: {install_command('otel')}")
+        require_exporter(otel.protocol)
         traces = self._core.state.traces
         traces.contexts_per_second = otel.contexts_per_second
         exporter = SpanExporter(
@@ -536,78 +473,8 @@ class ServerProcess:
         self._broker.put(events.Drain(max(0, int((self._stop_until - self._loop.time()) * 1e9))))
 
 
-def _worker_settings(
-    settings: argparse.Namespace,
-    gpus: Mapping[int, str],
-    used_on_gpu: Callable[[int], int],
-    busy_poll_ns: int,
-    load_nice: Callable[[], int],
-) -> WorkerSettings:
-    return WorkerSettings(
-        settings.prepared_process,
-        setting.log_rate(settings),
-        settings.model_environment,
-        gpus,
-        used_on_gpu,
-        busy_poll_ns,
-        load_nice,
-    )
-
-
-def _gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:
-    """Returns the gateway settings. If a package is missing, disables gateways, or raises CannotStart if they were
-    configured explicitly."""
-    wanted = setting.gateway_settings(settings, busy_poll_ns)
-    missing = [name for name in GATEWAY if wanted.count and find_spec(name) is None]
-    if not missing:
-        return wanted
-    text = f"the gateway needs the package {missing[0]}: {install_command('server')}"
-    if wanted.words or wanted.count > 1:
-        raise CannotStart(f"{text}, or omit its flags")
-    log.warning("%s; serving only clients on this machine", text)
-    return GatewaySettings(0, ())
-
-
-def _is_installed(module: str) -> bool:
-    """`find_spec` imports the packages above the module, which may be missing."""
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _generations(settings: argparse.Namespace) -> Generations:
-    sizes = Sizes(settings.generation_file_bytes, settings.generation_bytes)
-    return Generations(settings.runtime_dir.absolute() / GENERATIONS, sizes)
-
-
-def _model_files(settings: argparse.Namespace) -> ModelFiles | None:
-    """The models of single files. Raises CannotStart for a file that gives none."""
-    if not settings.model_files:
-        return None
-    files = ModelFiles(settings.model_files, settings.runtime_dir.absolute() / FILES)
-    try:
-        files.refresh(strict=True)
-    except InvalidRequest as error:
-        raise CannotStart(str(error)) from None
-    except OSError as error:
-        text = f"cannot write to the runtime directory {settings.runtime_dir}: {streams.error_text(error)}"
-        raise CannotStart(f"{text}; give another with --runtime-dir") from None
-    return files
-
-
 def _agent_printed(line: str, model: str) -> None:
     log_record("info", f"[repository agents of model '{model}'] {line}", {"model": model})
-
-
-def _gpus() -> Gpus:
-    """Finds the GPUs and logs them."""
-    gpus = discover()
-    for gpu in gpus.found:
-        log.info("GPU %d: %s, %s", gpu.number, gpu.name, gpu.uuid)
-    if gpus.why:
-        log.warning("the NVIDIA driver is installed, but no GPU is used: %s", gpus.why)
-    return gpus
 
 
 def _serve(settings: argparse.Namespace, manager: ServiceManager, recent: RecentRecords) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.broker import main
+from shmserve.broker import startup
 from shmserve.broker.config import settings
 from shmserve.broker.config.flag import Flag
 from shmserve.broker.config.flags import FLAGS
@@ -90,15 +90,15 @@ def test_words_that_do_not_end_are_told(tmp_path: Path, capsys: pytest.CaptureFi
 def test_without_the_packages_there_are_no_doors_unless_they_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(main, "GATEWAY", ("no_such_package",))
+    monkeypatch.setattr(startup, "GATEWAY", ("no_such_package",))
     words = ["--model-repository", str(tmp_path)]
     with caplog.at_level("WARNING", "shmserve"):
-        assert main._gateway_settings(settings.parse(words)) == GatewaySettings(0, ())
+        assert startup.gateway_settings(settings.parse(words)) == GatewaySettings(0, ())
     assert install_command("server") in caplog.text
-    assert main._gateway_settings(settings.parse([*words, "--no-gateway", "--http-port=1"])) == GatewaySettings(0, ())
+    assert startup.gateway_settings(settings.parse([*words, "--no-gateway", "--http-port=1"])) == GatewaySettings(0, ())
     for asked in ("--http-port=1", "--gateways=2"):
-        with pytest.raises(main.CannotStart, match=r"no_such_package.*or omit its flags"):
-            main._gateway_settings(settings.parse([*words, asked]))
+        with pytest.raises(startup.CannotStart, match=r"no_such_package.*or omit its flags"):
+            startup.gateway_settings(settings.parse([*words, asked]))
 
 
 def test_pauses_grow_and_end() -> None:

@@ -1,0 +1,173 @@
+"""What a server needs before it can start: its runtime directory, GPUs and packages."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from shmserve.broker.config import settings as setting
+from shmserve.broker.processes.gateways import GatewaySettings
+from shmserve.broker.processes.workers import WorkerSettings
+from shmserve.errors import InvalidRequest
+from shmserve.extras import GATEWAY, install_command
+from shmserve.paths import BROKER, LANE, SOCKET_PATH_BYTES, make_runtime_dir
+from shmserve.repo.gpus import Gpus, discover
+from shmserve.repo.storage.generation import Generations, Sizes
+from shmserve.repo.storage.model_files import ModelFiles
+from shmserve.terminal import streams
+
+log = logging.getLogger("shmserve")
+
+LOCK = "broker.lock"
+GENERATIONS = "generations"
+"""Directory for the files of loaded versions, in the runtime directory."""
+AGENTS = "agents"
+"""Directory for what repository agents make, in the runtime directory."""
+FILES = "files"
+"""Directory for the models of single files, in the runtime directory."""
+
+
+class CannotStart(Exception):
+    """Startup failed. The message is printed as one line."""
+
+
+class RuntimeDir(contextlib.AbstractContextManager[None]):
+    """Locks the runtime directory, and removes files left by an earlier server. The kernel releases the lock if the
+    process dies."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        size = len(os.fsencode((self._path / BROKER).absolute()))
+        if size > SOCKET_PATH_BYTES:
+            raise CannotStart(
+                f"runtime directory {self._path}: the path of its socket {BROKER} has {size} bytes, and that of a Unix "
+                f"socket may have {SOCKET_PATH_BYTES}; give a shorter one with --runtime-dir"
+            )
+        try:
+            make_runtime_dir(self._path)
+            self._lock = self._locked()
+            self._remove()
+            for name in (GENERATIONS, FILES):
+                (self._path / name).mkdir(mode=0o700)
+            (self._path / AGENTS).mkdir(mode=0o700, exist_ok=True)
+        except BlockingIOError:
+            raise CannotStart(
+                f"another server runs in {self._path}; stop it, with Ctrl-C in its terminal, or give this one another "
+                "--runtime-dir and other ports (--http-port, --grpc-port, --metrics-port)"
+            ) from None
+        except OSError as error:
+            text = f"cannot use runtime directory {self._path}: {streams.error_text(error)}"
+            raise CannotStart(f"{text}; give another with --runtime-dir") from None
+
+    def _locked(self) -> int:
+        """The descriptor of the lock. Raises BlockingIOError if another server has it."""
+        while True:
+            lock = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), (self._path / LOCK).stat()):
+                        return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)  # a server that ended has removed the file in the meantime
+
+    def _remove(self) -> None:
+        for name in (LANE, BROKER):
+            (self._path / name).unlink(missing_ok=True)
+        for name in (GENERATIONS, FILES):
+            shutil.rmtree(self._path / name, ignore_errors=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+        shutil.rmtree(self._path / AGENTS, ignore_errors=True)
+        (self._path / LOCK).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def find_gpus() -> Gpus:
+    """Finds the GPUs and logs them."""
+    gpus = discover()
+    for gpu in gpus.found:
+        log.info("GPU %d: %s, %s", gpu.number, gpu.name, gpu.uuid)
+    if gpus.why:
+        log.warning("the NVIDIA driver is installed, but no GPU is used: %s", gpus.why)
+    return gpus
+
+
+def generations(settings: argparse.Namespace) -> Generations:
+    sizes = Sizes(settings.generation_file_bytes, settings.generation_bytes)
+    return Generations(settings.runtime_dir.absolute() / GENERATIONS, sizes)
+
+
+def model_files(settings: argparse.Namespace) -> ModelFiles | None:
+    """The models of single files. Raises CannotStart for a file that gives none."""
+    if not settings.model_files:
+        return None
+    files = ModelFiles(settings.model_files, settings.runtime_dir.absolute() / FILES)
+    try:
+        files.refresh(strict=True)
+    except InvalidRequest as error:
+        raise CannotStart(str(error)) from None
+    except OSError as error:
+        text = f"cannot write to the runtime directory {settings.runtime_dir}: {streams.error_text(error)}"
+        raise CannotStart(f"{text}; give another with --runtime-dir") from None
+    return files
+
+
+def worker_settings(
+    settings: argparse.Namespace,
+    gpus: Mapping[int, str],
+    used_on_gpu: Callable[[int], int],
+    busy_poll_ns: int,
+    load_nice: Callable[[], int],
+) -> WorkerSettings:
+    return WorkerSettings(
+        settings.prepared_process,
+        setting.log_rate(settings),
+        settings.model_environment,
+        gpus,
+        used_on_gpu,
+        busy_poll_ns,
+        load_nice,
+    )
+
+
+def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:
+    """Returns the gateway settings. If a package is missing, disables gateways, or raises CannotStart if they were
+    configured explicitly."""
+    wanted = setting.gateway_settings(settings, busy_poll_ns)
+    missing = [name for name in GATEWAY if wanted.count and find_spec(name) is None]
+    if not missing:
+        return wanted
+    text = f"the gateway needs the package {missing[0]}: {install_command('server')}"
+    if wanted.words or wanted.count > 1:
+        raise CannotStart(f"{text}, or omit its flags")
+    log.warning("%s; serving only clients on this machine", text)
+    return GatewaySettings(0, ())
+
+
+def require_exporter(protocol: str) -> None:
+    """Raises CannotStart unless the packages that export traces over this protocol are installed."""
+    package = f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter"
+    if not _is_installed("opentelemetry.sdk") or not _is_installed(package):
+        name = f"opentelemetry-exporter-otlp-proto-{protocol}"
+        raise CannotStart(f"--trace-config mode=opentelemetry needs the package {name}: {install_command('otel')}")
+
+
+def _is_installed(module: str) -> bool:
+    """`find_spec` imports the packages above the module, which may be missing."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
