@@ -15,12 +15,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from shmserve.broker.admin.answers import QueryAnswers
 from shmserve.broker.admin.queries import Control
 from shmserve.broker.admin.readiness_probes import Probes
 from shmserve.broker.broker_memory import BrokerMemory
+from shmserve.broker.instance_workers import InstanceWorkers
 from shmserve.broker.leases import Leases
 from shmserve.broker.link import PeerLink, close_all
 from shmserve.broker.listeners.access import AccessRules, Principal
@@ -29,17 +28,14 @@ from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneListener, open_to_group, room_for
 from shmserve.broker.listeners.output_backlog import OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
-from shmserve.broker.models.catalog import Catalog, read_descriptor
+from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.models.remote import RemoteModels
 from shmserve.broker.observability import logs
 from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.metric_settings import MetricSettings
 from shmserve.broker.observability.metrics import Metrics
-from shmserve.broker.observability.model_metrics import ModelCounters
-from shmserve.broker.processes.cgroups import take_over_own_group
-from shmserve.broker.processes.memory_meter import MemoryMeter
-from shmserve.broker.processes.workers import Workers, WorkerSettings
+from shmserve.broker.processes.workers import WorkerSettings
 from shmserve.broker.segments import Segments
 from shmserve.core import effects, events
 from shmserve.core.core import Core
@@ -59,7 +55,6 @@ from shmserve.protocol.messages import (
     Fail,
     Hello,
     Loaded,
-    LoadFailed,
     Map,
     Part,
     Ping,
@@ -116,22 +111,17 @@ class Broker:
         self._memory = BrokerMemory(self._segments, arena_bytes, limits.cache_bytes, self._own_segment)
         core.copy_with(self._memory, time.monotonic_ns)
         self.read = self._memory.read
-        server_metrics = Metrics(
-            core.state, self._memory.frames, arena_bytes, self.process_of, control.server_ready, metrics
-        )
-        self._model_counters = ModelCounters(
-            lambda name: any(one.model == name for one, _ in core.state.instances.values())
-        )
         self._probes = Probes(loop, self.send_to)
         self._answers = QueryAnswers(control, self._probes, self.operations, self.send_to, core.roles_of)
-        control.metrics += [server_metrics.text, self._model_counters.text]
-        self._workers = Workers(
-            loop, self._deliver, self._worker_exited, log_record, workers, take_over_own_group(), other_children
-        )
-        self._meter = self._new_meter(workers.used_on_gpu)
-        self._peers = count(1)
         self._links: dict[int, PeerLink | ZmqOutbox] = {}
-        self._leases = Leases(self._links, self._put_from, self._workers.kill)
+        hooks = self.put, self._deliver, self._worker_exited
+        self.workers = InstanceWorkers(loop, core.state, catalog, self._links, *hooks, workers, other_children)
+        server_metrics = Metrics(
+            core.state, self._memory.frames, arena_bytes, self.workers.process_of, control.server_ready, metrics
+        )
+        control.metrics += [server_metrics.text, self.workers.metrics]
+        self._peers = count(1)
+        self._leases = Leases(self._links, self._put_from, self.workers.kill)
         self._dirty: dict[PeerLink | ZmqOutbox, None] = {}
         self._inbox: list[Event] = []
         self._turn_is_due = False
@@ -150,11 +140,6 @@ class Broker:
 
     def _own_segment(self, message: Map) -> None:
         self.put(events.OwnSegment(message))
-
-    def _new_meter(self, used_on_gpu: Callable[[int], int]) -> MemoryMeter | None:
-        """None: there are no memory budgets."""
-        state = self.core.state
-        return MemoryMeter(self._loop, state, self.process_of, used_on_gpu, self.put) if state.memory_limited else None
 
     def _listen(self, runtime_dir: Path, access: AccessRules) -> None:
         self._zmq_user = os.geteuid()
@@ -179,8 +164,8 @@ class Broker:
     def _all_actions(self) -> dict[type, Callable[[Any], None]]:
         return {
             Send: self._send,
-            effects.Spawn: self._spawn,
-            effects.Kill: lambda effect: self._workers.kill(effect.peer, effect.reason),
+            effects.Spawn: self.workers.spawn,
+            effects.Kill: lambda effect: self.workers.kill(effect.peer, effect.reason),
             effects.Close: self._close,
             effects.StartLease: self._leases.start,
             effects.ReadLease: self._leases.read,
@@ -194,10 +179,6 @@ class Broker:
             effects.Query: self._query,
             effects.Drained: lambda effect: self._loop.stop(),
         }
-
-    def processes(self) -> dict[int, str]:
-        """Names of workers by pid."""
-        return self._workers.names()
 
     # ------------------------------------------------------------------------------------ listeners
 
@@ -286,7 +267,7 @@ class Broker:
             elif kind is Map or kind is Loaded or kind is Hello:
                 message = self._prepare(peer, message, descriptors)
             elif kind is Counted:
-                self._count(peer, message, descriptors)
+                self.workers.add_counters(peer, message, descriptors)
                 continue
             elif kind is Probed:
                 self._probes.probed(peer, message)
@@ -311,7 +292,7 @@ class Broker:
             return message
         if isinstance(message, Map) and message.name is not None:
             if peer >= WORKERS_FROM:
-                self._segments.named(message, self.process_of(peer))
+                self._segments.named(message, self.workers.process_of(peer))
             return message
         if not descriptors:
             return events.Garbled(0, f"{type(message).__name__} without a file descriptor")
@@ -320,34 +301,9 @@ class Broker:
             if isinstance(message, Map):
                 self._segments.add(peer, message, descriptor)
                 return message
-            return self._compiled(peer, read_descriptor(descriptor))
+            return self.workers.compiled(peer, descriptor)
         except ServeError as error:
             return events.Garbled(0, error.message, error.code)
-
-    def _count(self, peer: int, message: Counted, descriptors: list[int]) -> None:
-        worker = self._workers.get(peer)
-        if worker is None or not descriptors:
-            return
-        try:
-            self._model_counters.add(peer, worker.about["model"], descriptors.pop(0), message.size)
-        except ServeError as error:
-            log_record("warning", f"{worker.name}: cannot read its metrics: {error}", worker.about)
-
-    def _compiled(self, peer: int, config: bytes) -> Any:
-        worker = self.core.state.instances.get(peer)
-        if worker is None:
-            return events.Garbled(0, "Loaded from a client that is not a worker")
-        version, _ = worker
-        try:
-            policy, warnings = self._catalog.complete(version.source, config)
-            for text in warnings:
-                log_record("warning", f"{version.label}: {text}", {"model": version.model, "version": version.number})
-            if self._meter is not None:
-                self._meter.measure()
-            return events.Compiled(policy)
-        except (ServeError, msgspec.MsgspecError) as error:
-            self._workers.kill(peer, "its completed configuration is invalid")
-            return LoadFailed("INVALID_ARG", f"invalid completed configuration: {error}")
 
     # ------------------------------------------------------------------------------------ the turn
 
@@ -446,32 +402,6 @@ class Broker:
 
     # ------------------------------------------------------------------------------------ effects
 
-    def _spawn(self, effect: effects.Spawn) -> None:
-        """Starts a worker. Any failure leads to an Exited event, as the core waits for the exit of each process that it
-        has requested."""
-        reason = f"{SIGN} while starting its process"
-        try:
-            self._start_worker(effect)
-            reason = ""
-        except OSError as error:
-            reason = f"cannot start a process: {error.strerror}"
-        finally:
-            if reason and self._workers.get(effect.peer) is None:
-                self.put(events.Exited(effect.peer, reason))
-            elif reason:
-                self._workers.kill(effect.peer, reason)
-
-    def _start_worker(self, effect: effects.Spawn) -> None:
-        load, descriptor = self._catalog.load_order(effect)
-        try:
-            worker = self._workers.spawn(effect, self._catalog.terms(effect))
-            self._links[effect.peer] = worker.link
-            worker.link.send_now([load], [descriptor])
-            if self._meter is not None:
-                self._meter.worker_started()
-        finally:
-            os.close(descriptor)
-
     def _compose(self, effect: effects.Compose) -> None:
         models = self.core.state.models.values()
         served = [v for model in models for v in model.versions.values() if v.state is VersionState.READY]
@@ -481,7 +411,7 @@ class Broker:
     def _worker_exited(self, peer: int, pid: int, reason: str, loading_error: str, detail: str) -> None:
         self._links.pop(peer, None)
         self._segments.worker_ended(pid)
-        self._model_counters.worker_exited(peer)
+        self.workers.keep_counters(peer)
         self._probes.worker_exited(peer)
         self._answers.peer_disconnected(peer)
         self.put(events.Exited(peer, reason, loading_error, detail))
@@ -513,22 +443,14 @@ class Broker:
         self._send(Send(peer, message))
         self._flush()
 
-    def process_of(self, peer: int) -> int:
-        """The pid of a worker, 0 if it has exited."""
-        worker = self._workers.get(peer)
-        return worker.pid if worker is not None else 0
-
     # ------------------------------------------------------------------------------------ close
 
     def close(self) -> None:
         """Closes everything. Call after the workers have exited."""
         self.operations.close()
-        self._model_counters.close()
         self._probes.close()
         self._leases.close()
-        self._workers.close()
-        if self._meter is not None:
-            self._meter.close()
+        self.workers.close()
         self._keepalive.cancel()
         if self._timer is not None:
             self._timer.cancel()

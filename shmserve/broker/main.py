@@ -157,7 +157,7 @@ class ServerProcess:
         self._operations = self._broker.operations
         kept.discard = self._operations.discard
         self._agents.discard = self._operations.reader.submit
-        self._control.process_of = self._broker.process_of
+        self._control.process_of = self._broker.workers.process_of
         self._remote_changes = self._follow_remote()
         self._progress = LoadProgress(self._core, self._loaded, log_record, self._is_downloading)
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
@@ -455,7 +455,7 @@ class ServerProcess:
         log.info("%s: finishing the requests in flight, for up to %g s%s", why, limit_s, again)
         self._announcer.stopping(limit_s)
         Deadline(
-            lambda: self._broker.processes() | self._gateways.names(),
+            lambda: self._broker.workers.names() | self._gateways.names(),
             lambda: len(self._core.state.requests),
             lambda: self._loop.call_soon_threadsafe(self._loop.stop),
         ).start(limit_s)

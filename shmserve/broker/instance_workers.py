@@ -1,0 +1,134 @@
+"""The worker processes of the core's instances: their start, the configurations that they complete, their metrics and
+their memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Set
+from typing import Any
+
+import msgspec
+
+from shmserve.broker.models.catalog import Catalog, read_descriptor
+from shmserve.broker.observability.logs import log_record
+from shmserve.broker.observability.model_metrics import ModelCounters
+from shmserve.broker.processes.cgroups import take_over_own_group
+from shmserve.broker.processes.memory_meter import MemoryMeter
+from shmserve.broker.processes.workers import Workers, WorkerSettings
+from shmserve.core import events
+from shmserve.core.effects import Spawn
+from shmserve.core.internal_errors import SIGN
+from shmserve.core.state import State
+from shmserve.errors import ServeError
+from shmserve.protocol.messages import Counted, LoadFailed
+
+
+class InstanceWorkers:
+    """`links`: the link of each worker is added. `put` passes an event to the core. `deliver`, `exited`, `settings` and
+    `other_children` are passed to Workers."""
+
+    def __init__(
+        self,
+        loop: Any,
+        state: State,
+        catalog: Catalog,
+        links: dict[int, Any],
+        put: Callable[[Any], None],
+        deliver: Callable[[int, list[Any], list[int]], None],
+        exited: Callable[[int, int, str, str, str], None],
+        settings: WorkerSettings,
+        other_children: Set[int],
+    ) -> None:
+        self._state = state
+        self._catalog = catalog
+        self._links = links
+        self._put = put
+        self._workers = Workers(loop, deliver, exited, log_record, settings, take_over_own_group(), other_children)
+        self._counters = ModelCounters(lambda name: any(one.model == name for one, _ in state.instances.values()))
+        self._meter: MemoryMeter | None = None  # there are no memory budgets
+        if state.memory_limited:
+            self._meter = MemoryMeter(loop, state, self.process_of, settings.used_on_gpu, put)
+
+    def names(self) -> dict[int, str]:
+        """Names of workers by pid."""
+        return self._workers.names()
+
+    def process_of(self, peer: int) -> int:
+        """The pid of a worker, 0 if it has exited."""
+        worker = self._workers.get(peer)
+        return worker.pid if worker is not None else 0
+
+    def metrics(self) -> str:
+        """The metrics that models define."""
+        return self._counters.text()
+
+    # ------------------------------------------------------------------------------------ effects
+
+    def spawn(self, effect: Spawn) -> None:
+        """Starts a worker. Any failure leads to an Exited event, as the core waits for the exit of each process that it
+        has requested."""
+        reason = f"{SIGN} while starting its process"
+        try:
+            self._start(effect)
+            reason = ""
+        except OSError as error:
+            reason = f"cannot start a process: {error.strerror}"
+        finally:
+            if reason and self._workers.get(effect.peer) is None:
+                self._put(events.Exited(effect.peer, reason))
+            elif reason:
+                self._workers.kill(effect.peer, reason)
+
+    def _start(self, effect: Spawn) -> None:
+        load, descriptor = self._catalog.load_order(effect)
+        try:
+            worker = self._workers.spawn(effect, self._catalog.terms(effect))
+            self._links[effect.peer] = worker.link
+            worker.link.send_now([load], [descriptor])
+            if self._meter is not None:
+                self._meter.worker_started()
+        finally:
+            os.close(descriptor)
+
+    def kill(self, peer: int, reason: str) -> None:
+        self._workers.kill(peer, reason)
+
+    # ------------------------------------------------------------------------------------ messages of workers
+
+    def compiled(self, peer: int, descriptor: int) -> Any:
+        """The event for a Loaded, which came with the model's completed configuration. Closes the descriptor."""
+        config = read_descriptor(descriptor)
+        worker = self._state.instances.get(peer)
+        if worker is None:
+            return events.Garbled(0, "Loaded from a client that is not a worker")
+        version, _ = worker
+        try:
+            policy, warnings = self._catalog.complete(version.source, config)
+            for text in warnings:
+                log_record("warning", f"{version.label}: {text}", {"model": version.model, "version": version.number})
+            if self._meter is not None:
+                self._meter.measure()
+            return events.Compiled(policy)
+        except (ServeError, msgspec.MsgspecError) as error:
+            self._workers.kill(peer, "its completed configuration is invalid")
+            return LoadFailed("INVALID_ARG", f"invalid completed configuration: {error}")
+
+    def add_counters(self, peer: int, message: Counted, descriptors: list[int]) -> None:
+        """Adds a page of the model's metrics, and takes its descriptor."""
+        worker = self._workers.get(peer)
+        if worker is None or not descriptors:
+            return
+        try:
+            self._counters.add(peer, worker.about["model"], descriptors.pop(0), message.size)
+        except ServeError as error:
+            log_record("warning", f"{worker.name}: cannot read its metrics: {error}", worker.about)
+
+    def keep_counters(self, peer: int) -> None:
+        """The worker has exited: its counters are kept as long as its model is served."""
+        self._counters.worker_exited(peer)
+
+    def close(self) -> None:
+        self._counters.close()
+        self._workers.close()
+        if self._meter is not None:
+            self._meter.close()
