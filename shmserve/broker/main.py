@@ -22,6 +22,7 @@ from shmserve.broker.admin.service import ServiceControl
 from shmserve.broker.config import settings as setting
 from shmserve.broker.loop import Broker
 from shmserve.broker.models.catalog import Catalog
+from shmserve.broker.models.disk_changes import DiskChanges
 from shmserve.broker.models.ensemble_members import needs
 from shmserve.broker.models.poller import Poll
 from shmserve.broker.models.remote import open_remote
@@ -158,6 +159,7 @@ class ServerProcess:
         kept.discard = self._operations.discard
         self._agents.discard = self._operations.reader.submit
         self._control.process_of = self._broker.workers.process_of
+        self._disk_changes = DiskChanges(loop, self._core.state, self._catalog, self._operations, self._broker.put)
         self._remote_changes = self._follow_remote()
         self._progress = LoadProgress(self._core, self._loaded, log_record, self._is_downloading)
         self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
@@ -207,7 +209,7 @@ class ServerProcess:
         self._control.is_starting = self._is_downloading
         self._control.is_complete = lambda: not remote.unreadable
         remote.retired = self._tidy_soon
-        return RemoteChanges(remote, self._repositories, self._operations, self._downloaded)
+        return RemoteChanges(remote, self._repositories, self._operations, self._disk_changes, self._downloaded)
 
     def _is_downloading(self) -> bool:
         """Whether models that are served from the start are being downloaded."""
@@ -306,6 +308,7 @@ class ServerProcess:
             self._agents.interrupt()
             if self._remote is not None:
                 self._remote.close()
+            self._disk_changes.close()
             self._broker.close()
             self._agents.close()
             self._trace_file.close()
@@ -347,7 +350,7 @@ class ServerProcess:
             poll = Poll(self._repositories, settings.settle_secs)
             changes = poll.check(at_start=True)
             readings, names = changes.readings, changes.names
-            self._operations.poll(poll, settings.repository_poll_secs, changes.again_s)
+            self._disk_changes.poll(poll, settings.repository_poll_secs, changes.again_s)
         else:
             names = self._repositories.names_on_disk()
             every = self._mode != "explicit" or settings.load_model == ["*"]
@@ -383,7 +386,7 @@ class ServerProcess:
             self._rereads += 1
             self._announcer.reloading()
             self._gateways.reread()
-            (self._remote_changes or self._operations).reread(self._has_reread)
+            (self._remote_changes or self._disk_changes).reread(self._has_reread)
 
     def _has_reread(self) -> None:
         self._rereads -= 1

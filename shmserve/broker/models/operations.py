@@ -1,4 +1,4 @@
-"""Operations on models: requested by clients or caused by changes on disk, read in a thread, decided in the core.
+"""Operations on models that clients request: read in a thread, decided in the core.
 
 Invariant: the loop never waits for a disk.
 """
@@ -19,21 +19,17 @@ from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.differences import Differences
 from shmserve.broker.models.ensemble_members import Companions, Together, needs
 from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload
-from shmserve.broker.models.poller import Changes, Poll
 from shmserve.broker.models.reader import Job, Reader
 from shmserve.broker.models.remote import NotDownloaded, RemoteModels
 from shmserve.broker.models.repositories import KeptConfig, Reading
 from shmserve.broker.observability.logs import log_record
 from shmserve.core import effects, events
 from shmserve.core.core import Core
-from shmserve.core.models.model import Model
-from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.states import VersionState
 from shmserve.core.stats import activity
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.bodies import decode_body
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Fail
-from shmserve.repo.storage.store import ScannedModel
 
 log = logging.getLogger("shmserve")
 
@@ -78,17 +74,12 @@ class ClientOperations:
         self._override_bytes = override_bytes
         self._compatible = compatible
         self._remote = remote
-        self._check_queued = False
         self.reader = Reader(loop, remote, lambda model: bool(self._served(model)), self._failed)
         self._numbers = count(1)
         self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
         self._jobs: dict[int, Job] = {}
         self._replacing: dict[int, tuple[str, set[int]]] = {}
         """Operation -> the model, and the sources that were served when it began."""
-        self._poll: Poll | None = None
-        self._poll_timer: Any = None
-        self._poll_s = 0.0
-        self._polling = False
         self._name_waiters: list[Callable[[], None]] = []
         self._names_running = False
         self.untidy = False
@@ -243,7 +234,7 @@ class ClientOperations:
                 name = reading.scanned.name
                 log_record("info", f"also loading model '{name}', which '{ensemble}' needs", {"model": name})
                 self._companions.brought(reading, ensemble)
-                operations |= self._adopt(reading)
+                operations |= self.adopt(reading)
         return operations
 
     def _deploy(self, job: Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
@@ -314,7 +305,6 @@ class ClientOperations:
     def _failed(self, job: Job | None, error: Exception) -> None:
         """Reports an error to the job's client, or logs it without a job."""
         if job is None:
-            self._polling = False
             log.error("cannot read the repositories; models are served unchanged", exc_info=error)
             return
         if isinstance(error, ServeError):
@@ -344,16 +334,16 @@ class ClientOperations:
         """Removes a directory that is no longer used. May be called from any thread."""
         self.reader.submit(lambda: shutil.rmtree(folder, ignore_errors=True))
 
-    # ------------------------------------------------------------------------------------ changes on disk
+    # ------------------------------------------------------------------------------------ deployment of what was read
 
     def begin(self, readings: Collection[Reading], needed: Collection[tuple[str, Reading]] = ()) -> None:
         """Deploys the models that are served from the start. `needed`: what ensembles among them need besides."""
         for reading in readings:
             self._companions.requested(reading)
-            self._adopt(reading)
+            self.adopt(reading)
         self._bring(needed)
 
-    def _adopt(self, reading: Reading) -> set[int]:
+    def adopt(self, reading: Reading) -> set[int]:
         """Deploys or refuses what was read; returns the operations that this begins."""
         self._warn(reading)
         adopted = [event for _, event in self._catalog.adopt(reading, next(self._numbers))]
@@ -367,116 +357,6 @@ class ClientOperations:
             log_record("error", text, {"model": name})
         self._put_all(adopted)
         return {event.operation for event in adopted if isinstance(event, events.Deploy)}
-
-    def poll(self, poll: Poll, every_s: float, first_s: float) -> None:
-        """Starts polling for changes."""
-        self._poll, self._poll_s = poll, every_s
-        self._poll_timer = self._loop.call_later(min(first_s, every_s), self._start_poll)
-
-    def check_now(self) -> None:
-        """Polls once, in addition."""
-        assert self._poll is not None
-        if self._check_queued:
-            return
-        self._check_queued, poll = True, self._poll
-
-        def check() -> Changes:
-            self._check_queued = False  # what changes from now on may be missed
-            return poll.check()
-
-        self.reader.run(check, self._changed)
-
-    @property
-    def is_polling(self) -> bool:
-        return self._poll is not None
-
-    def _start_poll(self) -> None:
-        poll = self._poll
-        assert poll is not None
-        self._poll_timer = self._loop.call_later(self._poll_s, self._start_poll)
-        if not self._polling:  # otherwise the disk is slower than the polling interval
-            self._polling = True
-            self.reader.run(poll.check, self._changed)
-
-    def _changed(self, changes: Changes) -> None:
-        self._polling = False
-        for text in changes.troubles:
-            log.error("%s", text)
-        for reading in changes.readings:
-            log_record(
-                "info", f"model '{reading.scanned.name}' has changed in the repository", {"model": reading.scanned.name}
-            )
-            self._adopt(reading)
-        for name in changes.gone:
-            self.gone(name)
-        self._repositories.names = changes.names
-        self.untidy = True
-        if changes.again_s < self._poll_s:
-            self._poll_timer.cancel()
-            self._poll_timer = self._loop.call_later(changes.again_s, self._start_poll)
-
-    # ------------------------------------------------------------------------------------ reread on request
-
-    def reread(self, then: Callable[[], None]) -> None:
-        """Rereads the repositories now, for SIGHUP. Calls `then` when the changes have been passed to the core."""
-        if self._poll is not None:
-            self.reader.run(self._poll.check, self._changed)
-        elif self._mode == "explicit":
-            served = self.served_names()
-            self.reader.run(lambda: self._read_again(served), lambda readings: self.renew(readings, None))
-        else:
-            self.reader.run(self._read_everything, lambda found: self.renew(*found))
-        self.reader.run(lambda: None, lambda _: then())  # after the above in the same thread, even if that failed
-
-    def served_names(self) -> list[str]:
-        """The models that are served from a repository."""
-        return [model.name for model in self._core.state.models.values() if self._is_of_disk(model)]
-
-    def _is_of_disk(self, model: Model) -> bool:
-        """Whether the model is to be served from the repository, not from what a load call provided."""
-        versions = (*model.versions.values(), *model.coming.values())
-        served = [version.source for version in versions if version.reason != UNLOADED]
-        return bool(model.reason or served) and not any(map(self._catalog.is_override, served))
-
-    def _read_again(self, names: Collection[str]) -> list[Reading]:
-        readings = []
-        for name in names:
-            try:
-                readings.append(self._repositories.read(name))
-            except (ServeError, OSError) as error:
-                log_record(
-                    "warning", f"cannot reread model '{name}', which is served unchanged: {error}", {"model": name}
-                )
-        return readings
-
-    def _read_everything(self) -> tuple[list[Reading], Collection[str] | None]:
-        try:
-            return self._repositories.read_all(), self._repositories.names_on_disk()
-        except (ServeError, OSError) as error:
-            log.error("cannot reread the repositories; all models are served unchanged: %s", error)
-            return [], None
-
-    def refuse(self, model: str, reason: str) -> None:
-        """The model cannot be read. What is served of it stays."""
-        self._adopt(Reading(ScannedModel.failed(model, Path(), reason)))
-
-    def gone(self, model: str) -> None:
-        """The model was removed from its repository."""
-        log_record("info", f"model '{model}' was removed from the repository", {"model": model})
-        self._catalog.forget(model)
-        self._put(events.Unload(model))
-
-    def renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
-        """Deploys what was read. `names`: all models in the repositories, to unload the others; None: unload none."""
-        for reading in readings:
-            if not self._catalog.is_rejected(reading):
-                self._adopt(reading)
-        if names is not None:
-            for model in self._core.state.models.values():
-                if model.name not in names and self._is_of_disk(model):
-                    self.gone(model.name)
-            self._repositories.names = names
-        self.untidy = True
 
     # ------------------------------------------------------------------------------------ what is on disk now
 
@@ -524,8 +404,6 @@ class ClientOperations:
 
     def close(self) -> None:
         self._differences.close()
-        if self._poll_timer is not None:
-            self._poll_timer.cancel()
         for _, upload in self._uploads.values():
             upload.close()
         self.reader.close()

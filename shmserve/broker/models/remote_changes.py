@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shmserve.broker.models.disk_changes import DiskChanges
 from shmserve.broker.models.ensemble_members import needs
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.models.remote import NotDownloaded, RemoteModels
@@ -28,11 +29,13 @@ class RemoteChanges:
         remote: RemoteModels,
         repositories: Repositories,
         operations: ClientOperations,
+        disk_changes: DiskChanges,
         began: Callable[[], None],
     ) -> None:
         self._remote = remote
         self._repositories = repositories
         self._operations = operations
+        self._disk_changes = disk_changes
         self._began = began
         self._left = 0
         """Models to load at start that have not been read."""
@@ -40,7 +43,7 @@ class RemoteChanges:
         """The models that are served from the start are being downloaded."""
         if not operations.explicit:
             remote.changed = self._changed
-            remote.failed = operations.refuse
+            remote.failed = disk_changes.refuse
 
     def begin(self, models: Sequence[str]) -> None:
         """Starts to download. `models`: in mode explicit, what to load at start; * alone: all."""
@@ -57,7 +60,7 @@ class RemoteChanges:
     # ------------------------------------------------------------------------------------ modes none and poll
 
     def _fetched_all(self) -> None:
-        if self._operations.is_polling:
+        if self._disk_changes.is_polling:
             self._remote.poll()
         reader = self._operations.reader
         if self._operations.explicit:
@@ -67,8 +70,8 @@ class RemoteChanges:
         reader.run(lambda: None, lambda _: self._end_of_start())
 
     def _changed(self, model: str) -> None:
-        if self._operations.is_polling:
-            self._operations.check_now()
+        if self._disk_changes.is_polling:
+            self._disk_changes.check_now()
         else:
             self._operations.reader.run(
                 lambda: self._repositories.read_present(model), lambda found: self._read(model, found)
@@ -76,28 +79,28 @@ class RemoteChanges:
 
     def _read(self, model: str, found: Reading | None) -> None:
         if found is None:
-            self._operations.gone(model)
+            self._disk_changes.gone(model)
         else:
-            self._operations.renew([found], None)
+            self._disk_changes.renew([found], None)
 
     def reread(self, then: Callable[[], None]) -> None:
         """Downloads what has changed, then rereads the repositories, for SIGHUP."""
         if not self._operations.explicit:
-            self._remote.fetch_all(lambda failure, notes: self._operations.reread(then))
+            self._remote.fetch_all(lambda failure, notes: self._disk_changes.reread(then))
             return
-        names = [name for name in self._operations.served_names() if self._remote.has(name)]
+        names = [name for name in self._disk_changes.served_names() if self._remote.has(name)]
         left = len(names)
 
         def fetched(failure: str, notes: Sequence[str]) -> None:
             nonlocal left
             left -= 1
             if left <= 0:
-                self._operations.reread(then)
+                self._disk_changes.reread(then)
 
         for name in names:
             self._remote.fetch(name, fetched)
         if not names:
-            self._operations.reread(then)
+            self._disk_changes.reread(then)
 
     # ------------------------------------------------------------------------------------ mode explicit
 

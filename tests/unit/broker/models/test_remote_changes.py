@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from shmserve.broker.models.catalog import Catalog
+from shmserve.broker.models.disk_changes import DiskChanges
 from shmserve.broker.models.operations import ClientOperations
 from shmserve.broker.models.remote import Fetched, RemoteModels
 from shmserve.broker.models.remote_changes import RemoteChanges
@@ -77,10 +78,10 @@ class Started:
         self.inbox: list[Any] = []
         self.began = 0
         self.catalog = Catalog(Repositories(self.remote.folders), {}, CoreSet((0,)))
-        remote = cast(RemoteModels, self.remote)
+        remote, core = cast(RemoteModels, self.remote), Core()
         self.operations = ClientOperations(
             self.loop,
-            Core(),
+            core,
             self.catalog,
             self.inbox.append,
             lambda peer, message: None,
@@ -88,7 +89,8 @@ class Started:
             "explicit",
             remote=remote,
         )
-        self.changes = RemoteChanges(remote, self.catalog.repositories, self.operations, self._began)
+        on_disk = DiskChanges(self.loop, core.state, self.catalog, self.operations, self.inbox.append)
+        self.changes = RemoteChanges(remote, self.catalog.repositories, self.operations, on_disk, self._began)
 
     def _began(self) -> None:
         self.began += 1
