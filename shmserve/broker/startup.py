@@ -111,7 +111,7 @@ def generations(settings: argparse.Namespace) -> Generations:
 
 
 def model_files(settings: argparse.Namespace) -> ModelFiles | None:
-    """The models of single files. Raises CannotStart for a file that gives none."""
+    """The models of single files. Raises CannotStart for a file that is not a model."""
     if not settings.model_files:
         return None
     files = ModelFiles(settings.model_files, settings.runtime_dir.absolute() / FILES)

@@ -130,7 +130,7 @@ class Request(Struct, eq=False, gc=False):
     data: tuple[bytes, ...] = ()
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Its inputs, whichever way it came."""
+        """Its inputs, from either kind of message."""
         return self.inputs if self.form is None else tensors_of(self.form.forms, self.rows, self.data)
 
     @property
@@ -367,7 +367,7 @@ class Rest(Struct):
     """It never goes to sleep."""
     woken: int = 0
     """When it was woken, until it is READY; 0: it is asleep or serves."""
-    told: bool = False
+    logged: bool = False
     """The log has a line about this."""
     memory: MemoryEstimate = MemoryEstimate()
     """Of an instance, until it has been measured."""

@@ -61,7 +61,7 @@ class ClientOperations:
         compatible: bool = False,
         remote: RemoteModels | None = None,
     ) -> None:
-        """`compatible`: with Triton's texts, also where they are misleading. `remote`: models of remote
+        """`compatible`: use Triton's texts, even where they are misleading. `remote`: models of remote
         repositories."""
         self._loop = loop
         self._core = core
@@ -337,7 +337,7 @@ class ClientOperations:
     # ------------------------------------------------------------------------------------ deployment of what was read
 
     def begin(self, readings: Collection[Reading], needed: Collection[tuple[str, Reading]] = ()) -> None:
-        """Deploys the models that are served from the start. `needed`: what ensembles among them need besides."""
+        """Deploys the models that are served from the start. `needed`: models that ensembles among them need."""
         for reading in readings:
             self._companions.requested(reading)
             self.adopt(reading)

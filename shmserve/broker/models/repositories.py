@@ -107,7 +107,7 @@ class Repositories:
         kept: KeptConfig | None = None,
         versions: Collection[int] = (),
     ) -> Reading:
-        """The model of that name, or what a load call gave in its place. `versions`: see `scan_model`. Raises the
+        """The model of that name, or what a load call provides instead. `versions`: see `scan_model`. Raises the
         errors of `find_model`."""
         if given is not None and given.folder is not None:
             return self.read_folder(given.folder, given, versions)
@@ -225,7 +225,7 @@ class Repositories:
         return [self._read_any(name, folders, known) for name, folders in self.names_on_disk().items()]
 
     def read_present(self, name: str) -> Reading | None:
-        """The model, in whichever repositories it is; None if it is in none."""
+        """The model; None if no repository has it."""
         folders = self.names_on_disk().get(name)
         return self._read_any(name, folders, {}) if folders else None
 

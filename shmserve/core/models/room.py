@@ -210,9 +210,9 @@ def _missing(state: State, used: Places, need: Places) -> Places:
 
 def _tell(state: State, claim: _Claim, need: Places, sleeping: int = 0, waits: bool = False) -> None:
     version = claim.version
-    if not version.rest.woken or version.rest.told:
+    if not version.rest.woken or version.rest.logged:
         return
-    version.rest.told = True
+    version.rest.logged = True
     size = " and ".join(f"{megabytes(size)} of {memory.name_of(place)}" for place, size in need.items() if size)
     more = f", {sleeping} model{'s go' if sleeping > 1 else ' goes'} to sleep" if sleeping else ""
     more += ", which busy models use" if waits else ""

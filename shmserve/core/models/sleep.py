@@ -197,8 +197,8 @@ def wake(state: State, version: Version, now: int) -> None:
             _refuse(state, version, now)
         return
     version.rest.woken = version.rest.woken or now
-    version.rest.told = not state.memory_limited  # else when it is known who makes room
-    if version.rest.told:
+    version.rest.logged = not state.memory_limited  # else when it is known who makes room
+    if version.rest.logged:
         text = f"model '{version.model}' is waking for a request"
         state.log("info", text, model=version.model, version=version.number)
     for instance in able:
