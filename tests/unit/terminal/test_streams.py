@@ -128,7 +128,7 @@ def test_ctrl_c_while_the_server_is_imported(tmp_path: Path) -> None:
 
 def test_ctrl_c_before_the_server_runs(tmp_path: Path) -> None:
     """At any of these points the runtime directory has files, and nothing is left of them."""
-    for name in ("posix.sweep", "survey", "_worker_settings"):
+    for name in ("posix.sweep", "survey", "worker_settings"):
         program = f"""
 import os, runpy, signal, sys
 from shmserve.broker import main
