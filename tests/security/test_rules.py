@@ -33,7 +33,7 @@ from shmserve.gateway import options as flags
 from shmserve.protocol import codec, messages
 from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Map, Ping, Pong, Reply, Tensor
 from tests import ROOT
-from tests.process.server import test_hostile as mistakes
+from tests.process.server.requests import test_hostile as mistakes
 from tests.support.core.world import World
 from tests.support.launch import Launched, descriptors_of, identity
 from tests.support.living import until

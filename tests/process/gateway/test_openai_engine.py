@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shmserve.testing import Server
-from tests.process.models import llm_oracle
+from tests.process.models.language import llm_oracle
 from tests.support.gateway.language_models import openai_client
 from tests.support.model_files import parameters
 from tests.support.workers import gguf_models

@@ -1,4 +1,4 @@
-"""The bare engine: `python -m tests.process.models.llm_oracle MODEL`, with a JSON list of requests on stdin.
+"""The bare engine: `python -m tests.process.models.language.llm_oracle MODEL`, with a JSON list of requests on stdin.
 
 Prints the list of their texts. The requests run one after the other, in one slot.
 """
@@ -16,7 +16,7 @@ from tests import ROOT
 
 def texts(model: Path, requests: list[dict[str, object]]) -> list[str]:
     """What the engine generates for requests of its own form."""
-    command = [sys.executable, "-m", "tests.process.models.llm_oracle", str(model)]
+    command = [sys.executable, "-m", "tests.process.models.language.llm_oracle", str(model)]
     done = subprocess.run(
         command, input=json.dumps(requests), capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
     )

@@ -15,7 +15,7 @@ import shmserve
 from shmserve.clients.cli import main
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.testing import Server
-from tests.process.server.test_supervision import write
+from tests.process.server.processes.test_supervision import write
 from tests.support.client_faces import FACES
 from tests.unit.broker.observability.test_metrics import Seen
 

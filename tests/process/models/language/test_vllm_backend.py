@@ -22,7 +22,7 @@ import shmserve
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.testing import Server
 from tests import ROOT
-from tests.process.models.vllm_network import LENGTH
+from tests.process.models.language.vllm_network import LENGTH
 from tests.support.living import until
 from tests.support.model_files import parameters
 
@@ -67,7 +67,7 @@ class Text:
 def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """The directory of a network, and how it continues TEXTS."""
     folder = tmp_path_factory.mktemp("network")
-    command = [sys.executable, "-m", "tests.process.models.vllm_network", str(folder)]
+    command = [sys.executable, "-m", "tests.process.models.language.vllm_network", str(folder)]
     given = json.dumps([(text, TOKENS) for text in TEXTS])
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`python -m tests.process.models.vllm_network FOLDER`: a small language model, and how it continues texts.
+"""`python -m tests.process.models.language.vllm_network FOLDER`: a small language model, and how it continues texts.
 
 Writes a network with random weights and its tokenizer to FOLDER, reads a JSON list of [text, number of tokens] from the
 standard input, and prints a JSON list of the continuations, always by the most likely token. A token is a printable

@@ -19,7 +19,7 @@ import pytest
 import shmserve
 from shmserve.shm.extents.cuda import uuid_bytes
 from shmserve.testing import Server
-from tests.process.server.test_gpus import GPUS, chained, clear, copies, planned, serving_on_gpus
+from tests.process.server.processes.test_gpus import GPUS, chained, clear, copies, planned, serving_on_gpus
 from tests.support import living
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.launch import await_end

@@ -20,7 +20,7 @@ import shmserve
 from shmserve.errors import DeadlineExceeded, InvalidRequest, ServeError, Unsupported
 from shmserve.testing import Server
 from shmserve.workers.backends.llamacpp import requests
-from tests.process.models import llm_oracle
+from tests.process.models.language import llm_oracle
 from tests.support.living import pids, until
 from tests.support.model_files import parameters
 from tests.support.workers import gguf_models
