@@ -111,7 +111,7 @@ fmt: $(VENV)/.dev
 	@$(BIN)/ruff format .
 
 docs: $(VENV)/.dev
-	@$(BIN)/python -m tests.support.doc_tables
+	@$(BIN)/python -m tests.support.docs.doc_tables
 
 # Without its generator, which is installed in an environment of its own, nothing is built, and the output says so.
 site: $(VENV)/.dev

@@ -32,7 +32,7 @@ from bench.peers.report import Cell
 from bench.peers.running import Running
 from bench.peers.servers import BATCH, SERVERS, Server
 from bench.peers.workloads import WORKLOADS, Array, Workload, expected
-from tests.support.apt import apt_get
+from tests.support.system.apt import apt_get
 
 WRK = "wrk"
 WARM = 50

@@ -12,8 +12,8 @@ import sys
 
 from tests import ROOT
 from tests.__main__ import PYTEST, compile_all
-from tests.support.apt import apt_get
 from tests.support.browser import chromium
+from tests.support.system.apt import apt_get
 
 
 def install() -> str:

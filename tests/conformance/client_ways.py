@@ -14,7 +14,7 @@ import pytest
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.protocol.messages import Handle, Tensor
 from tests.support.broker.fake_broker import FakeBroker
-from tests.support.client_faces import FACES
+from tests.support.clients.client_faces import FACES
 
 LINKS: dict[str, tuple[Callable[[FakeBroker], str], dict[str, Any]]] = {
     "lane": (lambda broker: broker.lane, {}),

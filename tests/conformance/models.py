@@ -12,9 +12,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers import dali_models, paddle_models, tensorflow_models, tflite_models
-from tests.support.workers.worker_harness import config
-from tests.support.workers.worker_models import (
+from tests.support.workers.models import dali_models, paddle_models, tensorflow_models, tflite_models
+from tests.support.workers.models.worker_models import (
     PYTHON_ADD,
     PYTHON_ECHO,
     Graph,
@@ -26,6 +25,7 @@ from tests.support.workers.worker_models import (
     tree_model,
     version_folder,
 )
+from tests.support.workers.worker_harness import config
 
 Make = Callable[[Path], ModelConfig]
 X = {"x": ("FP32", (-1,))}

@@ -16,8 +16,8 @@ from shmserve.protocol.messages import Row, Tensor, Wanted
 from shmserve.workers.process.exit_codes import Exit
 from tests.conformance.models import ADDING, REFUSING, SLOW, Make
 from tests.support.workers.in_process import loaded
+from tests.support.workers.models.worker_models import KINDS, Kind, needs
 from tests.support.workers.worker_harness import PATIENCE_S, WorkerProcess, assert_failed, config, work
-from tests.support.workers.worker_models import KINDS, Kind, needs
 
 pytestmark = pytest.mark.process
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -17,8 +17,8 @@ import pytest
 
 from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import INLINE_BYTES, Handle, Return, Row, Tensor, Wanted
+from tests.support.workers.models.worker_models import KINDS, TENSORRT, Kind, needs
 from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, assert_failed, work
-from tests.support.workers.worker_models import KINDS, TENSORRT, Kind, needs
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

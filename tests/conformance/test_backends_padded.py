@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from tests.conformance.test_backends import Echo, arrays_of
+from tests.support.workers.models.worker_models import KINDS, TENSORRT, needs, python_model
 from tests.support.workers.worker_harness import WorkerProcess, config
-from tests.support.workers.worker_models import KINDS, TENSORRT, needs, python_model
 
 pytestmark = pytest.mark.process
 

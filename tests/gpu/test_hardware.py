@@ -25,7 +25,7 @@ from shmserve.shm.extents import memfd
 from shmserve.shm.extents.cuda import device_id, uuid_bytes
 from shmserve.testing import Server
 from tests.support.model_files import write_model
-from tests.support.workers.worker_models import Graph
+from tests.support.workers.models.worker_models import Graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 

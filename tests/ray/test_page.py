@@ -18,7 +18,7 @@ import pytest
 
 from tests import ROOT
 from tests.fleet.balancers import PATIENCE_S
-from tests.support.pages import blocks, page
+from tests.support.docs.pages import blocks, page
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]
 

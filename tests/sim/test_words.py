@@ -20,7 +20,7 @@ from shmserve.sim import Affine, Bursts, Constant, Lognormal, Poisson, Replay, S
 from shmserve.sim.command import main, parser
 from shmserve.sim.service import PerElement, parse, read_table
 from tests import ROOT
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.hypothesis_profiles import examples
 
 PAGE = pages.page("simulator")

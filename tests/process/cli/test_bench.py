@@ -39,7 +39,7 @@ from shmserve.gateway.auth import tokens
 from shmserve.repo import samples
 from shmserve.terminal.errors import Misuse
 from shmserve.testing import Server
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.gateway.running_gateway import Gateway, model, talker
 from tests.support.living import await_connections, until
 from tests.support.model_files import write_model

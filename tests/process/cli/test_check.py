@@ -24,7 +24,7 @@ from shmserve.clients.cli import main
 from shmserve.clients.cli.commands import check
 from shmserve.repo import samples
 from tests import ROOT
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.launch import identity
 from tests.support.model_files import write_model
 

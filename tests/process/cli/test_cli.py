@@ -26,7 +26,7 @@ from shmserve.dtypes import ITEM_BYTES, TO_CONFIG, to_numpy
 from shmserve.repo import ocr, samples
 from shmserve.testing import Server
 from tests import ROOT
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process

@@ -20,9 +20,9 @@ from shmserve.clients.cli.parser import parser
 from shmserve.repo import samples
 from shmserve.workers.foreground import solo
 from shmserve.workers.foreground.order import RunOrder
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.model_files import write_model
-from tests.support.workers.run_models import END_S, build, command, environment
+from tests.support.workers.models.run_models import END_S, build, command, environment
 
 pytestmark = pytest.mark.process
 

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import pytest
 
-from tests.support.workers.run_models import END_S, build, command, environment
+from tests.support.workers.models.run_models import END_S, build, command, environment
 
 pytestmark = pytest.mark.process
 

@@ -21,7 +21,7 @@ from shmserve.repo.config.complete import can_complete
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.workers.backends import Context, StackedBackend, registry
 from shmserve.workers.backends.registry import backend_in, from_directory
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.launch import Launched
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 

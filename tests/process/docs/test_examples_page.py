@@ -15,7 +15,7 @@ import pytest
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
-from tests.support import pages
+from tests.support.docs import pages
 
 PAGE = pages.page("examples")
 MADE = ROOT / ".venv" / ".samples"

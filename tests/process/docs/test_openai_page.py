@@ -14,7 +14,7 @@ import pytest
 from shmserve.clients.cli import main
 from shmserve.gateway.openai import bodies, embeddings, generation, templates
 from shmserve.testing import Server
-from tests.support import pages
+from tests.support.docs import pages
 
 PAGE = pages.page("openai")
 ADDRESS = "localhost:8000"

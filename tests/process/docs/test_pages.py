@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shmserve.repo.samples import EXAMPLES
-from tests.support import pages
+from tests.support.docs import pages
+from tests.support.docs.page_blocks import CONTINUED, NEEDS, RUN, WITH_SAMPLES, reason_not_to_run
+from tests.support.docs.page_runner import SAMPLES, Block, PageRunner, blocks_of
 from tests.support.model_files import write_model
-from tests.support.page_blocks import CONTINUED, NEEDS, RUN, WITH_SAMPLES, reason_not_to_run
-from tests.support.page_runner import SAMPLES, Block, PageRunner, blocks_of
 
 pytestmark = pytest.mark.process
 

@@ -8,7 +8,7 @@ import pytest
 
 from shmserve.clients.cli import main
 from shmserve.testing import Server
-from tests.support import pages
+from tests.support.docs import pages
 
 PAGE = pages.page("sequences")
 pytestmark = pytest.mark.process

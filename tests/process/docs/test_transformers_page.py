@@ -14,7 +14,7 @@ import pytest
 
 from shmserve import Client
 from shmserve.testing import Server
-from tests.support import pages
+from tests.support.docs import pages
 
 NEAR = 1e-5
 pytestmark = pytest.mark.process

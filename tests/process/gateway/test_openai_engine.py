@@ -14,7 +14,7 @@ from shmserve.testing import Server
 from tests.process.models.language import llm_oracle
 from tests.support.gateway.language_models import openai_client
 from tests.support.model_files import parameters
-from tests.support.workers import gguf_models
+from tests.support.workers.models import gguf_models
 
 pytestmark = [
     pytest.mark.process,

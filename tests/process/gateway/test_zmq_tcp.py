@@ -21,7 +21,7 @@ from shmserve.clients.transport.keys import read_pair
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.testing import Server
 from tests.conformance.client_ways import NUMBERS, data
-from tests.support.client_faces import FACES
+from tests.support.clients.client_faces import FACES
 from tests.support.gateway.running_gateway import model
 from tests.support.living import until
 

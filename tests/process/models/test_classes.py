@@ -12,8 +12,8 @@ import pytest
 import shmserve
 from shmserve import TopK
 from shmserve.testing import Server
-from tests.support import pages
-from tests.support.client_faces import FACES
+from tests.support.clients.client_faces import FACES
+from tests.support.docs import pages
 from tests.support.living import until
 from tests.support.model_files import write_model
 

@@ -10,7 +10,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.support.model_files import write_model
-from tests.support.workers.worker_models import Graph
+from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.process.pipelines.test_ensembles import arena
-from tests.support.client_faces import connect
+from tests.support.clients.client_faces import connect
 from tests.support.ensemble_models import BATCHES, ensemble, model, numbers
 from tests.support.living import pids, until
 from tests.support.model_files import python_model

@@ -18,10 +18,10 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
-from tests.support.client_faces import connect
+from tests.support.clients.client_faces import connect
 from tests.support.living import group, pids, renew, until, write
 from tests.support.model_files import python_model, write_model
-from tests.support.workers.worker_models import Graph
+from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
 

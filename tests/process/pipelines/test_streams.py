@@ -24,7 +24,7 @@ import shmserve
 from shmserve.clients.cli.commands.status import stats_text
 from shmserve.terminal.console import Screen
 from shmserve.testing import Server
-from tests.support.client_faces import connect
+from tests.support.clients.client_faces import connect
 from tests.support.living import until
 from tests.support.model_files import write_model
 

@@ -23,9 +23,9 @@ import pytest
 
 from shmserve.repo.samples import EXAMPLES
 from tests import ROOT
-from tests.support import pages
 from tests.support.browser import chromium
 from tests.support.browser.tab import Tab
+from tests.support.docs import pages
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 

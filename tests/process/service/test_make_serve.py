@@ -15,7 +15,8 @@ import pytest
 
 from shmserve.repo import ocr
 from tests import ROOT
-from tests.support import living, pages
+from tests.support import living
+from tests.support.docs import pages
 
 MADE = ROOT / ".venv" / ".serve"
 NEWER = [ROOT / name for name in ("setup.cfg", "pyproject.toml")]

@@ -20,8 +20,8 @@ import pytest
 
 from tests import ROOT
 from tests.support.living import PYTHON, generation, renew
-from tests.support.machine import CannotBoot, Machine, python, why_not
 from tests.support.model_files import write_model
+from tests.support.system.machine import CannotBoot, Machine, python, why_not
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 EXPOSURE = 3.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.workers.stream_models import SOURCES, quiet, serving
+from tests.support.workers.models.stream_models import SOURCES, quiet, serving
 from tests.support.workers.worker_harness import WorkerProcess
 
 

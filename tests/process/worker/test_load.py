@@ -14,8 +14,8 @@ from shmserve.repo.config.schema import ModelConfig
 from shmserve.workers.backends import StackedBackend, registry
 from shmserve.workers.process.exit_codes import Exit
 from tests.support.workers.in_process import load_failure
+from tests.support.workers.models.worker_models import Graph, python_model
 from tests.support.workers.worker_harness import WorkerProcess, config
-from tests.support.workers.worker_models import Graph, python_model
 
 Tensors = Mapping[str, tuple[str, Sequence[int]]]
 X: Tensors = {"x": ("FP32", (3,))}

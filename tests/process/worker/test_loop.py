@@ -25,8 +25,8 @@ from shmserve.protocol.messages import (
     Withdrawn,
     Work,
 )
+from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, config, work
-from tests.support.workers.worker_models import python_model
 
 pytestmark = pytest.mark.process
 

@@ -32,8 +32,8 @@ from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.extents import memfd
 from shmserve.workers.output_arenas import KNOB
 from shmserve.workers.process.exit_codes import Exit
+from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, assert_failed, config, gone, work
-from tests.support.workers.worker_models import python_model
 
 pytestmark = pytest.mark.process
 

@@ -25,8 +25,8 @@ from shmserve.repo.config.schema import (
     ModelWarmupInput,
 )
 from tests.support.workers.in_process import load_failure, loaded
+from tests.support.workers.models.worker_models import Graph, python_model
 from tests.support.workers.worker_harness import WorkerProcess, config, work
-from tests.support.workers.worker_models import Graph, python_model
 
 pytestmark = pytest.mark.process
 

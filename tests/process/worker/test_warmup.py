@@ -24,8 +24,8 @@ from shmserve.workers.loading import THREADS, _threads
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.warmup import requests_of, title
 from tests.support.workers.in_process import load_failure
+from tests.support.workers.models.worker_models import KINDS, Graph, Kind, config_name, needs, python_model
 from tests.support.workers.worker_harness import WorkerProcess, config, work
-from tests.support.workers.worker_models import KINDS, Graph, Kind, config_name, needs, python_model
 
 pytestmark = pytest.mark.process
 

@@ -44,7 +44,7 @@ from shmserve.protocol.messages import (
 )
 from tests.support.core.fakes import FakeWorker, WaitingBatch, replies_of
 from tests.support.core.policies import step_of
-from tests.unit.core.test_machine_operations import Operated
+from tests.unit.core.state_machines.test_machine_operations import Operated
 
 MS = 10**6
 FIRST_HOME = 1000

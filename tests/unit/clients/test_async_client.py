@@ -15,7 +15,7 @@ import uvloop
 import shmserve
 from shmserve.protocol.messages import Bye, Cancel, Infer
 from tests.support.broker.fake_broker import FakeBroker
-from tests.support.client_faces import FACES
+from tests.support.clients.client_faces import FACES
 
 assert FACES, "its import makes the pipe of uvloop before any test is watched"
 X = np.arange(4, dtype=np.float32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.promql import labels_in, metrics_in
+from tests.support.observability.promql import labels_in, metrics_in
 from tests.unit.deploy.monitoring import (
     ALWAYS,
     GRAFANA,

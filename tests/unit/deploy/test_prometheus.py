@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.clients.cli import parser
 from tests import ROOT
-from tests.support.promql import labels_in, metrics_in
+from tests.support.observability.promql import labels_in, metrics_in
 from tests.unit.deploy.monitoring import ALWAYS, alerts, cases, recorded, server_metrics
 
 METRICS = server_metrics()

@@ -9,7 +9,7 @@ import re
 import pytest
 
 import shmserve
-from tests.support import pages
+from tests.support.docs import pages
 
 NAMES = re.findall(r"^::: ([\w.]+)$", pages.page("api"), re.MULTILINE)
 

@@ -14,8 +14,8 @@ import yaml
 
 from shmserve.repo.load import parse
 from tests import ROOT
-from tests.support.page_blocks import CONTINUED, NEEDS, NOT_RUN, RUN, TESTED, WITH_SAMPLES, reason_not_to_run
-from tests.support.page_runner import Block, blocks_of
+from tests.support.docs.page_blocks import CONTINUED, NEEDS, NOT_RUN, RUN, TESTED, WITH_SAMPLES, reason_not_to_run
+from tests.support.docs.page_runner import Block, blocks_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,7 +71,9 @@ def test_every_block_is_covered(page: str) -> None:
     problems = [
         f"{block.text.splitlines()[0]!r}: {problem}" for block in blocks(page) if (problem := problem_of(page, block))
     ]
-    assert problems == [], "add the page to RUN of tests/support/page_blocks.py, or the blocks to one of its tables"
+    assert problems == [], (
+        "add the page to RUN of tests/support/docs/page_blocks.py, or the blocks to one of its tables"
+    )
 
 
 def test_the_tables_have_no_stale_entries() -> None:

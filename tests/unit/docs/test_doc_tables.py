@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shmserve.core import states
-from tests.support.doc_tables import DOCS, PARTS, STATES, DocPart, size, with_part
+from tests.support.docs.doc_tables import DOCS, PARTS, STATES, DocPart, size, with_part
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)

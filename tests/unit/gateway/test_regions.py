@@ -25,7 +25,7 @@ from shmserve.protocol.messages import INLINE_BYTES, Handle
 from shmserve.session.gpu.foreign_memory import ForeignMemory
 from shmserve.session.memory import SessionMemory
 from shmserve.shm.extents.cuda import parts_of
-from tests.support.workers.gpu_harness import standins
+from tests.support.workers.gpu.harness import standins
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from shmserve.otel.records import SpanRecord
 from shmserve.otel.settings import KEYS, OtelSettings, parsed
 from shmserve.otel.spans import SpanMaker
-from tests.support.otlp import attributes
+from tests.support.observability.otlp import attributes
 
 SEED = bytes(32)
 US, OFFSET = 1000, 10**18

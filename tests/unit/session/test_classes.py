@@ -15,7 +15,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Reply, Tensor, Wanted
 from shmserve.session import Session
 from shmserve.shm.strings import encode_bytes
-from tests.support.sessions import RecordingTicket, confirm_loaded, connect, connected, feed, sent
+from tests.support.clients.sessions import RecordingTicket, confirm_loaded, connect, connected, feed, sent
 
 
 def ask(session: Session, outputs: Any) -> RecordingTicket:

@@ -32,7 +32,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.session import RowReply, Session, columns, inline_result
 from shmserve.session.columns import in_batches, reply_of
-from tests.support.sessions import RecordingTicket, ask, confirm_loaded, connect, connected, decode, feed, sent
+from tests.support.clients.sessions import RecordingTicket, ask, confirm_loaded, connect, connected, decode, feed, sent
 
 BATCH = 64
 

@@ -29,10 +29,10 @@ from shmserve.protocol.messages import (
 from shmserve.session import Session, StreamTicket
 from shmserve.session.gpu.tensors import _is_contiguous
 from shmserve.shm.extents.cuda import is_device, parts_of
+from tests.support.clients.sessions import RecordingTicket, decode, feed
 from tests.support.hypothesis_profiles import examples
-from tests.support.sessions import RecordingTicket, decode, feed
-from tests.support.workers.device_arrays import Array, Foreign, end, read, write
-from tests.support.workers.gpu_harness import standins
+from tests.support.workers.gpu.device_arrays import Array, Foreign, end, read, write
+from tests.support.workers.gpu.harness import standins
 
 X = np.arange(5000, dtype=np.float32).reshape(5, 1000)
 

@@ -29,7 +29,7 @@ from shmserve.protocol.messages import (
     Welcome,
 )
 from shmserve.session import Packet, Session
-from tests.support.sessions import RecordingTicket, decode, decoded, feed
+from tests.support.clients.sessions import RecordingTicket, decode, decoded, feed
 
 ROW = {"x": np.ones((1, 3), np.float32)}
 LEASE = Lease(5, "m", 2, 4, True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from shmserve.protocol.messages import Answer, Reply
 from shmserve.session import Session
-from tests.support.sessions import ask, connect, connected, decoded, feed, sent
+from tests.support.clients.sessions import ask, connect, connected, decoded, feed, sent
 
 X = {"x": np.arange(3)}
 

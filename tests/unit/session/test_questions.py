@@ -27,8 +27,8 @@ from shmserve.protocol.messages import (
 from shmserve.session import Session
 from shmserve.session.queries import WINDOW_BYTES, WINDOWS
 from shmserve.session.uploads import Body, of_json, of_load
+from tests.support.clients.sessions import RecordingTicket, connect, connected, decoded, feed, sent
 from tests.support.leaks import count_descriptors
-from tests.support.sessions import RecordingTicket, connect, connected, decoded, feed, sent
 
 CONFIG = {"backend": "onnxruntime"}
 

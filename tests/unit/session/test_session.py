@@ -37,7 +37,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.session import Result, Session
 from shmserve.shm.extents import memfd
-from tests.support.sessions import RecordingTicket, ask, connect, connected, decode, decoded, feed, sent
+from tests.support.clients.sessions import RecordingTicket, ask, connect, connected, decode, decoded, feed, sent
 
 # ------------------------------------------------------------------------------------------------ round trips
 

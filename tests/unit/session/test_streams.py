@@ -13,7 +13,7 @@ from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest, Mo
 from shmserve.protocol.messages import Cancel, Fail, Infer, More, Part, Tensor
 from shmserve.session import Session, StreamTicket
 from shmserve.session.session import GRACE_S
-from tests.support.sessions import confirm_loaded, connect, connected, feed, sent
+from tests.support.clients.sessions import confirm_loaded, connect, connected, feed, sent
 
 
 class CountingTicket(StreamTicket):

@@ -11,7 +11,7 @@ import pytest
 from shmserve.errors import DeadlineExceeded, Internal, InvalidRequest, NotFound
 from shmserve.protocol.messages import Answer, Ask, Cancel, Fail, Infer, Reply
 from shmserve.session import Session
-from tests.support.sessions import ask, connect, connected, decoded, feed, sent
+from tests.support.clients.sessions import ask, connect, connected, decoded, feed, sent
 
 INPUTS = {
     "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}, {"name": "n", "datatype": "BYTES", "shape": [1]}]

@@ -7,7 +7,7 @@ import pytest
 from tests import ROOT
 from tests.engines.__main__ import requirements
 from tests.engines.catalog import CONFORMANCE, ENGINES, Engine
-from tests.support.workers.worker_models import KINDS
+from tests.support.workers.models.worker_models import KINDS
 
 
 def test_names_are_unique() -> None:

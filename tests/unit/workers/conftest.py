@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.workers.device_pair import Pair
-from tests.support.workers.gpu_harness import standins
-from tests.support.workers.tensorrt_harness import Gpu
+from tests.support.workers.gpu.device_pair import Pair
+from tests.support.workers.gpu.harness import standins
+from tests.support.workers.gpu.tensorrt_harness import Gpu
 
 
 @pytest.fixture

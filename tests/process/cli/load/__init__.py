@@ -1,0 +1,1 @@
+"""The commands that put load on a server: bench and tune."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process

@@ -1,0 +1,1 @@
+"""The commands of operators: models, logs, traces, top and drain."""

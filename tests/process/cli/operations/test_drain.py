@@ -22,7 +22,7 @@ from shmserve.testing import Server
 from tests.support.gateway.rpc import Rpcs, message
 from tests.support.living import PYTHON, identity, until
 from tests.support.model_files import write_model
-from tests.support.terminal import Terminal
+from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
 

@@ -15,7 +15,7 @@ import shmserve
 from shmserve.clients.cli import main
 from shmserve.repo import samples
 from shmserve.testing import Server
-from tests.support.client_faces import FACES
+from tests.support.clients.client_faces import FACES
 from tests.support.launch import await_end
 
 pytestmark = pytest.mark.process

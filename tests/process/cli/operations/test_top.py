@@ -18,9 +18,9 @@ import pytest
 
 from shmserve.extras import install_command
 from shmserve.testing import Server
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.launch import identity
-from tests.support.terminal import Terminal
+from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.launch import identity
-from tests.support.terminal import Terminal
+from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
 COMMAND = [sys.executable, "-m", "shmserve.clients.cli.main", "top", "--interval", "0.1"]

@@ -18,9 +18,9 @@ import shmserve
 from shmserve.clients.cli.main import main
 from shmserve.errors import ModelFailed
 from shmserve.testing import Server
+from tests.support.clients.trace_events import check
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.living import until
-from tests.support.trace_events import check
 
 pytestmark = pytest.mark.process
 

@@ -1,0 +1,1 @@
+"""Language models: llama.cpp and vLLM, compared with bare engines."""

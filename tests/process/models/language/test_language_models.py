@@ -23,7 +23,7 @@ from shmserve.workers.backends.llamacpp import requests
 from tests.process.models.language import llm_oracle
 from tests.support.living import pids, until
 from tests.support.model_files import parameters
-from tests.support.workers import gguf_models
+from tests.support.workers.models import gguf_models
 
 pytestmark = [
     pytest.mark.process,

@@ -1,0 +1,1 @@
+"""Loads, reloads, rollbacks and unloads of models on disk."""

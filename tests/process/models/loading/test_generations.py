@@ -40,7 +40,7 @@ from tests.support.living import (
     write,
 )
 from tests.support.model_files import write_model
-from tests.support.workers.worker_models import Graph
+from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
 

@@ -16,7 +16,7 @@ import shmserve
 from shmserve.shm.extents import posix
 from shmserve.testing import Server
 from tests.support import living
-from tests.support.client_faces import connect
+from tests.support.clients.client_faces import connect
 from tests.support.launch import workers_of
 from tests.support.living import answer, generation, group, identity, index, pids, policy, ready, renew, states, until
 

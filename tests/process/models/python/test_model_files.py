@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 import shmserve
 from shmserve.clients.cli import main
 from shmserve.testing import Server
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.living import until, write
 
 pytestmark = pytest.mark.process

@@ -12,11 +12,11 @@ import pytest
 
 import shmserve
 from shmserve.shm import views
-from tests.support import pages
+from tests.support.docs import pages
 from tests.support.launch import Launched
 from tests.support.living import until
 from tests.support.model_files import parameters, write_model
-from tests.support.workers.python_models import (
+from tests.support.workers.models.python_models import (
     CALLER,
     CONTROL,
     GATHER,

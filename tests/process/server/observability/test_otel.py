@@ -28,7 +28,7 @@ from shmserve.testing import Server
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.living import until
-from tests.support.otlp import Collector, attributes, collecting
+from tests.support.observability.otlp import Collector, attributes, collecting
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("otel")]
 

@@ -15,7 +15,7 @@ import shmserve
 from shmserve.testing import Server
 from tests import STANDINS
 from tests.support.model_files import python_model, write_model
-from tests.support.workers.gpu_harness import adder
+from tests.support.workers.gpu.harness import adder
 
 pytestmark = pytest.mark.process
 

@@ -1,0 +1,1 @@
+"""Requests of clients to a whole server: transports, leases, the cache, and invalid ones."""

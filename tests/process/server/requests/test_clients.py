@@ -15,7 +15,7 @@ from shmserve.dtypes import ITEM_BYTES
 from shmserve.shm import views
 from shmserve.testing import Server
 from tests.conformance.client_ways import NUMBERS, data
-from tests.support.client_faces import FACES, connect
+from tests.support.clients.client_faces import FACES, connect
 from tests.support.gateway.running_gateway import model
 from tests.support.model_files import parameters
 

@@ -16,7 +16,7 @@ from shmserve.session import RowReply, outbox
 from shmserve.session import session as sessions
 from shmserve.session.columns import in_batches
 from shmserve.testing import Server
-from tests.support.client_faces import FACES
+from tests.support.clients.client_faces import FACES
 from tests.support.gateway.running_gateway import model
 from tests.support.model_files import parameters
 

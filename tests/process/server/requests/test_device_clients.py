@@ -24,8 +24,8 @@ from tests.support import living
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.launch import await_end
 from tests.support.model_files import parameters, python_model, write_model
-from tests.support.workers.device_arrays import Foreign, end, read, write
-from tests.support.workers.gpu_harness import standins
+from tests.support.workers.gpu.device_arrays import Foreign, end, read, write
+from tests.support.workers.gpu.harness import standins
 
 pytestmark = pytest.mark.process
 

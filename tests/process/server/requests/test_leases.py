@@ -22,7 +22,7 @@ import uvloop
 import shmserve
 from shmserve.core.batching.lending import ALONE
 from shmserve.testing import Server
-from tests.support.client_faces import FACES
+from tests.support.clients.client_faces import FACES
 from tests.support.living import PATIENCE_S, pids, renew, until
 from tests.support.model_files import python_model, write_model
 

@@ -1,0 +1,1 @@
+"""Each engine in a worker process."""

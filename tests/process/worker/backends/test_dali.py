@@ -17,10 +17,10 @@ from shmserve.protocol.messages import Row, Tensor
 from shmserve.repo import samples
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.testing import Server
-from tests.support import pages
-from tests.support.workers import dali_models
-from tests.support.workers.dali_models import pipeline, source
+from tests.support.docs import pages
 from tests.support.workers.in_process import completed, load_failure
+from tests.support.workers.models import dali_models
+from tests.support.workers.models.dali_models import pipeline, source
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 
 if not dali_models.INSTALLED:

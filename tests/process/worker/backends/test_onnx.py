@@ -12,8 +12,8 @@ import pytest
 from shmserve.protocol.messages import Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig
 from tests.support.workers.in_process import completed, loaded
+from tests.support.workers.models.worker_models import Graph
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
-from tests.support.workers.worker_models import Graph
 
 pytestmark = pytest.mark.process
 

@@ -23,8 +23,8 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
 )
 from tests.support.workers.in_process import load_failure
+from tests.support.workers.models.worker_models import Graph, version_folder
 from tests.support.workers.worker_harness import WorkerProcess, config, work
-from tests.support.workers.worker_models import Graph, version_folder
 
 pytestmark = pytest.mark.process
 

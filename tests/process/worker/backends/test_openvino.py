@@ -14,8 +14,14 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
+from tests.support.workers.models.worker_models import (
+    Graph,
+    openvino_input,
+    openvino_result,
+    openvino_save,
+    version_folder,
+)
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
-from tests.support.workers.worker_models import Graph, openvino_input, openvino_result, openvino_save, version_folder
 
 if importlib.util.find_spec("openvino") is None:
     pytest.skip("openvino is not installed", allow_module_level=True)

@@ -17,8 +17,8 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyExecutionAccelerators,
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
 )
-from tests.support.workers import paddle_models
 from tests.support.workers.in_process import load_failure
+from tests.support.workers.models import paddle_models
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 
 if importlib.util.find_spec("paddle") is None:

@@ -20,8 +20,8 @@ from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
 from shmserve.workers.batch.specs import Spec, inputs_of, outputs_of
 from tests.support.workers.in_process import loaded
+from tests.support.workers.models.worker_models import torch_class, torch_forward, torch_script, version_folder
 from tests.support.workers.worker_harness import WorkerProcess, config, work
-from tests.support.workers.worker_models import torch_class, torch_forward, torch_script, version_folder
 
 torch = pytest.importorskip("torch")
 from shmserve.workers.backends.pytorch import backend as pytorch  # noqa: E402

@@ -27,7 +27,7 @@ from shmserve.repo.config.schema import (
 )
 from shmserve.workers.backends.base import Context
 from tests.support.launch import Launched
-from tests.support.workers.tensorflow_models import INSTALLED, X, Y, frozen_graph, placeholder, saved_model
+from tests.support.workers.models.tensorflow_models import INSTALLED, X, Y, frozen_graph, placeholder, saved_model
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 
 if not INSTALLED:

@@ -14,7 +14,7 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Tensor
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
-from tests.support.workers.tflite_models import Graph
+from tests.support.workers.models.tflite_models import Graph
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 
 if importlib.util.find_spec("ai_edge_litert") is None:

@@ -15,8 +15,8 @@ from shmserve.protocol.messages import Tensor
 from shmserve.repo.config.complete import TREE_FILES
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from tests.support.workers.in_process import completed, load_failure, loaded
+from tests.support.workers.models.worker_models import version_folder
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
-from tests.support.workers.worker_models import version_folder
 
 for library in ("treelite", "xgboost", "lightgbm", "sklearn"):
     if importlib.util.find_spec(library) is None:

@@ -42,9 +42,9 @@ from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd
 from shmserve.workers.backends.python.pb_calls import REPLAYED_BYTES
 from shmserve.workers.process.exit_codes import Exit
-from tests.support.workers.calling_models import CALLER, LOADING
+from tests.support.workers.models.calling_models import CALLER, LOADING
+from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import PATIENCE_S, WORKER, WorkerProcess, assert_failed, config, work
-from tests.support.workers.worker_models import python_model
 
 Array = np.ndarray[Any, np.dtype[Any]]
 pytestmark = pytest.mark.process

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.protocol.messages import Done, Execute, More, Row, Withdraw, Withdrawn
-from tests.support.workers.stream_models import (
+from tests.support.workers.models.stream_models import (
     GENERATOR,
     asks,
     decoupled,

@@ -16,8 +16,8 @@ from shmserve.session.decode import output_of
 from shmserve.session.memory import SessionMemory
 from shmserve.testing import Server
 from tests.support.model_files import write_model
+from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
-from tests.support.workers.worker_models import python_model
 
 pytestmark = pytest.mark.process
 

@@ -14,8 +14,8 @@ import pytest
 from shmserve.protocol.messages import Options, Ping, Pong, Probe, Probed, Row, Tensor, Wanted
 from shmserve.repo.config.schema import as_triton_json
 from tests.support.workers.in_process import completed, loaded
+from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
-from tests.support.workers.worker_models import python_model
 
 pytestmark = pytest.mark.process
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shmserve.protocol.messages import Failure, Row
 from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
-from tests.support.workers.stream_models import asks, decoupled
+from tests.support.workers.models.stream_models import asks, decoupled
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed
 
 pytestmark = pytest.mark.process

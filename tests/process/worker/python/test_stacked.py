@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from shmserve.protocol.messages import Options, Row, Tensor, Wanted
 from shmserve.repo.config.schema import BatchInput, ModelParameter
+from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
-from tests.support.workers.worker_models import python_model
 
 pytestmark = pytest.mark.process
 

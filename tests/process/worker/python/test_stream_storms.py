@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shmserve.protocol.messages import Done, More, Ping, Pong, Row, Started, Streamed, Withdraw, Withdrawn
-from tests.support.workers.stream_models import asks, senders
+from tests.support.workers.models.stream_models import asks, senders
 from tests.support.workers.worker_harness import WorkerProcess
 
 pytestmark = pytest.mark.process

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from shmserve.protocol.messages import Done, Execute, More, Ping, Pong, Stop, Streamed
 from shmserve.repo.config.schema import ModelParameter
-from tests.support.workers.stream_models import (
+from tests.support.workers.models.stream_models import (
     IN_THREADS,
     SOURCES,
     asks,

@@ -25,7 +25,7 @@ from shmserve.protocol.roles import INFER, OBSERVE
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote import stores
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
-from tests.support import pages
+from tests.support.docs import pages
 
 PAGE = pages.page("settings")
 CORE = min(os.sched_getaffinity(0))

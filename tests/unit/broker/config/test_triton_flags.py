@@ -10,7 +10,7 @@ from shmserve.broker.config import settings
 from shmserve.broker.config.flag import Flag
 from shmserve.broker.config.flags import BY_NAME
 from shmserve.broker.config.triton_flags import TRITON_FLAGS
-from tests.support.doc_tables import TRITON
+from tests.support.docs.doc_tables import TRITON
 
 SAMPLES = {
     "model-load-gpu-limit": "0:0.9",

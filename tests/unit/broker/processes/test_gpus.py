@@ -18,7 +18,7 @@ from shmserve.broker.processes import gpus
 from shmserve.broker.processes.gpus import GpuMetrics
 from shmserve.extras import install_command
 from shmserve.repo.gpus import Gpu, Gpus, cpu_only, discover, visible
-from tests.support.workers.gpu_harness import standins
+from tests.support.workers.gpu.harness import standins
 
 EVERY = [Gpu(number, number, f"GPU-{number:02x}ab", f"0000:0{number}:00.0", "H100") for number in range(4)]
 TWO = [{"uuid": "GPU-aa11", "pci": "00000000:3B:00.0"}, {"uuid": "GPU-bb22", "pci": "00000000:AF:00.0"}]

@@ -17,7 +17,7 @@ from shmserve.clients.timeline.summary import summary, text
 from shmserve.clients.timeline.trace_events import Timeline, write
 from shmserve.clients.timeline.tracks import lanes
 from shmserve.core.batching.form import Reason
-from tests.support.trace_events import check
+from tests.support.clients.trace_events import check
 
 US = 1000
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)).map(lambda span: (span[0], sum(span))), max_size=40)

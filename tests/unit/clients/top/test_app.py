@@ -18,7 +18,7 @@ from shmserve.clients.top.screens import ConfirmScreen, DetailScreen, HelpScreen
 from shmserve.clients.top.table_view import TableView
 from shmserve.clients.top.texts import line_text
 from shmserve.errors import ConnectionLost, Denied
-from tests.support.activity_documents import client, counters, document, gpu, instance, model
+from tests.support.clients.activity_documents import client, counters, document, gpu, instance, model
 
 NEVER_S = 1e6
 """An interval that does not end in a test: documents are read when the test says so."""

@@ -33,7 +33,7 @@ from shmserve.clients.top.texts import (
     text_width,
 )
 from shmserve.clients.top.view import Row, make_view
-from tests.support.activity_documents import client, counters, document, instance, model
+from tests.support.clients.activity_documents import client, counters, document, instance, model
 from tests.support.hypothesis_profiles import examples
 
 WIDTHS = (1, 9, 20, 40, 79, 80, 120, 250, 400)

@@ -12,7 +12,7 @@ from shmserve.clients.top.columns import TABLES
 from shmserve.clients.top.panels import BLOCKS, KEPT, History, bar, detail, sparkline, summary, uptime_text, wrapped
 from shmserve.clients.top.texts import Line, line_text, line_width
 from shmserve.clients.top.view import View, make_view
-from tests.support.activity_documents import client, counters, document, gpu, instance, model
+from tests.support.clients.activity_documents import client, counters, document, gpu, instance, model
 
 
 def texts(lines: list[Line]) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.clients.top.view import make_view, percentiles
-from tests.support.activity_documents import absent, client, counters, document, gpu, instance, model
+from tests.support.clients.activity_documents import absent, client, counters, document, gpu, instance, model
 from tests.support.hypothesis_profiles import examples
 
 

@@ -19,7 +19,7 @@ from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 from shmserve.protocol.messages import Cancel, More
 from tests.support.broker.fake_broker import MODELS, FakeBroker, echo
 from tests.support.broker.running_broker import running
-from tests.support.client_faces import FACES
+from tests.support.clients.client_faces import FACES
 from tests.support.gateway.zmq_listener import HELLO, Bare, ListenerThread
 
 LIMITS = ZmqLimits(

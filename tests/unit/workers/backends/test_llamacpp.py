@@ -24,7 +24,7 @@ from shmserve.workers.backends.llamacpp.sampling import engine_parameters, merge
 from shmserve.workers.backends.llamacpp.settings import Settings
 from shmserve.workers.model_calls.answer import Request
 from tests.support.model_files import parameters
-from tests.support.workers import gguf_models
+from tests.support.workers.models import gguf_models
 
 # ---------------------------------------------------------------------------------------------- files
 

@@ -28,8 +28,8 @@ from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from tests.support.hypothesis_profiles import examples
 from tests.support.workers.batch_parts import Array, Parts
+from tests.support.workers.models.worker_models import Graph
 from tests.support.workers.worker_harness import config, work
-from tests.support.workers.worker_models import Graph
 
 WIDTH = 4096
 

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.workers.backends.device_inputs import DeviceInputs
-from tests.support.workers.device_pair import WIDTH, Pair, arrays, gathered
+from tests.support.workers.gpu.device_pair import WIDTH, Pair, arrays, gathered
+from tests.support.workers.models.worker_models import torch_forward
 from tests.support.workers.worker_harness import config
-from tests.support.workers.worker_models import torch_forward
 
 torch = pytest.importorskip("torch")
 from shmserve.workers.backends.pytorch import device as torch_device  # noqa: E402

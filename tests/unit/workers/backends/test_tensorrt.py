@@ -13,8 +13,8 @@ from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Wanted
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers.gpu_harness import adder, plan, tensor
-from tests.support.workers.tensorrt_harness import Cuda, Gpu, Spec, check, config, rows, tuned
+from tests.support.workers.gpu.harness import adder, plan, tensor
+from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, Spec, check, config, rows, tuned
 
 # ---------------------------------------------------------------------------------------------- batches
 

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 from shmserve.clients.cli.commands.base import order_of
 from shmserve.clients.cli.parser import parser
 from shmserve.workers.backends.tensorrt.build_shapes import BadShapes, from_words
-from tests.support.workers.gpu_harness import standins
+from tests.support.workers.gpu.harness import standins
 
 
 @pytest.fixture

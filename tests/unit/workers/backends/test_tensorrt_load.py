@@ -13,8 +13,8 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, U
 from shmserve.extras import install_command
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelParameter
-from tests.support.workers.gpu_harness import adder, plan, tensor
-from tests.support.workers.tensorrt_harness import Cuda, Gpu, check, config, rows, tuned
+from tests.support.workers.gpu.harness import adder, plan, tensor
+from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, check, config, rows, tuned
 from tests.support.workers.worker_harness import assert_failed
 
 # ---------------------------------------------------------------------------------------------- settings

@@ -14,8 +14,8 @@ from shmserve.workers.backends.python import pb_tensor, pb_utils
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.gpu.shared import memory_of
 from tests.support.workers.batch_parts import Array
-from tests.support.workers.device_arrays import read
-from tests.support.workers.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays, gathered
+from tests.support.workers.gpu.device_arrays import read
+from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays, gathered
 from tests.support.workers.worker_harness import assert_failed
 
 

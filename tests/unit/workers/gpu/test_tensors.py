@@ -28,7 +28,7 @@ from shmserve.workers.backends.python.pb_requests import InferenceRequest, mark_
 from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
 from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.output_arenas import NEAR_KNOB
-from tests.support.workers.device_pair import (
+from tests.support.workers.gpu.device_pair import (
     DEVICE_TO_HOST,
     HOST_TO_DEVICE,
     WIDTH,
@@ -37,9 +37,9 @@ from tests.support.workers.device_pair import (
     arrays,
     gathered,
 )
-from tests.support.workers.gpu_harness import Instance, adder, plan, tensor
+from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
+from tests.support.workers.models.worker_models import Graph
 from tests.support.workers.worker_harness import assert_failed, config
-from tests.support.workers.worker_models import Graph
 
 
 @pytest.mark.parametrize("shares", [(1,), (3,), (1, 2, 1)], ids=str)

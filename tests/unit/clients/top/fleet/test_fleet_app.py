@@ -16,7 +16,7 @@ from shmserve.clients.top.screens import HelpScreen, Lines
 from shmserve.clients.top.table_view import TableView
 from shmserve.clients.top.texts import line_text
 from shmserve.errors import ConnectionLost
-from tests.support.activity_documents import counters, document, model
+from tests.support.clients.activity_documents import counters, document, model
 from tests.unit.clients.top.fleet.scripted import PATIENCE_S, Document, ScriptedSource
 
 NEVER_S = 1e6

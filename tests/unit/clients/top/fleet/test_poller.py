@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.clients.top.fleet.poller import Fleet, Snapshot
 from shmserve.errors import ConnectionLost
-from tests.support.activity_documents import counters, document, model
+from tests.support.clients.activity_documents import counters, document, model
 from tests.unit.clients.top.fleet.scripted import PATIENCE_S, Document, ScriptedSource
 
 OFTEN_S = 0.001

@@ -12,7 +12,7 @@ from shmserve.clients.top.fleet.printed import fleet_document, fleet_summary, fl
 from shmserve.clients.top.fleet.totals import BY_SERVER, FLEET_MODELS, FLEET_TABLES, SERVERS, make_fleet_view
 from shmserve.clients.top.texts import line_text
 from shmserve.clients.top.view import Row, make_view
-from tests.support.activity_documents import absent, counters, document, gpu, instance, model
+from tests.support.clients.activity_documents import absent, counters, document, gpu, instance, model
 
 NOW = 1000.0
 INTERVAL_S = 2.0

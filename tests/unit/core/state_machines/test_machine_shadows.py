@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from shmserve.core import events
 from tests.support.core.fakes import FakeWorker
 from tests.support.core.machine import run_machine
-from tests.unit.core.test_machine import MODELS
-from tests.unit.core.test_machine_operations import OperatedMachine
+from tests.unit.core.state_machines.test_machine import MODELS
+from tests.unit.core.state_machines.test_machine_operations import OperatedMachine
 
 NAMES = ["plain", "pair", "timed", "single", "flat", "padded"]
 TWICE = [(replace(policy, version=number), count, large) for policy, count, large in MODELS for number in (1, 2)]

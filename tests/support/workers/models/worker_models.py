@@ -19,7 +19,7 @@ from msgspec.structs import replace
 import tests
 from shmserve.protocol.messages import Options, Tensor
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers import dali_models, paddle_models, tensorflow_models, tflite_models
+from tests.support.workers.models import dali_models, paddle_models, tensorflow_models, tflite_models
 from tests.support.workers.worker_harness import config
 
 NUMERIC = ("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64")
@@ -342,7 +342,7 @@ MOST = 1 << 20
 
 
 def _plan(folder: Path, dtypes: Sequence[str], dims: Sequence[int], op: str) -> None:
-    from tests.support.workers.gpu_harness import plan, tensor
+    from tests.support.workers.gpu.harness import plan, tensor
 
     names = {"FP32": "FLOAT", "FP16": "HALF"}
     tensors, profile = [], {}
@@ -363,7 +363,7 @@ def tensorrt_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_
 
 
 def tensorrt_failing(folder: Path) -> ModelConfig:
-    from tests.support.workers.gpu_harness import plan, tensor
+    from tests.support.workers.gpu.harness import plan, tensor
 
     tensors = [tensor("input", "x", [-1, -1]), tensor("output", "y", [-1, -1])]
     plan(folder, tensors, {"y": ["refuse 77", "x"]}, {"x": [[1, 1], [1, 1], [8, 8]]})

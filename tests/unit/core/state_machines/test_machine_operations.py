@@ -24,7 +24,7 @@ from shmserve.protocol.messages import LoadFailed
 from tests.support.core.fakes import FakeWorker
 from tests.support.core.machine import run_machine
 from tests.support.core.policies import scaling_of
-from tests.unit.core.test_machine import LIMITS, CoreMachine, Slow
+from tests.unit.core.state_machines.test_machine import LIMITS, CoreMachine, Slow
 
 NAMES = ["plain", "pair", "timed", "ranked", "strict", "single", "flat"]
 """Not `ordered`: what a generation has when another takes over may be answered after what the other one got."""

@@ -1,6 +1,6 @@
 """The tables and diagrams of docs/ that are made from tables in the source.
 
-`make docs` (`python -m tests.support.doc_tables`) writes them between the markers of their pages, and
+`make docs` (`python -m tests.support.docs.doc_tables`) writes them between the markers of their pages, and
 tests/unit/docs/test_doc_tables.py checks that they are current.
 """
 
@@ -10,7 +10,6 @@ import argparse
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from msgspec.structs import fields
@@ -26,8 +25,9 @@ from shmserve.core import limits, states
 from shmserve.gateway.kserve.status import BY_CODE
 from shmserve.repo.config.support import TABLE
 from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, Parameter
+from tests import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 _NAMES = """
 id exit-timeout-secs model-store model-repository exit-on-error disable-auto-complete-config strict-readiness
 model-control-mode repository-poll-secs load-model model-config-name model-load-thread-count model-load-retry-count

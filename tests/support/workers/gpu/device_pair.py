@@ -14,7 +14,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.identity import Identity
 from shmserve.workers.gpu.shared import memory_of
 from tests.support.workers.batch_parts import Array
-from tests.support.workers.gpu_harness import Instance, adder
+from tests.support.workers.gpu.harness import Instance, adder
 from tests.support.workers.worker_harness import config
 
 WIDTH = 40_000

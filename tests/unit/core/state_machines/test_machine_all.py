@@ -22,13 +22,13 @@ from shmserve.core.limits import Limits
 from shmserve.core.requests.recording import Recording
 from shmserve.core.state import State
 from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
+from tests.support.clients.trace_events import check
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
 from tests.support.core.fakes import FakeClient, FakeWorker, references
 from tests.support.core.machine import in_batches, not_a_rule, run_machine
 from tests.support.core.policies import scaling_of
-from tests.support.trace_events import check
-from tests.unit.core.test_machine import BROKER_SEGMENT, LIMITS
-from tests.unit.core.test_machine_operations import OperatedMachine, _loads, _may_leave
+from tests.unit.core.state_machines.test_machine import BROKER_SEGMENT, LIMITS
+from tests.unit.core.state_machines.test_machine_operations import OperatedMachine, _loads, _may_leave
 
 NAMES = sorted(MODELS)
 RARE = ["come", "go", "segment", "unmap", "crash", "deploy", "deploy", "unload", "restart", "fail", "resize", "long"]

@@ -24,7 +24,7 @@ from tests.support.core.calling import caller_of
 from tests.support.core.everything import SEQUENCES, STREAMS, Everything
 from tests.support.core.fakes import FakeWorker, references
 from tests.support.core.machine import not_a_rule, run_machine
-from tests.unit.core.test_machine_all import ALL_LIMITS, EverythingMachine
+from tests.unit.core.state_machines.test_machine_all import ALL_LIMITS, EverythingMachine
 
 CALL = st.tuples(
     st.integers(0, 30),

@@ -10,7 +10,7 @@ import numpy as np
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig
 from tests.support.workers.batch_parts import Array
-from tests.support.workers.gpu_harness import Instance
+from tests.support.workers.gpu.harness import Instance
 
 Cuda = schema.ModelOptimizationPolicyCuda
 Spec = schema.ModelOptimizationPolicyCudaGraphSpec

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from shmserve.protocol.messages import Done, Options, Ping, Pong, Row, Streamed, Tensor, Withdraw, Withdrawn
 from shmserve.protocol.messages import Work as WorkMessage
 from shmserve.repo.config.schema import ModelConfig, ModelTransactionPolicy
+from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, config, work
-from tests.support.workers.worker_models import python_model
 
 HEAD = """\
 import asyncio

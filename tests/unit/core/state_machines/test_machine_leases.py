@@ -21,8 +21,8 @@ from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import Done, LeaseOver
 from tests.support.core.fakes import FakeWorker
 from tests.support.core.machine import MS, not_a_rule, run_machine
-from tests.unit.core.test_machine import FIXED, LIMITS
-from tests.unit.core.test_machine_operations import Operated, OperatedMachine
+from tests.unit.core.state_machines.test_machine import FIXED, LIMITS
+from tests.unit.core.state_machines.test_machine_operations import Operated, OperatedMachine
 
 Y = (TensorSpec("y", "FP32", (1,)), TensorSpec("w", "FP32", (1,)))
 MODELS = (

@@ -24,11 +24,11 @@ from shmserve.core.states import InstanceState, VersionState
 from tests.support.core.everything import Everything
 from tests.support.core.machine import MS, WorldMachine, run_machine
 from tests.support.core.world import World
-from tests.unit.core.test_machine import LIMITS
-from tests.unit.core.test_machine_all import EverythingMachine
-from tests.unit.core.test_machine_calls import CallingMachine, EverythingCalls
-from tests.unit.core.test_machine_leases import LeaseMachine, LentWorld
-from tests.unit.core.test_machine_operations import Operated, OperatedMachine
+from tests.unit.core.state_machines.test_machine import LIMITS
+from tests.unit.core.state_machines.test_machine_all import EverythingMachine
+from tests.unit.core.state_machines.test_machine_calls import CallingMachine, EverythingCalls
+from tests.unit.core.state_machines.test_machine_leases import LeaseMachine, LentWorld
+from tests.unit.core.state_machines.test_machine_operations import Operated, OperatedMachine
 
 IDLE = 4 * MS
 BUDGET = 90

@@ -1,0 +1,1 @@
+"""Clients and their sessions, and documents that clients show."""

@@ -1,0 +1,1 @@
+"""The pages of docs/: their code blocks, who tests them, and the tables made from the source."""

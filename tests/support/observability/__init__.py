@@ -1,0 +1,1 @@
+"""Collectors and queries of traces and metrics."""

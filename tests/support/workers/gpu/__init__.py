@@ -1,0 +1,1 @@
+"""Backends on the stand-ins for the GPU libraries of tests/standins."""

@@ -1,0 +1,1 @@
+"""Models for workers: by backend, and by what their tests need."""

@@ -1,0 +1,1 @@
+"""Versions and their instances: traffic, scaling and sleep."""
