@@ -38,7 +38,8 @@ from shmserve.protocol.messages import (
     Wanted,
 )
 from tests.stress.fuzz.reader import Reader
-from tests.support.core.fakes import FakeClient, references
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import references
 from tests.support.core.world import World
 
 SECRETS = re.compile(r"/(?:tmp|run|dev|home|work|usr|proc|var|root)\b|0x[0-9a-f]{6,}|shmserve[-_][0-9a-f]{8}|Traceback")

@@ -18,7 +18,9 @@ from shmserve.protocol.messages import (
     Tensor,
     Wanted,
 )
-from tests.support.core.fakes import FakeClient, FakeWorker, references
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import references
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import nanoseconds
 from tests.support.core.world import World
 

@@ -42,7 +42,8 @@ from shmserve.protocol.messages import (
     Tensor,
     Work,
 )
-from tests.support.core.fakes import FakeWorker, WaitingBatch, replies_of
+from tests.support.core.fakes.tensors import replies_of
+from tests.support.core.fakes.worker import FakeWorker, WaitingBatch
 from tests.support.core.policies import step_of
 from tests.unit.core.state_machines.test_machine_operations import Operated
 

@@ -14,8 +14,10 @@ from shmserve.protocol.messages import (
     Handle,
     Infer,
 )
-from tests.support.core.fakes import FakeClient, FakeWorker, one_input
-from tests.support.core.leasing import FakeLease
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.lease import FakeLease
+from tests.support.core.fakes.tensors import one_input
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.world import World
 
 MS = 10**6

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from shmserve.protocol.messages import Columns, Infer, InferBatch, TensorForm
-from tests.support.core.fakes import FakeClient, FakeWorker
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples
 

@@ -32,8 +32,9 @@ from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, Scal
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.protocol.messages import Hello, LeaseOver, Map
 from shmserve.protocol.roles import EVERYTHING
-from tests.support.core.fakes import FakeClient, FakeWorker
-from tests.support.core.leasing import FakeLease
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.lease import FakeLease
+from tests.support.core.fakes.worker import FakeWorker
 
 START = 1_000_000 * 10**9
 OUTPUTS = {"lane": "memfd", "zmq": "posix"}

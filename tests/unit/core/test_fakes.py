@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from shmserve.core.policy import BatchPolicy, ModelPolicy
 from shmserve.protocol.messages import Execute, Withdraw, Withdrawn, Work
 from shmserve.workers.batch.batch_queue import BatchQueue
-from tests.support.core.fakes import FakeWorker
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.hypothesis_profiles import examples
 
 

@@ -11,8 +11,8 @@ import pytest
 from shmserve.core import events
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TensorSpec, TimeoutAction
 from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Options, Return, Tensor
-from tests.support.core.fakes import FakeClient
-from tests.support.core.scenarios import Scenario
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.scenarios.scenario import Scenario
 from tests.support.core.world import World
 
 MS = 10**6

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.support.core.scenarios import play
+from tests.support.core.scenarios.files import play
 
 FOLDER = ROOT / "tests" / "scenarios"
 FILES = sorted(FOLDER.glob("*.txt"))

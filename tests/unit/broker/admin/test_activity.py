@@ -18,7 +18,7 @@ from shmserve.core.stats import histogram
 from shmserve.protocol.messages import Ask, Fail, Infer, Tensor
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE
 from shmserve.system import procfs
-from tests.support.core.fakes import FakeClient
+from tests.support.core.fakes.client import FakeClient
 from tests.support.core.world import World
 
 MS = 1_000_000

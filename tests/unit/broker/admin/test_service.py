@@ -13,7 +13,7 @@ from shmserve.core.state import Timer
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Infer, Options
 from tests.support.broker.fake_loop import Loop
-from tests.support.core.fakes import one_input
+from tests.support.core.fakes.tensors import one_input
 from tests.support.core.lent import Lent, X, Y
 
 OUT, IN = b'{"out_of_service": true}', b'{"out_of_service": false}'

@@ -29,7 +29,7 @@ from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd
 from shmserve.system import procfs
 from tests import ROOT
-from tests.support.core.fakes import FakeClient
+from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import scaling_of
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples

@@ -13,7 +13,7 @@ from shmserve.core.requests.recording import Recording
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.protocol.messages import Infer
 from tests.support.broker.fake_loop import Loop
-from tests.support.core.fakes import one_input
+from tests.support.core.fakes.tensors import one_input
 from tests.support.core.policies import plain
 from tests.support.core.world import World
 

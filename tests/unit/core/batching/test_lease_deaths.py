@@ -18,7 +18,7 @@ from shmserve.protocol.messages import (
     Reply,
 )
 from tests.support.core.calling import caller_of
-from tests.support.core.fakes import one_input
+from tests.support.core.fakes.tensors import one_input
 from tests.support.core.lent import MS, Lent, model
 
 

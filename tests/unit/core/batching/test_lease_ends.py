@@ -20,7 +20,7 @@ from shmserve.protocol.messages import (
     Reply,
     Revoke,
 )
-from tests.support.core.leasing import RECORDS
+from tests.support.core.fakes.lease import RECORDS
 from tests.support.core.lent import MS, Lent, model
 
 

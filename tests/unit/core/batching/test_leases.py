@@ -21,7 +21,7 @@ from shmserve.protocol.messages import (
     Unmap,
     Wanted,
 )
-from tests.support.core.fakes import one_input
+from tests.support.core.fakes.tensors import one_input
 from tests.support.core.lent import BATCHES, MS, Lent, X, Y, model
 from tests.support.core.policies import plain, step
 

@@ -9,7 +9,8 @@ import pytest
 from shmserve.core.ensembles.graph import handles_of
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
 from shmserve.protocol.messages import OWNER_SHIFT, Cancel, Fail, FailHeld, Handle, Infer, Reply, Return, Tensor
-from tests.support.core.fakes import FakeClient, FakeWorker
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.world import World
 
 SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)

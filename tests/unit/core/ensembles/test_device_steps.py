@@ -9,7 +9,8 @@ import pytest
 from shmserve.core import events
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, StepPolicy, TensorSpec
 from shmserve.protocol.messages import DEVICE, Fail, Infer, Map, Reply, Return, Tensor, Wanted
-from tests.support.core.fakes import FakeClient, FakeWorker
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.world import World
 
 GPU, CPU = "KIND_GPU", "KIND_CPU"

@@ -39,7 +39,9 @@ from shmserve.protocol.messages import (
     Wanted,
     Work,
 )
-from tests.support.core.fakes import FakeClient, FakeWorker, references
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import references
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.graphs import (
     NUMPY,
     RANK,

@@ -37,7 +37,8 @@ from shmserve.protocol.messages import (
     WorkerReport,
 )
 from shmserve.protocol.roles import EVERYTHING
-from tests.support.core.fakes import FakeClient, FakeWorker
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import plain
 from tests.support.core.world import World
 

@@ -16,7 +16,8 @@ from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpe
 from shmserve.core.requests.cache import Placed
 from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Infer, Map, Options, Reply, Return, Tensor, Wanted
-from tests.support.core.fakes import FakeClient, references
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import references
 from tests.support.core.world import World
 
 KIB = 1024

@@ -41,7 +41,9 @@ from shmserve.protocol.messages import (
     rows_of,
     tensors_of,
 )
-from tests.support.core.fakes import FakeClient, FakeWorker, one_by_one
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import one_by_one
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.world import World
 
 X = TensorSpec("x", "FP32", (-1,))

@@ -12,7 +12,7 @@ from shmserve.core import events
 from shmserve.core.core import ROWS
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
 from shmserve.protocol.messages import Cancel, Infer, Reply, Tensor
-from tests.support.core.fakes import FakeClient
+from tests.support.core.fakes.client import FakeClient
 from tests.support.core.world import World
 
 MS = 10**6

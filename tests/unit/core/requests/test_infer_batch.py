@@ -44,7 +44,9 @@ from shmserve.protocol.messages import (
     Work,
 )
 from shmserve.protocol.roles import EVERYTHING, INFER, OBSERVE
-from tests.support.core.fakes import FakeClient, FakeWorker, WaitingBatch, references, replies_of
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import references, replies_of
+from tests.support.core.fakes.worker import FakeWorker, WaitingBatch
 from tests.support.core.policies import step_of
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples

@@ -31,7 +31,7 @@ from shmserve.protocol.messages import (
     Unmap,
 )
 from shmserve.protocol.roles import EVERYTHING, INFER
-from tests.support.core.fakes import FakeClient
+from tests.support.core.fakes.client import FakeClient
 from tests.support.core.lent import Lent
 from tests.support.core.policies import plain, plain_mapped
 from tests.support.core.world import World

@@ -12,7 +12,7 @@ from shmserve.core.policy import BatchPolicy
 from shmserve.core.stats.statistics import RESPONSES, ResponseCount, Statistics
 from shmserve.protocol import codec as wire
 from shmserve.protocol.messages import Cancel, Execute, Fail, Infer, More, Options, Part, WorkerOrder
-from tests.support.core.fakes import FakeClient
+from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples

@@ -13,7 +13,8 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import TensorSpec
 from shmserve.core.requests.shadow import LOG_NS, PENDING_BATCHES
 from shmserve.protocol.messages import Fail, Handle, Infer, Reply, ReplyHeld, Return, Tensor
-from tests.support.core.fakes import FakeClient, FakeWorker
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import plain
 from tests.support.core.world import World
 

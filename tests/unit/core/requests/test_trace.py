@@ -13,7 +13,8 @@ from shmserve.core.requests.trace import ID_LENGTH, PER_SECOND, Sample
 from shmserve.protocol.messages import Call, Infer, Options
 from shmserve.protocol.trace_context import TraceContext
 from tests.support.core.calling import caller_of
-from tests.support.core.fakes import FakeClient, one_input
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import one_input
 from tests.support.core.policies import plain, step
 from tests.support.core.world import World
 

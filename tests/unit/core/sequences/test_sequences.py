@@ -23,7 +23,8 @@ from shmserve.core.sequences.places import Places
 from shmserve.core.state import State
 from shmserve.core.states import SequenceState
 from shmserve.protocol.messages import Cancel, EndSequences, Fail, FailHeld, Infer, Options, Reply, Tensor, Work
-from tests.support.core.fakes import FakeClient, FakeWorker, WaitingBatch
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.worker import FakeWorker, WaitingBatch
 from tests.support.core.machine import MS, WorldMachine, run_machine
 from tests.support.core.sequence_rules import Asked, Rules, Story
 from tests.support.core.world import World

@@ -8,7 +8,7 @@ import pytest
 
 from shmserve.core.policy import IdControl, SequencePolicy
 from shmserve.protocol.messages import Cancel, EndSequences, Fail, Infer, Options, Reply
-from tests.support.core.fakes import FakeClient
+from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain
 from tests.support.core.world import World
 

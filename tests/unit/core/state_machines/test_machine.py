@@ -41,7 +41,8 @@ from shmserve.protocol.messages import (
     Unmap,
     Wanted,
 )
-from tests.support.core.fakes import FakeClient, references
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import references
 from tests.support.core.machine import MS, WorldMachine, in_batches, run_machine
 from tests.support.core.world import World
 

@@ -24,7 +24,9 @@ from shmserve.core.state import State
 from shmserve.protocol.messages import Handle, Infer, Map, More, Options, Wanted
 from tests.support.clients.trace_events import check
 from tests.support.core.everything import MODELS, MS, SEQUENCES, STREAMS, Everything, with_members
-from tests.support.core.fakes import FakeClient, FakeWorker, references
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import references
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.machine import in_batches, not_a_rule, run_machine
 from tests.support.core.policies import scaling_of
 from tests.unit.core.state_machines.test_machine import BROKER_SEGMENT, LIMITS

@@ -22,7 +22,8 @@ from shmserve.core.state import State
 from shmserve.protocol.messages import Call, Cancel, Handle, Options, Return, Row, Tensor, Work
 from tests.support.core.calling import caller_of
 from tests.support.core.everything import SEQUENCES, STREAMS, Everything
-from tests.support.core.fakes import FakeWorker, references
+from tests.support.core.fakes.tensors import references
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.machine import not_a_rule, run_machine
 from tests.unit.core.state_machines.test_machine_all import ALL_LIMITS, EverythingMachine
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from msgspec.structs import replace
 
 from shmserve.core import events
-from tests.support.core.fakes import FakeWorker
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.machine import run_machine
 from tests.unit.core.state_machines.test_machine import MODELS
 from tests.unit.core.state_machines.test_machine_operations import OperatedMachine

@@ -1,70 +1,40 @@
-"""Scenario files: conversations with the core, as text. docs/batching.md explains them to readers of the files.
-
-A conversation is stimulus lines, a line `----`, what came out, and an empty line. Lines that begin with # are for
-the reader. `server` begins anew; otherwise a conversation goes on where the last one ended. Commands joined by `;`
-are one turn. The rule of the file: what is printed is what the core did, never what the runner knows.
-"""
+"""The commands of scenario files."""
 
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 from shmserve.core import events
-from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
-from shmserve.core.limits import ANY_GPU, Limits
 from shmserve.core.policy import MemoryEstimate, ModelPolicy
-from shmserve.core.records import Instance, Request
-from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol.messages import (
-    Ask,
     Cancel,
     Done,
-    EndSequences,
-    Execute,
-    Fail,
-    FailHeld,
-    Goodbye,
     Handle,
     Infer,
     Map,
-    More,
     Options,
-    Part,
     Ping,
-    Reclaim,
-    Released,
-    Reply,
     Return,
     Row,
     Rows,
     Started,
-    Stop,
     Streamed,
     Tensor,
     Unmap,
     Wanted,
-    Welcome,
-    Withdraw,
     Withdrawn,
 )
-from tests.support.core.calling import Calling, caller_of
-from tests.support.core.fakes import FakeClient, FakeWorker, references
-from tests.support.core.operating import Operating
+from tests.support.core.calling import Calling
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.tensors import references
 from tests.support.core.policies import nanoseconds, policy_of
-from tests.support.core.sequencing import sequence_id, told_of_sequences
-from tests.support.core.streaming import Streaming
+from tests.support.core.scenarios.operating import Operating
+from tests.support.core.scenarios.streaming import Streaming
+from tests.support.core.scenarios.transcript import clock
 from tests.support.core.world import START
 
 Event = tuple[int, Any]
-
-
-def clock(ns: int) -> str:
-    for unit, size in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
-        if ns % size == 0 or (unit == "s" and ns >= size and ns % 10**6 == 0):
-            return f"{ns / size:g}{unit}"
-    return f"{ns}ns"
 
 
 def size(text: str) -> int:
@@ -72,149 +42,13 @@ def size(text: str) -> int:
     return int(text.removesuffix("m")) * 10**6
 
 
-def plural(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def sequence_id(text: str) -> int | str:
+    """A number if it is one, else a string."""
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 class Scenario(Operating, Streaming, Calling):
-    """A world that understands commands and tells in lines what comes out."""
-
-    def __init__(self, limits: Limits | None = None) -> None:
-        super().__init__(limits)
-        self.lines: list[str] = []
-        self.labels: dict[int, str] = {}
-        self.named: dict[str, FakeClient] = {}
-        self.segments: dict[str, Map] = {}
-        self.segment_names: dict[int, str] = {}
-
-    # ------------------------------------------------------------------------------------ what came out
-
-    def line(self, text: str) -> None:
-        self.lines.append(f"{clock(self.now - START)}: {text}")
-
-    def reply(self, kind: str, label: str, what: str) -> None:
-        """Replies to be sent one after the other are one line."""
-        last = self.lines[-1] if self.lines else ""
-        if last.startswith(f"{clock(self.now - START)}: {kind} ") and last.endswith(f" {what}"):
-            self.lines[-1] = f"{last.removesuffix(what)}{label} {what}"
-        else:
-            self.line(f"{kind} {label} {what}")
-
-    def tell(self, effect: Any) -> None:
-        if isinstance(effect, Send):
-            if effect.peer >= WORKERS_FROM:
-                self._tell_to_worker(effect.peer, effect.message)
-            else:
-                self._tell_to_client(self.clients[effect.peer], effect.message)
-        elif isinstance(effect, Spawn):
-            self.line(f"spawn {self.name_of(effect)}")
-        elif isinstance(effect, Kill):
-            self.line(f"kill {self.workers[effect.peer].name}: {effect.reason}")
-        elif isinstance(effect, Close):
-            self.line(f"close {self.clients[effect.peer].name}")
-        elif isinstance(effect, Free):
-            self.line(f"free {plural(len(effect.handles), 'block')}")
-        elif isinstance(effect, Forget):
-            self.line(f"forget {self._segment(effect.segment)}")
-        elif isinstance(effect, Log):
-            self.line(f"log {effect.level}: {effect.text}")
-        elif isinstance(effect, Query):
-            if isinstance(effect.ask, Ask):
-                self.line(f"query {effect.ask.what}")
-        elif isinstance(effect, Compose):
-            self.line(
-                "compose " + " ".join(v.model for v in self.core.state.ensembles if v.compose_number == effect.number)
-            )
-        elif isinstance(effect, Settled):
-            self.line(f"settled {effect.operation}" + (f" {effect.code}: {effect.text}" if effect.code else ""))
-        else:
-            assert isinstance(effect, Drained)
-            self.line("drained")
-
-    def tell_start(self, worker: FakeWorker) -> None:
-        self.line(f"{worker.name} starts {self._set(worker.started[-1])}")
-
-    def _set(self, requests: Any, slots: list[int] | None = None) -> str:
-        """With the slots of their sequences, where they have any."""
-        at = [f"@{slot}" if slot >= 0 else "" for slot in slots or [-1] * len(requests)]
-        return "{" + " ".join(self._label(number) + slot for number, slot in zip(requests, at, strict=True)) + "}"
-
-    def _label(self, number: int) -> str:
-        request = self.core.state.requests.get(number)
-        if request is not None:
-            self.labels[number] = self._name(request)
-        return self.labels[number]
-
-    def _name(self, request: Request) -> str:
-        """Steps are named after their ensemble's request: a1.0, and a row of a mapped step a1.0[3]."""
-        run = self.core.state.runs.get(request.step_of)
-        if run is None:
-            worker = self.workers.get(request.client.number)
-            return f"{worker.name + '#' if worker else request.client.name}{request.client_number}"
-        index, row, _ = run.spots[request.number]
-        return f"{self._name(run.request)}.{index}" + (f"[{row}]" if run.graph.steps[index].mapped else "")
-
-    def _segment(self, number: int) -> str:
-        owner = self.workers.get(number >> 32)
-        return self.segment_names.get(number) or f"{owner.name if owner else 'a dead worker'}/{number & 0xFFFFFFFF}"
-
-    def _tell_to_worker(self, peer: int, message: Any) -> None:
-        found = self.core.state.instances.get(peer)
-        name = self.workers[peer].name
-        if isinstance(message, Execute):
-            assert found is not None
-            instance = found[1]
-            batch = next(batch for batch in instance.batches() if message.batch in batch.numbers)
-            works = self._set([work.request for work in message.works], [work.slot for work in message.works])
-            verb = "extend" if message.join else ("ahead" if message.open else "execute")
-            more = ", more follows" if message.more else ""
-            total = sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch)
-            rows = f"to {plural(total, 'row')}" if message.join else plural(total, "row")
-            self.line(f"{verb} {name} {works} {rows}, {batch.reason.value}{more}")
-        elif isinstance(message, Withdraw):
-            self.line(f"withdraw {name} {self._set(message.requests)}")
-        elif isinstance(message, Map):
-            self.line(f"map {self._segment(message.segment)} to {name}")
-        elif isinstance(message, Unmap):
-            self.line(f"unmap {self._segment(message.segment)} at {name}")
-        elif isinstance(message, Return):
-            self.line(f"return {plural(len(message.handles), 'block')} to {name}")
-        elif isinstance(message, More):
-            self.line(f"more {name} {self._label(message.request)} {message.count}")
-        elif isinstance(message, EndSequences):
-            self.line(f"end sequence {', '.join(map(str, message.sequences))} at {name}")
-        elif isinstance(message, Stop):
-            self.line(f"stop {name}")
-        else:
-            self._tell_to_client(caller_of(self.workers[peer]), message)
-
-    def _tell_to_client(self, client: FakeClient, message: Any) -> None:
-        name = client.name
-        if isinstance(message, (Reply, Part)):
-            handles = references(message.outputs)
-            held = f", {plural(len(handles), 'block')}" if handles else ""
-            held += " in frames" if held and client.outputs == "frames" else ""
-            outputs = " ".join(tensor.name for tensor in message.outputs)
-            kind = "reply" if isinstance(message, Reply) else "last" if message.last else "part"
-            told = "".join(f", {key} {value}" for key, value in (message.parameters or {}).items())
-            self.reply(kind, f"{name}{message.request}", f"({outputs}){held}{told}")
-        elif isinstance(message, (Fail, FailHeld)):
-            kind = "fail" if isinstance(message, Fail) else "fail, inputs held,"
-            self.line(f"{kind} {name}{message.request} {message.code}: {message.text}")
-        elif isinstance(message, Released):
-            self.line(f"released {name}{message.request}")
-        elif isinstance(message, Map):
-            self.line(f"map {self._segment(message.segment)} to {name}")
-        elif isinstance(message, Unmap):
-            self.line(f"unmap {self._segment(message.segment)} at {name}")
-        elif isinstance(message, Goodbye):
-            self.line(f"goodbye {name} {message.code}: {message.text}")
-        elif isinstance(message, Reclaim):
-            self.line(f"reclaim {name}")
-        elif not isinstance(message, Welcome):
-            self.line(f"send {name} {type(message).__name__}")
-
-    # ------------------------------------------------------------------------------------ commands
+    """A world that understands commands, and describes in `lines` what the core does."""
 
     def run(self, line: str) -> None:
         happened: list[Event] = []
@@ -457,7 +291,7 @@ class Scenario(Operating, Streaming, Calling):
                     f"cancelled {counted.cancelled}, queued {clock(counted.queue_ns)} in all"
                 )
             if "sequences" in what:
-                self.lines += [f"{clock(self.now - START)}: {line}" for line in told_of_sequences(self, version)]
+                self.sequences(version)
             if "queue" in what:
                 waiting = version.queue.in_order()
                 self.line(f"queue {self._set([request.number for request in waiting])}")
@@ -465,51 +299,3 @@ class Scenario(Operating, Streaming, Calling):
                 why = f": {version.reason}" if version.reason else ""
                 states = ", ".join(f"{self._name_of(i)} {i.state.value}" for i in version.instances)
                 self.line(f"{version.label} {version.state.value}{why}; {states}")
-
-    def _name_of(self, instance: Instance) -> str:
-        worker = self.workers.get(instance.peer)
-        return worker.name if worker else instance.spec.name
-
-
-# ------------------------------------------------------------------------------------------------ the files
-
-
-def _server(line: str) -> Scenario:
-    words = dict(word.split("=", 1) for word in line.split()[1:])
-    gpus = words.pop("gpu_budget", "")
-    values: dict[str, Any] = {
-        key: nanoseconds(value) if value[-1] == "s" else size(value) if value[-1] == "m" else int(value)
-        for key, value in words.items()
-    }
-    if gpus:
-        values["gpu_budgets"] = ((ANY_GPU, size(gpus)),)
-    return Scenario(Limits(**values))
-
-
-def play(path: Path) -> tuple[str, str]:
-    """The text of the file, and the text as it should be: with what really came out."""
-    text = path.read_text()
-    played: list[str] = []
-    scenario = Scenario()
-    expected = False
-    for number, line in enumerate(text.splitlines(), 1):
-        if expected:
-            expected = line != ""
-            if expected:
-                continue
-        if line == "----":
-            played += [line, *scenario.lines]
-            scenario.lines.clear()
-            expected = True
-            continue
-        played.append(line)
-        if line.startswith("#") or not line:
-            continue
-        try:
-            if line.split()[0] == "server":
-                scenario = _server(line)
-            else:
-                scenario.run(line)
-        except Exception as error:
-            raise AssertionError(f"{path.name}:{number}: {line}\n{type(error).__name__}: {error}") from error
-    return text, "\n".join(played) + "\n"

@@ -1,8 +1,4 @@
-"""Workers and clients that do what the docstrings of `shmserve.protocol.messages` say, for tests of the core.
-
-They are written from the messages alone, and they complain: a fake asserts whatever the other side owes it. So a
-handle into memory that was never announced, an answer given twice or a batch over the limit end the test at once.
-"""
+"""A worker of one instance that asserts what the broker owes it."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from shmserve.core.policy import ModelPolicy
 from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Answer,
-    Columns,
     Done,
     EndSequences,
     Execute,
@@ -23,26 +18,17 @@ from shmserve.protocol.messages import (
     Fail,
     FailHeld,
     Failure,
-    Goodbye,
     Handle,
-    Infer,
-    Lease,
-    LeaseEnd,
     LeaseLogged,
     LeaseOver,
     Lend,
     Load,
     Map,
     More,
-    Options,
     Part,
     Ping,
-    Pong,
-    Reclaim,
     Released,
     Reply,
-    ReplyBatch,
-    ReplyHeld,
     Return,
     Revoke,
     Row,
@@ -51,79 +37,17 @@ from shmserve.protocol.messages import (
     Stop,
     Streamed,
     Tensor,
-    TensorForm,
     Unmap,
-    Welcome,
     Withdraw,
     Withdrawn,
     Work,
 )
-from tests.support.core.leasing import RECORDS, FakeLease
+from tests.support.core.fakes.client import FakeClient
+from tests.support.core.fakes.lease import RECORDS, FakeLease
+from tests.support.core.fakes.tensors import in_columns, references, works_of
 
 SEGMENT_BYTES = 1 << 40
 """Arenas of fake workers never run out: blocks are numbered on, so that no place is ever used for two blocks."""
-
-
-def references(tensors: tuple[Tensor, ...]) -> list[Handle]:
-    return [handle for tensor in tensors if isinstance(tensor.data, tuple) for handle in tensor.data]
-
-
-def one_input(rows: int = 1) -> Tensor:
-    return Tensor("x", "FP32", (rows, 1), bytes(4 * rows))
-
-
-def one_by_one(columns: Columns) -> list[tuple[int, tuple[Tensor, ...]]]:
-    """The number of each request, and its tensors."""
-    count = len(columns.requests)
-    assert 0 < count == len(columns.rows) == len(columns.data), f"columns of different length: {columns}"
-    assert {len(blobs) for blobs in columns.data} == {len(columns.forms)}, f"not one tensor for each form: {columns}"
-    return [
-        (
-            columns.requests[index],
-            tuple(
-                Tensor(form.name, form.dtype, (columns.rows[index], *form.dims), columns.data[index][place])
-                for place, form in enumerate(columns.forms)
-            ),
-        )
-        for index in range(count)
-    ]
-
-
-def replies_of(message: Any) -> list[Any]:
-    """The replies in a ReplyBatch; else the message itself."""
-    if isinstance(message, ReplyBatch):
-        return [Reply(number, message.version, outputs) for number, outputs in one_by_one(message.columns)]
-    return [message]
-
-
-def in_columns(rows: tuple[Row, ...]) -> Columns | None:
-    """The results as a worker may give them if all are inside the message and of one form."""
-    if not rows or any(row.error is not None or row.parameters or not row.outputs for row in rows):
-        return None
-    tensors = [tensor for row in rows for tensor in row.outputs]
-    if any(not isinstance(tensor.data, bytes) or not tensor.shape for tensor in tensors):
-        return None
-    forms = [tuple(TensorForm(one.name, one.dtype, one.shape[1:]) for one in row.outputs) for row in rows]
-    if forms.count(forms[0]) != len(forms) or any(len({one.shape[0] for one in row.outputs}) > 1 for row in rows):
-        return None
-    return Columns(
-        forms[0],
-        tuple(row.request for row in rows),
-        tuple(row.outputs[0].shape[0] for row in rows),
-        tuple(tuple(one.data for one in row.outputs if isinstance(one.data, bytes)) for row in rows),
-    )
-
-
-def works_of(order: Execute) -> list[Work]:
-    if order.columns is None:
-        return list(order.works)
-    assert not order.works
-    inputs = one_by_one(order.columns)
-    assert len(order.audiences) == len(inputs)
-    return [
-        Work(number, tensors[0].shape[0], tensors, None, audience)
-        for (number, tensors), audience in zip(inputs, order.audiences, strict=True)
-    ]
 
 
 class WaitingBatch:
@@ -502,157 +426,3 @@ class FakeWorker:
         self.next_offset += size
         self.out[handle] += 1
         return handle
-
-
-class FakeClient:
-    """A client that keeps book of what it is owed."""
-
-    def __init__(self, peer: int, name: str, plane: str, outputs: str) -> None:
-        self.peer, self.name, self.plane, self.outputs = peer, name, plane, outputs
-        self.open: set[int] = set()
-        self.held_inputs: set[int] = set()
-        self.answers: dict[int, Any] = {}
-        self.windows: dict[int, int] = {}
-        """For requests that may be answered many times: how many more answers it has room for."""
-        self.parts: dict[int, list[Part]] = {}
-        self.order: list[int] = []
-        self.mapped: set[int] = set()
-        self.own: dict[int, int] = {}
-        self.withdrawn: set[int] = set()
-        self.holds: Counter[Handle] = Counter()
-        self.errors: list[Fail] = []
-        self.leases: dict[int, FakeLease] = {}
-        self.takes_leases = False
-        self.lent: list[Lease] = []
-        """All leases that it was told of."""
-        self.leased: dict[int, Infer] = {}
-        """Lease -> the last request that it sent over it."""
-        self.unsent: list[Infer] = []
-        """Requests whose lease has ended without an answer: to be sent to the broker."""
-        self.welcomed = self.ended = False
-
-    def sends(self, request: int, window: int = 0) -> None:
-        """Before an Infer that is expected to get its own answer."""
-        if window:
-            self.windows[request] = window
-        assert request not in self.open
-        assert request not in self.answers, "the tests number requests on and on"
-        self.open.add(request)
-
-    def infer(
-        self, number: int, model: str = "m", rows: int = 1, timeout_us: int = 0, options: Options | None = None
-    ) -> tuple[int, Infer]:
-        """The event of a request with an input `x` of one element per row."""
-        self.sends(number, options.window if options is not None else 0)
-        return self.peer, Infer(number, model, 0, (one_input(rows),), None, timeout_us, options)
-
-    def receive(self, message: Any) -> None:
-        for one in replies_of(message):
-            self._receive(one)
-
-    def _receive(self, message: Any) -> None:
-        if isinstance(message, Part):
-            self._part(message)
-            self._take(message)
-        elif isinstance(message, Reply):
-            assert message.request not in self.parts, f"{self.name} has had parts, and got {message}"
-            self.windows.pop(message.request, None)
-            self._answered(message.request, message)
-            self._take(message)
-            if isinstance(message, ReplyHeld):
-                self.held_inputs.add(message.request)
-        elif isinstance(message, (Fail, FailHeld)):
-            if message.request == 0:
-                assert isinstance(message, Fail)
-                self.errors.append(message)
-                return
-            self._answered(message.request, message)
-            if isinstance(message, FailHeld):
-                self.held_inputs.add(message.request)
-        elif isinstance(message, Released):
-            assert message.request in self.held_inputs, f"{self.name} got Released {message.request} without need"
-            self.held_inputs.remove(message.request)
-        elif isinstance(message, Map):
-            assert message.segment not in self.mapped
-            self.mapped.add(message.segment)
-        elif isinstance(message, Unmap):
-            assert message.segment in self.mapped
-            assert not [handle for handle in self.holds if handle.segment == message.segment]
-            self.mapped.discard(message.segment)
-        elif isinstance(message, Welcome):
-            self.welcomed = True
-        elif isinstance(message, Goodbye):
-            self.ended = True
-        elif isinstance(message, LeaseEnd):
-            self._lease_ended(message)
-        else:
-            assert isinstance(message, (Reclaim, Answer, Pong)), message
-
-    # ------------------------------------------------------------------------------------ its leases
-
-    def lends(self, message: Lease, lease: FakeLease) -> None:
-        assert not any(known.model == lease.model for known in self.leases.values()), "a second lease of one model"
-        self.leases[message.lease] = lease
-        self.lent.append(message)
-
-    def send_leased(self, lease: FakeLease, request: Infer) -> None:
-        assert not self.open, "only the only request in flight goes over a lease"
-        self.sends(request.request)
-        self.leased[lease.number] = request
-        lease.send(request)
-
-    def read_leases(self) -> None:
-        for lease in self.leases.values():
-            for answer in lease.take_answers():
-                self._answered(answer.request, answer)
-
-    def _lease_ended(self, message: LeaseEnd) -> None:
-        lease = self.leases.pop(message.lease, None)
-        if lease is None:  # its socket pair could not be made
-            return
-        lease.client_open = False
-        for answer in lease.take_answers():
-            self._answered(answer.request, answer)
-        request = self.leased.pop(message.lease, None)
-        if request is None or request.request not in self.open:
-            return
-        if message.error is None:
-            self.unsent.append(request)
-        else:
-            self._answered(request.request, Fail(request.request, message.error.code, message.error.text))
-
-    def leave(self) -> None:
-        """Its process has ended."""
-        self.ended = True
-        for lease in self.leases.values():
-            lease.client_open = False
-
-    def _take(self, message: Reply | Part) -> None:
-        for handle in references(message.outputs):
-            if handle.segment in self.own:
-                assert handle.offset + handle.size <= self.own[handle.segment]
-            elif self.outputs != "frames":
-                assert handle.segment in self.mapped, f"{self.name} was never told of {handle.segment}"
-                self.holds[handle] += 1
-
-    def _part(self, message: Part) -> None:
-        request = message.request
-        assert request in self.open, f"{self.name} got {message} for {request}: never asked, or answered before"
-        assert request in self.windows, f"{self.name} has not asked for parts, and got {message}"
-        if message.outputs or not message.last:
-            self.windows[request] -= 1
-            assert self.windows[request] >= 0, f"{self.name} has no room for {message}"
-        self.parts.setdefault(request, []).append(message)
-        if message.last:
-            self._answered(request, message)
-
-    def _answered(self, request: int, message: Any) -> None:
-        assert request in self.open, f"{self.name} got {message} for {request}: never asked, or answered before"
-        self.open.remove(request)
-        self.answers[request] = message
-        self.order.append(request)
-
-    def give_back(self, handle: Handle) -> None:
-        self.holds[handle] -= 1
-        if not self.holds[handle]:
-            del self.holds[handle]

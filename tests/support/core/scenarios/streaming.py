@@ -5,18 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.protocol.messages import More
-from tests.support.core.fakes import FakeClient
-from tests.support.core.world import World
+from tests.support.core.scenarios.transcript import Transcript
 
 Event = tuple[int, Any]
 
 
-class Streaming(World):
-    named: dict[str, FakeClient]
-
-    def _label(self, number: int) -> str:
-        raise NotImplementedError
-
+class Streaming(Transcript):
     def do_part(
         self, name: str, label: str, *flags: str, count: str = "1", error: str = "", **says: str
     ) -> list[Event]:

@@ -1,0 +1,56 @@
+"""Scenario files: conversations with the core, as text. docs/batching.md explains them to readers of the files.
+
+A conversation is lines of commands, a line `----`, the expected lines, and an empty line. Lines that begin with # are
+comments. `server` starts a new core; otherwise a conversation continues where the last one ended. Commands joined by
+`;` are one turn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shmserve.core.limits import ANY_GPU, Limits
+from tests.support.core.policies import nanoseconds
+from tests.support.core.scenarios.scenario import Scenario, size
+
+
+def _server(line: str) -> Scenario:
+    words = dict(word.split("=", 1) for word in line.split()[1:])
+    gpus = words.pop("gpu_budget", "")
+    values: dict[str, Any] = {
+        key: nanoseconds(value) if value[-1] == "s" else size(value) if value[-1] == "m" else int(value)
+        for key, value in words.items()
+    }
+    if gpus:
+        values["gpu_budgets"] = ((ANY_GPU, size(gpus)),)
+    return Scenario(Limits(**values))
+
+
+def play(path: Path) -> tuple[str, str]:
+    """The text of the file, and the text as it should be: with what really came out."""
+    text = path.read_text()
+    played: list[str] = []
+    scenario = Scenario()
+    expected = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if expected:
+            expected = line != ""
+            if expected:
+                continue
+        if line == "----":
+            played += [line, *scenario.lines]
+            scenario.lines.clear()
+            expected = True
+            continue
+        played.append(line)
+        if line.startswith("#") or not line:
+            continue
+        try:
+            if line.split()[0] == "server":
+                scenario = _server(line)
+            else:
+                scenario.run(line)
+        except Exception as error:
+            raise AssertionError(f"{path.name}:{number}: {line}\n{type(error).__name__}: {error}") from error
+    return text, "\n".join(played) + "\n"
