@@ -1,0 +1,165 @@
+"""What an endpoint permits: roles, restricted APIs, and both for each head of a connection."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from shmserve.errors import Denied
+from shmserve.gateway.auth import header_forwarding, restricted_apis, tokens
+from shmserve.gateway.auth.access import NEEDS, OPEN, WITHOUT_CREDENTIALS, EndpointAccess, Unauthenticated
+from shmserve.gateway.auth.actions import PAGE, Action
+from shmserve.gateway.auth.header_forwarding import HeaderParameters
+from shmserve.gateway.http.heads import HttpHeads, parse
+from shmserve.protocol.roles import CALLER_ROLES, ROLES
+from tests.support.gateway.credentials import digest, nothing, with_token
+from tests.support.gateway.http_connection import lines
+
+# ------------------------------------------------------------------------------------------------ roles
+
+
+@pytest.mark.parametrize("action", NEEDS)
+def test_an_action_needs_one_of_its_roles(action: Action) -> None:
+    """Every action with every set of roles. An action that is not in the table is denied."""
+    for roles in (set(some) for count in range(5) for some in itertools.combinations(CALLER_ROLES, count)):
+        access = EndpointAccess(roles)
+        if roles & set(NEEDS[action]) or action in WITHOUT_CREDENTIALS:
+            access.check(action, nothing)
+        else:
+            with pytest.raises(Denied, match="needs the role"):
+                access.check(action, nothing)
+
+
+@pytest.mark.parametrize("action", NEEDS)
+def test_tokens_grant_their_roles_and_no_others(action: Action) -> None:
+    known = tokens.Tokens("\n".join(f"x{role} {role} {digest(role)}" for role in CALLER_ROLES))
+    access = EndpointAccess((), known)
+    always = (*OPEN, *WITHOUT_CREDENTIALS, Action.PAGE_FILE)  # the page itself asks for a token
+    for role in CALLER_ROLES:
+        bearer = {"authorization": f"Bearer {role}"}
+        if role in NEEDS[action] or action in always:
+            access.check(action, bearer.get)
+        else:
+            with pytest.raises(Denied, match="neither this token nor this endpoint grants"):
+                access.check(action, bearer.get)
+    for invalid in (None, "", "Bearer", "Bearer infe", "Basic infer", "infer", f"Bearer {digest('infer')}"):
+        headers: dict[str, Any] = {"authorization": invalid}
+        if action in always:
+            access.check(action, headers.get)
+        else:
+            with pytest.raises(Unauthenticated):
+                access.check(action, headers.get)
+
+
+def test_a_token_adds_to_the_roles_of_the_endpoint_and_an_unknown_one_is_refused() -> None:
+    access = with_token(["observe"])
+    access.check(Action.STATISTICS, nothing)
+    access.check(Action.STATISTICS, {"authorization": "bearer t"}.get)
+    access.check(Action.INFER, {"authorization": "BEARER  t"}.get)
+    with pytest.raises(Unauthenticated):
+        access.check(Action.STATISTICS, {"authorization": "Bearer u"}.get)
+    with pytest.raises(Denied, match="operate"):
+        access.check(Action.LOAD, {"authorization": "Bearer t"}.get)
+    assert str(access) == "roles observe, tokens: 1"
+
+
+def test_web_pages_change_nothing_without_a_token() -> None:
+    """Browsers let any page send a POST to this machine, with the page as its origin."""
+    page = {"origin": "http://example.org", "authorization": "Bearer t"}
+    changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
+    changing |= {"memory_register", "memory_unregister", "memory_status"}
+    for action in set(NEEDS) - {Action.NONE}:
+        with_token(CALLER_ROLES, role="operate").check(action, page.get)
+        if action in changing:
+            with pytest.raises(Denied, match="requests from web pages"):
+                EndpointAccess(CALLER_ROLES).check(action, page.get)
+        else:
+            EndpointAccess(CALLER_ROLES).check(action, page.get)
+
+
+# ------------------------------------------------------------------------------------------------ restricted APIs
+
+
+def test_every_action_is_in_one_group() -> None:
+    grouped = [action for actions in restricted_apis.GROUPS.values() for action in actions]
+    assert sorted(grouped) == sorted(set(NEEDS) - {Action.NONE, Action.METRICS} - PAGE)
+
+
+@pytest.mark.parametrize("group", ["metadata", "model-config", "statistics", "model-repository"])
+def test_the_page_does_not_show_what_is_restricted(group: str) -> None:
+    restricted = restricted_apis.Restrictions([restricted_apis.read(f"{group}:key=secret")])
+    assert restricted.refusal(Action.PAGE_MODEL, nothing) is not None
+    assert restricted.refusal(Action.PAGE_MODEL, {"key": "secret"}.get) is None
+    assert (restricted.refusal(Action.PAGE_EVENTS, nothing) is None) == (group in ("metadata", "model-config"))
+
+
+def test_a_restricted_group_needs_its_header() -> None:
+    options = ["health,model-repository:Admin-Key=a=b", "inference:user=u"]
+    restricted = restricted_apis.Restrictions(list(map(restricted_apis.read, options)))
+    assert restricted.headers == {"admin-key", "user"}
+    assert restricted.refusal(Action.LIVE, {"admin-key": "a=b"}.get) is None
+    assert restricted.refusal(Action.INFER, {"user": "u"}.get) is None
+    assert restricted.refusal(Action.CONFIG, nothing) is None
+    text = "This API is restricted, expecting header 'Admin-Key'"
+    for wrong in ({}, {"admin-key": "a"}, {"admin-key": "a=b "}, {"user": "u"}, {"admin-key": "é\udc80"}):
+        assert restricted.refusal(Action.LOAD, wrong.get) == text
+    rpc = restricted_apis.Restrictions([restricted_apis.read("inference:k=v", restricted_apis.RPC_PREFIX)], "protocol")
+    assert rpc.refusal(Action.INFER, {"triton-grpc-protocol-k": "v"}.get) is None
+    text = "This protocol is restricted, expecting header 'triton-grpc-protocol-k'"
+    assert rpc.refusal(Action.INFER, {"k": "v"}.get) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "health", "health:k", "health:=v", "health:k=", "cooking:k=v", ":k=v", "health,:k=v", "health:a b=v",
+             "health:k=\x01", "health:k= v", "health:k=é"],
+)  # fmt: skip
+def test_invalid_restrictions_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        restricted_apis.read(text)
+
+
+def test_a_group_can_be_restricted_once() -> None:
+    with pytest.raises(ValueError, match="health is restricted more than once"):
+        restricted_apis.Restrictions([restricted_apis.read("health:a=b"), restricted_apis.read("trace,health:c=d")])
+
+
+def test_roles_and_restrictions_are_both_checked() -> None:
+    restricted = restricted_apis.Restrictions([restricted_apis.read("inference,statistics:k=v")])
+    access = EndpointAccess(["infer"], None, restricted)
+    access.check(Action.INFER, {"k": "v"}.get)
+    with pytest.raises(Denied, match="restricted, expecting header 'k'"):
+        access.check(Action.INFER, nothing)
+    with pytest.raises(Denied, match="needs the role"):
+        access.check(Action.STATISTICS, {"k": "v"}.get)
+
+
+# ------------------------------------------------------------------------------------------------ heads
+
+
+def test_heads_have_the_result_of_the_access_check() -> None:
+    access = with_token(())
+    heads = HttpHeads(access, forward=HeaderParameters(header_forwarding.Forward("x-.*")))
+    good = lines("Authorization: Bearer t", "X-User: J\xf6rg", "x-user: b")
+    head = heads.head(good)
+    assert head.refusal is None
+    assert head.forwarded == {"X-User": "J\xf6rg, b"}
+    assert heads.head(good) is head
+    bad = lines("Authorization: Bearer u")
+    refused = heads.head(bad)
+    assert isinstance(refused.refusal, Unauthenticated)
+    assert refused.refusal.__traceback__ is None
+    assert heads.head(bad) is not refused
+    assert heads.head(lines(first="GET /v2 HTTP/1.1")).refusal is not None
+    assert heads.head(lines(first="GET /v2/health/live HTTP/1.1")).refusal is None
+    access.tokens = tokens.Tokens("")
+    heads.forget()
+    assert isinstance(heads.head(good).refusal, Unauthenticated)
+
+
+def test_two_authorizations_are_refused() -> None:
+    access = EndpointAccess(ROLES, tokens.Tokens(f"a infer {digest('a')}\nb infer {digest('b')}"))
+    for other in "ab":
+        head = parse(lines("Authorization: Bearer a", f"authorization: Bearer {other}"), access=access)
+        assert isinstance(head.refusal, Unauthenticated)

@@ -1,0 +1,137 @@
+"""Access control from the flags of the gateway, and the reload of its files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import ssl
+from pathlib import Path
+
+import pytest
+
+from shmserve.clients.cli import parser
+from shmserve.errors import Denied
+from shmserve.gateway.auth.access import Unauthenticated
+from shmserve.gateway.auth.actions import Action
+from shmserve.gateway.auth.gate import Guards
+from shmserve.terminal.errors import Failed, Misuse
+from tests.support.gateway.credentials import digest, nothing
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    return parser.parser().parse_args(["gateway", *words])
+
+
+def test_endpoints_without_access_control() -> None:
+    guards = Guards(arguments())
+    assert guards.http.tls is guards.metrics.tls is guards.rpc.tls is None
+    assert guards.http.lack("127.0.0.1") is guards.http.lack("localhost") is guards.http.lack("::1") is None
+    warning = guards.http.lack("0.0.0.0") or ""
+    assert "any client can use it" in warning
+    assert "not encrypted" in warning
+    guards.http.access.check(Action.INFER, nothing)
+    guards.metrics.access.check(Action.METRICS, nothing)
+    with pytest.raises(Denied):
+        guards.metrics.access.check(Action.INFER, nothing)
+
+
+def test_the_page_is_shown_by_default_only_on_loopback_addresses(tokens_file: Path) -> None:
+    def shown(*words: str) -> bool:
+        try:
+            Guards(arguments(*words)).http.access.check(Action.PAGE_FILE, nothing)
+        except Denied:
+            return False
+        return True
+
+    assert shown()
+    assert shown("--http-address", "::1")
+    assert not shown("--http-address", "0.0.0.0")
+    assert not shown("--http-address", "example.org")
+    assert shown("--http-address", "0.0.0.0", "--http-roles", "infer,page")
+    assert not shown("--http-roles", "infer,observe,operate"), "roles that are given are complete"
+    assert not shown("--tokens-file", str(tokens_file)), "no token has the role"
+    tokens_file.write_text(f"{tokens_file.read_text()}\nviewer page {digest('viewer')}\n")
+    assert shown("--tokens-file", str(tokens_file)), "the page asks for the token"
+    with pytest.raises(Unauthenticated):
+        Guards(arguments("--tokens-file", str(tokens_file))).http.access.check(Action.PAGE_EVENTS, nothing)
+
+
+def test_the_roles_of_grpc_default_to_those_of_http() -> None:
+    for words in (["--http-roles", "infer"], ["--http-roles", "observe", "--grpc-roles", "infer"]):
+        guards = Guards(arguments(*words))
+        guards.rpc.access.check(Action.INFER, nothing)
+        with pytest.raises(Denied):
+            guards.rpc.access.check(Action.STATISTICS, nothing)
+
+
+def test_missing_protection_on_other_interfaces(files: dict[str, str], tokens_file: Path) -> None:
+    secure, known = ("--tls-cert", files["both"]), ("--tokens-file", str(tokens_file))
+    assert Guards(arguments(*secure, *known)).http.lack("0.0.0.0") is None
+    assert Guards(arguments(*secure, "--tls-client-ca", files["ca"])).http.lack("::") is None
+    assert "not encrypted" not in (Guards(arguments(*secure)).http.lack("0.0.0.0") or "")
+    warning = Guards(arguments(*known)).http.lack("example.org") or ""
+    assert "can use it" not in warning
+    assert "including tokens, is not encrypted" in warning
+
+
+def test_tritons_tls_flags_are_for_grpc_only(files: dict[str, str]) -> None:
+    words = ("--grpc-use-ssl", "true", "--grpc-server-cert", files["cert"], "--grpc-server-key", files["key"])
+    guards = Guards(arguments(*words))
+    assert guards.http.tls is None
+    assert guards.rpc.tls is not None
+    assert guards.rpc.tls.verify_mode == ssl.CERT_NONE
+    mutual = Guards(arguments(*words, "--grpc-use-ssl-mutual=true", "--grpc-root-cert", files["ca"]))
+    assert mutual.rpc.tls is not None
+    assert mutual.rpc.tls.verify_mode == ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--tls-key", "x"), "--tls-key requires --tls-cert"),
+        (("--tls-client-ca", "x"), "--tls-client-ca requires --tls-cert"),
+        (("--grpc-server-cert", "x"), "require --grpc-use-ssl"),
+        (("--grpc-use-ssl",), "--grpc-use-ssl requires --grpc-server-cert"),
+        (("--grpc-use-ssl-mutual", "--grpc-server-cert", "x"), "requires --grpc-root-cert"),
+        (("--http-header-forward-pattern", "(a"), "--http-header-forward-pattern: missing"),
+        (("--http-restricted-api", "health:a=b", "--http-restricted-api", "health:a=b"), "more than once"),
+    ],
+)
+def test_inconsistent_flags_are_refused(words: tuple[str, ...], text: str) -> None:
+    with pytest.raises(Misuse, match=re.escape(text)):
+        Guards(arguments(*words))
+
+
+def test_the_error_of_a_missing_file_names_its_flag(tmp_path: Path) -> None:
+    for flag in ("--tls-cert", "--tokens-file"):
+        with pytest.raises(Failed, match=re.escape(f"{flag} {tmp_path / 'none'}: No such file or directory")):
+            Guards(arguments(flag, str(tmp_path / "none")))
+
+
+def test_files_are_reloaded_only_if_all_are_valid(files: dict[str, str], tokens_file: Path) -> None:
+    guards = Guards(arguments("--tls-cert", files["both"], "--tokens-file", str(tokens_file)))
+    before, known = guards.http.tls, guards.http.access.tokens
+    tokens_file.write_text(f"a infer {digest('y')}\n")
+    certificate = Path(files["both"]).read_bytes()
+    Path(files["both"]).write_bytes(b"")
+    with pytest.raises(Failed, match="--tls-cert"):
+        guards.read_again()
+    assert guards.http.tls is before
+    assert guards.http.access.tokens is known
+    Path(files["both"]).write_bytes(certificate)
+    guards.read_again()
+    assert guards.http.tls is not before
+    guards.http.access.check(Action.INFER, {"authorization": "Bearer y"}.get)
+    with pytest.raises(Unauthenticated):
+        guards.http.access.check(Action.INFER, {"authorization": "Bearer x"}.get)
+
+
+def test_credentials_are_not_forwarded(tokens_file: Path) -> None:
+    words = ["--tokens-file", str(tokens_file)]
+    words += ["--http-restricted-api", "health:admin=x", "--http-header-forward-pattern", ".*"]
+    words += ["--grpc-restricted-protocol", "health:k=x", "--grpc-header-forward-pattern", ".*"]
+    guards = Guards(arguments(*words))
+    for guard in (guards.http, guards.rpc):
+        assert guard.forward is not None
+        secret = [("Authorization", "Bearer x"), ("Admin", "x"), ("triton-grpc-protocol-k", "x")]
+        assert guard.forward.of([*secret, ("y", "z")]) == {"y": "z"}
