@@ -17,6 +17,10 @@ from shmserve.gateway.zmq_tcp.keys import Allowed
 from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
 from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 
+LIMITS = ZmqLimits(
+    input_bytes=4 << 20, unsent_bytes=8 << 20, connections=8, key_connections=6,
+    exit_timeout_s=5.0,
+)  # fmt: skip
 HELLO = [6, 1, 0, "bare", "frames"]
 
 

@@ -1,0 +1,135 @@
+"""Futures of the client for threads: results, callbacks, and results without a reader."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shmserve
+from shmserve.protocol.messages import Return
+from shmserve.session.memory import FLUSH_BYTES
+from tests.support.broker.fake_broker import FakeBroker
+
+as_completed: Callable[..., Iterator[Any]] = concurrent.futures.as_completed
+X = np.arange(4, dtype=np.float32)
+
+
+def test_result_times_out_and_the_request_goes_on(client: shmserve.Client, broker: FakeBroker) -> None:
+    future = client.submit("hold", {"x": X})
+    with pytest.raises(concurrent.futures.TimeoutError):
+        future.result(0.02)
+    with pytest.raises(concurrent.futures.TimeoutError):
+        future.exception(0.02)
+    assert not future.done()
+    assert not future.running()
+    assert "pending" in repr(future)
+    broker.answer()
+    np.testing.assert_array_equal(future.result(20)["x"], X)
+    assert future.exception() is None
+    assert future.done()
+
+
+def test_done_alone_brings_the_answer(client: shmserve.Client, broker: FakeBroker) -> None:
+    """Nobody else reads: done() does."""
+    future = client.submit("hold", {"x": X})
+    broker.answer()
+    client.live()  # its answer comes behind that of the future
+    assert future.done()
+    other = client.submit("hold", {"x": X}, timeout=0.01)
+    while not other.done():
+        pass
+    assert isinstance(other.exception(), shmserve.DeadlineExceeded)
+
+
+def test_errors_of_futures(client: shmserve.Client) -> None:
+    future = client.submit("nope", {})
+    assert isinstance(future.exception(), shmserve.NotFound)
+    for _ in range(2):
+        with pytest.raises(shmserve.NotFound):
+            future.result()
+
+
+def test_concurrent_futures_wait_and_as_completed(client: shmserve.Client, broker: FakeBroker) -> None:
+    slow = client.submit("hold", {"x": X})
+    quick = [client.submit("echo", {"x": X + number}) for number in range(20)]
+    done, pending = concurrent.futures.wait([slow, *quick], timeout=20, return_when=concurrent.futures.FIRST_COMPLETED)
+    assert slow in pending
+    assert done
+    done, _ = concurrent.futures.wait(quick, timeout=20)
+    assert done == set(quick)
+    broker.answer()
+    seen = {float(future.result()["x"][0]) for future in as_completed([slow, *quick], timeout=20)}
+    assert seen == {float(number) for number in range(20)}
+    failing = [client.submit("nope", {}), client.submit("echo", {"x": X})]
+    done, _ = concurrent.futures.wait(failing, timeout=20, return_when=concurrent.futures.FIRST_EXCEPTION)
+    assert failing[0] in done
+    held = client.submit("hold", {"x": X})
+    waiting = as_completed([held], timeout=20)
+    assert held.cancel()
+    assert next(waiting).cancelled()
+
+
+def test_asyncio_wrap_future(client: shmserve.Client) -> None:
+    async def main() -> list[float]:
+        futures = [asyncio.wrap_future(client.submit("echo", {"x": X + number})) for number in range(30)]
+        return [float(result["x"][0]) for result in await asyncio.gather(*futures)]
+
+    assert asyncio.run(main()) == [float(number) for number in range(30)]
+
+
+def test_dropping_a_future_does_not_cancel(client: shmserve.Client, broker: FakeBroker) -> None:
+    client.submit("echo", {"x": X})
+    gc.collect()
+    client.live()
+    assert [request.model for request in broker.requests] == ["echo"]
+
+
+def test_results_that_nobody_asks_for_are_given_back(client: shmserve.Client, broker: FakeBroker) -> None:
+    future = client.submit("echo", {"x": np.zeros(10_000)})
+    client.live()
+    client.live()
+    del future
+    client.flush()
+    assert broker.wait_for(Return)
+    assert broker.held_handles == []
+
+
+class Collecting:
+    """A socket of a link. Whenever it is read, the collector runs, as it may."""
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)
+
+    def recv(self, *arguments: Any) -> Any:
+        gc.collect()
+        return self._found.recv(*arguments)
+
+    def recvmsg_into(self, *arguments: Any) -> Any:
+        gc.collect()
+        return self._found.recvmsg_into(*arguments)
+
+
+def test_the_collector_may_run_in_the_midst_of_reading(client: shmserve.Client, broker: FakeBroker) -> None:
+    cycle: list[Any] = [client.infer("echo", {"x": np.zeros(FLUSH_BYTES)})]
+    cycle.append(cycle)
+    link: Any = client._link._link
+    link._socket = link._sock = found = Collecting(getattr(link, "_socket", None) or link._sock)
+    link._recvmsg_into = found.recvmsg_into
+    del cycle
+    asking = threading.Thread(target=client.live, daemon=True)
+    asking.start()
+    asking.join(20)
+    assert not asking.is_alive(), "giving it back has waited for the very thread that does so"
+    client.flush()
+    assert broker.wait_for(Return)
+    assert broker.held_handles == []

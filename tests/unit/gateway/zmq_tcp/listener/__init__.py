@@ -1,0 +1,1 @@
+"""The listener in a thread, before a fake broker."""
