@@ -11,11 +11,11 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.process.pipelines.test_ensembles import arena
+from tests.support.broker.metrics import Seen
 from tests.support.clients.client_faces import connect
 from tests.support.ensemble_models import BATCHES, ensemble, model, numbers
 from tests.support.living import pids, until
 from tests.support.model_files import python_model
-from tests.unit.broker.observability.test_metrics import Seen
 
 pytestmark = pytest.mark.process
 

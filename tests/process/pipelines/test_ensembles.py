@@ -19,13 +19,13 @@ from shmserve import TopK
 from shmserve.clients.cli import main
 from shmserve.testing import Server
 from tests.support import living
+from tests.support.broker.metrics import Seen
 from tests.support.clients.client_faces import connect
 from tests.support.docs import pages
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.launch import descriptors_of, workers_of
 from tests.support.living import PATIENCE_S, pids, states, unload_all, until
 from tests.support.model_files import parameters, python_model, write_model
-from tests.unit.broker.observability.test_metrics import Seen
 
 pytestmark = pytest.mark.process
 

@@ -10,10 +10,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.records import Version
 from shmserve.core.stats.statistics import Statistics
-from shmserve.protocol.messages import (
-    Handle,
-    Infer,
-)
+from shmserve.protocol.messages import Handle, Infer
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.lease import FakeLease
 from tests.support.core.fakes.tensors import one_input

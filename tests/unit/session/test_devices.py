@@ -13,19 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import HandleLost, InvalidRequest, Unavailable
-from shmserve.protocol.messages import (
-    PROTOCOL,
-    Answer,
-    Cancel,
-    Fail,
-    Handle,
-    Infer,
-    Map,
-    Part,
-    Reply,
-    Tensor,
-    Welcome,
-)
+from shmserve.protocol.messages import PROTOCOL, Answer, Cancel, Fail, Handle, Infer, Map, Part, Reply, Tensor, Welcome
 from shmserve.session import Session, StreamTicket
 from shmserve.session.gpu.tensors import _is_contiguous
 from shmserve.shm.extents.cuda import is_device, parts_of

@@ -13,17 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest, Unavailable
-from shmserve.protocol.messages import (
-    FIELD_BYTES,
-    PACKET_BYTES,
-    Answer,
-    Ask,
-    Cancel,
-    Fail,
-    Goodbye,
-    Ping,
-    Pong,
-)
+from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES, Answer, Ask, Cancel, Fail, Goodbye, Ping, Pong
 from shmserve.session import Session
 from shmserve.session.queries import WINDOW_BYTES, WINDOWS
 from shmserve.session.uploads import Body, of_json, of_load

@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
-from shmserve.errors import (
-    ConnectionLost,
-    DeadlineExceeded,
-    Internal,
-    InvalidRequest,
-    ProtocolError,
-)
+from shmserve.errors import ConnectionLost, DeadlineExceeded, Internal, InvalidRequest, ProtocolError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     PACKET_BYTES,

@@ -17,14 +17,7 @@ import pytest
 
 from shmserve.repo.remote.cache import is_absent
 from tests.support.repo.mirrored import PIECE, data_of, mirrored
-from tests.support.repo.object_store import (
-    CREDENTIALS,
-    ObjectStore,
-    Proxy,
-    QuietServer,
-    object_store,
-    proxy_of,
-)
+from tests.support.repo.object_store import CREDENTIALS, ObjectStore, Proxy, QuietServer, object_store, proxy_of
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")

@@ -16,8 +16,8 @@ from shmserve.clients.cli import main
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.testing import Server
 from tests.process.server.processes.test_supervision import write
+from tests.support.broker.metrics import Seen
 from tests.support.clients.client_faces import FACES
-from tests.unit.broker.observability.test_metrics import Seen
 
 pytestmark = pytest.mark.process
 

@@ -9,9 +9,9 @@ import pytest
 
 import shmserve
 from shmserve.testing import Server
+from tests.support.broker.metrics import Seen
 from tests.support.ensemble_models import model
 from tests.support.model_files import python_model
-from tests.unit.broker.observability.test_metrics import Seen
 
 pytestmark = pytest.mark.process
 

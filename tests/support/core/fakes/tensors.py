@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.protocol.messages import (
-    Columns,
-    Execute,
-    Handle,
-    Reply,
-    ReplyBatch,
-    Row,
-    Tensor,
-    TensorForm,
-    Work,
-)
+from shmserve.protocol.messages import Columns, Execute, Handle, Reply, ReplyBatch, Row, Tensor, TensorForm, Work
 
 
 def references(tensors: tuple[Tensor, ...]) -> list[Handle]:

@@ -9,18 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.clients.top import texts
-from shmserve.clients.top.columns import (
-    CLIENTS,
-    INSTANCES,
-    MODELS,
-    TABLES,
-    cell,
-    choose,
-    heading,
-    select,
-    sort,
-    spans,
-)
+from shmserve.clients.top.columns import CLIENTS, INSTANCES, MODELS, TABLES, cell, choose, heading, select, sort, spans
 from shmserve.clients.top.texts import (
     bytes_text,
     count_text,

@@ -14,11 +14,7 @@ from shmserve.broker.config.settings import NEAR_LIMIT
 from shmserve.dtypes import to_numpy
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.protocol.messages import Handle, Tensor, Wanted, Work
-from shmserve.repo.config.schema import (
-    ModelConfig,
-    ModelOptimizationPolicy,
-    ModelOptimizationPolicyCuda,
-)
+from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyCuda
 from shmserve.shm.extents import cuda as extents
 from shmserve.shm.mapped import Mapped, OnDevice
 from shmserve.workers.backends.device_inputs import DeviceInputs
@@ -28,15 +24,7 @@ from shmserve.workers.backends.python.pb_requests import InferenceRequest, mark_
 from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
 from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.output_arenas import NEAR_KNOB
-from tests.support.workers.gpu.device_pair import (
-    DEVICE_TO_HOST,
-    HOST_TO_DEVICE,
-    WIDTH,
-    WITHIN,
-    Pair,
-    arrays,
-    gathered,
-)
+from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays, gathered
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
 from tests.support.workers.models.worker_models import Graph
 from tests.support.workers.worker_harness import assert_failed, config
