@@ -55,7 +55,7 @@ NEEDS = {
 """Packages without which a page cannot be run."""
 
 TESTED = {
-    ("bench", "sh"): "tests/process/cli/test_bench.py",
+    ("bench", "sh"): "tests/process/cli/load/test_bench.py",
     ("check", "sh"): "tests/process/cli/test_check.py",
     ("check", "text"): "tests/process/cli/test_check.py",
     ("cli", "sh"): "tests/process/cli/test_cli.py",
@@ -213,7 +213,7 @@ NOT_RUN = {
     ("triton", "shmserve serve"): SERVER,
     ("triton", "git clone"): ELSEWHERE,
     ("tune", "Best:"): OUTPUT,
-    ("wire", "import os, msgpack"): "tests/conformance/test_wire_independent.py has a client like it",
+    ("wire", "import os, msgpack"): "tests/conformance/wire_client.py is a client like it",
     ("wire", "[12,"): PART,
 }
 """Page and the words that a block begins with -> why it is not run. "" stands for all blocks of a page."""

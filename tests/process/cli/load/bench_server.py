@@ -1,0 +1,62 @@
+"""A server with all endpoints and models to put load on, and short runs of `shmserve bench`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+from shmserve.clients.cli import main
+from shmserve.clients.load import record
+from shmserve.clients.load.measure import measure
+from shmserve.clients.load.plan import SECOND, Endpoint, Plan, Settings
+from shmserve.testing import Server
+
+END_S = 60
+SERVICE_NS = 20_000_000
+QUICK = Settings(warmup_ns=SECOND // 50, window_ns=SECOND // 20, min_windows=2, max_windows=2, least=3)
+SHORT = ["--warmup", "20ms", "--window", "50ms", "--windows", "2:2", "--no-echo"]
+KINDS = ("lane", "ipc", "tcp", "http", "grpc")
+SLOW = f"""
+name: "slow" backend: "identity" max_batch_size: 0
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+parameters {{ key: "delay_us" value: {{ string_value: "{SERVICE_NS // 1000}" }} }}
+"""
+SEQUENCE = """
+sequence_batching { direct { } max_sequence_idle_microseconds: 60000000 }
+"""
+
+
+class BenchServer:
+    """A server with all endpoints; `endpoints` are those of plans."""
+
+    def __init__(self, server: Server, keys: Path) -> None:
+        self.server = server
+        own, theirs = str(keys / "alice.key"), str(keys / "server.pub")
+        address = server.endpoints
+        self.endpoints = {
+            "lane": Endpoint(url=server.url),
+            "ipc": Endpoint(url=server.zmq_url),
+            "tcp": Endpoint(url=f"tcp://{address['zmq']}", server_key=theirs, key_file=own),
+            "http": Endpoint(url=f"http://{address['http']}"),
+            "grpc": Endpoint(url=f"grpc://{address['grpc']}"),
+        }
+
+    def requests(self, name: str) -> int:
+        """Successful requests to the model since its start."""
+        with self.server.client() as client:
+            (entry,) = client.statistics(name)["model_stats"]
+        return int(entry["inference_stats"]["success"]["count"])
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main.main(words)
+    return code, out.getvalue(), err.getvalue()
+
+
+def one_point(plan: Plan) -> record.Point:
+    (point,) = measure(plan).points
+    return point

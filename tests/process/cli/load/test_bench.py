@@ -1,0 +1,257 @@
+"""The command `shmserve bench` and a real server: endpoints, errors, files, and the commands of its page."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.clients.load import record
+from shmserve.clients.load.measure import measure
+from shmserve.clients.load.plan import Closed, Endpoint, Inputs, Plan
+from shmserve.clients.load.targets import base, connecting
+from shmserve.errors import ConnectionLost, InvalidRequest, NotFound
+from shmserve.gateway.auth import tokens
+from shmserve.terminal.errors import Misuse
+from tests.process.cli.load.bench_server import END_S, KINDS, QUICK, SHORT, BenchServer, command, one_point
+from tests.support.docs import pages
+from tests.support.gateway.running_gateway import Gateway
+from tests.support.living import await_connections, until
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_before_the_load(kind: str, served: BenchServer) -> None:
+    endpoint = served.endpoints[kind]
+    with pytest.raises((NotFound, InvalidRequest), match="unknown model"):
+        measure(Plan(model="nothing", endpoint=endpoint))
+    with pytest.raises(Misuse, match="the model has no input 'z'"):
+        measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(texts=("z=1",))))
+    with pytest.raises(InvalidRequest, match=r"model 'id' has no output 'z', its outputs are: o_FP32, o_BYTES"):
+        measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(outputs=("o_FP32", "z"))))
+
+
+def test_an_endpoint_of_another_protocol(served: BenchServer) -> None:
+    http, grpc = (served.endpoints[kind].authority for kind in ("http", "grpc"))
+    with pytest.raises(ConnectionLost, match=r"may expect TLS \(grpcs://\) or HTTP \(http://\)"):
+        measure(Plan(model="id", endpoint=Endpoint(url=f"grpc://{http}")))
+    with pytest.raises(ConnectionLost, match=f"is {grpc} the port of another protocol"):
+        measure(Plan(model="id", endpoint=Endpoint(url=f"http://{grpc}")))
+
+
+def test_ctrl_c_ends_the_load(served: BenchServer) -> None:
+    urllib.request.urlopen(f"{served.endpoints['http'].url}/v2/health/ready").close()  # the gateway connects
+    before = served.requests("id")
+    words = ["bench", "id", "--url", served.server.url, "--windows", "1000:1000", "--no-echo"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "shmserve.clients.cli.main", *words], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            while served.requests("id") == before and process.poll() is None:
+                continue
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=END_S)
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (130, "shmserve bench: interrupted\n")
+    with served.server.client() as client:
+        await_connections(client, 2)  # of the gateway and of this test: the end of the others has been noticed
+        until(client, lambda: client.statistics("id")["model_stats"][0]["in_flight"] == 0)
+    after = served.requests("id")
+    assert served.requests("id") == after
+
+
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_no_server(kind: str) -> None:
+    with pytest.raises(ConnectionLost, match=f"no server at {kind}://127.0.0.1:1 "):
+        measure(Plan(model="id", endpoint=Endpoint(url=f"{kind}://127.0.0.1:1")))
+
+
+@pytest.mark.parametrize(("kind", "what"), [("http", "GET /v2"), ("grpc", "the connection")])
+def test_a_server_that_never_answers(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "ASK_S", 0.1)
+    monkeypatch.setattr(connecting, "HANDSHAKE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog accepts
+        url = f"{kind}://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectionLost, match=rf"{url} has not answered {what} within 0\.1 s"):
+            measure(Plan(model="id", endpoint=Endpoint(url=url)))
+        secure = url.replace(kind, f"{kind}s")
+        with pytest.raises(ConnectionLost, match=rf"no TLS connection to {secure} \(no handshake within 0\.1 s\)"):
+            measure(Plan(model="id", endpoint=Endpoint(url=secure)))
+
+
+def test_the_command_writes_what_it_measured(served: BenchServer, tmp_path: Path) -> None:
+    files = {name: str(tmp_path / f"run.{name}") for name in ("save", "csv", "html")}
+    options = [word for name, path in files.items() for word in (f"--{name}", path)]
+    words = ["bench", "id", "--url", served.server.url, "-c", "1,2", *SHORT, *options]
+    code, out, err = command(*words)
+    assert (code, err) == (0, "")
+    run = record.read(Path(files["save"]))
+    assert [point.load for point in run.points] == [Closed(1), Closed(2)]
+    assert out.count("concurrency 1 ") == 3
+    assert Path(files["csv"]).read_text().count("\n") == 3
+    assert Path(files["html"]).read_text().startswith("<!doctype html>")
+    assert command("bench", "--compare", files["save"], files["save"])[1].endswith("is not different from run\n") or (
+        not all(point.stable for point in run.points)
+    )
+
+
+@pytest.mark.usefixtures("threads")
+def test_plan_reads_what_was_measured(served: BenchServer, tmp_path: Path) -> None:
+    """From a saved run, from the server's statistics over HTTP and over its socket, and from a file of them."""
+    run, statistics = tmp_path / "run.json", tmp_path / "stats.json"
+    assert command("bench", "slow", "--url", served.server.url, *SHORT, "--save", str(run))[0] == 0
+    with served.server.client() as client:
+        statistics.write_text(json.dumps(client.statistics()))
+    http = served.endpoints["http"].url or ""
+    for source in (str(run), http, served.server.url, str(statistics)):
+        words = ["--servers", "3", "--instances", "2", "--requests", "100", "--json"]
+        code, out, err = command("plan", "--from", source, "--model", "slow", *words)
+        assert code == 0, err
+        (result,) = json.loads(out)["results"]
+        assert result["latency_ms"]["p50"] >= 20
+        assert result["rate"] <= 0.7 * 3 * 2 / 0.020
+    code, _, err = command("plan", "--from", http)
+    assert code == 1
+    assert "choose a model with --model; the models are" in err
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_run_without_a_success_fails(served: BenchServer) -> None:
+    words = ["bench", "sequence", "--url", served.endpoints["http"].url or "", *SHORT]
+    code, out, err = command(*words, "--json")
+    assert code == 1
+    assert json.loads(out)["points"][0]["failed"] > 0
+    assert err.startswith("shmserve bench: no request succeeded: ")
+    assert "sequence" in err
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_search_that_finds_no_load_fails(served: BenchServer) -> None:
+    code, out, err = command("bench", "id", "--url", served.server.url, "--until", "p50=1us", "-c", "1:2", *SHORT)
+    assert (code, err) == (1, "")
+    assert re.search("^no load (kept|is known to keep)", out, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_token_is_sent_and_not_saved(served: BenchServer, tmp_path: Path) -> None:
+    text, line = tokens.new("alice", "infer,observe")
+    (tmp_path / "tokens").write_text(f"{line}\n")
+    gateway = Gateway(served.server, "--tokens-file", str(tmp_path / "tokens"))
+    try:
+        for url in (f"http://127.0.0.1:{gateway.http}", f"grpc://127.0.0.1:{gateway.grpc}"):
+            words = ["bench", "id", "--url", url, *SHORT]
+            assert command(*words)[0] == 1
+            code, out, err = command(*words, "--json", "--header", f"Authorization: Bearer {text}")
+            assert (code, err) == (0, "")
+            assert json.loads(out)["points"][0]["failed"] == 0
+            assert text not in out
+    finally:
+        gateway.stop()
+    code, _, err = command("bench", "id", "--url", served.server.url, "--header", "a: b")
+    assert (code, err) == (2, "shmserve bench: headers are only for http, https, grpc and grpcs://\n")
+
+
+@pytest.mark.parametrize("scheme", ["https", "grpcs"])
+def test_tls(scheme: str, secure: tuple[Gateway, Path]) -> None:
+    gateway, folder = secure
+    port = gateway.http if scheme == "https" else gateway.grpc
+    ca, cert = str(folder / "ca"), str(folder / "client")
+    good = Endpoint(url=f"{scheme}://localhost:{port}", ca=ca, client_cert=cert, client_key=str(folder / "key"))
+    for plan in (
+        Plan(model="id", endpoint=good, loads=(Closed(3),), settings=QUICK),
+        Plan(model="talker", endpoint=good, stream=True, inputs=Inputs(texts=("count=5",)), settings=QUICK),
+    ):
+        point = one_point(plan)
+        assert not point.errors
+        assert point.latency.count >= 3
+        assert point.usage is not None
+        assert "gateway" in point.usage.server, "the server is found by the port"
+    plain = Endpoint(url=(good.url or "").replace("s:", ":"))
+    for endpoint, text in (
+        (replace(good, ca=None), f"the certificate of {good.url} is not valid .*: give its authority by --ca"),
+        (replace(good, url=f"{scheme}://127.0.0.1:{port}"), "is not valid .*, or the name in it by --url"),
+        (
+            replace(good, client_cert=None, client_key=None),
+            r"lost: .*may want a certificate of the client \(--client-cert",
+        ),
+        (plain, rf"lost: .* may expect TLS \({scheme}://\)"),
+    ):
+        with pytest.raises(ConnectionLost, match=rf"(?is){text}"):
+            measure(Plan(model="id", endpoint=endpoint))
+    for endpoint, text in (
+        (replace(good, ca=str(folder / "none")), "authorities of --ca .*none: No such file"),
+        (replace(good, ca=str(folder / "key")), "authorities of --ca .*key: no certificate or crl found"),
+        (replace(good, client_cert=ca, client_key=None), "cannot use .*ca as certificate and key of the client: "),
+    ):
+        with pytest.raises(InvalidRequest, match=text):
+            measure(Plan(model="id", endpoint=endpoint))
+
+
+@pytest.mark.parametrize("kind", ["unix", "http"])
+def test_ctrl_c_leaves_the_echo_server_to_its_owner(kind: str, tmp_path: Path) -> None:
+    """A terminal sends the signal to all processes; none but the command itself may answer it."""
+    reader, writer = os.pipe()
+    words = [sys.executable, "-m", "shmserve.clients.load.echo", kind, str(tmp_path), str(writer)]
+    with (
+        open(reader) as ready,
+        subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[writer], text=True) as process,
+    ):
+        os.close(writer)
+        assert process.stdin is not None
+        try:
+            process.stdin.write("{}\n")
+            process.stdin.flush()
+            assert ready.readline().startswith(f"{kind}://")
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=END_S)  # closes standard input
+        finally:
+            process.kill()
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.usefixtures("threads")
+def test_results_are_printed_even_if_a_file_cannot_be_written(served: BenchServer, tmp_path: Path) -> None:
+    missing = tmp_path / "missing" / "run.json"
+    code, out, err = command("bench", "id", "--url", served.server.url, *SHORT, "--save", str(missing))
+    assert code == 1
+    assert out.startswith("load ")
+    assert err == f"shmserve bench: cannot write {missing}: No such file or directory\n"
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_commands_of_the_page(served: BenchServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, as later ones read what earlier ones have written, but for a short time, and with a limit that
+    also a busy machine meets. Only a comparison may find a difference.
+    """
+    np.save(tmp_path / "x.npy", np.ones((2, 64), np.float32))
+    (tmp_path / "inputs").mkdir()
+    for number in range(2):
+        np.save(tmp_path / "inputs" / f"{number}.npy", np.full((1, 64), number, np.float32))
+    (tmp_path / "request.json").write_text('{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [4, 3, 2, 1]}}')
+    (tmp_path / "times.json").write_text("".join(f'{{"at": {n / 100}, "model": "mlp"}}\n' for n in range(20)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHMSERVE_URL", served.server.url)
+    for kind in ("http", "grpc"):
+        monkeypatch.setenv(f"{kind.upper()}_URL", served.endpoints[kind].url or "")
+    for line in pages.commands("bench"):
+        words = shlex.split(os.path.expandvars(line.replace("p99=20ms", "p99=20s")))[1:]
+        compares = "--compare" in words
+        code, out, err = command(*words, *([] if compares else [*SHORT, "--window", "30ms"]))
+        assert code == 0 or (code == 1 and compares), f"{line}: {err}"
+        assert out, line
+        assert not err, line
+    assert (tmp_path / "report.html").read_text().count("<h2>") == 5

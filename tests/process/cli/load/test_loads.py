@@ -1,0 +1,227 @@
+"""Loads of `shmserve bench` on a real server, over each transport.
+
+No assertion depends on how fast anything is, except for what a model that needs 20 ms can do at most.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.clients.load import calibration, one_load, record
+from shmserve.clients.load.measure import Progress, measure
+from shmserve.clients.load.plan import SECOND, Closed, Inputs, Limit, Open, Plan, Replay, Sequences
+from shmserve.errors import InvalidRequest
+from tests.process.cli.load.bench_server import KINDS, QUICK, SERVICE_NS, BenchServer, one_point
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closed_loop_over_each_transport(kind: str, served: BenchServer, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two processes send; what they report is what the server has counted, but for warm-up and end."""
+    before = served.requests("id")
+    seen: list[Progress] = []
+    plan = Plan(
+        model="id", endpoint=served.endpoints[kind], loads=(Closed(3),), inputs=Inputs(batch=2), settings=QUICK,
+        processes=2,
+    )  # fmt: skip
+    run = measure(plan, on_progress=seen.append)
+    (point,) = run.points
+    assert not point.errors
+    assert not point.failed
+    assert point.rows == 2
+    assert point.cost.processes == 2
+    assert 3 * 2 <= point.latency.count == sum(window.good for window in point.windows[slice(*point.used)])
+    assert point.latency.count <= served.requests("id") - before
+    server = point.server
+    assert server is not None
+    assert server.requests > 0
+    assert server.rows == 2 * server.requests
+    assert server.batches <= server.requests
+    assert sum(int(rows) * count for rows, count in server.batch_sizes.items()) == server.rows
+    assert point.usage is not None
+    assert {"broker", "models"} <= set(point.usage.server)
+    assert record.decode(record.encode(run)) == run
+    assert {"warm-up"} <= {progress.phase for progress in seen} <= {"warm-up", "window 1", "window 2"}
+    assert capfd.readouterr() == ("", ""), "the processes end quietly"
+
+
+@pytest.mark.usefixtures("threads")
+def test_latencies_are_at_least_the_time_of_the_model(served: BenchServer) -> None:
+    point = one_point(Plan(model="slow", endpoint=served.endpoints["http"], loads=(Closed(2),), settings=QUICK))
+    assert point.latency.low >= SERVICE_NS
+    assert point.throughput.mean <= 1.01 * SECOND / SERVICE_NS + 2 * SECOND / QUICK.window_ns
+    assert point.server is not None
+    assert point.server.parts["compute"] >= SERVICE_NS
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", ["lane", "http"])
+def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, served: BenchServer) -> None:
+    """200 requests per second to a model that answers 50: they pile up, and their latencies grow."""
+    settings = replace(QUICK, window_ns=SECOND // 6, min_windows=3, max_windows=6)
+    plan = Plan(
+        model="slow", endpoint=served.endpoints[kind], loads=(Open(200.0, "constant"),), settings=settings, in_flight=4
+    )
+    point = one_point(plan)
+    assert point.note.startswith("overloaded: ")
+    assert not point.stable
+    medians = [window.percentiles["p50"] for window in point.windows]
+    assert medians == sorted(medians)
+    assert medians[-1] > 4 * SERVICE_NS, "requests that wait in the generator wait longer than 4 in flight would"
+    assert not point.errors
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", ["lane", "http"])
+def test_the_backlog_of_a_load_is_not_left_to_the_next(kind: str, served: BenchServer) -> None:
+    """After the first load, hundreds of requests wait for a model that answers 50 per second."""
+    settings = replace(QUICK, window_ns=SECOND // 5)
+    loads = (Open(1000.0, "constant"), Closed(1))
+    plan = Plan(model="slow", endpoint=served.endpoints[kind], loads=loads, settings=settings, in_flight=500)
+    first, second = measure(plan).points
+    assert first.note.startswith("overloaded: ")
+    assert not second.errors
+    assert second.latency.percentiles["p50"].mean < first.latency.percentiles["p50"].mean
+    assert second.server is not None
+    assert second.server.parts["queue"] < SECOND, "the backlog would take ten seconds"
+
+
+@pytest.mark.usefixtures("threads")
+def test_recorded_times(served: BenchServer) -> None:
+    times = tuple(number * 4_000_000 + (number % 3) * 100_000 for number in range(50))
+    point = one_point(
+        Plan(model="id", endpoint=served.endpoints["lane"], loads=(Replay(times, "file"),), settings=QUICK)
+    )
+    assert not point.errors
+    assert point.latency.count >= 3
+    assert str(point.load).startswith("recorded times of file (")
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_deadline_that_cannot_be_kept(served: BenchServer) -> None:
+    """A response may still arrive after the deadline, but none in time."""
+    plan = Plan(model="slow", endpoint=served.endpoints["lane"], deadline_ns=SERVICE_NS // 4, settings=QUICK)
+    point = one_point(plan)
+    assert point.goodput is not None
+    assert point.goodput.mean == 0
+    assert point.failed == 0 or any("DEADLINE_EXCEEDED" in text for text in point.errors)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
+def test_streams(kind: str, served: BenchServer) -> None:
+    plan = Plan(
+        model="talker", endpoint=served.endpoints[kind], stream=True, inputs=Inputs(texts=("count=5",)), settings=QUICK
+    )
+    point = one_point(plan)
+    assert not point.errors
+    first, between = point.first_answer, point.between_answers
+    assert first is not None
+    assert between is not None
+    assert first.count == point.latency.count
+    assert abs(between.count - 4 * first.count) <= 4, "but for those of the streams at the edges"
+    assert first.percentiles["p50"].mean < point.latency.percentiles["p50"].mean
+    assert point.answers_per_s > 0
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
+@pytest.mark.parametrize("load", [Closed(3), Open(100.0)], ids=["closed", "open"])
+def test_sequences(kind: str, load: Any, served: BenchServer) -> None:
+    """The model refuses requests without a sequence, and those of a sequence that has not been started."""
+    plan = Plan(
+        model="sequence", endpoint=served.endpoints[kind], loads=(load,), sequences=Sequences(3, 4), settings=QUICK
+    )
+    point = one_point(plan)
+    assert not point.errors
+    assert point.latency.count >= 3
+    without = one_point(replace(plan, sequences=None, loads=(Closed(1),)))
+    assert not without.latency.count
+    assert without.failed
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_search_for_a_limit(served: BenchServer) -> None:
+    """With N callers every request takes N times 20 ms, or longer on a busy machine."""
+    run = measure(
+        Plan(
+            model="slow",
+            endpoint=served.endpoints["lane"],
+            limit=Limit(50.0, 5 * SERVICE_NS // 2, 1, 16),
+            settings=replace(QUICK, warmup_ns=SECOND // 8),
+        )
+    )
+    assert run.best in (None, 1, 2)
+    assert [point.value for point in run.points] == sorted(point.value for point in run.points)
+    assert all(keeps is (point.value <= (run.best or 0)) for point in run.points for keeps in [_kept(point)])
+
+
+def _kept(point: record.Point) -> bool:
+    return point.latency.percentiles["p50"].mean <= 5 * SERVICE_NS // 2
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_larger_than_any_window(kind: str, served: BenchServer) -> None:
+    """Over gRPC, 800 KB need many frames, and windows that the server opens again. Over ipc as frames: named segments
+    of the worker would stay until the server ends.
+    """
+    endpoint = replace(served.endpoints[kind], memory="frames" if kind == "ipc" else None)
+    plan = Plan(model="wide", endpoint=endpoint, loads=(Closed(2),), settings=QUICK)
+    point = one_point(replace(plan, inputs=Inputs(shapes=("i_FP32=1,200000",), distinct=2)))
+    assert not point.errors
+    assert point.latency.count >= 3
+
+
+@pytest.mark.usefixtures("threads")
+def test_strings_and_files_reach_the_model(served: BenchServer, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.ones((2, 4), np.float32))
+    inputs = Inputs(texts=(f"i_FP32=@{tmp_path}", 'i_BYTES=[["a", "bc", "", "d"], ["1", "2", "3", "4"]]'))
+    for kind in ("lane", "http", "grpc"):
+        point = one_point(Plan(model="id", endpoint=served.endpoints[kind], inputs=inputs, settings=QUICK))
+        assert not point.errors
+        assert point.rows == 2
+
+
+@pytest.mark.usefixtures("threads")
+def test_processes_are_added_while_they_are_busy(served: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until each caller has a process of its own; a number that was given stays."""
+    monkeypatch.setattr(one_load, "BUSY", -1.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
+    plan = Plan(model="id", endpoint=served.endpoints["lane"], loads=(Closed(3), Closed(1)), settings=QUICK)
+    three, one = measure(plan).points
+    assert (three.cost.processes, one.cost.processes) == (3, 1)
+    assert not three.errors
+    assert one_point(replace(plan, processes=1, loads=(Closed(3),))).cost.processes == 1
+
+
+@pytest.mark.usefixtures("threads")
+def test_errors_of_streams(served: BenchServer) -> None:
+    """A negative count makes the model fail after its answers."""
+    for kind in ("lane", "http", "grpc"):
+        plan = Plan(
+            model="talker", endpoint=served.endpoints[kind], stream=True, inputs=Inputs(texts=("count=-2",)),
+            settings=QUICK,
+        )  # fmt: skip
+        point = one_point(plan)
+        assert point.failed
+        assert not point.latency.count
+        with pytest.raises(InvalidRequest, match=r"model 'talker' is decoupled, .*: use --stream"):
+            measure(Plan(model="talker", endpoint=served.endpoints[kind]))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_generator_measures_itself(kind: str, served: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "SETTINGS", QUICK)
+    found = calibration.calibrate(Plan(model="id", endpoint=served.endpoints[kind]))
+    assert found.protocol == {"lane": "unix", "tcp": "ipc"}.get(kind, kind)
+    assert found.per_s > 0
+    assert found.request_ns > 0
