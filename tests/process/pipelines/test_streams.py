@@ -27,6 +27,7 @@ from shmserve.testing import Server
 from tests.support.clients.client_faces import connect
 from tests.support.living import until
 from tests.support.model_files import write_model
+from tests.support.workers.models.stream_models import HEAD
 
 pytestmark = pytest.mark.process
 
@@ -37,24 +38,7 @@ output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
 {more}
 """
 DECOUPLED = "model_transaction_policy { decoupled: true }"
-HEAD = """\
-import json
-import threading
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
-
-def response(value, size=1):
-    return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, size), value, np.float32))])
-
-
-def wishes(request):
-    return json.loads(request.parameters())
-
-
+REPORT = """\
 def report(request, word):
     with open(wishes(request)["report"], "w") as file:
         file.write(word)
@@ -107,7 +91,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     sources = {"repeat": REPEAT, "tokens": TOKENS, "fails": FAILS, "mortal": REPEAT, "counted": REPEAT}
     for name, source in sources.items():
-        write_model(repository, name, CONFIG.format(name=name, backend="python", more=DECOUPLED), HEAD + source)
+        write_model(
+            repository, name, CONFIG.format(name=name, backend="python", more=DECOUPLED), HEAD + REPORT + source
+        )
     write_model(repository, "once", CONFIG.format(name="once", backend="identity", more=""))
     with Server(repository, "--exit-on-error", "true") as running:
         # Named segments stay while their workers live: make all that the tests need before the leak check starts.

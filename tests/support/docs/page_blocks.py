@@ -72,7 +72,7 @@ TESTED = {
     ("openai", "sh"): "tests/process/docs/test_openai_page.py",
     ("openai", "text"): "tests/process/docs/test_openai_page.py",
     ("python", "python"): "tests/process/models/python/test_python_models.py",
-    ("run", "sh"): "tests/process/cli/test_run.py",
+    ("run", "sh"): "tests/process/cli/run/test_run.py",
     ("sequences", "pbtxt"): "tests/process/docs/test_sequences_page.py",
     ("sequences", "python"): "tests/process/docs/test_sequences_page.py",
     ("sequences", "sh"): "tests/process/docs/test_sequences_page.py",

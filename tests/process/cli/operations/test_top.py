@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from shmserve.extras import install_command
 from shmserve.testing import Server
+from tests.process.cli.operations.json_lines import first_lines
 from tests.support.docs import pages
 from tests.support.launch import identity
 from tests.support.system.terminal import Terminal
@@ -167,17 +167,8 @@ def test_metrics_that_are_not_there(server: Server) -> None:
 
 def test_a_line_of_json_at_each_refresh(server: Server) -> None:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "top", "--json", "--interval", "0.05"]
-    process = subprocess.Popen([*command, "--url", server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        lines = [json.loads(process.stdout.readline()) for _ in range(3)]
-        process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=END_S)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130
-    assert told == b"shmserve top: interrupted\n"
+    lines, code, errors = first_lines([*command, "--url", server.url], 3)
+    assert (code, errors) == (130, b"shmserve top: interrupted\n")
     assert {row["model"] for line in lines for row in line["models"]} == {"mlp", "cnn", "stuck"}
 
 

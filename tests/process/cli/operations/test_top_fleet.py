@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
+from tests.process.cli.operations.json_lines import first_lines
 from tests.support.docs import pages
 from tests.support.launch import identity
 from tests.support.system.terminal import Terminal
@@ -149,16 +149,8 @@ def test_a_server_that_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_line_of_json_at_each_refresh(fleet: list[Server]) -> None:
-    process = subprocess.Popen([*COMMAND, "--json", *named(*fleet)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        lines = [json.loads(process.stdout.readline()) for _ in range(3)]
-        process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=END_S)
-    finally:
-        process.kill()
-        process.wait()
-    assert (process.returncode, told) == (130, b"shmserve top: interrupted\n")
+    lines, code, errors = first_lines([*COMMAND, "--json", *named(*fleet)], 3)
+    assert (code, errors) == (130, b"shmserve top: interrupted\n")
     assert [line["total"]["states"] for line in lines] == [{"READY": 2}] * 3
 
 

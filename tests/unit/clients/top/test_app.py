@@ -15,10 +15,10 @@ from textual.pilot import Pilot
 from shmserve.clients.top.app import TopApp
 from shmserve.clients.top.columns import MODELS
 from shmserve.clients.top.screens import ConfirmScreen, DetailScreen, HelpScreen, Lines
-from shmserve.clients.top.table_view import TableView
 from shmserve.clients.top.texts import line_text
 from shmserve.errors import ConnectionLost, Denied
 from tests.support.clients.activity_documents import client, counters, document, gpu, instance, model
+from tests.support.clients.app_driver import AppDriver
 
 NEVER_S = 1e6
 """An interval that does not end in a test: documents are read when the test says so."""
@@ -75,17 +75,12 @@ class ScriptedSource:
         self.gate.set()
 
 
-class Driver:
-    """An app that is running, and what is on its screen."""
+class Driver(AppDriver[TopApp]):
+    """An app of one server, and its dialogs."""
 
     def __init__(self, app: TopApp, pilot: Pilot[str], source: ScriptedSource) -> None:
-        self.app = app
-        self.pilot = pilot
+        super().__init__(app, pilot)
         self.source = source
-
-    async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
-        await self.pilot.pause()
 
     async def read(self) -> None:
         await self.app.read()
@@ -110,16 +105,6 @@ class Driver:
         for worker in [one for one in self.app.workers if one.group == "operations"]:
             await worker.wait()
         await self.pilot.pause()
-
-    @property
-    def text(self) -> str:
-        strips = self.app.screen._compositor.render_strips()
-        return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
-
-    @property
-    def table(self) -> TableView:
-        found: TableView = self.app.screen_stack[0].query_one(TableView)
-        return found
 
     @property
     def names(self) -> list[str]:

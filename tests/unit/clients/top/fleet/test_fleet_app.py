@@ -13,10 +13,10 @@ from textual.pilot import Pilot
 from shmserve.clients.top.fleet.fleet_app import FleetApp
 from shmserve.clients.top.fleet.poller import Fleet
 from shmserve.clients.top.screens import HelpScreen, Lines
-from shmserve.clients.top.table_view import TableView
 from shmserve.clients.top.texts import line_text
 from shmserve.errors import ConnectionLost
 from tests.support.clients.activity_documents import counters, document, model
+from tests.support.clients.app_driver import AppDriver
 from tests.unit.clients.top.fleet.scripted import PATIENCE_S, Document, ScriptedSource
 
 NEVER_S = 1e6
@@ -38,15 +38,10 @@ def sources() -> dict[str, ScriptedSource]:
     }
 
 
-class Driver:
+class Driver(AppDriver[FleetApp]):
     def __init__(self, app: FleetApp, pilot: Pilot[str], fleet: Fleet) -> None:
-        self.app = app
-        self.pilot = pilot
+        super().__init__(app, pilot)
         self.fleet = fleet
-
-    async def press(self, *keys: str) -> None:
-        await self.pilot.press(*keys)
-        await self.pilot.pause()
 
     async def until(self, holds: Callable[[], object]) -> None:
         """Reads all servers until then."""
@@ -56,16 +51,6 @@ class Driver:
             self.fleet.refresh()
             await self.app.read()
             await self.pilot.pause()
-
-    @property
-    def text(self) -> str:
-        strips = self.app.screen._compositor.render_strips()
-        return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
-
-    @property
-    def table(self) -> TableView:
-        found: TableView = self.app.screen_stack[0].query_one(TableView)
-        return found
 
     def column(self, key: str) -> list[Any]:
         return [row[key] for row in self.table.rows]

@@ -15,16 +15,9 @@ from types import TracebackType
 
 import pytest
 
-from tests.support.workers.models.run_models import END_S, build, command, environment
+from tests.support.workers.models.run_models import END_S, command, environment
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    build(root)
-    return root
 
 
 class Conversation:

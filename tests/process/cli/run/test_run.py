@@ -22,16 +22,9 @@ from shmserve.workers.foreground import solo
 from shmserve.workers.foreground.order import RunOrder
 from tests.support.docs import pages
 from tests.support.model_files import write_model
-from tests.support.workers.models.run_models import END_S, build, command, environment
+from tests.support.workers.models.run_models import END_S, command, environment
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    build(root)
-    return root
 
 
 class Ran:

@@ -1,0 +1,1 @@
+"""`shmserve run`: from a shell, and in a terminal."""
