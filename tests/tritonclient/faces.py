@@ -1,5 +1,6 @@
-"""The four clients of `tritonclient`, behind one way to call them. Rule: it runs where that package is installed, and
-nothing of ours is imported but other files of this folder.
+"""The four clients of `tritonclient` behind one interface.
+
+It runs in the environment that has `tritonclient`, so it imports nothing of this project outside this folder.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ class Face:
         return await done(getattr(self.client, method)(*args, **options))
 
     async def document(self, method: str, *args: Any, **options: Any) -> Any:
-        """As JSON, which gRPC only gives when it is asked to."""
+        """The result as JSON, for which gRPC needs an option."""
         return await self.ask(method, *args, **options, **({"as_json": True} if self.grpc else {}))
 
     async def refused(self, allowed: str, method: str, *args: Any, **options: Any) -> str:
-        """What an error says; `allowed` are its statuses as HTTP has them, with | between."""
+        """The message of the error; `allowed` lists its HTTP statuses, separated by |."""
         try:
-            said = await self.ask(method, *args, **options)
+            result = await self.ask(method, *args, **options)
         except InferenceServerException as error:
-            said = error
-        assert isinstance(said, InferenceServerException), f"{method} was answered: {said}"
+            result = error
+        assert isinstance(result, InferenceServerException), f"{method} succeeded: {result}"
         names = {"400": "INVALID_ARGUMENT", "404": "NOT_FOUND", "500": "INTERNAL"}
         expected = [f"StatusCode.{names[one]}" if self.grpc else one for one in allowed.split("|")]
-        assert said.status() in expected, said
-        return str(said.message())
+        assert result.status() in expected, result
+        return str(result.message())
 
     # ------------------------------------------------------------------------------------ the model `simple`
 
@@ -81,18 +82,18 @@ class Face:
         return made
 
 
-async def done(said: Any) -> Any:
-    return await said if inspect.isawaitable(said) else said
+async def done(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
 
 
 def right(result: Any) -> None:
-    """What `simple` answers to A and B."""
+    """Checks the response of `simple` to A and B."""
     np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), A + B)
     np.testing.assert_array_equal(result.as_numpy("OUTPUT1"), A - B)
 
 
 class Region:
-    """Shared memory with a name of its own, in the system and at the server."""
+    """A shared memory region with a unique name and key."""
 
     _made = 0
 
@@ -116,7 +117,7 @@ class Region:
 
 
 def found_methods() -> set[str]:
-    """What the package has in public: the same names as METHODS, unless one of them has changed."""
+    """The public methods and functions of the package; they differ from METHODS if the package has changed."""
     names = set()
     for face in CLIENTS:
         names |= _public(face, importlib.import_module(f"tritonclient.{face}").InferenceServerClient)

@@ -1,5 +1,6 @@
-"""All that `tritonclient` offers in public, and so all that has a case here. The rule of the file: names alone, as it
-is read in two environments; whether they are all of them is found by looking at the package itself.
+"""The public methods and functions of `tritonclient`, each of which has a case here.
+
+Both environments import this module, so it contains only names. A test compares them with the package.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CLASSES = {
     "grpc.CallContext": ("cancel",),
     "grpc.auth.BasicAuth": (),
 }
-"""What else is given to a client, or comes from it, and its methods."""
+"""Classes of arguments and results of a client -> their methods."""
 
 FUNCTIONS = {
     "utils": (

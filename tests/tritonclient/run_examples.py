@@ -1,7 +1,7 @@
-"""`python -m tests.tritonclient.run_examples DIRECTORY`: runs the published example programs of `tritonclient`, which
-are no part of this project, as they lie there, against a server of ours, and prints a table of what came of each.
+"""`python -m tests.tritonclient.run_examples DIRECTORY`: runs the unchanged example programs of `tritonclient` against a
+server, and prints a table of their results.
 
-The rule of the file: an example passes when it ends with 0 and does not print FAIL; nothing in it is changed.
+The examples are not part of this project. One passes if it exits with 0 and does not print FAIL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.tritonclient.serving import ABSENT, PYTHON, serving
 PATTERNS = ("simple_http_*.py", "simple_grpc_*.py", "grpc_explicit_*.py", "reuse_infer_objects_client.py",
             "memory_growth_test.py")  # fmt: skip
 HTTP, GRPC = 8000, 8001
-"""Where some examples look, whatever they are told."""
+"""Some examples always use these ports."""
 EXAMPLE_S = 60
 
 
@@ -31,7 +31,7 @@ class Run:
     protocol: str
     arguments: tuple[str, ...] = ()
     fixed: bool = False
-    """It has its port written in it."""
+    """The example always uses the same port."""
 
     @property
     def text(self) -> str:
@@ -57,19 +57,19 @@ def models_for(run: Run) -> list[str]:
 
 
 def attempt(run: Run, python: Path, endpoints: dict[str, str]) -> str:
-    """Nothing, or what went wrong."""
+    """ "", or the error."""
     if run.protocol not in endpoints:
-        return f"no door for {run.protocol}"
+        return f"no endpoint for {run.protocol}"
     command = [str(python), str(run.path), *run.arguments, *(() if run.fixed else ("-u", endpoints[run.protocol]))]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=EXAMPLE_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"not done after {EXAMPLE_S} s"
-    said = (found.stdout + found.stderr).strip().splitlines() or [""]
-    bad = [line for line in said if line.startswith("FAIL")]
+        return f"still running after {EXAMPLE_S} s"
+    lines = (found.stdout + found.stderr).strip().splitlines() or [""]
+    bad = [line for line in lines if line.startswith("FAIL")]
     if found.returncode == 0 and not bad:
         return ""
-    return f"code {found.returncode}: {(bad or said)[-1][:200]}"
+    return f"code {found.returncode}: {(bad or lines)[-1][:200]}"
 
 
 def results(found: list[Run], python: Path, gpu: bool) -> Iterator[tuple[Run, str, float]]:
@@ -89,7 +89,7 @@ def results(found: list[Run], python: Path, gpu: bool) -> Iterator[tuple[Run, st
 def together(
     group: list[Run], python: Path, names: list[str], load: str, ports: dict[str, int]
 ) -> Iterator[tuple[Run, str, float]]:
-    """With one server."""
+    """Runs all of them on one server."""
     if not group:
         return
     done = 0
@@ -108,12 +108,12 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tritonclient.run_examples", description=__doc__)
     parser.add_argument("folder", type=Path, help="the examples: src/python/examples of the repository of the clients")
     parser.add_argument("--python", type=Path, default=PYTHON, help="a Python that has tritonclient")
-    parser.add_argument("--only", default="", metavar="TEXT", help="those with this in their name")
-    parser.add_argument("--gpu", action="store_true", help="also those that need a GPU")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only examples with this text in their name")
+    parser.add_argument("--gpu", action="store_true", help="also run examples that need a GPU")
     chosen = parser.parse_args(words)
     found = [run for run in runs(chosen.folder) if chosen.only in run.path.name]
     if not found or not chosen.python.exists():
-        print(ABSENT if found else "none of the examples is there", file=sys.stderr)
+        print(ABSENT if found else f"no examples in {chosen.folder}", file=sys.stderr)
         return 2
     wrong = 0
     print("| example | result | seconds |\n| --- | --- | --- |")

@@ -1,7 +1,4 @@
-"""A server with the models of models.py and a gateway beside it, and the Python that has `tritonclient`.
-
-The rule of the file: nothing outlives the `with` block.
-"""
+"""A server with the models of models.py and a gateway, and the Python that has `tritonclient`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from tests.tritonclient import models as client_models
 
 PYTHON = Path(os.environ.get("SHMSERVE_TRITONCLIENT") or ROOT / "build" / "tritonclient-env" / "bin" / "python")
 """Of the environment that `make tritonclient` makes."""
-ABSENT = "no environment with tritonclient: `make tritonclient` makes it where the package registry can be reached"
+ABSENT = "no environment with tritonclient: run `make tritonclient`, which installs it from the package registry"
 ROLES = "infer,observe,operate"
 END_S = 60
 
@@ -28,7 +25,7 @@ END_S = 60
 def serving(
     repository: Path, names: list[str], load: str = "*", ports: dict[str, int] | None = None
 ) -> Iterator[dict[str, str]]:
-    """Door -> host and port. The server calls itself what some clients expect; all roles are given."""
+    """Endpoint -> host and port. The server has the name that some clients expect, and grants all roles."""
     client_models.build(repository, names)
     control = ("--model-control-mode", "explicit", "--load-model", load)
     with Server(repository, "--id", "triton", *control) as server, _gateway(server, ports or {}) as endpoints:

@@ -1,5 +1,6 @@
-"""Every public method of `tritonclient`, as it is installed from the registry, against a live gateway. All of them are
-called by one process of the environment that has it; each is a test here.
+"""Every public method of `tritonclient` against a gateway.
+
+One process of the environment that has the package calls all of them; each is a test here.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ MODELS = ["simple", "simple_string", "simple_identity", "custom_identity_int32",
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Case -> what went wrong."""
+def errors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Case -> its error, or ""."""
     with serving(tmp_path_factory.mktemp("models"), MODELS) as endpoints:
         command = [str(PYTHON), "-m", "tests.tritonclient.calls", endpoints["http"], endpoints["grpc"]]
         found = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=4 * END_S, check=False)
@@ -30,11 +31,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield {line["case"]: line["failed"] for line in lines}
 
 
-def test_every_public_method_has_a_case(said: dict[str, str]) -> None:
-    assert said["inspection"] == ""
+def test_every_public_method_has_a_case(errors: dict[str, str]) -> None:
+    assert errors["inspection"] == ""
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_method(said: dict[str, str], method: str) -> None:
-    if said[method]:
-        pytest.fail(said[method], pytrace=False)
+def test_method(errors: dict[str, str], method: str) -> None:
+    if errors[method]:
+        pytest.fail(errors[method], pytrace=False)

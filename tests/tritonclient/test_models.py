@@ -1,6 +1,4 @@
-"""The models for the examples of `tritonclient`: they can be served, and their files are Python. What they answer is
-looked at by `tests/tritonclient`.
-"""
+"""The models for the examples of `tritonclient`: valid configurations, sources and the program that writes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A case for each method of what clients are given and give, and for the functions beside them. The rule of the file:
-where a thing says something to a server, it is the server that is asked whether it did.
+"""A case for each method of the arguments and results of clients, and for the functions of `tritonclient.utils`.
+
+Where a method has an effect on the server, the case checks the effect there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.tritonclient.faces import BYTES, A, B, Face, Region, right
 WAIT_S = 20
 Case = Callable[[Face], Awaitable[None]]
 CASES: dict[str, Case] = {}
-"""Name, as in METHODS -> the case. Its face is that of the name's module; of functions, HTTP's."""
+"""Name in METHODS -> case. Its face is the module in the name; functions use HTTP."""
 
 
 def case(*names: str) -> Callable[[Case], Case]:
@@ -52,7 +53,7 @@ async def inputs(face: Face) -> None:
 @both("InferInput", "set_shared_memory")
 @both("InferRequestedOutput", "name", "set_shared_memory", "unset_shared_memory")
 async def memory(face: Face) -> None:
-    """The same objects with and without shared memory."""
+    """The same objects, with and without shared memory."""
     inputs, outputs = face.inputs(), face.outputs()
     assert [output.name() for output in outputs] == ["OUTPUT0", "OUTPUT1"]
     with Region() as given, Region() as got:
@@ -88,7 +89,7 @@ async def result(face: Face) -> None:
 
 @case("http.InferResult.from_response_body")
 async def from_body(face: Face) -> None:
-    """JSON alone."""
+    """A body that is only JSON."""
     text = b'{"model_name":"simple","outputs":[{"name":"OUTPUT0","datatype":"INT32","shape":[2],"data":[1,2]}]}'
     found = face.module.InferResult.from_response_body(text)
     assert found.as_numpy("OUTPUT0").tolist() == [1, 2]
@@ -102,7 +103,7 @@ async def asked(face: Face) -> None:
 
 @case("grpc.CallContext.cancel")
 async def cancel(face: Face) -> None:
-    """A request that is taken back is not answered; the next one is."""
+    """A cancelled request does not affect the next one."""
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     given = [face.one("INPUT", np.array([[5]], np.int32), "INT32")]
     face.client.infer("simple_sequence", given, sequence_id=77, sequence_start=True)
@@ -126,7 +127,7 @@ async def keep_alive(face: Face) -> None:
 
 @case("http.auth.BasicAuth.use", "grpc.auth.BasicAuth.use")
 async def basic_auth(face: Face) -> None:
-    """It adds a header, which a door without a login does not look at."""
+    """It adds a header, which an endpoint without access control ignores."""
     auth = importlib.import_module(f"tritonclient.{face.name}.auth").BasicAuth("user", "word")
     face.client.register_plugin(auth)
     right(face.client.infer("simple", face.inputs()))
@@ -152,7 +153,7 @@ async def types(face: Face) -> None:
 
 @case("utils.serialize_byte_tensor", "utils.deserialize_bytes_tensor", "utils.serialized_byte_size")
 async def words(face: Face) -> None:
-    """Texts in a region, serialised by hand both ways."""
+    """Strings in a region, serialized and deserialized by the functions."""
     given = np.array([[b"one", b"", b"three"]], object)
     packed = utils.serialize_byte_tensor(given)
     size = utils.serialized_byte_size(packed)
@@ -172,12 +173,12 @@ async def words(face: Face) -> None:
 
 @case("utils.raise_error")
 async def error(face: Face) -> None:
-    said = ""
+    text = ""
     try:
         utils.raise_error("so")
     except utils.InferenceServerException as raised:
-        said = raised.message()
-    assert said == "so"
+        text = raised.message()
+    assert text == "so"
 
 
 @case(*[

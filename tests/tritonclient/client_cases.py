@@ -1,5 +1,6 @@
-"""A case for each method of the clients, the same for all four. The rule of the file: a function has the name of the
-method that it is about, and what it leaves at the server it takes away again.
+"""A case for each method of the clients, the same for all four.
+
+A function has the name of the method that it tests, and removes what it has created on the server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.tritonclient.faces import ABSENT, BYTES, A, B, Face, Region, done, ri
 WAIT_S = 20
 
 
-# ---------------------------------------------------------------------------------------- questions
+# ---------------------------------------------------------------------------------------- health, metadata, statistics
 
 
 async def is_server_live(face: Face) -> None:
@@ -37,38 +38,38 @@ async def is_model_ready(face: Face) -> None:
 
 
 async def get_server_metadata(face: Face) -> None:
-    said = await face.document("get_server_metadata")
-    assert said["name"] == "triton"
-    assert {"classification", "sequence", "model_repository", "statistics", "parameters"} <= set(said["extensions"])
+    found = await face.document("get_server_metadata")
+    assert found["name"] == "triton"
+    assert {"classification", "sequence", "model_repository", "statistics", "parameters"} <= set(found["extensions"])
 
 
 async def get_model_metadata(face: Face) -> None:
-    said = await face.document("get_model_metadata", "simple")
-    assert (said["name"], said["versions"], said["platform"]) == ("simple", ["1"], "python")
-    tensors = [(one["name"], one["datatype"], [int(dim) for dim in one["shape"]]) for one in said["inputs"]]
+    found = await face.document("get_model_metadata", "simple")
+    assert (found["name"], found["versions"], found["platform"]) == ("simple", ["1"], "python")
+    tensors = [(one["name"], one["datatype"], [int(dim) for dim in one["shape"]]) for one in found["inputs"]]
     assert tensors == [("INPUT0", "INT32", [-1, 16]), ("INPUT1", "INT32", [-1, 16])]
-    assert [one["name"] for one in said["outputs"]] == ["OUTPUT0", "OUTPUT1"]
+    assert [one["name"] for one in found["outputs"]] == ["OUTPUT0", "OUTPUT1"]
     assert "nothing" in await face.refused("404", "get_model_metadata", ABSENT)
 
 
 async def get_model_config(face: Face) -> None:
-    said = await face.document("get_model_config", "simple")
-    config = said["config"] if face.grpc else said
+    found = await face.document("get_model_config", "simple")
+    config = found["config"] if face.grpc else found
     assert (config["name"], config["max_batch_size"]) == ("simple", 8)
     assert [one["dims"] for one in config["input"]] == ([["16"]] * 2 if face.grpc else [[16]] * 2)
     await face.refused("404", "get_model_config", ABSENT)
 
 
 async def get_model_repository_index(face: Face) -> None:
-    said = await face.document("get_model_repository_index")
-    states = {one["name"]: one.get("state") for one in (said["models"] if face.grpc else said)}
+    found = await face.document("get_model_repository_index")
+    states = {one["name"]: one.get("state") for one in (found["models"] if face.grpc else found)}
     assert (states["simple"], states["simple_identity"]) == ("READY", "READY")
 
 
 async def get_inference_statistics(face: Face) -> None:
     async def count() -> int:
-        said = await face.document("get_inference_statistics", "simple", "1")
-        (stats,) = said["model_stats"]
+        found = await face.document("get_inference_statistics", "simple", "1")
+        (stats,) = found["model_stats"]
         assert (stats["name"], stats["version"]) == ("simple", "1")
         return int(stats["inference_stats"]["success"].get("count", 0))
 
@@ -82,61 +83,61 @@ async def get_inference_statistics(face: Face) -> None:
 # ---------------------------------------------------------------------------------------- settings
 
 
-def _values(said: Any, name: str) -> Any:
-    """Of the settings of traces, which gRPC has as lists of texts."""
-    if "settings" not in said:
-        return said[name]
-    values = said["settings"][name]["value"]
+def _values(found: Any, name: str) -> Any:
+    """A trace setting, which gRPC returns as a list of strings."""
+    if "settings" not in found:
+        return found[name]
+    values = found["settings"][name]["value"]
     return values if name == "trace_level" else values[0]
 
 
 async def get_trace_settings(face: Face) -> None:
     for model in (None, "simple"):
-        said = await face.document("get_trace_settings", model)
-        assert _values(said, "trace_level") == ["OFF"]
-        assert _values(said, "trace_rate") == "1000"
+        found = await face.document("get_trace_settings", model)
+        assert _values(found, "trace_level") == ["OFF"]
+        assert _values(found, "trace_rate") == "1000"
     await face.refused("400|404", "get_trace_settings", ABSENT)
 
 
 async def update_trace_settings(face: Face) -> None:
-    said = await face.document("update_trace_settings", "simple", {"trace_rate": "500"})
-    assert _values(said, "trace_rate") == "500"
+    found = await face.document("update_trace_settings", "simple", {"trace_rate": "500"})
+    assert _values(found, "trace_rate") == "500"
     assert _values(await face.document("get_trace_settings"), "trace_rate") == "1000"
-    said = await face.document("update_trace_settings", "simple", {"trace_rate": None})
-    assert _values(said, "trace_rate") == "1000"
+    found = await face.document("update_trace_settings", "simple", {"trace_rate": None})
+    assert _values(found, "trace_rate") == "1000"
 
 
 async def get_log_settings(face: Face) -> None:
-    said = await face.document("get_log_settings")
-    assert _setting(said, "log_info") is True
-    assert _setting(said, "log_verbose_level") == 0
+    found = await face.document("get_log_settings")
+    assert _setting(found, "log_info") is True
+    assert _setting(found, "log_verbose_level") == 0
 
 
 async def update_log_settings(face: Face) -> None:
-    said = await face.document("update_log_settings", {"log_verbose_level": 1, "log_warning": False})
-    assert (_setting(said, "log_verbose_level"), _setting(said, "log_warning")) == (1, False)
-    said = await face.document("update_log_settings", {"log_verbose_level": 0, "log_warning": True})
-    assert (_setting(said, "log_verbose_level"), _setting(said, "log_warning")) == (0, True)
+    found = await face.document("update_log_settings", {"log_verbose_level": 1, "log_warning": False})
+    assert (_setting(found, "log_verbose_level"), _setting(found, "log_warning")) == (1, False)
+    found = await face.document("update_log_settings", {"log_verbose_level": 0, "log_warning": True})
+    assert (_setting(found, "log_verbose_level"), _setting(found, "log_warning")) == (0, True)
 
 
-def _setting(said: Any, name: str) -> Any:
-    if "settings" not in said:
-        return said[name]
-    (value,) = said["settings"][name].values()
+def _setting(found: Any, name: str) -> Any:
+    if "settings" not in found:
+        return found[name]
+    (value,) = found["settings"][name].values()
     return value
 
 
-# ---------------------------------------------------------------------------------------- models come and go
+# ---------------------------------------------------------------------------------------- load and unload
 
 
 async def load_model(face: Face) -> None:
     await face.ask("load_model", "simple_string", config=json.dumps({"max_batch_size": 16}))
-    said = await face.document("get_model_config", "simple_string")
-    assert (said["config"] if face.grpc else said)["max_batch_size"] == 16
+    found = await face.document("get_model_config", "simple_string")
+    assert (found["config"] if face.grpc else found)["max_batch_size"] == 16
     await face.ask("unload_model", "simple_string")
     await face.ask("load_model", "simple_string")
-    said = await face.document("get_model_config", "simple_string")
-    assert (said["config"] if face.grpc else said)["max_batch_size"] == 8
+    found = await face.document("get_model_config", "simple_string")
+    assert (found["config"] if face.grpc else found)["max_batch_size"] == 8
     config = {
         "backend": "identity" if await _is_ours(face) else "python",
         "max_batch_size": 2,
@@ -152,8 +153,8 @@ async def load_model(face: Face) -> None:
 
 
 async def _is_ours(face: Face) -> bool:
-    said = await face.document("get_model_config", "simple_identity")
-    return bool((said["config"] if face.grpc else said)["backend"] == "identity")
+    found = await face.document("get_model_config", "simple_identity")
+    return bool((found["config"] if face.grpc else found)["backend"] == "identity")
 
 
 async def unload_model(face: Face) -> None:
@@ -186,14 +187,14 @@ async def register_system_shared_memory(face: Face) -> None:
 async def get_system_shared_memory_status(face: Face) -> None:
     with Region() as region:
         await face.ask("register_system_shared_memory", region.name, region.key, BYTES // 2, offset=0)
-        said = await face.document("get_system_shared_memory_status")
-        (one,) = said["regions"].values() if face.grpc else said
+        found = await face.document("get_system_shared_memory_status")
+        (one,) = found["regions"].values() if face.grpc else found
         assert (one["name"], one["key"], int(one["byte_size"])) == (region.name, region.key, BYTES // 2)
-        said = await face.document("get_system_shared_memory_status", region.name)
-        assert len(said["regions"] if face.grpc else said) == 1
+        found = await face.document("get_system_shared_memory_status", region.name)
+        assert len(found["regions"] if face.grpc else found) == 1
         await face.ask("unregister_system_shared_memory", region.name)
-    said = await face.document("get_system_shared_memory_status")
-    assert (said.get("regions", {}) if face.grpc else said) in ({}, [])
+    found = await face.document("get_system_shared_memory_status")
+    assert (found.get("regions", {}) if face.grpc else found) in ({}, [])
 
 
 async def unregister_system_shared_memory(face: Face) -> None:
@@ -205,22 +206,22 @@ async def unregister_system_shared_memory(face: Face) -> None:
         await face.ask("unregister_system_shared_memory", one.name)
         assert one.name in await face.refused("404", "infer", "simple", inputs)
         await face.ask("unregister_system_shared_memory")
-    said = await face.document("get_system_shared_memory_status")
-    assert (said.get("regions", {}) if face.grpc else said) in ({}, [])
+    found = await face.document("get_system_shared_memory_status")
+    assert (found.get("regions", {}) if face.grpc else found) in ({}, [])
 
 
 async def register_cuda_shared_memory(face: Face) -> None:
-    """A handle that no driver has made is refused; what a real one does needs a GPU."""
+    """An invalid handle is refused. A valid one needs a GPU."""
     try:
         await face.ask("register_cuda_shared_memory", "cuda", b"A" * 88, 0, BYTES)
     except face.module.InferenceServerException:
         return
-    raise AssertionError("a made-up handle was taken")
+    raise AssertionError("an invalid handle was accepted")
 
 
 async def get_cuda_shared_memory_status(face: Face) -> None:
-    said = await face.document("get_cuda_shared_memory_status")
-    assert (said.get("regions", {}) if face.grpc else said) in ({}, [])
+    found = await face.document("get_cuda_shared_memory_status")
+    assert (found.get("regions", {}) if face.grpc else found) in ({}, [])
 
 
 async def unregister_cuda_shared_memory(face: Face) -> None:
@@ -309,7 +310,7 @@ async def start_stream(face: Face) -> None:
 
 
 async def async_stream_infer(face: Face) -> None:
-    """Answers of models that answer once keep the order of the requests; those of others come when they are there."""
+    """Responses of models that are not decoupled have the order of the requests; others arrive when sent."""
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     face.client.start_stream(lambda result, error: answers.put((result, error)))
     face.client.async_stream_infer("simple", face.inputs(), request_id="1")
@@ -336,7 +337,7 @@ async def async_stream_infer(face: Face) -> None:
 
 
 async def stop_stream(face: Face) -> None:
-    """It waits for what is under way, or takes it back."""
+    """It waits for requests in flight, or cancels them."""
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     for cancel in (False, True):
         face.client.start_stream(lambda result, error: answers.put((result, error)))
@@ -365,7 +366,7 @@ async def stream_infer(face: Face) -> None:
 
 
 async def generate_request_body(face: Face) -> None:
-    """A body that is sent by other means."""
+    """The body is sent with another HTTP client."""
     body, length = face.module.InferenceServerClient.generate_request_body(face.inputs(), outputs=face.outputs())
     asked = urllib.request.Request(f"http://{face.url}/v2/models/simple/infer", bytes(body))
     asked.add_header("Content-Type", "application/octet-stream")
@@ -378,7 +379,7 @@ async def generate_request_body(face: Face) -> None:
 parse_response_body = generate_request_body
 
 
-# ---------------------------------------------------------------------------------------- the client itself
+# ---------------------------------------------------------------------------------------- the client
 
 
 async def close(face: Face) -> None:
