@@ -1,5 +1,5 @@
-"""`python -m tests.tritonclient.run_examples DIRECTORY`: runs the unchanged example programs of `tritonclient` against a
-server, and prints a table of their results.
+"""`python -m tests.tritonclient.run_examples DIRECTORY`: runs the unchanged example programs of `tritonclient` against
+a server, and prints a table of their results.
 
 The examples are not part of this project. One passes if it exits with 0 and does not print FAIL.
 """

@@ -19,7 +19,7 @@ TABLE = (
 
 
 def tool(folder: Path, code: int = 0, valid: int = 0) -> Path:
-    """Writes the table where it is told to, and ends; not before its windows are so long."""
+    """Writes the table to the given file and exits, but not before its windows are long enough."""
     made = folder / "perf_analyzer"
     made.write_text(
         "#!/usr/bin/env python3\nimport sys\nwords = sys.argv\n"

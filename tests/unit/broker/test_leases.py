@@ -1,4 +1,4 @@
-"""Leases that cannot be started: whatever was made for them is gone, and the core is told once."""
+"""Leases that cannot be started: all that was created for them is removed, and the core is notified once."""
 
 from __future__ import annotations
 

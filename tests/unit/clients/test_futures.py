@@ -37,7 +37,7 @@ def test_result_times_out_and_the_request_goes_on(client: shmserve.Client, broke
 
 
 def test_done_alone_brings_the_answer(client: shmserve.Client, broker: FakeBroker) -> None:
-    """Nobody else reads: done() does."""
+    """No other thread reads, so done() does."""
     future = client.submit("hold", {"x": X})
     broker.answer()
     client.live()  # its answer comes behind that of the future

@@ -27,7 +27,7 @@ def client(number: int) -> ClientState:
 
 
 class Told:
-    """A ledger, and what it said to whom."""
+    """A ledger, and the messages that it sent."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()

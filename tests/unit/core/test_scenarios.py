@@ -1,4 +1,4 @@
-"""Every scenario file says what comes out. SHMSERVE_REWRITE=1 writes down what did come out, for reading the diff."""
+"""Every scenario file against the core. SHMSERVE_REWRITE=1 writes the outcomes to the files, to review the diff."""
 
 from __future__ import annotations
 

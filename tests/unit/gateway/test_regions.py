@@ -231,7 +231,7 @@ def test_memory_on_a_gpu_is_only_passed_on(foreign: ForeignMemory) -> None:
         regions.find(RegionSlice("g", 100, 901))
     with pytest.raises(AlreadyExists):
         regions.register("g", Registration("/k", 1))
-    foreign._announcements.maps.clear()  # it has been told
+    foreign._announcements.maps.clear()  # it has been notified
     foreign._announcements.connected(9, True, True)
     foreign.connected()
     assert part.handle == Handle(foreign._announcements.maps[0].id, 100, 900)

@@ -64,7 +64,7 @@ VALID = {
 
 
 def decode(union: str, packet: bytes) -> list[Any] | None:
-    """What the codec made of it; None where it said that this is no packet."""
+    """What the codec made of it; None if it refused the packet."""
     try:
         found = CODECS[union].decode(packet)
     except ProtocolError:

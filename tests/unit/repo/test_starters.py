@@ -1,4 +1,4 @@
-"""Directories of new models: what a configuration says, and what is refused."""
+"""Directories of new models: their configurations, and what is refused."""
 
 from __future__ import annotations
 

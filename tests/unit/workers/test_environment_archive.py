@@ -1,6 +1,6 @@
-"""Archives of interpreters: what is in them comes out, and nothing comes out beside them.
+"""Archives of interpreters: their members are extracted, and nothing is written outside the target.
 
-The rule of the file: each archive is made here, member by member, as somebody with bad intentions would.
+Each archive is made here, member by member, as an attacker would make it.
 """
 
 from __future__ import annotations

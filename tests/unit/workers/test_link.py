@@ -1,4 +1,4 @@
-"""The worker's end of the link, what it sends in which packets, and what it says on stderr."""
+"""The worker's end of the link, what it sends in which packets, and what it prints to stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has which roles, from rules and from what the kernel says; and the door that asks it."""
+"""Roles from rules and from the credentials that the kernel reports, and the listener that checks them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_roles_are_the_union_of_what_matches(
     assert AccessRules([Rule(*one) for one in rules]).roles_of(Principal(uid, groups)) == expected
 
 
-# ---------------------------------------------------------------------------------------------- the door
+# ---------------------------------------------------------------------------------------------- the listener
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_who_comes_in(door: tuple[Loop, str, list[tuple[socket.socket, int, int]
     with connected(path):
         (accept,) = loop.readers.values()
         accept()
-        accept()  # nobody else
+        accept()  # no further connection waits
     ((sock, uid, roles),) = opened
     assert (uid, roles) == (os.geteuid(), EVERYTHING)
     assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())))
@@ -139,7 +139,7 @@ def no_descriptor_left() -> Iterator[None]:
 def test_out_of_descriptors_connections_are_refused_for_a_while(
     door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The waiting connection is told why, and the loop does not spin meanwhile."""
+    """The waiting connection gets the reason, and the loop does not spin meanwhile."""
     loop, path, opened, _ = door
     (accept,) = loop.readers.values()
     with connected(path) as refused:
@@ -160,7 +160,8 @@ def test_out_of_descriptors_connections_are_refused_for_a_while(
 
 
 def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The kernel's answer does not fit: only the first group counts, so that nobody gets more than is sure."""
+    """The groups do not fit into the buffer: only the first one counts, so that no user gets roles that are not
+    certain."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
 

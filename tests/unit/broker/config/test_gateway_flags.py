@@ -1,4 +1,4 @@
-"""What of the server's flags its gateways are told. The oracle is the gateway's own command line."""
+"""The server's flags that its gateways get. The oracle is the gateway's own command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker's end of a link, against real sockets: what a peer said before it ended is heard, however it ended."""
+"""The broker's end of a link, against real sockets: all that a peer sent before it ended is read, however it ended."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ends:
         self.link.flush(lambda _: None)
 
     def leave(self) -> None:
-        """The peer says its last words, each in a packet of its own, and ends."""
+        """The peer sends its last messages, each in a packet of its own, and ends."""
         for message in LAST:
             self.theirs.send(codec.encode([message]))
         self.theirs.close()
@@ -99,8 +99,8 @@ def client(loop: asyncio.AbstractEventLoop) -> Iterator[ClientEnds]:
 @pytest.mark.parametrize("unread", [0, 1, 5])
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_last_words(ends: Ends, unread: int, more: int) -> None:
-    """Also where it left something unread, which the kernel tells ahead of them, and where more is said to it before
-    they are read."""
+    """Also if it left packets unread, which the kernel reports first, and if more is sent to it before its messages are
+    read."""
     for number in range(unread):
         ends.say(Pong(number))
     ends.leave()
@@ -125,7 +125,7 @@ def test_last_words_of_a_process_that_has_ended(ends: Ends, unread: int) -> None
 
 
 def test_a_pause(client: ClientEnds) -> None:
-    """Nothing is heard before its time; the longest counts; and then all is, in order."""
+    """Nothing is read before the pause is over; the longest pause counts; then all is read, in order."""
     for number in range(3):
         client.theirs.send(codec.encode([Pong(number)]))
     client.link.pause(time.monotonic_ns() + 1_000_000)

@@ -24,8 +24,8 @@ PATIENCE_MS = 60_000
 
 
 class World:
-    """A door with one connected client, which has sent Hello. `clients` is what the core knows, `told` of the ends of
-    clients and of those that fall behind."""
+    """A router with one connected client, which has sent Hello. `clients` are those of the core; `told` are the
+    reported disconnects, and clients that fall behind."""
 
     def __init__(self, folder: Path, client_outbox_bytes: int = LIMIT, outbox_bytes: int = LIMIT) -> None:
         self.told: list[Any] = []

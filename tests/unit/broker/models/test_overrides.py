@@ -305,7 +305,7 @@ def test_a_directory_that_has_gone(place: Path) -> None:
 
 
 def test_existing_links_are_not_followed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file is to be, whoever may write there has put a link: it is not followed."""
+    """A link at the place of a file, made by a user who may write there, is not followed."""
     (place / "model-x" / "m" / "1").mkdir(parents=True)
     (place / "model-x" / "m" / "1" / "a").symlink_to(place.parent / "beside")
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(place / "model-x"))

@@ -147,7 +147,7 @@ def test_a_change_is_read_once(world: World, file: str) -> None:
 
 @pytest.mark.parametrize("skew", [-1e6, 1e6])
 def test_clocks_that_differ(world: World, skew: float) -> None:
-    """The disk is another machine's: what it says of times cannot be compared with ours, and is looked at twice."""
+    """The clock of the disk's machine differs from the local one, so the poller compares two checks."""
     folder = world.model("m")
     world.written(skew)
     first = names(world.poll.check())

@@ -1,4 +1,4 @@
-"""The metrics: read by Prometheus's own parser, against what the core was made to do and what the kernel says."""
+"""The metrics: read by Prometheus's own parser, and compared with the requests of the core and with the kernel."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_reader_of_the_server_before() -> None:
     st.integers(0, 45),
 )
 def test_memory_is_bounded(limit: int, sizes: list[tuple[int, int]], seen: int) -> None:
-    """The records kept are the last ones that fit, and the reader is told how many it has missed."""
+    """The records kept are the last ones that fit, and the reader gets the number of those that it has missed."""
     recent = RecentRecords(limit, START)
     for number, (text, trace) in enumerate(sizes):
         put(recent, f"{number:04}" + "x" * text, "y" * trace)

@@ -1,4 +1,4 @@
-"""The operation `record`: one at a time, read in pages, and gone when nobody reads it."""
+"""The operation `record`: one at a time, read in pages, and discarded if no client reads it."""
 
 from __future__ import annotations
 

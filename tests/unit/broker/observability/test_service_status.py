@@ -197,7 +197,7 @@ def test_a_status_is_one_short_line() -> None:
     assert len(census.text()) < 300
 
 
-# ------------------------------------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------------------------------------ notifications
 
 
 def test_from_start_to_stop(told: Told) -> None:

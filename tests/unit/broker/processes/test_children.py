@@ -87,7 +87,7 @@ def test_a_segfault_is_an_error(child: Make) -> None:
 
 
 def test_frames_of_ours_are_left_out_of_a_crash(child: Make) -> None:
-    """And only there: a model may print tracebacks as it likes."""
+    """And only there: a model may print any traceback."""
     ours = Path(log.__file__)
     printed = f'  File "{ours}", line 5, in say'
     lines = [

@@ -1,6 +1,6 @@
-"""Limits of memory: who is looked at when, and what control groups are told.
+"""Limits of memory: which processes are checked when, and what is written to control groups.
 
-The rule of the file: control groups are directories of files here, as kernels show them; no kernel keeps to them.
+Control groups are plain directories here, with the files of the kernel; no kernel enforces them.
 """
 
 from __future__ import annotations

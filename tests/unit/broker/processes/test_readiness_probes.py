@@ -20,7 +20,7 @@ def test_all_must_say_so() -> None:
     assert probes.probe([1, 2, 3], answers.append)
     assert sent == [(1, Probe(1)), (2, Probe(1))]
     probes.probed(1, Probed(1, True))
-    probes.probed(1, Probed(1, False))  # said twice
+    probes.probed(1, Probed(1, False))  # reported twice
     probes.probed(3, Probed(1, False))  # was not asked
     assert not answers
     probes.probed(2, Probed(1, True))

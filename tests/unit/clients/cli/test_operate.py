@@ -1,4 +1,4 @@
-"""The commands that operate models, and what completes them, against a broker that answers what the test says."""
+"""The commands that operate models, and what completes them, against a broker with answers from the test."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ INDEX: list[dict[str, Any]] = [
 
 
 class Operated(FakeBroker):
-    """Notes what it is told to do."""
+    """Records the operations that it gets."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

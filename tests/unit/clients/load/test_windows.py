@@ -57,7 +57,7 @@ def test_a_window_has_what_arrived_in_it() -> None:
 
 
 def test_the_last_second_stays_for_the_progress() -> None:
-    """Windows end every second; a rate that began anew at each would rise from 0 to its value."""
+    """Windows end every second; a rate that started from 0 at each would rise from 0 to its value."""
     collector = Collector(2)
     half = SECOND // 2
     collector.add(0, samples(3 * half, [1, half, 3 * half - 1], [1, 2, 3]))

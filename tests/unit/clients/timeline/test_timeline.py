@@ -138,7 +138,7 @@ def test_a_call_leads_from_the_batch_that_made_it() -> None:
 
 
 def test_an_iterative_model_runs_a_request_again() -> None:
-    """It waits anew from the end of the batch before."""
+    """It waits again from the end of the batch before."""
     found = events(collected(batch(8, (10, 10, 20, 20), request(1, 5)), batch(9, (30, 30, 40, 40), request(1, 5))))
     waits = [(event["ts"], event["dur"]) for event in found if event["name"] == "request 1"]
     assert waits == [(0, 5), (15, 10)]

@@ -21,7 +21,7 @@ from tests.support.clients.activity_documents import client, counters, document,
 from tests.support.clients.app_driver import AppDriver
 
 NEVER_S = 1e6
-"""An interval that does not end in a test: documents are read when the test says so."""
+"""An interval that does not end in a test: the test reads documents itself."""
 NAMES = ("alpha", "beta", "gamma", "delta")
 PATIENCE_S = 60.0
 Steps = Callable[[Any], Awaitable[None]]

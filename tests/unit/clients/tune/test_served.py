@@ -1,4 +1,4 @@
-"""What a measurement says: percentiles of windows, and what it says of the load generator."""
+"""Results of a measurement: percentiles of windows, and the state of the load generator."""
 
 from __future__ import annotations
 

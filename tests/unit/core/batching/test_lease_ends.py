@@ -368,7 +368,7 @@ def test_leases_end_if_they_would_hide_what_is_traced(what: str) -> None:
 
 
 def test_out_of_service_all_requests_come_to_the_broker() -> None:
-    """They tell that a server is not empty. In service again, leases begin as before."""
+    """They show that a server is not empty. When it is back in service, leases begin as before."""
     world = Lent()
     world.alone()
     world.turn([(0, events.SetService(True))])

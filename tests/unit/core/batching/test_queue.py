@@ -138,7 +138,7 @@ def test_users_who_are_gone_take_no_memory() -> None:
 
 
 def test_cancelling_piles_up_no_refunds() -> None:
-    """Also while nobody asks for the order, as with a model that hangs."""
+    """Also while no caller asks for the order, as with a model that hangs."""
     level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     level.add(request(1))
     for name in range(10_000):

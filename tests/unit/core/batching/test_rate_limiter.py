@@ -1,4 +1,4 @@
-"""The rate limiter: never more in use than there is, nobody left out, and turns as they are given."""
+"""The rate limiter: never more in use than there is, no starvation, and turns by priority."""
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ def test_everything_runs_and_nothing_is_exceeded(
 
 
 def test_whoever_waits_for_another_model_lends_what_it_has() -> None:
-    """So the other model can run at all. When it goes on that may be more than there is, and nobody else begins."""
+    """So the other model can run at all. When it continues, more may be in use than there is, and no other model
+    starts."""
     disk = Resource("disk", 1, True)
     more = [spec(f"m_{index}", disk) for index in range(3)]
     world = Limited({"m": more, "n": [spec("n_0", disk)], "k": [spec("k_0")]})

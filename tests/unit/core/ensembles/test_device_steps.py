@@ -18,7 +18,8 @@ FIRST, LAST = "first", "last"
 
 
 class Gpus(World):
-    """Models have instances where `places` says; what those on a GPU leave `near` is in a segment there."""
+    """`places` are the devices of the instances of each model; outputs that those on a GPU leave `near` are in a
+    segment there."""
 
     def __init__(self, places: dict[str, list[tuple[str, int]]]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Random ensembles, driven by fake workers that compute, against the same computed directly.
 
-A seed is a set of models, ensembles of them and of each other, requests, and an order in which things happen. Workers'
-memory is looked after: what is read must be there still, and what nobody will read any more must not.
+A seed is a set of models, ensembles of them and of each other, requests, and an order in which things happen. The
+memory of workers is checked: blocks that are still read must exist, and all others must have been freed.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Computing(World):
     # ------------------------------------------------------------------------------------ what may still be there
 
     def check_memory(self) -> None:
-        """No block of a living worker is kept that nobody will read."""
+        """No block of a running worker is kept after its last reader."""
         for segment, blocks in self.memory.items():
             if segment >> OWNER_SHIFT in self.workers:
                 for offset in blocks:
@@ -393,7 +393,7 @@ def test_random_ensembles(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(1_000_000, 1_000_000 + SEEDS))
 def test_random_ensembles_while_all_goes_wrong(seed: int) -> None:
-    """Workers die, requests are cancelled, clients go: who is still answered is answered rightly; nothing is left."""
+    """Workers crash, requests are cancelled, clients disconnect: all other results are right, and nothing is left."""
     story = Story(seed)
     world, random = story.world, story.random
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""Answers that are kept: for whom, for how long, and how they are told apart (R19)."""
+"""Cached responses: for which users, for how long, and how they are distinguished (R19)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Caching(World):
         self.last = 0
 
     def ask(self, client: FakeClient, inputs: tuple[Tensor, ...], outputs: Any = None, **options: Any) -> Any:
-        """The answer, whoever gives it."""
+        """The response, from the cache or from a worker."""
         self.last += 1
         client.sends(self.last)
         given = Options(**options) if options else None
@@ -389,7 +389,7 @@ def test_another_generation_answers_anew_and_nothing_of_the_old_one_stays() -> N
 
 
 def test_a_worker_that_dies_leaves_its_answers() -> None:
-    """Their pages live as long as somebody may map them."""
+    """Their pages are kept as long as a client may map them."""
     world = Caching(large="y")
     client = world.connect("a")
     first = world.ask(client, (x(1),))

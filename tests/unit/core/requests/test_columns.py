@@ -119,7 +119,7 @@ IRREGULAR = {
 
 @pytest.mark.parametrize("name", IRREGULAR)
 def test_an_irregular_batch_is_refused_as_a_whole(name: str) -> None:
-    """It cannot be said which numbers are those of requests, so its error has none, and none of them is admitted."""
+    """It is unknown which numbers are those of requests, so its error has none, and none of them is admitted."""
     assert not IRREGULAR[name].regular
     world, client = serving()
     world.turn([(client.peer, InferBatch("m", 0, IRREGULAR[name])), (client.peer, Ping(7))])

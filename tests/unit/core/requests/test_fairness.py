@@ -1,4 +1,4 @@
-"""Shares under unlimited load: whoever offers more does not get more. No client and no model starves another."""
+"""Shares under unlimited load: a client that sends more does not get more. No client and no model starves another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of clients' segments: nobody gets at memory of the server, or of another user, by naming it."""
+"""Names of clients' segments: no client gets access to memory of the server, or of another user, by its name."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_invalid_names_of_gpu_memory_are_refused(name: str) -> None:
 
 
 def test_roles_that_may_not_register_gpu_memory() -> None:
-    """The server's user, root, and whom --access lets operate, over the link that says who they are."""
+    """The server's user, root, and users that --access allows to operate, over the link that has their credentials."""
     core = Core()
     assert connect(core, 1, "uid:1001", "lane", INFER | OBSERVE).limits["device_memory"] == 0
     assert "needs the role operate" in farewell(announce(core, 1, ON_GPU))

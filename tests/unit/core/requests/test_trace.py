@@ -78,7 +78,7 @@ def test_a_request_that_expires_in_the_queue_and_one_whose_client_disconnects() 
     world.turn([infer(other, 1, trace_id="gone")])
     world.gone(other)
     world.advance(world.now + 2 * MS)
-    (found,) = world.traced()  # nobody was left to be answered with the other one
+    (found,) = world.traced()  # no client was left for the response of the other one
     assert (found["trace_id"], found["code"]) == ("7", "DEADLINE_EXCEEDED")
     world.finish()
     assert not world.core.state.traces.active

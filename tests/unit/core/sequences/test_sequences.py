@@ -63,7 +63,7 @@ POLICIES = {
 
 
 class Watched(FakeWorker):
-    """Tells the rules what it sees."""
+    """Passes all that happens to the rules."""
 
     world: Sequenced
 
@@ -306,7 +306,7 @@ class SequenceMachine(WorldMachine):
 
     @invariant()
     def first_come_first_served(self) -> None:
-        """Whoever can have a slot has one, and nobody who came later has one before."""
+        """Each sequence that can have a slot has one, and none that came later gets one before it."""
         if self.unsent or not hasattr(self, "world"):
             return
         for version in [version for model in self.world.core.state.models.values() for version in model.generations()]:

@@ -1,4 +1,4 @@
-"""Sequence ids belong to users: two users with the same id have two sequences, and workers can tell them apart."""
+"""Sequence ids belong to users: two users with the same id have two sequences, which workers can distinguish."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_end_of_an_idle_sequence_names_the_sequence_of_its_user() -> None:
 
 
 def test_callers_of_one_client_have_ids_of_their_own() -> None:
-    """As the callers of a gateway, which tells them apart by their tokens."""
+    """As the callers of a gateway, which distinguishes them by their tokens."""
     world = Sequenced(False)
     gateway = world.connect("gateway")
     begun = [("alice", True), ("bob", False), ("bob", True), ("alice", False), ("", False), ("bob", False)]

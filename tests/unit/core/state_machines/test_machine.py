@@ -1,8 +1,8 @@
 """A state machine that does to the core whatever clients, workers, links and time can do to it, in any order.
 
 Every message between broker and workers waits on its way until a rule delivers it, so all crossings happen. `check()`
-runs after every turn; the fakes complain about whatever they are owed and do not get. At the end everything is let go
-on, given back and drained: then every request has been answered once, and every block is back with its owner.
+runs after every turn; the fakes assert that they get all they are owed. At the end all work is finished, all blocks are
+returned and the server is drained: then every request has been answered once, and every block is with its owner.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class CoreMachine(WorldMachine):
     @precondition(lambda self: self.clients and self.workers(lambda worker: worker.running))
     @rule(which=st.integers(0, 9), counts=st.lists(st.integers(1, 2), min_size=1, max_size=3), cancel=st.booleans())
     def cross(self, which: int, counts: list[int], cancel: bool) -> None:
-        """A worker finishes and starts what waits, and the broker, which has not heard of it, extends or withdraws."""
+        """A worker finishes and starts what waits; the broker extends or withdraws before it reads the report."""
         running = self.workers(lambda worker: worker.running)
         worker, client = running[which % len(running)], self.choose_client(which)
         worker.read()

@@ -1,8 +1,8 @@
 """The state machine with everything at once: plain, ranked, ordered and kept models, sequences, streams, ensembles with
 mapped steps and conditions, with and without the rate limiter, under clients, operators, deaths and slow links.
 
-Beyond what test_machine.py asks, each answer must be what its request asks for (see everything.py), nobody is
-told of a sequence that he does not know, and at the end no place, stream, sequence or resource is left taken.
+Beyond what test_machine.py asks, each response must be that of its request (see everything.py), no worker
+gets the end of an unknown sequence, and at the end no place, stream, sequence or resource is in use.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class EverythingMachine(OperatedMachine):
 
     @rule(which=st.integers(0, 30))
     def busy(self, which: int) -> None:
-        """All workers read, finish and are heard: so that things also go on."""
+        """All workers read and finish, and their reports are read, so that work proceeds."""
         for worker in self.workers(bool):
             worker.read()
             self.world.let_start(worker)

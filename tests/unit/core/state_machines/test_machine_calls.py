@@ -1,8 +1,8 @@
-"""The state machine with everything at once, in which models also call each other: at random, so that circles close.
+"""The state machine with everything at once, in which models also call each other: at random, so that deadlocks form.
 
-Beyond what test_machine_all.py asks: a worker whose model waits does not go on before it is answered, and yet all
-becomes quiet in the end; nobody is refused while an instance of the model that he calls waits for nobody; and what
-a model is answered with, and gives on, is what was asked.
+Beyond what test_machine_all.py asks: a worker whose model waits does not continue before its call is answered, and yet
+all work ends; no call is refused while an instance of its model is not itself waiting for a call; and each model gets
+and passes on the response to its own request.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class CallingMachine(EverythingMachine):
                 self._deliver(together)
 
     def _deliver(self, together: bool) -> None:
-        """Everybody reads what is there, and is heard."""
+        """All workers read what is there, and their reports are read."""
         for worker in self.workers(bool):
             worker.read()
             self.world.let_start(worker)

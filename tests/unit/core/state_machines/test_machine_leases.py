@@ -42,7 +42,7 @@ class LentWorld(Operated):
         self.all_workers: list[FakeWorker] = []
         self.statistics: dict[int, Statistics] = {}
         self.batches = 0
-        """That the core was told are done."""
+        """Requests that were reported to the core as done."""
 
     def tell(self, effect: Any) -> None:
         if not (isinstance(effect, Kill) and effect.reason.startswith("it has run one batch for more than")):

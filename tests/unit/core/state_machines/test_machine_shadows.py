@@ -2,7 +2,7 @@
 the requests of the other, too, and clients keep their inputs for it.
 
 What must be true beyond that: everything that a shadow has kept is released, and clients get nothing that they would
-not get without it (the fakes complain about the rest).
+not get without it (the fakes assert the rest).
 """
 
 from __future__ import annotations

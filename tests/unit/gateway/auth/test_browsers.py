@@ -61,7 +61,7 @@ FOREIGN = "a page of another origin may not do this"
     ],
 )
 def test_a_page_whose_name_was_rebound_reaches_nothing(marks: list[str]) -> None:
-    """For the browser, the server is the page's own origin: only the name in Host tells."""
+    """For the browser, the server is the page's own origin: only the name in Host differs."""
     for method, path, action in endpoints():
         assert BY_NAME in refusal(RULES, method, path, REBOUND, *marks), action
 
@@ -197,7 +197,7 @@ def test_other_pages_do_not_read_it(origin: str) -> None:
 
 
 def test_a_page_of_a_listed_server_is_told_why_it_is_refused() -> None:
-    """Without Access-Control-Allow-Origin, it could not tell a missing token from a server that is gone."""
+    """Without Access-Control-Allow-Origin, it could not distinguish a missing token from a server that is down."""
     origin = "Origin: http://gpu1:8000"
     head = head_of(FLEET, "GET", "/page/events", OWN, origin, roles=["infer"])
     assert "needs the role page" in str(head.refusal)

@@ -127,7 +127,7 @@ def run(scenario: Scenario, **limits: Any) -> None:
 
 
 def waiting(number: int, *more: tuple[str, str]) -> bytes:
-    """A call that is answered when the test says so."""
+    """A call that is answered when the test releases it."""
     headers = [(":method", "POST"), (":scheme", "http"), (":path", "/wait"), ("content-type", "application/grpc")]
     return frame(HEAD, 4, number, hpack.Encoder().encode([*headers, *more])) + frame(DATA, 1, number, message(b"x"))
 

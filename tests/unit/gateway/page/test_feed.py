@@ -21,7 +21,7 @@ Event = tuple[str, dict[str, Any]]
 
 
 class Clock(ManualLoop):
-    """An event loop whose time passes when the test says so."""
+    """An event loop whose time the test advances."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The rows of the event stream: whoever applies the events has the state of the server, whatever events he missed."""
+"""The rows of the event stream: a page that applies them has the state of the server, whichever events it missed."""
 
 from __future__ import annotations
 

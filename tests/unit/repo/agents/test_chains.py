@@ -183,7 +183,7 @@ def test_after_a_crash_the_agents_are_told_at_the_next_start(place: Place) -> No
 
 
 def test_at_the_next_start_only_agents_that_were_loaded_are_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else is told, and no process is started for nothing."""
+    """No other agent is notified, and no process is started without need."""
     killed = place.chains()
     monkeypatch.setattr(killed, "_release", lambda *_: None)  # the server is killed before it cleans up
     digest = hashlib.sha256((place.model / "1" / "generation").read_bytes()).hexdigest()

@@ -76,7 +76,7 @@ def test_a_model_that_is_being_written_is_left_alone(
     outcome = mirror.sync("m", settle_s=5.0)
     assert (outcome.state, outcome.tree, outcome.old) == ("published", "2", "1")
     assert (model / "1/model").read_text() == "two"
-    # The replaced files stay until the server says that nothing uses them.
+    # The replaced files stay until the server reports that they are unused.
     assert (slot.folder / "trees/1/1/model").read_text() == "one"
     cache.drop("1")
     assert not (slot.folder / "trees/1").exists()
@@ -87,7 +87,7 @@ def test_a_model_that_is_being_written_is_left_alone(
 def test_a_model_that_is_larger_than_the_cache(
     tmp_path: Path, pools: list[ThreadPoolExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own files are not evicted for further ones of it, so the error says what is wrong, at once."""
+    """Its own files are not evicted for further ones of it, so the error names the cause at once."""
     store = MemoryStore({f"1/{number}": str(number) * 1000 for number in range(6)})
     monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
     slot = Slot.acquire(tmp_path, [ADDRESS.key])

@@ -1,4 +1,4 @@
-"""Configurations to plans, as tables: no engine is needed to know what it would be told."""
+"""Configurations to plans, as tables. No engine is needed: a plan is what it would get."""
 
 from __future__ import annotations
 

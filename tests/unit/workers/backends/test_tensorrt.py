@@ -1,4 +1,4 @@
-"""The TensorRT backend on stand-ins for its libraries. numpy says what is right, the stand-in what was asked of it."""
+"""The TensorRT backend on stand-ins for its libraries. Values are compared with numpy; the stand-in records calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparison of outputs with those of another version: against what numpy says of the same numbers."""
+"""Comparison of outputs with those of another version: against numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server for tests of the view of several: it answers when the test says so."""
+"""A server for tests of the view of several: it answers when the test releases it."""
 
 from __future__ import annotations
 
