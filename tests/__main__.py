@@ -18,7 +18,7 @@ PYTEST = [sys.executable, "-m", "pytest"]
 
 
 def compile_all() -> None:
-    """Else, where Python is told to keep no bytecode, each of some thousand processes compiles a hundred files."""
+    """Otherwise, if PYTHONDONTWRITEBYTECODE is set, each of some thousand processes compiles a hundred files."""
     for name in CODE:
         compileall.compile_dir(ROOT / name, quiet=1)
 

@@ -1,5 +1,5 @@
-"""What a hostile page can do to the server through somebody's browser: in a real browser, with pages of other origins
-on a web server of the test."""
+"""What a hostile page can do to the server through a user's browser: in a real browser, with pages of other origins on
+a web server of the test."""
 
 from __future__ import annotations
 

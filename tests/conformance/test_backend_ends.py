@@ -41,7 +41,7 @@ def values(worker: WorkerProcess, row: Row) -> list[Any]:
 
 
 def ended(worker: WorkerProcess) -> int:
-    """The exit code, also if the worker died before it read all messages."""
+    """The exit code, also if the worker exited before it read all messages."""
     try:
         return worker.ended()
     except ConnectionResetError:

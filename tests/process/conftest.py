@@ -14,7 +14,7 @@ from tests import ROOT
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a clean clone of HEAD, which is beside it; the environment tells nothing of the checkout."""
+    """Built from a clean clone of HEAD beside it; the environment has no variable that refers to the checkout."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     place = tmp_path_factory.mktemp("wheel")

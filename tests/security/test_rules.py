@@ -202,7 +202,7 @@ def test_r5_features_that_are_off_by_default(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_r6_limits_by_flag(repository: Path, tmp_path: Path) -> None:
-    """A real server keeps to what it was told: the third connection, and a packet full of requests."""
+    """A real server enforces its settings: the third connection is refused, and a packet full of requests."""
     options = ["--model-control-mode", "explicit", "--load-model", "identity", "--limit", "uid_connections=2"]
     with (
         Launched(repository, tmp_path / "run", *options, "--limit", "client_requests=3") as server,
@@ -345,7 +345,7 @@ BOMBS = (
     b"\x80\x04\x95\x16\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x05abort\x94\x93\x94)R\x94.",
     b"\x80\x05\x95\x16\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x05abort\x94\x93\x94)R\x94.",
 )
-"""Pickles, in all protocols, that abort whoever unpacks them."""
+"""Pickles, in all protocols, that abort the process that unpacks them."""
 
 
 def test_r14_a_pickle_is_just_bytes() -> None:
@@ -375,7 +375,7 @@ def test_r14_a_pickle_is_just_bytes() -> None:
 
 
 def test_r15_no_port_is_open_to_the_network_by_default(tmp_path: Path) -> None:
-    """What gateways are told if nothing is asked for is nothing, and their own word is this machine, and no ZeroMQ."""
+    """By default gateways get no addresses, and their own defaults are loopback addresses and no ZeroMQ."""
     assert settings.gateway_settings(settings.parse(["--model-repository", str(tmp_path)])).words == ()
     parser = argparse.ArgumentParser()
     flags.add(parser)
@@ -426,7 +426,7 @@ def test_r19_equal_bytes_in_other_shapes_are_not_a_cache_hit() -> None:
 
 @pytest.mark.process
 def test_r20_an_idle_client_with_held_memory_blocks_no_other(server: Launched) -> None:
-    """It has answers and does not give them back, has said half of what it wants, and reads nothing."""
+    """It holds responses without returning them, has sent half of a request, and reads nothing."""
     with Lane(server.lane) as idle, Lane(server.lane) as silent, Lane(server.lane) as other:
         idle.hello("memfd")
         segment = Segment(idle, 1 << 20)

@@ -1,5 +1,5 @@
-"""Other users of the machine, against a real server: they get in only where they were let in, do only what their roles
-allow, and get at nobody's tensors, whatever they try with the descriptors and names that they can see."""
+"""Other users of the machine, against a real server: they connect only where access was granted, do only what their
+roles allow, and get no access to the tensors of others with the descriptors and names that they can see."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def modes(server: Launched) -> dict[str, str]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------- doors
+# ---------------------------------------------------------------------------------------------- sockets
 
 
 def test_r15_modes_by_default(private: Launched) -> None:
@@ -109,7 +109,7 @@ def test_r15_modes_with_a_group(shared: Launched) -> None:
 
 
 def test_r15_another_user_cannot_connect(private: Launched) -> None:
-    """Not by the directory, and if somebody opens that, not by the sockets."""
+    """Neither through the directory nor, if its mode is changed, through the sockets."""
     for mode in (0o700, 0o755):
         private.runtime_dir.chmod(mode)
         try:
@@ -214,7 +214,7 @@ def test_r5_group_members_cannot_register_named_memory(shared: Launched) -> None
 
 
 class Holder:
-    """A user with a large answer in shared memory, who has been told nothing more than any client is."""
+    """A user with a large answer in shared memory, who has only the handles that every client gets."""
 
     def __init__(self, path: str) -> None:
         self.lane = Lane(path)
@@ -312,7 +312,7 @@ def test_r4_users_share_no_memory(shared: Launched) -> None:
 
 
 def test_r17_responses_contain_no_bytes_of_other_users(shared: Launched) -> None:
-    """Two users take turns at one instance; whoever looks at all of the memory that it was given sees its own only."""
+    """Two users take turns at one instance; in all of the memory that a user can map are only its own bytes."""
 
     def use(pattern: int) -> list[int]:
         mine = np.full(LARGE.size, pattern, np.float32)

@@ -1,6 +1,6 @@
-"""Other users of the machine, for real: a forked child that becomes one, does something, and says what came of it.
+"""Real other users of the machine: a forked child changes its user, runs a task and reports the result.
 
-The rule of the file: the child touches nothing of the parent's but its code; it ends without any of its clean-up.
+Invariant: the child uses only the code of its parent, and exits without any of the parent's clean-up.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def some_group() -> str:
-    """A group in which nobody of the tests is by itself."""
+    """A group that no user of the tests has by itself."""
     taken = {0, ALICE, BOB, os.getegid(), *(user.pw_gid for user in pwd.getpwall() if user.pw_uid in (ALICE, BOB))}
     return next(group.gr_name for group in grp.getgrall() if group.gr_gid not in taken)
 
 
 def as_user(uid: int, task: Callable[[], Any], groups: Iterable[int] = ()) -> Any:
-    """What the task gave, which must fit into JSON; an exception is told as "Type: text"."""
+    """The result of the task, which must fit into JSON; an exception is "Type: text"."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

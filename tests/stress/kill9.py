@@ -1,6 +1,6 @@
-"""Clients that are there to be killed: one warm process forks them, as a fresh interpreter for each takes too long.
+"""Clients to be killed: one warm process forks them, as a fresh interpreter for each takes too long.
 
-The rule of the file: a client works until it is killed; what it is told meanwhile does not matter to it.
+A client works until it is killed, and ignores all errors.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def kill(pid: int) -> None:
 
 
 def let_pass(seconds: float) -> None:
-    """A random while: when somebody is killed, not when something is expected."""
+    """A random time: until the next kill, not until an expected event."""
     select.select([], [], [], seconds)
 
 
@@ -274,7 +274,7 @@ def test_r13_killed_workers_leave_nothing(server: Server, link: str) -> None:
 
 
 def test_a_worker_killed_while_it_creates_a_segment_leaves_no_name(server: Server) -> None:
-    """The broker has not been told of the segment, so no client's handle can keep or release it."""
+    """The segment was not announced to the broker, so no client's handle can keep or release it."""
     with Client(server.zmq_url) as client, Client(server.url) as lane:
         client.wait_ready("dies", timeout=END_S)
         pid = ready_pids(client)["dies"]

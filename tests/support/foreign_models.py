@@ -34,7 +34,7 @@ def answers(path: Path) -> Mapping[str, Any]:
 
 
 def torch_files(folder: Path) -> None:
-    """TorchScript, which says neither sizes nor types, and a program of torch.export, which says all."""
+    """TorchScript, which has neither sizes nor types, and a program of torch.export, which has both."""
     import torch
 
     class Image(torch.nn.Module):  # type: ignore[misc]

@@ -24,7 +24,7 @@ def load_profile() -> None:
     settings.register_profile(
         "explore",
         max_examples=examples(),
-        # How long an example takes, or the making of its data, says how busy the machine is.
+        # The time of an example, or of making its data, depends on how busy the machine is.
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
         print_blob=True,

@@ -2,8 +2,8 @@
 
 Watched are open descriptors, threads (also those that native libraries start), descendant processes, names in
 /dev/shm that this process or a descendant owns, and mappings of shared memory. Nothing else on the machine counts, so
-that several of these processes can run beside each other. The rule of the file: it waits only for things
-that are already ending (a thread is joined, a process's pidfd polled), never for time to pass.
+that several of these processes can run beside each other. It waits only for things that are already ending
+(it joins a thread, it polls the pidfd of a process), never for time to pass.
 
 A test is compared from before its first function-scoped fixture to after the last one is torn down; a class, module
 or session likewise around the fixtures of that scope. What a fixture of a wider scope creates while a narrower node is
@@ -46,7 +46,7 @@ ONCE = (
 PREPARED = "-m shmserve.workers.zygote"
 """A server has it from the first worker on."""
 BROWSER = " --headless"
-"""A browser starts and ends processes as it likes. Those that survive it are found as orphans."""
+"""A browser starts and ends processes at any time. Those that survive it are found as orphans."""
 LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Whether this kernel lists the children of a thread."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
@@ -55,7 +55,7 @@ PIDFD_THREAD = os.O_EXCL
 
 
 class Thing(NamedTuple):
-    """One resource. `key` tells it from all others, `kind` is what it may stand in for, `text` is for the reader."""
+    """One resource. `key` is unique; resources of the same `kind` may replace each other; `text` is for the report."""
 
     sort: str
     key: tuple[Any, ...]
@@ -136,7 +136,7 @@ def _children(pid: int) -> list[int]:
 def _processes() -> Generator[Thing, None, None]:
     """All descendants. Orphans among them are ours too, as this process is a subreaper.
 
-    The children of a server that runs for several tests stand in for each other: it starts its workers anew."""
+    The children of a server that runs for several tests replace each other: it restarts its workers."""
     if not _has_children():
         return
     children = _children if LISTED else _everybodys_children()
@@ -154,7 +154,7 @@ def _processes() -> Generator[Thing, None, None]:
                     _family.add((pid, found[2]))
                     yield from _process(pid, parent, *found)
         if not todo and parent != os.getpid():
-            todo.append(os.getpid())  # whoever has lost its parent meanwhile
+            todo.append(os.getpid())  # processes that have lost their parent meanwhile
 
 
 def _process(pid: int, parent: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
@@ -287,7 +287,7 @@ def _note_spawns() -> None:
 
 
 def _reap_orphans() -> None:
-    """Ended orphans have nobody but us to wait for them."""
+    """This process must wait for ended orphans: it is their parent."""
     for thing in list(_processes()):
         pid = thing.key[1]
         found = _stat(str(pid))
@@ -338,7 +338,7 @@ def _settled(before: Things, seconds: float) -> tuple[list[Thing], Things]:
         left, now = _look(before)
         end = monotonic() + seconds
         while any(_is_ending(thing) for thing in left) and monotonic() < end:
-            select.select((), (), (), 0.02)  # nothing tells when a process has waited for its child
+            select.select((), (), (), 0.02)  # there is no event when a process has waited for its child
             left, now = _look(before)
     return left, now
 
@@ -399,7 +399,7 @@ class Watch:
         _clear(left)
         self.last = snapshot()
         for before in self.before.values():
-            before.update(self.last)  # told once is enough
+            before.update(self.last)  # report it once
         raise Leaked(f"{node.nodeid or 'the session'} left behind:\n" + "\n".join(f"  {thing.text}" for thing in left))
 
     def belongs_to_wider(self, node: Any, before: Things) -> None:

@@ -72,7 +72,7 @@ def python(root: Path, name: str, initialize: str = "pass", source: str = "", co
 
 
 def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
-    """What it printed, and what it said on standard error."""
+    """Its standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         ended = main.main(["check", *map(str, words)])
@@ -236,7 +236,7 @@ def apart(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(number: signal.Signals, code: int, tmp_path: Path, temporary: Path) -> None:
-    """The server and its workers are gone with it: what is left would be told as a leak of this test."""
+    """The server and its workers end with it; the leak check would report any that are left."""
     with waits(tmp_path / "models", tmp_path / "fifo") as reader:
         process = apart(tmp_path / "models", "--load", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         loading = select.select([reader], [], [], END_S)[0]

@@ -75,8 +75,9 @@ def environment(server: Server | None, **more: str) -> dict[str, str]:
 
 
 def run(server: Server | None, *words: str, code: int = 0, text: str = "") -> str:
-    """In this process, so that nothing may be left in it. What it printed; on standard error if it shall fail, where
-    it says one line and nothing elsewhere. The tests of the page run every command in a process of its own."""
+    """Runs in this process, so the leak check covers it. Returns the output: standard output, or if it must fail the
+    one line on standard error, without any standard output. The tests of the page run every command in a process of its
+    own."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, environment(server), clear=True),

@@ -1,6 +1,6 @@
 """The OCR samples against the package that their networks come from: the same lines, in the same order.
 
-The rule of the file: the oracle is that package's own pipeline on the same bytes. Without it the file is skipped.
+The oracle is that package's own pipeline on the same bytes. Without it these tests are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page on the samples: what it tells a reader to do is done, in the order of the page, with all samples served."""
+"""The page on the samples: its instructions are run in their order, with all samples served."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The sentiment samples: a text's words, their weights, and the name of what they come to.
+"""The sentiment samples: the words of a text, their weights, and the resulting label.
 
-The rule of the file: the oracle weighs the words by hand, from the list that the classifier was made of.
+The oracle sums the weights of the list that the classifier was made from.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_the_ensemble(server: Server, weights: dict[str, float]) -> None:
 
 
 def test_callers_of_the_ensemble_and_of_a_step_at_once(server: Server) -> None:
-    """Whoever shares a batch with whom, each gets its own answer."""
+    """Each gets its own response, whichever texts share a batch."""
     words = np.zeros((1, 32), np.int64)
     texts = [text for text in TEXTS for _ in range(8)]
     with server.client() as client, server.client() as other:

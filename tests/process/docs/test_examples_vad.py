@@ -1,7 +1,7 @@
 """The voice detector as a sequence model: many streams at once, each as if it were alone.
 
-The rule of the file: the oracle runs one stream after the other through the untouched network of the package: with the
-bare engine, as the package's own wrapper does it, and with that wrapper where it can be imported.
+The oracle runs one stream after the other through the unchanged network of the package: with the bare engine, as the
+package's own wrapper does, and with that wrapper if it can be imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""--page-servers at a real gateway: what browsers are told about pages of other servers, byte for byte."""
+"""--page-servers at a real gateway: its response headers for pages of other servers, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`shmserve serve` and its gateways, as real processes: the doors open with it, come back, and close with it.
+"""`shmserve serve` and its gateways, as real processes: gateways start, restart and stop with the server.
 
-The rule of the file: what is awaited is a line of the server's log, or the end of a process.
+The tests wait for a line of the server's log, or for the end of a process.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it
             (first,) = server.gateways()
             os.kill(first, signal.SIGKILL)
             server.until(r"ERROR gateway 0 exited \(signal SIGKILL\); restarting it immediately")
-            assert client.ready("same")  # nobody else has noticed
+            assert client.ready("same")  # no other process has noticed
             assert int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1]) == port
             assert int(server.until(r"Prometheus on 127.0.0.1, port (\d+)")[1]) == metrics
         status, body = ask(port, "/v2/models/same/infer", ASKED)

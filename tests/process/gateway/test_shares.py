@@ -111,7 +111,7 @@ def test_over_the_share_a_call_is_unavailable_and_told_the_flag(server: Server) 
 
 
 def with_tokens(server: Server, folder: Path, *options: str) -> tuple[Gateway, dict[str, str]]:
-    """A gateway for two callers, and what each says of itself."""
+    """A gateway for two callers, and the credentials of each."""
     made = {name: tokens.new(name, "infer") for name in ("alice", "bob")}
     (folder / "tokens").write_text("".join(f"{line}\n" for _, line in made.values()))
     (folder / "tokens").chmod(0o600)

@@ -119,7 +119,7 @@ def test_strings_have_no_classes(server: Server) -> None:
 
 
 def test_the_page(server: Server) -> None:
-    """What the comment in the example says is what is printed."""
+    """The program prints the output in the comment of the example."""
     program = section("Labels and classes")[2]
     (expected,) = re.findall(r"# (\[\[.*\]\])", program)
     first, *others = pages.run_program(server, program).splitlines()

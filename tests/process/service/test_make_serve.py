@@ -36,7 +36,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def served(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """The running `make serve`, in a process group of its own as in a terminal, and what it has said until ready."""
+    """The running `make serve`, in a process group of its own as in a terminal, and its output until it is ready."""
     with subprocess.Popen(
         ["make", "serve", "ARGS=--http-port 0 --grpc-port 0 --metrics-port 0"],
         cwd=ROOT,
@@ -118,7 +118,7 @@ def test_serve_demo_and_ctrl_c(
     assert "stopped" in rest
     assert "Traceback" not in rest
     assert "Error" not in rest
-    # make itself was interrupted too, and says so; the server under it has ended with 0.
+    # make itself was interrupted too, and prints that; the server under it has exited with 0.
     assert process.wait() == -signal.SIGINT
     assert not list((Path(environment["SHMSERVE_RUNTIME_DIR"])).glob("*.sock"))
 

@@ -1,7 +1,7 @@
-"""The service as systemd runs it: a systemd of its own is booted, `make install-systemd` run on it, and everything
-that an operator does and fears is done to it.
+"""The service under systemd: a systemd of its own is booted, `make install-systemd` is run on it, and then all that
+operators do, and the failures that they must expect.
 
-The rule of the file: what is awaited is an event (a job's end, a line of the journal, an opened pipe), never time.
+The tests wait for events (the end of a job, a line of the journal, an opened pipe), never for time.
 """
 
 from __future__ import annotations
@@ -405,7 +405,7 @@ def speaks_with_the_network(machine: Machine) -> None:
 
 
 def outlives_the_server(machine: Machine) -> None:
-    """Without the server callers are told so; with the next one they are served again."""
+    """Without the server, callers get an error; with the next one they are served again."""
     assert shown(machine, "ActiveState", GATEWAY) == "active"
     assert asked(machine, "/v2/models/number") == "503"
     machine.run("systemctl", "start", "shmserve")

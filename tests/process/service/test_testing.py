@@ -1,4 +1,4 @@
-"""The server for users' own tests: it is ready when the block begins, and gone when it ends, or says why not."""
+"""The server for users' own tests: ready when the block begins, stopped when it ends, or an error with the reason."""
 
 from __future__ import annotations
 

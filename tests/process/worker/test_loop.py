@@ -1,4 +1,4 @@
-"""Batches at a real worker: what joins, what waits, what is withdrawn, and in which order it is told.
+"""Batches at a real worker: which requests join, wait or are withdrawn, and the order of the reports.
 
 A model waits at a gate, a named pipe that the test opens, so that what happens during a batch happens during it.
 """
@@ -48,7 +48,7 @@ class TritonPythonModel:
 
 
 class Gated:
-    """A worker whose batches wait at a gate where they are told to."""
+    """A worker whose batches with a gated request wait at the gate."""
 
     def __init__(self, worker: WorkerProcess, gate: Path) -> None:
         self.worker = worker
@@ -89,7 +89,7 @@ def test_a_batch_that_waits_grows_and_shrinks_until_it_starts(gated: Gated) -> N
     third = worker.execute(gated.request(4), join=second, open=True)
     worker.send(Withdraw((3, 1, 99)), Ping(5))
     os.close(gate)
-    # Told before the next batch runs, in one packet, in this order.
+    # Reported before the next batch runs, in one packet, in this order.
     assert worker.expect(Withdrawn).requests == (3,)
     assert worker.expect(Pong).number == 5
     done = worker.expect(Done)
@@ -132,7 +132,7 @@ def test_an_open_batch_that_starts_at_once_says_so(gated: Gated) -> None:
     worker = gated.worker
     number = worker.execute(gated.request(1, gated=True), open=True)
     gate = gated.wait()
-    # It has said so before it ran.
+    # It was reported before it ran.
     started = worker.expect(Started)
     assert (started.batch, started.through) == (number, number)
     os.close(gate)

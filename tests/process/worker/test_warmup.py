@@ -305,7 +305,7 @@ def test_labels_that_cannot_be_read(tmp_path: Path) -> None:
     assert re.search("label file 'labels.txt'.*no such file", found.text)
 
 
-# ------------------------------------------------------------------------------------------ what models are told
+# ------------------------------------------------------------------------------------------ labels and threads
 
 
 def test_classes_of_a_python_model(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_classes_of_a_python_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("said", "threads"), [("3", 3), ("", 0), ("many", 0)])
 def test_threads(tmp_path: Path, said: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the process was told counts, what the configuration says counts more; else it is the cores."""
+    """Precedence: configuration, environment variable, number of cores."""
     monkeypatch.setenv(THREADS, said)
     context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {}, _threads())
     given = config("onnxruntime", {}, {})

@@ -36,5 +36,5 @@ def asarray(owner: Any) -> _Array:
 
 
 def from_dlpack(owner: Any) -> _Array:
-    """What has a capsule has said in `described` what it is of."""
+    """`described` is the CUDA array interface of the capsule's memory."""
     return _Array(owner.described, owner)

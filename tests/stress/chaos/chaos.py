@@ -1,7 +1,7 @@
 """The chaos soak: fourteen clients of all kinds at work, while processes are killed and stopped, the gateway among
-them, models come and go, and the broker itself is killed once.
+them, models are loaded and unloaded, and the broker itself is killed once.
 
-The rule of the file: what is done, and when, comes from the seed; the last 200 events are told with every failure.
+The seed determines the events and their times. Every failure reports the last 200 events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.stress.chaos.clients import WIDTH
 
 DTYPES = ("FP32", "INT8", "BYTES", "FP64")
 AWAY = "identity_INT8"
-"""The model that is unloaded and loaded again: only its requests may be told that it is not there."""
+"""The model that is unloaded and loaded again: only its requests may fail because it is missing."""
 LONE = {"lone": 1, "pair": 2, "own": 1}
 """Models and their instances. Their requests fit into messages, so that clients get leases."""
 MODELS = (*(f"identity_{dtype}" for dtype in DTYPES), "slow", *LONE, *scheduled.MODELS)
@@ -77,7 +77,7 @@ class Member:
     told: bool = False
     """It has been set up and is at work."""
     since: float = 0.0
-    """When it was told."""
+    """When it was reported."""
 
     @property
     def name(self) -> str:
@@ -238,7 +238,7 @@ class Director:
         return [*zip(workers, (5, 5), strict=True), *zip(clients, (2, 4), strict=True), (self._kill_gateway, 2)]
 
     def _pause(self) -> bool:
-        """Until the next event. A client that ends meanwhile has failed, as nobody is to answer before the end."""
+        """Until the next event. A client that ends meanwhile has failed, as none may end before the soak."""
         until = monotonic() + self._random.expovariate(1 / GAP_S)
         while (left := until - monotonic()) > 0 and not self.found.faults:
             due = min((when for when, _, _ in self._held), default=until) - monotonic()
@@ -320,7 +320,7 @@ class Director:
         self._members[place] = self._start(member.target, **member.setup)
 
     def _all_connected(self) -> bool:
-        """As far as can be said: to a server that was never there, nobody connects again."""
+        """As far as it is known: no client connects again to a server that was never there."""
         return all(member.told and monotonic() - member.since > CONNECT_S for member in self._members)
 
     def _kill_broker(self) -> None:
@@ -371,7 +371,7 @@ class Director:
 
 
 def gateways(server: int) -> set[int]:
-    """Of a server: the processes that are its doors to the network."""
+    """The gateways of a server."""
     found = set()
     for pid in processes.descendants(server):
         try:

@@ -1,7 +1,7 @@
-"""Who works while the server is under attack: the soak's clients with the errors that are allowed then, raw ones that
-connect again, one at the door to the network, and an operator.
+"""The clients of the soak and the errors that are allowed to them: library clients, raw ones that connect again, one of
+the gateway, and an operator.
 
-The rule of the file: an error is allowed by its code and its words together, so that a new error is a finding.
+An error is allowed by its code and its text together, so that a new error is a finding.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Lane(LaneAsker):
 
 
 class _Zmq(ZmqAsker):
-    """A ZeroMQ socket does not tell that the server was another one meanwhile. A question to it does."""
+    """A ZeroMQ socket does not show that the server was replaced meanwhile; a query does."""
 
     def receive(self) -> Any:
         for _ in range(int(PATIENCE)):
@@ -72,7 +72,7 @@ class _Zmq(ZmqAsker):
 
 
 def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed) -> Handler:
-    """What was in flight when the connection ended counts as `connection lost`; `ends` says how it ended."""
+    """What was in flight when the connection ended counts as `connection lost`; `ends` counts how connections ended."""
 
     def connect() -> Asker:
         made: Any = Lane(path) if link == "lane" else Zmq(path)
@@ -109,8 +109,7 @@ def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed
 
 
 def gateway(url: str, seed: int, allowed: Allowed) -> Handler:
-    """Through the door to the network, which may be killed at any time: what was asked then counts as `connection
-    lost`."""
+    """Through the gateway, which may be killed at any time: requests in flight then count as `connection lost`."""
     roll, texts = random.Random(seed), "|".join(allowed.values())
     address = url.removeprefix("http://")
 
@@ -156,7 +155,7 @@ _decode = codec.Codec(BrokerMessage).decode
 
 class _Alone:
     """One connection that sends one request at a time, over a lease where it has one. Each is answered once, on the
-    lease or on the lane, whoever dies meanwhile."""
+    lease or on the lane, whichever process is killed meanwhile."""
 
     def __init__(self, path: str, roll: random.Random) -> None:
         self.link = Lane(path)
@@ -390,7 +389,7 @@ class Operator:
             self._one()
             wait(self._random.random() * 2 * pause)
         for model in self._models:
-            # What it was killed in the middle of may have failed; with nobody killing it succeeds.
+            # What it was killed in the middle of may have failed; without kills it succeeds.
             if not self._do(f"load {model}", lambda model=model: self._client.load(model)):  # type: ignore[misc]
                 self._do(f"load {model} again", lambda model=model: self._client.load(model))  # type: ignore[misc]
         served = {entry["name"] for entry in self._client.models() if entry["state"] == "READY"}

@@ -1,8 +1,8 @@
-"""Models that are not scheduled as one answer for one request, and who calls them under attack: an ensemble with a
-mapped step, sequences with a state, models that answer many times, and one that calls others.
+"""Models with other schedules than one response for one request, and their clients in the soak: an ensemble with a
+mapped step, sequences with a state, decoupled models, and one that calls others.
 
-The rule of the file: each answer is computed here, too; a sequence that has lost a request is given up, as its model
-has lost what it knew.
+Each response is compared with one computed here. A sequence that has lost a request is abandoned, as its model has
+lost the state.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ CONFIGS = {
 
 _START = "must specify the START flag"
 ALLOWED = {
-    # One that lost its worker, or the server, is gone: who goes on with it is told so.
+    # A sequence that lost its worker or the server has ended; further requests of it fail.
     "INVALID_ARG": rf"^sums: .*{_START}",
     "CONNECTION_LOST": "^(repeat|sums): the connection ended (during the responses|in the middle)",
 }

@@ -1,7 +1,8 @@
-"""A course of events for a real core: a hostile client, an honest one beside it, workers that finish, die and return.
+"""A course of events for a real core: a hostile client, an honest one beside it, workers that finish, crash and
+restart.
 
-The rule: the honest client's requests are all answered, as the fakes verify; every invariant of the core holds after
-every turn; and when the hostile client has gone, nothing of it is left.
+All requests of the honest client are answered, as the fakes verify; every invariant of the core holds after every turn;
+and after the hostile client has disconnected, nothing of it is left.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decisions out of bytes, so that a fuzzer's input is a whole course of events and the same bytes are the same course.
 
-The rule of the file: it never runs dry; behind the last byte everything is 0.
+Invariant: it never ends; after the last byte all decisions are 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Reader:
         return choices[self.byte() % len(choices)]
 
     def rest(self, most: int) -> bytes:
-        """The next bytes, as many as the next one says, but no more than `most`."""
+        """The next bytes; the next value is their number, at most `most`."""
         size = self.byte() % (most + 1)
         found = self._data[self._at : self._at + size]
         self._at += size

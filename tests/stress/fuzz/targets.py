@@ -1,7 +1,7 @@
 """What is fuzzed: functions of bytes, and the inputs that each begins with.
 
-The rule of the file: a target returns, whatever the bytes are; the only errors it lets pass are those that its caller
-is told of (ServeError, ConfigError among them). Everything else that comes out is a finding.
+Invariant: a target returns for any bytes. It catches only the errors that its caller expects (ServeError, ConfigError
+among them); any other exception is a finding.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ BACKENDS = ("identity", "python", "onnxruntime")
 
 
 def decode(data: bytes) -> None:
-    """The first byte says for which direction the rest is."""
+    """The first byte is the direction of the rest."""
     codec, kinds = _CODECS[data[0] % len(_CODECS) if data else 0]
     try:
         found = codec.decode(data[1:])

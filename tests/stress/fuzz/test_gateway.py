@@ -1,5 +1,5 @@
-"""What a caller may send to a living gateway: any bytes, requests that are nearly right, and requests as its own
-OpenAPI document allows them. The rule: it lives on, answers what it means to, and says nothing of the inside.
+"""What a caller may send to a running gateway: any bytes, requests that are nearly right, and requests that its own
+OpenAPI document allows. It keeps running, gives only documented responses, and reveals no internals.
 
 A hundred requests here, more with `make stress`, as SHMSERVE_FUZZ says.
 """
@@ -138,7 +138,7 @@ def spoiled(draw: DrawFn) -> bytes:
 @given(spoiled() | st.binary(max_size=200))
 def test_any_bytes(gateway: Gateway, data: bytes) -> None:
     with gateway.socket() as made:
-        with contextlib.suppress(ConnectionError):  # it may have heard enough before it has heard all
+        with contextlib.suppress(ConnectionError):  # it may close the connection before it has read all
             made.sendall(data)
             made.shutdown(socket.SHUT_WR)
         said = b""

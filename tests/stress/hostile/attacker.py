@@ -1,7 +1,7 @@
-"""A process of another user that does harm on order, over the lane.
+"""A process of another user that attacks the server over the lane, as the test orders.
 
-The rule of the file: everything is imported before the user is changed, who may not read the interpreter's files; what
-an order finds out goes back as plain values, and the test judges it.
+Invariant: all imports are done before the user is changed, as the new one may not read the interpreter's files. An
+order returns plain values, which the test checks.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Attacker:
         self._others += made
         silent, greeting = [lane for number, lane in enumerate(made) if number % 4 != 3], made[3::4]
         for lane in greeting:
-            with suppress(BrokenPipeError, ConnectionResetError):  # why it was sent away comes below
+            with suppress(BrokenPipeError, ConnectionResetError):  # the reason of the disconnect comes below
                 lane.send(Hello(1, os.getpid(), "one of many", "memfd"))
         for lane in greeting + silent:
             try:

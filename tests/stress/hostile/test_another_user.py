@@ -103,7 +103,7 @@ def honest(client: Client, rounds: int = 5) -> None:
 
 
 def only(told: dict[str, int], *allowed: str) -> dict[str, int]:
-    """By the pattern of each, how often it was told. Everything told must be allowed, and tell no secrets."""
+    """The number of reports by pattern. All of them must be allowed, and contain no secrets."""
     found = dict.fromkeys(allowed, 0)
     for text, count in told.items():
         assert not SECRETS.search(text), text
@@ -117,7 +117,7 @@ def only(told: dict[str, int], *allowed: str) -> dict[str, int]:
 
 
 def test_r3_bytes_that_change_while_they_are_read(server: Server, attacker: Child) -> None:
-    """Numbers, and the lengths of strings. Its own answers may be anything, or the error that says what is wrong."""
+    """Numbers, and the lengths of strings. Its own answers may be anything, or the right error."""
     attacker.tell(do="flip", requests=800)
     with server.client() as client:
         honest(client, 20)
@@ -151,7 +151,7 @@ def test_r13_a_handle_that_was_given_back_is_nothing(server: Server, attacker: C
 
 
 def test_r17_what_a_handle_showed_is_not_shown_to_the_next(server: Server) -> None:
-    """A short answer in memory that a longer one was in: the rest of what is mapped is this user's own, or nobody's."""
+    """A short answer in memory that a longer one was in: the rest of the mapping is this user's own, or empty."""
     mark = bytes([0xA5]) * 64
     path = str(server.runtime_dir / "lane.sock")
     with server.client() as client:
@@ -167,7 +167,7 @@ def test_r17_what_a_handle_showed_is_not_shown_to_the_next(server: Server) -> No
 
 
 def test_r20_a_stopped_client_with_held_memory(server: Server, attacker: Child) -> None:
-    """Its own limit is what it meets; then it is stopped, with answers held and a socket that nobody reads."""
+    """Its own limit is what it meets; then it is stopped, with responses held and a socket that is not read."""
     held = attacker.ask(do="hold", most=50)
     assert held["held"] <= HELD // (1 << 20) + 1
     assert held["told"].startswith("UNAVAILABLE")
@@ -265,7 +265,7 @@ def test_one_who_keeps_a_lease_does_not_keep_others_waiting(server: Server, atta
 
 
 def test_r16_a_named_segment_that_was_cut_ends_the_worker_and_its_maker_is_named(server: Server) -> None:
-    """Names are for the server's own user. Whoever shares a batch with such a one is answered all the same."""
+    """Named segments are for the server's own user. Other requests of the same batch succeed."""
     count = 64 * 1024
     extent = posix.create(4 * count)
     try:
@@ -299,7 +299,7 @@ def test_r16_a_named_segment_that_was_cut_ends_the_worker_and_its_maker_is_named
 
 
 def test_r16_a_name_that_was_taken_away(server: Server) -> None:
-    """Before a worker has opened it: the request says so. After: nothing."""
+    """Before a worker has opened it, the request fails. Afterwards it has no effect."""
     extent = posix.create(4096)
     with Zmq(server.zmq_url.removeprefix("ipc://")) as link, server.client() as client:
         link.hello("posix")

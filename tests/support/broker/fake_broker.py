@@ -1,7 +1,7 @@
-"""A broker for tests of clients: it speaks the protocol, and does with each request what the test says.
+"""A broker for tests of clients: it speaks the protocol, and the test decides what it does with each request.
 
-It runs in a thread of the test's process. What it does by itself: Hello, Ask, and the models below. `hold` keeps the
-request for the test to answer. The rule of the file: it believes nothing, and notes everything it was told.
+It runs in a thread of the test's process. It answers Hello, Ask and requests to the models below by itself; `hold`
+keeps the request for the test to answer. It verifies and records every message.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Peer:
         if self.sock is None:
             self.broker.router.send_multipart([self.identity, data, *frames])
             return
-        with contextlib.suppress(BrokenPipeError):  # it has gone; reading will tell
+        with contextlib.suppress(BrokenPipeError):  # it has disconnected; reading reports that
             self.sock.sendmsg([data], rights)
 
     def bytes_of(self, tensor: Tensor, frames: list[bytes]) -> bytes:
@@ -210,7 +210,7 @@ ECHOED = [
         ("string", "BYTES", []),
     )
 ]
-"""What `echo` says of its inputs, to clients that give them as Python values. Others may have any name and type."""
+"""The inputs of `echo`, for clients that pass Python values. Others may have any name and type."""
 
 
 class FakeBroker:
@@ -311,7 +311,7 @@ class FakeBroker:
             raise failure
 
     def wait_for(self, kind: type) -> Any:
-        """The next message of this kind that was told."""
+        """The next message of this kind that was received."""
         while True:
             message = self.told.get(timeout=20)
             if isinstance(message, kind):
@@ -460,7 +460,7 @@ class FakeBroker:
             peer.send(Pong(number))
 
     def _gather(self, peer: Peer, ask: Ask) -> None:
-        """The pieces of a body come in order; only the first says what it is about."""
+        """The pieces of a body arrive in order; only the first has its request."""
         asks = self.bodies.setdefault((peer.owner, ask.request), [])
         assert bool(ask.what) is not bool(asks), ask
         asks.append(ask)

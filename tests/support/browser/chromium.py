@@ -72,7 +72,7 @@ class Chromium:
         self._number = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self.listeners: dict[str, Callable[[str, dict[str, Any]], None]] = {}
-        """Session -> what is told its events."""
+        """Session -> the callback for its events."""
 
     def post(self, method: str, session: str = "", **parameters: Any) -> int:
         """Sends a command and returns its number."""

@@ -89,7 +89,7 @@ class Calling(World):
         where, _, offset = text.partition("+")
         if where == "own":
             handle = worker.allocate("internal", size)
-            del worker.out[handle]  # nobody is given it
+            del worker.out[handle]  # no model gets it
             return (handle,)
         if where == "parent":
             whole = references(self.core.state.requests[parent].inputs)[0]

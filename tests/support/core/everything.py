@@ -1,7 +1,7 @@
-"""A world with every kind of model at once, whose workers compute: what comes back can be told from what was asked.
+"""A world with every kind of model at once, whose workers compute, so that a response identifies its request.
 
 Every tensor is filled with one byte, and every model passes on the byte of its first input. So an answer that is
-another request's, a row that is another row's, and one that was kept under a wrong key are seen by who gets them.
+another request's, a row that is another row's, and a cached one with a wrong key are detected by their client.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class Everything(Operated):
                 kept.remove(options.sequence)
 
     def kept_by(self, worker: FakeWorker) -> set[int | str]:
-        """The sequences that it has not been told the end of."""
+        """Sequences whose end it has not been sent."""
         kept = self.going.setdefault(worker.peer, set())
         for ended in worker.ended:
             kept.discard(ended)

@@ -1,6 +1,6 @@
 """Random graphs of steps, models that compute, and the same computed directly: the oracle of ensembles.
 
-A model may answer a request any number of times (`many`), and with each answer what comes after it is computed anew.
+A model may answer a request any number of times (`many`), and with each answer all later steps are computed again.
 
 Tensors are vectors (dims [-1]), matrices ([-1, -1]), conditions (BOOL [1]) and rows of these (BOOL [-1, 1]).
 """
@@ -171,7 +171,7 @@ def _needed(kind: Kind, outputs: Sequence[str]) -> set[int]:
 
 
 def _read_by(kind: Kind, needed: set[int], outputs: Sequence[str]) -> set[str]:
-    """Tensors that somebody wants."""
+    """Tensors that a step or the caller uses."""
     read = {tensor for index in needed for _, tensor in kind.steps[index].inputs}
     return read | {kind.steps[index].condition for index in needed} | set(outputs)
 

@@ -27,7 +27,7 @@ def model(name: str = "m", max_batch: int = 8, batching: BatchPolicy | None = BA
 
 
 class Lent(World):
-    """With the model `m` and a client that accepts leases. Keeps what was said about them."""
+    """With the model `m` and a client that accepts leases. Records the messages about them."""
 
     def __init__(self, policy: ModelPolicy | None = None, instances: int = 1, **limits: Any) -> None:
         super().__init__(Limits(**limits))

@@ -1,7 +1,7 @@
 """The rules of sequences in plain Python, for a machine that does whatever can be done to the core.
 
-It is told what clients send and what they are answered, and what workers start, finish and are told; it says which
-requests must be taken, and complains of whatever a worker may not see. It knows nothing of slots, batches or queues.
+Its input is what clients send and receive, and what workers start, finish and are sent. It decides which requests must
+be accepted, and asserts what workers may see. It does not depend on slots, batches or queues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Kept:
 
     story: Story
     ended: bool = False
-    """It has been told so: by a request with END that has run, or by the broker."""
+    """It was notified: by a request with END that has run, or by the broker."""
 
 
 class Rules:

@@ -100,7 +100,7 @@ TIGHT = (
 
 
 class Listener(FakeClient):
-    """A client that does wrong things, and notes all that it is told."""
+    """A client that sends invalid messages, and records all that it receives."""
 
     def __init__(self, client: FakeClient) -> None:
         super().__init__(client.peer, client.name, client.plane, client.outputs)

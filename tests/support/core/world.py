@@ -1,4 +1,4 @@
-"""A core, a clock that stands still until it is told, fake workers and clients, and the links between them.
+"""A core, a clock that only the test advances, fake workers and clients, and the links between them.
 
 `check()` runs after every turn. What goes to or comes from a worker can be held back, so that messages cross.
 """
@@ -60,7 +60,7 @@ class World:
         self.slow_from: set[int] = set()
         self.freed: list[Any] = []
         self.paused: dict[int, int] = {}
-        """Clients that are not to be heard, until when. This shell hears them all the same."""
+        """Clients that are paused -> until when. They are read all the same."""
         self.leases: dict[int, FakeLease] = {}
         """Those whose log the broker still has."""
         self.out_of_descriptors = False
@@ -72,7 +72,7 @@ class World:
         self._last_client = 0
         self._pending: list[tuple[int, Any]] = []
 
-    # ------------------------------------------------------------------------------------ for subclasses to tell
+    # ------------------------------------------------------------------------------------ for subclasses that print
 
     def tell(self, effect: Any) -> None:
         """An effect is about to be carried out."""
@@ -119,7 +119,7 @@ class World:
             self._handle(happened)
 
     def heard(self, worker: FakeWorker, count: int | None = None) -> list[tuple[int, Any]]:
-        """What the worker has said, taken from its outbox as events."""
+        """The messages of the worker, taken from its outbox as events."""
         said = worker.outbox[:count]
         del worker.outbox[: len(said)]
         return [(worker.peer, message) for message in said]
@@ -258,7 +258,7 @@ class World:
         return [worker for worker in self.workers.values() if worker.name == name][-1]
 
     def die(self, worker: FakeWorker, reason: str, loading_error: str = "") -> None:
-        """The process has ended; what it had said before is still read."""
+        """The process has ended; what it sent before is still read."""
         if not worker.dead:
             worker.dead = True
             self._pending += self.heard(worker)
@@ -284,7 +284,7 @@ class World:
             self.finish_running()
 
     def crash(self, worker: FakeWorker, reason: str = "signal SIGSEGV", loading_error: str = "") -> None:
-        """Dies, and the broker notices."""
+        """It crashes, and the broker notices."""
         self.die(worker, reason, loading_error)
         self.settle()
 

@@ -1,5 +1,6 @@
-"""Calls of gRPC over TLS, in a process of its own, as Google's library never lets go of its threads. The rule of the
-file: what to call comes as JSON on standard input, and what came of it goes out so; judging is for the test.
+"""Calls of gRPC over TLS, in a process of its own, as Google's library never ends its threads.
+
+It reads the calls as JSON from standard input, and prints the results as JSON; the test checks them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A client of gRPC made of the gateway's own .proto: grpcio moves the bytes, protobuf reads them. The rule of the file:
-nothing of the gateway's code is used beside the descriptors.
+"""A client of gRPC made from the gateway's .proto, with grpcio and protobuf.
+
+Invariant: it uses no code of the gateway except the descriptors.
 """
 
 from __future__ import annotations

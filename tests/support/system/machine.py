@@ -1,7 +1,7 @@
 """A machine of its own to test a service on: a real systemd in namespaces, over the file system of this one.
 
-The rule of the file: nothing of this machine changes. The root is an overlay in memory, mounted where only the machine
-sees it; network, processes, shared memory and control groups are its own; all goes when its first process does.
+Invariant: nothing of the real machine changes. The root is an overlay in memory, mounted in a private namespace;
+network, processes, shared memory and control groups are separate; all of it ends with the first process.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Machine:
         return ["nsenter", "--all", f"--target={self.first}", "timeout", str(COMMAND_S), *map(str, words)]
 
     def run(self, *words: str | Path, code: int | None = 0, stdin: str = "") -> str:
-        """What it says. `code` None: any."""
+        """Its output. `code` None: any exit code."""
         ended = subprocess.run(
             self.command(*words), input=stdin, capture_output=True, text=True, env=CLEAN, check=False
         )

@@ -80,7 +80,7 @@ class Terminal:
     def _read(self) -> bytes:
         try:
             data = os.read(self._ours, 65536)
-        except OSError:  # EIO: nobody has the other end any more
+        except OSError:  # EIO: the other end is closed
             return b""
         self.raw += data
         data = self._rest + data

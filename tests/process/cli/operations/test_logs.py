@@ -38,7 +38,7 @@ from shmserve.clients.cli.main import main
 base.CONNECT_S = 0.2
 sys.exit(main(sys.argv[1:]))
 """
-"""The command, but for how long it waits for a server to come back before it says so."""
+"""The command, with a shorter wait for a server that is gone."""
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_follow_a_server_that_is_restarted(repository: Path, tmp_path: Path) -> 
 
 
 def test_few_records_are_kept(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A follower that was too slow is told so. Another one that begins later has missed nothing."""
+    """A follower that is too slow gets a notice. Another one that starts later has missed nothing."""
     with Server(repository, "--log-recent-bytes", "1000", runtime_dir=tmp_path / "run") as server:
         lines = printed(server, capsys)
         assert 1 <= len(lines) <= 2

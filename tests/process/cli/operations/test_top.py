@@ -211,7 +211,7 @@ def test_wrong_use(server: Server, words: str, code: int, text: str) -> None:
 
 
 def test_without_textual(server: Server) -> None:
-    """A snapshot does not need it; a live view says how to install it."""
+    """A snapshot does not need it; without it, a live view prints how to install it."""
     missing = (
         "import sys\n"
         "class Missing:\n"

@@ -92,7 +92,7 @@ def test_requests_batches_steps_and_leases(server: Server, tmp_path: Path) -> No
 
 
 def traced(server: Server, capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
-    """What the command says on stderr."""
+    """What the command prints to stderr."""
     assert main(["trace", "--runtime-dir", str(server.runtime_dir), "--seconds", "0.01", *words]) == code
     return capsys.readouterr().err
 

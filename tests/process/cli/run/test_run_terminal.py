@@ -58,7 +58,7 @@ class Conversation:
         assert select.select([self.master], [], [], END_S)[0], f"nothing was said for {END_S} s:\n{self.text}"
         try:
             data = os.read(self.master, 65536)
-        except OSError:  # nobody has the other end any more
+        except OSError:  # the other end is closed
             return False
         self.text += data.decode().replace("\r", "")
         return bool(data)

@@ -110,7 +110,7 @@ def test_instances_come_with_the_queue_and_go_without_it(server: tuple[Server, G
 
 
 def test_no_request_is_lost_when_instances_come_and_die(gated: Gated) -> None:
-    """The one that was added dies with the request that it runs, which another one runs again."""
+    """The instance that was added crashes with a request, which another instance runs again."""
     gated.await_size(1)
     gated.ask(20)
     there = gated.await_size(3)

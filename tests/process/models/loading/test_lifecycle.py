@@ -29,7 +29,7 @@ CLIENTS = 4
 PAUSE_S = 0.05
 """Between the rounds of a client: its load is to be constant, not to take the cores from what is to be tested."""
 STEADY = "steady"
-"""Nobody touches it: none of its requests may fail."""
+"""No operation affects it: none of its requests may fail."""
 NAMES = ("red", "green", "blue")
 ACTIONS = (
     *("load", "load", "reload", "reload", "add", "remove", "resize", "bad config", "bad model"),
@@ -180,7 +180,7 @@ class Operator:
             self.load(name)
 
     def bad_config(self, name: str) -> None:
-        """The caller is told where it is wrong, and what is served goes on."""
+        """The error names the wrong place, and the served version stays."""
         if not self.versions[name]:
             return
         good = (self.repository / name / "config.pbtxt").read_text()

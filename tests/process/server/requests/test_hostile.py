@@ -1,7 +1,7 @@
 """Invalid requests and packets over both links.
 
 Each gets its own error, with a code and the name of the wrong value; the connection continues wherever packets can
-still be told apart; and nothing remains in the server.
+still be distinguished; and nothing remains in the server.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A client that sends one request at a time is lent an instance: the same results, errors and statistics as through the
-broker, whoever ends the lease."""
+broker, whichever side ends the lease."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_inputs_in_shared_memory_go_over_a_lease(leases: Leases, face: str) -> N
 
 
 def test_an_input_is_not_overwritten_while_a_worker_reads_it(leases: Leases) -> None:
-    """Its client has given up, and its worker dies."""
+    """Its client has cancelled it, and its worker crashes."""
     with leases.server.client() as client, leases.server.client() as other:
         for way in ("answer", "death"):
             borrow(client, "large", WIDE)

@@ -44,7 +44,7 @@ def tensor(values: Any) -> Tensor:
 
 @pytest.mark.process
 def test_a_model_says_its_inputs_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And tells nobody that it was loaded: what would do that leaves a directory."""
+    """It does not send telemetry: that would create a directory."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     double(tmp_path, (-1, 3, -1))

@@ -1,6 +1,6 @@
 """Models of PyTorch: which tensor is which argument, what a program may write to, and what its parameters do.
 
-Bare PyTorch is too much like what is tested to say what is right: numpy says it.
+The oracle is numpy, since bare PyTorch is too similar to the code under test.
 """
 
 from __future__ import annotations

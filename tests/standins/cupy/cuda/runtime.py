@@ -169,7 +169,7 @@ def getDevice() -> int:
 
 
 def getDeviceProperties(device: int) -> dict[str, Any]:
-    """The uuid is that of NVML, as far as it can be told from what the process may see."""
+    """The uuid is that of NVML."""
     return {"uuid": state.uuid}
 
 

@@ -30,7 +30,7 @@ from tests.support.core.fakes.tensors import one_input, references, replies_of
 
 
 class FakeClient:
-    """A client that keeps book of what it is owed."""
+    """A client that records what it is owed."""
 
     def __init__(self, peer: int, name: str, plane: str, outputs: str) -> None:
         self.peer, self.name, self.plane, self.outputs = peer, name, plane, outputs
@@ -49,7 +49,7 @@ class FakeClient:
         self.leases: dict[int, FakeLease] = {}
         self.takes_leases = False
         self.lent: list[Lease] = []
-        """All leases that it was told of."""
+        """All leases that it got."""
         self.leased: dict[int, Infer] = {}
         """Lease -> the last request that it sent over it."""
         self.unsent: list[Infer] = []

@@ -77,13 +77,13 @@ class FakeWorker:
         self.again: list[int] = []
         """Requests of what runs that are to be run once more."""
         self.ended: list[int | str] = []
-        """Sequences that it was told are over."""
+        """Sequences whose end it was sent."""
         self.streams: dict[int, Work] = {}
-        """Of a model that answers as often as it likes: requests whose last answer has not been given."""
+        """Requests of a decoupled model whose last response has not been sent."""
         self.room: dict[int, int] = {}
-        """How many more answers each of them may have before its caller says more."""
+        """How many more responses each of them may have until its caller grants more."""
         self.cancelled: set[int] = set()
-        """Those that nobody waits for any more."""
+        """Those whose client has cancelled."""
         self.says: dict[str, str] = {}
         """What the next batch makes of some outputs: a shape as [2,3], true, false, or none."""
         self.compute: Callable[[FakeWorker, Work], Row] | None = None
@@ -97,7 +97,7 @@ class FakeWorker:
         self.waits_for: set[int] = set()
         """Calls that its model does nothing before the end of."""
         self.watch: Callable[[FakeWorker, WaitingBatch], None] | None = None
-        """Is told of each batch that starts."""
+        """Is called with each batch that starts."""
         self.offered: dict[int, FakeLease] = {}
         """Sockets and logs of leases whose Lend it has not read."""
         self.lease: FakeLease | None = None
@@ -110,7 +110,7 @@ class FakeWorker:
         self.in_columns = False
         """It answers in columns where it may, but not every third batch."""
 
-    # ------------------------------------------------------------------------------------ what the broker says
+    # ------------------------------------------------------------------------------------ messages of the broker
 
     def read(self, count: int | None = None) -> None:
         """Takes messages in; all of them, or the first few; but none while it runs a request of its lease."""
@@ -206,7 +206,7 @@ class FakeWorker:
         self.cancelled |= self.streams.keys() & set(order.requests)
         self.outbox.append(Withdrawn(tuple(found)))
 
-    # ------------------------------------------------------------------------------------ what it does
+    # ------------------------------------------------------------------------------------ batches
 
     def take_up(self) -> WaitingBatch | None:
         """The next batch starts, if there is one."""
@@ -227,7 +227,7 @@ class FakeWorker:
         return None
 
     def start(self) -> WaitingBatch | None:
-        """When nothing runs: what waits is started, and said if it must be."""
+        """If nothing runs, starts what waits, and reports that if it must."""
         batch = self.take_up() if self.running is None else None
         if batch is not None and batch.open:
             self.outbox.append(Started(batch.number, batch.through))

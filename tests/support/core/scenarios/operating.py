@@ -25,7 +25,7 @@ class Operating(World):
         self.scalings[name] = scaling_of(name, bounds, options.get("up", "50ms"), options.get("down", "2s"))
 
     def do_scale(self, name: str, bounds: str, up: str = "50ms", down: str = "2s") -> None:
-        """scale m 1-3 up=50ms down=2s: what the next deploy says about the number of instances."""
+        """scale m 1-3 up=50ms down=2s: the number of instances in the next deploy."""
         self.scalings[name] = scaling_of(name, bounds, up, down)
 
     def do_by_hand(self, name: str) -> None:

@@ -81,7 +81,7 @@ class Scenario(Operating, Streaming, Calling):
             self.scale(name, options["scale"])
         before = len(self.lines)
         self.deploy(policy, int(options.get("instances", 1)), options.get("large", ""), "unloaded" not in flags)
-        if "unloaded" not in flags:  # nobody wants to read a hundred times that m_0 was spawned and is ready
+        if "unloaded" not in flags:  # keeps the start of the workers out of every scenario
             del self.lines[before:]
 
     def do_measure(self, name: str, host: str = "0", peak: str = "0", gpu: str = "0") -> list[Event]:
@@ -190,7 +190,7 @@ class Scenario(Operating, Streaming, Calling):
         return [(who.peer, Return(handles))]
 
     def do_done(self, name: str, took: str = "0s", rows: str = "0", error: str = "", **says: str) -> list[Event]:
-        """done m_0, after took= with error= or with rows= told before; flag=true y=[2,3] z=none: what it makes;
+        """done m_0, after took= with error= or with rows= reported before; flag=true y=[2,3] z=none: what it makes;
         again=a1: what it wants to run once more."""
         worker = self.worker(name)
         code, _, text = error.partition(":")
@@ -241,7 +241,7 @@ class Scenario(Operating, Streaming, Calling):
         return [(self.worker(name).peer, LoadFailed("MODEL_FAILED", text))]
 
     def do_say(self, name: str, what: str, number: str = "0") -> list[Event]:
-        """A worker says something that it should not."""
+        """A worker sends an invalid message."""
         said: dict[str, Any] = {
             "started": Started(int(number), int(number)),
             "done": Done(int(number), (), (0, 0, 0, 0)),

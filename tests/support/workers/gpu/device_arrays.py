@@ -53,7 +53,7 @@ def write(interface: dict[str, Any], array: Array) -> None:
 
 
 def end(runtime: Any) -> None:
-    """What clients have exported stays, as nobody can know when others have closed it; here that is known."""
+    """Exports of clients stay, as the library cannot know when others have closed them; a test can."""
     tensors._spare.clear()
     for address in list(runtime.state.device):
         runtime.free(address)

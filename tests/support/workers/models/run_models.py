@@ -1,4 +1,4 @@
-"""Models for the tests of `shmserve run`, and how the command is started. Rule: what goes wrong is chosen by an input.
+"""Models for the tests of `shmserve run`, and how the command is started. An input chooses the failure.
 
 The model greets; the first value of `x` makes it fail in one way or another.
 """

@@ -109,7 +109,7 @@ class TritonPythonModel:
             print("closed", wishes(request).get("name"), request.is_cancelled(), flush=True)
 """
 SOURCES = {"execute": IN_EXECUTE, "threads": IN_THREADS, "coroutine": COROUTINE, "generator": GENERATOR}
-"""Each sends as many responses as the request says, and differs in where it sends them from."""
+"""Each sends as many responses as the request asks for; they differ in where they send them from."""
 
 
 def senders(*names: str) -> pytest.MarkDecorator:

@@ -1,6 +1,6 @@
 """Models that do the same in every backend, for the conformance suite. Each is a folder of a model repository.
 
-The rule: what a model computes is so simple that numpy says what is right.
+The models compute simple functions, for which numpy is the oracle.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _onnx_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
 
 
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-"""Else importing the engine tells its makers so, over the network."""
+"""Otherwise the import of the engine sends telemetry."""
 
 
 def openvino_save(folder: Path, parameters: Sequence[Any], results: Sequence[Any]) -> Path:
@@ -298,7 +298,7 @@ def torch_script(folder: Path, source: str) -> Path:
 
     path = version_folder(folder) / "model.pt"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler of TorchScript says that it is an old one
+        warnings.simplefilter("ignore")  # TorchScript warns that it is deprecated
         torch.jit.script(torch_class(folder, source)().eval()).save(str(path))
     return path
 
@@ -421,7 +421,7 @@ TREES_WIDTH = 4
 STANDIN_DTYPES = ("BOOL", "UINT8", "INT8", "INT32", "INT64", "FP16", "FP32", "BF16")
 STANDINS = str(tests.STANDINS)
 TENSORRT = Kind("tensorrt", tensorrt_echo, tensorrt_failing, _onnx_fail, (STANDIN_DTYPES,), "", STANDINS)
-"""On what stands in for TensorRT and a GPU, which a worker only has if it is told."""
+"""On the stand-ins for TensorRT and a GPU, which a worker only loads if its environment names them."""
 KINDS = (
     Kind("identity", identity_echo, identity_failing, _identity_fail, (DTYPES,)),
     Kind("python", python_echo, python_failing, _python_fail, (DTYPES,)),
