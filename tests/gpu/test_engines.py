@@ -1,7 +1,7 @@
 """The other engines on a real GPU: ONNX Runtime with CUDA, a Python model with CuPy, PyTorch, DALI. Each is skipped
-where its package is not there, or not the one for CUDA.
+if its package is missing or is not the one for CUDA.
 
-The rule: numpy says what is right, and each model says which GPU it has seen.
+The oracle is numpy, and each model reports the GPU that it has seen.
 """
 
 from __future__ import annotations

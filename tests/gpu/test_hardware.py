@@ -1,7 +1,7 @@
-"""What the stand-ins cannot say: the same through the real libraries, on a real GPU. ONNX Runtime on the CPU says what
-is right.
+"""What the stand-ins cannot show: the same through the real libraries, on a real GPU. The oracle is ONNX Runtime on the
+CPU.
 
-The rule: skipped where there is no GPU, or a package of the extra `gpu` is missing; nothing is timed.
+Skipped without a GPU, or if a package of the extra `gpu` is missing. Nothing is timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""kill -9 at random points: of clients, of workers, of the broker. Whatever was held is held no more.
+"""kill -9 at random points: of clients, of workers, of the broker. All that they held is released.
 
-The rule: what is left is seen from outside. Workers may have so little memory for outputs, and the broker for frames,
-that one answer takes nearly all of it; if anything at all were still held for the dead, it would not fit.
+Leaks are detected from outside. Workers may have so little memory for outputs, and the broker for frames,
+that one answer takes nearly all of it; if anything were still held for a killed process, it would not fit.
 """
 
 from __future__ import annotations

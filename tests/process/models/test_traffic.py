@@ -36,7 +36,7 @@ CANARY = python_model(
     if fault == {CRASHES}:
         os._exit(7)
     if fault == {HANGS}:
-        open(HOLD).close()  # until somebody writes
+        open(HOLD).close()  # until the test writes
     return self.respond(np.full_like(x, self.version))
     """,
     'self.version = float(args["model_version"])',

@@ -1,6 +1,6 @@
 """The chaos soak: half a minute of it here, ten with `make stress`, and ten with models that sleep.
 
-The rule: a failure shows its seed and the last 200 events; SHMSERVE_SEED makes the same choices again.
+A failure shows its seed and the last 200 events; SHMSERVE_SEED makes the same choices again.
 """
 
 from __future__ import annotations

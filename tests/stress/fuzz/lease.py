@@ -1,7 +1,6 @@
 """A packet that a client sends to a worker over its lease, past the broker and all of its checks.
 
-The rule: a request that runs is what Lend allows, and is answered once; anything else ends the lease, and nothing else
-happens.
+Invariant: a request that runs is one that Lend allows, and is answered once; anything else only ends the lease.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing, seeded: 20,000 inputs here, SHMSERVE_FUZZ of them (a million) with `make stress`.
 
-An input of `lane` is a whole course of up to 200 events, so there are few of them. The rule: a failure shows the input
-in hex; mended, it becomes a test of its own beside those of the module that it was found in.
+An input of `lane` is a whole course of up to 200 events, so there are few of them. A failure shows the input
+in hex; once fixed, it becomes a test of its own beside those of the module with the bug.
 """
 
 from __future__ import annotations

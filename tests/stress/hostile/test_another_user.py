@@ -1,7 +1,7 @@
-"""A process of another user, let in to infer, does what harm it can; honest clients beside it notice nothing.
+"""A process of another user with the role infer attacks the server; honest clients beside it are not affected.
 
-The rule: after each attack the server has the same workers and no more descriptors, segments or memory than before.
-What such a user can see and open at all is in tests/security, what any client may say wrongly in tests/process.
+After each attack the server has the same workers and no more descriptors, segments or memory than before.
+What such a user can see and open is in tests/security, invalid messages of any client are in tests/process.
 """
 
 from __future__ import annotations

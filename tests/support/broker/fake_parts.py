@@ -1,4 +1,4 @@
-"""What the broker for tests of clients answers in parts. The rule: never more than there is room for."""
+"""Responses in parts of the broker for tests of clients, never more than their window allows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The broker for tests of clients while a test runs. The rule: in a folder of its own, whose name is short enough for
-a socket in it."""
+"""The broker for tests of clients while a test runs, in a folder of its own with a name short enough for a socket."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decoding against everything that is not a packet.
 
-The rule: whatever comes in, `Codec.decode` gives a list of messages and Refused, or raises ProtocolError; it takes
-memory in proportion to the packet, and the number of a request survives the mistake in it.
+Invariant: for any bytes `Codec.decode` returns a list of messages and Refused, or raises ProtocolError; its
+memory is proportional to the packet, and the error of an invalid request has its number.
 """
 
 from __future__ import annotations
