@@ -74,13 +74,19 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             lock = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(lock), (self._path / LOCK).stat()):
-                        return lock
+                if self._is_file_of(lock):
+                    return lock
             except BaseException:
                 os.close(lock)
                 raise
             os.close(lock)  # a server that ended has removed the file in the meantime
+
+    def _is_file_of(self, lock: int) -> bool:
+        """Whether this is still the file in the directory, which may have been removed and made again."""
+        try:
+            return os.path.samestat(os.fstat(lock), (self._path / LOCK).stat())
+        except FileNotFoundError:
+            return False
 
     def _remove(self) -> None:
         for name in (LANE, BROKER):
@@ -89,9 +95,10 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             shutil.rmtree(self._path / name, ignore_errors=True)
 
     def __exit__(self, *_: object) -> None:
-        self._remove()
-        shutil.rmtree(self._path / AGENTS, ignore_errors=True)
-        (self._path / LOCK).unlink(missing_ok=True)
+        if self._is_file_of(self._lock):
+            self._remove()
+            shutil.rmtree(self._path / AGENTS, ignore_errors=True)
+            (self._path / LOCK).unlink(missing_ok=True)
         os.close(self._lock)
 
 

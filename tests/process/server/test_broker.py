@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,26 @@ def test_a_second_server_in_the_same_directory_is_refused(running: Launched, rep
     with Lane(running.lane) as lane:
         lane.hello("memfd")
         assert is_live(lane)
+
+
+def test_a_server_leaves_the_files_of_its_successor(repository: Path, tmp_path: Path) -> None:
+    """A program that cleans temporary directories removed those of the first server, and a second one was started."""
+    with Launched(repository, tmp_path / "run") as first:
+        shutil.rmtree(tmp_path / "run")
+        with Launched(repository, tmp_path / "run") as second:
+            assert first.stop() == 0
+            with Lane(second.lane) as lane:
+                lane.hello("memfd")
+                assert is_live(lane)
+            third = subprocess.run(
+                [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)],
+                env=os.environ | {"SHMSERVE_RUNTIME_DIR": str(tmp_path / "run")},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert "another server runs" in third.stderr
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_workers_end_with_a_killed_broker_and_the_next_one_starts(repository: Path, tmp_path: Path) -> None:

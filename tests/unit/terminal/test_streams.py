@@ -132,6 +132,7 @@ def test_ctrl_c_before_the_server_runs(tmp_path: Path) -> None:
         program = f"""
 import os, runpy, signal, sys
 from shmserve.broker import main
+main.{name}  # an error if it has gone
 main.{name} = lambda *arguments: os.kill(os.getpid(), signal.SIGINT)
 sys.exit(main.main())
 """
