@@ -187,6 +187,12 @@ class Lifecycle:
                 self._state.log("error", text, **_about(version, instance))
             instance.move(_I.STOPPED)
             retirement.remove_stopped(self._state, version, instance)
+        elif instance.sleeping:
+            about = _about(version, instance)
+            if told or instance.deaths:
+                sleep.wake_failed(self._state, version, instance, load_error or event.reason, now, about)
+            else:
+                sleep.died_waking(self._state, version, instance, event.reason, about)
         elif version.state is _V.UNLOADING:
             alone = not any(other.alive for other in version.instances if other is not instance)
             if alone and (version.waits or version.users) and not (load_error or instance.deaths):
@@ -194,12 +200,6 @@ class Lifecycle:
             else:
                 version.reason = f"instance '{instance.spec.name}': {load_error or event.reason}"
                 instance.move(_I.STOPPED)
-        elif instance.sleeping:
-            about = _about(version, instance)
-            if told or instance.deaths:
-                sleep.wake_failed(self._state, version, instance, load_error or event.reason, now, about)
-            else:
-                sleep.died_waking(self._state, version, instance, event.reason, about)
         elif not instance.loaded or (load_error and version.state is _V.LOADING):
             self._failed_to_load(version, instance, load_error or event.reason, now)
         elif load_error:

@@ -17,7 +17,7 @@ from shmserve.core.limits import ANY_GPU
 from shmserve.core.policy import MemoryEstimate
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State
-from shmserve.core.states import InstanceState
+from shmserve.core.states import InstanceState, VersionState
 
 _I = InstanceState
 
@@ -154,7 +154,12 @@ def needed_to_wake(version: Version) -> Places:
 
 def is_fixed(version: Version, instance: Instance) -> bool:
     """Does it have its memory for good?"""
-    return version.rest.stays_loaded and not (instance.over or instance.asleep_soon)
+    return stays_loaded(version) and not (instance.over or instance.asleep_soon)
+
+
+def stays_loaded(version: Version) -> bool:
+    """A generation that was replaced does not: runs of ensembles may need it for as long as they wait for memory."""
+    return version.rest.stays_loaded and version.state is not VersionState.UNLOADING
 
 
 def guess_less(version: Version, place: int, size: int) -> None:

@@ -231,13 +231,13 @@ def _free(
     wait = state.limits.memory_wait_ns
     short = Places(short)
     for instance, version in state.held.items():
-        soon = version in state.to_sleep or now - state.yielding.get(version, now - wait) < wait
+        soon = version in state.to_sleep or now - state.yielding.get(version, now - wait) < wait or _ends(version)
         if instance.state in _LEAVING or instance.asleep_soon or instance.state is _I.KILLED or soon:
             short.subtract(memory.charge_of(version, instance))
     candidates = [version for version in dict.fromkeys(state.held.values()) if _may_sleep(version, keep)]
     leased = {lease.version for lease in state.leases.values()}
     resting = [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
-    resting.sort(key=lambda version: (version in leased, sleep.last_used(version)))
+    resting.sort(key=lambda one: (memory.stays_loaded(one), one in leased, sleep.last_used(one)))
     sleeping = 0
     for version in resting:
         if _take(state, version, short):
@@ -269,11 +269,16 @@ def _decide_again(state: State, at: int, now: int) -> None:
 
 
 def _may_sleep(version: Version, keep: Version | None) -> bool:
-    if version is keep or version.state is not _V.READY or version.asleep:
+    if version is keep or version.state not in sleep.STATES or version.asleep or _ends(version):
         return False
-    if version.rest.stays_loaded and not (keep is not None and keep.model == version.model):
+    if memory.stays_loaded(version) and not (keep is not None and keep.model == version.model):
         return False
     return any(instance.usable for instance in version.instances)
+
+
+def _ends(version: Version) -> bool:
+    """Its processes are stopped at the end of the turn."""
+    return version.state is _V.UNLOADING and version.finished
 
 
 def _take(state: State, version: Version, short: Places) -> bool:
@@ -294,7 +299,7 @@ def _yield(state: State, version: Version, now: int) -> None:
 
 def _let_yielding_sleep(state: State) -> None:
     for version in list(state.yielding):
-        if version.state is not _V.READY or version.asleep:
+        if version.state not in sleep.STATES or version.asleep:
             _end_yielding(state, version)
         elif not sleep.is_running(state, version):
             sleep.put_to_sleep(state, version)

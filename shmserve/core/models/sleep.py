@@ -24,6 +24,10 @@ from shmserve.protocol.messages import DEVICE, Stop
 
 _I, _V = InstanceState, VersionState
 
+STATES = (_V.READY, _V.UNLOADING)
+"""Of versions that may sleep. An UNLOADING one does so only if others need its memory: ensemble runs that hold it for a
+later step may wait for them."""
+
 
 def configure(state: State, version: Version, policy: ModelPolicy) -> None:
     version.rest.stays_loaded = policy.stays_loaded
@@ -118,7 +122,7 @@ def put_unused_to_sleep(state: State, now: int) -> None:
     """At the end of a turn: puts versions to sleep, unless they have been used meanwhile. Those with a lease follow
     when its log has been read, which shows its last use."""
     for version, for_others in list(state.to_sleep.items()):
-        if version.state is not _V.READY or version.asleep or state.draining:
+        if version.state not in STATES or version.asleep or state.draining:
             del state.to_sleep[version]
         elif is_busy(state, version) or not (for_others or last_used(version) + version.rest.idle_ns <= now):
             del state.to_sleep[version]
@@ -288,6 +292,6 @@ def _sleep_on(state: State, version: Version, instance: Instance, reason: str, n
 def may_wake_again(state: State, version: Version, instance: Instance) -> None:
     """The back-off is over. A sleeping version waits for the next request."""
     instance.reason = ""
-    if not version.asleep and version.state is _V.READY and not state.draining:
+    if not version.asleep and version.state in STATES and not state.draining:
         _start(state, version, instance)
         loading.start_waiting(state)
