@@ -332,16 +332,17 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         )
 
     def work(
-        self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None
-    ) -> None:
+        self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None,
+        party: object = None,
+    ) -> None:  # fmt: skip
         """Runs `work` in slices that alternate with those of other connections, then calls `then` with its result. Its
-        exceptions are answered, by `failed` if given."""
+        exceptions are answered, by `failed` if given. `party`: as for `JobTurns.run`."""
 
         def stopped(error: Exception) -> None:
             (failed or self.fail)(serve_error(error))
 
         self._ticket = None  # the broker has answered: there is nothing to withdraw
-        job = self._listener.turns.run(work, then, stopped)
+        job = self._listener.turns.run(work, then, stopped, party)
         if job.running:
             self._job = job
 

@@ -56,20 +56,27 @@ class Job:
 
 
 class JobTurns:
-    """The jobs of one loop, round robin."""
+    """The jobs of one loop: round robin between parties, then between the jobs of a party."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._jobs: deque[Job] = deque()
+        self._parties: dict[object, deque[Job]] = {}
+        """Next party first. Invariant: each has jobs."""
         self._scheduled = False
 
-    def run(self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[Exception], None]) -> Job:
-        """Runs the first slice at once, so work of one slice costs no iteration."""
+    def run(
+        self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[Exception], None], party: object = None
+    ) -> Job:
+        """Runs the first slice at once, so work of one slice costs no iteration. None: the job is a party of its
+        own."""
         job = Job(work, then, failed)
         if job.step():
-            self._jobs.append(job)
+            self._add(job if party is None else party, job)
             self._schedule()
         return job
+
+    def _add(self, party: object, job: Job) -> None:
+        self._parties.setdefault(party, deque()).append(job)
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -78,10 +85,14 @@ class JobTurns:
 
     def _turn(self) -> None:
         self._scheduled = False
-        job = self._jobs.popleft()
+        party = next(iter(self._parties))
+        jobs = self._parties.pop(party)
+        job = jobs.popleft()
+        if jobs:
+            self._parties[party] = jobs  # behind the others
         if job.step():
-            self._jobs.append(job)
-        if self._jobs:
+            self._add(party, job)
+        if self._parties:
             self._schedule()
 
 

@@ -26,9 +26,9 @@ from shmserve.gateway.openai.fan_out import OpenAiConnection, OpenAiHead
 from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, ResponseFormat
 from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.models import MESSAGES, LanguageModel
-from shmserve.gateway.openai.templates import WAITING_BYTES, Rendering, TemplateThread, template_values
+from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery
-from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask, serve_error
+from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask
 
 CHAT_TEMPLATE = "chat_template"
 """Parameter of a configuration."""
@@ -42,7 +42,7 @@ class OpenAiRequests:
     def __init__(self, sender: RequestSender) -> None:
         self._sender = sender
         bounds = sender.link.shares.bounds
-        self._templates = TemplateThread(Budget(WAITING_BYTES, bounds.connection, bounds.address))
+        self._templates = ChatTemplates(Budget(WAITING_BYTES, bounds.connection, bounds.address))
         self._ids = count(1)
 
     def begin(self, connection: OpenAiConnection, head: OpenAiHead, body: Buffer) -> None:
@@ -150,15 +150,11 @@ class OpenAiRequests:
         arguments = inputs.template_arguments(request)
         values = template_values(request.messages, tools, arguments, model.parameters)
 
-        def rendered(text: str) -> None:
-            try:
-                then([inputs.text_tensor(model, models.PROMPT, text.encode())])
-            except Exception as error:
-                connection.fail(serve_error(error))
-
-        size = len(_encode(values))
-        made = self._templates.render(connection.address, template, values, size, rendered, connection.fail)
-        connection.watch(_Watcher(made))
+        connection.work(
+            self._templates.render(connection.address, template, values, len(_encode(values))),
+            lambda text: then([inputs.text_tensor(model, models.PROMPT, text.encode())]),
+            party=(connection.address, model.name),
+        )
 
     def _generate(
         self, connection: OpenAiConnection, head: OpenAiHead, model: LanguageModel, request: Sampling,
@@ -188,19 +184,6 @@ class OpenAiRequests:
                 "input", f"model '{model.name[:80]}' takes no token ids for embeddings; send the text instead"
             )
         Embeddings(connection, head, self._sender, model, request, texts).begin()
-
-
-class _Watcher:
-    """Cancels the rendering of a chat template when its client disconnects."""
-
-    def __init__(self, rendering: Rendering) -> None:
-        self._rendering = rendering
-
-    def disconnected(self) -> None:
-        self._rendering.cancelled = True
-
-    def stop(self) -> None:
-        """The gateway ends: requests in flight are finished."""
 
 
 def _shows_usage(request: Sampling) -> bool:

@@ -1,74 +1,61 @@
 """Renders the chat template of a model that has one in its configuration, and no input for messages.
 
-Templates run in jinja's sandbox, in a thread, so that they do not block the event loop. Invariant: the messages, the
-text made of them, the time for one template and the messages that wait are bounded, the last for each client.
+Templates run in jinja's sandbox, in slices on the event loop (limits/turns.py). They are compiled to coroutines, which
+may be suspended at each iteration of a loop, call of a macro and item of a filter. All renderings of one model for one
+address share a turn. Invariant: the messages, the text made of them, the time for one template and the messages that
+wait are bounded, the last for each client. A single operation is not interrupted; the size of the messages bounds it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import aclosing, suppress
 from datetime import datetime
-from queue import SimpleQueue
+from inspect import isawaitable
 from typing import Any
 
-from msgspec import Struct
-
-from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
+from shmserve.errors import InvalidRequest, Unavailable, Unsupported
 from shmserve.extras import install_command
-from shmserve.gateway.limits.body_budget import Budget, BudgetAccount
+from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.caller_shares import ShareExceeded
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.openai.errors import BadParameter
 
 INPUT_BYTES = 4 << 20
 TEXT_CHARACTERS = 8 << 20
 SECONDS = 5.0
+"""Of all slices of a template."""
+SLICE_SECONDS = 0.002
 WAITING_BYTES = 32 << 20
-"""Of the messages in JSON, of all templates that are waiting or being rendered. A connection, and an address, has a
-share of it."""
+"""Of the messages in JSON, of all templates that are being rendered. A connection, and an address, has a share of
+it."""
 _CACHED_TEMPLATES = 64
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 """Parameters of a configuration that a template may use."""
-log = logging.getLogger("shmserve.gateway")
+_LAZY_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")
+"""Filters that are asynchronous generators in coroutines, which other filters and operators cannot use."""
 
 
 class TemplateError(Exception):
     """Raised by a template that refuses the messages."""
 
 
-class Rendering(Struct):
-    """A template that waits or is rendered. `cancelled`: its client has disconnected, and neither `then` nor `failed`
-    is called."""
-
-    loop: asyncio.AbstractEventLoop
-    template: str
-    values: dict[str, Any]
-    account: BudgetAccount
-    then: Callable[[str], None]
-    failed: Callable[[ServeError], None]
-    cancelled: bool = False
+class _Cancelled(BaseException):
+    """Ends a template whose client has disconnected."""
 
 
-class TemplateThread:
-    """Renders one template at a time. The thread starts with the first one."""
+class ChatTemplates:
+    """Renders templates within the limits of clients."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._waiting: SimpleQueue[Rendering | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._renderer = TemplateRenderer()
 
-    def render(
-        self, address: str, template: str, values: dict[str, Any], size: int, then: Callable[[str], None],
-        failed: Callable[[ServeError], None],
-    ) -> Rendering:  # fmt: skip
-        """Calls `then` or `failed` in the event loop. `address`: of the client. `size`: bytes of the messages in
-        JSON."""
+    def render(self, address: str, template: str, values: dict[str, Any], size: int) -> SlicedWork[str]:
+        """Raises errors for the client. `address`: of the client. `size`: bytes of the messages in JSON."""
         if size > INPUT_BYTES:
             raise BadParameter(
                 "messages", f"the messages have {size} bytes of JSON; the limit for a chat template is {INPUT_BYTES}"
@@ -82,76 +69,104 @@ class TemplateThread:
                 f"{budget.held} bytes of messages wait for their chat templates; {size} more would exceed the share of "
                 f"this client (--connection-share, --address-share) of {budget.limit}; retry later"
             ) from None
-        if self._thread is None:
-            # A daemon: the gateway does not wait for a template that does not end.
-            self._thread = threading.Thread(target=self._run, name="chat-templates", daemon=True)
-            self._thread.start()
-        made = Rendering(asyncio.get_running_loop(), template, values, account, then, failed)
-        self._waiting.put(made)
-        return made
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _run(self) -> None:
-        while (rendering := self._waiting.get()) is not None:
-            try:
-                text = "" if rendering.cancelled else self._renderer.render(rendering.template, rendering.values)
-            except ServeError as error:
-                self._call(rendering, rendering.failed, error.with_traceback(None))
-            else:
-                self._call(rendering, rendering.then, text)
-
-    def _call(self, rendering: Rendering, function: Callable[[Any], None], value: Any) -> None:
         try:
-            rendering.loop.call_soon_threadsafe(self._end, rendering, function, value)
-        except RuntimeError:
-            log.info("a chat template was rendered after the gateway had stopped")
-
-    def _end(self, rendering: Rendering, function: Callable[[Any], None], value: Any) -> None:
-        rendering.account.used()
-        if not rendering.cancelled:
-            function(value)
+            return (yield from self._renderer.render(template, values))
+        finally:
+            account.used()
 
 
 class TemplateRenderer:
     """Compiles templates, as Hugging Face does it, and renders them."""
 
     def __init__(self) -> None:
+        self._slice = _Slice()
         self._environment: Any = None
         self._compiled: BoundedCache[str, Any] = BoundedCache(_CACHED_TEMPLATES)
 
-    def render(self, template: str, values: dict[str, Any]) -> str:
+    def render(self, template: str, values: dict[str, Any]) -> SlicedWork[str]:
         """Raises errors for the client."""
-        compiled = self._compile(template)
-        pieces, characters, until = [], 0, time.monotonic() + SECONDS
+        seconds, text = 0.0, _text(self._compile(template), values)
         try:
-            for piece in compiled.generate(values):
-                characters += len(piece)
-                if characters > TEXT_CHARACTERS or time.monotonic() > until:
-                    raise TemplateError(f"more than {TEXT_CHARACTERS} characters, or {SECONDS:g} seconds")
-                pieces.append(piece)
+            while True:
+                began = self._slice.begin()
+                text.send(None)
+                seconds += time.monotonic() - began
+                if seconds > SECONDS:
+                    text.throw(TemplateError(f"it takes more than {SECONDS:g} seconds"))
+                yield
+        except StopIteration as end:
+            found: str = end.value
+            return found
+        except GeneratorExit:
+            with suppress(_Cancelled):  # `close` would leave the generators of the template suspended
+                text.throw(_Cancelled)
+            raise
         except Exception as error:  # of the template: any
             raise InvalidRequest(f"the chat template of the model refuses the messages: {error}"[:1000]) from None
-        return "".join(pieces)
 
     def _compile(self, template: str) -> Any:
         compiled = self._compiled.get(template)
         if compiled is None:
             if self._environment is None:
-                self._environment = _environment()
+                self._environment = _environment(self._slice)
             try:
-                compiled = self._environment.from_string(template)
+                compiled = _compiled(self._environment, template)
             except Exception as error:  # of the template: any
                 raise Unsupported(f"the chat template of the model is invalid: {error}"[:1000]) from None
             self._compiled.put(template, compiled)
         return compiled
 
 
-def _environment() -> Any:
+# ------------------------------------------------------------------------------------ slices
+
+
+class _Slice:
+    """The current slice. Only one template runs at a time."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def begin(self) -> float:
+        """Returns the time."""
+        now = time.monotonic()
+        self._until = now + SLICE_SECONDS
+        return now
+
+    def pause(self) -> _Pause | None:
+        """What a template awaits. None: its slice is not over."""
+        return None if time.monotonic() < self._until else _Pause()
+
+
+class _Pause:
+    """Suspends the coroutine that awaits it."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+async def _text(compiled: Any, values: dict[str, Any]) -> str:
+    pieces, characters = [], 0
+    async with aclosing(compiled.generate_async(values)) as made:
+        async for piece in made:
+            characters += len(piece)
+            if characters > TEXT_CHARACTERS:
+                raise TemplateError(f"it makes more than {TEXT_CHARACTERS} characters")
+            pieces.append(piece)
+    return "".join(pieces)
+
+
+def _compiled(environment: Any, template: str) -> Any:
+    """The template, which awaits `pause` at the start of each iteration of a loop and of each call of a macro."""
+    from jinja2 import Template, nodes
+
+    tree = environment.parse(template)
+    for node in list(tree.find_all((nodes.For, nodes.Macro))):
+        call = nodes.Call(nodes.EnvironmentAttribute("pause"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
+    return Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
+
+
+def _environment(current: _Slice) -> Any:
     try:
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # not at the top: few gateways render templates
     except ImportError:
@@ -159,11 +174,31 @@ def _environment() -> Any:
             f"the chat template of the model needs the package jinja2: {install_command('server')}"
         ) from None
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], enable_async=True
     )
+    environment.pause = current.pause
+    environment.filters |= {name: _iterator(environment.filters[name], current) for name in _LAZY_FILTERS}
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
     return environment
+
+
+def _iterator(lazy: Any, current: _Slice) -> Any:
+    """The filter, with an iterator as its result."""
+    from jinja2 import pass_context
+
+    async def filtered(context: Any, *arguments: Any, **keywords: Any) -> Any:
+        items = lazy(context, *arguments, **keywords)
+        if isawaitable(items):
+            items = await items
+        found = []
+        async for item in items:
+            if (pause := current.pause()) is not None:
+                await pause
+            found.append(item)
+        return iter(found)
+
+    return pass_context(filtered)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_models(client: Any, server: Server) -> None:
     with server.client() as native:
         native.traffic("talk", aliases={"prod": 1, "next": 2})
         names = [found.id for found in client.models.list()]
-    assert names == ["bare", "embed", "embedded", "once", "talk", "talk@prod", "vllm"]
+    assert names == ["bare", "embed", "embedded", "endless", "once", "talk", "talk@prod", "vllm"]
     found = client.models.retrieve("talk@prod")
     assert (found.id, found.object, found.owned_by) == ("talk@prod", "model", "shmserve")
     assert 0 <= time.time() - found.created < 3600
@@ -257,6 +258,15 @@ def test_a_model_in_the_style_of_triton(client: Any) -> None:
         client.chat.completions.create(model="vllm", messages=[{"role": "nobody", "content": "a"}])
     with pytest.raises(openai.BadRequestError, match="neither an input 'messages' nor the parameter chat_template"):
         client.chat.completions.create(model="bare", messages=user("a"))
+
+
+def test_a_chat_template_that_takes_hours_delays_no_other(client: Any, gateway: Gateway) -> None:
+    body = json.dumps({"model": "endless", "messages": user("a")})
+    with contextlib.closing(HTTPConnection("127.0.0.1", gateway.http)) as endless:
+        endless.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        for _ in range(3):
+            found = client.chat.completions.create(model="vllm", messages=user("hi"))
+            assert found.choices[0].message.content == "user: hi </s>"
 
 
 def test_a_model_with_nothing_but_texts(client: Any) -> None:

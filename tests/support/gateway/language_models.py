@@ -217,6 +217,8 @@ TEMPLATE = """
 {%- if messages[0].role == "nobody" %}{{ raise_exception("nobody may not speak") }}{% endif -%}
 {{ style or "" }}{{ eos_token }}
 """
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+"""Makes no text for hours."""
 EMBEDDING = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -304,8 +306,8 @@ def _triton_config() -> str:
 
 def write_language_models(repository: Path) -> LanguageModels:
     """`talk`: with all tensors of the contract. `vllm`: as Triton's backend, with a chat template in its configuration.
-    `bare`: with a prompt and a text only; `once`: it answers with one response, in batches. `embed`, `embedded`:
-    embeddings, also by an ensemble."""
+    `endless`: with one that takes hours. `bare`: with a prompt and a text only; `once`: it answers with one response,
+    in batches. `embed`, `embedded`: embeddings, also by an ensemble."""
     files = LanguageModels(*(repository.with_name(f"{repository.name}-{name}") for name in ("gate", "log")))
     os.mkfifo(files.gate)
     files.log.touch()
@@ -321,6 +323,7 @@ def write_language_models(repository: Path) -> LanguageModels:
     template = TEMPLATE.replace("\n", "").replace('"', '\\"')
     vllm = parameters(chat_template=template, eos_token="</s>", default_max_tokens="20")
     write_model(repository, "vllm", _triton_config() + vllm + given, _SOURCE)
+    write_model(repository, "endless", _triton_config() + parameters(chat_template=ENDLESS) + given, _SOURCE)
     write_model(repository, "bare", _config() + given, _SOURCE)
     write_model(repository, "once", ONCE_CONFIG, ONCE)
     write_model(repository, "embed", EMBEDDING_CONFIG, EMBEDDING)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
+from shmserve.gateway.limits.turns import JobTurns
 from shmserve.gateway.openai import templates
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.templates import TemplateRenderer, TemplateThread, template_values
+from shmserve.gateway.openai.templates import ChatTemplates, TemplateRenderer, template_values
+from tests.support.gateway.language_models import ENDLESS
+from tests.support.gateway.manual_loop import ManualLoop
+from tests.support.gateway.sliced_work import finished
 
 pytest.importorskip("jinja2")
 ADDRESS = "192.0.2.1"
@@ -23,7 +24,7 @@ ADDRESS = "192.0.2.1"
 
 def render(template: str, messages: list[dict[str, Any]], tools: Any = None, **arguments: Any) -> str:
     values = template_values(messages, tools, arguments, {"bos_token": "<s>", "other": "secret"})
-    return TemplateRenderer().render(template, values)
+    return finished(TemplateRenderer().render(template, values))
 
 
 ROLES = """\
@@ -90,87 +91,86 @@ def test_invalid_templates() -> None:
         render("{% for %}", [])
 
 
-def test_the_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "SECONDS", -1.0)
-    with pytest.raises(InvalidRequest, match="characters, or -1 seconds"):
-        render("a", [])
+ITERATORS = """\
+{%- set roles = messages | map(attribute="role") -%}
+{{ "user" in roles }} {{ messages | map(attribute="role") | sort | join(",") }}
+{%- for one in messages | selectattr("role", "equalto", "user") %} {{ loop.index }}/{{ loop.length }}{% endfor %}
+{{- " " ~ (messages | rejectattr("role", "equalto", "user") | list | length) }}"""
 
 
-# ---------------------------------------------------------------------------------------- the thread
+def test_filters_make_iterators() -> None:
+    """Which operators and other filters accept, as in templates that are not coroutines."""
+    messages = [{"role": role} for role in ("user", "system", "user")]
+    assert render(ITERATORS, messages) == "True system,user,user 1/2 2/2 1"
 
 
-@pytest.fixture
-def thread() -> Iterator[TemplateThread]:
-    made = TemplateThread(Budget(60))
-    yield made
-    made.close()
+MACROS = """\
+{%- macro tree(depth) %}{{ depth }}{% if depth %}{{ tree(depth - 1) | upper }}{% endif %}{% endmacro -%}
+{%- macro quoted() %}<{{ caller() }}>{% endmacro -%}
+{%- for item in [[1], [2, [3]]] recursive %}{{ loop(item) if item is not number else item }},{% endfor -%}
+{% call quoted() %}{{ tree(2) }}{% endcall %}"""
 
 
-def rendered(thread: TemplateThread, *templates: str, size: int = 1) -> list[str | ServeError]:
-    async def run() -> list[str | ServeError]:
-        found: list[str | ServeError] = []
-        done = asyncio.Event()
-
-        def take(one: str | ServeError) -> None:
-            found.append(one)
-            if len(found) == len(templates):
-                done.set()
-
-        for template in templates:
-            thread.render("", template, {"a": 1}, size, take, take)
-        await done.wait()
-        return found
-
-    return asyncio.run(run())
+def test_macros_and_recursive_loops() -> None:
+    assert render(MACROS, []) == "1,,2,3,,,<210>"
 
 
-def test_the_thread(thread: TemplateThread) -> None:
-    first, second, third = rendered(thread, "{{ a }}", "{% for %}", "{{ a + 1 }}")
-    assert (first, third) == ("1", "2")
-    assert isinstance(second, Unsupported)
-    assert rendered(thread, "{{ a }}") == ["1"], "it outlives a loop"
+# ---------------------------------------------------------------------------------------- slices
 
 
-def test_what_is_cancelled_is_not_rendered(thread: TemplateThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's share counts it until the thread has come to it."""
-    entered, gate = threading.Event(), threading.Event()
-    rendered: list[str] = []
-
-    def render(renderer: TemplateRenderer, template: str, values: dict[str, Any]) -> str:
-        rendered.append(template)
-        entered.set()
-        assert gate.wait(60)
-        return template
-
-    async def run() -> list[str]:
-        found: list[str] = []
-        done = asyncio.Event()
-        try:
-            first = thread.render(ADDRESS, "first", {}, 5, found.append, ignore)
-            await asyncio.to_thread(entered.wait, 60)
-            second = thread.render(ADDRESS, "second", {}, 5, found.append, ignore)
-            thread.render(ADDRESS, "third", {}, 5, found.append, ignore)
-            first.cancelled = second.cancelled = True
-            with pytest.raises(ShareExceeded, match="15 bytes of messages wait"):
-                thread.render(ADDRESS, "fourth", {}, 5, ignore, ignore)
-            thread.render("192.0.2.2", "another", {}, 5, lambda text: done.set(), ignore)
-        finally:
-            gate.set()
-        await done.wait()
-        return found
-
-    monkeypatch.setattr(TemplateRenderer, "render", render)
-    assert asyncio.run(run()) == ["third"]
-    assert rendered == ["first", "third", "another"]
+@pytest.mark.parametrize(
+    "template",
+    [
+        ENDLESS,
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for i in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
+    ],
+)
+def test_the_time_of_templates_without_text_is_bounded(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.02)
+    with pytest.raises(InvalidRequest, match=r"refuses the messages: it takes more than 0\.02 seconds"):
+        render(template, [])
 
 
-def ignore(found: object) -> None: ...
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-def test_limits_of_the_thread(thread: TemplateThread) -> None:
+def test_a_template_that_loops_does_not_delay_the_chats_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of another model nor those of another caller, however many there are of the slow ones."""
+    monkeypatch.setattr(templates, "SLICE_SECONDS", 0.0)  # each iteration is a slice
+    loop: Any = ManualLoop()
+    turns, found, made = JobTurns(loop), list[str](), ChatTemplates(Budget(1000))
+    slow = [
+        turns.run(made.render("192.0.2.9", ENDLESS, {}, 1), found.append, failed, ("192.0.2.9", "slow"))
+        for _ in range(50)
+    ]
+    values = {"messages": [{"content": letter} for letter in "abc"]}
+    for address, model in (("192.0.2.9", "fast"), (ADDRESS, "fast"), (ADDRESS, "slow")):
+        turns.run(made.render(address, CHAT, values, 1), found.append, failed, (address, model))
+    for _ in range(4 * 3):  # of the four parties, three have three slices after the first
+        loop.iterate()
+    assert found == ["abc"] * 3
+    assert all(job.running for job in slow)
+    for job in slow:
+        job.cancel()
+
+
+def failed(error: Exception) -> None:
+    raise error
+
+
+def test_a_template_that_is_cancelled_or_fails_holds_no_share() -> None:
+    budget = Budget(60)
+    made = ChatTemplates(budget)
+    work = made.render(ADDRESS, ENDLESS, {}, 10)
+    next(work)
+    assert budget.held == 10
+    with pytest.raises(ShareExceeded, match="10 bytes of messages wait for their chat templates; 10 more would exceed"):
+        next(made.render(ADDRESS, "a", {}, 10))
+    assert finished(made.render("192.0.2.2", "a", {}, 10)) == "a", "the share of another address"
+    work.close()
+    with pytest.raises(Unsupported):
+        finished(made.render(ADDRESS, "{% for %}", {}, 10))
+    assert budget.held == 0
     with pytest.raises(BadParameter, match="4194305 bytes of JSON; the limit for a chat template is 4194304"):
-        thread.render("", "", {}, (4 << 20) + 1, ignore, ignore)
-    assert rendered(thread, "a", "b", size=10) == ["a", "b"]
-    assert rendered(thread, "a", "b", size=10) == ["a", "b"], "those that were rendered do not count"
-    with pytest.raises(ShareExceeded, match="0 bytes of messages wait for their chat templates; 16 more would exceed"):
-        rendered(thread, "a", size=16)
+        next(made.render("", "", {}, (4 << 20) + 1))
