@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -72,28 +72,48 @@ def local_cores(pci: str, *, sys: Path = SYS, usable: Collection[int]) -> tuple[
 
 
 def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
-    """CPU time granted by the enclosing control groups, in cores, rounded up, as set for containers; 0: no limit."""
+    """CPU time granted by the enclosing control groups, of version 1 or 2, in cores, rounded up, as set for containers;
+    0: no limit."""
     try:
         lines = cgroup.read_text().splitlines()
     except OSError:
         return 0
-    group = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if group is None:
-        return 0
     top = sys / "fs/cgroup"
+    limits: list[int] = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            limits += _limits(top, group, _limit)
+        elif "cpu" in controllers.split(","):  # version 1, which has a tree for each set of controllers
+            mounts = [top / name for name in dict.fromkeys((controllers, "cpu")) if (top / name).is_dir()]
+            for mount in mounts[:1]:
+                limits += _limits(mount, group, _limit_of_version_1)
+    return min(limits, default=0)
+
+
+def _limits(top: Path, group: str, limit: Callable[[Path], int]) -> list[int]:
+    """Those of the group and of all around it. The root group has none, and a container cannot see the groups around
+    it."""
     path = top / group.strip("/")
-    limits = []
+    found: list[int] = []
     while True:
         try:
-            allowed, period = (path / "cpu.max").read_text().split()
+            found.append(limit(path))
         except OSError:
-            # The root group has no such file, and a container cannot see the groups around it.
-            allowed, period = "max", ""
-        if allowed != "max":
-            limits.append(math.ceil(int(allowed) / int(period)))
+            found.append(0)
         if path == top or top not in path.parents:
-            return min(limits, default=0)
+            return [cores for cores in found if cores]
         path = path.parent
+
+
+def _limit(group: Path) -> int:
+    allowed, period = (group / "cpu.max").read_text().split()
+    return 0 if allowed == "max" else math.ceil(int(allowed) / int(period))
+
+
+def _limit_of_version_1(group: Path) -> int:
+    allowed = int((group / "cpu.cfs_quota_us").read_text())  # -1: no limit
+    return 0 if allowed < 0 else math.ceil(allowed / int((group / "cpu.cfs_period_us").read_text()))
 
 
 def cpu_list(text: str) -> tuple[int, ...]:

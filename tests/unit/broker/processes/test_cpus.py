@@ -88,6 +88,31 @@ def test_a_quota_of_control_groups(line: str, limits: dict[str, str], wanted: in
     assert quota(tmp_path / "cgroup", tmp_path / "sys") == wanted
 
 
+@pytest.mark.parametrize(
+    ("lines", "limits", "wanted"),
+    [
+        (["4:cpu,cpuacct:/"], {}, 0),
+        (["4:cpu,cpuacct:/"], {"cpu,cpuacct": -1}, 0),
+        (["4:cpu,cpuacct:/"], {"cpu,cpuacct": 150_000}, 2),
+        (["4:cpu,cpuacct:/"], {"cpu": 150_000}, 2),
+        (["5:cpuset:/a", "4:cpu:/a/b"], {"cpu": -1, "cpu/a": 400_000, "cpu/a/b": -1, "cpuset/a": 100_000}, 4),
+        (["4:cpu,cpuacct:/a/b"], {"cpu,cpuacct": -1, "cpu,cpuacct/a": 400_000, "cpu,cpuacct/a/b": 50_000}, 1),
+        # A container, whose files are at the top.
+        (["4:cpu,cpuacct:/docker/1f", "1:name=systemd:/docker/1f", "0::/x:y"], {"cpu,cpuacct": 300_000}, 3),
+    ],
+)
+def test_a_quota_of_control_groups_of_version_1(
+    lines: list[str], limits: dict[str, int], wanted: int, tmp_path: Path
+) -> None:
+    (tmp_path / "cgroup").write_text("\n".join(lines) + "\n")
+    for name, allowed in limits.items():
+        folder = tmp_path / "sys/fs/cgroup" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cpu.cfs_quota_us").write_text(f"{allowed}\n")
+        (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert quota(tmp_path / "cgroup", tmp_path / "sys") == wanted
+
+
 @given(st.sets(st.integers(0, 300)))
 def test_lists_of_cores(cores: set[int]) -> None:
     assert cpu_list(as_list(cores)) == tuple(sorted(cores))
