@@ -194,8 +194,9 @@ def _check_sleep(state: State, version: Version) -> None:
             assert instance.state is not _I.ASLEEP or instance.reason, f"nobody wakes {instance.story()}"
     assert version.yielding == (version in state.yielding), version.label
     for instance in version.instances:
+        may_lack = instance.state is _I.WAITING or (instance.state is _I.BACKOFF and instance.lost)
         has_memory = bool(instance.peer) or instance.state is _I.BACKOFF
-        assert (instance in state.held) == has_memory or instance.state is _I.WAITING, instance.story()
+        assert (instance in state.held) == has_memory or may_lack, instance.story()
         assert not instance.asleep_soon or (instance.sleeping and instance.idle and not instance.streams), (
             instance.story()
         )

@@ -126,7 +126,7 @@ def _fit(state: State, operation: Operation, version: Version, specs: Iterable[I
                 if found.is_tentative:  # now it is needed, so others make room for it
                     found.joining = False
             elif found.loaded and found.state is _I.BACKOFF:  # the operator may have removed the cause
-                loading.spawn(state, version, found)
+                loading.start_again(state, version, found)
         else:
             _add(state, operation, version, Instance(spec))
     operation.surplus += [(version, instance) for instance in left]

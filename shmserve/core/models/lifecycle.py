@@ -353,7 +353,7 @@ class Lifecycle:
         if instance.state is _I.ASLEEP and instance.retry_at <= now:
             sleep.may_wake_again(self._state, version, instance)
         elif instance.state is _I.BACKOFF and instance.retry_at <= self._state.now and not self._state.draining:
-            loading.spawn(self._state, version, instance)
+            loading.start_again(self._state, version, instance)
 
     def late(self, version: Version, instance: Instance, now: int) -> None:
         """The load timer. The process may be a later one than that for which it was set."""

@@ -40,6 +40,16 @@ def spawn(state: State, version: Version, instance: Instance) -> None:
     state.effects.append(Spawn(instance.peer, version.model, version.number, version.source, instance.spec, urgent))
 
 
+def start_again(state: State, version: Version, instance: Instance) -> None:
+    """After a back-off. If others have got its memory meanwhile, it waits for some."""
+    if instance in state.held:
+        spawn(state, version, instance)
+        return
+    instance.move(_I.WAITING)
+    state.load_queue.append((version, instance))
+    start_waiting(state)
+
+
 def load_over(state: State, instance: Instance) -> None:
     """The instance has stopped loading, successfully or not: starts the next one."""
     if instance in state.loading:

@@ -183,8 +183,8 @@ def waits_for_memory(state: State, instance: Instance) -> bool:
 
 
 def may_never_load(state: State, instance: Instance) -> bool:
-    """Was it added for more throughput, and waits until there happens to be memory for it?"""
-    return state.memory_limited and instance.joining and instance not in state.held
+    """Was it added for more throughput, or could not load again, and waits until there happens to be memory for it?"""
+    return state.memory_limited and (instance.joining or instance.lost) and instance not in state.held
 
 
 def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> Instance | None:

@@ -33,7 +33,8 @@ class _Claim(Struct, eq=False):
     instances: list[Instance]
     since: int
     extra: bool
-    """The version can serve without them: nobody makes room for them."""
+    """The version can serve without them, or could not load them again: nobody makes room for them, but versions at
+    rest do for one that cannot serve without."""
     serves: bool
     """Others of the version serve, or load."""
 
@@ -70,6 +71,9 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             continue
         limited = {place for place, size in need.items() if size and memory.budget_of(state, place)}
         short = _missing(state, used, need)
+        if short and not claim.extra and not blocked & limited:
+            _take_from_lost(state, used, short)
+            short = _missing(state, used, need)
         if not short and not blocked & limited:
             for instance in claim.instances:
                 state.held[instance] = claim.version
@@ -83,6 +87,8 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             waits = True
         else:
             waits = waits or not claim.serves  # the next request needs it
+            if claim.version.recovering and not blocked & limited:
+                _let_resting_sleep(state, _left(state, short, now), _candidates(state, claim.version))
     if not blocked:
         _stop_yielding(state)
     loading.start_waiting(state)
@@ -130,8 +136,10 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
         if instance.sleeping and not (serves or needed or _is_awake(version)):  # nothing waits for it any more
             sleep.back_to_sleep(state, version, instance)
             continue
-        extra = instance.joining or (
-            instance.sleeping and (not needed or instance.spec.passive or (version, False) in found)
+        extra = (
+            instance.joining
+            or instance.lost
+            or (instance.sleeping and (not needed or instance.spec.passive or (version, False) in found))
         )
         claim = found.get((version, extra))
         if claim is None:
@@ -229,24 +237,9 @@ def _free(
     """Puts versions to sleep until these bytes will be free. Returns how many, and whether it must wait for busy
     ones."""
     wait = state.limits.memory_wait_ns
-    short = Places(short)
-    for instance, version in state.held.items():
-        soon = version in state.to_sleep or now - state.yielding.get(version, now - wait) < wait or _ends(version)
-        if instance.state in _LEAVING or instance.asleep_soon or instance.state is _I.KILLED or soon:
-            short.subtract(memory.charge_of(version, instance))
-    candidates = [version for version in dict.fromkeys(state.held.values()) if _may_sleep(version, keep)]
-    leased = {lease.version for lease in state.leases.values()}
-    resting = [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
-    resting.sort(key=lambda one: (memory.stays_loaded(one), one in leased, sleep.last_used(one)))
-    sleeping = 0
-    for version in resting:
-        if _take(state, version, short):
-            sleeping += 1
-            if version in leased:
-                state.to_sleep[version] = True
-            else:
-                state.log("debug", f"{version.label} goes to sleep: others need its memory", model=version.model)
-                sleep.put_to_sleep(state, version)
+    short = _left(state, short, now)
+    candidates = _candidates(state, keep)
+    sleeping = _let_resting_sleep(state, short, candidates)
     if max(short.values(), default=0) <= 0:
         return sleeping, False
     busy = [version for version in candidates if sleep.is_busy(state, version) and not version.yielding]
@@ -260,6 +253,47 @@ def _free(
             _yield(state, version, now)
     _decide_again(state, min((at for at in later if at > now), default=now + wait), now)
     return sleeping, True
+
+
+def _take_from_lost(state: State, used: Places, short: Places) -> None:
+    """Takes the memory of instances that could not load again, and that have no process before the next attempt."""
+    for instance, version in list(state.held.items()):
+        charge = memory.charge_of(version, instance)
+        if instance.state is _I.BACKOFF and instance.lost and any(charge[place] for place in short):
+            used.subtract(charge)
+            del state.held[instance]
+
+
+def _left(state: State, short: Places, now: int) -> Places:
+    """What remains of these bytes without those that will be free soon."""
+    wait = state.limits.memory_wait_ns
+    left = Places(short)
+    for instance, version in state.held.items():
+        soon = version in state.to_sleep or now - state.yielding.get(version, now - wait) < wait or _ends(version)
+        if instance.state in _LEAVING or instance.asleep_soon or instance.state is _I.KILLED or soon:
+            left.subtract(memory.charge_of(version, instance))
+    return left
+
+
+def _candidates(state: State, keep: Version | None) -> list[Version]:
+    return [version for version in dict.fromkeys(state.held.values()) if _may_sleep(version, keep)]
+
+
+def _let_resting_sleep(state: State, short: Places, candidates: list[Version]) -> int:
+    """Reduces `short` by what they have. Returns how many go to sleep."""
+    leased = {lease.version for lease in state.leases.values()}
+    resting = [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
+    resting.sort(key=lambda one: (memory.stays_loaded(one), one in leased, sleep.last_used(one)))
+    sleeping = 0
+    for version in resting:
+        if _take(state, version, short):
+            sleeping += 1
+            if version in leased:
+                state.to_sleep[version] = True
+            else:
+                state.log("debug", f"{version.label} goes to sleep: others need its memory", model=version.model)
+                sleep.put_to_sleep(state, version)
+    return sleeping
 
 
 def _decide_again(state: State, at: int, now: int) -> None:

@@ -114,8 +114,9 @@ def _keeps_tensors(state: State, instance: Instance) -> bool:
 
 
 def _is_extra(state: State, instance: Instance) -> bool:
-    """Does it wait for memory that nobody makes room for?"""
-    return instance.state is _I.WAITING and (instance.sleeping or instance.joining) and instance not in state.held
+    """Does it wait for memory, while its version can serve without it, or cannot serve?"""
+    optional = instance.sleeping or instance.joining or instance.lost
+    return instance.state is _I.WAITING and optional and instance not in state.held
 
 
 def put_unused_to_sleep(state: State, now: int) -> None:
@@ -146,6 +147,8 @@ def put_to_sleep(state: State, version: Version) -> None:
             retirement.stop(state, version, instance)
             continue
         if instance.state is _I.WAITING:
+            if instance.lost:
+                instance.lost, instance.sleeping = False, True
             back_to_sleep(state, version, instance)
             continue
         instance.sleeping = True
