@@ -66,6 +66,8 @@ class ModelCalls:
             text = f"Model {message.model} - Error when running inference: {error.message}"
             self._state.send(peer, Fail(message.call, error.code, text))
             return
+        if instance.state is InstanceState.STARTING:  # the called model may have to load first
+            loading.load_over(self._state, instance)
         if request.held and request.state not in _ANSWERED:
             stuck = deadlock.closes_cycle(self._state, request)
             if stuck:
