@@ -12,6 +12,7 @@ from shmserve.core.ensembles.graph import FittedInputs, StepInput, StepPlan
 from shmserve.core.ensembles.plan import FITTED, plans_of
 from shmserve.core.ensembles.run import Run, Spot
 from shmserve.core.ledger import INTERNAL
+from shmserve.core.models import memory
 from shmserve.core.records import Request, Version
 from shmserve.core.requests import enqueue
 from shmserve.core.requests.quotas import Quotas
@@ -88,7 +89,7 @@ def submit(
         signature, used, (), (), now, level, deadline=parent.deadline,
         audience=parent.audience if final else INTERNAL, step_of=parent.number,
         in_shared_memory=in_shared_memory or (final and parent.in_shared_memory),
-        special=True, near=_near(run, index, member) if plan.policy.leaves_there and not final else (),
+        special=True, near=_near(state, run, index, member) if plan.policy.leaves_there and not final else (),
         aliases=not (final or step.mapped or member.cached), length=length,
         labels=_labels(run, index) if classes else (),
     )  # fmt: skip
@@ -177,15 +178,19 @@ def _placed(run: Run, index: int, plan: StepPlan) -> tuple[Wanted, ...]:
     return tuple(found)
 
 
-def _near(run: Run, index: int, member: Version) -> tuple[str, ...]:
-    """Outputs whose readers are all on the GPU of the step's model and can read device memory."""
+def _near(state: State, run: Run, index: int, member: Version) -> tuple[str, ...]:
+    """Outputs whose readers are all on the GPU of the step's model and can read device memory. With a budget for its
+    memory, the readers must stay loaded: the step's model cannot sleep for one that waits for memory to read them."""
     device = _gpu_of(member)
     if device is None or member.cached:
         return ()
+    limited = memory.budget_of(state, device) > 0
     near = []
     for own, name in run.graph.steps[index].outputs:
         readers = [run.members[reader] for reader in run.graph.readers.get(name, ()) if reader in run.needed]
-        if readers and all(_reads_on(reader, device) for reader in readers):
+        if readers and all(
+            _reads_on(reader, device) and (memory.stays_loaded(reader) or not limited) for reader in readers
+        ):
             near.append(own)
     return tuple(near)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from shmserve.core import events
-from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, StepPolicy, TensorSpec
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy, InstanceSpec, MemoryEstimate, ModelPolicy, StepPolicy, TensorSpec
 from shmserve.protocol.messages import DEVICE, Fail, Infer, Map, Reply, Return, Tensor, Wanted
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker
@@ -21,8 +23,8 @@ class Gpus(World):
     """`places` are the devices of the instances of each model; outputs that those on a GPU leave `near` are in a
     segment there."""
 
-    def __init__(self, places: dict[str, list[tuple[str, int]]]) -> None:
-        super().__init__()
+    def __init__(self, places: dict[str, list[tuple[str, int]]], limits: Limits | None = None) -> None:
+        super().__init__(limits)
         self.places = places
 
     def target(self, policy: ModelPolicy, source: int, instances: int) -> events.Target:
@@ -52,15 +54,19 @@ def world(
 ) -> tuple[Gpus, FakeClient]:
     """An ensemble of two steps: x -> first -> t -> last -> y. Its caller may also ask for t."""
     made = Gpus({FIRST: first, LAST: last})
+    deploy(made, can)
+    return made, made.connect("a")
+
+
+def deploy(made: Gpus, can: tuple[bool, bool] = (True, True), stays: bool = False) -> None:
     made.deploy(model(FIRST, can[0]), large="y")
-    made.deploy(model(LAST, can[1]), large="y")
+    made.deploy(replace(model(LAST, can[1]), stays_loaded=stays), large="y")
     t, y = TensorSpec("t", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
     steps = (
         StepPolicy(FIRST, 0, (("x", "x"),), (("y", "t"),)),
         StepPolicy(LAST, 0, (("x", "t"),), (("y", "y"),)),
     )
     made.deploy(ModelPolicy("e", 1, 8, (TensorSpec("x", "FP32", (1,)),), (t, y), steps=steps))
-    return made, made.connect("a")
 
 
 def ask(made: Gpus, client: FakeClient, number: int, *outputs: str, name: str = "e") -> None:
@@ -209,3 +215,36 @@ def test_what_was_given_to_a_caller_is_its_own_affair() -> None:
         client.holds[handle] -= 1
     made.turn([(client.peer, Return(output.data))])
     made.core.check()
+
+
+class Tight(Gpus):
+    """With 100 bytes on GPU 0, of which each instance needs `size`."""
+
+    def __init__(self, places: dict[str, list[tuple[str, int]]], size: int) -> None:
+        super().__init__(places, Limits(gpu_budgets=((0, 100),)))
+        self.size = size
+
+    def target(self, policy: ModelPolicy, source: int, instances: int) -> events.Target:
+        target = super().target(policy, source, instances)
+        return target if policy.steps is not None else replace(target, memory=MemoryEstimate(0, self.size, True))
+
+    def heard(self, worker: FakeWorker, count: int | None = None) -> list[tuple[int, Any]]:
+        """Tensors that need not stay there are on the host."""
+        return World.heard(self, worker, count)
+
+
+@pytest.mark.parametrize("size", [60, 40])
+def test_with_a_budget_only_what_stays_loaded_reads_there(size: int) -> None:
+    """The model that keeps a tensor there cannot sleep for the one that would read it."""
+    for stays in (False, True):
+        made = Tight({FIRST: ON_0, LAST: ON_0}, size)
+        deploy(made, stays=stays)
+        client = made.connect("a")
+        ask(made, client, 1, "y")
+        if stays and size == 60:
+            assert isinstance(client.answers[1], Fail)  # the first model cannot be woken
+            continue
+        assert near(made, "first") == (("y",) if stays else ())
+        done(made, "first")
+        done(made, "last")
+        assert isinstance(client.answers[1], Reply)
