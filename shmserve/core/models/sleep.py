@@ -96,7 +96,7 @@ def _is_busy(state: State, instance: Instance) -> bool:
     if instance.state is _I.READY:
         calls = instance.caller is not None and bool(instance.caller.requests)
         return bool(instance.batches() or instance.streams or calls or _keeps_tensors(state, instance))
-    if _is_extra(state, instance):
+    if instance.state is _I.WAITING and instance not in state.held:  # for its turn, or for memory
         return False
     return not (instance.over or instance.state in (_I.BACKOFF, _I.ASLEEP))
 
@@ -111,12 +111,6 @@ def _keeps_tensors(state: State, instance: Instance) -> bool:
             if name is not None and name.startswith(DEVICE):
                 return True
     return False
-
-
-def _is_extra(state: State, instance: Instance) -> bool:
-    """Does it wait for memory, while its version can serve without it, or cannot serve?"""
-    optional = instance.sleeping or instance.joining or instance.lost
-    return instance.state is _I.WAITING and optional and instance not in state.held
 
 
 def put_unused_to_sleep(state: State, now: int) -> None:
@@ -147,6 +141,8 @@ def put_to_sleep(state: State, version: Version) -> None:
             retirement.stop(state, version, instance)
             continue
         if instance.state is _I.WAITING:
+            if not instance.loaded:  # an operation waits for it
+                continue
             if instance.lost:
                 instance.lost, instance.sleeping = False, True
             back_to_sleep(state, version, instance)
