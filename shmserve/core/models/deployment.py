@@ -76,6 +76,8 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
     for version in (coming, current):
         if version is None or version.source != target.source or fresh or version.state not in (_V.LOADING, _V.READY):
             continue
+        if version.state is _V.LOADING and state.memory_limited and _lacks(version, target.instances):
+            continue  # memory is granted to all of its instances at once: two that have a part could block each other
         if version is current and coming is not None:
             retirement.abandon(state, model, model.coming.pop(number))
         _set_scaling(state, version, target)
@@ -112,6 +114,16 @@ def _set_scaling(state: State, version: Version, target: Target) -> None:
         version.scaler = Scaler(policy) if scaler is None else scaler
         version.scaler.change(policy)
         state.to_dispatch[version] = None  # is measured then
+
+
+def _lacks(version: Version, specs: Iterable[InstanceSpec]) -> bool:
+    left = [instance.spec for instance in version.instances if not instance.over]
+    for spec in specs:
+        found = next((one for one in left if _alike(one, spec)), None)
+        if found is None:
+            return True
+        left.remove(found)
+    return False
 
 
 def _fit(state: State, operation: Operation, version: Version, specs: Iterable[InstanceSpec]) -> None:
