@@ -127,7 +127,7 @@ def _settle_shortage(state: State, over: Places, called: Container[Version], now
 
 def _claims(state: State, called: Container[Version]) -> list[_Claim]:
     """The first instance of a version that wakes is needed, and all of one that loads for the first time."""
-    found: dict[tuple[Version, bool], _Claim] = {}
+    found: dict[object, _Claim] = {}
     for version, instance in list(state.load_queue):
         if instance.state is not _I.WAITING or instance in state.held:
             continue
@@ -141,9 +141,10 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
             or instance.lost
             or (instance.sleeping and (not needed or instance.spec.passive or (version, False) in found))
         )
-        claim = found.get((version, extra))
+        key = instance if instance.lost else (version, extra)  # each that could not load again is tried alone
+        claim = found.get(key)
         if claim is None:
-            claim = found[version, extra] = _Claim(version, [], version.rest.woken or version.began, extra, serves)
+            claim = found[key] = _Claim(version, [], version.rest.woken or version.began, extra, serves)
         claim.instances.append(instance)
     return sorted(
         found.values(), key=lambda one: (one.extra, one.version not in called, not one.version.waits, one.since)

@@ -301,6 +301,23 @@ def test_one_slice_runs_per_loop_iteration() -> None:
     assert done == ["a", "b", "c"]
 
 
+def test_the_jobs_of_a_party_share_a_turn() -> None:
+    loop: Any = ManualLoop()
+    turns, log = JobTurns(loop), list[str]()
+
+    def work(name: str) -> SlicedWork[str]:
+        for _ in range(3):
+            log.append(name)
+            yield
+        return name
+
+    for name, party in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c", None)):
+        turns.run(work(name), list[str]().append, print, party)
+    log.clear()
+    loop.run()
+    assert log == ["a1", "b1", "c", "a2", "b1", "c", "a3", "a1", "a2", "a3"]
+
+
 def test_work_started_by_other_work_runs_one_slice_in_an_iteration() -> None:
     loop: Any = ManualLoop()
     turns, log = JobTurns(loop), list[str]()
