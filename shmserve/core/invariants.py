@@ -184,7 +184,7 @@ def _check_sleep(state: State, version: Version) -> None:
     before = version.asleep
     version.settle_sleep()
     assert version.asleep == before, f"{version.label} is asleep: {version.asleep}"
-    ending = [instance for instance in version.instances if instance.asleep_soon and instance.peer]
+    ending = [one for one in version.instances if one.peer and (one.asleep_soon or one.state is _I.STOPPING)]
     if version.asleep:
         leaving = [instance for instance in version.instances if instance.usable]
         assert all(instance.retiring for instance in leaving), version.label
