@@ -55,6 +55,7 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
         try:
             make_runtime_dir(self._path)
             self._lock = self._locked()
+            self._directory = self._kept_from_cleaners()
             self._remove()
             for name in (GENERATIONS, FILES):
                 (self._path / name).mkdir(mode=0o700)
@@ -81,6 +82,14 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
                 raise
             os.close(lock)  # a server that ended has removed the file in the meantime
 
+    def _kept_from_cleaners(self) -> int:
+        """The descriptor of the directory, locked. systemd-tmpfiles, which removes files from /tmp that have not been
+        used for days, leaves out directories with a lock: a worker that is restarted needs the files of its model."""
+        directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(BlockingIOError):  # it is looking at the directory
+            fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return directory
+
     def _is_file_of(self, lock: int) -> bool:
         """Whether this is still the file in the directory, which may have been removed and made again."""
         try:
@@ -99,6 +108,7 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             self._remove()
             shutil.rmtree(self._path / AGENTS, ignore_errors=True)
             (self._path / LOCK).unlink(missing_ok=True)
+        os.close(self._directory)
         os.close(self._lock)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -172,6 +173,16 @@ def test_a_second_server_in_the_same_directory_is_refused(running: Launched, rep
     with Lane(running.lane) as lane:
         lane.hello("memfd")
         assert is_live(lane)
+
+
+def test_programs_that_clean_temporary_directories_see_a_lock(running: Launched) -> None:
+    """systemd-tmpfiles takes this lock before it removes anything."""
+    directory = os.open(running.runtime_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(directory)
 
 
 def test_a_server_leaves_the_files_of_its_successor(repository: Path, tmp_path: Path) -> None:
