@@ -16,7 +16,7 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import ModelFailed, ServeError
-from shmserve.protocol.messages import Row, Work
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.backends.base import StackedBackend
 from shmserve.workers.batch.ragged import BatchInputs, Shapes, cuts_of, shapes_in
 from shmserve.workers.batch.scatter import Results

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import ProtocolError, ServeError
 from shmserve.protocol.codec import Refused
-from shmserve.protocol.messages import OWNER_SHIFT, Lend, Map, Unmap
+from shmserve.protocol.messages import OWNER_SHIFT, Map, Unmap
+from shmserve.protocol.worker_messages import Lend
 from shmserve.workers.link import carries_descriptor
 from shmserve.workers.process.log import log_message
 

@@ -16,22 +16,8 @@ from typing import TYPE_CHECKING, Any
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import ProtocolError
 from shmserve.protocol.codec import Codec, encode
-from shmserve.protocol.messages import (
-    OWNER_SHIFT,
-    PACKET_BYTES,
-    ClientMessage,
-    Fail,
-    Infer,
-    LeaseLogged,
-    LeaseOver,
-    Lend,
-    Reply,
-    Revoke,
-    Row,
-    Tensor,
-    Work,
-    rows_of,
-)
+from shmserve.protocol.messages import OWNER_SHIFT, PACKET_BYTES, ClientMessage, Fail, Infer, Reply, Tensor
+from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revoke, Row, Work, rows_of
 from shmserve.shm.lease_log import RECORDS, LeaseLog
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from shmserve.errors import ConnectionLost, ProtocolError
 from shmserve.protocol import codec
 from shmserve.protocol.descriptors import ANCILLARY_BYTES, DESCRIPTORS, LOST, received
-from shmserve.protocol.messages import PACKET_BYTES, Counted, Load, Loaded, Map, WorkerOrder
+from shmserve.protocol.messages import PACKET_BYTES, Map
+from shmserve.protocol.worker_messages import Counted, Load, Loaded, WorkerOrder
 from shmserve.system.busy_poll import PollBudget, core_is_free
 
 T = TypeVar("T")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from shmserve.errors import ServeError, Unavailable
-from shmserve.protocol.messages import Failure, Load, Probed
+from shmserve.protocol.messages import Failure
+from shmserve.protocol.worker_messages import Load, Probed
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.config.schema import ModelConfig, decode_config
 from shmserve.repo.files.labels import read_labels

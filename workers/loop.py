@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shmserve.protocol.messages import (
-    Columns,
+from shmserve.protocol.messages import Columns, More, Ping, Pong, Return
+from shmserve.protocol.worker_messages import (
     Done,
     EndSequences,
     Execute,
     Expect,
-    More,
-    Ping,
-    Pong,
     Probe,
     Probed,
-    Return,
     Revoke,
     Row,
     Started,
@@ -28,7 +24,7 @@ from shmserve.protocol.messages import (
     Withdraw,
     rows_of,
 )
-from shmserve.protocol.messages import Withdrawn as WithdrawnReport
+from shmserve.protocol.worker_messages import Withdrawn as WithdrawnReport
 from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
 from shmserve.workers.batch.comparison import Comparisons
 from shmserve.workers.leases import LeaseHolder

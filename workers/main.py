@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shmserve.errors import ConnectionLost, ProtocolError
-from shmserve.protocol.messages import Load, Loaded, LoadFailed
+from shmserve.protocol.worker_messages import Load, Loaded, LoadFailed
 from shmserve.system.process import NAME, NO_NEW_PRIVS, PDEATHSIG, keep_freed_memory, prctl
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.process.exit_codes import Exit, exit_process

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from shmserve.protocol.codec import encode
-from shmserve.protocol.messages import CHUNK_BYTES, Cancel, Done, Handle, Return, Row, Rows, rows_of
+from shmserve.protocol.messages import CHUNK_BYTES, Cancel, Handle, Return
+from shmserve.protocol.worker_messages import Done, Row, Rows, rows_of
 
 if TYPE_CHECKING:
     from shmserve.workers.link import BrokerLink

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shmserve.errors import ModelFailed, ServeError
-from shmserve.protocol.messages import Columns, Failure, Row, Work, rows_of
+from shmserve.protocol.messages import Columns, Failure
+from shmserve.protocol.worker_messages import Row, Work, rows_of
 from shmserve.workers.backends.base import SeparateBackend, StackedBackend
 from shmserve.workers.batch.columns import ColumnWorks
 from shmserve.workers.batch.padding import PaddedResults

@@ -16,7 +16,8 @@ import numpy as np
 
 from shmserve.dtypes import FROM_CONFIG, elements
 from shmserve.errors import InvalidRequest, from_wire
-from shmserve.protocol.messages import Options, Tensor, Work
+from shmserve.protocol.messages import Options, Tensor
+from shmserve.protocol.worker_messages import Work
 from shmserve.repo.files.safe_paths import open_inside, read_inside
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.strings import decode_bytes

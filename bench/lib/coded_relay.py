@@ -16,7 +16,8 @@ from bench.lib.child import Answer, Handler
 from bench.lib.clock import durations, summary
 from bench.lib.relays import RECEIVE, chain
 from shmserve.protocol.codec import Codec, encode
-from shmserve.protocol.messages import Done, Execute, Handle, Infer, Reply, Row, Tensor, Wanted, Work
+from shmserve.protocol.messages import Handle, Infer, Reply, Tensor, Wanted
+from shmserve.protocol.worker_messages import Done, Execute, Row, Work
 
 NAMES = ("one", "two", "three")
 

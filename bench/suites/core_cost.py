@@ -20,8 +20,9 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Send
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
-from shmserve.protocol.messages import Done, Execute, Hello, Infer, Reply, Row, Started, Tensor
+from shmserve.protocol.messages import Hello, Infer, Reply, Tensor
 from shmserve.protocol.roles import EVERYTHING
+from shmserve.protocol.worker_messages import Done, Execute, Row, Started
 
 SHAPE = (1, 256)
 DATA = bytes(1024)

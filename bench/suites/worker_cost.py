@@ -24,7 +24,8 @@ import numpy as np
 from bench.lib.bare_engine import session
 from bench.lib.models import make_mlp
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Done, Execute, Load, Loaded, Rows, Stop, Tensor, Work, WorkerReport
+from shmserve.protocol.messages import Tensor
+from shmserve.protocol.worker_messages import Done, Execute, Load, Loaded, Rows, Stop, Work, WorkerReport
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, ModelParameter, encode_config
 
 BATCHES = 300

@@ -20,7 +20,7 @@ from shmserve.core.effects import Spawn
 from shmserve.core.internal_errors import SIGN
 from shmserve.core.state import State
 from shmserve.errors import ServeError
-from shmserve.protocol.messages import Counted, LoadFailed
+from shmserve.protocol.worker_messages import Counted, LoadFailed
 
 
 class InstanceWorkers:

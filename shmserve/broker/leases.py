@@ -10,7 +10,7 @@ from typing import Any
 from shmserve.broker.link import SEND_BUFFER, PeerLink
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
-from shmserve.protocol.messages import LeaseOver
+from shmserve.protocol.worker_messages import LeaseOver
 from shmserve.shm import lease_log
 from shmserve.shm.lease_log import LeaseLog
 

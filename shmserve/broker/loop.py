@@ -47,20 +47,8 @@ from shmserve.core.states import VersionState
 from shmserve.errors import ServeError
 from shmserve.paths import BROKER, LANE
 from shmserve.protocol import codec
-from shmserve.protocol.messages import (
-    PACKET_MESSAGES,
-    Answer,
-    ClientMessage,
-    Counted,
-    Fail,
-    Hello,
-    Loaded,
-    Map,
-    Part,
-    Ping,
-    Probed,
-    Reply,
-)
+from shmserve.protocol.messages import PACKET_MESSAGES, Answer, ClientMessage, Fail, Hello, Map, Part, Ping, Reply
+from shmserve.protocol.worker_messages import Counted, Loaded, Probed
 from shmserve.repo.storage.generation import ALL_DESCRIPTORS
 from shmserve.system.loop_polling import LoopPolling
 

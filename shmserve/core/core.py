@@ -36,30 +36,19 @@ from shmserve.core.requests.quotas import Quotas
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import WORKERS_FROM, State, Timer
 from shmserve.core.states import InstanceState
-from shmserve.protocol.messages import (
-    Ask,
-    Bye,
+from shmserve.protocol.messages import Ask, Bye, Cancel, Hello, Infer, InferBatch, Map, More, Ping, Pong, Return, Unmap
+from shmserve.protocol.roles import EVERYTHING, NOBODY
+from shmserve.protocol.worker_messages import (
     Call,
-    Cancel,
     Done,
-    Hello,
-    Infer,
-    InferBatch,
     LeaseLogged,
     LeaseOver,
     LoadFailed,
-    Map,
-    More,
-    Ping,
-    Pong,
-    Return,
     Rows,
     Started,
     Streamed,
-    Unmap,
     Withdrawn,
 )
-from shmserve.protocol.roles import EVERYTHING, NOBODY
 
 KILLED = InstanceState.KILLED
 ROWS = 256

@@ -7,8 +7,9 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.policy import InstanceSpec
-from shmserve.protocol.messages import Ask, Cancel, Handle, Lease, Lend, Tensor
+from shmserve.protocol.messages import Ask, Cancel, Handle, Lease, Tensor
 from shmserve.protocol.trace_context import TraceContext
+from shmserve.protocol.worker_messages import Lend
 
 
 class Send(Struct, gc=False):

@@ -40,13 +40,13 @@ from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Fail,
     Handle,
-    LabelFile,
     Options,
     Reply,
     Tensor,
     WantedOutputs,
     tensors_of,
 )
+from shmserve.protocol.worker_messages import LabelFile
 
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 

@@ -1,6 +1,7 @@
 """The messages between clients, broker and workers, their encoding, and the roles that allow them.
 
-`messages` defines each message as a typed struct; docs/wire.md describes them. `codec` packs messages into packets and
-decodes packets. A packet is sent over a SEQPACKET socket, with file descriptors attached (`descriptors`), or over
-ZeroMQ (`zmq_frames`). Both ends of every link use this package; nothing here decides about requests.
+`messages` defines the messages of clients as typed structs, `worker_messages` those between broker and workers. `codec`
+packs messages into packets and decodes packets. A packet is sent over a SEQPACKET socket, with file descriptors
+attached (`descriptors`), or over ZeroMQ (`zmq_frames`). Both ends of every link use this package; nothing here decides
+about requests.
 """

@@ -13,7 +13,7 @@ from shmserve.core.core import Core
 from shmserve.core.effects import Close, Compose, Drained, Kill, Log, ReadLease, Send, Settled, Spawn, StartLease
 from shmserve.core.state import WORKERS_FROM
 from shmserve.errors import InvalidRequest, Unavailable
-from shmserve.protocol.messages import LeaseOver
+from shmserve.protocol.worker_messages import LeaseOver
 from shmserve.sim.clients import LoadSource, SimClient, Source
 from shmserve.sim.leases import SimLease
 from shmserve.sim.load import Replay

@@ -11,7 +11,8 @@ from random import Random
 from shmserve.core.policy import ModelPolicy, TensorSpec
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import INLINE_BYTES, Handle, Tensor, Work
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Tensor
+from shmserve.protocol.worker_messages import Work
 
 LENGTH = 4
 """Encoded size of an empty string: its length field."""

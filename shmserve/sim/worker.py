@@ -1,6 +1,6 @@
 """A simulated worker process: it follows the protocol and takes the model's service time, but computes nothing.
 
-Invariant: it behaves as documented in shmserve.protocol.messages, and asserts that the broker does, too.
+Invariant: it behaves as documented in shmserve.protocol.worker_messages, and asserts that the broker does, too.
 """
 
 from __future__ import annotations
@@ -12,28 +12,19 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.batching.padding import rounded
-from shmserve.protocol.messages import (
-    OWNER_SHIFT,
+from shmserve.protocol.messages import OWNER_SHIFT, Fail, Failure, Map, More, Ping, Pong, Reply, Return, Unmap
+from shmserve.protocol.worker_messages import (
     Done,
     EndSequences,
     Execute,
-    Fail,
-    Failure,
     LeaseLogged,
     LeaseOver,
     Load,
-    Map,
-    More,
-    Ping,
-    Pong,
-    Reply,
-    Return,
     Revoke,
     Row,
     Started,
     Stop,
     Streamed,
-    Unmap,
     Withdraw,
     Withdrawn,
     Work,

@@ -12,7 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import Row, Tensor, Wanted
+from shmserve.protocol.messages import Tensor, Wanted
+from shmserve.protocol.worker_messages import Row
 from shmserve.workers.process.exit_codes import Exit
 from tests.conformance.models import ADDING, REFUSING, SLOW, Make
 from tests.support.workers.in_process import loaded

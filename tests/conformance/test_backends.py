@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from shmserve.dtypes import to_numpy
-from shmserve.protocol.messages import INLINE_BYTES, Handle, Return, Row, Tensor, Wanted
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Return, Tensor, Wanted
+from shmserve.protocol.worker_messages import Row
 from tests.support.workers.models.worker_models import KINDS, TENSORRT, Kind, needs
 from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, assert_failed, work
 

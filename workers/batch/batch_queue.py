@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shmserve.errors import ProtocolError
-from shmserve.protocol.messages import Execute, Work
+from shmserve.protocol.worker_messages import Execute, Work
 from shmserve.workers.batch.columns import joined, works_of
 
 

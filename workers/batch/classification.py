@@ -21,7 +21,8 @@ from shmserve.repo.files.labels import read_labels
 
 if TYPE_CHECKING:
     from shmserve.errors import ServeError
-    from shmserve.protocol.messages import LabelFile, Wanted
+    from shmserve.protocol.messages import Wanted
+    from shmserve.protocol.worker_messages import LabelFile
     from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -11,7 +11,8 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, overload
 
 from shmserve.errors import ProtocolError
-from shmserve.protocol.messages import Columns, Execute, Tensor, TensorForm, Work
+from shmserve.protocol.messages import Columns, Tensor, TensorForm
+from shmserve.protocol.worker_messages import Execute, Work
 
 if TYPE_CHECKING:
     from shmserve.workers.batch.specs import Spec

@@ -12,7 +12,8 @@ import numpy as np
 
 from shmserve.dtypes import elements, from_bfloat16, to_numpy
 from shmserve.errors import ServeError
-from shmserve.protocol.messages import Expect, Failure, Row, Tensor
+from shmserve.protocol.messages import Failure, Tensor
+from shmserve.protocol.worker_messages import Expect, Row
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Value

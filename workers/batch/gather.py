@@ -23,7 +23,8 @@ from shmserve.workers.batch.columns import ColumnWorks
 from shmserve.workers.gpu.shared import memory_of
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Handle, Tensor, TensorForm, Work
+    from shmserve.protocol.messages import Handle, Tensor, TensorForm
+    from shmserve.protocol.worker_messages import Work
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.batch.specs import Pad, Spec
 

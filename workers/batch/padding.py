@@ -15,7 +15,8 @@ from shmserve.errors import ModelFailed
 from shmserve.workers.batch.scatter import Results
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Tensor, Work
+    from shmserve.protocol.messages import Tensor
+    from shmserve.protocol.worker_messages import Work
     from shmserve.workers.batch.scatter import Scatter
     from shmserve.workers.batch.specs import Spec
 

@@ -17,7 +17,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.workers.batch.specs import batch_inputs_of, inputs_of
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Work
+    from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.specs import Spec
 

@@ -25,11 +25,11 @@ from shmserve.protocol.messages import (
     Columns,
     Failure,
     Handle,
-    Row,
     Tensor,
     TensorForm,
     Wanted,
 )
+from shmserve.protocol.worker_messages import Row
 from shmserve.workers.batch.classification import Top, classify, refusal, top
 from shmserve.workers.batch.columns import ColumnWorks, InlineColumn, shares_of
 from shmserve.workers.batch.output_checks import OutputChecks, check_shape, strings
@@ -37,7 +37,8 @@ from shmserve.workers.batch.placement import Placing
 from shmserve.workers.output_arenas import INTERNAL
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Value, Work
+    from shmserve.protocol.messages import Value
+    from shmserve.protocol.worker_messages import Work
     from shmserve.shm.arena import Block
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.batch.specs import Spec

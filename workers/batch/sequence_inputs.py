@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from shmserve.dtypes import FROM_CONFIG, elements
 from shmserve.errors import InvalidRequest, ModelFailed
-from shmserve.protocol.messages import Tensor, Work
+from shmserve.protocol.messages import Tensor
+from shmserve.protocol.worker_messages import Work
 from shmserve.repo.files.safe_paths import read_inside
 from shmserve.shm.strings import decode_bytes
 from shmserve.workers.batch.output_checks import as_state

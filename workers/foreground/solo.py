@@ -24,7 +24,8 @@ import numpy as np
 from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ServeError, from_wire
 from shmserve.paths import environments_dir, server_runtime_dir
-from shmserve.protocol.messages import Load, Options, Row, Tensor, Wanted, Work
+from shmserve.protocol.messages import Options, Tensor, Wanted
+from shmserve.protocol.worker_messages import Load, Row, Work
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.config.schema import decode_config
 from shmserve.repo.gpus import VISIBLE, discover

@@ -14,7 +14,8 @@ from shmserve.workers.process.log import public
 if TYPE_CHECKING:
     import numpy as np
 
-    from shmserve.protocol.messages import Value, Work
+    from shmserve.protocol.messages import Value
+    from shmserve.protocol.worker_messages import Work
 
     Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -21,9 +21,7 @@ from shmserve.protocol.messages import (
     TENSORS,
     Answer,
     Ask,
-    Call,
     Cancel,
-    Counted,
     Fail,
     FailHeld,
     Handle,
@@ -31,10 +29,10 @@ from shmserve.protocol.messages import (
     Part,
     Released,
     Reply,
-    Row,
     Tensor,
     Wanted,
 )
+from shmserve.protocol.worker_messages import Call, Counted, Row
 from shmserve.shm.counters import PAGE_BYTES, Subject, Writer
 from shmserve.shm.extents import memfd
 from shmserve.shm.strings import decode_bytes, encode_bytes
@@ -52,7 +50,8 @@ from shmserve.workers.model_calls.pending import (
 from shmserve.workers.output_arenas import INTERNAL, Arenas
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Options, Work
+    from shmserve.protocol.messages import Options
+    from shmserve.protocol.worker_messages import Work
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.model_calls.responses import OpenResponses
     from shmserve.workers.outbox import Outbox

@@ -16,12 +16,14 @@ from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol import codec
-from shmserve.protocol.messages import PACKET_BYTES, Ask, Call, Handle, WorkerReport
+from shmserve.protocol.messages import PACKET_BYTES, Ask, Handle
+from shmserve.protocol.worker_messages import Call, WorkerReport
 from shmserve.shm import views
 from shmserve.workers.model_calls.coroutines import settle_soon
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Value, Work
+    from shmserve.protocol.messages import Value
+    from shmserve.protocol.worker_messages import Work
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _codec = codec.Codec(WorkerReport)

@@ -18,13 +18,14 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
-from shmserve.protocol.messages import Failure, Row
+from shmserve.protocol.messages import Failure
+from shmserve.protocol.worker_messages import Row
 from shmserve.workers.model_calls.answer import Answer
 from shmserve.workers.model_calls.coroutines import SENT, settle_soon
 from shmserve.workers.model_calls.stream import CLOSED, FORKED, NONE, ONE, ResponseSender, StreamClosed
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Work
+    from shmserve.protocol.worker_messages import Work
 
 KEPT = 1024
 """The most queued responses of a request whose caller does not read, if the model does not wait for it."""

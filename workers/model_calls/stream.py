@@ -8,7 +8,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Row, Work
+    from shmserve.protocol.worker_messages import Row, Work
     from shmserve.workers.model_calls.answer import Answer
 
 CLOSED = "Unable to send response. Response sender has been closed."

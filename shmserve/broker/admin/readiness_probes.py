@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from shmserve.protocol.messages import Probe, Probed
+from shmserve.protocol.worker_messages import Probe, Probed
 
 LIMIT_S = 5.0
 """A model that does not respond within this time is not ready."""

@@ -24,7 +24,7 @@ from shmserve.core.events import Deploy, Event, Refuse, Target
 from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Version
 from shmserve.errors import InvalidRequest, NotFound
-from shmserve.protocol.messages import Load
+from shmserve.protocol.worker_messages import Load
 from shmserve.repo.agents.chains import Prepared
 from shmserve.repo.backends import DIRECTORY, SOURCE_FILE
 from shmserve.repo.compile import (

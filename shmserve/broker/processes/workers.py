@@ -28,7 +28,7 @@ from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
 from shmserve.paths import python
 from shmserve.protocol import codec
-from shmserve.protocol.messages import WorkerReport
+from shmserve.protocol.worker_messages import WorkerReport
 from shmserve.repo.gpus import VISIBLE
 from shmserve.system.service_manager import VARIABLES
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from shmserve.core.records import Instance, Request
 from shmserve.core.requests import completion
 from shmserve.core.state import State
-from shmserve.protocol.messages import OWNER_SHIFT, Handle, Row
+from shmserve.protocol.messages import OWNER_SHIFT, Handle
+from shmserve.protocol.worker_messages import Row
 
 
 def take(state: State, instance: Instance, request: Request, row: Row) -> bool:

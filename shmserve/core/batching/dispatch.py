@@ -15,13 +15,8 @@ from shmserve.core.requests import completion, shadow
 from shmserve.core.requests.validation import CheckedForm
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
-from shmserve.protocol.messages import (
-    CHUNK_BYTES,
-    PACKET_MESSAGES,
-    Columns,
-    Execute,
-    Work,
-)
+from shmserve.protocol.messages import CHUNK_BYTES, PACKET_MESSAGES, Columns
+from shmserve.protocol.worker_messages import Execute, Work
 
 _READY = VersionState.READY
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState

@@ -23,7 +23,8 @@ from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.errors import ModelFailed
 from shmserve.protocol import messages
-from shmserve.protocol.messages import Failure, LeaseEnd, LeaseLogged, LeaseOver, Lend, Revoke
+from shmserve.protocol.messages import Failure, LeaseEnd
+from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revoke
 
 CLIENT_LEASES = 4
 """The most leases of one client."""

@@ -9,7 +9,7 @@ from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
-from shmserve.protocol.messages import Withdraw
+from shmserve.protocol.worker_messages import Withdraw
 
 
 def recall(state: State, instance: Instance, batch: Batch[Request]) -> None:

@@ -11,18 +11,8 @@ from shmserve.core.requests import completion, responses
 from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, RequestState
-from shmserve.protocol.messages import (
-    Columns,
-    Done,
-    Reply,
-    ReplyBatch,
-    Row,
-    Rows,
-    Started,
-    Withdrawn,
-    rows_of,
-    tensors_of,
-)
+from shmserve.protocol.messages import Columns, Reply, ReplyBatch, tensors_of
+from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Withdrawn, rows_of
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 

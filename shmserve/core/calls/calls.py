@@ -29,7 +29,8 @@ from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.protocol import roles
-from shmserve.protocol.messages import Ask, Call, Cancel, Fail, Handle, More, Return
+from shmserve.protocol.messages import Ask, Cancel, Fail, Handle, More, Return
+from shmserve.protocol.worker_messages import Call
 
 USER = "worker"
 """The user of sequences that models start."""

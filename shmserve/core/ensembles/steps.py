@@ -20,7 +20,8 @@ from shmserve.core.sequences import scheduler
 from shmserve.core.state import State
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import ServeError, Unavailable, Unsupported
-from shmserve.protocol.messages import FIELD_BYTES, LabelFile, Options, Tensor, Wanted
+from shmserve.protocol.messages import FIELD_BYTES, Options, Tensor, Wanted
+from shmserve.protocol.worker_messages import LabelFile
 
 WINDOW = 16
 """Default number of responses that a source may be ahead of the caller."""

@@ -16,7 +16,8 @@ from shmserve.core.requests.questions import Questions
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.errors import HandleLost, ServeError
-from shmserve.protocol.messages import Failure, LoadFailed, Map, Stop, Unmap
+from shmserve.protocol.messages import Failure, Map, Unmap
+from shmserve.protocol.worker_messages import LoadFailed, Stop
 
 _I, _V = InstanceState, VersionState
 

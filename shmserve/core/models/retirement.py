@@ -8,7 +8,7 @@ from shmserve.core.models.model import Model
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.protocol.messages import Stop
+from shmserve.protocol.worker_messages import Stop
 
 _I, _V = InstanceState, VersionState
 

@@ -20,7 +20,8 @@ from shmserve.core.policy import ModelPolicy
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState
-from shmserve.protocol.messages import DEVICE, Stop
+from shmserve.protocol.messages import DEVICE
+from shmserve.protocol.worker_messages import Stop
 
 _I, _V = InstanceState, VersionState
 

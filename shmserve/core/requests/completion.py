@@ -15,7 +15,8 @@ from shmserve.core.requests.client import ClientState
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.protocol.messages import Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Value, Withdraw
+from shmserve.protocol.messages import Fail, FailHeld, Handle, Part, Released, Reply, Tensor, Value
+from shmserve.protocol.worker_messages import Withdraw
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 _GONE = (_LINGERING, _ENDED)

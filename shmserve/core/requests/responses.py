@@ -17,7 +17,8 @@ from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
-from shmserve.protocol.messages import More, Row, Streamed
+from shmserve.protocol.messages import More
+from shmserve.protocol.worker_messages import Row, Streamed
 
 _SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LINGERING
 

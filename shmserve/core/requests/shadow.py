@@ -16,18 +16,8 @@ from shmserve.core.requests.comparison import Comparison
 from shmserve.core.state import State
 from shmserve.core.traffic import Shadow
 from shmserve.errors import ServeError
-from shmserve.protocol.messages import (
-    DEVICE,
-    OWNER_SHIFT,
-    Expect,
-    Fail,
-    FailHeld,
-    Handle,
-    Part,
-    Released,
-    Reply,
-    ReplyHeld,
-)
+from shmserve.protocol.messages import DEVICE, OWNER_SHIFT, Fail, FailHeld, Handle, Part, Released, Reply, ReplyHeld
+from shmserve.protocol.worker_messages import Expect
 
 PENDING_BATCHES = 2
 """Limit of requests at a shadow: this many full batches for each instance."""

@@ -19,7 +19,8 @@ from shmserve.core.sequences.places import Places
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable
-from shmserve.protocol.messages import EndSequences, Options
+from shmserve.protocol.messages import Options
+from shmserve.protocol.worker_messages import EndSequences
 
 _S = SequenceState
 

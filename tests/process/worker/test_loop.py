@@ -12,19 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmserve.protocol.messages import (
-    Done,
-    Execute,
-    Options,
-    Ping,
-    Pong,
-    Started,
-    Stop,
-    Tensor,
-    Withdraw,
-    Withdrawn,
-    Work,
-)
+from shmserve.protocol.messages import Options, Ping, Pong, Tensor
+from shmserve.protocol.worker_messages import Done, Execute, Started, Stop, Withdraw, Withdrawn, Work
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 

@@ -14,20 +14,8 @@ import numpy as np
 import pytest
 
 from shmserve.protocol import codec
-from shmserve.protocol.messages import (
-    Execute,
-    Handle,
-    Load,
-    Loaded,
-    Map,
-    Options,
-    Pong,
-    Return,
-    Stop,
-    Tensor,
-    Unmap,
-    WorkerReport,
-)
+from shmserve.protocol.messages import Handle, Map, Options, Pong, Return, Tensor, Unmap
+from shmserve.protocol.worker_messages import Execute, Load, Loaded, Stop, WorkerReport
 from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.extents import memfd
 from shmserve.workers.output_arenas import KNOB

@@ -11,7 +11,8 @@ import onnxruntime as ort
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import EndSequences, Options, Tensor, Work
+from shmserve.protocol.messages import Options, Tensor
+from shmserve.protocol.worker_messages import EndSequences, Work
 from shmserve.repo.config.schema import (
     BatchInput,
     BatchOutput,

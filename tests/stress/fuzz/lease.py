@@ -21,16 +21,13 @@ from shmserve.protocol.messages import (
     Fail,
     Handle,
     Infer,
-    LeaseOver,
-    Lend,
     Options,
     Reply,
-    Row,
     Tensor,
     TensorForm,
     Wanted,
-    Work,
 )
+from shmserve.protocol.worker_messages import LeaseOver, Lend, Row, Work
 from shmserve.shm import lease_log
 from shmserve.shm.extents import memfd
 from shmserve.shm.lease_log import LeaseLog

@@ -25,7 +25,7 @@ from shmserve.gateway.openai import bodies as openai_bodies
 from shmserve.gateway.openai import inputs, models, templates
 from shmserve.gateway.upstream import documents
 from shmserve.protocol import codec as wire
-from shmserve.protocol import messages
+from shmserve.protocol import messages, worker_messages
 from shmserve.protocol.roles import ROLES
 from shmserve.repo import load, samples
 from shmserve.repo.config import override
@@ -38,8 +38,8 @@ Target = Callable[[bytes], None]
 _UNIONS: tuple[Any, ...] = (
     messages.ClientMessage,
     messages.BrokerMessage,
-    messages.WorkerOrder,
-    messages.WorkerReport,
+    worker_messages.WorkerOrder,
+    worker_messages.WorkerReport,
 )
 _CODECS = [(wire.Codec(union), (*get_args(union), wire.Refused)) for union in _UNIONS]
 LONGEST_BODY = 100_000
@@ -167,18 +167,19 @@ def _packets() -> Iterator[bytes]:
     columns = messages.Columns((messages.TensorForm("x", "FP32", (1,)),), (1, 2), (1, 1), ((b"1234",), (b"5678",)))
     yield b"\x00" + wire.encode([messages.InferBatch("m", 0, columns, 5)])
     yield b"\x01" + wire.encode([messages.ReplyBatch(1, columns)])
-    yield b"\x02" + wire.encode([messages.Execute(1, 0, (), False, True, columns, ("uid:1", "uid:1"))])
-    yield b"\x03" + wire.encode([messages.Done(1, (), (1, 2, 3, 4), columns=columns)])
-    work = messages.Work(1, 1, (messages.Tensor("x", "FP32", (1,), (messages.Handle(1, 0, 4),)),), None, "uid:1")
-    yield b"\x02" + wire.encode([messages.Load(5, "m", 1, "m_0", "1", {"a": "b"}), messages.Execute(1, 0, (work,))])
+    yield b"\x02" + wire.encode([worker_messages.Execute(1, 0, (), False, True, columns, ("uid:1", "uid:1"))])
+    yield b"\x03" + wire.encode([worker_messages.Done(1, (), (1, 2, 3, 4), columns=columns)])
+    work = worker_messages.Work(1, 1, (messages.Tensor("x", "FP32", (1,), (messages.Handle(1, 0, 4),)),), None, "uid:1")
+    load = worker_messages.Load(5, "m", 1, "m_0", "1", {"a": "b"})
+    yield b"\x02" + wire.encode([load, worker_messages.Execute(1, 0, (work,))])
     form = messages.TensorForm("x", "FP32", (-1, 3))
     yield b"\x00" + wire.encode([messages.Hello(1, 1, "name", "memfd", True)])
     ended = messages.LeaseEnd(1, messages.Failure("MODEL_FAILED", "text"))
     yield b"\x01" + wire.encode([messages.Lease(1, "m", 1, 8, True), ended, messages.LeaseEnd(2)])
-    yield b"\x02" + wire.encode([messages.Lend(1, "m", 1, True, (form,), 8, 1), messages.Revoke(1)])
-    yield b"\x03" + wire.encode([messages.LeaseLogged(1), messages.LeaseOver(1, True)])
-    row = messages.Row(1, (), messages.Failure("INTERNAL", "text"))
-    yield b"\x03" + wire.encode([messages.Done(1, (row,), (1, 2, 3, 4)), messages.Started(1, 1)])
+    yield b"\x02" + wire.encode([worker_messages.Lend(1, "m", 1, True, (form,), 8, 1), worker_messages.Revoke(1)])
+    yield b"\x03" + wire.encode([worker_messages.LeaseLogged(1), worker_messages.LeaseOver(1, True)])
+    row = worker_messages.Row(1, (), messages.Failure("INTERNAL", "text"))
+    yield b"\x03" + wire.encode([worker_messages.Done(1, (row,), (1, 2, 3, 4)), worker_messages.Started(1, 1)])
 
 
 _FULL = """\

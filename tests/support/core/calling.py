@@ -7,7 +7,6 @@ from typing import Any
 from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Ask,
-    Call,
     Cancel,
     Handle,
     More,
@@ -18,6 +17,7 @@ from shmserve.protocol.messages import (
     Tensor,
     Wanted,
 )
+from shmserve.protocol.worker_messages import Call
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
 from tests.support.core.fakes.worker import FakeWorker

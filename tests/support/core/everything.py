@@ -28,20 +28,8 @@ from shmserve.core.policy import (
     TimeoutAction,
 )
 from shmserve.core.requests.cache import Placed
-from shmserve.protocol.messages import (
-    OWNER_SHIFT,
-    EndSequences,
-    Fail,
-    FailHeld,
-    Handle,
-    Infer,
-    Map,
-    Part,
-    Reply,
-    Row,
-    Tensor,
-    Work,
-)
+from shmserve.protocol.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Infer, Map, Part, Reply, Tensor
+from shmserve.protocol.worker_messages import EndSequences, Row, Work
 from tests.support.core.fakes.tensors import replies_of
 from tests.support.core.fakes.worker import FakeWorker, WaitingBatch
 from tests.support.core.policies import step_of

@@ -22,20 +22,9 @@ from shmserve.core.policy import (
     TimeoutAction,
 )
 from shmserve.core.requests.cache import Placed
-from shmserve.protocol.messages import (
-    Cancel,
-    Fail,
-    FailHeld,
-    Infer,
-    InferBatch,
-    Reply,
-    ReplyBatch,
-    Return,
-    Row,
-    Tensor,
-    Work,
-)
+from shmserve.protocol.messages import Cancel, Fail, FailHeld, Infer, InferBatch, Reply, ReplyBatch, Return, Tensor
 from shmserve.protocol.roles import EVERYTHING, INFER, OBSERVE
+from shmserve.protocol.worker_messages import Row, Work
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references, replies_of
 from tests.support.core.fakes.worker import FakeWorker, WaitingBatch

@@ -30,8 +30,9 @@ from shmserve.core.effects import (
 from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, ScalingPolicy
 from shmserve.core.state import WORKERS_FROM, State
-from shmserve.protocol.messages import Hello, LeaseOver, Map
+from shmserve.protocol.messages import Hello, Map
 from shmserve.protocol.roles import EVERYTHING
+from shmserve.protocol.worker_messages import LeaseOver
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.lease import FakeLease
 from tests.support.core.fakes.worker import FakeWorker

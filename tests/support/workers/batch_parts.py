@@ -11,7 +11,8 @@ import numpy as np
 
 from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Handle, Map, Tensor, WorkerReport
+from shmserve.protocol.messages import Handle, Map, Tensor
+from shmserve.protocol.worker_messages import WorkerReport
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd

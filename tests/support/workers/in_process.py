@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shmserve.protocol.messages import Failure, Load
+from shmserve.protocol.messages import Failure
+from shmserve.protocol.worker_messages import Load
 from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.mapped import Mapped
 from shmserve.workers.loading import THREADS, LoadedModel, load, load_error

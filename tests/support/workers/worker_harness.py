@@ -22,24 +22,17 @@ import numpy as np
 
 from shmserve.dtypes import from_numpy
 from shmserve.protocol import codec
-from shmserve.protocol.messages import (
-    INLINE_BYTES,
+from shmserve.protocol.messages import INLINE_BYTES, Failure, Handle, Map, Options, Tensor, Unmap, Wanted
+from shmserve.protocol.worker_messages import (
     Counted,
     Done,
     Execute,
-    Failure,
-    Handle,
     Load,
     Loaded,
     LoadFailed,
-    Map,
-    Options,
     Row,
     Rows,
     Stop,
-    Tensor,
-    Unmap,
-    Wanted,
     Work,
     WorkerReport,
     rows_of,

@@ -16,16 +16,8 @@ from shmserve.broker.link import PeerLink
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
 from shmserve.protocol import codec
-from shmserve.protocol.messages import (
-    PACKET_BYTES,
-    BrokerMessage,
-    ClientMessage,
-    Lease,
-    LeaseOver,
-    Lend,
-    TensorForm,
-    WorkerOrder,
-)
+from shmserve.protocol.messages import PACKET_BYTES, BrokerMessage, ClientMessage, Lease, TensorForm
+from shmserve.protocol.worker_messages import LeaseOver, Lend, WorkerOrder
 
 CLIENT, WORKER = 1, 2
 START = StartLease(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmserve.core.policy import BatchPolicy, ModelPolicy
-from shmserve.protocol.messages import Execute, Withdraw, Withdrawn, Work
+from shmserve.protocol.worker_messages import Execute, Withdraw, Withdrawn, Work
 from shmserve.workers.batch.batch_queue import BatchQueue
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.hypothesis_profiles import examples

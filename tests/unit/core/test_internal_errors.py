@@ -12,7 +12,8 @@ from shmserve.core.effects import Kill, Log, Send
 from shmserve.core.internal_errors import MANY, SIGN
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State
-from shmserve.protocol.messages import Done, Fail, Goodbye, Infer, Reply
+from shmserve.protocol.messages import Fail, Goodbye, Infer, Reply
+from shmserve.protocol.worker_messages import Done
 from tests.support.core.policies import plain
 from tests.support.core.world import World
 

@@ -18,14 +18,14 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from msgspec import inspect
 
 from shmserve.errors import ProtocolError
-from shmserve.protocol import codec, messages
+from shmserve.protocol import codec, messages, worker_messages
 from tests.support.hypothesis_profiles import examples
 
 UNIONS = {
     "client": messages.ClientMessage,
     "broker": messages.BrokerMessage,
-    "order": messages.WorkerOrder,
-    "report": messages.WorkerReport,
+    "order": worker_messages.WorkerOrder,
+    "report": worker_messages.WorkerReport,
 }
 CODECS = {name: codec.Codec(union) for name, union in UNIONS.items()}
 KINDS = {name: get_args(union) for name, union in UNIONS.items()}

@@ -28,8 +28,8 @@ from shmserve.protocol.messages import (
     Tensor,
     TensorForm,
     Wanted,
-    rows_of,
 )
+from shmserve.protocol.worker_messages import rows_of
 from shmserve.session import RowReply, Session, columns, inline_result
 from shmserve.session.columns import in_batches, reply_of
 from tests.support.clients.sessions import RecordingTicket, ask, confirm_loaded, connect, connected, decode, feed, sent

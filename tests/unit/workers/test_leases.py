@@ -20,18 +20,13 @@ from shmserve.protocol.messages import (
     Failure,
     Handle,
     Infer,
-    LeaseLogged,
-    LeaseOver,
-    Lend,
     Options,
     Reply,
-    Revoke,
-    Row,
     Tensor,
     TensorForm,
     Wanted,
-    WorkerReport,
 )
+from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revoke, Row, WorkerReport
 from shmserve.shm import lease_log
 from shmserve.shm.extents import memfd
 from shmserve.shm.lease_log import RECORDS, LeaseLog

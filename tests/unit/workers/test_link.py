@@ -18,21 +18,8 @@ import pytest
 from shmserve.errors import ConnectionLost, Internal, ProtocolError
 from shmserve.protocol import codec
 from shmserve.protocol.descriptors import DESCRIPTORS
-from shmserve.protocol.messages import (
-    CHUNK_BYTES,
-    PACKET_BYTES,
-    Columns,
-    Done,
-    Failure,
-    Map,
-    Ping,
-    Pong,
-    Row,
-    Rows,
-    Tensor,
-    TensorForm,
-    WorkerReport,
-)
+from shmserve.protocol.messages import CHUNK_BYTES, PACKET_BYTES, Columns, Failure, Map, Ping, Pong, Tensor, TensorForm
+from shmserve.protocol.worker_messages import Done, Row, Rows, WorkerReport
 from shmserve.system.busy_poll import PollBudget
 from shmserve.workers import link as workers_link
 from shmserve.workers.link import BrokerLink

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.protocol.messages import Options, Row, Work
+from shmserve.protocol.messages import Options
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.model_calls.answer import Answer
 from shmserve.workers.model_calls.responses import OpenResponses
 

@@ -30,7 +30,8 @@ from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_message, log_traceback, public
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Value, Work
+    from shmserve.protocol.messages import Value
+    from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
 
 _CODES = (

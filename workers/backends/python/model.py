@@ -27,7 +27,7 @@ from shmserve.workers.model_calls.responses import OpenResponses
 from shmserve.workers.process.log import log_message, log_traceback
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Work
+    from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.shm.counters import Subject
     from shmserve.workers.backends.python.pb_tensor import Array

@@ -22,7 +22,7 @@ from shmserve.workers.model_calls.calls import WINDOW
 from shmserve.workers.model_calls.pending import GivenTensors
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Work
+    from shmserve.protocol.worker_messages import Work
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.pending import Pending, Response
 

@@ -13,7 +13,8 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import PARAMETERS, Options, Work
+from shmserve.protocol.messages import PARAMETERS, Options
+from shmserve.protocol.worker_messages import Work
 from shmserve.workers.backends.python.pb_tensor import (
     Array,
     DeviceTensor,

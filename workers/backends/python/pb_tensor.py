@@ -18,7 +18,7 @@ from shmserve.repo.config.schema import HOST_ONLY
 from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Work
+    from shmserve.protocol.worker_messages import Work
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -17,7 +17,7 @@ from shmserve.workers.backends.python.model import PythonModel
 from shmserve.workers.batch.specs import model_inputs_of, model_outputs_of
 
 if TYPE_CHECKING:
-    from shmserve.protocol.messages import Work
+    from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.scatter import Results

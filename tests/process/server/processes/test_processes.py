@@ -18,7 +18,7 @@ import pytest
 import shmserve
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Load, LoadFailed, WorkerReport
+from shmserve.protocol.worker_messages import Load, LoadFailed, WorkerReport
 from shmserve.testing import Server
 from shmserve.workers import bootstrap
 from shmserve.workers.process.environment import NEEDED, command

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Row, Tensor
+from shmserve.protocol.messages import Tensor
+from shmserve.protocol.worker_messages import Row
 from shmserve.repo import samples
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.testing import Server

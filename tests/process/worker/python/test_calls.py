@@ -15,9 +15,7 @@ from msgspec.structs import replace
 from shmserve.protocol.messages import (
     Answer,
     Ask,
-    Call,
     Cancel,
-    Done,
     Fail,
     FailHeld,
     Failure,
@@ -31,13 +29,10 @@ from shmserve.protocol.messages import (
     Released,
     Reply,
     Return,
-    Row,
-    Stop,
     Tensor,
     Wanted,
-    Withdraw,
-    Withdrawn,
 )
+from shmserve.protocol.worker_messages import Call, Done, Row, Stop, Withdraw, Withdrawn
 from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd
 from shmserve.workers.backends.python.pb_calls import REPLAYED_BYTES

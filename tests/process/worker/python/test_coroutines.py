@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Done, Execute, More, Row, Withdraw, Withdrawn
+from shmserve.protocol.messages import More
+from shmserve.protocol.worker_messages import Done, Execute, Row, Withdraw, Withdrawn
 from tests.support.workers.models.stream_models import (
     GENERATOR,
     asks,

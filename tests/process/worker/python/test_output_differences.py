@@ -11,7 +11,8 @@ import pytest
 
 import shmserve
 from shmserve import TopK
-from shmserve.protocol.messages import Handle, Options, Row, Tensor, Wanted
+from shmserve.protocol.messages import Handle, Options, Tensor, Wanted
+from shmserve.protocol.worker_messages import Row
 from shmserve.session.decode import output_of
 from shmserve.session.memory import SessionMemory
 from shmserve.testing import Server

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.protocol.messages import Options, Ping, Pong, Probe, Probed, Row, Tensor, Wanted
+from shmserve.protocol.messages import Options, Ping, Pong, Tensor, Wanted
+from shmserve.protocol.worker_messages import Probe, Probed, Row
 from shmserve.repo.config.schema import as_triton_json
 from tests.support.workers.in_process import completed, loaded
 from tests.support.workers.models.worker_models import python_model

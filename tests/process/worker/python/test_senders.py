@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Failure, Row
+from shmserve.protocol.messages import Failure
+from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
 from tests.support.workers.models.stream_models import asks, decoupled
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed

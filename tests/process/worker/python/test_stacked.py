@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Options, Row, Tensor, Wanted
+from shmserve.protocol.messages import Options, Tensor, Wanted
+from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import BatchInput, ModelParameter
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work

@@ -8,7 +8,8 @@ from collections import deque
 import numpy as np
 import pytest
 
-from shmserve.protocol.messages import Done, More, Ping, Pong, Row, Started, Streamed, Withdraw, Withdrawn
+from shmserve.protocol.messages import More, Ping, Pong
+from shmserve.protocol.worker_messages import Done, Row, Started, Streamed, Withdraw, Withdrawn
 from tests.support.workers.models.stream_models import asks, senders
 from tests.support.workers.worker_harness import WorkerProcess
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Done, Execute, More, Ping, Pong, Stop, Streamed
+from shmserve.protocol.messages import More, Ping, Pong
+from shmserve.protocol.worker_messages import Done, Execute, Stop, Streamed
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.workers.models.stream_models import (
     IN_THREADS,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shmserve.core.events import LeasedRequest, LeaseRead
-from shmserve.protocol.messages import Fail, Infer, Reply, Row
+from shmserve.protocol.messages import Fail, Infer, Reply
+from shmserve.protocol.worker_messages import Row
 
 RECORDS = 8
 """That fit into the log of a fake worker: few, so that it is full now and then."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.protocol.messages import Columns, Execute, Handle, Reply, ReplyBatch, Row, Tensor, TensorForm, Work
+from shmserve.protocol.messages import Columns, Handle, Reply, ReplyBatch, Tensor, TensorForm
+from shmserve.protocol.worker_messages import Execute, Row, Work
 
 
 def references(tensors: tuple[Tensor, ...]) -> list[Handle]:

@@ -7,24 +7,8 @@ from typing import Any
 
 from shmserve.core import events
 from shmserve.core.policy import MemoryEstimate, ModelPolicy
-from shmserve.protocol.messages import (
-    Cancel,
-    Done,
-    Handle,
-    Infer,
-    Map,
-    Options,
-    Ping,
-    Return,
-    Row,
-    Rows,
-    Started,
-    Streamed,
-    Tensor,
-    Unmap,
-    Wanted,
-    Withdrawn,
-)
+from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Options, Ping, Return, Tensor, Unmap, Wanted
+from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Streamed, Withdrawn
 from tests.support.core.calling import Calling
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
@@ -236,7 +220,7 @@ class Scenario(Operating, Streaming, Calling):
         self.crash(self.worker(name), reason, loading_error)
 
     def do_load_failed(self, name: str, text: str) -> list[Event]:
-        from shmserve.protocol.messages import LoadFailed
+        from shmserve.protocol.worker_messages import LoadFailed
 
         return [(self.worker(name).peer, LoadFailed("MODEL_FAILED", text))]
 

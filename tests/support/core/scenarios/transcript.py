@@ -10,8 +10,6 @@ from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import WORKERS_FROM
 from shmserve.protocol.messages import (
     Ask,
-    EndSequences,
-    Execute,
     Fail,
     FailHeld,
     Goodbye,
@@ -22,11 +20,10 @@ from shmserve.protocol.messages import (
     Released,
     Reply,
     Return,
-    Stop,
     Unmap,
     Welcome,
-    Withdraw,
 )
+from shmserve.protocol.worker_messages import EndSequences, Execute, Stop, Withdraw
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Row, Work
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.identity import Identity
 from shmserve.workers.gpu.shared import memory_of

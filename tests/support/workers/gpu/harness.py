@@ -15,7 +15,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import INLINE_BYTES, Handle, Row, Work
+from shmserve.protocol.messages import INLINE_BYTES, Handle
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
 from shmserve.workers.batch.gather import Gather

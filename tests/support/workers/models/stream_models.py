@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Done, Options, Ping, Pong, Row, Streamed, Tensor, Withdraw, Withdrawn
-from shmserve.protocol.messages import Work as WorkMessage
+from shmserve.protocol.messages import Options, Ping, Pong, Tensor
+from shmserve.protocol.worker_messages import Done, Row, Streamed, Withdraw, Withdrawn
+from shmserve.protocol.worker_messages import Work as WorkMessage
 from shmserve.repo.config.schema import ModelConfig, ModelTransactionPolicy
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, config, work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shmserve.broker.admin.readiness_probes import LIMIT_S, Probes
-from shmserve.protocol.messages import Probe, Probed
+from shmserve.protocol.worker_messages import Probe, Probed
 from tests.support.broker.fake_loop import Loop
 
 

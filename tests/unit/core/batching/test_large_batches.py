@@ -8,13 +8,12 @@ from shmserve.protocol.messages import (
     PACKET_BYTES,
     PACKET_MESSAGES,
     Columns,
-    Execute,
     Infer,
     InferBatch,
     Tensor,
     TensorForm,
-    WorkerOrder,
 )
+from shmserve.protocol.worker_messages import Execute, WorkerOrder
 from tests.support.core.policies import plain
 from tests.support.core.world import World
 

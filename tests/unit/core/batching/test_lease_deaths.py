@@ -9,7 +9,8 @@ from shmserve.core.batching.lending import ALONE
 from shmserve.core.events import LeaseRead
 from shmserve.core.stats import activity
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.protocol.messages import Call, Fail, Infer, LeaseLogged, LeaseOver, Reply
+from shmserve.protocol.messages import Fail, Infer, Reply
+from shmserve.protocol.worker_messages import Call, LeaseLogged, LeaseOver
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.tensors import one_input
 from tests.support.core.lent import MS, Lent, model

@@ -13,7 +13,8 @@ from shmserve.core.ledger import INTERNAL
 from shmserve.core.requests.client import CallingWorker
 from shmserve.core.requests.recording import Recording
 from shmserve.core.requests.trace import Sample
-from shmserve.protocol.messages import Fail, LeaseLogged, LeaseOver, Reply, Revoke
+from shmserve.protocol.messages import Fail, Reply
+from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Revoke
 from tests.support.core.fakes.lease import RECORDS
 from tests.support.core.lent import MS, Lent, model
 

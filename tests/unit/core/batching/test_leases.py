@@ -10,17 +10,8 @@ from shmserve.core.batching.lending import ALONE, lending_of
 from shmserve.core.policy import BatchPolicy, ModelPolicy, PaddingPolicy, SequencePolicy, TensorSpec
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.protocol.messages import (
-    INLINE_BYTES,
-    Infer,
-    LeaseLogged,
-    LeaseOver,
-    Lend,
-    Reply,
-    TensorForm,
-    Unmap,
-    Wanted,
-)
+from shmserve.protocol.messages import INLINE_BYTES, Infer, Reply, TensorForm, Unmap, Wanted
+from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend
 from tests.support.core.fakes.tensors import one_input
 from tests.support.core.lent import BATCHES, MS, Lent, X, Y, model
 from tests.support.core.policies import plain, step

@@ -13,7 +13,8 @@ from shmserve.core import events
 from shmserve.core.batching.rate_limiter import ANY, SHARED, Limiter, lacking
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, Resource, TensorSpec
-from shmserve.protocol.messages import Call, Infer, Tensor
+from shmserve.protocol.messages import Infer, Tensor
+from shmserve.protocol.worker_messages import Call
 from tests.support.core.calling import caller_of
 from tests.support.core.world import World
 from tests.support.hypothesis_profiles import examples

@@ -34,11 +34,10 @@ from shmserve.protocol.messages import (
     Part,
     Reply,
     Return,
-    Row,
     Tensor,
     Wanted,
-    Work,
 )
+from shmserve.protocol.worker_messages import Row, Work
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
 from tests.support.core.fakes.worker import FakeWorker

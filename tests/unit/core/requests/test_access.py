@@ -23,7 +23,6 @@ from shmserve.protocol.messages import (
     Cancel,
     ClientMessage,
     Columns,
-    Execute,
     Fail,
     Goodbye,
     Handle,
@@ -40,6 +39,7 @@ from shmserve.protocol.messages import (
     Unmap,
 )
 from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, ROLES
+from shmserve.protocol.worker_messages import Execute
 
 CLIENT = 1
 SEGMENT = CLIENT << OWNER_SHIFT | 1

@@ -17,26 +17,21 @@ from shmserve.protocol.messages import (
     Bye,
     Cancel,
     ClientMessage,
-    Counted,
-    Done,
     Fail,
     Goodbye,
     Handle,
     Hello,
     Infer,
-    Loaded,
     Map,
     Ping,
     Pong,
-    Probed,
     Reply,
     Return,
-    Row,
     Tensor,
     Welcome,
-    WorkerReport,
 )
 from shmserve.protocol.roles import EVERYTHING
+from shmserve.protocol.worker_messages import Counted, Done, Loaded, Probed, Row, WorkerReport
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import plain

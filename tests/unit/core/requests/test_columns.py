@@ -26,21 +26,17 @@ from shmserve.protocol.messages import (
     Cancel,
     ClientMessage,
     Columns,
-    Done,
-    Execute,
     Fail,
     InferBatch,
     Ping,
     Pong,
     Reply,
     ReplyBatch,
-    Row,
     Tensor,
     TensorForm,
-    WorkerOrder,
-    rows_of,
     tensors_of,
 )
+from shmserve.protocol.worker_messages import Done, Execute, Row, WorkerOrder, rows_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import one_by_one
 from tests.support.core.fakes.worker import FakeWorker

@@ -11,7 +11,8 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.stats.statistics import RESPONSES, ResponseCount, Statistics
 from shmserve.protocol import codec as wire
-from shmserve.protocol.messages import Cancel, Execute, Fail, Infer, More, Options, Part, WorkerOrder
+from shmserve.protocol.messages import Cancel, Fail, Infer, More, Options, Part
+from shmserve.protocol.worker_messages import Execute, WorkerOrder
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain
 from tests.support.core.world import World

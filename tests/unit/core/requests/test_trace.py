@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from shmserve.core.effects import Log, Traced
 from shmserve.core.requests.trace import ID_LENGTH, PER_SECOND, Sample
-from shmserve.protocol.messages import Call, Infer, Options
+from shmserve.protocol.messages import Infer, Options
 from shmserve.protocol.trace_context import TraceContext
+from shmserve.protocol.worker_messages import Call
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import one_input

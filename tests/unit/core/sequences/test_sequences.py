@@ -22,7 +22,8 @@ from shmserve.core.sequences import scheduler
 from shmserve.core.sequences.places import Places
 from shmserve.core.state import State
 from shmserve.core.states import SequenceState
-from shmserve.protocol.messages import Cancel, EndSequences, Fail, FailHeld, Infer, Options, Reply, Tensor, Work
+from shmserve.protocol.messages import Cancel, Fail, FailHeld, Infer, Options, Reply, Tensor
+from shmserve.protocol.worker_messages import EndSequences, Work
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker, WaitingBatch
 from tests.support.core.machine import MS, WorldMachine, run_machine

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from shmserve.core.policy import IdControl, SequencePolicy
-from shmserve.protocol.messages import Cancel, EndSequences, Fail, Infer, Options, Reply
+from shmserve.protocol.messages import Cancel, Fail, Infer, Options, Reply
+from shmserve.protocol.worker_messages import EndSequences
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain
 from tests.support.core.world import World

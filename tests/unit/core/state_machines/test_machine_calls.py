@@ -19,7 +19,8 @@ from shmserve.core.effects import Spawn
 from shmserve.core.limits import Limits
 from shmserve.core.records import Request
 from shmserve.core.state import State
-from shmserve.protocol.messages import Call, Cancel, Handle, Options, Return, Row, Tensor, Work
+from shmserve.protocol.messages import Cancel, Handle, Options, Return, Tensor
+from shmserve.protocol.worker_messages import Call, Row, Work
 from tests.support.core.calling import caller_of
 from tests.support.core.everything import SEQUENCES, STREAMS, Everything
 from tests.support.core.fakes.tensors import references

@@ -18,7 +18,7 @@ from shmserve.core.effects import Kill
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.states import InstanceState
 from shmserve.core.stats.statistics import Statistics
-from shmserve.protocol.messages import Done, LeaseOver
+from shmserve.protocol.worker_messages import Done, LeaseOver
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.machine import MS, not_a_rule, run_machine
 from tests.unit.core.state_machines.test_machine import FIXED, LIMITS

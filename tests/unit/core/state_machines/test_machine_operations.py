@@ -20,7 +20,7 @@ from shmserve.core.models import resizing, sizes
 from shmserve.core.models.scaler import WINDOW_NS
 from shmserve.core.policy import InstanceSpec, MemoryEstimate
 from shmserve.core.states import VersionState
-from shmserve.protocol.messages import LoadFailed
+from shmserve.protocol.worker_messages import LoadFailed
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.machine import run_machine
 from tests.support.core.policies import scaling_of

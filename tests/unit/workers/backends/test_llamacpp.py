@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable, Unsupported
-from shmserve.protocol.messages import Work
+from shmserve.protocol.worker_messages import Work
 from shmserve.repo.load import parse
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.llamacpp.files import trained_context

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from bench.suites.weights import make, prepack
 from shmserve.errors import ModelFailed, Unsupported
-from shmserve.protocol.messages import Handle, Row, Tensor, Wanted
+from shmserve.protocol.messages import Handle, Tensor, Wanted
+from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.device_buffers import address_of

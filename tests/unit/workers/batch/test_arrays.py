@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed
-from shmserve.protocol.messages import INLINE_BYTES, Handle, Map, Row, Tensor, Wanted, Work
+from shmserve.protocol.messages import INLINE_BYTES, Handle, Map, Tensor, Wanted
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, ModelTensorReshape
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.scatter import Results

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ProtocolError
-from shmserve.protocol.messages import Columns, Execute, Options, Tensor, TensorForm, Work
+from shmserve.protocol.messages import Columns, Options, Tensor, TensorForm
+from shmserve.protocol.worker_messages import Execute, Work
 from shmserve.workers.batch.batch_queue import BatchQueue
 from shmserve.workers.batch.columns import ColumnWorks
 

@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as of_numpy
 
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, Handle, Row, Tensor, Wanted, Work
+from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, Handle, Tensor, Wanted
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelOutput, ModelTensorReshape
 from shmserve.workers.batch import classification
 from shmserve.workers.batch.specs import Spec, outputs_of

@@ -15,19 +15,8 @@ from msgspec.structs import replace
 from shmserve.dtypes import from_numpy
 from shmserve.errors import ModelFailed
 from shmserve.protocol import codec
-from shmserve.protocol.messages import (
-    INLINE_BYTES,
-    PACKET_MESSAGES,
-    Columns,
-    Done,
-    Failure,
-    Row,
-    Tensor,
-    TensorForm,
-    Work,
-    WorkerReport,
-    rows_of,
-)
+from shmserve.protocol.messages import INLINE_BYTES, PACKET_MESSAGES, Columns, Failure, Tensor, TensorForm
+from shmserve.protocol.worker_messages import Done, Row, Work, WorkerReport, rows_of
 from shmserve.repo.config.schema import BatchOutput, ModelConfig, ModelTensorReshape
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.base import StackedBackend

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from shmserve import dtypes
 from shmserve.dtypes import to_numpy
-from shmserve.protocol.messages import Expect, Failure, Handle, Row, Tensor
+from shmserve.protocol.messages import Failure, Handle, Tensor
+from shmserve.protocol.worker_messages import Expect, Row
 from shmserve.python_values import bfloat16_bits
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, ModelFailed
-from shmserve.protocol.messages import Handle, Tensor, Wanted, Work
+from shmserve.protocol.messages import Handle, Tensor, Wanted
+from shmserve.protocol.worker_messages import Work
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.batch.gather import GatherGroup

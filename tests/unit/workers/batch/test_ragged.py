@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import INLINE_BYTES, Tensor, Wanted, Work
+from shmserve.protocol.messages import INLINE_BYTES, Tensor, Wanted
+from shmserve.protocol.worker_messages import Work
 from shmserve.repo.config.schema import BatchInput, BatchOutput, ModelConfig
 from shmserve.workers.backends.base import StackedBackend
 from shmserve.workers.batch.gather import GatherGroup

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import Options, Row, Tensor, Work
+from shmserve.protocol.messages import Options, Tensor
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import (
     ModelConfig,
     ModelInput,

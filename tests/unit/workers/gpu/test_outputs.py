@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Handle, Row, Wanted, Work
+from shmserve.protocol.messages import Handle, Wanted
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.backends.python import pb_tensor, pb_utils
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.gpu.shared import memory_of

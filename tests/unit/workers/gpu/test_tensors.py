@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from shmserve.broker.config.settings import NEAR_LIMIT
 from shmserve.dtypes import to_numpy
 from shmserve.errors import HandleLost, InvalidRequest
-from shmserve.protocol.messages import Handle, Tensor, Wanted, Work
+from shmserve.protocol.messages import Handle, Tensor, Wanted
+from shmserve.protocol.worker_messages import Work
 from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyCuda
 from shmserve.shm.extents import cuda as extents
 from shmserve.shm.mapped import Mapped, OnDevice
