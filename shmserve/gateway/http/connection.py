@@ -1,46 +1,25 @@
 """One HTTP/1.1 connection: a state machine without coroutines or tasks, driven by received bytes and by callbacks.
 
-Phases:
-
-    HEAD    waiting for the head of a request
-    FILL    reading the body into its final place: for an infer request with binary data first the JSON, then each
-            large tensor into shared memory
-    CHUNKS  assembling a chunked body
-    BUSY    the request is being processed; bytes received now belong to the next requests
-    DRAIN   the last response is sent; further input is discarded, so that the client can read the response
+It reads requests, of which at most one is processed at a time; `exchange` has the current request and its response.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from shmserve.errors import ServeError, Unsupported
 from shmserve.gateway.auth.actions import INFER
 from shmserve.gateway.http import bodies
+from shmserve.gateway.http.exchange import BUSY, CHUNKS, DRAIN, FILL, HEAD, HttpExchange
 from shmserve.gateway.http.heads import BadHead, HttpHead
 from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES
 from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
-from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
-from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
 from shmserve.gateway.listeners.callers import peer_address
-from shmserve.gateway.openai import errors as openai_errors
-from shmserve.gateway.openai.errors import KIND as OPENAI
-from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer
-from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
 
-T = TypeVar("T")
-HEAD, FILL, CHUNKS, BUSY, DRAIN = range(5)
-JSON = b"application/json"
-BINARY = b"application/octet-stream"
-JOINED_BYTES = 64 * 1024
-"""Responses up to this size are joined into one buffer."""
-COMPRESSED_BYTES = 1024
-"""Responses below this size are not compressed."""
 _scratch = memoryview(bytearray(256 * 1024))
 """Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
 _little = _scratch[: 4 * 1024]
@@ -61,33 +40,13 @@ class RequestHandler(Protocol):
         """Handles a complete request."""
 
 
-class EventViewer(Protocol):
-    """Is notified when the client of the current request disconnects."""
-
-    def disconnected(self) -> None: ...
-
-    def stop(self) -> None:
-        """The gateway ends: ends a stream that has no end."""
-
-
-class HttpConnection(FairReader, asyncio.BufferedProtocol):
+class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
     def __init__(self, listener: HttpListener, handler: RequestHandler) -> None:
-        super().__init__()
-        self._listener = listener
+        super().__init__(listener)
         self._handler = handler
-        self._phase = HEAD
         self._rest = b""
-        self._head: HttpHead | None = None
-        self._keep_alive = True
-        self._ticket: Charge | None = None
         self.address = ""
         """Of the client."""
-        self._shares: ConnectionShares | None = None
-        self._job: Job | None = None
-        self._resume: Callable[[], None] | None = None
-        """For a response in parts: called when the transport is writable again."""
-        self._viewer: EventViewer | None = None
-        self._account = listener.budget.account("")
         self._sink: ReceiveBuffer | None = None
         self._sinks: list[ReceiveBuffer] = []
         """Buffers to fill after `_sink`, in reverse order."""
@@ -95,9 +54,6 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
         self.trusted_bytes = 0
         """Size of the last large body: the next one of this size gets its memory at once."""
         self._chunks: bodies.Chunks | None = None
-        self._writable = True
-        self.turn = listener.turn
-        """Turn of the slow clock of the last progress."""
         self._idle_since = listener.now()
         self._moved = 0
         self._unsent = 0
@@ -331,126 +287,14 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             failed,
         )
 
-    def work(
-        self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None,
-        party: object = None,
-    ) -> None:  # fmt: skip
-        """Runs `work` in slices that alternate with those of other connections, then calls `then` with its result. Its
-        exceptions are answered, by `failed` if given. `party`: as for `JobTurns.run`."""
-
-        def stopped(error: Exception) -> None:
-            (failed or self.fail)(serve_error(error))
-
-        self._ticket = None  # the broker has answered: there is nothing to withdraw
-        job = self._listener.turns.run(work, then, stopped, party)
-        if job.running:
-            self._job = job
-
-    def payer(self, token: str) -> Payer:
-        """The account charged for requests to the broker."""
-        assert self._shares is not None
-        return self._shares.payer(token)
-
-    def wait_for(self, ticket: Charge, resume: Callable[[], None] | None = None) -> None:
-        self._ticket = ticket
-        self._resume = resume
-
-    def watch(self, viewer: EventViewer, resume: Callable[[], None] | None = None) -> None:
-        self._viewer = viewer
-        self._resume = resume
-
-    def _drop(self) -> None:
-        """Cancels the current request: the client has disconnected, or gets no response any more."""
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None:
-            withdraw(self._listener.link, ticket)
-        job, self._job = self._job, None
-        if job is not None:
-            job.cancel()
-        viewer, self._viewer = self._viewer, None
-        if viewer is not None:
-            viewer.disconnected()
-        self._clear_request()
+    # ------------------------------------------------------------------------------------ the next request
 
     def _clear_request(self) -> None:
         self._sink = self._then = self._head = self._chunks = self._resume = self._viewer = None
         self._sinks = []
         self._account.used()
 
-    # ------------------------------------------------------------------------------------ responses
-
-    def fail(self, error: ServeError, request_id: str = "", more: bytes = b"") -> None:
-        if self._is_openai:
-            status, body = openai_errors.response(error)
-        else:
-            status, body = http_of(error), error_body(http_text_of(error, request_id))
-        if status == 401:
-            more += b"WWW-Authenticate: Bearer\r\n"
-        self.answer(status, [body], more=more)
-
-    def fail_with(self, status: int, text: str, more: bytes = b"") -> None:
-        """Answers with an error that has no class of its own."""
-        self.answer(status, [openai_errors.body(status, text) if self._is_openai else error_body(text)], more=more)
-
-    @property
-    def _is_openai(self) -> bool:
-        return self._head is not None and self._head.route.kind == OPENAI
-
-    def answer(
-        self,
-        status: int,
-        parts: list[Buffer],
-        kind: bytes = JSON,
-        json_length: int | None = None,
-        more: bytes = b"",
-    ) -> None:
-        """Sends a response and continues with the next request."""
-        head = self._head
-        self._ticket = None
-        if self._transport is None or self._phase == DRAIN:
-            return
-        size = sum([len(part) for part in parts])
-        if head is not None and head.accepts and size >= COMPRESSED_BYTES and head.route.action is INFER:
-            more += b"Content-Encoding: %b\r\n" % head.accepts.encode()
-            self.work(
-                bodies.deflate_body(head.accepts, parts),
-                lambda data: self._send(status, [data], len(data), kind, json_length, more),
-            )
-        else:
-            self._send(status, parts, size, kind, json_length, more)
-
-    def _send(
-        self, status: int, parts: list[Buffer], size: int, kind: bytes, json_length: int | None, more: bytes
-    ) -> None:  # fmt: skip
-        transport, head = self._transport, self._head
-        if size > JOINED_BYTES:
-            try:
-                self._account.answer(size)
-            except ServeError as error:
-                self.fail(error)
-                return
-        unread = self._phase != BUSY
-        if head is not None and head.reader:
-            more += _readable_by(head.reader)
-        if json_length is not None:
-            more += b"Inference-Header-Content-Length: %d\r\n" % json_length
-        if not self._keep_alive or unread:
-            more += b"Connection: close\r\n"
-        lines = b"HTTP/1.1 %d %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b\r\n" % (
-            status, REASONS[status].encode(), kind, size, more,
-        )  # fmt: skip
-        if head is not None and head.is_head:
-            parts = []  # HEAD: the same headers, without the body
-        self._listener.answered(status)
-        self.turn = self._listener.turn
-        if size <= JOINED_BYTES:
-            transport.write(b"".join([lines, *parts]))
-        else:
-            transport.writelines([lines, *parts])
-        self._end(unread)
-
     def _end(self, unread: bool) -> None:
-        """The response is sent."""
         if self._writable:
             self._account.sent()
         self._clear_request()
@@ -464,37 +308,6 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
             self._idle_since = self._listener.now()
             if self._rest or not self._reading:
                 self._listener.loop.call_soon(self._go_on)
-
-    # ------------------------------------------------------------------------------------ responses in parts
-
-    @property
-    def writable(self) -> bool:
-        """Whether the client is connected and reads what it is sent."""
-        return self._writable and self._transport is not None
-
-    def begin_events(self, status: int = 200, more: bytes = b"", first: bytes = b"") -> None:
-        """`first`: events to send with the head."""
-        self._listener.answered(status)
-        if self._head is not None and self._head.reader:
-            more += _readable_by(self._head.reader)
-        if not self._keep_alive:
-            more += b"Connection: close\r\n"
-        self._transport.write(
-            b"HTTP/1.1 %d %b\r\nContent-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
-            b"Transfer-Encoding: chunked\r\n%b\r\n%b" % (status, REASONS[status].encode(), more, _chunk(first))
-        )
-
-    def send_event(self, data: bytes) -> None:
-        self._transport.write(_chunk(data))
-
-    def end_events(self, last: bytes = b"") -> None:
-        """`last`: events to send before the end."""
-        self._ticket = self._viewer = None
-        self.turn = self._listener.turn
-        self._transport.write(_chunk(last) + b"0\r\n\r\n")
-        self._end(unread=False)
-
-    # ------------------------------------------------------------------------------------ the next request
 
     def _go_on(self) -> None:
         """Continues with bytes received while a request was processed or the transport was not writable."""
@@ -564,13 +377,3 @@ class HttpConnection(FairReader, asyncio.BufferedProtocol):
 
     def evict(self) -> None:
         self.abort()
-
-
-def _readable_by(origin: str) -> bytes:
-    """The header by which a browser shows a response to a page of another origin."""
-    return b"Access-Control-Allow-Origin: %b\r\nVary: Origin\r\n" % origin.encode()
-
-
-def _chunk(data: bytes) -> bytes:
-    """A chunk of a chunked body. Empty for no data, as an empty chunk would end the body."""
-    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""

@@ -13,7 +13,8 @@ from shmserve.errors import DeadlineExceeded, InvalidRequest, ModelFailed, Queue
 from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS, Action
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.bodies import content_length_error
-from shmserve.gateway.http.connection import BINARY, JSON, HttpConnection
+from shmserve.gateway.http.connection import HttpConnection
+from shmserve.gateway.http.exchange import BINARY, JSON
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import NoRoute
