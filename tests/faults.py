@@ -87,7 +87,7 @@ FAULTS = (
           "            if work.rows and (not tensor.shape or tensor.shape[0] != work.rows):", "            if False:"),
     Fault("inputs of another dtype are taken", "workers/batch/gather.py",
           "        if tensor.dtype != spec.dtype:", "        if False:"),
-    Fault("outputs at the caller's place may be too small", "workers/batch/scatter.py",
+    Fault("outputs at the caller's place may be too small", "workers/batch/results.py",
           "map(lt, [place.size for place in handles], sizes)", "map(lt, [place.size + 1 for place in handles], sizes)"),
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.backends.base import StackedBackend
 from shmserve.workers.batch.ragged import BatchInputs, Shapes, cuts_of, shapes_in
-from shmserve.workers.batch.scatter import Results
+from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.sequence_inputs import (
     NULL,
     BatchSequences,

@@ -21,13 +21,14 @@ from shmserve.protocol.worker_messages import Row, Work, rows_of
 from shmserve.workers.backends.base import SeparateBackend, StackedBackend
 from shmserve.workers.batch.columns import ColumnWorks
 from shmserve.workers.batch.padding import PaddedResults
+from shmserve.workers.batch.results import Results
 from shmserve.workers.model_calls.answer import Answer, Request, Trace, failure_of
 from shmserve.workers.process.log import log_traceback, public
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.base import Backend
     from shmserve.workers.batch.gather import Gather, GatherGroup
-    from shmserve.workers.batch.scatter import Results, Scatter
+    from shmserve.workers.batch.scatter import Scatter
     from shmserve.workers.extended import Extension
 
 Times = tuple[int, int, int, int]
@@ -103,7 +104,7 @@ class Runner(ABC, Generic[B]):
             lengths = (self._gather.length_of(work),)
             results: Results = PaddedResults(self._scatter, (work,), work.rows, lengths, None)
         else:
-            results = self._scatter.results((work,), work.rows)
+            results = Results(self._scatter, (work,), work.rows)
         try:
             for name, array in answer.outputs:
                 results.put_named(name, array)
@@ -148,7 +149,7 @@ class StackedRunner(Runner[StackedBackend]):
         elif group.lengths:
             results = PaddedResults(self._scatter, group.works, group.rows, group.lengths, group.length)
         else:
-            results = self._scatter.results(group.works, group.rows)
+            results = Results(self._scatter, group.works, group.rows)
         try:
             if extension is not None:
                 extension.before(group)

@@ -19,7 +19,7 @@ from shmserve.repo.config.complete import DEFAULT_MAX_BATCH
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
-    from shmserve.workers.batch.scatter import Results
+    from shmserve.workers.batch.results import Results
     from shmserve.workers.model_calls.answer import Answer, Request
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.responses import OpenResponses

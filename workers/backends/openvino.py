@@ -25,7 +25,7 @@ from shmserve.workers.process.device import device_of
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
-    from shmserve.workers.batch.scatter import Results
+    from shmserve.workers.batch.results import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.errors import ModelFailed
-from shmserve.workers.batch.scatter import Results
+from shmserve.workers.batch.results import Results
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Tensor

@@ -32,7 +32,7 @@ from shmserve.workers.process.log import log_message
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
-    from shmserve.workers.batch.scatter import Results
+    from shmserve.workers.batch.results import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _FILE = "model.onnx"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
-    from shmserve.workers.batch.scatter import Results
+    from shmserve.workers.batch.results import Results
 
 
 class StackedPython(PythonModel, StackedBackend):

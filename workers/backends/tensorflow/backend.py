@@ -27,7 +27,7 @@ from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
-    from shmserve.workers.batch.scatter import Results
+    from shmserve.workers.batch.results import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Run = Callable[..., list[Any]]

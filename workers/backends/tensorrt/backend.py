@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.tensorrt.engine import Shape
     from shmserve.workers.batch.gather import GatherGroup
-    from shmserve.workers.batch.scatter import Results
+    from shmserve.workers.batch.results import Results
 
 Array = np.ndarray[Any, np.dtype[Any]]
 STRATEGY = "execution_context_allocation_strategy"

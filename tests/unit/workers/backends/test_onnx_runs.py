@@ -26,6 +26,7 @@ from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.backends.onnx.graphs import MOST_SHAPES, OnnxGraphs
 from shmserve.workers.backends.onnx.providers import CPU, CUDA
 from shmserve.workers.backends.onnx.run import Binding, OutputTarget, needs_own_binding
+from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from tests.support.hypothesis_profiles import examples
 from tests.support.workers.batch_parts import Array, Parts
@@ -77,7 +78,7 @@ class Watched:
         self.read, self.written, self.plain = [], [], 0
         (group,), failures = self.parts.gather.groups(works)
         assert not failures
-        results = self.parts.scatter.results(group.works, group.rows)
+        results = Results(self.parts.scatter, group.works, group.rows)
         self.backend.execute(group, results)
         return results.rows(), addresses
 
@@ -195,7 +196,7 @@ def test_the_engine_does_not_copy_its_input(tmp_path: Path, count: int) -> None:
     x[5 : 5 + count] = np.arange(count)
     x.flags.writeable = False
     with Parts(model) as parts:
-        results = parts.scatter.results([work(1, rows=0)], 0)
+        results = Results(parts.scatter, [work(1, rows=0)], 0)
         backend.execute(Lone(x), results)  # type: ignore[arg-type]
         assert parts.read(results.rows()[0].outputs[0]).tolist() == list(range(count))
     backend.close()

@@ -16,7 +16,7 @@ from shmserve.protocol.messages import INLINE_BYTES, Handle, Map, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, ModelTensorReshape
 from shmserve.workers.batch.gather import GatherGroup
-from shmserve.workers.batch.scatter import Results
+from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from tests.support.workers.batch_parts import WORKER, Parts
 from tests.support.workers.worker_harness import assert_failed, config, work
@@ -54,7 +54,7 @@ def test_every_request_gets_its_own_rows(batch: list[tuple[int, int, int, bool]]
         assert not failures
         rows_of: dict[int, Row] = {}
         for group in groups:
-            echo(group, parts.scatter.results(group.works, group.rows), rows_of)
+            echo(group, Results(parts.scatter, group.works, group.rows), rows_of)
         for number, (a, b) in enumerate(arrays):
             row = rows_of[number]
             assert row.error is None
@@ -112,7 +112,7 @@ def lone_works(*rows: int, outputs: tuple[Wanted, ...] | None = None) -> list[Wo
 
 def test_a_batch_for_one_audience_is_one_block(parts: Parts) -> None:
     width = INLINE_BYTES
-    results = parts.scatter.results(lone_works(1, 2, 1), 4)
+    results = Results(parts.scatter, lone_works(1, 2, 1), 4)
     assert results.direct(0, (4, width))
     target = results.place(0, (4, width))
     target[...] = np.arange(4)[:, None]
@@ -129,7 +129,7 @@ def test_a_batch_for_one_audience_is_one_block(parts: Parts) -> None:
 
 
 def test_abandoned_results_free_their_memory(parts: Parts) -> None:
-    results = parts.scatter.results(lone_works(1, 1, 1), 3)
+    results = Results(parts.scatter, lone_works(1, 1, 1), 3)
     results.place(0, (3, 4000))
     results.put(1, np.zeros((3, 2), np.int16))
     assert parts.arenas.used
@@ -138,7 +138,7 @@ def test_abandoned_results_free_their_memory(parts: Parts) -> None:
 
 
 def test_a_missing_output_fails_the_batch_and_frees_the_other_outputs(parts: Parts) -> None:
-    results = parts.scatter.results(lone_works(1, 1, 1), 3)
+    results = Results(parts.scatter, lone_works(1, 1, 1), 3)
     results.place(0, (3, 4000))
     with pytest.raises(ModelFailed, match=r"did not produce output 'z': expected 2 output\(s\), found 1"):
         results.rows()
@@ -148,7 +148,7 @@ def test_a_missing_output_fails_the_batch_and_frees_the_other_outputs(parts: Par
 def test_a_request_that_fails_at_its_second_output_frees_the_first(parts: Parts) -> None:
     small = Wanted("z", Handle(1 << 32, 0, 3))
     works = [work(1, rows=1, outputs=[Wanted("y"), small]), work(2, rows=1)]
-    results = parts.scatter.results(works, 2)
+    results = Results(parts.scatter, works, 2)
     results.put(0, np.ones((2, 4000), np.float32))
     results.put(1, np.ones((2, 2), np.int16))
     failed, good = results.rows()
@@ -159,7 +159,7 @@ def test_a_request_that_fails_at_its_second_output_frees_the_first(parts: Parts)
 
 
 def test_outputs_that_no_request_wants_are_not_needed(parts: Parts) -> None:
-    results = parts.scatter.results(lone_works(1, 1, outputs=(Wanted("z"),)), 2)
+    results = Results(parts.scatter, lone_works(1, 1, outputs=(Wanted("z"),)), 2)
     assert [results.needed(0), results.needed(1)] == [False, True]
     results.put(0, np.ones((2, 4000), np.float32))
     results.put(1, np.ones((2, 2), np.int16))

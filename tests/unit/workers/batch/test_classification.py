@@ -17,6 +17,7 @@ from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, Handle, Tensor
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig, ModelOutput, ModelTensorReshape
 from shmserve.workers.batch import classification
+from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import Spec, outputs_of
 from tests.support.workers.batch_parts import Array, Parts
 from tests.support.workers.worker_harness import assert_failed
@@ -114,7 +115,7 @@ LABELLED = (LABELS, (), ())
 
 def rows_of(parts: Parts, array: Array, works: list[Work], way: str) -> list[Row]:
     """`way`: backends either `put` an array or compute it in `place`."""
-    results = parts.scatter.results(works, sum(work.rows for work in works))
+    results = Results(parts.scatter, works, sum(work.rows for work in works))
     if way == "place":
         results.place(0, array.shape)[...] = array
     elif results.needed(0):
@@ -169,7 +170,7 @@ def test_classes_and_tensors_in_one_batch(way: str, width: int) -> None:
 def test_classes_take_no_memory_of_the_audience(together: int, width: int) -> None:
     with Parts(OUTPUTS, LABELLED) as parts:
         works = [Work(number, 1, (), (Wanted("y", None, 1),), "internal") for number in range(together)]
-        results = parts.scatter.results(works, together)
+        results = Results(parts.scatter, works, together)
         assert results.needed(0)
         assert not results.direct(0, (together, width))
         results.place(0, (together, width))[...] = np.arange(width)

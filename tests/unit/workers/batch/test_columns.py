@@ -22,7 +22,7 @@ from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.base import StackedBackend
 from shmserve.workers.batch.columns import ColumnWorks, InlineColumn
 from shmserve.workers.batch.gather import GatherGroup
-from shmserve.workers.batch.scatter import Results
+from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import outputs_of
 from tests.support.workers.batch_parts import CONTEXT, Array, Parts
 from tests.support.workers.worker_harness import config

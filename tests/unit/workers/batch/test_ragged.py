@@ -18,7 +18,7 @@ from shmserve.protocol.worker_messages import Work
 from shmserve.repo.config.schema import BatchInput, BatchOutput, ModelConfig
 from shmserve.workers.backends.base import StackedBackend
 from shmserve.workers.batch.gather import GatherGroup
-from shmserve.workers.batch.scatter import Results
+from shmserve.workers.batch.results import Results
 from shmserve.workers.extended import extension_of
 from tests.support.workers.batch_parts import CONTEXT, Array, Parts
 from tests.support.workers.worker_harness import assert_failed, config

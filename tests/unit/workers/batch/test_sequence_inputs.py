@@ -29,7 +29,7 @@ from shmserve.repo.config.schema import (
 from shmserve.workers.backends.base import Backend, SeparateBackend, StackedBackend
 from shmserve.workers.batch import sequence_inputs
 from shmserve.workers.batch.gather import GatherGroup
-from shmserve.workers.batch.scatter import Results
+from shmserve.workers.batch.results import Results
 from shmserve.workers.extended import extension_of
 from shmserve.workers.model_calls.answer import Answer, Request
 from shmserve.workers.runner import Runner

@@ -1,0 +1,334 @@
+"""The outputs of a batch, as a backend provides them, and the rows of its requests.
+
+A backend computes an output in the array that `place` returns, or on the GPU at `near`, or hands over an array with
+`put`. `scatter` turns the arrays into tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import lt
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shmserve.dtypes import elements
+from shmserve.errors import ModelFailed, ServeError, Unavailable
+from shmserve.protocol.messages import (
+    INLINE_BYTES,
+    OWNER_SHIFT,
+    PACKET_MESSAGES,
+    Columns,
+    Failure,
+    Handle,
+    Tensor,
+    TensorForm,
+)
+from shmserve.protocol.worker_messages import Row
+from shmserve.workers.batch.columns import ColumnWorks, InlineColumn, shares_of
+from shmserve.workers.batch.output_checks import check_shape
+from shmserve.workers.batch.scatter import RequestOutputs
+from shmserve.workers.output_arenas import INTERNAL
+
+if TYPE_CHECKING:
+    from shmserve.protocol.messages import Value
+    from shmserve.protocol.worker_messages import Work
+    from shmserve.workers.batch.scatter import Scatter
+    from shmserve.workers.batch.specs import Spec
+    from shmserve.workers.gpu.shared import DevicePiece
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Results(RequestOutputs):
+    """The outputs of one group: a backend fills them in with `place` or `put`, then `rows` returns what each request
+    gets.
+
+    Must be finished by either `rows` or `abandon`.
+    """
+
+    __slots__ = ("_columns", "_ready")
+
+    def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int) -> None:
+        super().__init__(scatter, works, rows)
+        count = len(scatter.specs)
+        self._columns: list[Sequence[Tensor | None] | None] = [None] * count
+        self._ready: list[Array | None] = [None] * count
+
+    # ------------------------------------------------------------------------------------ for backends
+
+    def needed(self, index: int) -> bool:
+        """Whether any request wants this output."""
+        return self._places is None or any(place is not False for place in self._places[index])
+
+    def direct(self, index: int, shape: tuple[int, ...]) -> bool:
+        """Whether `place` returns the memory that the requests get, so that computing there saves a copy."""
+        spec = self._scatter.specs[index]
+        if not spec.item:
+            return False
+        if len(self._works) == 1:
+            place = self._place(index, 0)
+            if isinstance(place, Handle):
+                return not self._scatter.placing.is_on_device(place)
+            return place is None and elements(shape) * spec.item > self._most_inline()
+        return self._whole(index, shape) is not None
+
+    def place(self, index: int, shape: tuple[int, ...]) -> Array:
+        """Returns an array for an output of all requests. Its initial content is undefined."""
+        spec = self._scatter.specs[index]
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        array = self._place_one(index, spec, shape) if len(self._works) == 1 else self._place_all(index, spec, shape)
+        if array is None:
+            if not spec.item:
+                array = np.empty(shape, spec.numpy)
+            else:
+                size = elements(shape) * spec.item
+                array = self._scatter.buffer(index, size).view(spec.numpy).reshape(shape)
+        self._ready[index] = array
+        return array
+
+    def near(self, index: int, shape: tuple[int, ...]) -> int | None:
+        """Returns the address on this process's GPU where an output of all requests is to be written, instead of
+        `place`; None if some reader wants it on the host or there is no room.
+        """
+        spec, works = self._scatter.specs[index], self._works
+        place = self._place(index, 0)
+        if isinstance(place, Handle):
+            return self._near_places(index, shape)
+        if (
+            type(works) is ColumnWorks
+            or [spec.name in work.near for work in works].count(True) != len(works)
+            or not spec.item
+        ):
+            return None
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        size = elements(shape) * spec.item
+        small = size <= INLINE_BYTES if len(works) == 1 else self._whole(index, shape) is None
+        if small or (self._places is not None and any(place is not None for place in self._places[index])):
+            return None
+        try:
+            block = self._scatter.arenas.allocate_near(works[0].audience, size)
+        except Unavailable:
+            return None
+        self._blocks[index] = block
+        self._ready[index] = spec.hollow(shape)
+        return block.address
+
+    def _near_places(self, index: int, shape: tuple[int, ...]) -> int | None:
+        """Returns the caller's own memory on the GPU for one request, or a temporary block there that `rows` spreads to
+        the places of several. None: the output goes through the host, where errors are reported."""
+        spec, works, placing = self._scatter.specs[index], self._works, self._scatter.placing
+        if not spec.item or self._failures or self._places is None:
+            return None
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        row_bytes = elements(shape[1:]) * spec.item
+        sizes = [work.rows * row_bytes for work in works] if len(works) > 1 else [elements(shape) * spec.item]
+        handles = [place for place in self._places[index] if isinstance(place, Handle) and placing.is_on_device(place)]
+        if len(handles) < len(works) or any(map(lt, [place.size for place in handles], sizes)):
+            return None
+        if len(works) == 1:
+            address = placing.gpu.address(handles[0])
+        else:
+            try:
+                block = self._scatter.arenas.allocate_near(INTERNAL, sum(sizes))
+            except Unavailable:
+                return None
+            self._blocks[index] = block
+            address = block.address
+        self._placed.add(index)
+        self._ready[index] = spec.hollow(shape)
+        return address
+
+    def put(self, index: int, array: Array) -> None:
+        """Takes an output of all requests that was computed elsewhere, and copies it before it returns."""
+        spec = self._scatter.checks.check(self._scatter.specs[index], array, self._rows, len(self._works))
+        if spec.item and array.dtype != spec.numpy:  # in another byte order
+            array = array.astype(spec.numpy)
+        if self.needed(index):
+            self._columns[index] = self._split(index, spec, array)
+
+    def put_shares(self, index: int, spec: Spec, shares: Sequence[Array | None]) -> None:
+        """`put` with an array for each request; None: the request does not get the output."""
+        self._columns[index] = self._shares(index, spec, shares)
+
+    def put_named(self, name: str, array: Any) -> None:
+        """`put` by name. `array` may also be a piece on the GPU."""
+        index = self._scatter.names.get(name)
+        if index is None:
+            raise ModelFailed(
+                f"unexpected output '{name}': the outputs of model '{self._scatter.model}' are "
+                f"{', '.join(self._scatter.names)}"
+            )
+        if self._columns[index] is not None or self._ready[index] is not None:
+            raise ModelFailed(f"output '{name}' was given twice")
+        if not isinstance(array, np.ndarray) and hasattr(array, "host"):
+            if self._stays(index, array):
+                return
+            array = array.host()
+        self.put(index, array)
+
+    def _stays(self, index: int, piece: DevicePiece) -> bool:
+        """Copies a piece on the GPU to where all readers want it. Returns False if that is not on this GPU."""
+        spec = self._scatter.specs[index]
+        if piece.dtype != spec.numpy or not spec.fits(piece.shape):
+            return False
+        address = self.near(index, piece.shape)
+        if address is None:
+            return False
+        self._scatter.placing.gpu.move(address, piece)
+        return True
+
+    def alias(self, index: int, source: str, shape: tuple[int, ...]) -> bool:
+        """Uses an input as the output without a copy, if only workers read it. False: it must be copied."""
+        spec, arenas = self._scatter.specs[index], self._scatter.arenas
+        check_shape(self._scatter.model, spec, shape, self._rows)
+        if type(self._works) is ColumnWorks:  # inside the messages
+            return False
+        column = []
+        for position, work in enumerate(self._works):
+            if not work.aliases:
+                return False
+            tensor = next((tensor for tensor in work.inputs if tensor.name == source), None)
+            if tensor is None or not spec.item or not isinstance(tensor.data, tuple):
+                return False
+            if self._place(index, position) is not None or tensor.dtype != spec.dtype:
+                return False
+            if any(arenas.owns(part.segment) or not part.segment >> OWNER_SHIFT for part in tensor.data):
+                return False
+            column.append(Tensor(spec.name, spec.dtype, tensor.shape, tensor.data))
+        self._columns[index] = column
+        return True
+
+    def omit(self, index: int) -> None:
+        """Marks an output as absent from this batch; the rows do not contain it."""
+        self._columns[index] = [None] * len(self._works)
+        self._holes = True
+
+    # ------------------------------------------------------------------------------------ the end
+
+    def rows(self, parameters: dict[str, Value] | None = None) -> list[Row]:
+        """Returns the row of each request, in the order of the works."""
+        columns = self._finished()
+        works = self._works
+        if columns and self._places is None and not (self._failures or self._holes or parameters):
+            each: Any = zip(*columns, strict=True)
+            return [Row(work.request, tensors) for work, tensors in zip(works, each, strict=True)]
+        return [self._row(position, columns, parameters) for position in range(len(works))]
+
+    def in_columns(self) -> Columns | list[Row]:
+        """Returns the results in columns, if all outputs are inside the message; else as `rows`."""
+        columns = self._finished()
+        if not columns or self._failures or self._holes or len(self._works) > PACKET_MESSAGES:
+            return self.rows()
+        forms: list[TensorForm] = []
+        blobs: list[list[bytes]] = []
+        for column in columns:
+            if type(column) is not InlineColumn:
+                return self.rows()
+            forms.append(column.form)
+            blobs.append(column.blobs)
+        works = self._works
+        requests = works.requests if type(works) is ColumnWorks else [work.request for work in works]
+        each: Any = zip(*blobs, strict=True)
+        return Columns(tuple(forms), tuple(requests), tuple(shares_of(works)), tuple(each))
+
+    def _finished(self) -> list[Sequence[Tensor | None]]:
+        """Returns the tensors of each output."""
+        columns: list[Sequence[Tensor | None]] = []
+        for index, spec in enumerate(self._scatter.specs):
+            array, column = self._ready[index], self._columns[index]
+            if array is not None:
+                column = self._split(index, spec, array)
+            elif column is None:
+                if self.needed(index):
+                    self._missing(index)
+                column = [None] * len(self._works)
+            columns.append(column)
+            self._columns[index] = column
+            self._ready[index] = None
+        return columns
+
+    def _missing(self, index: int) -> None:
+        """Handles a missing output. Unless outputs are strict, only the requests that name it fail."""
+        pairs = zip(self._ready, self._columns, strict=True)
+        made = sum(ready is not None or any(done or ()) for ready, done in pairs)
+        name, count = self._scatter.specs[index].name, sum(map(self.needed, range(len(self._scatter.specs))))
+        error = ModelFailed(f"the model did not produce output '{name}': expected {count} output(s), found {made}")
+        named = [any(one.name == name and not one.optional for one in work.outputs or ()) for work in self._works]
+        if self._scatter.checks.strict or all(named):
+            self.abandon()
+            raise error
+        self._holes = True
+        for position in np.flatnonzero(named).tolist():
+            self.fail(position, error)
+
+    def _row(self, position: int, columns: list[Sequence[Tensor | None]], parameters: dict[str, Value] | None) -> Row:
+        work = self._works[position]
+        tensors = [column[position] for column in columns]
+        error = self._failures.get(position)
+        if error is not None:
+            self._scatter.release(tensors)
+            return Row(work.request, (), Failure(error.code, str(error)))
+        if work.outputs is not None:
+            names = self._scatter.names
+            tensors = [tensors[names[wanted.name]] for wanted in work.outputs]
+        return Row(work.request, tuple(tensor for tensor in tensors if tensor is not None), None, parameters)
+
+    def abandon(self) -> None:
+        """Frees the memory of the outputs; they will not be used."""
+        arenas = self._scatter.arenas
+        arenas.free([Handle(block.segment, block.offset, block.size) for block in self._blocks.values()])
+        for column in self._columns:
+            self._scatter.release(column or ())
+        self._blocks = {}
+        self._columns = [None] * len(self._columns)
+        self._ready = [None] * len(self._ready)
+
+    # ------------------------------------------------------------------------------------ where outputs go
+
+    def _whole(self, index: int, shape: tuple[int, ...]) -> list[int] | None:
+        """Returns the bytes of each request's share if one block can hold them all and be split; else None."""
+        works = self._works
+        if self._places is not None and any(place is not None for place in self._places[index]):
+            return None
+        row_bytes = elements(shape[1:]) * self._scatter.specs[index].item
+        sizes = [row_bytes * share for share in shares_of(works)]
+        if min(sizes) <= INLINE_BYTES:
+            return None
+        audience = works[0].audience
+        return None if any(work.audience != audience for work in works) else sizes
+
+    def _place_one(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        size = elements(shape) * spec.item
+        place = self._place(index, 0)
+        if isinstance(place, Handle) and self._scatter.placing.is_on_device(place):
+            return None
+        if isinstance(place, Handle) and spec.item:
+            try:
+                array = self._scatter.placing.writable(spec, place, shape, size)
+            except ServeError as error:
+                self.fail(0, error)
+                return None
+            if array.flags.aligned:
+                self._placed.add(index)
+                return array
+        elif place is None and size > self._most_inline():
+            return self._allocate(index, spec, shape, size)
+        return None
+
+    def _most_inline(self) -> int:
+        """The largest output that a lone request gets inside its message."""
+        return INLINE_BYTES if self._inlined else 1
+
+    def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
+        sizes = self._whole(index, shape)
+        return None if sizes is None else self._allocate(index, spec, shape, sum(sizes))
+
+    def _allocate(self, index: int, spec: Spec, shape: tuple[int, ...], size: int) -> Array | None:
+        """Returns a block for the whole output. Without room for it, `_one` tries the requests one by one."""
+        try:
+            block = self._scatter.arenas.allocate(self._works[0].audience, size)
+        except Unavailable:
+            return None
+        self._blocks[index] = block
+        return block.array(spec.numpy, shape)
