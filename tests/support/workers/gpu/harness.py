@@ -96,8 +96,7 @@ class Instance(Memory):
         except BaseException:
             super().close()
             raise
-        gather = Gather("m", inputs_of(self.config), self.mapped)
-        gather.on_device = self.backend.on_device
+        gather = Gather("m", inputs_of(self.config), self.mapped, on_device=self.backend.on_device)
         scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped)
         self.failures: list[BaseException] = []
         self.runner = runner_of(
