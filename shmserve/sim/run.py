@@ -14,12 +14,12 @@ from shmserve.core.effects import Close, Compose, Drained, Kill, Log, ReadLease,
 from shmserve.core.state import WORKERS_FROM
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.protocol.worker_messages import LeaseOver
-from shmserve.sim.clients import LoadSource, SimClient, Source
-from shmserve.sim.leases import SimLease
 from shmserve.sim.load import Replay
 from shmserve.sim.plan import Plan, SimModel
+from shmserve.sim.processes.clients import LoadSource, SimClient, Source
+from shmserve.sim.processes.leases import SimLease
+from shmserve.sim.processes.worker import SimWorker
 from shmserve.sim.results import SECOND, ModelResult, Result
-from shmserve.sim.worker import SimWorker
 from shmserve.sim.world import START, World
 
 SPINS = 1000

@@ -20,10 +20,10 @@ from shmserve.sim import (
     Replay,
     Result,
     SimModel,
-    leases,
     simulate,
 )
-from shmserve.sim.clients import LoadSource
+from shmserve.sim.processes import leases
+from shmserve.sim.processes.clients import LoadSource
 from shmserve.sim.results import ModelResult
 from shmserve.sim.run import Simulation
 from tests.sim.plans import MS, policy, served

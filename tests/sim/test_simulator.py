@@ -35,8 +35,8 @@ from shmserve.sim import (
     simulate,
 )
 from shmserve.sim.plan import simple_model
+from shmserve.sim.processes.tensors import SimInputs
 from shmserve.sim.service import PerElement
-from shmserve.sim.tensors import SimInputs
 from tests import ROOT
 from tests.sim.plans import MS, calling, pipeline, policy, served, some_plan, tensor
 from tests.support.hypothesis_profiles import examples

@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from shmserve.core.requests.cache import OVERHEAD
 from shmserve.protocol.messages import Infer
-from shmserve.sim.clients import SimClient, SimRequest
 from shmserve.sim.fleet.plan import FleetPlan
 from shmserve.sim.fleet.server import FOREVER, Answered, Flight
 from shmserve.sim.plan import Plan
+from shmserve.sim.processes.clients import SimClient, SimRequest
+from shmserve.sim.processes.tensors import SimInputs, size_of
 from shmserve.sim.results import SECOND, ModelResult
 from shmserve.sim.run import Simulation
-from shmserve.sim.tensors import SimInputs, size_of
 
 CLIENTS = 4
 """Connections over which a server gets its requests."""

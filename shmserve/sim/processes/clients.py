@@ -37,11 +37,11 @@ from shmserve.protocol.messages import (
 )
 from shmserve.protocol.roles import EVERYTHING
 from shmserve.sim.faults import POISON
-from shmserve.sim.leases import SimLease
 from shmserve.sim.load import Arrival, Closed, Load
 from shmserve.sim.plan import SimModel, may_stream
+from shmserve.sim.processes.leases import SimLease
+from shmserve.sim.processes.tensors import MANY, SimInputs
 from shmserve.sim.results import ModelResult
-from shmserve.sim.tensors import MANY, SimInputs
 from shmserve.sim.world import World
 
 AUDIENCE = "uid:1000"

@@ -29,13 +29,13 @@ from shmserve.protocol.worker_messages import (
     Withdrawn,
     Work,
 )
-from shmserve.sim.calling import ANSWERS, SimCalls
 from shmserve.sim.faults import POISON, FaultDraws
-from shmserve.sim.leases import RECORDS, SimLease
 from shmserve.sim.plan import SimModel
+from shmserve.sim.processes.calling import ANSWERS, SimCalls
+from shmserve.sim.processes.leases import RECORDS, SimLease
+from shmserve.sim.processes.tensors import MANY, SimOutputs, length_of
 from shmserve.sim.results import ModelResult
 from shmserve.sim.service import BY_LENGTH
-from shmserve.sim.tensors import MANY, SimOutputs, length_of
 from shmserve.sim.world import World
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from shmserve.protocol.messages import OWNER_SHIFT, Fail, FailHeld, Failure, Map, Options, Part, Released, Reply, Return
 from shmserve.protocol.worker_messages import Call, Work
 from shmserve.sim.plan import SimModel, may_stream
-from shmserve.sim.tensors import MANY, SimInputs
+from shmserve.sim.processes.tensors import MANY, SimInputs
 from shmserve.sim.world import World
 
 ANSWERS = frozenset((Reply, Part, Fail, FailHeld, Released))
