@@ -74,7 +74,7 @@ class Channel:
 
 
 class Sending:
-    """Methods that raise NotImplementedError are implemented by `stream.Stream`."""
+    """Methods that raise NotImplementedError are implemented by `stream.Http2Stream`."""
 
     __slots__ = (
         "_begun", "_compression", "_core", "_deflating", "_end", "_queue", "_undeflated", "call", "half", "head",
