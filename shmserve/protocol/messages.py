@@ -198,8 +198,8 @@ class More(Struct, array_like=True, tag=11, gc=False):
 
 class Hello(Struct, array_like=True, tag=6, gc=False):
     """First message of a connection. `outputs`: how large outputs are returned: memfd (lane), posix, or frames.
-    `leases`: on a lane, the client accepts Lease. `keeps`: it accepts ReplyHeld, and nobody changes the inputs in its
-    segments without a name before Released."""
+    `leases`: on a lane, the client accepts Lease. `keeps`: it accepts ReplyHeld, and does not change
+    inputs in its nameless segments before Released."""
 
     protocol: int
     pid: Id
@@ -365,7 +365,7 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
     default: bool
 
     def allows(self, request: Infer) -> bool:
-        """May this request for its model and version be sent over it, if its handles are of segments as above?"""
+        """Whether this request may be sent over the lease. The caller checks the model, version and segments."""
         if request.outputs is not None or request.options is not None:
             return False
         rows = self.rows

@@ -79,10 +79,10 @@ class Session(SessionRequests):
     possibly inside the garbage collector, when returns of dropped arrays or cancellations should be sent soon.
 
     A gateway replaces what converts inputs and outputs: `encode` returns tensors, what must be kept for them and the
-    number of inline bytes; `decode` returns the result of a reply or part. It is told the server's limits, and
+    number of inline bytes; `decode` returns the result of a reply or part. `on_limits` gets the server's limits, and
     `explain_lost` may replace the failure of a request whose memory a worker could not open.
 
-    `keeps`: inputs in the session's own arena may be kept for longer than until the answer, as nobody else writes them.
+    `keeps`: inputs in the session's own arena may be kept after the answer, as no other code writes to them.
 
     `trace_context` returns parameters that are added to requests, while the server wants them.
     """

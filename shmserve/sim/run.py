@@ -141,15 +141,15 @@ class Simulation:
             self._world.note(effect.text)
 
     def _start_lease(self, effect: StartLease, there: int) -> None:
-        told = effect.of_client
+        message = effect.of_client
         client, worker = self._clients.get(effect.client), self._workers.get(effect.worker)
         if client is None or worker is None or worker.dead:
-            self._world.arrive((effect.worker, LeaseOver(told.lease)))
+            self._world.arrive((effect.worker, LeaseOver(message.lease)))
             return
-        lease = SimLease(self._world, told, there, worker.serve, client.receive_leased)
-        self._leases[told.lease] = lease
+        lease = SimLease(self._world, message, there, worker.serve, client.receive_leased)
+        self._leases[message.lease] = lease
         self._world.at(there, worker.lend, lease)
-        client.leases[told.model, told.version] = lease
+        client.leases[message.model, message.version] = lease
 
     # ------------------------------------------------------------------------------------ workers
 
@@ -303,7 +303,7 @@ class Simulation:
         assert self._drained, "the server does not stop"
         assert not state.requests, "requests are left"
         if not len(state.cache):  # else the cache still holds memory, which is freed with the process
-            assert not state.ledger.holds, "memory is held by nobody"
+            assert not state.ledger.holds, "holds are left, but all clients have disconnected"
             assert not state.ledger.segments, "segments are left"
 
     def model_result(self, name: str) -> ModelResult:

@@ -46,7 +46,7 @@ class EventViewer(Protocol):
     def disconnected(self) -> None: ...
 
     def stop(self) -> None:
-        """The gateway ends: ends a stream that has no end."""
+        """The gateway stops: ends the stream, which has no end of its own."""
 
 
 class HttpExchange(FairReader):

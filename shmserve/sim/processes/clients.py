@@ -189,7 +189,7 @@ class SimClient:
         """The lease over which the request, the only one in flight, is sent."""
         if len(self.open) == 1:
             for (model, version), lease in self.leases.items():
-                if model == request.model and (version == request.version or lease.told.default):
+                if model == request.model and (version == request.version or lease.message.default):
                     return lease if lease.fits(request, self._world.now) else None
         return None
 

@@ -23,19 +23,19 @@ class SimLease:
         "_world",
         "closed",
         "ending",
+        "message",
         "number",
         "opened",
         "requests",
         "running",
         "sent",
         "since",
-        "told",
     )
 
     def __init__(
         self,
         world: World,
-        told: Lease,
+        message: Lease,
         opened: int,
         wake_worker: Callable[[], object],
         tell_client: Callable[[Any, int], object],
@@ -44,8 +44,8 @@ class SimLease:
         self._wake_worker = wake_worker
         self._tell_client = tell_client
         self._records: list[LeasedRequest] = []
-        self.number = told.lease
-        self.told = told
+        self.number = message.lease
+        self.message = message
         self.opened = opened
         """When the client gets its end of the socket pair."""
         self.sent: Infer | None = None
@@ -63,7 +63,7 @@ class SimLease:
 
     def fits(self, request: Infer, now: int) -> bool:
         """May the only request in flight be sent over it?"""
-        return now >= self.opened and not request.timeout_us and self.told.allows(request)
+        return now >= self.opened and not request.timeout_us and self.message.allows(request)
 
     def send(self, request: Infer) -> None:
         self.sent = request
