@@ -49,7 +49,22 @@ def app(arguments: dict[str, Any]) -> Any:
 
 
 def _nodes() -> int:
-    """Nodes of the cluster now."""
+    """Nodes of the cluster now. `serve run` connects to it afterwards only, with its own options; if none runs, it
+    starts one on this machine.
+    """
+    if ray.is_initialized():
+        return _alive()
+    try:
+        ray.init("auto", log_to_driver=False, configure_logging=False)
+    except ConnectionError:
+        return 1
+    try:
+        return _alive()
+    finally:
+        ray.shutdown()
+
+
+def _alive() -> int:
     return sum(1 for node in ray.nodes() if node["Alive"])
 
 

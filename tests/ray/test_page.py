@@ -18,6 +18,7 @@ import pytest
 
 from tests import ROOT
 from tests.fleet.balancers import PATIENCE_S
+from tests.ray.conftest import REASON
 from tests.support.docs.pages import blocks, page
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]
@@ -59,15 +60,27 @@ def test_serve_run_and_the_handle(place: Any, samples: Path, tmp_path: Path) -> 
     words = block("sh", "serve run").split()
     command = [word.replace("/srv/models", str(samples / "1" / "models")) for word in words]
     program = Path(sys.executable).with_name(command[0])
-    rest = [*command[1:], "cpus=0.1", "replicas=1", "--non-blocking"]  # otherwise Ctrl-C would end Serve on the cluster
+    rest = [*command[1:], "cpus=0.1", "--non-blocking"]  # otherwise Ctrl-C would end Serve on the cluster
     environment = os.environ | {"RAY_ADDRESS": place.cluster.address, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([str(program), *rest], capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     try:
+        assert serve.status().applications["default"].deployments["Server"].replica_states == {"RUNNING": 3}
         assert infer(place.http)["model_name"] == "mlp"
         assert run_block(block("python", "Handle()"), tmp_path)["y"].dtype == np.float32
     finally:
         serve.delete("default")
+
+
+def test_serve_run_without_a_cluster(samples: Path, tmp_path: Path) -> None:
+    """Ray starts one on this machine only when the application has been made."""
+    pytest.importorskip("ray", reason=REASON)
+    code = f"from shmserve.ray import app; import ray; app({{'models': {str(samples)!r}}}); print(ray.is_initialized())"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_the_configuration_file(place: Any, samples: Path) -> None:
