@@ -128,12 +128,14 @@ class Control:
 
     def server_ready(self) -> bool:
         """Strict: every version is READY. Otherwise: loading has finished. Versions that load while others of their
-        model are served are ignored."""
+        model are served are ignored, and those that are unloaded, or finish their work before that."""
         states = [
             version.state
             for model in self._core.state.models.values()
             for version in model.versions.values()
-            if version.reason != UNLOADED and not (version.state is VersionState.LOADING and model.is_served_meanwhile)
+            if version.reason != UNLOADED
+            and version.state is not VersionState.UNLOADING
+            and not (version.state is VersionState.LOADING and model.is_served_meanwhile)
         ]
         stopping = self._core.state.draining or self._core.state.out_of_service
         if self.failed or stopping or VersionState.LOADING in states or self.is_starting():

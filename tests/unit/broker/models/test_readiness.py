@@ -37,3 +37,16 @@ def test_one_that_loads_beside_versions_that_are_served_is_not(strict: bool) -> 
     world.deploy(version(2), load=False)
     assert [one.state.name for one in world.core.state.models["m"].versions.values()] == ["READY", "LOADING"]
     assert control.server_ready()
+
+
+def test_one_that_is_being_unloaded_is_not() -> None:
+    """Otherwise a load balancer would take the server out while the model finishes its requests."""
+    world = World()
+    control = Control(world.core, cast("Any", None), "test", "1", True)
+    world.deploy(version(1))
+    client = world.connect("c")
+    world.turn([client.infer(1), (0, events.Unload("m"))])
+    assert [one.state.name for one in world.core.state.models["m"].versions.values()] == ["UNLOADING"]
+    assert control.server_ready()
+    world.finish_running()
+    assert control.server_ready()
