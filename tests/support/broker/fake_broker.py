@@ -263,6 +263,7 @@ class FakeBroker:
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)
+        self.router.setsockopt(zmq.SNDHWM, 0)  # otherwise a ROUTER drops messages for a client that is slow
         self.router.bind(self.ipc)
         self.router.setsockopt(zmq.CURVE_SERVER, 1)  # for what is bound from here on
         self.router.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret.encode())
