@@ -60,12 +60,14 @@ class Running:
         end, ended, said = monotonic() + START_S, os.pidfd_open(self._process.pid), ""
         request = urllib.request.Request(post.url, post.body, dict(post.headers))
         try:
-            while monotonic() < end and not select.select([ended], [], [], LOOK_S)[0]:
+            while True:
                 try:
                     with urllib.request.urlopen(request, timeout=START_S) as answer:
                         return bytes(answer.read()[int(answer.headers.get(HEAD_SIZE, 0)) :])
                 except (urllib.error.URLError, ConnectionError) as error:
                     said = str(error)
+                if monotonic() > end or select.select([ended], [], [], LOOK_S)[0]:
+                    break
         finally:
             os.close(ended)
         raise RuntimeError(f"{self.name} has not come up ({said}): {self._log.read_text(errors='replace')[-2000:]}")
