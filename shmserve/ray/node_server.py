@@ -59,6 +59,13 @@ class NodeServer:
         self._news = threading.Condition()
         self._state: dict[str, Any] = {}
         self._started = False
+        self._runs = 0
+
+    @property
+    def runs(self) -> int:
+        """How often the server has become ready: more than once if it was restarted."""
+        with self._news:
+            return self._runs
 
     @property
     def runtime_dir(self) -> Path:
@@ -103,6 +110,15 @@ class NodeServer:
             if state["state"] == "failed":
                 raise Unavailable(state["reason"])
             # "over": the last other owner of a shared server has just gone, and it ends; start another
+
+    def wait_ready(self, timeout: float) -> None:
+        """Waits for a server that is being restarted. Raises Unavailable."""
+        with self._news:
+            settled = self._news.wait_for(lambda: self._state.get("state") in ("ready", *ENDED), timeout)
+        if not settled:
+            raise Unavailable(f"the server was not restarted within {timeout:g} s")
+        if self.failure:
+            raise Unavailable(f"there is no server: {self.failure}")
 
     def wait_failure(self, timeout: float) -> bool:
         """Waits until there is no server and will be none."""
@@ -189,6 +205,7 @@ class NodeServer:
                 return
             failed = self._started and state["state"] in ENDED
             self._state = state
+            self._runs += state["state"] == "ready"
             self._news.notify_all()
         if failed and self._on_failure is not None:
             self._on_failure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from ray import ObjectRef, serve
 
 from shmserve.clients.async_client import AsyncClient
-from shmserve.errors import ConnectionLost, Unavailable
+from shmserve.errors import ConnectionLost, NotFound, Unavailable
 from shmserve.ray.autoscaling import QueueTimes, free_bytes
 from shmserve.ray.config import AppConfig
 from shmserve.ray.forward import Fields, Forward
@@ -21,8 +22,17 @@ RECONNECT_S = 60.0
 """How long requests wait for a server that is being restarted."""
 
 
+REFUSED = (NotFound, Unavailable)
+"""How a server answers that was restarted and has not loaded the model yet. ConnectionLost says something else."""
+
+
 class Loaded:
     """What Serve keeps of a model that was loaded on demand."""
+
+    def __init__(self) -> None:
+        self.run = 0
+        """The server's run in which the model was loaded."""
+        self.lock = asyncio.Lock()
 
 
 class ServerReplica:
@@ -51,15 +61,31 @@ class ServerReplica:
 
     async def infer(self, model: str, inputs: Mapping[str, Any], **options: Any) -> dict[str, np.ndarray[Any, Any]]:
         """The outputs of `AsyncClient.infer`, which takes the same options. Inputs may be in the object store."""
-        await self._await_model(model)
         arrays = {name: await one if isinstance(one, ObjectRef) else one for name, one in inputs.items()}
+        run = await self._ready_for(model)
+        try:
+            return dict(await self._client.infer(model, arrays, **options))
+        except REFUSED as error:
+            if not self._is_from_restart(error, run):
+                raise
+        await self._ready_for(model)
         return dict(await self._client.infer(model, arrays, **options))
 
     async def stream(
         self, model: str, inputs: Mapping[str, Any], **options: Any
     ) -> AsyncIterator[dict[str, np.ndarray[Any, Any]]]:
         """The responses of `AsyncClient.stream`."""
-        await self._await_model(model)
+        run = await self._ready_for(model)
+        begun = False
+        try:
+            async for part in self._client.stream(model, inputs, **options):
+                begun = True
+                yield dict(part)
+            return
+        except REFUSED as error:
+            if begun or not self._is_from_restart(error, run):
+                raise
+        await self._ready_for(model)
         async for part in self._client.stream(model, inputs, **options):
             yield dict(part)
 
@@ -67,22 +93,22 @@ class ServerReplica:
         self, model: str, method: str, target: str, fields: Fields, body: bytes
     ) -> tuple[int, Fields, bytes]:
         """A request of the ingress: status, fields and body of the response."""
-        await self._await_model(model)
-        return await self._forward.http(await self._port("http"), method, target, fields, body)
+        await self._ready_for(model)
+        return await self._forward.http(self._port("http"), method, target, fields, body)
 
     async def http_stream(
         self, model: str, method: str, target: str, fields: Fields, body: bytes
     ) -> AsyncIterator[tuple[int, Fields] | bytes]:
         """The status and fields of the response, then its body as it arrives."""
-        await self._await_model(model)
-        port = await self._port("http")
+        await self._ready_for(model)
+        port = self._port("http")
         async for part in self._forward.http_stream(port, method, target, fields, body):
             yield part
 
     async def call(self, model: str, path: str, message: bytes, metadata: Mapping[str, str]) -> tuple[int, str, bytes]:
         """A unary gRPC call of the ingress: code, details, response."""
-        await self._await_model(model)
-        port = await self._port("grpc")
+        await self._ready_for(model)
+        port = self._port("grpc")
         try:
             return 0, "", await self._forward.call(port, path, message, metadata)
         except grpc.aio.AioRpcError as error:
@@ -92,8 +118,8 @@ class ServerReplica:
         self, model: str, path: str, message: bytes, metadata: Mapping[str, str]
     ) -> AsyncIterator[bytes]:
         """The responses to one message of a gRPC stream of the ingress."""
-        await self._await_model(model)
-        port = await self._port("grpc")
+        await self._ready_for(model)
+        port = self._port("grpc")
         try:
             async for answer in self._forward.stream(port, path, _only(message), metadata):
                 yield answer
@@ -105,27 +131,45 @@ class ServerReplica:
         models = {entry["name"]: entry["state"] for entry in await self._client.models()}
         return {"revision": self._config.revision, "models": models, **(await self._client.service())}
 
-    async def _port(self, endpoint: str) -> int:
+    def _port(self, endpoint: str) -> int:
         port = self._server.ports.get(endpoint, 0)
-        if not port:  # it is being restarted
-            await self._client.wait_ready(timeout=RECONNECT_S)
-            port = self._server.ports.get(endpoint, 0)
         if not port:
             raise ConnectionLost("the server is being restarted")
         return port
 
+    async def _ready_for(self, model: str) -> int:
+        """Waits for a server that is being restarted, and loads the model if that is done on demand. Returns the number
+        of the server's run."""
+        if not self._server.ports:
+            await asyncio.to_thread(self._server.wait_ready, RECONNECT_S)
+        if self._config.multiplexed and model:
+            await self._load(model)
+        return self._server.runs
+
+    def _is_from_restart(self, error: Exception, run: int) -> bool:
+        """Whether a server that was restarted meanwhile has refused the request, as it had not loaded the model."""
+        restarted = self._server.runs != run or not self._server.ports
+        return restarted and not isinstance(error, ConnectionLost)
+
     # ------------------------------------------------------------------------------------------------ many models
 
-    async def _await_model(self, model: str) -> None:
-        if self._config.multiplexed and model:
-            await self._loaded(model)
+    async def _load(self, model: str) -> None:
+        loaded: Loaded = await self._loaded(model)
+        if loaded.run != self._server.runs:  # a server that was restarted has none of these models
+            async with loaded.lock:
+                run = self._server.runs
+                if loaded.run != run:
+                    await self._client.load(model)
+                    loaded.run = run
 
     @serve.multiplexed(max_num_models_per_replica=-1)
     async def _loaded(self, model: str) -> Loaded:
         """Deploys a model here at its first request. From then on the server decides, by its memory budget, whether
         the model is awake."""
+        loaded, run = Loaded(), self._server.runs
         await self._client.load(model)
-        return Loaded()
+        loaded.run = run
+        return loaded
 
     async def record_routing_stats(self) -> dict[str, Any]:
         if not self._config.multiplexed:

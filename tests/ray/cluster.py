@@ -61,11 +61,12 @@ def raylet_of(pid: int) -> int:
     return 0
 
 
-def ancestor(pid: int, program: str) -> int:
-    """The nearest process above with this word in its command line."""
-    while program.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+def kill_server(model: int) -> None:
+    """The server that has started this process of a model."""
+    pid = model
+    while b"shmserve.broker.main" not in Path(f"/proc/{pid}/cmdline").read_bytes():
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return pid
+    os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

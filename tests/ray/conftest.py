@@ -10,6 +10,8 @@ import pytest
 from tests.ray import cluster, models
 
 REASON = "Ray is not installed; `make test-fleet` installs it"
+LOAD_S = 1.0
+"""So long a restarted server accepts connections, but cannot serve yet."""
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +24,6 @@ def place() -> Iterator[cluster.Place]:
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    models.write_times(root, "twice")
+    models.write_times(root, "twice", load_seconds=LOAD_S)
     models.write_sums(root)
     return root

@@ -5,28 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import itertools
 import json
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
 import numpy as np
 
 from tests.fleet.balancers import PATIENCE_S
+from tests.support import load
 from tests.support.gateway.rpc import Rpcs, infer_request
+from tests.support.load import Failed, Send
 
 PAUSE_S = 0.01
 """Between an answer and the next request of a thread, so that the nodes have time for other work."""
-Send = Callable[..., tuple[float, int]]
-"""`send(model, value, sequence=0, start=False, end=False)` returns the two numbers of the answer."""
-
-
-class Failed(Exception):
-    """A request has failed; the text says how."""
 
 
 @contextlib.contextmanager
@@ -90,50 +84,22 @@ def over_handle(place: Any) -> Iterator[Send]:
 WAYS = {"handle": over_handle, "http": over_http, "grpc": over_grpc}
 
 
-class Load:
-    """Requests of `clients` threads over each way to "twice", until the block ends."""
+class Load(load.Load):
+    """Requests of `clients` threads over each way, until the block ends. Who serves is the pid of the model."""
 
     def __init__(self, place: Any, clients: int = 2, factors: tuple[float, ...] = (2.0,)) -> None:
-        self.served: Counter[tuple[str, int]] = Counter()
-        """Way and pid of the model -> answers."""
         self.factors: Counter[float] = Counter()
         """Factor -> answers in a row with it, up to now."""
-        self.failed: list[str] = []
         self._place = place
         self._expected = factors
-        self._news = threading.Condition()
-        self._over = threading.Event()
-        self._errors: list[BaseException] = []
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(way,), name=f"{way} {number}")
-            for way in WAYS
-            for number in range(clients)
-        ]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-        if error is None and self._errors:
-            raise self._errors[0]
-
-    @property
-    def total(self) -> int:
-        return sum(self.served.values())
+        works = {f"{way} {number}": partial(self._requests, way) for way in WAYS for number in range(clients)}
+        super().__init__(works, PATIENCE_S, PAUSE_S)
 
     def pids(self) -> set[int]:
         return {pid for _, pid in self.served}
 
-    def until(self, holds: Callable[[], object]) -> None:
-        """Waits for answers until it is so."""
-        with self._news:
-            reached = self._news.wait_for(lambda: holds() or self._errors, PATIENCE_S)
-            assert reached, (self.served, self.factors, self.failed[:5])
+    def summary(self) -> tuple[Any, ...]:
+        return *super().summary(), self.factors
 
     def until_served_by(self, count: int, without: frozenset[int] = frozenset()) -> set[int]:
         """Until so many processes, without these, have given some answers over each way from now on. Returns them."""
@@ -147,34 +113,12 @@ class Load:
         self.until(lambda: len(busy()) >= count)
         return busy()
 
-    def until_more(self, count: int) -> None:
-        wanted = self.total + count
-        self.until(lambda: self.total >= wanted)
+    def check(self, way: str, value: float, first: float) -> None:
+        assert first / value in self._expected, f"{way}: {value} became {first}"
 
-    def _guarded(self, way: str) -> None:
-        try:
-            self._send(way)
-        except BaseException as error:
-            self._errors.append(error)
-            with self._news:
-                self._news.notify_all()
+    def count(self, value: float, first: float, server: int) -> None:
+        self.factors[first / value] += 1
 
-    def _send(self, way: str) -> None:
+    def _requests(self, way: str) -> None:
         with WAYS[way](self._place) as send:
-            for value in itertools.cycle(map(float, range(1, 100))):
-                if self._over.is_set():
-                    return
-                try:
-                    first, pid = send("twice", value)
-                except Failed as error:
-                    with self._news:
-                        self.failed.append(str(error))
-                        self._news.notify_all()
-                    continue
-                factor = first / value
-                assert factor in self._expected, f"{way}: {value} became {first}"
-                with self._news:
-                    self.served[way, pid] += 1
-                    self.factors[factor] += 1
-                    self._news.notify_all()
-                self._over.wait(PAUSE_S)
+            self.send_all(way, send)

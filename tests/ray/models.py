@@ -29,9 +29,12 @@ WORK_S = 0.002
 """Of a request, so that there are always some in flight."""
 
 
-def write_times(root: Path, name: str, factor: float = 2.0, seconds: float = WORK_S, more: str = "") -> None:
+def write_times(
+    root: Path, name: str, factor: float = 2.0, seconds: float = WORK_S, more: str = "", load_seconds: float = 0.0
+) -> None:
     """y[0] = factor * x, y[1] = pid."""
-    source = python_model(TIMES.format(factor=factor, seconds=seconds))
+    body = TIMES.format(factor=factor, seconds=seconds)
+    source = python_model(body, f"select.select([], [], [], {load_seconds})")
     write_model(root, name, CONFIG.format(more=group(1) + more), source)
 
 

@@ -102,6 +102,7 @@ def test_a_server_that_crashes_is_restarted(config: ServerConfig, hosts: Path) -
     with ends(server.host):
         with shmserve.Client(runtime_dir=server.runtime_dir, reconnect_timeout=START_S) as client:
             os.kill(client.activity()["server"]["pid"], signal.SIGKILL)
+            client.wait_ready(timeout=START_S)
             assert client.infer("twice", {"x": np.array([[3.0]], np.float32)})["y"][0, 0] == 6.0
         assert not server.failure
         server.close()

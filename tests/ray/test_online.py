@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ray.cluster import ancestor, processes_of
-from tests.ray.load import WAYS, Failed, Load, over_handle
+from tests.ray.cluster import kill_server, processes_of
+from tests.ray.load import WAYS, Load, over_handle
 from tests.support.gateway.rpc import Rpcs, infer_request, message, outputs, refused, talk
+from tests.support.load import Failed
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]
 LOST = "must specify the START flag|must not be sent again|failed while it had this request"
@@ -140,7 +139,7 @@ def test_a_server_is_killed_under_load(served: Any) -> None:
     with Load(served) as load:
         before = load.until_served_by(3)
         model = min(before)
-        os.kill(ancestor(model, "shmserve.broker.main"), signal.SIGKILL)
+        kill_server(model)
         assert len(load.until_served_by(3, frozenset({model})) - before) == 1
     assert not load.failed
 

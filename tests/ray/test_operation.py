@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.fleet.balancers import PATIENCE_S
-from tests.ray.load import Load, over_handle, over_http
+from tests.ray.cluster import kill_server
+from tests.ray.load import WAYS, Load, over_handle, over_http
 from tests.ray.models import write_times
 from tests.support.model_files import parameters
 
@@ -62,6 +63,20 @@ def test_models_on_demand(place: Any, deployed: Any, tmp_path: Path) -> None:
             assert send(f"m{number}", 7.0)[0] == 7.0 * (number + 2)
     with over_handle(place) as send:
         assert send("m1", 3.0)[0] == 9.0
+
+
+def test_models_on_demand_after_a_crash(place: Any, deployed: Any, tmp_path: Path) -> None:
+    """The restarted server has none of them, until a request needs one."""
+    write_times(tmp_path, "twice")
+    deployed(models=str(tmp_path), replicas=1, multiplexed=True)
+    for way in WAYS.values():
+        with way(place) as send:
+            value, pid = send("twice", 1.0)
+            assert value == 2.0
+            kill_server(pid)
+            value, other = send("twice", 2.0)
+            assert value == 4.0
+            assert other != pid
 
 
 def test_a_queue_brings_another_replica(place: Any, deployed: Any, tmp_path: Path) -> None:
