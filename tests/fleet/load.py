@@ -9,19 +9,19 @@ import contextlib
 import http.client
 import itertools
 import json
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
 import numpy as np
 
 from tests.fleet.balancers import PATIENCE_S, Balancer
+from tests.support import load
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.living import group
+from tests.support.load import Failed, Send
 from tests.support.model_files import python_model, write_model
 
 CONFIG = """
@@ -61,14 +61,8 @@ def write_models(root: Path, server: int) -> None:
     write_model(root, "sums", CONFIG + SEQUENCES, python_model(SUMS.format(server=server), "self.sums = {}"))
 
 
-class Failed(Exception):
-    """A request failed; with the text of the error."""
-
-
 Mark = tuple[int, bool, bool]
 """Sequence, start, end."""
-Send = Callable[..., tuple[float, int]]
-"""Sends a value to a model, of a sequence or not. Returns the first value of the answer, and the server."""
 
 
 @contextlib.contextmanager
@@ -144,50 +138,28 @@ class Sequence:
         return server
 
 
-class Load:
+class Load(load.Load):
     """Requests of `clients` threads per protocol, and as many with sequences, until the block ends."""
 
     def __init__(self, balancer: Balancer, clients: int = 3, sequences: bool = True) -> None:
-        self.served: Counter[tuple[str, int]] = Counter()
-        """Way and server -> answers to requests without a sequence."""
         self.last: dict[int, int] = {}
         """Server -> how many answers there were when it gave its last one."""
-        self.failed: list[str] = []
         self.broken: list[str] = []
         """Errors of sequences."""
         self._balancer = balancer
-        self._news = threading.Condition()
-        self._over = threading.Event()
-        self._errors: list[BaseException] = []
         works = [self._requests, *([self._sequences] if sequences else [])]
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(work, way), name=f"{work.__name__} {way} {number}")
-            for way in WAYS
-            for work in works
-            for number in range(clients)
-        ]
+        super().__init__(
+            {
+                f"{work.__name__} {way} {number}": partial(work, way)
+                for way in WAYS
+                for work in works
+                for number in range(clients)
+            },
+            PATIENCE_S,
+        )
 
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-        if error is None and self._errors:
-            raise self._errors[0]
-
-    @property
-    def total(self) -> int:
-        return sum(self.served.values())
-
-    def until(self, holds: Callable[[], object]) -> None:
-        """Waits for answers until it is so."""
-        with self._news:
-            reached = self._news.wait_for(lambda: holds() or self._errors, PATIENCE_S)
-            assert reached, (self.served, self.failed[:5], self.broken[:5])
+    def summary(self) -> tuple[Any, ...]:
+        return *super().summary(), self.broken[:5]
 
     def until_each_serves(self, servers: int, count: int = 30) -> None:
         """Until each server has given so many more answers over each protocol."""
@@ -199,35 +171,12 @@ class Load:
         """Until so many answers in a row were not of this server."""
         self.until(lambda: self.total >= self.last.get(server, 0) + count)
 
-    def until_more(self, count: int) -> None:
-        wanted = self.total + count
-        self.until(lambda: self.total >= wanted)
-
-    def _guarded(self, work: Callable[[str], None], way: str) -> None:
-        try:
-            work(way)
-        except BaseException as error:
-            self._errors.append(error)
-            with self._news:
-                self._news.notify_all()
+    def count(self, value: float, first: float, server: int) -> None:
+        self.last[server] = self.total
 
     def _requests(self, way: str) -> None:
         with WAYS[way](self._balancer) as send:
-            for value in itertools.cycle(map(float, range(1, 100))):
-                if self._over.is_set():
-                    return
-                try:
-                    first, server = send("twice", value)
-                except Failed as error:
-                    with self._news:
-                        self.failed.append(str(error))
-                        self._news.notify_all()
-                    continue
-                assert first == 2 * value
-                with self._news:
-                    self.served[way, server] += 1
-                    self.last[server] = self.total
-                    self._news.notify_all()
+            self.send_all(way, send)
 
     def _sequences(self, way: str) -> None:
         with WAYS[way](self._balancer) as send:

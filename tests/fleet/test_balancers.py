@@ -16,8 +16,9 @@ import pytest
 
 from shmserve.testing import Server
 from tests.fleet.balancers import HERE, PATIENCE_S, Balancer
-from tests.fleet.load import HEADER, SEQUENCE_ERRORS, WAYS, Failed, Load, Sequence, over_http
+from tests.fleet.load import HEADER, SEQUENCE_ERRORS, WAYS, Load, Sequence, over_http
 from tests.support.gateway.rpc import INFERENCE, Rpcs, infer_request, message, outputs, refused, talk
+from tests.support.load import Failed
 
 pytestmark = pytest.mark.process
 
