@@ -203,6 +203,13 @@ def _command(name: str, command: argparse.ArgumentParser) -> str:
     return f"{head}\n\n{table(('Argument', ''), rows)}" if rows else head
 
 
+def _peers() -> str:
+    """The newest result of `make compare`, without its heading."""
+    newest = max((ROOT / "bench" / "results").glob("*-peers.md"))
+    heading, _, rest = newest.read_text().partition("\n- ")
+    return f"{heading.partition(', ')[2].split()[0]}:\n\n- {rest.strip()}"
+
+
 PARTS = (
     DocPart("settings.md", "the flags", lambda: sections(flags.GROUPS, _flags)),
     DocPart("settings.md", "the differences", _differences),
@@ -216,6 +223,7 @@ PARTS = (
     DocPart("batching.md", "the states", _states),
     DocPart("errors.md", "the errors", _errors),
     DocPart("commands.md", "the commands", _commands),
+    DocPart("compare.md", "the result", _peers),
 )
 
 
