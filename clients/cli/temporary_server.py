@@ -42,6 +42,7 @@ class TemporaryServer:
     def __init__(self, repositories: Sequence[Path], options: Sequence[str] = ()) -> None:
         self._repositories = repositories
         self._options = options
+        self._started = False
         self._ready = False
 
     def __enter__(self) -> TemporaryServer:
@@ -57,7 +58,8 @@ class TemporaryServer:
                     self._folder.cleanup()
                     raise
         except (KeyboardInterrupt, SystemExit):
-            self.__exit__()
+            if self._started:  # otherwise it arrived before signals were delayed
+                self.__exit__()
             raise
         return self
 
@@ -119,6 +121,7 @@ class TemporaryServer:
             raise
         finally:
             os.close(writer)
+        self._started = True
 
     def _stop(self) -> None:
         self._process.terminate()

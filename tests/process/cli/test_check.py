@@ -247,24 +247,27 @@ def test_interrupted(number: signal.Signals, code: int, tmp_path: Path, temporar
     assert b"Traceback" not in err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_while_the_server_is_started(
-    number: signal.Signals, code: int, tmp_path: Path, temporary: Path
-) -> None:
-    """The signal arrives before the object that started the server is returned."""
-    identity(tmp_path / "models", "m")
-    program = f"""
-import os, subprocess, sys
-from shmserve.clients.cli import main, temporary_server
-
+AT_ITS_START = """
 class Interrupted(subprocess.Popen):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        os.kill(os.getpid(), {number.value})
+        os.kill(os.getpid(), {number})
 
 temporary_server.subprocess.Popen = Interrupted
-sys.exit(main.main())
 """
+"""The signal arrives before the object that started the server is returned."""
+BEFORE_ITS_START = "temporary_server._delayed_signals = lambda: os.kill(os.getpid(), {number})\n"
+"""The signal arrives before signals are delayed, and the server is never started."""
+
+
+@pytest.mark.parametrize("place", [AT_ITS_START, BEFORE_ITS_START], ids=["at", "before"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_while_the_server_is_started(
+    number: signal.Signals, code: int, place: str, tmp_path: Path, temporary: Path
+) -> None:
+    identity(tmp_path / "models", "m")
+    program = "import os, subprocess, sys\nfrom shmserve.clients.cli import main, temporary_server\n"
+    program += f"{place.format(number=number.value)}sys.exit(main.main())"
     words = [sys.executable, "-c", program, "check", "--load", str(tmp_path / "models")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=END_S)
