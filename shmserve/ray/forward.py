@@ -64,13 +64,24 @@ class Forward:
         )
 
     async def call(self, port: int, path: str, message: bytes, metadata: Mapping[str, str]) -> bytes:
-        """A unary call. Raises grpc.aio.AioRpcError."""
-        answer: bytes = await self._on(port).unary_unary(path)(message, metadata=tuple(metadata.items()))
+        """A unary call. Raises grpc.aio.AioRpcError if the server has refused it."""
+        channel = self._on(port)
+        try:
+            answer: bytes = await channel.unary_unary(path)(message, metadata=tuple(metadata.items()))
+        except grpc.aio.AioRpcError as error:
+            raise _lost(channel, error) from None
         return answer
 
-    def stream(self, port: int, path: str, messages: AsyncIterator[bytes], metadata: Mapping[str, str]) -> Any:
-        """A call with streams in both directions; iterate over its messages."""
-        return self._on(port).stream_stream(path)(messages, metadata=tuple(metadata.items()))
+    async def stream(
+        self, port: int, path: str, messages: AsyncIterator[bytes], metadata: Mapping[str, str]
+    ) -> AsyncIterator[bytes]:
+        """The messages of a call with streams in both directions. Raises as `call` does."""
+        channel = self._on(port)
+        try:
+            async for answer in channel.stream_stream(path)(messages, metadata=tuple(metadata.items())):
+                yield answer
+        except grpc.aio.AioRpcError as error:
+            raise _lost(channel, error) from None
 
     def _on(self, port: int) -> Any:
         if port != self._channel_port:
@@ -82,6 +93,12 @@ class Forward:
         await self._session.close()
         if self._channel is not None:
             await self._channel.close()
+
+
+def _lost(channel: Any, error: grpc.aio.AioRpcError) -> Exception:
+    """gRPC has one code for a server that refuses a call and for one that cannot be reached."""
+    reached = channel.get_state() is grpc.ChannelConnectivity.READY
+    return error if reached or error.code() is not grpc.StatusCode.UNAVAILABLE else ConnectionLost(LOST)
 
 
 def _fields(response: aiohttp.ClientResponse) -> Fields:

@@ -120,6 +120,11 @@ class NodeServer:
         if self.failure:
             raise Unavailable(f"there is no server: {self.failure}")
 
+    def wait_end(self, run: int, timeout: float) -> None:
+        """Waits until the host has noticed that the server of this run is gone."""
+        with self._news:
+            self._news.wait_for(lambda: self._runs != run or self._state.get("state") != "ready", timeout)
+
     def wait_failure(self, timeout: float) -> bool:
         """Waits until there is no server and will be none."""
         with self._news:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -22,6 +23,9 @@ RECONNECT_S = 60.0
 """How long requests wait for a server that is being restarted."""
 
 
+NOTICE_S = 1.0
+"""How long after the loss of a connection its cause may show: usually the server has ended. Then a request that is sent
+again waits for the next one."""
 REFUSED = (NotFound, Unavailable)
 """How a server answers that was restarted and has not loaded the model yet. ConnectionLost says something else."""
 
@@ -93,43 +97,50 @@ class ServerReplica:
         self, model: str, method: str, target: str, fields: Fields, body: bytes
     ) -> tuple[int, Fields, bytes]:
         """A request of the ingress: status, fields and body of the response."""
-        await self._ready_for(model)
-        return await self._forward.http(self._port("http"), method, target, fields, body)
+        async with self._passed_on(model):
+            return await self._forward.http(self._port("http"), method, target, fields, body)
 
     async def http_stream(
         self, model: str, method: str, target: str, fields: Fields, body: bytes
     ) -> AsyncIterator[tuple[int, Fields] | bytes]:
         """The status and fields of the response, then its body as it arrives."""
-        await self._ready_for(model)
-        port = self._port("http")
-        async for part in self._forward.http_stream(port, method, target, fields, body):
-            yield part
+        async with self._passed_on(model):
+            async for part in self._forward.http_stream(self._port("http"), method, target, fields, body):
+                yield part
 
     async def call(self, model: str, path: str, message: bytes, metadata: Mapping[str, str]) -> tuple[int, str, bytes]:
         """A unary gRPC call of the ingress: code, details, response."""
-        await self._ready_for(model)
-        port = self._port("grpc")
-        try:
-            return 0, "", await self._forward.call(port, path, message, metadata)
-        except grpc.aio.AioRpcError as error:
-            return error.code().value[0], error.details() or "", b""
+        async with self._passed_on(model):
+            try:
+                return 0, "", await self._forward.call(self._port("grpc"), path, message, metadata)
+            except grpc.aio.AioRpcError as error:
+                return error.code().value[0], error.details() or "", b""
 
     async def stream_call(
         self, model: str, path: str, message: bytes, metadata: Mapping[str, str]
     ) -> AsyncIterator[bytes]:
         """The responses to one message of a gRPC stream of the ingress."""
-        await self._ready_for(model)
-        port = self._port("grpc")
-        try:
-            async for answer in self._forward.stream(port, path, _only(message), metadata):
-                yield answer
-        except grpc.aio.AioRpcError as error:
-            raise Unavailable(error.details() or error.code().name) from None
+        async with self._passed_on(model):
+            try:
+                async for answer in self._forward.stream(self._port("grpc"), path, _only(message), metadata):
+                    yield answer
+            except grpc.aio.AioRpcError as error:
+                raise Unavailable(error.details() or error.code().name) from None
 
     async def service(self) -> dict[str, Any]:
         """What `AsyncClient.service` returns, with the revision of the repository and the models' states."""
         models = {entry["name"]: entry["state"] for entry in await self._client.models()}
         return {"revision": self._config.revision, "models": models, **(await self._client.service())}
+
+    @asynccontextmanager
+    async def _passed_on(self, model: str) -> AsyncIterator[None]:
+        """For a request that is passed to an endpoint of the server."""
+        run = await self._ready_for(model)
+        try:
+            yield
+        except ConnectionLost:
+            await asyncio.to_thread(self._server.wait_end, run, NOTICE_S)
+            raise
 
     def _port(self, endpoint: str) -> int:
         port = self._server.ports.get(endpoint, 0)
