@@ -107,8 +107,8 @@ class Lifecycle:
             self._give_up(version, instance, reason)
 
     def cannot_fit(self, version: Version, reason: str, now: int) -> None:
-        """There is not enough memory for its instances that wait to load."""
-        waiting = [one for one in version.instances if one.state is _I.WAITING and not one.sleeping]
+        """There is not enough memory for its instances that wait to load for the first time."""
+        waiting = [one for one in version.instances if one.state is _I.WAITING and not one.loaded]
         for instance in waiting:
             if instance.state is not _I.WAITING:  # the first one has failed the version
                 break

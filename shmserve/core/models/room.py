@@ -88,7 +88,9 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
         else:
             waits = waits or not claim.serves  # the next request needs it
             if claim.version.recovering and not blocked & limited:
-                _let_resting_sleep(state, _left(state, short, now), _candidates(state, claim.version))
+                left, resting = _left(state, short, now), _resting(state, _candidates(state, claim.version))
+                if _are_enough(state, left, resting):
+                    _let_sleep(state, left, resting)
     if not blocked:
         _stop_yielding(state)
     loading.start_waiting(state)
@@ -139,9 +141,10 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
         extra = (
             instance.joining
             or instance.lost
-            or (instance.sleeping and (not needed or instance.spec.passive or (version, False) in found))
+            or (instance.sleeping and (not needed or instance.spec.passive or (version, False, True) in found))
         )
-        key = instance if instance.lost else (version, extra)  # each that could not load again is tried alone
+        # Each that could not load again is tried alone, and a wake does not wait for memory for new instances, too.
+        key = instance if instance.lost else (version, extra, instance.sleeping)
         claim = found.get(key)
         if claim is None:
             claim = found[key] = _Claim(version, [], version.rest.woken or version.began, extra, serves)
@@ -240,7 +243,7 @@ def _free(
     wait = state.limits.memory_wait_ns
     short = _left(state, short, now)
     candidates = _candidates(state, keep)
-    sleeping = _let_resting_sleep(state, short, candidates)
+    sleeping = _let_sleep(state, short, _resting(state, candidates))
     if max(short.values(), default=0) <= 0:
         return sleeping, False
     busy = [version for version in candidates if sleep.is_busy(state, version) and not version.yielding]
@@ -280,11 +283,23 @@ def _candidates(state: State, keep: Version | None) -> list[Version]:
     return [version for version in dict.fromkeys(state.held.values()) if _may_sleep(version, keep)]
 
 
-def _let_resting_sleep(state: State, short: Places, candidates: list[Version]) -> int:
-    """Reduces `short` by what they have. Returns how many go to sleep."""
+def _resting(state: State, candidates: list[Version]) -> list[Version]:
+    """Those that can sleep now, in the order in which they should."""
     leased = {lease.version for lease in state.leases.values()}
     resting = [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
-    resting.sort(key=lambda one: (memory.stays_loaded(one), one in leased, sleep.last_used(one)))
+    return sorted(resting, key=lambda one: (memory.stays_loaded(one), one in leased, sleep.last_used(one)))
+
+
+def _are_enough(state: State, short: Places, resting: list[Version]) -> bool:
+    left = Places(short)
+    for version in resting:
+        left.subtract(memory.of_version(version, state.held))
+    return max(left.values(), default=0) <= 0
+
+
+def _let_sleep(state: State, short: Places, resting: list[Version]) -> int:
+    """Reduces `short` by what they have. Returns how many go to sleep."""
+    leased = {lease.version for lease in state.leases.values()}
     sleeping = 0
     for version in resting:
         if _take(state, version, short):
