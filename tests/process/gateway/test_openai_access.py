@@ -74,7 +74,7 @@ def test_tokens_over_tls(start: Start, tmp_path: Path) -> None:
         assert said(user) == "a b"
         assert user.models.retrieve("talk").id == "talk"
     with connect("watcher") as watcher:
-        assert len(list(watcher.models.list())) == 6
+        assert {"talk", "embed"} < {model.id for model in watcher.models.list()}
         with pytest.raises(openai.PermissionDeniedError, match="needs the role infer") as denied:
             said(watcher)
         assert denied.value.code == "insufficient_permissions"
