@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import aclosing, suppress
 from datetime import datetime
 from inspect import isawaitable
@@ -156,13 +156,17 @@ async def _text(compiled: Any, values: dict[str, Any]) -> str:
 
 
 def _compiled(environment: Any, template: str) -> Any:
-    """The template, which awaits `pause` at the start of each iteration of a loop and of each call of a macro."""
+    """The template, which awaits `pause` at the start of each iteration of a loop and of each call of a macro, and for
+    each item that the condition of a loop may leave out."""
     from jinja2 import Template, nodes
 
     tree = environment.parse(template)
     for node in list(tree.find_all((nodes.For, nodes.Macro))):
         call = nodes.Call(nodes.EnvironmentAttribute("pause"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.And(nodes.Not(call), node.test, lineno=node.lineno)  # what is awaited is None
+        else:
+            node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
     return Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
 
 
@@ -187,18 +191,31 @@ def _iterator(lazy: Any, current: _Slice) -> Any:
     """The filter, with an iterator as its result."""
     from jinja2 import pass_context
 
-    async def filtered(context: Any, *arguments: Any, **keywords: Any) -> Any:
-        items = lazy(context, *arguments, **keywords)
+    async def filtered(context: Any, value: Any, *arguments: Any, **keywords: Any) -> Any:
+        items = lazy(context, _Items(value, current) if value else value, *arguments, **keywords)
         if isawaitable(items):
             items = await items
-        found = []
-        async for item in items:
-            if (pause := current.pause()) is not None:
-                await pause
-            found.append(item)
-        return iter(found)
+        return iter([item async for item in items])
 
     return pass_context(filtered)
+
+
+class _Items:
+    """Iterates over the input of a filter, and may pause at each item."""
+
+    def __init__(self, items: Iterable[Any], current: _Slice) -> None:
+        self._items = iter(items)
+        self._slice = current
+
+    def __aiter__(self) -> _Items:
+        return self
+
+    async def __anext__(self) -> Any:
+        for item in self._items:
+            if (pause := self._slice.pause()) is not None:
+                await pause
+            return item
+        raise StopAsyncIteration
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -130,6 +131,27 @@ def test_the_time_of_templates_without_text_is_bounded(template: str, monkeypatc
     monkeypatch.setattr(templates, "SECONDS", 0.02)
     with pytest.raises(InvalidRequest, match=r"refuses the messages: it takes more than 0\.02 seconds"):
         render(template, [])
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for i in range(100) %}{% endfor %}", ""),
+        ("{% for i in range(100) if false %}{% endfor %}", ""),
+        ("{% for i in range(100) if i % 50 == 0 %}{{ loop.index }}={{ i }};{% else %}none{% endfor %}", "1=0;2=50;"),
+        ("{{ range(100) | select('gt', 98) | join }}", "99"),
+    ],
+)
+def test_a_template_may_pause_at_each_item(template: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at items that a condition leaves out."""
+    monkeypatch.setattr(templates, "SLICE_SECONDS", 0.0)
+    found = list[str]()
+
+    def rendering() -> Iterator[None]:
+        found.append((yield from TemplateRenderer().render(template, {})))
+
+    assert len(list(rendering())) == 100
+    assert found == [text]
 
 
 CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
