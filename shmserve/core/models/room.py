@@ -88,7 +88,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
         else:
             waits = waits or not claim.serves  # the next request needs it
             if claim.version.recovering and not blocked & limited:
-                left, resting = _left(state, short, now), _resting(state, _candidates(state, claim.version))
+                left, resting = _left(state, short, now), _resting(state, _candidates(state, None))
                 if _are_enough(state, left, resting):
                     _let_sleep(state, left, resting)
     if not blocked:
