@@ -138,13 +138,15 @@ def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:
 def _story(state: State, calls: list[Request], stuck: Stuck) -> str:
     for call in calls:
         if call.version.graph is None and memory.held_up_by(state, call.version, stuck) is not None:
+            to_wake = memory.needed_to_wake(call.version)
             need = " and ".join(
                 f"{memory.megabytes(size)} of {memory.name_of(place)} ({memory.setting_of(place)})"
-                for place, size in memory.needed_to_wake(call.version).items()
+                for place, size in (to_wake or memory.needed_to_load(call.version)).items()
             )
+            problem = "which sleeps and cannot be woken: it" if to_wake else "whose new instance cannot be loaded: it"
             return (
-                f"model '{_caller(state, call)[0].model}' calls '{call.version.model}', which sleeps and cannot be "
-                f"woken: it needs {need}, and the models that wait for it use what is left"
+                f"model '{_caller(state, call)[0].model}' calls '{call.version.model}', {problem} "
+                f"needs {need}, and the models that wait for it use what is left"
             )
     names = [_caller(state, calls[0])[0].model]
     for call in calls:

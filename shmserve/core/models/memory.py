@@ -152,6 +152,16 @@ def needed_to_wake(version: Version) -> Places:
     return needed(version, asleep[:1])
 
 
+def needed_to_load(version: Version) -> Places:
+    """One of the instances that an operation has added."""
+    added = [
+        one
+        for one in version.instances
+        if one.state is _I.WAITING and not (one.loaded or one.joining or one.spec.passive)
+    ]
+    return needed(version, added[:1])
+
+
 def is_fixed(version: Version, instance: Instance) -> bool:
     """Does it have its memory for good?"""
     return stays_loaded(version) and not (instance.over or instance.asleep_soon)
@@ -178,8 +188,9 @@ def fixed(state: State, but: Version | None = None) -> Places:
 
 
 def waits_for_memory(state: State, instance: Instance) -> bool:
-    """Does it sleep, and would have to be granted memory first?"""
-    return state.memory_limited and instance.sleeping and instance not in state.held
+    """Does it sleep, or wait to load, and would have to be granted memory first?"""
+    waits = instance.sleeping or instance.state is _I.WAITING
+    return state.memory_limited and waits and instance not in state.held
 
 
 def may_never_load(state: State, instance: Instance) -> bool:
@@ -192,7 +203,7 @@ def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> In
     cannot get it without that."""
     if not state.memory_limited:
         return None
-    need = needed_to_wake(version)
+    need = needed_to_wake(version) or needed_to_load(version)
     taken: Places = Counter()
     blocker = None
     for instance, other in state.held.items():
