@@ -62,6 +62,12 @@ class NodeServer:
         self._runs = 0
 
     @property
+    def is_ready(self) -> bool:
+        """False while it is being restarted, and when there is none any more."""
+        with self._news:
+            return self._state.get("state") == "ready"
+
+    @property
     def runs(self) -> int:
         """How often the server has become ready: more than once if it was restarted."""
         with self._news:
@@ -111,12 +117,12 @@ class NodeServer:
                 raise Unavailable(state["reason"])
             # "over": the last other owner of a shared server has just gone, and it ends; start another
 
-    def wait_ready(self, timeout: float) -> None:
-        """Waits for a server that is being restarted. Raises Unavailable."""
+    def wait_ready(self, end: float) -> None:
+        """Waits for a server that is being restarted, until `end` of the monotonic clock. Raises Unavailable."""
         with self._news:
-            settled = self._news.wait_for(lambda: self._state.get("state") in ("ready", *ENDED), timeout)
+            settled = self._news.wait_for(lambda: self._state.get("state") in ("ready", *ENDED), end - time.monotonic())
         if not settled:
-            raise Unavailable(f"the server was not restarted within {timeout:g} s")
+            raise Unavailable("the server was not restarted in time")
         if self.failure:
             raise Unavailable(f"there is no server: {self.failure}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,13 +22,12 @@ from shmserve.ray.routing import ASLEEP, AWAKE, ROOM
 
 RECONNECT_S = 60.0
 """How long requests wait for a server that is being restarted."""
-
-
 NOTICE_S = 1.0
 """How long after the loss of a connection its cause may show: usually the server has ended. Then a request that is sent
 again waits for the next one."""
 REFUSED = (NotFound, Unavailable)
-"""How a server answers that was restarted and has not loaded the model yet. ConnectionLost says something else."""
+"""How a server answers that was restarted and has not loaded the model yet. (ConnectionLost, which is Unavailable too,
+is about the connection.)"""
 
 
 class Loaded:
@@ -151,15 +151,16 @@ class ServerReplica:
     async def _ready_for(self, model: str) -> int:
         """Waits for a server that is being restarted, and loads the model if that is done on demand. Returns the number
         of the server's run."""
-        if not self._server.ports:
-            await asyncio.to_thread(self._server.wait_ready, RECONNECT_S)
+        if not self._server.is_ready:
+            # The end is set here, as the threads are few: a request may be in line for one.
+            await asyncio.to_thread(self._server.wait_ready, time.monotonic() + RECONNECT_S)
         if self._config.multiplexed and model:
             await self._load(model)
         return self._server.runs
 
     def _is_from_restart(self, error: Exception, run: int) -> bool:
         """Whether a server that was restarted meanwhile has refused the request, as it had not loaded the model."""
-        restarted = self._server.runs != run or not self._server.ports
+        restarted = self._server.runs != run or not self._server.is_ready
         return restarted and not isinstance(error, ConnectionLost)
 
     # ------------------------------------------------------------------------------------------------ many models
