@@ -23,14 +23,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import shmserve
-from shmserve.paths import BROKER, LANE
+from shmserve.paths import BROKER, LANE, python
 from shmserve.repo.storage.model_files import is_model_path
 
 _SHM = Path("/dev/shm")
@@ -167,7 +166,7 @@ class Server:
     def _start(self) -> None:
         reader, writer = os.pipe()
         try:
-            command = [sys.executable, "-m", "shmserve.broker.main"]
+            command = [*python(), "-m", "shmserve.broker.main"]
             command += [] if is_model_path(Path(self._models)) else ["--model-repository"]
             command.append(self._models)
             command += ["--runtime-dir", str(self.runtime_dir), "--ready-fd", str(writer)]

@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from shmserve.errors import Unavailable
+from shmserve.paths import python
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
@@ -99,7 +99,7 @@ class TemporaryServer:
         folder = Path(self._folder.name)
         self._runtime_dir = folder / "run"
         self._log_file = folder / "server.log"
-        command = [sys.executable, "-m", "shmserve.broker.main", "--runtime-dir", str(self._runtime_dir)]
+        command = [*python(), "-m", "shmserve.broker.main", "--runtime-dir", str(self._runtime_dir)]
         for repository in self._repositories:
             command += ["--model-repository", str(repository.resolve())]
         command += ["--strict-readiness", "false", "--exit-on-error", "false", "--exit-timeout-secs", "0"]

@@ -17,6 +17,7 @@ from typing import Any
 from shmserve.clients.cli.commands.base import make_client
 from shmserve.errors import ServeError
 from shmserve.extras import install_command
+from shmserve.paths import python
 from shmserve.terminal.errors import Failed, Misuse
 
 SHELLS = ("bash", "zsh", "fish")
@@ -63,7 +64,7 @@ def _add_options_of_serve(parser: argparse.ArgumentParser) -> None:
     """Add the options of `serve`. The broker defines them, so they are read from its `--help-all`."""
     import subprocess
 
-    command = [sys.executable, "-m", "shmserve.broker.main", "--help-all"]
+    command = [*python(), "-m", "shmserve.broker.main", "--help-all"]
     environment = {name: value for name, value in os.environ.items() if name != _ASKED}
     help_page = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     commands: Any = next(action for action in parser._actions if action.dest == "command")
