@@ -1,4 +1,5 @@
-"""Worker processes: loading, crashes, restarts, and the drain. deployment.py decides which ones should run."""
+"""Worker processes: loading, crashes, restarts, and the drain. deployment.py, loading.py, retirement.py and
+room.py decide which ones should run."""
 
 from __future__ import annotations
 

@@ -90,9 +90,10 @@ class JobTurns:
         job = jobs.popleft()
         if jobs:
             self._parties[party] = jobs  # behind the others
+        if self._parties:
+            self._schedule()  # before the step, which may raise what a callback raises
         if job.step():
             self._add(party, job)
-        if self._parties:
             self._schedule()
 
 

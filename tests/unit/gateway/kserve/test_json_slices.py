@@ -318,6 +318,25 @@ def test_the_jobs_of_a_party_share_a_turn() -> None:
     assert log == ["a1", "b1", "c", "a2", "b1", "c", "a3", "a1", "a2", "a3"]
 
 
+def test_an_exception_of_a_callback_stops_no_other_job() -> None:
+    loop: Any = ManualLoop()
+    turns, done = JobTurns(loop), list[str]()
+
+    def work(name: str) -> SlicedWork[str]:
+        yield
+        return name
+
+    def refuse(error: object) -> None:
+        raise RuntimeError("the callback failed")
+
+    turns.run(work("a"), refuse, refuse)
+    turns.run(work("b"), done.append, print)
+    with pytest.raises(RuntimeError, match="the callback failed"):
+        loop.iterate()
+    loop.run()
+    assert done == ["b"]
+
+
 def test_work_started_by_other_work_runs_one_slice_in_an_iteration() -> None:
     loop: Any = ManualLoop()
     turns, log = JobTurns(loop), list[str]()
