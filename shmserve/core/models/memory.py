@@ -24,8 +24,8 @@ _I = InstanceState
 HOST = -2
 """A place with memory; the others are the numbers of GPUs."""
 
-Places = Counter[int]
-"""Bytes by place."""
+BytesByPlace = Counter[int]
+"""Keys: HOST, or the number of a GPU."""
 
 
 def budget_of(state: State, place: int) -> int:
@@ -56,7 +56,7 @@ def estimate_of(target: Target, current: Version | None) -> MemoryEstimate:
     return MemoryEstimate(max(rest.host, rest.host_peak), max(rest.gpu, rest.gpu_peak))
 
 
-def charge_of(version: Version, instance: Instance) -> Places:
+def charge_of(version: Version, instance: Instance) -> BytesByPlace:
     rest = version.rest
     loads = instance.state in (_I.WAITING, _I.STARTING, _I.ASLEEP)
     host, gpu = instance.memory
@@ -67,8 +67,8 @@ def charge_of(version: Version, instance: Instance) -> Places:
     return found
 
 
-def of_version(version: Version, held: Container[Instance]) -> Places:
-    found: Places = Counter()
+def of_version(version: Version, held: Container[Instance]) -> BytesByPlace:
+    found: BytesByPlace = Counter()
     for instance in version.instances:
         if instance in held:
             found.update(charge_of(version, instance))
@@ -79,7 +79,7 @@ def label_of(place: int) -> str:
     return "host" if place == HOST else f"gpu{place}"
 
 
-def budgets(state: State) -> Places:
+def budgets(state: State) -> BytesByPlace:
     """All that are known: of each GPU that instances have used."""
     devices = {instance.spec.device for instance in state.held if instance.spec.kind == "KIND_GPU"}
     devices.update(gpu for gpu, _ in state.limits.gpu_budgets if gpu != ANY_GPU)
@@ -91,16 +91,16 @@ def is_measured(version: Version) -> bool:
     return version.rest.host > 0 or version.rest.memory.given
 
 
-def used(state: State) -> Places:
-    found: Places = Counter()
+def used(state: State) -> BytesByPlace:
+    found: BytesByPlace = Counter()
     for instance, version in state.held.items():
         found.update(charge_of(version, instance))
     return found
 
 
-def shortage(state: State, now_used: Places) -> Places:
+def shortage(state: State, now_used: BytesByPlace) -> BytesByPlace:
     """Bytes above the budgets."""
-    over: Places = Counter()
+    over: BytesByPlace = Counter()
     for place, size in now_used.items():
         budget = budget_of(state, place)
         if budget and size > budget:
@@ -138,21 +138,21 @@ def next_to_load(state: State) -> tuple[Version, Instance] | None:
     return None
 
 
-def needed(version: Version, instances: Iterable[Instance]) -> Places:
+def needed(version: Version, instances: Iterable[Instance]) -> BytesByPlace:
     """By instances that are to load."""
-    found: Places = Counter()
+    found: BytesByPlace = Counter()
     for instance in instances:
         found.update(charge_of(version, instance))
     return found
 
 
-def needed_to_wake(version: Version) -> Places:
+def needed_to_wake(version: Version) -> BytesByPlace:
     """One instance is enough."""
     asleep = [one for one in version.instances if one.sleeping and not one.over and not one.spec.passive]
     return needed(version, asleep[:1])
 
 
-def needed_to_load(version: Version) -> Places:
+def needed_to_load(version: Version) -> BytesByPlace:
     """One of the instances that an operation has added."""
     added = [
         one
@@ -178,9 +178,9 @@ def guess_less(version: Version, place: int, size: int) -> None:
     version.rest.memory = replace(known, host=size) if place == HOST else replace(known, gpu=size)
 
 
-def fixed(state: State, but: Version | None = None) -> Places:
+def fixed(state: State, but: Version | None = None) -> BytesByPlace:
     """What versions have that stay loaded. One of the same model makes room for its replacement."""
-    found: Places = Counter()
+    found: BytesByPlace = Counter()
     for instance, version in state.held.items():
         if is_fixed(version, instance) and (but is None or version.model != but.model):
             found.update(charge_of(version, instance))
@@ -204,7 +204,7 @@ def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> In
     if not state.memory_limited:
         return None
     need = needed_to_wake(version) or needed_to_load(version)
-    taken: Places = Counter()
+    taken: BytesByPlace = Counter()
     blocker = None
     for instance, other in state.held.items():
         blocking = next((one for one in other.instances if one in stuck), None)

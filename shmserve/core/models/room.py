@@ -16,7 +16,7 @@ from itertools import chain
 from msgspec import Struct
 
 from shmserve.core.models import loading, memory, sleep
-from shmserve.core.models.memory import Places, megabytes
+from shmserve.core.models.memory import BytesByPlace, megabytes
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State, Timer
@@ -98,7 +98,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
     return refused
 
 
-def _settle_shortage(state: State, over: Places, called: Container[Version], now: int) -> None:
+def _settle_shortage(state: State, over: BytesByPlace, called: Container[Version], now: int) -> None:
     """Instances have more memory than the budget, because they have grown."""
     if not over:
         state.short_since = 0
@@ -184,11 +184,11 @@ def _called(state: State) -> set[Version]:
     return found
 
 
-def _never_fits(state: State, claim: _Claim, need: Places, stays: Places) -> str:
+def _never_fits(state: State, claim: _Claim, need: BytesByPlace, stays: BytesByPlace) -> str:
     """Why; "" if it can. A mere guess of the need is reduced to what can be had. `stays`: what versions have that stay
     loaded."""
     version = claim.version
-    own = memory.of_version(version, _staying(state, version)) if not claim.extra else Places()
+    own = memory.of_version(version, _staying(state, version)) if not claim.extra else BytesByPlace()
     for place, size in need.items():
         budget = memory.budget_of(state, place)
         if not budget or size + stays[place] + own[place] <= budget:
@@ -215,12 +215,12 @@ def _staying(state: State, version: Version) -> list[Instance]:
     return [one for one in version.instances if one in state.held and not (one.over or one.asleep_soon)]
 
 
-def _missing(state: State, used: Places, need: Places) -> Places:
+def _missing(state: State, used: BytesByPlace, need: BytesByPlace) -> BytesByPlace:
     after = used + need
-    return Places({place: size for place, size in memory.shortage(state, after).items() if need[place]})
+    return BytesByPlace({place: size for place, size in memory.shortage(state, after).items() if need[place]})
 
 
-def _tell(state: State, claim: _Claim, need: Places, sleeping: int = 0, waits: bool = False) -> None:
+def _tell(state: State, claim: _Claim, need: BytesByPlace, sleeping: int = 0, waits: bool = False) -> None:
     version = claim.version
     if not version.rest.woken or version.rest.logged:
         return
@@ -236,7 +236,7 @@ def _tell(state: State, claim: _Claim, need: Places, sleeping: int = 0, waits: b
 
 
 def _free(
-    state: State, short: Places, keep: Version | None, called: Container[Version], since: int, now: int
+    state: State, short: BytesByPlace, keep: Version | None, called: Container[Version], since: int, now: int
 ) -> tuple[int, bool]:
     """Puts versions to sleep until these bytes will be free. Returns how many, and whether it must wait for busy
     ones."""
@@ -259,7 +259,7 @@ def _free(
     return sleeping, True
 
 
-def _take_from_lost(state: State, used: Places, short: Places) -> None:
+def _take_from_lost(state: State, used: BytesByPlace, short: BytesByPlace) -> None:
     """Takes the memory of instances that could not load again, and that have no process before the next attempt."""
     for instance, version in list(state.held.items()):
         charge = memory.charge_of(version, instance)
@@ -268,10 +268,10 @@ def _take_from_lost(state: State, used: Places, short: Places) -> None:
             del state.held[instance]
 
 
-def _left(state: State, short: Places, now: int) -> Places:
+def _left(state: State, short: BytesByPlace, now: int) -> BytesByPlace:
     """What remains of these bytes without those that will be free soon."""
     wait = state.limits.memory_wait_ns
-    left = Places(short)
+    left = BytesByPlace(short)
     for instance, version in state.held.items():
         soon = version in state.to_sleep or now - state.yielding.get(version, now - wait) < wait or _ends(version)
         if instance.state in _LEAVING or instance.asleep_soon or instance.state is _I.KILLED or soon:
@@ -290,14 +290,14 @@ def _resting(state: State, candidates: list[Version]) -> list[Version]:
     return sorted(resting, key=lambda one: (memory.stays_loaded(one), one in leased, sleep.last_used(one)))
 
 
-def _are_enough(state: State, short: Places, resting: list[Version]) -> bool:
-    left = Places(short)
+def _are_enough(state: State, short: BytesByPlace, resting: list[Version]) -> bool:
+    left = BytesByPlace(short)
     for version in resting:
         left.subtract(memory.of_version(version, state.held))
     return max(left.values(), default=0) <= 0
 
 
-def _let_sleep(state: State, short: Places, resting: list[Version]) -> int:
+def _let_sleep(state: State, short: BytesByPlace, resting: list[Version]) -> int:
     """Reduces `short` by what they have. Returns how many go to sleep."""
     leased = {lease.version for lease in state.leases.values()}
     sleeping = 0
@@ -331,7 +331,7 @@ def _ends(version: Version) -> bool:
     return version.state is _V.UNLOADING and version.finished
 
 
-def _take(state: State, version: Version, short: Places) -> bool:
+def _take(state: State, version: Version, short: BytesByPlace) -> bool:
     """Counts on the memory of this version, if it helps."""
     charge = memory.of_version(version, state.held)
     if not any(size > 0 and charge[place] for place, size in short.items()):
