@@ -93,6 +93,13 @@ def python() -> list[str]:
     return [sys.executable, "-P"] if safe else [sys.executable]
 
 
+def temporary_dir(longest: int) -> str:
+    """Where to make directories for sockets, whose paths may have SOCKET_PATH_BYTES: /tmp if the path of the directory
+    for temporary files has more than `longest` bytes."""
+    place = tempfile.gettempdir()
+    return place if len(os.fsencode(place)) <= longest else "/tmp"
+
+
 def _working_dir() -> str | None:
     """None if it has been deleted."""
     try:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from shmserve.errors import Unavailable
-from shmserve.paths import python
+from shmserve.paths import python, temporary_dir
 
 if TYPE_CHECKING:
     from shmserve.clients.client import Client
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 STOP_S = 30.0
 CONNECT_S = 1.0
 LONGEST = 60
-"""Longest path of the temporary folder, in bytes: a socket path may have 107. If the default folder's path is longer,
-/tmp is used.
-"""
+"""Longest path of the temporary folder, in bytes."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _KEPT = ("SHMSERVE_BACKEND_CONFIG", "SHMSERVE_HOST_POLICY", "SHMSERVE_DISABLE_AUTO_COMPLETE_CONFIG")
 """Settings that a model may need to load. All others belong to another server, e.g. its log file and sockets."""
@@ -48,10 +46,7 @@ class TemporaryServer:
     def __enter__(self) -> TemporaryServer:
         try:
             with _delayed_signals():  # one in between would leave a process or a folder that nothing refers to
-                place = tempfile.gettempdir()
-                self._folder = tempfile.TemporaryDirectory(
-                    prefix="shmserve-check-", dir=place if len(os.fsencode(place)) <= LONGEST else "/tmp"
-                )
+                self._folder = tempfile.TemporaryDirectory(prefix="shmserve-check-", dir=temporary_dir(LONGEST))
                 try:
                     self._start()
                 except BaseException:

@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,20 +21,19 @@ from typing import Any
 import msgspec
 
 from shmserve.errors import Unavailable
-from shmserve.paths import make_runtime_dir, python
+from shmserve.paths import make_runtime_dir, python, temporary_dir
 from shmserve.ray.config import ServerConfig
 from shmserve.ray.host import LISTENING
 
 ENDED = ("failed", "over")
 """States of a host without a server: it crashes again and again, or its host is gone."""
 LONGEST = 40
-"""Longest path of the temporary folder, in bytes: the path of a socket in it may have 107."""
+"""Longest path of the temporary folder, in bytes."""
 
 
 def default_directory() -> Path:
     """Of the sockets of all servers that Ray workers of this user have on this machine."""
-    place = tempfile.gettempdir()
-    return Path(place if len(os.fsencode(place)) <= LONGEST else "/tmp") / f"shmserve-ray-{os.geteuid()}"
+    return Path(temporary_dir(LONGEST)) / f"shmserve-ray-{os.geteuid()}"
 
 
 class NodeServer:
