@@ -22,6 +22,7 @@ from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW, Result, RowReply, Ticket, inline_result
+from shmserve.session.arguments import timeout_us_of
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
 from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_service, of_traffic, of_unload, recorded
@@ -82,6 +83,7 @@ class AsyncClient:
         server_key: str | os.PathLike[str] | None = None,
         key_file: str | os.PathLike[str] | None = None,
     ) -> None:
+        timeout_us_of(timeout)  # raises InvalidRequest here instead of in the first call
         address = address_of(url, runtime_dir, memory, server_key, key_file)
         self._link = LoopLink(address, name or default_name(), reconnect_timeout, memory_bytes)
         self._timeout = timeout

@@ -18,6 +18,7 @@ from shmserve.clients.transport.threaded import monotonic
 from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
+from shmserve.session.arguments import timeout_us_of
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
 from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_service, of_traffic, of_unload, recorded
@@ -53,6 +54,7 @@ class Client:
         server_key: str | os.PathLike[str] | None = None,
         key_file: str | os.PathLike[str] | None = None,
     ) -> None:
+        timeout_us_of(timeout)  # raises InvalidRequest here instead of in the first call
         address = address_of(url, runtime_dir, memory, server_key, key_file)
         self._link = SharedLink(address, name or default_name(), reconnect_timeout, memory_bytes)
         self._timeout = timeout

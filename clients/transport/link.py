@@ -12,6 +12,7 @@ from shmserve.clients.transport.address import Address
 from shmserve.clients.transport.trace_context import current_context
 from shmserve.errors import Cancelled, ConnectionLost, ServeError
 from shmserve.session import Incoming, Packet, Session
+from shmserve.session.arguments import check_memory_bytes, check_name, check_seconds
 from shmserve.session.leases import LeaseSockets
 
 CLOSED = "the client was closed before the response arrived"
@@ -88,6 +89,9 @@ class SessionLink:
     """A session, and the link that carries its packets: one after another, as the server may restart."""
 
     def __init__(self, address: Address, name: str, reconnect_timeout: float, memory_bytes: int) -> None:
+        check_name("client", name)
+        check_seconds("reconnect_timeout", reconnect_timeout)
+        check_memory_bytes(memory_bytes)
         self.address = address
         self.closed = False
         self._name = name

@@ -10,7 +10,6 @@ rest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from operator import index
 from typing import Any
@@ -35,6 +34,7 @@ from shmserve.protocol.messages import (
     Wanted,
 )
 from shmserve.python_values import is_python_value
+from shmserve.session.arguments import check_name
 from shmserve.session.gpu.foreign_memory import RegionPart
 from shmserve.session.gpu.tensors import interface_of
 from shmserve.session.memory import SessionMemory
@@ -221,34 +221,6 @@ class TopK(Struct, frozen=True):
             good = False
         if not good:
             raise InvalidRequest(f"TopK({self.k!r}): expected a number from 1 to {_MOST_CLASSES}")
-
-
-def check_name(what: str, name: Any) -> None:
-    if not isinstance(name, str):
-        raise InvalidRequest(f"the name of a {what} must be a str, not {type(name).__name__}")
-    if len(name) > NAME_LENGTH:
-        raise InvalidRequest(f"{what} name '{name[:40]}...' has {len(name)} characters; the limit is {NAME_LENGTH}")
-
-
-def version_of(version: int | str | None) -> int:
-    """The version as a number; 0 is the default version of the model."""
-    if version is None or version == "":
-        return 0
-    try:
-        number = int(version)
-    except (TypeError, ValueError):
-        raise InvalidRequest(f"version {version!r} is not a number") from None
-    if not 0 < number <= _LARGEST:
-        raise InvalidRequest(f"version {number} must be at least 1")
-    return number
-
-
-def timeout_us_of(timeout: float | None) -> int:
-    if timeout is None or timeout == math.inf:
-        return 0
-    if not timeout > 0:
-        raise InvalidRequest(f"timeout={timeout} must be a number of seconds above 0")
-    return min(max(1, int(timeout * 1e6)), _LARGEST)
 
 
 def options_of(

@@ -9,15 +9,8 @@ from typing import Any
 
 from shmserve.errors import DeadlineExceeded, ServeError
 from shmserve.protocol.messages import NAME_LENGTH, Ask, Cancel, Infer, Tensor
-from shmserve.session.encode import (
-    UntypedInput,
-    check_name,
-    check_size,
-    options_of,
-    timeout_us_of,
-    version_of,
-    wanted_of,
-)
+from shmserve.session.arguments import check_name, timeout_us_of, version_of
+from shmserve.session.encode import UntypedInput, check_size, options_of, wanted_of
 from shmserve.session.leases import LeaseSockets, SessionLeases
 from shmserve.session.memory import SessionMemory
 from shmserve.session.outbox import Packet, SessionOutbox

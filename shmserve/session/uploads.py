@@ -6,6 +6,7 @@ Invariant: no value or file is copied into memory as a whole.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -14,6 +15,7 @@ from typing import Any
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import FIELD_BYTES
+from shmserve.session.arguments import check_seconds
 
 _BARE_NAME = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\Z))|([A-Za-z_]\w*)(?=\s*:)', re.DOTALL)
 """A JSON string, or an unquoted field name, which Triton accepts in a JSON configuration."""
@@ -142,7 +144,9 @@ def of_unload(unload_dependents: bool, wait: bool, force: bool, timeout: float |
     if force:
         options["force"] = True
     if timeout is not None:
-        options["timeout"] = timeout
+        check_seconds("timeout", timeout)
+        if timeout < math.inf:
+            options["timeout"] = float(timeout)
     return of_json(options)
 
 
