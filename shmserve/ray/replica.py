@@ -18,7 +18,7 @@ from shmserve.ray.autoscaling import QueueTimes, free_bytes
 from shmserve.ray.config import AppConfig
 from shmserve.ray.forward import Fields, Forward
 from shmserve.ray.node_server import NodeServer
-from shmserve.ray.routing import ASLEEP, AWAKE, ROOM
+from shmserve.ray.routing import ASLEEP, AWAKE, LOADING, ROOM
 
 RECONNECT_S = 60.0
 """How long requests wait for a server that is being restarted."""
@@ -186,11 +186,13 @@ class ServerReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         if not self._config.multiplexed:
             return {}
-        ready = [one for one in await self._client.models() if one["state"] == "READY"]
+        models = await self._client.models()
+        ready = [one for one in models if one["state"] == "READY"]
         awake = {one["name"] for one in ready if not one["asleep"]}
         asleep = {one["name"] for one in ready} - awake
-        room = free_bytes(await self._client.metrics())
-        return {AWAKE: sorted(awake), ASLEEP: sorted(asleep), ROOM: room}
+        loading = {one["name"] for one in models if one["state"] == "LOADING"}
+        room = free_bytes(await self._client.metrics())  # after the models: it counts all of them
+        return {AWAKE: sorted(awake), ASLEEP: sorted(asleep), LOADING: sorted(loading), ROOM: room}
 
     # ------------------------------------------------------------------------------------------------ Serve's hooks
 

@@ -6,14 +6,19 @@ Any other request goes to the one of two random replicas that has the shorter qu
 from __future__ import annotations
 
 import random
+import time
+from collections import Counter
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray.serve.request_router import LocalityMixin, MultiplexMixin, RequestRouter
 
-AWAKE, ASLEEP, ROOM = "awake", "asleep", "room"
-"""What a replica with many models reports (`ServerReplica.record_routing_stats`): the names of those that are awake and
-asleep, and the free bytes of its memory budget."""
+AWAKE, ASLEEP, LOADING, ROOM = "awake", "asleep", "loading", "room"
+"""What a replica with many models reports (`ServerReplica.record_routing_stats`): the names of the models that are
+awake, asleep and being loaded, and the free bytes of its memory budget."""
+UNREPORTED_S = 10.0
+"""A model that was sent to a replica and is not in its reports for so long could not be loaded."""
 
 
 def of_sequence(replicas: list[Any], sequence: str) -> Any:
@@ -27,37 +32,49 @@ def _weight(replica: str, sequence: str) -> bytes:
     return blake2b(f"{replica}\n{sequence}".encode(), digest_size=8).digest()
 
 
+class Placed(NamedTuple):
+    replica: Any
+    time: float
+
+
 class Placements:
     """Where models are loaded on demand, as far as this process has decided it."""
 
-    def __init__(self) -> None:
-        self._placed: dict[str, tuple[Any, Any]] = {}
-        """Model -> the replica that was chosen last, and its report at that time."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._placed: dict[str, Placed] = {}
+        """Model -> the replica that was chosen last, until its reports show the model."""
 
     def choose(self, replicas: list[Any], model: str) -> list[Any]:
         """The replicas where the model is awake or being loaded; else the one with the most room. One that was chosen
-        since its last report does not show yet what it has room for, so it comes last, but for the same model again.
+        and does not report yet what it has room for comes last, but for the same model again.
         """
+        by_id = {replica.replica_id: replica for replica in replicas}
+        self._placed = {name: one for name, one in self._placed.items() if self._is_unreported(by_id, name, one)}
         serving = [replica for replica in replicas if _serves(replica, model)]
         if serving:
             return serving
-        unreported = {one for one, report in self._placed.values() if _report_of(replicas, one) is report}
-        before = self._placed.get(model, (None, None))[0]
-        if before in unreported:
-            return [replica for replica in replicas if replica.replica_id == before]
-        chosen = max(replicas, key=lambda one: (one.replica_id not in unreported, *_room(one)))
-        self._placed[model] = chosen.replica_id, chosen.routing_stats
+        if model in self._placed:
+            return [by_id[self._placed[model].replica]]
+        unreported = Counter(one.replica for one in self._placed.values())
+        chosen = max(replicas, key=lambda one: (-unreported[one.replica_id], *_room(one)))
+        self._placed[model] = Placed(chosen.replica_id, self._clock())
         return [chosen]
+
+    def _is_unreported(self, replicas: dict[Any, Any], model: str, placed: Placed) -> bool:
+        """A report may come later than the choice and be from before it, and Ray sends the last ones of all replicas
+        again when one has changed.
+        """
+        replica = replicas.get(placed.replica)
+        if replica is None or self._clock() - placed.time > UNREPORTED_S:
+            return False
+        return not any(model in replica.routing_stats.get(state, ()) for state in (AWAKE, LOADING))
 
 
 def _serves(replica: Any, model: str) -> bool:
     report = replica.routing_stats
     loading = model in replica.multiplexed_model_ids and model not in report.get(ASLEEP, ())
     return model in report.get(AWAKE, ()) or loading
-
-
-def _report_of(replicas: list[Any], replica_id: Any) -> Any:
-    return next((replica.routing_stats for replica in replicas if replica.replica_id == replica_id), None)
 
 
 def _room(replica: Any) -> tuple[float, int, str]:

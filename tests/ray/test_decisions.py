@@ -16,7 +16,7 @@ pytest.importorskip("ray", reason="Ray is not installed; `make test-fleet` insta
 
 from shmserve.gateway.http.routes import resolve
 from shmserve.ray.ingress import Target, grpc_target, http_target
-from shmserve.ray.routing import Placements, of_sequence
+from shmserve.ray.routing import UNREPORTED_S, Placements, of_sequence
 from tests.support.gateway.rpc import infer_request
 
 
@@ -27,7 +27,12 @@ class Id(NamedTuple):
 def replica(name: str, room: float = math.inf, awake: tuple[str, ...] = (), **more: Any) -> Any:
     return SimpleNamespace(
         replica_id=Id(name),
-        routing_stats={"awake": awake, "asleep": more.get("asleep", ()), "room": room},
+        routing_stats={
+            "awake": awake,
+            "asleep": more.get("asleep", ()),
+            "loading": more.get("loading", ()),
+            "room": room,
+        },
         multiplexed_model_ids=more.get("loaded", awake),
     )
 
@@ -64,6 +69,25 @@ def test_models_that_arrive_together_are_spread() -> None:
     replicas[0] = replica("a", 5.0, ("m1",))
     replicas[1] = replica("b", 15.0, ("m2",))
     assert names(placements.choose(replicas, "m4")) == ["b"]
+
+
+def test_a_report_from_before_a_choice_does_not_count() -> None:
+    """Neither one that arrives later, nor one that Ray sends again; a report counts when it shows the model."""
+    placements = Placements(lambda: 0.0)
+    assert names(placements.choose([replica("a", 20.0), replica("b", 30.0)], "m1")) == ["b"]
+    before = [replica("a", 20.0), replica("b", 30.0, loaded=("m1",))]
+    assert names(placements.choose(before, "m2")) == ["a"]
+    now = [replica("a", 20.0), replica("b", 25.0, loading=("m1",), loaded=("m1",))]
+    assert names(placements.choose(now, "m3")) == ["b"]
+
+
+def test_a_model_that_cannot_be_loaded_counts_for_a_while() -> None:
+    now = 0.0
+    placements, replicas = Placements(lambda: now), [replica("a", 20.0), replica("b", 30.0)]
+    assert names(placements.choose(replicas, "broken")) == ["b"]
+    assert names(placements.choose(replicas, "m1")) == ["a"]
+    now = UNREPORTED_S + 1.0
+    assert names(placements.choose(replicas, "m2")) == ["b"]
 
 
 def test_without_a_budget_the_fewest_models_count() -> None:
