@@ -2,12 +2,12 @@
 
 `core.Core` dispatches each event to a handler: client messages to `requests`, worker messages to `batching`, `models`
 and `calls`. The handlers change `state.State` and its `records`. A request is validated and queued (`requests`), put
-into a batch and sent to a worker (`batching`), and completed when the worker's result arrives (`requests.completion`);
-sequences and ensembles have schedulers of their own on top of this. Whatever must happen outside is appended to the
-effects of the turn, which the broker executes.
+into a batch and sent to a worker (`batching`), and completed when the worker's result arrives (`requests.completion`).
+Sequences and ensembles have their own schedulers on top of this. Everything that needs I/O is appended to the effects
+of the turn, which the broker executes.
 
 The packages are divided by subject and refer to each other: a record contains its queue, and the end of a batch
-completes requests. The modules have an order nevertheless, the contract `core-layers` of setup.cfg: records at the
-bottom, then `state`, then the parts that act on it. These are functions over `State`, or objects where a part has
-tables of its own.
+completes requests. Their modules import in one direction only (the contract `core-layers` in setup.cfg): records at the
+bottom, then `state`, then the parts that act on it. A part is a set of functions over `State`, or an object if it owns
+tables.
 """

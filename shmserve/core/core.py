@@ -1,8 +1,8 @@
-"""The core: takes every scheduling decision. It gets events and the time from the shell, and returns effects, which the
-shell executes.
+"""The core makes every scheduling decision. It receives events and the time from the shell, and returns effects, which
+the shell executes.
 
     core.handle([(peer, message), (0, event), ...], now) -> effects     one turn: all events since the last one
-    core.deadline() -> ns or None                                       when to call tick if no event arrives before
+    core.deadline() -> ns or None                                       when to call tick if no event arrives first
     core.tick(now) -> effects                                           a turn without events: expired timers
 
 A turn first processes all its events, in order, and only then forms batches, so requests that arrive together can share
@@ -57,13 +57,13 @@ ROWS = 256
 Handler = Callable[[int, Any, int], None]
 """Called with the peer, the message or event, and the time."""
 WorkerHandler = Callable[[Version, Instance, Any, int], None]
-"""Called with what the core knows of the worker, the message or event, and the time."""
+"""Called with the worker's version and instance, the message or event, and the time."""
 TimerHandler = Callable[[Any, int], None]
 """Called with the subject of the timer, and the time."""
 
 
 def _ignore(*_: object) -> None:
-    """Pong: a message of any kind proves that the peer is alive, and the shell has recorded it."""
+    """Handles Pong: any message proves that the peer is alive, and the shell has already recorded it."""
 
 
 class Core:
@@ -88,7 +88,7 @@ class Core:
         self._of_timers = self._timer_handlers()
 
     def _client_handlers(self) -> dict[type, Handler]:
-        """Also for events of the shell, which have no peer."""
+        """Includes the events of the shell, which have no peer."""
         state, lifecycle = self.state, self._lifecycle
         connections, admission = self._connections, self._admission
         return {
@@ -223,11 +223,11 @@ class Core:
         return effects
 
     def count_leased(self, reading: events.LeaseRead) -> None:
-        """Counts requests of a lease in the statistics, in the middle of a turn that reports them."""
+        """Counts leased requests in the statistics at once, for a turn that reports the statistics."""
         leases.count_logged(self.state, reading)
 
     def roles_of(self, peer: int) -> int:
-        """The roles of a peer. Workers have all, because models may ask all questions and start all operations."""
+        """The roles of a peer. Workers have all roles, because models may send any query and start any operation."""
         if peer >= WORKERS_FROM:
             return EVERYTHING
         client = self.state.clients.get(peer)
@@ -236,7 +236,7 @@ class Core:
     # ------------------------------------------------------------------------------------ the end of a turn
 
     def _process_work(self, now: int) -> None:
-        """`_process_work_lists`, and again after each internal error: the work that failed is no longer in its list."""
+        """Runs `_process_work_lists`, and repeats it after an internal error, since failed work has left its list."""
         while True:
             try:
                 self._process_work_lists(now)
@@ -245,7 +245,7 @@ class Core:
                 self._internal_errors.report("what follows from events")
 
     def _process_work_lists(self, now: int) -> None:
-        """The second half of a turn: processes the work lists in `State` that its events have filled."""
+        """The second half of a turn: processes the work lists in `State` that the events have filled."""
         state = self.state
         if state.replaced_versions or state.replaced_instances or state.forced_unloads:
             handover.process(state, now)
@@ -275,8 +275,8 @@ class Core:
             self._lifecycle.settle_drain()
 
     def _advance_and_dispatch(self, now: int) -> None:
-        """Advances ensembles and dispatches versions until no work is left, as each may cause more of the other. Rows
-        of mapped steps beyond `ROWS` are left for the next turn."""
+        """Advances ensembles and dispatches versions in a loop, since each may cause more of the other, until no work
+        is left. Rows of mapped steps beyond `ROWS` are left for the next turn."""
         state = self.state
         rows = ROWS
         while (

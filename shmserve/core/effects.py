@@ -47,7 +47,7 @@ class Kill(Struct):
 
 
 class StartLease(Struct):
-    """Create the socket pair and the log of a lease. Send these messages with them to the client and to the worker."""
+    """Create the socket pair and the log of a lease. Send them with these messages to the client and to the worker."""
 
     client: int
     worker: int
@@ -56,7 +56,7 @@ class StartLease(Struct):
 
 
 class ReadLease(Struct):
-    """Read the log of this lease: a LeaseRead follows. `final`: the worker has ended the lease, so remove the log."""
+    """Read the log of this lease; LeaseRead follows. `final`: the worker has ended the lease, so remove the log."""
 
     lease: int
     final: bool = False
@@ -99,12 +99,12 @@ class Log(Struct):
 class Traced(Struct):
     """A sampled request has been answered: write its trace.
 
-    `times`: ns at which its batch was taken, its inputs were ready, its outputs computed and placed; empty without a
+    `times`: ns at which its batch was taken, its inputs were ready, its outputs computed and placed; empty if it has no
     completed batch. `log`: the log entry for the request's `trace_id`, if it has one. `timestamps`, `tensors`: what the
     trace settings ask for. `tensors` are its inputs and outputs, which are readable only during this turn. `number`:
-    the number of the trace. `parent`: the number of the trace of the request for which this one was made; 0: a client
-    made it. `root`: the number of the trace of the client's request, and `context` what its client gave. `model`: the
-    model whose trace settings apply.
+    the number of the trace. `parent`: the trace number of the request on whose behalf this one was sent; 0 if a client
+    sent it. `root`: the trace number of the client's request. `context`: the trace context of that request. `model`:
+    the model whose trace settings apply.
     """
 
     fields: dict[str, Any]

@@ -1,5 +1,5 @@
-"""Events of the core other than protocol messages. An event is (peer, message) or (peer, one of these); peer 0 is the
-broker."""
+"""The core's events that are not protocol messages. `Core.handle` takes (peer, message) or (peer, one of these); peer 0
+is the broker."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Answered(Struct):
 
 
 class Behind(Struct):
-    """Backpressure: a client has so much unread output that it gets no further queries answered (`behind`), or has
-    caught up again."""
+    """Backpressure: a client has too much unread output, so its queries are held back (`behind`), or it has caught
+    up."""
 
     peer: int
     behind: bool
@@ -74,7 +74,7 @@ class OwnSegmentGone(Struct):
 class Target(Struct, frozen=True):
     """A version to deploy. `source` identifies its files and configuration: a version that is already served from this
     source is kept, except for its instances. `policy`: set for ensembles, whose policy needs no worker to load.
-    `memory`: of each instance, until it has been measured."""
+    `memory`: estimate for each instance, used until it has been measured."""
 
     number: int
     source: int
@@ -87,11 +87,10 @@ class Target(Struct, frozen=True):
 class Deploy(Struct):
     """Serve these versions of the model and no others. Their policies are known once their workers have loaded.
 
-    Versions that are served continue until all replacements are READY; if a replacement fails, they simply continue.
+    Versions that are already served continue until all replacements are READY, and keep serving if a replacement fails.
     Settled reports the outcome of `operation` (0: no report). `fresh`: also reload versions that are already served
-    from the same source. `present`: the versions that are in the repository, None if unknown; others are forgotten
-    when they have been unloaded. `traffic`: that of the configuration, which counts until an operator sets another;
-    None: it stays.
+    from the same source. `present`: the versions in the repository, None if unknown; other versions are forgotten once
+    unloaded. `traffic`: the configured traffic, which applies until an operator sets another; None: no change.
     """
 
     model: str
@@ -103,7 +102,7 @@ class Deploy(Struct):
 
 
 class Refuse(Struct):
-    """This model or version (0: all) cannot be served, with the reason. Versions that are served continue."""
+    """This model or version (0: all) cannot be served, with the reason. Versions that are already served continue."""
 
     model: str
     version: int
@@ -120,7 +119,7 @@ class Unload(Struct):
 
 
 class SetTraffic(Struct):
-    """Change how the requests of this model are divided: see `Traffic.changed`. No effect if it is not known."""
+    """Change how the requests of this model are divided: see `Traffic.changed`. No effect if the model is unknown."""
 
     model: str
     shares: dict[int, int] | None = None
@@ -129,7 +128,8 @@ class SetTraffic(Struct):
 
 
 class SetService(Struct):
-    """Take the server out of service, or put it back: it is not ready, and still accepts and answers requests."""
+    """Take the server out of service, or put it back. Out of service it is not ready, but still accepts and answers
+    requests."""
 
     out_of_service: bool
 
@@ -159,13 +159,13 @@ class Compiled(Struct):
 
 
 LeasedRequest = tuple[int, int, int, int, int, int, int]
-"""A request that a worker has answered over a lease: when it arrived and was taken, its inputs were ready, its outputs
-computed and placed; its rows; and 1 if it failed."""
+"""A request that a worker has answered over a lease: five times (arrived, taken, inputs ready, outputs computed,
+outputs placed), the number of rows, and 1 if it failed, else 0."""
 
 
 class LeaseRead(Struct):
-    """What was new in the log of a lease. `running`: the request that its worker runs, 0 for none, since `since`. It
-    may be in `requests` already: then its client may not have the answer yet."""
+    """New entries in the log of a lease. `running`: the request that the worker is running since `since`, 0 for none.
+    It may already be in `requests`; the client may then not have the response yet."""
 
     lease: int
     requests: list[LeasedRequest]
@@ -176,8 +176,8 @@ class LeaseRead(Struct):
 
 
 class Measured(Struct):
-    """The memory of a worker's process, in bytes: on the host with what it owns in shared memory, the highest value of
-    that so far, and on its GPU. Sent while there are memory budgets."""
+    """The memory of a worker's process, in bytes: on the host including the shared memory it owns, the peak of that,
+    and on its GPU. Sent only if there are memory budgets."""
 
     peer: int
     host: int

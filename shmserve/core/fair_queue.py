@@ -39,7 +39,7 @@ class _User(Generic[T]):
 class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self.users: dict[str, _User[T]] = {}
-        """Next user first. Invariant: each user has members, so that the dict is empty exactly if the queue is."""
+        """Next user first. Invariant: each user has members, so the dict is empty if and only if the queue is."""
 
     def __len__(self) -> int:
         """The number of users."""

@@ -1,7 +1,7 @@
 """Internal errors: an unexpected exception is logged with its traceback, and affects only the peer that caused it.
 
-Invariant: a turn loses only the event that failed. Its client is disconnected, and so does not wait for a response; its
-worker is killed, and other workers run its requests.
+Invariant: a turn loses only the event that failed. If a client sent it, the client is disconnected and so does not wait
+for a response. If a worker sent it, the worker is killed and other workers run its requests.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ def _check_alive(state: State, version: Version) -> None:
 
 
 def _check_sleep(state: State, version: Version) -> None:
-    """A sleeping version has no work, unless a process has to end before it is woken; one that is awake leaves no
-    instance asleep that could be woken."""
+    """A sleeping version has no work, unless a process has to end before it can wake. An awake version has no sleeping
+    instance that could be woken."""
     before = version.asleep
     version.settle_sleep()
     assert version.asleep == before, f"{version.label} is asleep: {version.asleep}"

@@ -1,4 +1,4 @@
-"""The ledger: owners of segments and holders of handles. It keeps numbers only and never touches memory.
+"""The ledger tracks who owns segments and who holds handles. It stores numbers only and never touches memory.
 
 A handle in a segment of a worker (or of the broker's own arena) is held by clients, and pinned by requests that use it
 as an input. Without holds and pins it returns to the owner. Handles into a client's own segments need no entry: the
@@ -6,8 +6,8 @@ response tells the client that its request no longer uses them.
 
 A client may pass on a slice of a block that it holds: this is one more hold of the whole block, returned as the slice.
 
-A segment whose owner has died remains as an orphan while a part of it is held: its pages exist as long as they are
-mapped, and it can still be passed on.
+A segment whose owner has died remains as an orphan while any part of it is held: its pages exist as long as they are
+mapped, and its handles can still be passed on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LedgerSegment(Struct, eq=False):
 
     @property
     def lost(self) -> bool:
-        """It was device memory, which is freed when its process ends. Host memory is not."""
+        """Was it device memory, which is freed when its process ends? Host memory is not."""
         return self.orphan and self.announcement.name is not None and self.announcement.name.startswith(DEVICE)
 
 
@@ -53,7 +53,7 @@ class Hold(Struct, eq=False, gc=False):
     clients: dict[int, int]
     pins: int = 0
     slices: dict[tuple[int, Handle], int] = {}
-    """The part of these counts that was given, and will be returned, as a slice of the block."""
+    """The part of these counts that was given as a slice of the block, and will be returned as that slice."""
 
 
 class Ledger:
@@ -91,7 +91,7 @@ class Ledger:
         self._drop_if_over(segment)
 
     def show(self, number: int, peer: int) -> None:
-        """Announces the segment to the peer, unless that was done before. Call before sending a handle into it."""
+        """Announces the segment to the peer if this has not been done yet. Call before sending a handle into it."""
         segment = self.segments[number]
         if peer not in segment.mapped_by and peer != segment.owner:
             segment.mapped_by.add(peer)
@@ -103,7 +103,7 @@ class Ledger:
             self.segments[number].uses += 1
 
     def use_present(self, numbers: tuple[int, ...]) -> None:
-        """`use`, but raises if one of them is lost, which a request of a client cannot refer to."""
+        """Like `use`, but raises if one of them is lost: a client's request must not refer to a lost segment."""
         known = self.segments
         for number in numbers:
             segment = known[number]
@@ -130,7 +130,8 @@ class Ledger:
     # ------------------------------------------------------------------------------------ handles
 
     def resolve(self, client: ClientState, handle: Handle) -> Place | None:
-        """Checks that the client may use these bytes. Returns None if they are its own, else the place of the hold."""
+        """Checks that the client may use these bytes. Returns the place of the hold, or None if the client owns the
+        segment."""
         number, offset, size = handle.segment, handle.offset, handle.size
         segment = self.segments.get(number)
         if segment is not None and segment.owner == client.number and not segment.orphan:
@@ -147,7 +148,8 @@ class Ledger:
         return place
 
     def held(self, client: ClientState, handle: Handle) -> Place | None:
-        """The client's hold that contains these bytes: nearly always exactly this handle, else a larger block."""
+        """The place of the client's hold that contains these bytes: usually exactly this handle, else a larger
+        block."""
         place: Place | None = (handle.segment, handle.offset)
         if place in client.holds and handle.size <= self.holds[place].handle.size:
             return place
@@ -155,7 +157,7 @@ class Ledger:
         return place if place in client.holds else None
 
     def block_of(self, handle: Handle) -> Place | None:
-        """The start of the held or pinned block that contains all these bytes, whoever holds it."""
+        """The start of the held or pinned block that contains all these bytes, regardless of its holder."""
         number, offset = handle.segment, handle.offset
         segment = self.segments.get(number)
         before = bisect_right(segment.blocks, offset) if segment is not None else 0
@@ -166,7 +168,7 @@ class Ledger:
         return place if offset + handle.size <= block.offset + block.size else None
 
     def is_new(self, handle: Handle, audience: str) -> bool:
-        """Can this be a new block from its owner: in a segment for that audience, and not held?"""
+        """Can this be a new block from its owner, that is, in a segment for that audience and not held?"""
         segment = self.segments.get(handle.segment)
         return (
             segment is not None
@@ -176,7 +178,7 @@ class Ledger:
         )
 
     def may_pass_on(self, client: ClientState, handle: Handle, audience: str) -> bool:
-        """Can the client pass on this handle, which it holds itself (or a part of it), to that audience?"""
+        """May the client pass on this handle (or a part of it), which it holds, to that audience?"""
         place = self.held(client, handle) if handle.size else None
         return place is not None and self.segments[handle.segment].audience == audience
 
@@ -209,7 +211,7 @@ class Ledger:
 
     def _given(self, client: ClientState, handle: Handle) -> tuple[Place, Hold]:
         """The hold that a returned handle belongs to, if slices have been given. Raises if the client was not given
-        it."""
+        this handle."""
         place = self.block_of(handle)
         if place is not None and client.number in self.holds[place].clients:
             hold, part = self.holds[place], (client.number, handle)
@@ -238,7 +240,7 @@ class Ledger:
         self._hold(handle)[1].pins += 1
 
     def _hold(self, handle: Handle) -> tuple[Place, Hold]:
-        """The hold of the block that is or contains the handle; else of a new block."""
+        """The hold of the block that is or contains the handle; else a new hold."""
         place = (handle.segment, handle.offset)
         hold = self.holds.get(place)
         if hold is None:
@@ -301,7 +303,7 @@ class Ledger:
         client.held_bytes = 0
 
     def worker_died(self, peer: int) -> set[int]:
-        """Returns the segments that are lost although something still refers to them."""
+        """Returns the segments that are lost while something still refers to them."""
         self._returns.pop(peer, None)
         self._forget_peer(peer)
         return {number for number, segment in self.segments.items() if segment.owner == peer and segment.lost}

@@ -1,4 +1,4 @@
-"""The core's limits: what each one protects, its default, and the reason for it.
+"""The core's limits: what each one protects, its default, and the reason for the default.
 
 Invariant: a limit that --limit can set is a field of Limits and a row of NAMED, and is described only there; the table
 in docs/security.md is generated from them.
@@ -11,14 +11,14 @@ from msgspec import Struct
 from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES
 
 PATIENCE_S = 1
-"""Protocol errors of this many seconds (at the permitted rate) are accepted at once; above that, the client is
+"""Burst of protocol errors that is accepted at once, in seconds' worth of the permitted rate. Above it, the client is
 throttled to the rate."""
 BURST_S = 10
 """A client with this many seconds' worth of errors is disconnected."""
 
 
 ANY_GPU = -1
-"""In `Limits.gpu_budgets`: each GPU without a budget of its own."""
+"""In `Limits.gpu_budgets`: each GPU that has no entry."""
 
 
 class Limits(Struct, frozen=True):
@@ -40,13 +40,13 @@ class Limits(Struct, frozen=True):
     client_errors: int = 100
     crashes: int = 3
     """Consecutive crashes of an instance, without a completed batch between them, after which it counts as broken:
-    quarantined if others of its version have completed batches meanwhile, lost otherwise. Models can override it; 0:
-    never."""
+    quarantined if other instances of its version completed batches in that time, lost otherwise. Models can override
+    it; 0: never."""
     backoff_ns: int = 1_000_000_000
     """Delay before the second consecutive restart (the first is immediate); doubles up to backoff_max_ns."""
     backoff_max_ns: int = 60_000_000_000
     loading: int = 4
-    """Instances that load at the same time: loading takes CPU and disk bandwidth from those that serve."""
+    """Instances that load at the same time. Loading takes CPU time and disk bandwidth from instances that serve."""
     load_retries: int = 0
     """How often a version that fails to load is retried, each time after backoff_ns."""
     execution_ns: int = 300_000_000_000
@@ -70,16 +70,16 @@ class Limits(Struct, frozen=True):
     gpu_budgets: tuple[tuple[int, int], ...] = ()
     """As `memory_budget`, for GPUs: their number (or ANY_GPU) and bytes."""
     memory_wait_ns: int = 500_000_000
-    """A version that waits for memory gets that of a busy one after this time, and so long does each version serve
-    before it has to make room although it is busy."""
+    """How long a version waits for memory before a busy version has to make room for it, and the minimum time that a
+    version serves before it has to make room while busy."""
     summaries: bool = False
     """Collect latency quantiles (--metrics-config summary_latencies)."""
     first_responses: bool = False
-    """Collect first response times (--metrics-config histogram_latencies). Those of decoupled models always are, in
-    other buckets."""
+    """Collect first response times (--metrics-config histogram_latencies). Those of decoupled models are always
+    collected, in other buckets."""
     prefetch_ns: int = 100_000_000
     """With several instances, a batch is sent ahead to a busy one only if batches take less than this. It goes to the
-    instance that started first; if another one finishes earlier, the batch waits at the wrong instance."""
+    instance that started first, so it waits at the wrong instance if another one finishes earlier."""
 
 
 class Limit(Struct, frozen=True):

@@ -14,7 +14,7 @@ class TimeoutAction(Enum):
 
 class TensorSpec(Struct, frozen=True):
     """An input or output as callers see it. `dims` excludes the batch dimension; -1 is any size. `reshape` (the shape
-    that steps see) and `labels` (directory and file) are set for ensembles only; workers handle those of other
+    that steps see) and `labels` (directory and file) are set only for ensembles; workers handle both for other
     models."""
 
     name: str
@@ -55,7 +55,7 @@ class IdControl(Struct, frozen=True):
 
 
 class PaddingPolicy(Struct, frozen=True):
-    """Padding of inputs to the longest in the batch, so that requests of different lengths share a batch.
+    """Padding of inputs to the longest in the batch, so that requests of different lengths can share a batch.
 
     `inputs`: (name, axes without the batch dimension) of the padded inputs. `lookahead`: how many waiting requests the
     batcher chooses from. `multiple`: padded lengths are multiples of this. `batch_cost`: fixed cost of a batch in
@@ -103,7 +103,8 @@ class StepPolicy(Struct, frozen=True):
 
 
 class Resource(Struct, frozen=True):
-    """What an instance needs while it runs a batch. `shared`: one total for all devices instead of one for each."""
+    """A resource that an instance needs while it runs a batch. `shared`: one total for all devices instead of one per
+    device."""
 
     name: str
     count: int
@@ -111,7 +112,8 @@ class Resource(Struct, frozen=True):
 
 
 class InstanceSpec(Struct, frozen=True):
-    """One worker process. `cpus` empty: the broker's. `threads`: limit for the engine; 0: the engine's default.
+    """One worker process. `cpus` empty: the same CPUs as the broker. `threads`: limit for the engine; 0: the engine's
+    default.
 
     `resources` and `turn` are for the rate limiter; among instances that wait for resources, one with turn 2 runs half
     as often as one with turn 1.
@@ -128,8 +130,8 @@ class InstanceSpec(Struct, frozen=True):
 
 
 class MemoryEstimate(Struct, frozen=True):
-    """What an instance probably needs, in bytes: on the host and, if it has one, on its GPU. `given`: by the model's
-    parameters."""
+    """Estimated memory of an instance in bytes: on the host and, if it uses one, on its GPU. `given`: set by the
+    model's parameters."""
 
     host: int = 0
     gpu: int = 0
@@ -149,7 +151,7 @@ class ModelPolicy(Struct, frozen=True):
     execution_limit_ns: int | None = None
     """A longer batch counts as hung. None: the server's limit; 0: no limit."""
     retry: bool = True
-    """Run requests that lost their worker once more, each alone."""
+    """Retry requests whose worker died, once and each alone."""
     sequence: SequencePolicy | None = None
     steps: tuple[StepPolicy, ...] | None = None
     """Set for an ensemble, which has no instances."""
@@ -158,9 +160,9 @@ class ModelPolicy(Struct, frozen=True):
     cached: bool = False
     """Responses are cached and reused for identical requests."""
     reads_there: bool = False
-    """Its GPU instances can read inputs from device memory."""
+    """The model's GPU instances can read inputs from device memory."""
     leaves_there: bool = False
-    """Its GPU instances can leave outputs in device memory."""
+    """The model's GPU instances can leave outputs in device memory."""
     ahead: int = 0
     """For an ensemble: how many responses a step may be ahead of those delivered to the caller; 0: the default."""
     crash_limit: int | None = None
@@ -168,16 +170,16 @@ class ModelPolicy(Struct, frozen=True):
     padding: PaddingPolicy | None = None
     """Requires `batching` and a batch dimension."""
     idle_unload_ns: int | None = None
-    """Time without requests after which it goes to sleep. None: the server's; 0: never."""
+    """Time without requests after which the version goes to sleep. None: the server's limit; 0: never."""
     stays_loaded: bool = False
-    """It never goes to sleep, not even for the memory of others."""
+    """The version never goes to sleep, not even to free memory for others."""
     first_response_ms: tuple[float, ...] = ()
     """Upper bucket bounds of the histogram of first response times; empty: Triton's."""
 
 
 def thread_share(cores: int, quota: int, sharing: int, instances: int) -> int:
-    """The threads of an instance: its cores divided by the model's instances on the same cores. With a quota of CPU
-    time, at most its share of that among all instances of the model."""
+    """The threads of an instance: its cores divided by the number of the model's instances on the same cores. With a
+    CPU quota, at most the instance's share of it among all instances of the model."""
     threads = cores // max(1, sharing)
     if quota:
         threads = min(threads, quota // max(1, instances))
@@ -185,8 +187,8 @@ def thread_share(cores: int, quota: int, sharing: int, instances: int) -> int:
 
 
 class ScaledGroup(Struct, frozen=True):
-    """Instances of one group on one device, of which there are `least` to `most`. `specs` are those of `most`; if
-    names are free, others of the group use them."""
+    """Instances of one group on one device, from `least` to `most` of them. `specs`: by number, for `most` instances;
+    an instance with a higher number reuses the spec at its number modulo `most`."""
 
     group: str
     least: int
@@ -196,8 +198,8 @@ class ScaledGroup(Struct, frozen=True):
 
 class ScalingPolicy(Struct, frozen=True):
     """The number of instances follows the load. `up_ns`: mean time in the queue above which instances are added.
-    `down_ns`: how long fewer must have been enough before one is removed. `cores` are those of the server, 0 if
-    unknown, and `quota` as in `thread_share`."""
+    `down_ns`: how long fewer instances must have been enough before one is removed. `cores`: the cores of the server, 0
+    if unknown. `quota`: as in `thread_share`."""
 
     groups: tuple[ScaledGroup, ...]
     up_ns: int

@@ -1,7 +1,7 @@
 """The records of the core that refer to each other: request, instance, sequence and model version.
 
-They keep their own fields consistent; the other packages of the core find them in `State` and decide what happens to
-them. The records that contain them are generic (`Batch`, `Places`, `RequestQueue`).
+A record keeps its own fields consistent; the other packages of the core find records in `State` and decide what happens
+to them. Their containers are generic (`Batch`, `Places`, `RequestQueue`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from shmserve.protocol.worker_messages import LabelFile
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 Key = tuple[str, int, int | str, str]
-"""Model, requested version (0: the default one), sequence id, and owner: a user, or a client's caller."""
+"""Model, requested version (0: the default), sequence id, and owner: a user, or one caller of a client."""
 
 ORDER = 256
 """With preserve_ordering: minimum length of `Version.order` before it is swept."""
@@ -91,11 +91,11 @@ class Request(Struct, eq=False, gc=False):
     suspect: Instance | None = None
     """The instance whose worker died while it ran this request. The request is run once more, alone."""
     special: bool = False
-    """Its response needs more than sending: it used shared memory, is a step's, is one of several, or is traced."""
+    """Its response cannot take the fast path: it used shared memory, is a step, has several responses, or is traced."""
     parts: int = 0
     """Responses sent so far."""
     responded: int = 0
-    """For decoupled models: when its last response with outputs was sent; 0: there was none."""
+    """For decoupled models: when its last response with outputs was sent; 0: none yet."""
     state: RequestState = RequestState.QUEUED
     instance: Instance | None = None
     batch: Batch[Request] | None = None
@@ -105,11 +105,11 @@ class Request(Struct, eq=False, gc=False):
     step_of: int = 0
     """For a step of an ensemble: the number of the ensemble request, which receives the result."""
     called_by: int = 0
-    """For a call that a model makes: the number of the request that it was running, if it named it."""
+    """For a call from a model: the number of the request that the model was running, if the call names it."""
     in_shared_memory: bool = False
     """All its outputs must be in shared memory."""
     near: tuple[str, ...] = ()
-    """Outputs that may stay on the instance's GPU, because their readers are on the same one."""
+    """Outputs that may stay on the instance's GPU, because their readers run on the same GPU."""
     aliases: bool = False
     """Its outputs may alias its inputs, because only other steps read them."""
     labels: tuple[LabelFile, ...] = ()
@@ -118,15 +118,15 @@ class Request(Struct, eq=False, gc=False):
     """Set if the response cache had no entry and is to store the computed response."""
     sequence: Sequence | None = None
     slot: int = -1
-    """Its slot in the batch; -1: any."""
+    """Its sequence slot in the batch; -1: any."""
     length: int = 0
     """Length of its padded inputs."""
     passed: int = 0
-    """Rows of later requests that the batcher has taken first, to reduce padding."""
+    """Rows of later requests that the batcher has taken before this one, to reduce padding."""
     held: bool = False
     """Its client is an instance that blocks until it is answered."""
     form: CheckedForm | None = None
-    """Set for a request that came in an InferBatch: `inputs` is empty, and `data` has the bytes of each input."""
+    """Set for a request that came in an InferBatch: `inputs` is empty, and `data` contains the bytes of each input."""
     data: tuple[bytes, ...] = ()
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -135,7 +135,8 @@ class Request(Struct, eq=False, gc=False):
 
     @property
     def on_loan(self) -> bool:
-        """Does it use memory that its client must not touch meanwhile? Frames are in the broker's own arena."""
+        """Does it use memory that its client must not touch until it is answered? Frames are in the broker's own
+        arena."""
         return any(segment >> OWNER_SHIFT for segment in self.segments)
 
     def move(self, finish: RequestState) -> None:
@@ -162,20 +163,21 @@ class Instance(Struct, eq=False):
     deaths: int = 0
     """Consecutive crashes and failed restarts, without a completed batch or a long uptime between them."""
     crashes: int = 0
-    """The crashes among these."""
+    """How many of these were crashes."""
     ready_since: int = 0
-    """When its process finished loading; 0: it has not."""
+    """When its process finished loading; 0: not yet."""
     row_began: int = 0
-    """Batches that its version had completed at the first of these crashes. A higher count means that other instances
-    completed batches since."""
+    """Batches that its version had completed at the first of these crashes. A higher count now means that other
+    instances have completed batches since."""
     unexplained: bool = False
     """Its worker died, and the request that caused it is not known yet."""
     lost: bool = False
-    """Its last restart failed: it could not load, or crashed once too often in a row."""
+    """Its last restart failed: it could not load, or reached the crash limit."""
     quarantined: bool = False
-    """It crashes while others of its version succeed. Until it completes a batch, it gets one request at a time."""
+    """It crashes while other instances of its version succeed. It gets one request at a time until it completes a
+    batch."""
     restarts: int = 0
-    """Total restarts after it had been READY."""
+    """Total restarts, counted once it has been READY."""
     retry_at: int = 0
     reason: str = ""
     spawned: int = 0
@@ -187,35 +189,35 @@ class Instance(Struct, eq=False):
     load_error: str = ""
     """The error that its worker reported for the current load."""
     last_words: str = ""
-    """The last lines that its last process wrote before it died. For operators only."""
+    """The last output of its most recent process. For operators only."""
     loaded: bool = False
-    """It has been READY. A version that is served without one that never was does not count it as missing."""
+    """It has been READY. A version that serves does not count an instance as missing that never was READY."""
     sleeping: bool = False
-    """Its process was stopped to free memory, and has not been READY since. A `reason` means that it could not be
-    woken, and may not be before `retry_at`."""
+    """Its process was stopped to free memory, and has not been READY since. If `reason` is set, it could not be woken
+    and must not be tried again before `retry_at`."""
     memory: tuple[int, int] = (0, 0)
-    """Of its process as last measured, on the host and on its GPU."""
+    """Memory of its process as last measured, on the host and on its GPU."""
     streams: dict[int, Request] = {}
-    """Open streams: requests that it will still answer, although their batch has run."""
+    """Open streams: requests whose batch has run, with responses still to come."""
     replaces: Instance | None = None
     """The instance that this one replaces once it is READY."""
     joining: bool = False
-    """It was added to a version that is served, outside an operation, and has not been READY yet."""
+    """It was added outside an operation to a version that serves, and has not been READY yet."""
     retiring: bool = False
     """It accepts no new sequences or other requests, and stops when its sequences and streams have ended."""
     closing: bool = False
-    """It leaves and gets nothing more to run; it only finishes its batches and streams."""
+    """It is leaving: it gets no new work and only finishes its batches and streams."""
     due: int = 0
-    """For a replaced instance: when its running batch must have finished. 0: it has not been replaced."""
+    """For a replaced instance: the time by which its running batch must finish. 0: not replaced."""
     revoked: set[int] = set()
-    """Requests that were taken back without a confirmation: the worker must not start them any more."""
+    """Requests that were taken back without the worker's confirmation: it must not start them any more."""
     caller: CallingWorker | None = None
-    """Its process as a client, once it has called other models."""
+    """The client record of its process, once it has called other models."""
     lease: int = 0
     """The lease by which a client uses it; 0: none."""
     leased_since: int = 0
-    """When it began to run a request of its lease or last resumed it after calls to other models, as of the last query;
-    0: it ran none."""
+    """When it began to run a leased request, or last resumed it after calls to other models, as of the last query; 0:
+    it was not running one."""
 
     def move(self, finish: InstanceState) -> None:
         self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())
@@ -225,22 +227,22 @@ class Instance(Struct, eq=False):
 
     @property
     def usable(self) -> bool:
-        """May it get work? One that leaves may, for its remaining sequences."""
+        """May it get work? A leaving instance may, for its remaining sequences."""
         return self.state is InstanceState.READY and not self.spec.passive and not self.closing
 
     @property
     def alive(self) -> bool:
-        """It serves, or is expected to again: its last restart has not failed."""
+        """Does it serve, or is it expected to serve again, because its last restart has not failed?"""
         return self.loaded and not (self.lost or self.over or self.spec.passive)
 
     @property
     def is_tentative(self) -> bool:
-        """It was added for more throughput, and has not begun to load: with a memory budget, it may never do so."""
+        """Was it added for more throughput and has not begun to load? With a memory budget, it may never load."""
         return self.joining and self.state is InstanceState.WAITING
 
     @property
     def degraded(self) -> bool:
-        """It should serve and did so before, but does not now, or not fully."""
+        """It has served before and should serve, but currently does not, or not fully."""
         if not self.loaded or self.over or self.spec.passive:
             return False
         if self.sleeping:
@@ -259,7 +261,7 @@ class Instance(Struct, eq=False):
     @property
     def asleep_soon(self) -> bool:
         """It is asleep, or will be when its process has ended."""
-        if self.state is InstanceState.KILLED:  # if it was READY, it did not exit in time; else it did not wake
+        if self.state is InstanceState.KILLED:  # if it was READY, it did not exit in time; otherwise it failed to wake
             return self.sleeping and self.ready_since > 0
         return self.state in (InstanceState.GOING_TO_SLEEP, InstanceState.ASLEEP)
 
@@ -281,18 +283,18 @@ class Sequence(Struct, eq=False):
     id."""
     version: Version
     active: int
-    """When a request of it last started or ended."""
+    """When one of its requests last started or ended."""
     state: SequenceState = SequenceState.WAITING
     requests: deque[Request] = field(default_factory=deque)
     running: Request | None = None
     instance: Instance | None = None
     slot: int = -1
     over: bool = False
-    """No further request belongs to it."""
+    """No further request can join it."""
     cut: bool = False
     """It ends without an END."""
     own: bool = False
-    """Implicit: of a single request without an id."""
+    """Implicit: created for a single request without an id."""
     before: Sequence | None = None
     """An older sequence with the same id, which must end first: workers keep state by id."""
     after: Sequence | None = None
@@ -331,7 +333,7 @@ class Sequence(Struct, eq=False):
         self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was cancelled, which ended the sequence")
 
     def run_again(self, request: Request) -> None:
-        """An iterative model reschedules the request: it returns to the head of the sequence."""
+        """An iterative model reschedules the request, which returns to the head of the sequence."""
         request.move(RequestState.QUEUED)
         request.instance = request.batch = None
         if request.options is not None and request.options.sequence_start:
@@ -357,7 +359,7 @@ class Sequence(Struct, eq=False):
 
 
 class Rest(Struct):
-    """When a version goes to sleep, and whether it is waking."""
+    """Sleep state of a version: when it goes to sleep, and whether it is waking."""
 
     idle_ns: int = 0
     """It goes to sleep after this time without requests; 0: never."""
@@ -366,15 +368,15 @@ class Rest(Struct):
     stays_loaded: bool = False
     """It never goes to sleep."""
     woken: int = 0
-    """When it was woken, until it is READY; 0: it is asleep or serves."""
+    """While it is waking: when it was woken. 0: it is asleep or serves."""
     logged: bool = False
     """The log has a line about this."""
     memory: MemoryEstimate = MemoryEstimate()
-    """Of an instance, until it has been measured."""
+    """Estimate for an instance, used until it has been measured."""
     host: int = 0
-    """The largest memory of an instance that was READY, on the host; 0: it was not measured yet."""
+    """The largest host memory of a READY instance; 0: not measured yet."""
     host_peak: int = 0
-    """The same while it loaded."""
+    """The same for an instance that is loading."""
     gpu: int = 0
     gpu_peak: int = 0
 
@@ -446,9 +448,9 @@ class Version:
         self.traceback = ""
         """The model's traceback of the last failed load; "" once it has been logged."""
         self.logged_traceback = ""
-        self.asleep = False  # no instance serves or is about to: queued requests wake it
+        self.asleep = False  # no instance serves or is about to; queued requests wake it
         self.rest = Rest()
-        self.yielding = False  # it starts nothing more, and sleeps when it has finished: others wait for its memory
+        self.yielding = False  # others wait for its memory: it starts nothing more, and sleeps once it has finished
         self.limit_ns = 0
         """Execution limit: a longer batch counts as hung; 0: no limit."""
         self.crash_limit = 0
@@ -464,7 +466,7 @@ class Version:
         self.reserved: Instance | None = None
         """Runs the next suspect. Nothing is sent ahead to it, so that it becomes idle."""
         self.trial: Instance | None = None
-        """The instance that is running a suspect."""
+        """The instance that is currently running a suspect."""
         self.places: Places[Sequence, Instance] | None = None
         """For models with sequence batching."""
         self.graph: EnsembleGraph | None = None
@@ -472,7 +474,7 @@ class Version:
         self.members: tuple[Version, ...] = ()
         """The models of its steps, once all are READY."""
         self.member_recovering = False
-        """For ensembles: a missing model is being loaded, or is restarting its instances."""
+        """For ensembles: a missing step model is loading or restarting its instances."""
         self.compose_number = 0
         """Number of the pending Compose."""
         self.users = 0
@@ -488,17 +490,17 @@ class Version:
         self.order_swept = ORDER
         """Length at which requests that left early are removed."""
         self.idle: list[Instance] = []
-        """Idle instances. The most recent one is last and is used first, because its caches are warm."""
+        """Idle instances. The most recently used is last and is taken first, because its caches are warm."""
         self.service_ns = 0
         """Mean batch time (exponential); 0 before the first batch."""
         self.spread_ns = 0
-        """Mean deviation between that and the time after which the broker sees a batch as done."""
+        """Mean deviation of the batch time as seen by the broker from `service_ns`."""
         self.successor: Version | None = None
         """The generation that a restart put in its place, which takes over its requests."""
         self.wake = 0
         """When to dispatch again if no event arrives; 0: never."""
         self.most_works = 1
-        """Requests in one message to a worker, as far as their size without tensors and options allows."""
+        """Maximum number of requests in one message to a worker, given their size without tensors and options."""
         self.lending: Lending | None = None  # its instances cannot be lent to clients
         self.scaler: Scaler | None = None  # its number of instances does not follow its load
         self.statistics = Statistics()
@@ -514,7 +516,7 @@ class Version:
         self.reason = reason
 
     def take_traceback(self) -> str:
-        """The traceback to log for a failed load; "" if the last logged attempt failed in the same way."""
+        """The traceback to log for a failed load; "" if the last logged attempt failed with the same one."""
         found, self.traceback = self.traceback, ""
         if found == self.logged_traceback:
             return ""
@@ -523,7 +525,7 @@ class Version:
 
     @property
     def healthy(self) -> bool:
-        """Can an instance run a request now, or after its current batches, or when it has been woken?"""
+        """Can an instance run a request now, after its current batches, or once woken?"""
         if self.graph is not None:
             return self.state is VersionState.READY and all(member.healthy for member in self.members)
         return self.state is VersionState.READY and any(
@@ -543,20 +545,20 @@ class Version:
 
     @property
     def recovering(self) -> bool:
-        """It was READY, has no instance left, and keeps restarting them."""
+        """It was READY, has lost all instances, and keeps restarting them."""
         if self.state is not VersionState.UNAVAILABLE or not self.took_ns:
             return False
         return any(not instance.over for instance in self.instances)
 
     @property
     def returns(self) -> bool:
-        """It is not READY, but will be without intervention once its instances, or those of its steps, have
+        """It is not READY, but will become READY by itself once its instances, or those of its steps, have
         restarted."""
         return self.recovering or self.member_recovering
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Instances that serve fully, and instances that should."""
+        """The number of instances that serve fully, and of those that should."""
         wanted = [i for i in self.instances if not (i.over or i.spec.passive or i.replaces or i.joining)]
         return sum(i.state is InstanceState.READY and not i.quarantined for i in wanted), len(wanted)
 
@@ -580,7 +582,7 @@ class Version:
 
     @property
     def waits(self) -> int:
-        """Queued requests, which no worker has."""
+        """The number of queued requests, which no worker has."""
         if self.places is not None:
             return self.places.waits
         return self.queue.count + len(self.suspects)
@@ -619,7 +621,7 @@ class Version:
 
     @property
     def heir(self) -> Version:
-        """The generation in which to queue a request that one of its instances returns."""
+        """The generation that queues a request returned by one of this version's instances."""
         newest = self
         while newest.successor is not None:
             newest = newest.successor

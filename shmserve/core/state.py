@@ -53,8 +53,8 @@ class Timer(Enum):
     RECALL = auto()  # check whether a replaced instance has returned its unstarted requests
     OVERDUE = auto()  # check whether a replaced instance has finished its running batch
     LEAVE = auto()  # end of the grace period for the sequences of an unloaded version
-    ROOM = auto()  # decide again which versions make room in memory
-    UNUSED = auto()  # check whether a version has been without requests for long enough to go to sleep
+    ROOM = auto()  # re-evaluate which versions make room in memory
+    UNUSED = auto()  # check whether a version has been idle for long enough to go to sleep
     SCALE = auto()  # measure whether a version has enough instances
     DRAIN = auto()  # end of the grace period at shutdown
 
@@ -69,17 +69,17 @@ class State:
         self.clients: dict[int, ClientState] = {}
         self.models: dict[str, Model] = {}
         self.ready: dict[str, Version] = {}
-        """Model name, or alias -> the version for requests that name none."""
-        self.splits: dict[str, Split] = {}  # the models whose requests are divided among several versions
-        self.shadows: dict[str, Shadow] = {}  # of the models that have one
+        """Model name or alias -> the version for requests that do not name one."""
+        self.splits: dict[str, Split] = {}  # models whose requests are divided among several versions
+        self.shadows: dict[str, Shadow] = {}  # models that have a shadow
         self.shadowed: dict[int, Shadow] = {}
-        """Requests in flight that a shadow also gets when they are answered."""
+        """Requests in flight that are repeated at a shadow when they are answered."""
         self.comparisons: dict[int, Comparison] = {}
         """Requests of shadows."""
         self.compared_bytes = 0
-        """Tensors in shared memory that these keep."""
+        """Bytes of tensors in shared memory that `comparisons` keeps."""
         self.shadow_client = ClientState(0, INTERNAL, "", "frames", "shadow", gone=True, user="shadow")
-        """The client of these, which nothing is sent to."""
+        """The client of shadow requests. Nothing is ever sent to it."""
         self.requests: dict[int, Request] = {}
         self.runs: dict[int, Run] = {}
         """Number of the request to an ensemble -> its run."""
@@ -87,7 +87,8 @@ class State:
         """Worker -> its version and instance. Entries are removed when the process has ended."""
         self.leases: dict[int, Lease] = {}
         self.accused: dict[tuple[int, int], Instance] = {}
-        """Client and number of leased requests during which a worker died -> its instance. Suspects if sent again."""
+        """(client, request number) of a leased request that was running when its worker died -> the instance. The
+        request is a suspect if the client sends it again."""
         self.ledger = Ledger()
         self.cache = Cache(limits.cache_bytes, self.ledger)
         self.limiter = Limiter(limits.resources) if limits.rate_limit else None
@@ -97,9 +98,9 @@ class State:
         self.runs_to_advance: dict[Run, None] = {}
         """Ensemble runs to advance: a step's result has arrived, or the run has failed."""
         self.runs_with_rows: FairQueue[Run] = FairQueue()
-        """Ensemble runs with rows that still need requests, queued by user. Some may have ended meanwhile."""
+        """Ensemble runs with rows that still need requests, queued by user. May contain runs that have ended."""
         self.abandoned: Counter[str] = Counter()
-        """User -> number of streams that no client reads any more, and that the model has not ended yet."""
+        """User -> number of streams that no client reads any more but the model has not ended."""
         self.sequences: dict[Key, Sequence] = {}
         """Sequences that further requests may continue."""
         self.lost_sequences: dict[Key, tuple[str, str]] = {}
@@ -112,7 +113,7 @@ class State:
         """Version -> when to dispatch it again if no event does before, e.g. at the end of a queue delay."""
         self._begin_lifecycle()
         self.blocked_instances: dict[Instance, None] = {}
-        """Instances that block until models that they called have answered."""
+        """Instances that are blocked until the models they called have answered."""
         self.answered_calls: list[Request] = []
         """Requests answered in this turn for which an instance has been blocking."""
         self.deadlock_possible = False
@@ -125,9 +126,9 @@ class State:
         self.tracing = False
         """Log each batch with the reason for which it was formed."""
         self.draining = self.drained = False
-        """The server is stopping: it accepts no requests; and all are answered."""
+        """`draining`: the server is stopping and accepts no requests. `drained`: all requests have been answered."""
         self.out_of_service = False
-        """The server is not ready, because an operator wants no more requests for it. It accepts those that come."""
+        """An operator has taken the server out of service: it reports not ready, but accepts requests that arrive."""
         self._timers: list[tuple[int, int, Timer, Subject]] = []
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
         self._numbers, self._workers = 0, WORKERS_FROM
@@ -140,32 +141,33 @@ class State:
         self.loading: dict[Instance, None] = {}
         """Instances that are loading and count towards `Limits.loading`."""
         self.unloading_versions: dict[Version, None] = {}
-        """Versions that accept no new requests, and are removed when those that they have are answered."""
+        """Versions that accept no new requests, and are removed once their remaining requests are answered."""
         self.replaced_versions: list[tuple[Version, Version]] = []
         """Versions that restarts have replaced, each with its successor."""
         self.replaced_instances: list[tuple[Version, Instance]] = []
         """Instances that restarts have replaced, of versions that continue."""
         self.joined: list[tuple[Version, Instance]] = []
-        """Instances that `resizing.join` has added, and that are READY now or could not load (FAILED)."""
+        """Instances added by `resizing.join` that are now READY or could not load (FAILED)."""
         self.forced_unloads: list[Version] = []
         """Versions to unload by force at the end of the turn."""
         self.retiring_instances: dict[Instance, Version] = {}
         """Instances that their versions no longer need, kept until their sequences have ended."""
         self.to_sleep: dict[Version, bool] = {}
-        """Versions that go to sleep as soon as nothing runs on them, not even over a lease. True: because others need
-        their memory."""
+        """Versions that go to sleep as soon as nothing runs on them, not even over a lease. True: others need their
+        memory."""
         self.held: dict[Instance, Version] = {}
-        """Instances that have memory: it is granted before they load, and free when their process has ended."""
+        """Instances that have been granted memory: granted before they load, freed when their process has ended."""
         self.yielding: dict[Version, int] = {}
-        """Versions that finish what runs and then sleep, and since when: others wait for their memory."""
+        """Version -> since when it yields: it finishes what runs and then sleeps, because others wait for its
+        memory."""
         self.memory_limited = bool(self.limits.memory_budget or self.limits.gpu_budgets)
         self.memory_changed = False
-        """Decide who gets memory: instances wait to load, were measured or have ended, or a version waits for others to
-        make room."""
+        """Re-evaluate memory grants at the end of the turn: instances wait to load, were measured or have ended, or a
+        version waits for others to make room."""
         self.room_at = 0
         """When the timer ROOM is due, if that is in the future."""
         self.short_since = 0
-        """Since when instances have had more memory than the budget; 0: they have not."""
+        """Since when instances have exceeded the memory budget; 0: they do not."""
 
     def begin(self) -> list[Effect]:
         """Begins a turn. Returns the list that will contain its effects."""
@@ -180,7 +182,7 @@ class State:
 
     @property
     def last_number(self) -> int:
-        """The last of these. If it is the same as before, no request has arrived."""
+        """The last of these. Unchanged since an earlier turn: no request has arrived since."""
         return self._numbers
 
     def next_worker(self) -> int:
@@ -242,8 +244,7 @@ class State:
             self.ready[name] = self.models[name].versions[split.choose()]
 
     def look_up(self, name: str, number: int) -> Version:
-        """The version that serves requests for this name and number (0: the default version). Raises if there is
-        none."""
+        """The version that serves requests for this name and number (0: the default version). Raises if none does."""
         if not number and name in self.ready:
             return self.ready[name]
         model = self.models.get(name)
@@ -268,7 +269,8 @@ class State:
 
     def set_timer(self, at: int, kind: Timer, subject: Subject) -> None:
         heapq.heappush(self._timers, (at, next(self._timer_numbers), kind, subject))
-        # Most timers are those of requests that are answered before: sweep when such ones are the majority.
+        # Most timers belong to requests that are answered before they expire: sweep once obsolete timers are the
+        # majority.
         if len(self._timers) > 4096 and len(self._timers) > 4 * len(self.requests) + 256:
             self._timers = [entry for entry in self._timers if _live(entry[3])]
             heapq.heapify(self._timers)

@@ -5,8 +5,8 @@ internal error, reported with the object's `story()`.
 
 A request leaves the broker for a worker (SENT). It becomes QUEUED again only if its batch is recalled, its worker dies,
 or an iterative model runs it again. It may be answered before the worker is done with it (LINGERING: its inputs are
-still in use), or be done before it may be answered (DONE). The state of its batch shows whether a sent request is
-running.
+still in use), or be finished before its response may be sent (DONE). Whether a SENT request is running is the state of
+its batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class InstanceState(Enum):
     GOING_TO_SLEEP = "going to sleep"  # its process is stopping, to free memory; requests wake it again
     ASLEEP = "asleep"  # without a process until it is woken
     KILLED = "killed"  # its process is being killed: protocol error, hang, or no exit in time
-    FAILED = "failed"  # not restarted again, or failed to load; its process has ended
+    FAILED = "failed"  # not restarted any more, or failed to load; its process has ended
     STOPPING = "stopping"
     STOPPED = "stopped"
 

@@ -1,6 +1,6 @@
-"""Which versions of a model get the requests that name no version, and names for versions (aliases).
+"""How requests that name no version are divided among the versions of a model, and version aliases.
 
-A version is chosen once for each turn, so that requests cost nothing more.
+A version is chosen once per turn, so there is no cost per request.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from msgspec import Struct
 ALIAS = "@"
 """`MODEL@NAME` is the version with this alias."""
 STEP = 0.6180339887498949
-"""Adding this golden ratio, modulo 1, meets every interval as often as it is long, also at every second or n-th turn:
-shares hold for requests that come only in certain turns."""
+"""The golden ratio conjugate. Adding it modulo 1 hits every interval in proportion to its length, even when sampled
+only at every n-th turn, so shares hold for requests that arrive only in certain turns."""
 
 
 class Traffic(Struct, frozen=True):
-    """What operators have set for a model. `shares`: version -> percent of the requests that name no version; the rest
-    goes to the highest READY version without a share. Shares of versions that are not READY are divided among the
-    others. `aliases`: name -> version. `shadow`: a version -> percent of the requests that name no version, which it
-    gets in addition to the version that answers them.
+    """Traffic settings of a model. `shares`: version -> percent of the requests that name no version; the rest goes to
+    the highest READY version without a share. Shares of versions that are not READY are divided among the others.
+    `aliases`: name -> version. `shadow`: version -> percent of the requests that name no version, which it receives in
+    addition to the version that answers them.
     """
 
     shares: dict[int, int] = {}
@@ -33,8 +33,8 @@ class Traffic(Struct, frozen=True):
         aliases: Mapping[str, int | None],
         shadow: Mapping[int, int] | None = None,
     ) -> Traffic:
-        """With these shares and this shadow in place of all others (None: they stay), and these aliases besides the
-        others (None as version: without the alias)."""
+        """Returns a copy with these shares and this shadow instead of the current ones (None: unchanged), and these
+        aliases in addition to the current ones (version None: remove the alias)."""
         merged = {**self.aliases, **aliases}
         kept = {alias: number for alias, number in merged.items() if number is not None}
         return Traffic(
@@ -42,7 +42,7 @@ class Traffic(Struct, frozen=True):
         )
 
     def weights(self, ready: Collection[int]) -> list[tuple[int, int]]:
-        """The versions that get requests while these are READY, each with its weight: that with the largest first."""
+        """The versions that get requests while these are READY, with their weights, the largest first."""
         found = [(number, percent) for number, percent in self.shares.items() if percent and number in ready]
         others = set(ready) - self.shares.keys()
         left = 100 - sum(self.shares.values())
@@ -62,7 +62,7 @@ UNSET = Traffic()
 
 
 class Split(Struct):
-    """The weights of several versions, and where the sequence of choices is."""
+    """The weights of several versions, and the position in the sequence of choices."""
 
     weights: list[tuple[int, int]]
     phase: float = 0.0
@@ -78,7 +78,7 @@ class Split(Struct):
 
 
 class Shadow(Struct, eq=False):
-    """The version that gets `percent` of the requests in addition, and where the sequence of choices is."""
+    """The version that additionally gets `percent` of the requests, and the position in the sequence of choices."""
 
     version: int
     percent: int
@@ -86,7 +86,7 @@ class Shadow(Struct, eq=False):
     pending: int = 0
     """Its requests in flight."""
     log_at: int = 0
-    """When the next entry in the log about it is allowed."""
+    """The earliest time for the next log entry about it."""
 
     def choose(self) -> bool:
         self.phase = (self.phase + STEP) % 1.0

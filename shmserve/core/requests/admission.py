@@ -90,7 +90,8 @@ class Admission:
             self._state.send(peer, Fail(number, error.code, error.message))
 
     def infer_batch(self, peer: int, message: InferBatch, now: int) -> None:
-        """Requests of one form. What is common to them is checked once, unless they need more than the usual checks."""
+        """Requests of one form. Their common properties are checked once, unless they need more than the usual
+        checks."""
         columns = message.columns
         if not columns.regular or len(columns.requests) > BATCH_REQUESTS:
             text = (
@@ -119,7 +120,7 @@ class Admission:
         self.infer(peer, Infer(number, message.model, message.version, tensors, None, message.timeout_us), now)
 
     def _admit_all(self, client: ClientState, version: Version, message: InferBatch, now: int) -> None:
-        """Invariant: the same requests are refused as by `_admit`, with the same errors."""
+        """Invariant: refuses the same requests as `_admit`, with the same errors."""
         state, columns, checker = self._state, message.columns, version.checker
         assert checker is not None, version.label
         form = checker.form(columns.forms)
@@ -294,7 +295,7 @@ class Admission:
         self._state.ledger.announce(0, event.announcement, INTERNAL)
 
     def more(self, peer: int, message: More, now: int) -> None:
-        """Extends the response window. Does nothing if the request has been answered meanwhile."""
+        """Extends the response window. Does nothing if the request has already been answered."""
         client = self._greeted(peer)
         request = self._state.request_of(client, message.request) if client is not None else None
         if request is not None and request.options is not None and request.options.window:
@@ -337,11 +338,11 @@ class Admission:
             raise InvalidRequest("the name of a segment on a GPU does not contain an exported handle and a device UUID")
 
     def _check_segment_name(self, client: ClientState, name: str) -> None:
-        """A client must not make a worker open memory of the server or of another client."""
+        """A client must not be able to make a worker open memory of the server or of another client."""
         if not _SEGMENT_NAME.fullmatch(name):
             raise InvalidRequest(f"a segment name must be a slash, then up to {NAME_LENGTH - 1} of A-Z a-z 0-9 . _ -")
         for segment in self._state.ledger.segments.values():
-            # The same name from the same user is a client that reconnected before its old connection was found dead.
+            # The same user may announce a name again: a client reconnected before its old connection was found dead.
             if segment.announcement.name == name and (
                 segment.owner >= WORKERS_FROM or segment.audience != client.audience
             ):
@@ -374,7 +375,7 @@ class Admission:
         if client is None:
             return
         try:
-            if message.what:  # else it continues the body of an operation that was allowed
+            if message.what:  # otherwise it continues the body of an operation that was already allowed
                 if message.what not in roles.QUESTIONS:
                     raise roles.unknown(message.what)
                 self._connections.check_role(client, message.what)

@@ -1,12 +1,12 @@
 """The response cache: identical requests get a stored response, without running the model.
 
 The key contains everything that a response depends on, in full, so different requests never collide. Inputs in shared
-memory are copied once into the broker's own memory; this copy is compared and also read by the model. So the owner may
-overwrite its memory at any time, and no response is stored for an input that the model has not seen.
+memory are copied once into the broker's own memory; the copy is used both for the comparison and by the model. So the
+owner may overwrite its memory at any time, and no response is stored for an input that the model has not seen.
 
-Outputs are copied into the broker's memory as well and returned as handles, so that cached responses do not occupy
-workers' arenas; outputs that would block the broker too long stay where the worker wrote them. A response is valid for
-the audience and the model generation that it was made for.
+Outputs are also copied into the broker's memory and returned as handles, so that cached responses do not occupy
+workers' arenas; outputs whose copy would block the broker for too long stay where the worker wrote them. A response is
+valid only for the audience and model generation for which it was computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Copies(Protocol):
     """How the broker reads shared memory and stores copies."""
 
     def read(self, parts: Sequence[Handle]) -> bytes | None:
-        """The bytes in these places. None: not host memory, or not readable by its descriptor."""
+        """The bytes of these handles. None: not host memory, or not readable through its descriptor."""
 
     def place(self, data: bytes, audience: str) -> Placed | None:
         """Stores the bytes where the audience can read them. None: no space, or not possible."""
@@ -62,7 +62,7 @@ class Cache:
     def __init__(self, limit: int, ledger: Ledger) -> None:
         self.limit = limit
         self.copies: Copies | None = None
-        """Without it, only inputs inside messages are compared, and outputs stay where they are."""
+        """None: only inputs inside messages are compared, and outputs stay where they are."""
         self.clock: Callable[[], int] = _no_time
         """In ns, for statistics only: the turn's `now` does not advance during lookups and copies."""
         self.bytes = self.hits = self.misses = self.evictions = 0
@@ -104,7 +104,7 @@ class Cache:
         return self.copies.read(parts)
 
     def hold_still(self, key: Key, request: Request) -> bool:
-        """Lets the model read the compared copy of inputs that their owner could still overwrite. False: not
+        """Makes the model read the compared copy of inputs that their owner could still overwrite. False: not
         possible."""
         bytes_of = {name: data for name, _, _, data in key[2]}
         inputs: list[Tensor] = []
@@ -205,7 +205,7 @@ class Cache:
 
 
 def _exact(value: Value) -> Value | bytes:
-    """Makes values equal only if a model cannot tell them apart: 1, 1.0 and True differ by type, 0.0 and -0.0 by their
+    """Makes values equal only if a model cannot distinguish them: 1, 1.0 and True differ by type, 0.0 and -0.0 by
     bits."""
     return _double(value) if isinstance(value, float) else value
 

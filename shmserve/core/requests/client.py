@@ -10,9 +10,8 @@ from shmserve.protocol.messages import OWNER_SHIFT, Handle
 class ClientState(Struct, eq=False):
     """`outputs` is how it receives large outputs: memfd, posix or frames; empty until it has sent Hello.
 
-    Outputs are placed for its `audience`, which is everyone who may map them. `roles` are bits of
-    shmserve.protocol.roles, set from Hello until it is disconnected (`disconnecting`). Its connection counts for
-    its `user`.
+    Outputs are placed for its `audience`: the users who may map them. `roles` are bits of shmserve.protocol.roles, set
+    from Hello until it is disconnected (`disconnecting`). Its connection counts for its `user`.
     """
 
     number: int
@@ -42,21 +41,21 @@ class ClientState(Struct, eq=False):
     keeps: bool = False
     """It accepts ReplyHeld."""
     fined_until: int = 0
-    """Position of its protocol errors against client_errors: each one advances it by 1 s / client_errors."""
+    """Level of its token bucket of protocol errors, as a time: each error advances it by 1 s / client_errors."""
 
     def has_placed(self, handle: Handle) -> bool:
-        """Is this output in the client's own memory, where it asked for it? Such outputs are not holds."""
+        """Was this output placed in the client's own memory, as it requested? Such outputs are not holds."""
         return handle.segment >> OWNER_SHIFT == self.number
 
 
 class CallingWorker(ClientState, eq=False):
-    """A worker that calls other models, numbered by its process. Its outputs cannot be placed by the caller, so it
-    holds all of them, even those that its own process has written."""
+    """A worker that calls other models, with the peer number of its process. It cannot choose where outputs are placed,
+    so it holds all of them, even those that its own process has written."""
 
     waits_for: int = 0
     """Calls that block the instance."""
     since: int = 0
-    """When it was blocked."""
+    """Since when it has been blocked."""
 
     def has_placed(self, handle: Handle) -> bool:
         return False

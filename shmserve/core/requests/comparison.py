@@ -1,4 +1,4 @@
-"""The record of a request that a shadow answers too."""
+"""The record of a request that is repeated at a shadow."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shmserve.protocol.messages import Fail, FailHeld, Part, Reply, Tensor
 
 
 class Comparison(Struct, eq=False):
-    """A request of a shadow. `answered_by`: the version that has answered the client. `keeper`: the client that keeps
-    the inputs of its request `client_number`, if it has any in its memory."""
+    """A request at a shadow. `answered_by`: the version that has answered the client. `keeper`: the client that keeps
+    the inputs of its request `client_number`, if any of them are in its memory."""
 
     shadow: Shadow
     answered_by: Version

@@ -1,4 +1,4 @@
-"""Completion of requests: the response is sent, in order or early, and everything the request used is released.
+"""Completion of requests: sends the response, in order or early, and releases everything that the request used.
 
 Invariant: the requester (a client, or the run of an ensemble) gets exactly one final response.
 """
@@ -37,7 +37,7 @@ def answer(state: State, request: Request, message: Reply | Fail) -> None:
 
 
 def answer_step(state: State, request: Request, message: Reply) -> None:
-    """`answer` for a step of an ensemble that is not traced, at a plain model."""
+    """`answer` for an untraced ensemble step, at a model whose requests take the fast path."""
     run = state.runs[request.step_of]
     run.responded(request, message, None)
     run.ended(request)
@@ -131,7 +131,7 @@ def send_failure(state: State, request: Request, code: str, text: str) -> None:
 
 
 def _trace(state: State, request: Request, code: str) -> None:
-    """The request is answered now: ends its trace, if there is one."""
+    """Ends the trace of a request that is answered now, if it has one."""
     if state.traces.active:
         record = state.traces.end(request, code, state.now)
         if record is not None:
@@ -176,12 +176,12 @@ def cancel_all(state: State, client: ClientState, now: int) -> None:
             fail_early(state, request, "CANCELLED", "its client has disconnected", now)
         elif request.state in (_SENT, _OPEN):
             linger(state, request)
-        elif request.state is _DONE:  # else it was just delivered, as earlier ones were dropped
+        elif request.state is _DONE:  # otherwise it was just delivered, because earlier ones were dropped
             drop_done(state, request)
 
 
 def drop_done(state: State, request: Request) -> None:
-    """Drops a complete response that was waiting for its turn and has lost its client."""
+    """Drops a complete response that was waiting for earlier ones when its client disconnected."""
     _drop_reply(state, request)
     end(state, request)
 
@@ -204,7 +204,7 @@ def end(state: State, request: Request) -> None:
         request.client.steps -= 1
         request.client.bytes -= request.inline
         state.runs_to_advance[run] = None
-    elif final is not _LINGERING:  # a lingering request has left already, and its number may be in use again
+    elif final is not _LINGERING:  # a lingering request has already left, and its number may be in use again
         leaves(state, request)
     request.move(_ENDED)
     del state.requests[request.number]
@@ -224,7 +224,7 @@ def end(state: State, request: Request) -> None:
 
 
 def leaves(state: State, request: Request) -> None:
-    """The client does not wait for it any more."""
+    """The client is no longer waiting for it."""
     request.client.requests.pop(request.client_number, None)
     if not request.step_of:  # a step counts until it ends
         request.client.bytes -= request.inline
@@ -243,7 +243,7 @@ def _release_request(state: State, request: Request) -> None:
 
 
 def end_failed(state: State, request: Request, code: str, text: str, now: int) -> None:
-    """Fails a request that no worker has any more; the error is delivered in order."""
+    """Fails a request that no worker has any more. The error is delivered in order."""
     if request.state is _LINGERING:
         released(state, request)
         return
@@ -289,13 +289,13 @@ def fail_early(state: State, request: Request, code: str, text: str, now: int) -
 
 def deadline_passed(state: State, request: Request, now: int) -> None:
     """The request's own timeout."""
-    if request.state not in _GONE:  # else another timer that expired at the same time has ended it
+    if request.state not in _GONE:  # otherwise another timer that expired at the same time has ended it
         text = "Request timeout expired: the request's own timeout passed before it was answered"
         fail_early(state, request, "DEADLINE_EXCEEDED", text, now)
 
 
 def linger(state: State, request: Request) -> None:
-    """The request has been answered (or has lost its client) while a worker has it."""
+    """The request was answered (or its client disconnected) while a worker still has it."""
     request.move(_LINGERING)
     if is_stream(request):
         state.abandoned[request.client.user] += 1
@@ -307,7 +307,7 @@ def linger(state: State, request: Request) -> None:
     if not request.step_of:
         leaves(state, request)
     instance = request.instance
-    if instance is not None:  # the worker drops it if it has not started, else notifies the model
+    if instance is not None:  # the worker drops the request if it has not started, otherwise notifies the model
         state.send(instance.peer, Withdraw((request.number,)))
     if request.version.order is not None:
         answer_in_order(state, request.version)
@@ -339,7 +339,7 @@ def pass_on(state: State, request: Request, handles: Iterable[Handle]) -> None:
 
 
 def is_stream(request: Request) -> bool:
-    """Does only the model decide when it ends? That may be long after its caller has left."""
+    """Does only the model decide when the request ends? That may be long after its client has disconnected."""
     return request.version.decoupled and request.version.graph is None
 
 

@@ -1,4 +1,4 @@
-"""Clients' connections: Hello, roles, protocol errors, and the end.
+"""Client connections: Hello, roles, protocol errors, and disconnects.
 
 Invariant: after `disconnect`, all further input of the client is ignored.
 """
@@ -31,7 +31,7 @@ from shmserve.protocol.messages import (
 )
 
 _PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
-"""How large outputs can be returned, by kind of link."""
+"""Ways to return large outputs, by kind of link."""
 
 
 class Connections:
@@ -127,7 +127,7 @@ class Connections:
         self._state.effects.append(Close(client.number))
 
     def disconnect_peer(self, peer: int, error: ServeError) -> None:
-        """Disconnects the client because of an error that is not its own."""
+        """Disconnects the client because of an error that it did not cause."""
         client = self._state.clients.get(peer)
         if client is not None and not client.disconnecting:
             self.disconnect(client, error)
@@ -143,7 +143,7 @@ class Connections:
             self._fine(client, now)
 
     def greeted(self, peer: int) -> ClientState | None:
-        """The client, if it has sent Hello. Otherwise it is disconnected with an error."""
+        """Returns the client if it has sent Hello. Otherwise disconnects it with an error."""
         client = self._state.clients.get(peer)
         if client is None or client.disconnecting:
             return None
@@ -177,8 +177,7 @@ class Connections:
             self.disconnect(client, Unavailable(text))
 
     def _log_client(self, level: str, client: ClientState, text: str) -> None:
-        """Logs at most one entry per second and user, so that clients that reconnect all the time cannot fill the
-        log."""
+        """Logs at most one entry per second and user, so that clients that keep reconnecting cannot fill the log."""
         now, user = self._state.now, client.user
         if now - self._logged_at.get(user, -SECOND) >= SECOND:
             self._logged_at[user] = now

@@ -1,6 +1,6 @@
 """Queues validated requests of clients and of ensemble steps.
 
-Invariant: only `level`, which runs before the request exists, may reject it; `put` may not.
+Invariant: only `level`, which runs before the request exists, may reject it; `put` never does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SHORTEST_WAIT_NS = 20_000
 def level(
     state: State, client: ClientState, version: Version, number: int, options: Options | None, rows: int, now: int
 ) -> int:
-    """The priority level. Raises if the request is not acceptable or its queue is full. `number`: the version that
-    the caller named, 0 for the default one."""
+    """The priority level. Raises if the request is not acceptable or its queue is full. `number`: the requested
+    version, 0 for the default."""
     if version.places is not None:
         scheduler.check(state, client, version, number, options, rows)
         return 0
@@ -66,7 +66,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
 
 
 def queue_timeout(state: State, request: Request, now: int) -> None:
-    """The queue timer. It has no effect once the request is delayed, or has been sent to a worker."""
+    """The queue timer. It has no effect on a request that is delayed or has been sent to a worker."""
     if request.state is RequestState.QUEUED and not request.delayed and not request.suspect:
         expire(state, request, now)
         state.to_dispatch[request.version] = None

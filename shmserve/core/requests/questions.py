@@ -1,7 +1,7 @@
-"""Queries (`Ask`) that wait for their turn: at most QUESTIONS of them per turn, in the order of a FairQueue.
+"""The queue of queries (`Ask`): at most QUESTIONS are passed to the shell per turn, in the order of a FairQueue.
 
 A query may take milliseconds (metrics, statistics of a thousand models), so it is queued instead of being answered on
-arrival. Heavy queries of one turn must be equal, so that they share the response. Operations bypass the queue: they
+arrival. The heavy queries of one turn must be equal, so that they share the response. Operations bypass the queue: they
 need the role operate, and their bodies arrive in pieces.
 
 Invariant: a query counts until the shell reports `Answered`, and a peer's queries are dropped with the peer. No query
@@ -21,7 +21,7 @@ from shmserve.protocol import roles
 from shmserve.protocol.messages import Ask
 
 QUESTIONS = 4
-"""Queries passed to the shell in one turn, of all peers together."""
+"""Queries passed to the shell in one turn, for all peers together."""
 HEAVY = frozenset({"metrics", "statistics", "activity", "models", "config", "origins", "report", "logs"})
 """Their responses may be large and take milliseconds to build."""
 
@@ -43,7 +43,8 @@ class Questions:
         return bool(self._next.users)
 
     def put(self, peer: int, ask: Ask) -> None:
-        """Raises if the peer may not send this query now. `what` is empty in later pieces of an operation's body."""
+        """Queues a query. Raises if the peer may not send it now. `what` is empty in later pieces of an operation's
+        body."""
         if not ask.what or ask.what in roles.OPERATIONS:
             self._state.effects.append(Query(peer, ask))
             return

@@ -3,11 +3,11 @@
 Invariant: when a total is exhausted, only clients that have at least their equal share are rejected, so a client that
 needs little is served while another one floods the server. A total can therefore be exceeded, at most twofold.
 
-Clients that misbehave are dealt with here alone. Each client has a token bucket of protocol errors (`fine`): a client
-above the rate is paused, and at BURST_S times the rate it is disconnected. As it could reconnect and start with a full
-bucket, each user has a bucket of disconnects (`expelled`), which delays the user's new connections. The broker only
-executes `Pause`: a lane is not read, so that its sends block; the ZeroMQ socket is shared by all clients and must be
-read, so there the client's input is queued, up to a limit.
+This module alone handles misbehaving clients. Each client has a token bucket of protocol errors (`fine`): a client
+above the rate is paused, and at BURST_S times the rate it is disconnected. Because it could reconnect and start with a
+full bucket, each user has a bucket of disconnects (`expelled`), which delays the user's new connections. The broker
+only executes `Pause`: it stops reading a lane, so that the client's sends block. The ZeroMQ socket is shared by all
+clients and must be read, so there the client's input is queued, up to a limit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from shmserve.protocol.roles import OPERATE
 SECOND = 1_000_000_000
 EXPELLED_NS = SECOND // 4
 EXPULSIONS = 4
-"""Token bucket for disconnects of a user's clients: a burst of EXPULSIONS, refilled by one per EXPELLED_NS. Beyond it
-new connections are delayed."""
+"""Token bucket for disconnects of a user's clients: a burst of EXPULSIONS, refilled by one per EXPELLED_NS. When it is
+empty, new connections are delayed."""
 LONGEST_NS = 2 * SECOND
 """Longest delay of a new connection."""
 
 
 class Quotas:
-    """`busy` and `heavy`: with fewer requests in flight, and fewer bytes held by the client, no quota can be exhausted,
-    so the fast path of a request only compares with these."""
+    """`busy` and `heavy`: with fewer requests in flight and fewer bytes held by the client, no quota can be exhausted,
+    so the fast path of a request only compares against these."""
 
     def __init__(self, state: State) -> None:
         limits = state.limits
@@ -66,8 +66,7 @@ class Quotas:
             self._state.effects.append(Pause(client.number, pause_until))
 
     def expelled(self, client: ClientState, now: int) -> None:
-        """Counts a disconnect for misbehaviour. Further connections of this user are delayed, or it could reconnect at
-        once."""
+        """Counts a disconnect for misbehaviour, which delays further connections of this user."""
         until = max(self._expelled.get(client.user, 0), now) + EXPELLED_NS
         if self._fine and until - now <= EXPULSIONS * EXPELLED_NS + LONGEST_NS:
             self._expelled[client.user] = until

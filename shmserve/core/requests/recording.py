@@ -67,7 +67,7 @@ class Recording:
                 self._add(RecordedEnd(version.model, version.number, "batch", "INTERNAL", placed, request), 1)
 
     def ended(self, request: Request, code: str, now: int) -> None:
-        """The request is answered. The record of its batch is enough if it succeeds."""
+        """Records the end of a request, unless it succeeded in a batch: the record of the batch covers that."""
         version, batch = request.version, request.batch
         if version.graph is not None:
             kind = "ensemble"
@@ -81,7 +81,7 @@ class Recording:
             self._add(RecordedEnd(version.model, version.number, kind, code, now, self._request(request, False)), 1)
 
     def take(self, most: int) -> dict[str, Any]:
-        """Removes and returns the oldest records, with at most about `most` requests."""
+        """Removes and returns the oldest records, with about `most` requests at most."""
         taken: list[RecordedBatch | RecordedEnd] = []
         count = 0
         while self._records and count < most:

@@ -83,7 +83,7 @@ def _leave(state: State, instance: Instance, batch: Batch[Request] | None, reque
 
 
 def batch_done(state: State, version: Version, instance: Instance, batch: Batch[Request], taken: int) -> None:
-    """Requests of the batch without a last response continue outside of it."""
+    """Requests of the batch that have not had their last response continue outside it."""
     for request in batch.requests():
         if request.state is _SENT:
             request.move(_OPEN)
@@ -103,8 +103,7 @@ def lost(state: State, version: Version, instance: Instance, reason: str, now: i
 
 
 def more(state: State, request: Request, count: int) -> None:
-    """The caller accepts this many more responses. The request keeps the total, in case another worker has to run
-    it."""
+    """The caller accepts this many more responses. The request keeps the total in case another worker has to run it."""
     run = state.runs.get(request.number)
     if run is not None:
         run.room += count
@@ -116,4 +115,4 @@ def more(state: State, request: Request, count: int) -> None:
     if instance is not None and request.state in (_SENT, _OPEN):
         state.send(instance.peer, More(request.number, count))
     window = min(options.window + count, MOST)
-    request.options = replace(options, window=window)  # messages already sent keep theirs
+    request.options = replace(options, window=window)  # messages already sent keep their options

@@ -1,10 +1,11 @@
-"""Shadows: a share of the requests that name no version also goes to one more version, whose answers are compared.
+"""Shadows: a share of the requests that name no version is repeated at one more version, whose responses are compared.
 
-The request itself is answered as always. Then an internal request with the same inputs is queued for the shadow, behind
-all others. Its worker compares its outputs with those of the answer (`Expect`) and reports only the result.
+The client's request is answered as usual. Then an internal request with the same inputs is queued for the shadow,
+behind all others. The shadow's worker compares its outputs with those of the response (`Expect`) and reports only the
+result.
 
-Invariant: what the shadow reads stays as it was when the request was answered: the ledger holds it, or the client,
-which ReplyHeld tells to keep its inputs until Released. Requests with other inputs are skipped.
+Invariant: the memory that the shadow reads does not change after the request was answered. It is pinned in the ledger,
+or the client keeps its inputs (ReplyHeld) until Released. Requests with other inputs are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shmserve.protocol.worker_messages import Expect
 PENDING_BATCHES = 2
 """Limit of requests at a shadow: this many full batches for each instance."""
 PENDING_BYTES = 256 << 20
-"""Limit of tensors in shared memory that are kept for all shadows."""
+"""Limit of tensors in shared memory that are kept, for all shadows together."""
 LOG_NS = 60 * 1_000_000_000
 LEVEL = 1 << 30
 """A priority level behind all others."""
@@ -31,7 +32,7 @@ EQUAL, OUTPUT, DIFFERENCE = "equal", "output", "difference"
 
 
 def choose(state: State, request: Request, shadow: Shadow) -> None:
-    """Decides whether the shadow also gets a request, which has just been admitted and names no version."""
+    """Decides whether to repeat at the shadow a request that has just been admitted and names no version."""
     version = request.version
     if version.number == shadow.version or version.graph is not None or version.decoupled or version.places is not None:
         return
@@ -41,8 +42,8 @@ def choose(state: State, request: Request, shadow: Shadow) -> None:
 
 
 def answered(state: State, request: Request, reply: Reply) -> Reply:
-    """A chosen request is about to be answered: queues the request of the shadow, if there is room. Returns the message
-    for the client."""
+    """Called when a chosen request is about to be answered: queues the shadow's request if there is room. Returns the
+    message for the client."""
     shadow, version = state.shadowed.pop(request.number), request.version
     target = state.models[version.model].versions.get(shadow.version)
     inputs = request.tensors()
@@ -77,7 +78,8 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
 
 
 def _has_room(state: State, shadow: Shadow, target: Version, size: int) -> bool:
-    """A shadow must not delay others: no request of a client waits for it, and what it has is bounded."""
+    """A shadow must not delay others: no client request is queued at the target, and the shadow's own requests are
+    bounded."""
     if state.draining or not target.healthy or target.places is not None or target.order is not None:
         return False
     if target.decoupled or target.graph is not None or target.suspects or target.waits > shadow.pending:
@@ -98,7 +100,7 @@ def _can_be_kept(state: State, request: Request, reply: Reply) -> bool:
         if name is not None and name.startswith(DEVICE):
             return False
         if number >> OWNER_SHIFT == client.number and (name is not None or not client.keeps):
-            return False  # the client may overwrite it: a region that it shares with others, or an array of its user
+            return False  # may be overwritten: a region shared with others, or an array of the user
     return True
 
 
@@ -109,7 +111,7 @@ def _in_memory_of_client(request: Request) -> bool:
 def _share(state: State, request: Request, reply: Reply) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
     """The segments and pins of the shadow's request: inputs that are not the client's own, and the expected outputs."""
     ledger = state.ledger
-    for block in request.blocks:  # a frame, which belongs to one request: make it a block that several can use
+    for block in request.blocks:  # a frame belongs to one request: make it a block that several can use
         ledger.keep(block)
     request.pins += request.blocks
     request.blocks = ()
@@ -123,7 +125,7 @@ def _share(state: State, request: Request, reply: Reply) -> tuple[tuple[int, ...
 
 
 def send_expected(state: State, peer: int, requests: list[Request]) -> None:
-    """Before a batch is sent: tells the worker what to compare the outputs with."""
+    """Called before a batch is sent: sends the worker the outputs to compare with."""
     for request in requests:
         comparison = state.comparisons.get(request.number)
         if comparison is not None:
@@ -133,7 +135,7 @@ def send_expected(state: State, peer: int, requests: list[Request]) -> None:
 
 
 def concluded(state: State, request: Request, result: Reply | Part | Fail | FailHeld) -> None:
-    """The shadow has answered. The worker may still read the inputs."""
+    """The shadow has answered. Its worker may still read the inputs."""
     state.comparisons[request.number].result = result
     if isinstance(result, Reply | Part):
         for handle in handles_of(result.outputs):  # of a worker that has not compared
@@ -141,7 +143,7 @@ def concluded(state: State, request: Request, result: Reply | Part | Fail | Fail
 
 
 def ended(state: State, request: Request) -> None:
-    """Any request has ended. Counts it if it was a shadow's, or was to get one."""
+    """Called when any request has ended. Counts it if it was a shadow's, or was chosen for a shadow."""
     shadow = state.shadowed.pop(request.number, None)
     if shadow is not None:
         _count(state, request.version, shadow, "skipped")  # it failed

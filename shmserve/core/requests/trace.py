@@ -39,7 +39,7 @@ class Sample(Struct):
     tensors: bool = False
 
     def take(self, count: int) -> range:
-        """Counts the next `count` requests. Returns the places of those among them that are to be traced."""
+        """Counts the next `count` requests. Returns the indices of those to trace."""
         due = range(max(0, self.rate - self.seen - 1), count if self.left else 0, self.rate)
         if self.left > 0:
             due = due[: self.left]
@@ -48,7 +48,7 @@ class Sample(Struct):
         return due
 
     def take_now(self) -> bool:
-        """Takes a request beside the rate. False: no traces are left."""
+        """Takes a request regardless of the rate. False: no traces are left."""
         if self.left > 0:
             self.left -= 1
             return True
@@ -91,8 +91,8 @@ class Traces:
         self.samples: dict[str, Sample] = {}
         """Model -> its sample; "" is the default for the others. Empty: sampling is off."""
         self.contexts_per_second = 0
-        """The most requests in a second that are traced because their client's trace context is sampled. Beyond that,
-        and without such a context, the rate of the sample applies. 0: contexts are ignored."""
+        """Maximum number of requests per second that are traced because their client's trace context is sampled. Beyond
+        that, and without such a context, the rate of the sample applies. 0: contexts are ignored."""
         self.contexts_over_limit = 0
         """How many requests with such a context exceeded the limit."""
         self._contexts = _PerSecond()
@@ -119,7 +119,7 @@ class Traces:
             self._begin_sampled(requests[index], sample)
 
     def _sampled_context(self, request: Request) -> TraceContext | None:
-        """The trace context that its client gave, if that is sampled and the limit permits."""
+        """The request's trace context, if it is sampled and the limit permits."""
         assert request.options is not None
         parameters = request.options.parameters
         if TRACE_PARENT not in parameters:
@@ -138,7 +138,7 @@ class Traces:
         self._begin(request, trace)
 
     def sample_leased(self, lease: Lease, records: Sequence[LeasedRequest], reason: Reason) -> list[Traced]:
-        """As `sample_due`, for requests that went over a lease and have been answered."""
+        """Like `sample_due`, for leased requests that have been answered."""
         sample = self._sample_of(lease.version)
         if sample is None:
             return []
@@ -177,7 +177,7 @@ class Traces:
 
     def _begin(self, request: Request, trace: _ActiveTrace) -> None:
         self.active[request.number] = trace
-        request.special = True  # so that its response takes the path on which its trace ends
+        request.special = True  # so that its response takes the path that ends the trace
 
     def sample_child(self, request: Request, parent: Request) -> None:
         """Traces `request`, a step of the ensemble `parent` or a call that a model makes for `parent`, if `parent` is
@@ -213,7 +213,7 @@ class Traces:
             trace.outputs = (*_inline(trace.outputs), *outputs)
 
     def forget(self, request: Request) -> None:
-        """The request ends without an answer."""
+        """The request ends without a response."""
         self.active.pop(request.number, None)
 
     def end(self, request: Request, code: str, now: int) -> Log | Traced | None:

@@ -26,7 +26,7 @@ _REMEMBERED = 4096
 _FORMS = 256
 """Memoized forms per model version; beyond that, all are forgotten."""
 _MAX_BYTES = 1 << 46
-"""Upper bound for tensors: more than a process can map. Larger products of dims are rejected before they are used."""
+"""Upper bound for tensors: more than a process can map. Larger products of dims are rejected before use."""
 
 
 class Good(NamedTuple):
@@ -38,8 +38,8 @@ class Good(NamedTuple):
 
 
 Checked = tuple[int, object, int, bool, int]
-"""(rows, signature, inline bytes, has handles, length). Requests with equal signatures may share a batch; padded
-dimensions are not part of the signature, and their length is returned instead."""
+"""(rows, signature, inline bytes, has handles, length). Requests with equal signatures may share a batch. Padded
+dimensions are not part of the signature; `length` is their size."""
 
 
 class CheckedRows(NamedTuple):
@@ -62,7 +62,7 @@ class CheckedForm:
 
 
 VALUE_BYTES = 9
-"""The most that an encoded number takes."""
+"""Maximum size of an encoded number."""
 
 
 def options_bytes(options: Options) -> int:
@@ -141,13 +141,13 @@ class Checker:
         return rows, self._signature(inputs) if self.varies else None, inline, shared, 0
 
     def form(self, forms: tuple[TensorForm, ...]) -> CheckedForm:
-        """The results for a form, empty at first. The same object each time once it has results, so that requests can
-        be compared by it."""
+        """The results for a form, initially empty. Once it has results, the same object is returned each time, so that
+        requests can be compared by identity."""
         return self._forms.get(forms) or CheckedForm(forms)
 
     def check_rows(self, form: CheckedForm, rows: int, data: tuple[bytes, ...]) -> CheckedRows | None:
-        """Checks one request of a form and memoizes the result. None: it is invalid, or other requests of the form with
-        as many rows need not be valid, too, as with strings, or it has no inputs and thus no rows."""
+        """Checks one request of a form and memoizes the result. None: the request is invalid or has no inputs (and thus
+        no rows), or its validity says nothing about other requests of this form and row count, as with strings."""
         forms = form.forms
         if not self._policy.max_batch or not forms or any(not ITEM_BYTES.get(one.dtype) for one in forms):
             return None
@@ -163,8 +163,8 @@ class Checker:
         return checked
 
     def _signature(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """What must be equal within a batch, sorted: the names of the inputs, and the shapes without the batch
-        dimension of those that may not be ragged."""
+        """What must be equal within a batch, sorted: the names of the inputs and, for inputs that may not be ragged,
+        the shapes without the batch dimension."""
         lead = 1 if self._policy.max_batch else 0
         ragged = self._ragged
         return tuple(sorted((t.name, () if t.name in ragged else t.shape[lead:]) for t in inputs))
@@ -264,7 +264,8 @@ class Checker:
         return sum(handle.size for handle in tensor.data)
 
     def _wrong_size(self, tensor: Tensor, size: int, expected: int) -> None:
-        """Not on the fast path, except for BYTES, of which only the minimum size is known (expected -1)."""
+        """Checks a size that differs from the expected one. Not on the fast path, except for BYTES (expected -1), where
+        only the minimum size is known."""
         if expected == -1:
             least = 4 * elements(tensor.shape)
             if size >= least and not (size and not least):
