@@ -3,6 +3,6 @@
 `listeners` accepts clients, and `link` reads their packets. `loop` passes the decoded messages to the core once per
 turn and carries out the effects that it returns: messages to links, processes to start (`instance_workers`), models to
 load. `processes` starts and watches workers and gateways, `models` reads the repositories. `admin` answers queries,
-`observability` provides metrics, traces and logs. `config` parses the settings. `main` builds all of this from them,
-after `startup` has checked what it needs.
+`observability` provides metrics, traces and logs. `config` parses the settings. `startup` checks the prerequisites, and
+`main` builds all of this from the settings.
 """

@@ -1,4 +1,4 @@
-"""The broker process, as `shmserve serve` starts it: imports its modules, during which Ctrl-C just ends the process."""
+"""Entry point of the broker process for `shmserve serve`. While it imports the broker, Ctrl-C just ends the process."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ class BrokerMemory:
         return arena
 
     def _make(self, size: int) -> memfd.MemfdExtent:
-        """Limits all arenas together to twice the cache limit, as segments of many audiences are only partly filled."""
+        """Limits the total of all arenas to twice the cache limit, as the segments of many audiences are only partly
+        filled."""
         if size + sum(arena.committed for arena in self._kept.values()) > 2 * self._kept_bytes:
             raise Unavailable(f"cached responses occupy twice the {self._kept_bytes} bytes of --cache-config")
         return memfd.create(size, seal_future_write=True)

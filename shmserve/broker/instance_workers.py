@@ -1,5 +1,5 @@
-"""The worker processes of the core's instances: their start, the configurations that they complete, their metrics and
-their memory."""
+"""Starts the worker processes of the core's instances, and handles their completed configurations, metrics and memory
+use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shmserve.protocol.worker_messages import Counted, LoadFailed
 
 
 class InstanceWorkers:
-    """`links`: the link of each worker is added. `put` passes an event to the core. `deliver`, `exited`, `settings` and
+    """Adds the link of each worker to `links`. `put` passes an event to the core. `deliver`, `exited`, `settings` and
     `other_children` are passed to Workers."""
 
     def __init__(
@@ -45,7 +45,8 @@ class InstanceWorkers:
         self._put = put
         self._workers = Workers(loop, deliver, exited, log_record, settings, take_over_own_group(), other_children)
         self._counters = ModelCounters(lambda name: any(one.model == name for one, _ in state.instances.values()))
-        self._meter: MemoryMeter | None = None  # there are no memory budgets
+        self._meter: MemoryMeter | None = None
+        """None without memory budgets."""
         if state.memory_limited:
             self._meter = MemoryMeter(loop, state, self.process_of, settings.used_on_gpu, put)
 
@@ -65,8 +66,7 @@ class InstanceWorkers:
     # ------------------------------------------------------------------------------------ effects
 
     def spawn(self, effect: Spawn) -> None:
-        """Starts a worker. Any failure leads to an Exited event, as the core waits for the exit of each process that it
-        has requested."""
+        """Starts a worker. Any failure leads to an Exited event, because the core expects one for each Spawn."""
         reason = f"{SIGN} while starting its process"
         try:
             self._start(effect)
@@ -96,7 +96,7 @@ class InstanceWorkers:
     # ------------------------------------------------------------------------------------ messages of workers
 
     def compiled(self, peer: int, descriptor: int) -> Any:
-        """The event for a Loaded, which came with the model's completed configuration. Closes the descriptor."""
+        """The event for a Loaded, from the completed configuration in `descriptor`. Closes the descriptor."""
         config = read_descriptor(descriptor)
         worker = self._state.instances.get(peer)
         if worker is None:
@@ -114,7 +114,7 @@ class InstanceWorkers:
             return LoadFailed("INVALID_ARG", f"invalid completed configuration: {error}")
 
     def add_counters(self, peer: int, message: Counted, descriptors: list[int]) -> None:
-        """Adds a page of the model's metrics, and takes its descriptor."""
+        """Adds a page of the model's metrics. Takes its descriptor out of `descriptors`."""
         worker = self._workers.get(peer)
         if worker is None or not descriptors:
             return
@@ -124,7 +124,7 @@ class InstanceWorkers:
             log_record("warning", f"{worker.name}: cannot read its metrics: {error}", worker.about)
 
     def keep_counters(self, peer: int) -> None:
-        """The worker has exited: its counters are kept as long as its model is served."""
+        """Keeps the counters of a worker that has exited for as long as its model is served."""
         self._counters.worker_exited(peer)
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-"""Leases as the broker's shell sees them: the socket pair and the log of each. The core decides about them."""
+"""The broker's side of leases: creates the socket pair and the log of each lease, and reads the logs. The core decides
+when leases start and end."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from shmserve.shm.lease_log import LeaseLog
 
 
 class Leases:
-    """`put(peer, event)` adds an event. `kill(peer, reason)` ends a worker whose log is invalid."""
+    """`put(peer, event)` passes an event to the core. `kill(peer, reason)` kills a worker whose log is invalid."""
 
     def __init__(
         self,
@@ -31,7 +32,8 @@ class Leases:
         """Lease -> its log and its worker."""
 
     def start(self, effect: StartLease) -> None:
-        """If client or worker is gone, or there are too many open files, the lease is over before it begins."""
+        """Creates the lease. If the client or worker has disconnected, or no descriptors are left, reports LeaseOver at
+        once."""
         client, worker = self._links.get(effect.client), self._links.get(effect.worker)
         if not isinstance(client, PeerLink) or not isinstance(worker, PeerLink):
             self._put(effect.worker, LeaseOver(effect.of_client.lease))
@@ -46,14 +48,14 @@ class Leases:
                 try:
                     self._logs[number] = LeaseLog(fd), effect.worker
                     client.send_now([effect.of_client], [theirs.fileno()])
-                    worker.send_now([effect.of_worker], [ours.fileno(), fd])  # last: a worker ends its leases itself
+                    worker.send_now([effect.of_worker], [ours.fileno(), fd])  # last: a worker ends its leases
                 finally:
                     os.close(fd)
         except OSError:
             self._put(effect.worker, LeaseOver(number))
 
     def read(self, effect: ReadLease) -> None:
-        """Reports what is new in the log, and removes it if the lease is over."""
+        """Reports the new records of the log, and closes the log if this is the final read."""
         known = self._logs.get(effect.lease)
         if known is None:
             self._put(0, LeaseRead(effect.lease, [], final=effect.final))
@@ -67,7 +69,7 @@ class Leases:
             log.close()
 
     def read_all(self) -> list[LeaseRead]:
-        """What is new in the logs of all leases."""
+        """The new records of all logs."""
         return [self._read(number, log, worker) for number, (log, worker) in self._logs.items()]
 
     def _read(self, number: int, log: LeaseLog, worker: int) -> LeaseRead:

@@ -1,7 +1,8 @@
-"""A SEQPACKET link of the broker, to a client on the lane or to a worker. It moves packets and decides nothing.
+"""A SEQPACKET link between the broker and a worker or a client on the lane. It only moves packets.
 
 A packet carries the descriptors of its nameless Maps, or of its Load, Lend or Lease, in order. Packets that cannot be
-sent at once are queued up to a limit. A peer that exceeds it is disconnected with a Goodbye, which it can still read.
+sent at once are queued up to a limit. A peer that exceeds the limit is disconnected with a Goodbye, which it can still
+read.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ SEND_BUFFER = 1 << 20
 OUTBOX_BYTES = 64 << 20
 """Limit of unsent bytes for a worker; clients have client_outbox_bytes."""
 PARTING_S = 10.0
-"""Time for the peer to read the remaining packets, or the Goodbye, after the link has ended."""
+"""Time that the peer has to read the remaining packets, or the Goodbye, after the link has ended."""
 MANY = 4
-"""After a packet with this many messages another one is likely: read again without polling."""
+"""After a packet with this many messages, another packet is likely: read again without polling."""
 
 # Plain integers: arithmetic with enums costs microseconds, twice per packet.
 _FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
@@ -86,7 +87,7 @@ class PeerLink:
                 return
 
     def _receive(self) -> tuple[list[Any], list[int]] | None:
-        """Messages and descriptors of the next packet. None if there is no packet or the link has ended."""
+        """The messages and descriptors of the next packet. None if no packet has arrived or the link has ended."""
         sock = self._sock
         if sock is None:
             return None
@@ -94,7 +95,7 @@ class PeerLink:
             size, ancillary, flags, _ = sock.recvmsg_into([self._buffer], ANCILLARY_BYTES, _FLAGS)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # reported before packets that the peer sent earlier: read those first
+        except ConnectionResetError:  # the kernel reports it before packets that the peer sent earlier: read those
             self.drain()
             return None
         except OSError as error:
@@ -102,7 +103,7 @@ class PeerLink:
             return None
         descriptors = received(ancillary) if ancillary else []
         if size == 0:
-            close_all(descriptors)  # an empty packet counts as end of file, and may carry descriptors
+            close_all(descriptors)  # an empty packet, which may carry descriptors, counts as end of file
             self.close("")
             return None
         self._size = size
@@ -118,7 +119,7 @@ class PeerLink:
             return [wire.Refused(0, error.message)], descriptors
 
     def _lost_descriptors(self) -> None:
-        """Without its Maps every later handle of the peer would be invalid, so start over with a new link."""
+        """Closes the link. Without the lost Maps, every later handle of the peer would be invalid."""
         self.close(LOST)
 
     def _stop_reading(self) -> None:
@@ -126,7 +127,7 @@ class PeerLink:
         self._loop.remove_reader(self._fd)
 
     def drain(self) -> None:
-        """Reads what a closed peer has sent, in one go: event loops stop watching a socket that has an error."""
+        """Reads everything that a closed peer sent, as event loops stop watching a socket with an error."""
         while self._sock is not None:
             before = self._sock
             self._readable()
@@ -156,7 +157,7 @@ class PeerLink:
                 self._part("")
 
     def send_now(self, messages: list[Any], descriptors: list[int]) -> None:
-        """Sends a message with descriptors of its own (Load, Lend, Lease) ahead of the outbox."""
+        """Sends messages with their own descriptors (Load, Lend, Lease) ahead of the outbox."""
         self._send(wire.encode(messages), descriptors)
 
     def _send(self, packet: bytes, descriptors: list[int]) -> None:
@@ -184,7 +185,7 @@ class PeerLink:
             )
 
     def _try(self, packet: bytes, descriptors: list[int]) -> bool:
-        """False if the socket is full. A broken link counts as sent: reading reports it, after the last packets."""
+        """False if the socket is full. A broken link counts as sent: `drain` reports it after the last packets."""
         sock = self._sock
         assert sock is not None
         try:
@@ -216,7 +217,7 @@ class PeerLink:
                 self.close("")
 
     def cut_off(self, behind: str) -> None:
-        """Drops unsent packets and sends a Goodbye with the reason instead."""
+        """Replaces unsent packets by a Goodbye with the reason, and ends the link."""
         self._drop_unsent()
         text = f"this client does not read its responses: {behind}; read them, and connect again"
         self._unsent.append((wire.encode([Goodbye(Unavailable.code, text)]), []))
@@ -224,7 +225,7 @@ class PeerLink:
         self._part(f"it does not read its responses: {behind}")
 
     def _part(self, reason: str) -> None:
-        """Ends the link for the broker; the peer has PARTING_S to read what is unsent."""
+        """Ends the link for the broker. The peer has PARTING_S to read the unsent packets."""
         assert self._sock is not None
         self._stop_reading()
         _shut_down_reading(self._sock)
@@ -256,7 +257,7 @@ class PeerLink:
 
 
 _shared_buffer = bytearray(PACKET_BYTES + 1)
-"""Shared by all links: a packet is decoded, which copies, before the next one is read."""
+"""Shared by all links, because decoding copies each packet before the next one is read."""
 _shared_view: Any = memoryview(_shared_buffer)
 
 
@@ -266,8 +267,8 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def _shut_down_reading(sock: socket.socket) -> None:
-    """Shuts down and empties the receive side: closing a socket with unread packets resets the connection, and the peer
-    would see the reset before the Goodbye that is waiting for it."""
+    """Shuts down and empties the receive side. Closing a socket with unread packets resets the connection, and the peer
+    would see the reset before the Goodbye."""
     try:
         sock.shutdown(socket.SHUT_RD)
         while sock.recv(1, _DONTWAIT):
@@ -282,13 +283,13 @@ def _has_more(sock: socket.socket) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True  # the next read reports it
+        return True  # the next read reports the error
     return True
 
 
 def _pack_with_maps(messages: list[Any], descriptor_of: Callable[[int], int | None]) -> list[tuple[bytes, list[int]]]:
-    """Packets, each with the descriptors of its own nameless Maps. Leaves out a Map whose segment has been forgotten:
-    no later message refers to it."""
+    """Packets, each with the descriptors of its own nameless Maps. Omits a Map whose segment has been forgotten, as no
+    later message refers to it."""
     kept: list[Any] = []
     numbers: list[int] = []
     for message in messages:

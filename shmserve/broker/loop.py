@@ -81,8 +81,8 @@ class Broker:
         triton_compatible: bool = False,
         remote: RemoteModels | None = None,
     ) -> None:
-        """`mode`, `overrides_dir`, `override_bytes`, `remote`: of load calls. `other_children`: a live set of pids
-        of children that other code reaps."""
+        """`mode`, `overrides_dir`, `override_bytes` and `remote` apply to load calls. `other_children`: a live set of
+        the pids of child processes that other code reaps."""
         self.core = core
         self.operations = ClientOperations(
             loop, core, catalog, self.put, self.send_to, overrides_dir, mode, override_bytes, triton_compatible, remote
@@ -226,7 +226,7 @@ class Broker:
         self._keepalive = self._loop.call_later(PING_S, self._ping_silent)
 
     def read_leases(self) -> None:
-        """Lets the core see the requests that have gone over leases so far."""
+        """Passes the requests that went over leases so far to the core."""
         for reading in self._leases.read_all():
             self.put(reading)
 
@@ -266,12 +266,12 @@ class Broker:
         if not self._turn_is_due:
             state = self.core.state
             if len(inbox) == 1 and len(state.requests) - len(state.runs) <= 1 and not self._carrying_out:
-                self._turn()  # no other request can join this turn: save an event loop iteration
+                self._turn()  # no other request can join this turn: skip an event loop iteration
                 return
             self._schedule()
 
     def _prepare(self, peer: int, message: Map | Loaded | Hello, descriptors: list[int]) -> Any:
-        """Takes the message's descriptor out of `descriptors`; the caller closes what remains."""
+        """Takes the message's descriptor out of `descriptors`; the caller closes the remaining ones."""
         if isinstance(message, Hello):
             link = self._links.get(peer)
             if isinstance(link, ZmqOutbox):
@@ -309,7 +309,7 @@ class Broker:
 
     def _tick(self) -> None:
         self._timer = None
-        # The timer may fire slightly early by this clock; treat the deadline as reached anyway.
+        # By this clock, the timer may fire slightly early. Treat the deadline as reached anyway.
         self._carry_out(self.core.tick(max(time.monotonic_ns(), self._timer_at)))
 
     def _carry_out(self, wanted: list[Effect]) -> None:
@@ -374,7 +374,7 @@ class Broker:
             self._zmq.read_input()
 
     def _arm(self) -> None:
-        """Arms the timer for the core's deadline, if that has changed."""
+        """Arms the timer for the core's deadline if it has changed."""
         at = self.core.deadline()
         if at is None:
             if self._timer is not None:
@@ -423,7 +423,7 @@ class Broker:
         self._answers.query(effect.peer, effect.ask)
 
     def send_to(self, peer: int, message: Any) -> None:
-        """Sends a message that is not the result of a request."""
+        """Sends a message other than the result of a request."""
         kind = type(message)
         if kind is Fail or (kind is Answer and not message.more):
             # Queue this before flushing, which may read later messages of the peer from the ZeroMQ socket.

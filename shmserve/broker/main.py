@@ -72,11 +72,11 @@ from shmserve.version import version
 log = logging.getLogger("shmserve")
 
 POLL_S = 0.05
-"""Polling interval for the end of the loads that SIGHUP started."""
+"""Interval at which the end of the loads that SIGHUP started is polled."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    with streams.errors_in_one_line("shmserve serve"):  # it prints `--help`
+    with streams.errors_in_one_line("shmserve serve"):  # parsing prints `--help`
         settings = setting.parse(sys.argv[1:] if argv is None else argv)
     try:
         return _start(settings)
@@ -113,7 +113,7 @@ class ServerProcess:
         self._code = 0
         self._stopping = False
         self._stop_until = 0.0
-        """When requests in flight fail, once the server is stopping."""
+        """Loop time at which requests in flight fail, once the server is stopping."""
         self._core = Core(f"shmserve {version()}", setting.limits(settings), settings.log_verbose > 1, survive=True)
         self._mode: str = settings.model_control_mode
         gpus = find_gpus()
@@ -318,7 +318,7 @@ class ServerProcess:
         return self._code
 
     def _begin_or_stop(self) -> None:
-        """Repository agents may take long, and the loop, which handles signals, does not run yet."""
+        """Handles signals without the loop, which does not run yet, as repository agents may take long."""
         early: list[str] = []
 
         def interrupt(number: int, frame: object) -> None:
@@ -355,7 +355,7 @@ class ServerProcess:
             names = self._repositories.names_on_disk()
             every = self._mode != "explicit" or settings.load_model == ["*"]
             if self._remote is not None and self._mode == "explicit":
-                readings = []  # they may need models that have to be downloaded
+                readings = []  # these models may need others that have to be downloaded
             elif every:
                 readings = self._repositories.read_all()
             else:
@@ -393,7 +393,7 @@ class ServerProcess:
         self._loop.call_soon(self._await_loading)  # after the turn that deploys the changes
 
     def _await_loading(self) -> None:
-        """Reports the end of the reload. Polls, so that turns that serve requests do not have to check."""
+        """Reports the end of the reload. Polls, so that turns that serve requests need no check."""
         if self._rereads:
             return
         census = service_status.Census.of(self._core.state.models.values())
@@ -425,7 +425,7 @@ class ServerProcess:
         self._stop("the gateway did not start")
 
     def _load_nice(self) -> int:
-        """At start, the models are loaded as fast as possible: the server is not ready before."""
+        """The nice value for loading. 0 until the initial loading has finished, as the server is not ready before."""
         return 0 if "models" in self._waits_for else int(self._settings.load_nice)
 
     def _has_come(self, what: str) -> None:
@@ -447,7 +447,7 @@ class ServerProcess:
             print(first_steps(model, where, where == default_runtime_dir(), ports), file=sys.stderr, flush=True)
 
     def _stop(self, why: str) -> None:
-        """Stops the gateways before the broker, as they still forward requests that they have begun to receive."""
+        """Stops the gateways before the broker, as they still forward requests that they are receiving."""
         if self._stopping:
             if why == "SIGINT":
                 self._stop_now()
@@ -466,7 +466,7 @@ class ServerProcess:
         self._gateways.stop(limit_s, self._drain)
 
     def _stop_now(self) -> None:
-        """At another Ctrl-C."""
+        """Handles a second Ctrl-C."""
         log.warning("SIGINT again: failing the %d request(s) in flight", len(self._core.state.requests))
         self._stop_until = self._loop.time()
         self._gateways.kill()

@@ -1,6 +1,6 @@
-"""Descriptors of segments owned by other processes, kept to pass them on. The broker never maps clients' memory.
+"""Descriptors of segments that other processes own, kept to pass them on. The broker never maps clients' memory.
 
-It maps, read-only, only worker outputs that are sent as frames. The response cache copies data with pread.
+It maps only worker outputs that are sent as frames, read-only. The response cache copies data with pread.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ class Segments:
         self._descriptors: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._names: dict[int, tuple[str, int | None]] = {}
-        """Names of workers' segments, with the descriptors that hold those of workers that have ended."""
+        """Segment -> the name of a worker's named segment, and the descriptor that holds it once the worker has
+        exited."""
         self._mapped = Mapped()
 
     def add(self, peer: int, message: Map, descriptor: int) -> None:
-        """Takes ownership of the descriptor. InvalidRequest unless it is a sealed memfd of the announced size."""
+        """Takes ownership of the descriptor. Raises InvalidRequest unless it is a sealed memfd of the announced
+        size."""
         try:
             if message.segment >> OWNER_SHIFT != peer or message.segment in self._descriptors:
                 raise InvalidRequest(
@@ -42,9 +44,9 @@ class Segments:
             self._names[message.segment] = message.name, None
 
     def worker_ended(self, pid: int) -> None:
-        """Unlinks named segments that the worker created but did not announce: no handle refers to them. Announced ones
-        are held until they are forgotten, as clients may not have opened them yet. Pid 0: the process was never
-        started."""
+        """Unlinks named segments that the worker created but did not announce, as no handle refers to them. Announced
+        segments are held until they are forgotten, as clients may not have opened them yet. Pid 0: the process was
+        never started."""
         if not pid:
             return
         for segment, (name, held) in self._names.items():
@@ -68,7 +70,8 @@ class Segments:
         return bytes(self._mapped.memory(handle))
 
     def copy(self, handle: Handle) -> bytes | None:
-        """Copies the bytes without mapping memory that others may write. None: a named segment, or one on a GPU."""
+        """Copies the bytes without mapping memory that other processes may write. None for a named segment, or one on a
+        GPU."""
         descriptor = self._descriptors.get(handle.segment)
         return os.pread(descriptor, handle.size, handle.offset) if descriptor is not None else None
 

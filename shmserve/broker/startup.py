@@ -1,4 +1,4 @@
-"""What a server needs before it can start: its runtime directory, GPUs and packages."""
+"""Checks and prepares what a server needs to start: the runtime directory, GPUs and packages."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger("shmserve")
 
 LOCK = "broker.lock"
 GENERATIONS = "generations"
-"""Directory for the files of loaded versions, in the runtime directory."""
+"""Subdirectory of the runtime directory for the files of loaded versions."""
 AGENTS = "agents"
-"""Directory for what repository agents make, in the runtime directory."""
+"""Subdirectory of the runtime directory for the results of repository agents."""
 FILES = "files"
-"""Directory for the models of single files, in the runtime directory."""
+"""Subdirectory of the runtime directory for models that are single files."""
 
 
 class CannotStart(Exception):
@@ -39,8 +39,8 @@ class CannotStart(Exception):
 
 
 class RuntimeDir(contextlib.AbstractContextManager[None]):
-    """Locks the runtime directory, and removes files left by an earlier server. The kernel releases the lock if the
-    process dies."""
+    """Locks the runtime directory, and removes files that an earlier server left there. The kernel releases the lock if
+    the process dies."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,7 +70,7 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             raise CannotStart(f"{text}; give another with --runtime-dir") from None
 
     def _locked(self) -> int:
-        """The descriptor of the lock. Raises BlockingIOError if another server has it."""
+        """The descriptor of the lock. Raises BlockingIOError if another server holds it."""
         while True:
             lock = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -80,18 +80,18 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             except BaseException:
                 os.close(lock)
                 raise
-            os.close(lock)  # a server that ended has removed the file in the meantime
+            os.close(lock)  # an exiting server removed the file after it was opened here
 
     def _kept_from_cleaners(self) -> int:
-        """The descriptor of the directory, locked. systemd-tmpfiles, which removes files from /tmp that have not been
-        used for days, leaves out directories with a lock: a worker that is restarted needs the files of its model."""
+        """The descriptor of the directory, locked. systemd-tmpfiles removes files from /tmp that have not been used for
+        days, but skips locked directories. A restarted worker needs the files of its model."""
         directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with contextlib.suppress(BlockingIOError):  # it is looking at the directory
+        with contextlib.suppress(BlockingIOError):  # systemd-tmpfiles has locked the directory
             fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return directory
 
     def _is_file_of(self, lock: int) -> bool:
-        """Whether this is still the file in the directory, which may have been removed and made again."""
+        """Whether this is still the lock file in the directory, which may have been removed and created again."""
         try:
             return os.path.samestat(os.fstat(lock), (self._path / LOCK).stat())
         except FileNotFoundError:
@@ -128,7 +128,7 @@ def generations(settings: argparse.Namespace) -> Generations:
 
 
 def model_files(settings: argparse.Namespace) -> ModelFiles | None:
-    """The models of single files. Raises CannotStart for a file that is not a model."""
+    """The models that are single files; None if there are none. Raises CannotStart for a file that is not a model."""
     if not settings.model_files:
         return None
     files = ModelFiles(settings.model_files, settings.runtime_dir.absolute() / FILES)
@@ -161,7 +161,7 @@ def worker_settings(
 
 
 def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:
-    """Returns the gateway settings. If a package is missing, disables gateways, or raises CannotStart if they were
+    """Returns the gateway settings. If a package is missing, disables the gateways, or raises CannotStart if they were
     configured explicitly."""
     wanted = setting.gateway_settings(settings, busy_poll_ns)
     missing = [name for name in GATEWAY if wanted.count and find_spec(name) is None]
@@ -183,7 +183,7 @@ def require_exporter(protocol: str) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    """`find_spec` imports the packages above the module, which may be missing."""
+    """Whether the module is installed. `find_spec` imports its parent packages, which may be missing."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
