@@ -1,6 +1,6 @@
-"""Queries about the server and its models, and their answers.
+"""Answers queries about the server and its models.
 
-The core checks the roles for a query and passes it on as an effect. `answers` gives operations to `models.operations`,
-and lets other queries wait for the disk, for loading, or for a model's own readiness (`readiness_probes`). `queries`
-builds the JSON from the core's tables. Equal queries of a turn share one answer.
+The core checks the roles for a query and passes it on as an effect. `answers` passes operations to `models.operations`,
+and defers other queries that depend on the disk, on loading, or on a model's readiness check (`readiness_probes`).
+`queries` builds the JSON from the core's tables. Equal queries in a turn share one answer.
 """

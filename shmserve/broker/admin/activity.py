@@ -1,7 +1,7 @@
-"""The answer to the query `activity`: what runs now, and all counters that live views need, in one compact document.
+"""The answer to the query `activity`: current activity and all counters that live views need, in one compact document.
 
-Invariant: computed only when asked, from the core's tables and /proc; nothing is kept per request for it. Its size does
-not depend on the load: at most SHOWN_CLIENTS clients are listed, those with the most requests in flight.
+Invariant: the document is computed on demand from the core's tables and /proc; no state is kept per request for it. Its
+size does not depend on the load, as it lists only the SHOWN_CLIENTS clients with the most requests in flight.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from shmserve.system import procfs
 
 SHOWN_CLIENTS = 100
 COMPARED_S = 10.0
-"""The files on disk are looked at no more often for live views."""
+"""Minimum interval in seconds between comparisons with the files on disk."""
 
 Document = dict[str, Any]
 
 
 class ActivityReport:
     """`models()`: the index of models. `about()`: facts about the server. `gpus()`: one entry per GPU.
-    `gpu_bytes(pid)`: a process's memory on all GPUs. `compare()` begins to compare the loaded versions with the files
-    on disk; a later document has the result."""
+    `gpu_bytes(pid)`: a process's memory on all GPUs. `compare()` starts to compare the loaded versions with the files
+    on disk; a later document contains the result."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ActivityReport:
                 entry["sequences"] = _sequences(version)
                 entry["ensemble"] = version.graph is not None
             for instance in entry.get("instances", ()):
-                del instance["last_words"]  # many lines, which `models` has
+                del instance["last_words"]  # many lines; the query `models` returns them
                 on_gpu = instance["kind"] == "KIND_GPU" and instance["pid"]
                 instance["gpu_memory_bytes"] = self._gpu_bytes(instance["pid"]) if on_gpu else 0
         self._add_traffic(index)
@@ -82,7 +82,7 @@ class ActivityReport:
         return answer | {"took_ns": time.monotonic_ns() - began}
 
     def _add_traffic(self, index: list[Document]) -> None:
-        """Shares, aliases and shadows belong to a model; the entry of its first version has them, if any are set."""
+        """Adds a model's shares, aliases and shadow, if any are set, to the entry of its first version."""
         for name, entries in groupby(index, key=lambda entry: entry["name"]):
             first, model = next(entries), self._state.models.get(name)
             if first["version"] and model is not None and (model.traffic != UNSET or model.comparisons):
@@ -125,7 +125,7 @@ class ActivityReport:
 
 
 def counters(counted: Statistics) -> Document:
-    """Counts and sums since the version was loaded. `request_times`: bucket -> count, without empty buckets."""
+    """Counts and sums since the version was loaded. `request_times` maps each non-empty bucket to its count."""
     batches = counted.batches.values()
     return {
         "success": counted.success_count,
@@ -150,7 +150,7 @@ def counters(counted: Statistics) -> Document:
 
 
 def _streams(counted: Statistics) -> Document:
-    """For decoupled models: times to the first response and between responses, as `request_times`."""
+    """Times to the first response and between responses of a decoupled model, in the format of `request_times`."""
     if counted.streams is None:
         return {}
     first, between = counted.streams.first, counted.streams.between

@@ -1,4 +1,4 @@
-"""Answers queries that the core passes on: at once, or when what they wait for is known."""
+"""Answers queries that the core passes on: at once, or when the information that they wait for is known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shmserve.broker.models.operations import ClientOperations
 from shmserve.protocol.messages import Answer, Ask, Cancel
 
 NOTIFIED = 64
-"""Most deferred queries answered per turn."""
+"""Maximum number of deferred queries answered per turn."""
 
 Waiting = dict[int, list[Ask]]
 """Queries by peer."""
@@ -34,15 +34,15 @@ class QueryAnswers:
         self._probes = probes
         self._send = send
         self._shared: Shared | None = None
-        """Answers built in this turn, during which they cannot change. None between turns."""
+        """Answers built in this turn, which remain valid until it ends. None between turns."""
         self._awaiting: Waiting = {}
-        """To be answered when loading has finished."""
+        """Queries that wait until loading has finished."""
         self._models: Waiting = {}
-        """Wait until the repositories have been read."""
+        """Queries that wait until the repositories have been read."""
         self._due: Waiting = {}
-        """What they waited for is known."""
+        """Queries that can be answered now."""
         self._held: Waiting = {}
-        """Due as well, but the peer is behind with reading."""
+        """Queries that could be answered, but whose peer is behind with reading."""
         self._behind: set[int] = set()
 
     def begin(self) -> None:
@@ -52,7 +52,7 @@ class QueryAnswers:
         self._shared = None
 
     def notify(self) -> None:
-        """Answers queries that are due. Sending adds an event, so another turn follows for the rest."""
+        """Answers up to NOTIFIED queries that are due. Sending adds an event, so a turn for the others follows."""
         if self._awaiting and not self._control.is_loading():
             self._move(self._awaiting)
         if self._due:

@@ -1,4 +1,4 @@
-"""Answers to queries about the server and its models. Only reads the core's tables."""
+"""Builds the answers to queries about the server and its models. Only reads the core's tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXTENSIONS = (
 """Extensions of the KServe protocol that are supported."""
 METRICS_PERIOD_S = 1.0
 METRICS_SHARE = 0.05
-"""Most of the broker's time to spend on building metrics."""
+"""Maximum share of the broker's time spent on building metrics."""
 CHUNK = FIELD_BYTES // 2
 Shared = dict[tuple[str, str, int, bool], list[bytes]]
 
@@ -52,19 +52,19 @@ class Control:
         self.process_of: Callable[[int], int] = lambda peer: 0
         """Returns the pid of a worker."""
         self.changed_on_disk: Set[int] = frozenset()
-        """The sources of versions that differ from what is in the repository, as last checked."""
+        """The sources of versions that differ from the repository, as of the last check."""
         self.failed = False
-        """Initialization failed: the server is not live, and runs only so that its operator can query the reason."""
+        """Initialization failed. The server is not live, and runs only so that operators can query the reason."""
         self.downloads: Callable[[], Mapping[str, str]] = dict
-        """Model -> how far its download is."""
+        """Model -> the progress of its download."""
         self.is_complete: Callable[[], bool] = lambda: True
-        """Whether all repositories could be read, now or before."""
+        """Whether all repositories can be read, or were read before."""
         self.is_starting: Callable[[], bool] = lambda: False
-        """Whether models that are served from the start are being downloaded."""
+        """Whether models to load at start are being downloaded."""
         self.metrics: list[Callable[[], str]] = []
-        """Providers of metrics; the answer is their texts, in this order."""
+        """Providers of metrics; the answer consists of their texts, in this order."""
         self.metrics_budget = True
-        """Whether to spend at most METRICS_SHARE of the time on it; beyond that, clients get the last text."""
+        """Whether to limit the time for building metrics to METRICS_SHARE. Beyond it, clients get the last text."""
         self.clock: Callable[[], float] = time.monotonic
         self._metrics = msgspec.Raw(b'""')
         self._metrics_spent = 0.0
@@ -127,8 +127,8 @@ class Control:
     # ------------------------------------------------------------------------------------ queries
 
     def server_ready(self) -> bool:
-        """Strict: every version is READY. Otherwise: loading has finished. Versions that load while others of their
-        model are served are ignored, and those that are unloaded, or finish their work before that."""
+        """Strict: every version is READY. Otherwise: loading has finished. Ignores versions that are unloaded or being
+        unloaded, and versions that load while other versions of their model are served."""
         states = [
             version.state
             for model in self._core.state.models.values()
@@ -146,7 +146,7 @@ class Control:
         return not self._strict or all_ready
 
     def is_loading(self) -> bool:
-        """Whether a model is loading that was not served before; then callers that wait for loading must wait."""
+        """Whether a model that was not served before is loading, so that callers that wait for loading must wait."""
         models = self._core.state.models.values()
         return self.is_starting() or any(
             version.state is VersionState.LOADING
@@ -186,7 +186,8 @@ class Control:
         return {"ready": ready, "settled": ready or (failed and self._are_settled(others))}
 
     def _are_settled(self, models: Iterable[Model]) -> bool:
-        """Whether nothing is loaded, restarted or unloaded: without an operation, no other version becomes READY."""
+        """Whether none of the models is being loaded, restarted or unloaded, so that no other version becomes READY
+        without an operation."""
         moving = (VersionState.LOADING, VersionState.UNLOADING)
         return not self._core.state.draining and not any(
             model.operation is not None
@@ -195,7 +196,7 @@ class Control:
         )
 
     def serving(self, ask: Ask) -> list[int]:
-        """The workers that run the model."""
+        """The workers of the model's READY instances."""
         try:
             versions = self._find(ask)
         except NotFound:
@@ -261,13 +262,13 @@ class Control:
         return sorted(index, key=lambda entry: entry["name"])
 
     def _degraded(self, version: Version) -> str:
-        """For a READY version without some of its instances: how many serve, and why the others do not."""
+        """For a READY version that lacks instances: how many serve, and why the others do not."""
         trouble = version.trouble if version.state is VersionState.READY else ""
         ready, wanted = version.counts
         return f"degraded, {ready} of {wanted} instances: {trouble}" if trouble else ""
 
     def _is_of_interest(self, version: Version) -> bool:
-        """An unloaded version is listed only while it could be loaded again."""
+        """Whether to list the version. An unloaded one is listed only while it could be loaded again."""
         return version.reason != UNLOADED or version.model in self._catalog.repositories.names
 
     def _loading_seconds(self, version: Version) -> float:
@@ -301,7 +302,7 @@ class Control:
         }
 
     def _retry_seconds(self, instance: Instance) -> float:
-        """Time until the restart, or until it may be woken again; 0: it may be now, or no restart is planned."""
+        """Time until the instance restarts, or may be woken; 0: it may be woken now, or no restart is planned."""
         if instance.state not in (InstanceState.BACKOFF, InstanceState.ASLEEP):
             return 0.0
         return round(max(instance.retry_at - time.monotonic_ns(), 0) / 1e9, 1)
@@ -357,8 +358,9 @@ class Control:
         return self._catalog.config_json(self._one(ask).source)
 
     def _text_models(self, ask: Ask) -> Any:
-        """Names and aliases of READY models that take text, each with the configuration of the version it stands for.
-        `created`: when that was loaded, in seconds since 1970. With a model, only that one, if it is one of them."""
+        """Names and aliases of READY models with text inputs, each with the configuration of the version that it
+        selects. `created`: when that version was loaded, in seconds since 1970. If the query names a model, only that
+        one."""
         now = time.time() - time.monotonic()
         ready = self._core.state.ready
         found = sorted(ready.items()) if not ask.model else [(name, ready[name]) for name in {ask.model} & ready.keys()]
@@ -453,20 +455,20 @@ class Control:
 
 
 def _without_version(name: str, state: str, reason: str, downloads: Mapping[str, str]) -> dict[str, Any]:
-    """The entry of a model of which no version is known, perhaps because it is being downloaded."""
+    """The entry of a model without known versions, for example because it is being downloaded."""
     if name in downloads:
         state, reason = VersionState.LOADING.value, downloads[name]
     return {"name": name, "version": "", "state": state, "reason": reason}
 
 
 def _has_failed(model: Model) -> bool:
-    """Whether the model should be served and no version can be."""
+    """Whether the model should be served, but none of its versions can be."""
     wanted = [version for version in model.versions.values() if version.reason != UNLOADED]
     return bool(model.reason or wanted) and all(version.state is VersionState.UNAVAILABLE for version in wanted)
 
 
 def _scaled(version: Version) -> list[int] | None:
-    """The fewest and the most instances of a version whose number of instances follows its load."""
+    """The minimum and maximum number of instances of a version that is scaled automatically, otherwise None."""
     return list(sizes.bounds(version, version.scaler.policy)) if version.scaler is not None else None
 
 

@@ -1,4 +1,4 @@
-"""Readiness checks implemented by models: sends probes to their workers and collects the results.
+"""Readiness checks that models implement: sends probes to their workers and collects the results.
 
 Invariant: every query is answered exactly once, even if workers exit or do not respond.
 """
@@ -33,7 +33,7 @@ class Probes:
         self._open: dict[int, _Probe] = {}
 
     def probe(self, peers: Iterable[int], answer: Callable[[bool], None]) -> bool:
-        """Probes those of the workers that support it, then calls `answer(ready)`: true if all are ready.
+        """Probes the workers that support it, then calls `answer(ready)`, with true if all of them are ready.
 
         Returns False, without calling `answer`, if no worker supports probes.
         """

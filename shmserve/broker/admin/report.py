@@ -1,4 +1,4 @@
-"""The answer to the query `report`: what people want to know of one version, in one document."""
+"""The answer to the query `report`: one document with the details of one version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Document = dict[str, Any]
 
 
 def document(version: Version, metadata: Document | None, config: Document, text: str) -> Document:
-    """`config` and `text`: the configuration as loaded, as JSON and annotated. `metadata`: None while loading."""
+    """`config` and `text` are the loaded configuration, as JSON and as annotated text. `metadata`: None while
+    loading."""
     graph = version.graph
     return {
         "name": version.model,
@@ -28,7 +29,7 @@ def document(version: Version, metadata: Document | None, config: Document, text
 
 
 def _errors(counted: Statistics) -> list[Document]:
-    """The newest first."""
+    """The last errors, the newest first."""
     start = time.time() - time.monotonic_ns() / 1e9
     return [
         {"time": round(start + error.at / 1e9, 3), "code": error.code, "text": error.text, "count": error.count}
@@ -37,7 +38,7 @@ def _errors(counted: Statistics) -> list[Document]:
 
 
 def _graph(version: Version, graph: EnsembleGraph) -> Document:
-    """From the first report on, the executions of each step are counted."""
+    """The steps of an ensemble with their counts. Executions are counted from the first report on."""
     counts = version.statistics.steps
     if counts is None or len(counts) != len(graph.steps):
         counts = version.statistics.steps = [StepCount() for _ in graph.steps]

@@ -1,9 +1,9 @@
-"""The query `service` and the operation `set_service`: take the server out of service before an upgrade, and tell when
-it is empty.
+"""The query `service` and the operation `set_service`: take the server out of service before an upgrade, and report
+since when it has been idle.
 
-Out of service, the server is not ready, which balancers and their like notice after seconds, and still answers every
-request that arrives. It is empty when it has had no request, sequence or lease for some time; how long is enough is
-decided by whoever asks. This is not the drain of a server that stops, which refuses new requests.
+A server that is out of service is not ready, which load balancers notice within seconds, but it still answers every
+request that arrives. It is idle while it has no request, sequence or lease; the caller decides how long that must last.
+A server that stops, in contrast, refuses new requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shmserve.protocol.bodies import decode_body
 log = logging.getLogger("shmserve")
 
 TICK_S = 0.2
-"""How often the server looks whether it is empty, while it is out of service."""
+"""Interval at which a server that is out of service checks whether it is idle."""
 SHOWN_CLIENTS = 10
 
 
@@ -41,7 +41,7 @@ class ServiceControl:
         self._changed = changed
         self.clock: Callable[[], float] = time.monotonic
         self.out_of_service = False
-        """As last requested; the core follows in its next turn."""
+        """As last requested; the core applies it in its next turn."""
         self._began = 0.0
         self._quiet_since: float | None = None
         self._last_number = 0
@@ -91,8 +91,8 @@ class ServiceControl:
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _look(self, now: float) -> None:
-        """Notes since when the server has been empty. A request that came and went between two looks has left a
-        number."""
+        """Updates since when the server has been idle. The last request number reveals requests that arrived and
+        finished between two checks."""
         state = self._state
         busy = bool(state.requests or state.leases or state.sequences)
         if not self.out_of_service or busy:

@@ -1,5 +1,5 @@
-"""The argument parser of `shmserve serve`: `--help` has the flags that users need on one screen, `--help-all` all of
-them, in groups.
+"""The argument parser of `shmserve serve`. `--help` shows the flags that most users need on one screen, `--help-all`
+all flags in groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHORT = {
     "log-verbose": "1: more detail; 2: also each batch",
     "config": "read flags from this TOML file",
 }
-"""The flags that `--help` shows, and what it says about them."""
+"""The flags that `--help` shows, with their help texts."""
 _EPILOG = """
 A FILE is served as a model with the name of the file; NAME=FILE gives it another name.
 
@@ -88,7 +88,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def parser() -> FlagParser:
-    """A parser whose namespace contains only given flags, without defaults."""
+    """A parser whose namespace contains only the flags that were given, without defaults."""
     flag_parser = FlagParser(
         prog="shmserve serve",
         usage=USAGE,

@@ -17,9 +17,9 @@ class Flag(Struct, frozen=True):
     - `triton`: Triton's default, if it differs, and the reason.
     - `compatible`: the default with --triton-compatible.
     - `instead`: the replacement of a deprecated flag; `setting`: the replacement's setting.
-    - `private`: only for programs that start the server.
+    - `private`: for programs that start the server; not documented.
     - `gateway`: the option of `shmserve gateway` that receives the value.
-    - `note`: for a flag without effect, what happens instead.
+    - `note`: what happens instead, for a flag without effect.
     - `refused`: why the flag cannot be set to true.
     """
 

@@ -1,7 +1,7 @@
-"""The flags of `shmserve serve`, with Triton's names: one table for the command line, the environment, the file and
-docs/settings.md.
+"""The flags of `shmserve serve`, with Triton's names: one table for the command line, the environment, the
+configuration file and docs/settings.md.
 
-Invariant: a flag is defined only by its row. settings.py checks how values relate to each other.
+Invariant: a flag is defined only by its row. settings.py checks dependencies between values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
 REQUIRED = "required unless files are given"
 SECONDS = 1e6
-"""The longest time that a flag accepts."""
+"""Upper bound of a time in seconds."""
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 
@@ -45,8 +45,8 @@ def _old_trace(name: str, setting: str, metavar: str) -> Flag:
 
 
 def _passed_on(option: Option) -> Flag:
-    """The flag for an option of `shmserve gateway`. It has no default, so that only options that were set are passed
-    on. Kinds that `serve` does not parse are passed on as text."""
+    """The flag for an option of `shmserve gateway`. Has no default, so that only options that were set are passed on.
+    Kinds that `serve` does not parse are passed on as text."""
     return Flag(
         option.name,
         option.kind if option.kind in ("boolean", "whole", "path") else "text",
@@ -245,7 +245,7 @@ def nearest(name: str, cutoff: float = 0.6) -> str:
 
 
 def written(name: str, prefix: str) -> str:
-    """A flag's name as it is written after that prefix."""
+    """A flag's name in the form that follows this prefix."""
     return name.replace("-", "_").upper() if prefix == ENVIRONMENT else name
 
 
@@ -302,7 +302,7 @@ def _address(text: str) -> RemoteAddress:
 
 
 def from_environment(flag: Flag, text: str) -> Any:
-    """Values of a repeatable flag are separated by ':' if they are paths, else by ';', also if some are URLs."""
+    """Parses a variable. Values of a repeatable flag are separated by ':' if all are paths, otherwise by ';'."""
     if not flag.repeatable:
         return from_text(flag, text)
     are_paths = flag.kind == "path" or (flag.kind == "repository" and not is_remote(text))
@@ -310,7 +310,8 @@ def from_environment(flag: Flag, text: str) -> Any:
 
 
 def from_toml(flag: Flag, value: Any, folder: Path) -> Any:
-    """Checks a value of the file. Paths are relative to `folder`, where the file is. Raises ValueError."""
+    """Parses a value of the configuration file. Paths are relative to `folder`, the file's directory. Raises
+    ValueError."""
     if flag.repeatable:
         values = value if isinstance(value, list) else [value]
         return [_one_from_toml(flag, one, folder) for one in values]
@@ -360,7 +361,7 @@ def _cache(text: str) -> int:
 
 
 def _pool(text: str) -> tuple[int, int]:
-    """(GPU, bytes); GPU -1: all GPUs."""
+    """Returns (GPU, bytes); GPU -1: all GPUs."""
     gpu, _, size = text.rpartition(":")
     if gpu and not (gpu.isascii() and gpu.isdecimal()):
         raise ValueError(f"found '{text}', expected N or GPU:N, as in 0:67108864")
@@ -404,7 +405,7 @@ def _number(text: str, is_bytes: bool, least: int | None) -> int:
 
 
 def _limit(text: str) -> tuple[str, int]:
-    """Parses NAME=VALUE. Names may be written with dashes too."""
+    """Parses NAME=VALUE. Names may contain dashes in place of underscores."""
     given, equals, value = text.partition("=")
     name = given.strip().replace("-", "_")
     rows = {row.name: row for row in limits.NAMED}

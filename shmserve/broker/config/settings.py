@@ -63,15 +63,15 @@ _OTHERS = frozenset(
         "SHMSERVE_EXPLORE",
     )
 )  # fmt: skip
-"""Variables that are not for the server. Those with the prefix SHMSERVE_MODEL_ are for models."""
+"""Variables that are not for the server, besides those for models, which begin with SHMSERVE_MODEL_."""
 _MODELS = "SHMSERVE_MODEL_"
 _SURELY = 0.9
-"""Similarity above which a variable for models is taken for a misspelled server variable."""
+"""Similarity from which a variable for models is reported as a misspelled server variable."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The settings as attributes named like the flags, with underscores. `warnings` and `notes` are texts for the log;
-    `failed`: reasons for serving no model at all.
+    """The settings, as attributes named after the flags, with underscores. `warnings` and `notes` are texts for the
+    log; `failed` contains the reasons for serving no models.
 
     On errors exits with code 2 and lists them.
     """
@@ -111,7 +111,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _defaults(compatible: bool) -> dict[str, Any]:
-    """`compatible`: with Triton's defaults where they differ."""
+    """The defaults. `compatible`: use Triton's where they differ."""
     flags = [flag for flag in FLAGS if not flag.instead]
     defaults = {flag.dest: copy(flag.default) for flag in flags}
     if compatible:
@@ -120,8 +120,8 @@ def _defaults(compatible: bool) -> dict[str, Any]:
 
 
 def _missing_repositories(settings: argparse.Namespace, is_given: bool, problems: list[str]) -> list[str]:
-    """Reports missing repositories. They are errors, except with an explicit --exit-on-error=false, as in Triton: then
-    the server runs without models, for the returned reasons."""
+    """Adds missing repositories to `problems`. With an explicit --exit-on-error=false, returns them instead: then the
+    server runs without models, as Triton does."""
     texts = [f"--model-repository {root} is not a directory" for root in settings.model_repository if not root.is_dir()]
     if is_given and not settings.exit_on_error:
         return texts
@@ -135,7 +135,7 @@ def access(settings: argparse.Namespace) -> AccessRules:
 
 
 def limits(settings: argparse.Namespace) -> Limits:
-    """The core's limits: those of --limit and those with flags of their own. If repeated, the last value counts."""
+    """The core's limits, from --limit and from flags. If a limit is repeated, the last value counts."""
     return Limits(
         loading=settings.model_load_thread_count,
         load_retries=settings.model_load_retry_count,
@@ -165,7 +165,7 @@ def metrics_interval_s(settings: argparse.Namespace) -> float:
 
 
 def busy_poll_ns(settings: argparse.Namespace, cores: CoreSet) -> int:
-    """Polling is off by default if there are few cores, or a quota that amounts to few."""
+    """The polling time; by default 0 if fewer than LEAST_CORES cores can be used, counting a CPU quota."""
     if settings.busy_poll_us is not None:
         return int(settings.busy_poll_us) * 1000
     count = min(len(cores.usable), cores.quota or len(cores.usable))
@@ -173,7 +173,7 @@ def busy_poll_ns(settings: argparse.Namespace, cores: CoreSet) -> int:
 
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
-    """Settings for workers: 'backend,key' -> value, ',key' -> value for all backends, and the workers' own limits."""
+    """Settings for workers: 'backend,key' -> value, ',key' -> value for all backends, and limits of the workers."""
     worker_settings = dict(settings.backend_config)
     worker_settings[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
     worker_settings[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)
@@ -234,7 +234,7 @@ def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> Gat
 
 
 def _is_passed_on(flag: Flag, settings: argparse.Namespace) -> bool:
-    """Whether to pass the flag to gateways: it was given, and is not the default false."""
+    """Whether to pass the flag to gateways: it was set, and not to a false that is the default."""
     value = getattr(settings, flag.dest)
     return not (value is None or value == [] or (value is False and flag.shown == "false"))
 
@@ -253,7 +253,7 @@ def host_policies(settings: argparse.Namespace) -> dict[str, tuple[int, ...]]:
 
 
 def _strays(rest: Sequence[str]) -> list[str]:
-    """Skips words after unknown flags, which are probably their values."""
+    """Omits words after unknown flags, which are probably their values."""
     return [word for at, word in enumerate(rest) if word.startswith("-") or not at or not _is_bare(rest[at - 1])]
 
 
@@ -262,7 +262,7 @@ def _is_bare(word: str) -> bool:
 
 
 def _files_apart(argv: Sequence[str]) -> list[str]:
-    """A file after a boolean flag is not the flag's value."""
+    """Replaces a boolean flag before a file by FLAG=true, so that the file is not parsed as the flag's value."""
     words = list(argv)
     for index, word in enumerate(argv[:-1]):
         flag = BY_NAME.get(word.removeprefix("--")) if word.startswith("--") else None
@@ -297,8 +297,8 @@ def _stray(word: str) -> str:
 
 
 def _environment(environment: Mapping[str, str], problems: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The values, and warnings about unknown variables. These are not errors: a container's host may set variables of
-    its own for a service with this server's name."""
+    """The values, and warnings about unknown variables. They are not errors, as an orchestrator may set variables with
+    the same prefix for a service with this server's name."""
     values: dict[str, Any] = {}
     warnings: list[str] = []
     for variable, text in sorted(environment.items()):
@@ -342,7 +342,7 @@ def _take(values: dict[str, Any], flag: Flag, read: Callable[[], Any], problems:
     except ValueError as error:
         problems.append(f"{where}: {error}")
         return
-    # A flag and its alias may both be given: a repeatable flag gets the values of both.
+    # A flag and its alias may both be given. Merge the values if the flag is repeatable.
     values[flag.dest] = [*values.get(flag.dest, ()), *value] if flag.repeatable else value
 
 

@@ -1,5 +1,5 @@
-"""Triton's flags without an equivalent here. Most are accepted, with a line in the log on what happens instead, so that
-command lines can be reused. Those without which the server would not do what is expected are refused.
+"""Triton's flags without an equivalent here. Most are accepted, so that command lines can be reused, and the log says
+what happens instead. A flag is refused if the server cannot do what it requests.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def decimal(text: str) -> float:
 
 
 def notes(values: dict[str, Any]) -> list[str]:
-    """Log lines for flags that were given and have no effect."""
+    """Log lines for flags that were given but have no effect."""
     given = [flag for flag in TRITON_FLAGS if flag.note and values.get(flag.dest) is not None]
     return [f"--{flag.name} has no effect: {flag.note}" for flag in given]
 

@@ -36,8 +36,8 @@ class Rule(Struct, frozen=True):
 
 
 class AccessRules:
-    """The server's own user and root have all roles regardless of rules, as they control the processes anyway. Members
-    of the socket group may infer and observe. Other users have the union of all rules that match them."""
+    """Root and the server's own user always have all roles, as they control the processes anyway. Members of the socket
+    group may infer and observe. Other users have the union of the roles of all rules that match them."""
 
     def __init__(self, rules: Iterable[Rule] = (), socket_group: int | None = None) -> None:
         self.socket_group = socket_group

@@ -27,7 +27,7 @@ from shmserve.protocol.messages import Goodbye
 log = logging.getLogger("shmserve")
 
 PACKETS = 8
-"""Most packets read in a row."""
+"""Maximum number of packets read in a row."""
 _PEEK = int(socket.MSG_PEEK | socket.MSG_TRUNC | socket.MSG_DONTWAIT)
 _one_byte = bytearray(1)
 
@@ -54,11 +54,11 @@ class ClientLink(PeerLink):
         self._backlog = backlog
         self._pause = InputPause(loop)
         self._behind = False
-        """The client does not read its responses: its socket is not read until it has caught up."""
+        """The client does not read its responses. Its socket is not read until it has caught up."""
         self._left_over: list[Any] = []
         self._queued = False
         self._draining = False
-        """The peer has closed: event loops do not report such a socket, so it is read in turns until the end."""
+        """The peer has closed. Event loops do not report such a socket, so it is read in turns until the end."""
 
     def process_input(self) -> None:
         self._queued = False
@@ -97,7 +97,7 @@ class ClientLink(PeerLink):
                 messages, descriptors = packet
                 turns.charge(self._size // BYTES)
                 cost = weight(messages)
-                if descriptors:  # the Maps that need them may be anywhere
+                if descriptors:  # do not split: any of the messages may be a Map that needs one
                     refusal = refused(messages)
                     if refusal is not None:
                         close_all(descriptors)
@@ -113,7 +113,7 @@ class ClientLink(PeerLink):
             if self._left_over or self._draining:
                 return True
             if share <= 0 and crowded:
-                return True  # do not check: registering with the event loop again costs more than a turn without input
+                return True  # without checking: a turn without input costs less than registering with the loop again
             if cost < MANY or share <= 0:
                 return False
         return False
@@ -125,7 +125,8 @@ class ClientLink(PeerLink):
             self._turns.wait(self, self._is_heavy())
 
     def _is_heavy(self) -> bool:
-        """Checks the size of the next packet without reading it."""
+        """Whether the next input is expensive, by left-over messages or the size of the next packet, which is not
+        read."""
         if self._left_over or self._sock is None:
             return True
         try:
@@ -134,7 +135,7 @@ class ClientLink(PeerLink):
             return False
 
     def pause(self, until: int) -> None:
-        """Stops reading until that time of the monotonic clock. The client's socket fills, and then its sends block."""
+        """Stops reading until that time of the monotonic clock. Once its socket is full, the client's sends block."""
         if self._sock is not None and self._parting is None:
             self._loop.remove_reader(self._fd)
             self._pause.extend(until, self._listen)

@@ -1,13 +1,13 @@
-"""When clients' input is read: in fair turns, and not while a client is paused.
+"""Schedules reading the input of clients: in fair turns, and not while a client is paused.
 
-Per turn of the broker at most SHARE messages of one client and MESSAGES of all are processed.
+In each turn, the broker processes at most SHARE messages of one client and MESSAGES of all clients.
 
-A link with more input waits in a queue, and each turn serves that queue first: users round-robin, and the links of a
-user round-robin. So a client's wait depends on how many users have input, and on how many links its own user has, but
-not on how much input they have.
+A link with more input is queued, and each turn serves this queue first: round-robin over users, and over the links of
+each user. A client's wait therefore depends on how many users have input and how many links its own user has, but not
+on the amount of input.
 
-The core pauses clients that cause many errors (the limit client_errors), instead of disconnecting them: they still get
-the error texts that tell them what is wrong. On the lane a paused client's own sends block.
+The core pauses clients that cause many errors (limit client_errors) rather than disconnecting them, so that they still
+get the error texts. On the lane, the sends of a paused client block.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from shmserve.protocol.codec import Refused
 from shmserve.protocol.messages import PACKET_MESSAGES, InferBatch
 
 MESSAGES = 256
-"""Per turn, for all clients: about 3 ms of work. A request needs two or three turns."""
+"""Messages per turn of all clients: about 3 ms of work. A request needs two or three turns."""
 SHARE = 128
-"""Per turn and client, or less if many wait. More than the requests of one packet that could run as one batch."""
+"""Messages per turn of one client; less if many clients wait. Exceeds the number of requests in one packet that could
+run as one batch."""
 BYTES = 2048
-"""Decoding this many bytes costs about as much as processing a message, and is charged as one."""
+"""Decoding this many bytes costs about as much as processing a message, and is charged like one."""
 CHEAP_BYTES = 4096
 """A link whose next packet is at most this large is served before other links of its user."""
 
 
 def weight(messages: Sequence[Any]) -> int:
-    """What processing these messages costs: each request of an InferBatch counts."""
-    if InferBatch not in map(type, messages):  # fast, as every packet pays for this
+    """The cost of processing these messages; each request of an InferBatch counts as one."""
+    if InferBatch not in map(type, messages):  # fast path, as this runs for every packet
         return len(messages)
     return sum(map(_weight, messages))
 
@@ -42,7 +43,7 @@ def _weight(message: Any) -> int:
 
 
 def split(messages: list[Any], share: int) -> tuple[list[Any], list[Any]]:
-    """The first messages, at least one, with a total weight of about `share`; and the others."""
+    """Splits off the first messages, at least one, with a total weight of about `share`."""
     total = 0
     for index, message in enumerate(messages):
         if total >= share:
@@ -52,7 +53,8 @@ def split(messages: list[Any], share: int) -> tuple[list[Any], list[Any]]:
 
 
 def refused(messages: Sequence[Any]) -> Refused | None:
-    """The error if a packet that must be delivered whole, as it has descriptors or frames, has too many requests."""
+    """The error for a packet with too many requests that must be delivered whole, because it has descriptors or
+    frames."""
     count = weight(messages)
     if count <= PACKET_MESSAGES:
         return None
@@ -63,8 +65,8 @@ def refused(messages: Sequence[Any]) -> Refused | None:
 
 
 class ClientInput(Protocol):
-    """The input of one client. `process_input` delivers up to `turns.share()` messages, and calls `wait` if there
-    is more."""
+    """The input of one client. `process_input` delivers up to `turns.share()` messages, and calls `wait` if it has
+    more."""
 
     user: str
 
@@ -72,19 +74,20 @@ class ClientInput(Protocol):
 
 
 class ClientTurns:
-    """`due` is called when another turn must follow although nothing was delivered."""
+    """The queue of clients with more input. `due` is called when another turn must follow although nothing was
+    delivered."""
 
     def __init__(self, due: Callable[[], None]) -> None:
         self._due = due
         self._left = MESSAGES
         self._waiting: FairQueue[ClientInput] = FairQueue()
         self._next: dict[ClientInput, bool] | None = None
-        """Sources that called `wait` during `begin`: already served in this turn, they are queued for the next one.
-        None outside `begin`. The value: heavy."""
+        """Sources that called `wait` during `begin` -> heavy. They were served in this turn, so they are queued for the
+        next one. None outside `begin`."""
         self._share = SHARE
 
     def share(self) -> int:
-        """Messages that a client may deliver now; 0: it must call `wait`."""
+        """The number of messages that a client may deliver now; 0: it must call `wait`."""
         return self._share if self._left > 0 else 0
 
     def charge(self, messages: int) -> None:
@@ -103,7 +106,8 @@ class ClientTurns:
             self._waiting.remove(source.user, source)
 
     def begin(self) -> bool:
-        """Begins a turn with the queued sources. True: some are still queued, so another turn must follow."""
+        """Begins a turn by serving the queued sources. True if some are still queued, so that another turn must
+        follow."""
         self._left = MESSAGES
         waiting = self._waiting
         following: dict[ClientInput, bool] = {}
@@ -122,7 +126,7 @@ class ClientTurns:
 
 
 class InputPause:
-    """Whether a client's input is paused."""
+    """The pause of a client's input."""
 
     __slots__ = ("_loop", "_timer", "_until", "active")
 
@@ -133,7 +137,7 @@ class InputPause:
         self.active = False
 
     def extend(self, until: int, resume: Callable[[], None]) -> None:
-        """Pauses until a time of the monotonic clock, then calls `resume`; the latest time counts."""
+        """Pauses until a time of the monotonic clock, then calls `resume`. The latest time of several calls counts."""
         self._until = max(self._until, until)
         if not self.active:
             self.active = True

@@ -1,6 +1,6 @@
 """The lane's listener: a SEQPACKET socket in the runtime directory. The kernel reports the user of each connection.
 
-Invariant: no client can connect before the socket has its mode and group, whatever the umask is.
+Invariant: no client can connect before the socket has its mode and group, regardless of the umask.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ log = logging.getLogger("shmserve")
 
 BACKLOG = 512
 AGAIN_S = 1.0
-"""Pause before accepting again after the process ran out of descriptors or memory."""
+"""Delay before accepting again after the process ran out of descriptors or memory."""
 SO_PEERGROUPS = 59  # missing from the socket module
 _CREDENTIALS = struct.Struct("3i")
 _GROUPS_BYTES = 1024
-"""The most that can be requested: 256 groups."""
+"""Size of the buffer for SO_PEERGROUPS: 256 groups."""
 OWN_DESCRIPTORS = 1024
 """Descriptors of the broker besides those of clients and segments."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -66,7 +66,7 @@ class LaneListener:
             log.error("cannot accept a connection: %s", error.strerror)
             if error.errno in _NO_DESCRIPTORS:
                 self._refuse_waiting()
-            if error.errno in _SHORT_OF:  # accept would fail again at once and starve other callbacks
+            if error.errno in _SHORT_OF:  # otherwise accept fails again at once and starves other callbacks
                 self._loop.remove_reader(self._socket.fileno())
                 self._again = self._loop.call_later(AGAIN_S, self._resume)
             return
@@ -74,7 +74,7 @@ class LaneListener:
         self._opened(sock, principal.uid, self._access.roles_of(principal))
 
     def _refuse_waiting(self) -> None:
-        """Refuses pending connections with the reason; otherwise clients would block until a descriptor is free."""
+        """Refuses pending connections with the reason. Otherwise their clients block until a descriptor is free."""
         close_all(self._spare)
         packet = codec.encode([Goodbye(Unavailable.code, "the server has too many open files; try again later")])
         with contextlib.suppress(OSError):  # none is pending, or another thread took the descriptor
@@ -106,7 +106,7 @@ def _spare() -> list[int]:
 
 
 def room_for(descriptors: int) -> None:
-    """Raises the soft limit: the default of services is far below the sum of the limits of clients and segments."""
+    """Raises the soft limit, as the default of services is far below the sum of the limits on clients and segments."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -114,7 +114,7 @@ def room_for(descriptors: int) -> None:
 
 
 def peer(sock: socket.socket) -> Principal:
-    """The user and groups of the peer at the time of its connect, which the kernel stores with the socket."""
+    """The user and groups of the peer when it connected, as stored by the kernel."""
     _, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     groups = array.array("I", (gid & 0xFFFFFFFF,))
     try:
@@ -138,7 +138,7 @@ def give(path: Path, group: int | None, mode: int) -> None:
 
 
 def open_to_group(runtime_dir: Path, group: int | None) -> None:
-    """Members of the group may enter and list the runtime directory; only the owner may change it."""
+    """Lets members of the group enter and list the runtime directory; only the owner may change it."""
     if group is not None:
         give(runtime_dir, group, 0o700)
         os.chmod(runtime_dir, 0o750)

@@ -1,6 +1,6 @@
 """Output that clients have not read yet, counted per user and in total.
 
-Invariant: no user exceeds a quarter of the limit, and all users together do not exceed the limit. If they would, the
+Invariant: no user exceeds a quarter of the limit, and all users together do not exceed the limit. To maintain it, the
 client that has read nothing for the longest time is disconnected, so that clients that read are not affected.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 BEHIND_BYTES = 1 << 20
-"""A client with more unread output is behind: the broker neither reads its messages nor answers its queries. At half
-of it the client has caught up. A single answer may be larger; this does not limit answers."""
+"""A client with more unread output is behind: the broker neither reads its messages nor answers its queries. It has
+caught up at half of this. A single answer may be larger than this."""
 USERS = 4
 
 
@@ -24,13 +24,13 @@ class OutputReader(Protocol):
 
 
 class OutputBacklog:
-    """`changed(peer, behind)` is called when a client falls behind or has caught up."""
+    """`changed(peer, behind)` is called when a client falls behind or catches up."""
 
     def __init__(self, limit: int, changed: Callable[[int, bool], None]) -> None:
         self.changed = changed
         self._limit = limit
         self._bytes: dict[OutputReader, int] = {}
-        """Clients with unread output; the one that has read nothing for the longest time comes first."""
+        """Clients with unread output. The client that has read nothing for the longest time comes first."""
         self._of_users: dict[str, int] = {}
         self._total = 0
 

@@ -1,8 +1,8 @@
 """The ZeroMQ listener: a ROUTER socket on ipc. Each identity is a client; a message is [packet, frame, frame, ...].
 
-A frame holds the bytes of a tensor. Inputs are copied once, into the broker's arena or, if small, into the message.
-Outputs are copied from the worker's segment, for clients that requested frames. Only the broker's user may connect, as
-ZeroMQ does not report the peer's user.
+A frame holds the bytes of a tensor. Inputs are copied once: into the message if they are small, otherwise into the
+broker's arena. Outputs are copied from the worker's segment for clients that requested frames. Only the broker's user
+may connect, as ZeroMQ does not report the peer's user.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shmserve.shm.arena import Arena
 from shmserve.shm.extents import posix
 
 MESSAGE_BYTES = 8 * 1024 * 1024
-"""Size above which libzmq disconnects. For sizes between FRAME_BYTES and this, the broker can report an error."""
+"""Message size above which libzmq disconnects. For sizes between FRAME_BYTES and this, the broker reports an error."""
 QUEUE = 128
 """Messages that libzmq queues per client, in each direction."""
 SWEEP_S = 1.0
@@ -53,12 +53,12 @@ SWEEP_S = 1.0
 about to open a segment that one of the client's requests names."""
 BURST = 64
 BURST_NS = 1_000_000
-"""Number of messages, or time in ns, after which reading stops to let other callbacks run. Whose messages they are is
-not known before they are read, so this cannot be part of the fair turns."""
+"""Number of messages, or time in ns, after which reading stops to let other callbacks run. This cannot be part of the
+fair turns, as the sender of a message is known only after reading it."""
 PENDING_MESSAGES = 250
 PENDING_BYTES = 4 * MESSAGE_BYTES
-"""Limits of queued input from a client that is paused, waiting for its turn, or behind. On the lane such input stays in
-the client's socket; here it must be read and kept, so a client that exceeds a limit is disconnected."""
+"""Limits of queued input from a client that is paused, waiting for its turn, or behind. On the lane, such input stays
+in the client's socket. Here it must be read and kept, so a client that exceeds a limit is disconnected."""
 FREED = 16
 """Messages released per callback, as each may have hundreds of frames."""
 DISCONNECTED = 4096
@@ -66,11 +66,11 @@ DISCONNECTED = 4096
 
 
 class ZmqOutbox:
-    """One ZeroMQ client. Has those parts of PeerLink's interface that the loop uses."""
+    """One ZeroMQ client. Implements the part of PeerLink's interface that the loop uses."""
 
     def __init__(self, router: ZmqRouter, loop: Any, identity: bytes, user: str) -> None:
         self.peer = 0
-        """Set as soon as the router has the client's number."""
+        """Set right after construction, when `opened` has assigned it."""
         self.identity = identity
         self.user = user
         self.outbox: list[Any] = []
@@ -79,7 +79,7 @@ class ZmqOutbox:
         self.unsent: deque[list[bytes]] = deque()
         self.unsent_bytes = 0
         self.behind = False
-        """The client does not read its responses: its input is queued until it has caught up."""
+        """The client does not read its responses. Its input is queued until it has caught up."""
         self.active = True
         self.frames = False
         """Send large outputs as frames, as requested in the client's Hello."""
@@ -113,7 +113,7 @@ class ZmqOutbox:
         self._router.send(self, [codec.encode([message]), *frames])
 
     def pause(self, until: int) -> None:
-        """Queues this client's input until the given time. It must still be read, as all clients share one socket."""
+        """Queues this client's input until the given time. The input must be read, as all clients share one socket."""
         self.paused.extend(until, partial(self._router.wait_for_turn, self))
 
     def process_input(self) -> None:
@@ -153,7 +153,7 @@ class ZmqRouter:
         self._socket.setsockopt(zmq.SNDHWM, QUEUE)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE)
         self._socket.setsockopt(zmq.LINGER, 200)
-        before = os.umask(0o177)  # bind also listens, so a later chmod would let other users connect before it
+        before = os.umask(0o177)  # bind also listens, so other users could connect before a chmod
         try:
             self._socket.bind(f"ipc://{path}")
         finally:
@@ -181,7 +181,7 @@ class ZmqRouter:
         socket, now = self._socket, time.monotonic_ns
         end = now() + BURST_NS
         for number in range(BURST):
-            # After the first message, polling is cheaper than a failed receive. After more, another one is likely.
+            # After the first message, polling is cheaper than a failed receive. After more, another message is likely.
             if number == 1 and not zmq_frames.events(socket) & zmq_frames.IN:
                 break
             try:
@@ -221,8 +221,8 @@ class ZmqRouter:
         self._receive(outbox, parts)
 
     def _comes_again(self, parts: list[bytes]) -> bool:
-        """Whether a disconnected client sends a Hello. Other input is dropped without a reply, as replying would cost
-        the broker more than sending costs the client."""
+        """Whether a disconnected client reconnects with a Hello. Other input is dropped without a reply, which would
+        cost the broker more than sending costs the client."""
         try:
             return any(isinstance(message, Hello) for message in self._decode(parts[1] if len(parts) > 1 else b""))
         except ProtocolError:
@@ -390,7 +390,7 @@ class ZmqRouter:
     # ------------------------------------------------------------------------------------ connect and disconnect
 
     def watch(self, outbox: ZmqOutbox, pid: int) -> None:
-        """Watches the client's process, to detect its exit at once and not only by a missed ping."""
+        """Watches the client's process, to detect its exit at once rather than by a missed ping."""
         with contextlib.suppress(OSError):  # for example, the pid is from another namespace
             if outbox.watch is None and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
                 outbox.watch = os.pidfd_open(pid)
@@ -398,9 +398,9 @@ class ZmqRouter:
                 self._loop.add_reader(outbox.watch, outbox.close, f"process {pid} has exited")
 
     def silent(self, clients: Mapping[int, ClientState]) -> tuple[list[ZmqOutbox], list[ZmqOutbox]]:
-        """Returns (clients to ping, clients to disconnect). A client is disconnected if it has sent nothing since the
-        last call. If its process is watched, it is only pinged, as it may be too busy to answer; if it has closed its
-        socket without exiting, sending the ping fails at once. Clients whose Hello has not been processed are not
+        """Returns (clients to ping, clients to disconnect). A client that has sent nothing since the last call is
+        disconnected. If its process is watched, it is only pinged, as it may be too busy to answer; if it has closed
+        its socket without exiting, sending the ping fails at once. Clients whose Hello has not been processed are not
         pinged, as Welcome must be the first message that they receive."""
         ask: list[ZmqOutbox] = []
         lost: list[ZmqOutbox] = []
