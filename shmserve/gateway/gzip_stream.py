@@ -9,11 +9,11 @@ from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
-"""`wbits` with which zlib accepts both formats, and detects which one it is."""
+"""`wbits` for which zlib detects the format, gzip or zlib."""
 WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 """Encoding -> `wbits`. HTTP and gRPC call the zlib format `deflate`."""
 FAST = 4
-"""Factor by which zlib is faster per byte of inflated output, and per byte of input at level 1, than otherwise."""
+"""How many times faster zlib is per byte of inflated output, and per byte of input at level 1, than otherwise."""
 
 
 class Overflow(Exception):
@@ -25,7 +25,7 @@ class Incomplete(Exception):
 
 
 def inflate(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -> SlicedWork[bytearray]:
-    """`hold` is called with the number of bytes produced. Raises zlib.error, Overflow, Incomplete, and what `hold`
+    """Calls `hold` with the number of bytes produced. Raises zlib.error, Overflow, Incomplete, and what `hold`
     raises."""
     machine = zlib.decompressobj(wbits)
     most = FAST * SLICE_BYTES
@@ -48,7 +48,7 @@ def inflate(wbits: int, data: Buffer, limit: int, hold: Callable[[int], None]) -
 
 
 def deflate(encoding: str, level: int, parts: Sequence[Buffer], most: int) -> SlicedWork[bytes]:
-    """`most`: bytes of input in one slice."""
+    """`most`: maximum bytes of input per slice."""
     machine = zlib.compressobj(level, zlib.DEFLATED, WBITS[encoding])
     pieces = []
     room = most

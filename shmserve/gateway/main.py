@@ -1,5 +1,5 @@
-"""The gateway process. Invariant: it starts without a server, and unless the server started it, it outlives the server;
-meanwhile clients get 503."""
+"""The gateway process. Invariant: the gateway starts without a server and, unless the server started it, outlives the
+server. Clients get 503 while there is no server."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def _new_token(name: str, roles: str) -> int:
 
 
 def _end_with_parent(parent: int) -> None:
-    """The kernel kills this process when the server that started it, of this pid, has ended: however that happens, its
-    ports are free for the next one."""
+    """Lets the kernel kill this process when its parent, the server with this pid, ends for any reason. The ports are
+    then free for the next gateway."""
     if error := prctl(PDEATHSIG, signal.SIGKILL):
         raise Failed(f"cannot set the parent-death signal: {os.strerror(error)}")
     if os.getppid() != parent:
@@ -81,7 +81,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 class _ServerLog(logging.Formatter):
-    """`level: text` per line, as workers write it; the server that started this gateway adds the time."""
+    """Formats lines as `level: text`, as workers do; the server that started this gateway adds the time."""
 
     def format(self, record: logging.LogRecord) -> str:
         lines = super().format(record).splitlines() or [""]
@@ -194,7 +194,7 @@ async def _serve(
 
 
 def _freeze() -> None:
-    """Excludes modules from garbage collection: scanning them takes 20 to 35 ms, in which no client is served."""
+    """Excludes modules from garbage collection: scanning them takes 20 to 35 ms, during which no client is served."""
     gc.collect()
     gc.freeze()
 

@@ -1,6 +1,6 @@
 """The arguments of `shmserve gateway`, from the table in shmserve.gateway_options, and the parsers of their values.
 
-Little is imported here, so that `shmserve --help` is quick.
+This module imports little, so that `shmserve --help` is quick.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _help(option: Option) -> str:
 
 
 def _reader(option: Option) -> Callable[[str], Any]:
-    """The parser of an option's value, which raises ValueError, as a type of argparse."""
+    """The parser of an option's value as an argparse type; it raises ValueError for argparse."""
     read: Callable[[str], Any] = partial(_whole, option) if option.kind == "whole" else _READERS[option.kind]
 
     def checked(text: str) -> Any:

@@ -1,6 +1,6 @@
 """Notifies the service manager that started the gateway: ready, reloading, stopping, and heartbeats.
 
-Invariant: WATCHDOG=1 is sent by a timer of the gateway's own loop, so that a loop that hangs sends none.
+Invariant: a timer of the gateway's own event loop sends WATCHDOG=1, so that a hung loop sends none.
 """
 
 from __future__ import annotations

@@ -49,12 +49,13 @@ NEEDS: dict[Action, tuple[str, ...]] = {
     Action.PAGE_PREFLIGHT: (),
     Action.PAGE_MODEL: (PAGE,),
 }
-"""Action -> the roles of which one is needed."""
+"""Action -> the roles that allow it; one of them is enough."""
 assert NEEDS.keys() == set(Action)
 OPEN = (Action.LIVE, Action.READY)
-"""Actions that need no token, for process monitoring: the answer is yes or no."""
+"""Actions that need no token, for process monitoring. The response is only yes or no."""
 WITHOUT_CREDENTIALS = (Action.PAGE_PREFLIGHT,)
-"""Actions for which browsers never send a token, and whose answers have no data: only the rules for browsers apply."""
+"""Actions for which browsers never send a token and whose responses carry no data. Only the rules for browsers
+apply."""
 _NO_RESTRICTIONS = Restrictions()
 _NO_BROWSER_RULES = BrowserRules()
 
@@ -66,8 +67,8 @@ class Unauthenticated(Denied):
 
 
 class EndpointAccess:
-    """`roles`: of clients without a token. With `tokens`, an unknown token is refused even if the endpoint grants the
-    role."""
+    """`roles`: those of clients without a token. With `tokens`, an unknown token is refused even if the endpoint grants
+    the role."""
 
     def __init__(
         self, roles: Iterable[str], tokens: Tokens | None = None, restrictions: Restrictions = _NO_RESTRICTIONS,
@@ -87,7 +88,7 @@ class EndpointAccess:
         return f"{whom + ', ' if whom else ''}tokens: {len(self.tokens)}"
 
     def roles(self, header: Callable[[str], str | None]) -> frozenset[str]:
-        """The roles of a request, including those of its token."""
+        """The roles of a request, including those that its token grants."""
         authorization = header("authorization")
         if self.tokens is None or authorization is None:
             return self._roles
@@ -95,13 +96,13 @@ class EndpointAccess:
         return self._roles if holder is None else self._roles | holder.roles
 
     def check(self, action: Action, header: Callable[[str], str | None]) -> str:
-        """Checks access and returns the name of the token, or "". `header` returns the value of a header, given its
-        name in lower case. Raises errors for the client."""
+        """Checks access and returns the token's name, or "". `header` takes a header's name in lower case and returns
+        its value. Raises the errors that the client receives."""
         roles, needs, tokens, name = self._roles, NEEDS[action], self.tokens, ""
         if action in WITHOUT_CREDENTIALS:
             return name
         if action is Action.PAGE_FILE and tokens is not None and tokens.grants(PAGE):
-            return name  # a browser cannot send a token for it; the page asks its user for one
+            return name  # browsers cannot attach a token here; the page asks its user for one
         if tokens is not None and action not in OPEN:
             authorization = header("authorization")
             if authorization is not None:

@@ -1,5 +1,5 @@
-"""What a client can request over HTTP and gRPC. Routes and calls lead to an action, and access rules refer to actions,
-never to paths."""
+"""What a client can request over HTTP and gRPC. Routes and calls map to an action; access rules refer to actions, never
+to paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 class Action(str, Enum):
     NONE = ""
-    """Of a request without a route."""
+    """The action of a request without a route."""
     LIVE = "live"
     READY = "ready"
     MODEL_READY = "model_ready"
@@ -41,19 +41,19 @@ class Action(str, Enum):
     """A file of the web page: code and style sheets, which contain no data."""
     PAGE_EVENTS = "page_events"
     PAGE_PREFLIGHT = "page_preflight"
-    """A browser asks whether a page of another server may read PAGE_EVENTS."""
+    """A browser's CORS preflight: may the page of another server read PAGE_EVENTS?"""
     PAGE_MODEL = "page_model"
 
     __hash__ = str.__hash__
-    """Not Enum's, which is a Python function: every request looks its action up."""
+    """Replaces Enum's hash, which is a Python function: every request looks up its action."""
 
 
 INFER, GENERATE, GENERATE_STREAM = Action.INFER, Action.GENERATE, Action.GENERATE_STREAM
-"""As names of a module, since an attribute of an Enum takes 0.2 us."""
+"""Module-level names, because reading an attribute of an Enum takes 0.2 us."""
 TO_MODELS = (INFER, GENERATE, GENERATE_STREAM, Action.COMPLETIONS, Action.CHAT_COMPLETIONS, Action.EMBEDDINGS)
 """Requests that run a model."""
 SHARED = frozenset((Action.PAGE_EVENTS, Action.PAGE_PREFLIGHT))
-"""What the pages of other servers may request."""
+"""Actions allowed to the pages of other servers."""
 PAGE = frozenset((Action.PAGE_FILE, Action.PAGE_MODEL, *SHARED))
 CHANGES = frozenset((
     *TO_MODELS, Action.LOAD, Action.UNLOAD, Action.NAMED_REPOSITORY, Action.SET_TRACE, Action.SET_LOG,

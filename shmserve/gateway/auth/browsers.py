@@ -1,16 +1,16 @@
-"""Rules for requests that a browser sends, possibly on behalf of a page of somebody else.
+"""Rules for requests that a browser sends, possibly on behalf of a foreign page.
 
 Any page that a user opens can make the browser send requests to this machine and to machines behind the same firewall.
 Two rules keep it from using the server with the user's access:
 
-- DNS rebinding: the name in the page's own address is changed to an address of the server, so that the browser takes
-  the server for the page's own. The header Host still has that name. So Host must be localhost, a literal address (an
-  address cannot be rebound), or a name that the operator has allowed.
-- Cross-site requests: the browser sends, but does not show the answer to the page. So what changes something must come
-  from a page of the same origin, whatever its content type.
+- DNS rebinding: an attacker points the host name of a page at the server's address, so that the browser treats the
+  server as the page's own origin. The Host header still has that name. Therefore Host must be localhost, a literal
+  address (an address cannot be rebound), or a name that the operator has allowed.
+- Cross-site requests: the browser sends the request but hides the response from the page. Therefore a request that
+  changes something must come from a page of the same origin, whatever its content type.
 
-The web pages of several servers show each other's state: the servers that the operator lists (`--page-servers`) may
-read the event stream of the page (CORS), and nothing else.
+The web page of one server can show the state of other servers. The pages of servers that the operator lists
+(`--page-servers`) may read the page's event stream (CORS), and nothing else.
 
 Invariant: no header that a script of a page can set or leave out turns these rules off.
 """
@@ -25,10 +25,10 @@ from shmserve.errors import Denied
 from shmserve.gateway.auth.actions import CHANGES, PAGE, SHARED, Action
 
 MARKS = frozenset((b"origin", b"sec-fetch-site", b"referer", b"accept-language"))
-"""Headers by which a browser is recognised. To a server without TLS under a name that is not localhost, browsers send
-neither Origin nor Sec-Fetch-Site with a GET, and a page can suppress Referer, but not Accept-Language."""
+"""Headers that identify a browser. With a GET to a server without TLS that is not named localhost, browsers send
+neither Origin nor Sec-Fetch-Site. A page can suppress Referer, but not Accept-Language."""
 SERVERS = 64
-"""Most servers in one list."""
+"""Maximum number of servers in one list."""
 _SERVER = re.compile(r"(https?)://([a-z0-9-]+(?:\.[a-z0-9-]+)*)(?::([0-9]{1,5}))?/?", re.ASCII)
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _ANY = "*"
@@ -59,8 +59,8 @@ def read_servers(text: str) -> tuple[str, ...]:
 
 class BrowserRules:
     """`hosts`: names that the operator allows, or "*". `origins`: other origins whose pages may use the endpoint.
-    `tls`: whether browsers reach it only by https. `servers`: origins of the servers that show each other's state; they
-    are names that the operator knows, so this server may be one of them."""
+    `tls`: browsers reach the endpoint only over https. `servers`: origins of the servers that show each other's state.
+    Their names are allowed in Host, since the list may include this server."""
 
     def __init__(
         self, hosts: Iterable[str] = (), origins: Iterable[str] = (), tls: bool = False, servers: Sequence[str] = ()

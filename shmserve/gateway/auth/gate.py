@@ -1,5 +1,5 @@
 """Access control of each endpoint, built from the options: TLS, tokens, restricted APIs, and which headers are passed
-on to models. Invariant: a reload takes all files or none."""
+on to models. Invariant: a reload applies all files or none."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Guards:
             raise Failed(f"--tokens-file {self._tokens_file}: {error}") from error
 
     def read_again(self) -> None:
-        """Reloads certificates and tokens. Raises Failed, and changes nothing then."""
+        """Reloads certificates and tokens. If it raises Failed, nothing has changed."""
         holders = self._read_tokens()
         try:
             contexts = [guard.read_tls() for guard in self._all()]
@@ -124,7 +124,7 @@ def _roles(flag: str | None, holders: tokens.Tokens | None) -> list[str]:
 
 
 def _http_roles(args: argparse.Namespace, holders: tokens.Tokens | None) -> list[str]:
-    """By default the page is shown only on this machine: it shows more of the server than clients need."""
+    """By default the page is only available on this machine, as it shows more of the server than clients need."""
     roles = _roles(args.http_roles, holders)
     return [*roles, PAGE] if roles and args.http_roles is None and is_local(args.http_address) else roles
 

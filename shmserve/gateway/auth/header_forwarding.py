@@ -1,7 +1,7 @@
-"""Request headers that become parameters: those selected by a pattern of the operator, which are passed on to the
-model, and the trace context.
+"""Request headers that become parameters: the trace context, and those that the operator's pattern selects, which are
+passed on to the model.
 
-Invariant: a match takes time linear in the length of the name, since clients choose the names (hence RE2).
+Invariant: matching takes time linear in the length of the name, which a client chooses (hence RE2).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _CACHED_NAMES = 1024
 _OWN = frozenset(
     ("headers", "timeout", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output")
 )
-"""As parameters these have a meaning for the server, so they cannot be forwarded."""
+"""Parameters with a meaning for the server: headers of these names cannot be forwarded."""
 _OWN_PREFIX = "triton_"
 STREAM_ERROR = "triton_grpc_error"
-"""gRPC metadata for the server: never forwarded."""
+"""gRPC metadata that the server itself reads: never forwarded."""
 Value = Any
 
 
@@ -52,7 +52,7 @@ class Forward:
         self._cache: BoundedCache[str, bool] = BoundedCache(_CACHED_NAMES)
 
     def of(self, headers: Iterable[tuple[str, str]]) -> dict[str, str] | None:
-        """Joins headers of the same name, as in HTTP, under the spelling of the first."""
+        """Joins headers of the same name, as HTTP does, and keeps the spelling of the first."""
         forwarded: dict[str, str] = {}
         spellings: dict[str, str] = {}
         for name, value in headers:
@@ -87,8 +87,8 @@ class Forward:
 
 
 class HeaderParameters:
-    """What of a request's headers becomes parameters: those that the operator's pattern selects, and a sampled trace
-    context, while the broker `wants_context`."""
+    """The headers of a request that become parameters: those that the operator's pattern selects and, while the broker
+    `wants_context`, a sampled trace context."""
 
     def __init__(self, forward: Forward | None, wants_context: Callable[[], bool] = lambda: False) -> None:
         self._forward = forward

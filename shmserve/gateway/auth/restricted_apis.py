@@ -1,4 +1,4 @@
-"""Restricted APIs: groups of actions that are allowed only with a header that has a secret value.
+"""Restricted APIs: groups of actions that require a header with a secret value.
 
 Invariant: secret values are compared in constant time, and never appear in error messages or logs.
 """
@@ -28,9 +28,9 @@ _CONTAINS: dict[Action, tuple[Action, ...]] = {
     Action.PAGE_EVENTS: (Action.INDEX, Action.STATISTICS),
     Action.PAGE_MODEL: (Action.INDEX, Action.MODEL_METADATA, Action.CONFIG, Action.STATISTICS),
 }
-"""Action -> others whose answers its own contains: their restrictions apply to it too."""
+"""Action -> other actions whose responses are part of its own. Their restrictions apply to it too."""
 RPC_PREFIX = "triton-grpc-protocol-"
-"""In gRPC, the name of the header is this prefix and the name given by the flag."""
+"""In gRPC, the header's name is this prefix plus the name in the flag."""
 
 
 class Restriction(NamedTuple):
@@ -59,7 +59,7 @@ def read(text: str, prefix: str = "") -> Restriction:
 
 
 class Restrictions:
-    """The restrictions of one endpoint. `what`: "API" or "protocol", for error messages equal to Triton's."""
+    """The restrictions of one endpoint. `what`: "API" or "protocol", so that error messages match Triton's."""
 
     def __init__(self, given: Iterable[Restriction] = (), what: str = "API") -> None:
         self._what = what
@@ -76,7 +76,7 @@ class Restrictions:
                     self._by_action[action] = name, one
 
     def refusal(self, action: Action, header: Callable[[str], str | None]) -> str | None:
-        """Why the action is refused, or None. `header` returns the value of a header, given its name in lower case."""
+        """Why the action is refused, or None. `header` takes a header's name in lower case and returns its value."""
         for contained in _CONTAINS.get(action, (action,)):
             restricted = self._by_action.get(contained)
             text = None if restricted is None else self._check(*restricted, header)

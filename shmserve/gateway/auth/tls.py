@@ -1,5 +1,5 @@
-"""Certificates -> the TLS context of an endpoint, for TLS 1.2 and later. Invariant: an error names the file and the
-flag that gave it."""
+"""Certificates -> the TLS context of an endpoint, for TLS 1.2 and later. Invariant: an error names the file and its
+flag."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class FlagFile(NamedTuple):
 
 
 class Files(NamedTuple):
-    """`key`: if it is not in the certificate file. `client_ca`: clients need a certificate signed by one of these
-    CAs."""
+    """`key`: the private key, unless the certificate file contains it. `client_ca`: clients need a certificate signed
+    by one of these CAs."""
 
     certificate: FlagFile
     key: FlagFile | None = None
@@ -33,7 +33,7 @@ class Files(NamedTuple):
 
 
 def context(files: Files, alpn: str) -> ssl.SSLContext:
-    """`alpn`: the only protocol, http/1.1 or h2."""
+    """`alpn`: the only protocol offered, http/1.1 or h2."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.minimum_version = ssl.TLSVersion.TLSv1_2
     tls.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
@@ -42,7 +42,7 @@ def context(files: Files, alpn: str) -> ssl.SSLContext:
         if file is not None:
             _readable(file)
     key = files.key or files.certificate
-    _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files.certificate)  # its error is more precise
+    _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files.certificate)  # for its more precise error
     try:
         tls.load_cert_chain(files.certificate.path, key.path, password=_no_password)
     except _Encrypted:

@@ -1,5 +1,5 @@
-"""Bearer tokens and their roles. Invariant: the file has only the SHA-256 of a token, from which it cannot be
-recovered; tokens are long and random, so no slower hash is needed.
+"""Bearer tokens and their roles. Invariant: the file has only the SHA-256 of each token. Tokens are long and random, so
+no slower hash is needed.
 
 A line of the file is `NAME ROLE,ROLE SHA256`; empty lines, and those that begin with #, are ignored.
 """
@@ -72,7 +72,7 @@ class Tokens:
         return any(role in holder.roles for _, holder in self._holders.values())
 
     def holder(self, authorization: str) -> Holder | None:
-        """The holder of the token in the header Authorization; None: the token is unknown."""
+        """The holder of the token in the Authorization header, or None if the token is unknown."""
         cached = self._cache.get(authorization)
         if cached is not None:
             return cached

@@ -29,7 +29,7 @@ from shmserve.gateway.upstream.requests import PendingCall, PendingInference, Pe
 from shmserve.protocol.messages import Reply
 
 ASKED_BYTES = 64 * 1024
-"""Maximum size of a message other than a load: decoded, it takes many times as much memory."""
+"""Maximum size of a message, except for loads. A decoded message takes many times as much memory."""
 Targets = Mapping[str, Region | DeviceRegion]
 
 
@@ -41,7 +41,8 @@ def answer_of(
     targets: Targets | None,
     more: bytes = b"",
 ) -> list[Buffer]:
-    """A ModelInferResponse in pieces. `more`: encoded fields to add. Outputs with a place are written there instead."""
+    """A ModelInferResponse in pieces. `more`: encoded fields to add. Outputs with a target region are written there
+    instead."""
     buffers: list[list[Buffer]] | None
     if isinstance(answer, Held):
         reply, buffers = answer.reply, answer.buffers
@@ -64,7 +65,7 @@ def answer_of(
 
 
 class _InferTicket(PendingInference):
-    """An inference whose answer ends the call."""
+    """An inference whose reply ends the call."""
 
     __slots__ = ("_answers", "_plan", "_request_id", "_stream", "_targets")
 
@@ -181,7 +182,7 @@ class InferCall(Unary):
 
 
 class AskCall(Unary):
-    """A call that is answered by a document."""
+    """A call whose response is a document."""
 
     __slots__ = ("_rpc",)
 
@@ -264,13 +265,13 @@ class WatchCall(Unary):
         if service in self._services.names:
             self._ask_again()
         else:
-            self._send_status(SERVICE_UNKNOWN)  # per the protocol the service may be added later; here none ever is
+            self._send_status(SERVICE_UNKNOWN)  # the protocol lets services appear later; here none does
 
     def _ask_again(self) -> None:
         self._timer = None
         try:
             self._ticket = ask_health(self._services, self._payer, self._answer)
-        except Unavailable:  # over a share: keep the last status until the query is accepted
+        except Unavailable:  # over its share: keep the last status until a query is accepted
             self._ask_later()
 
     def _answer(self, health: bytes) -> None:

@@ -9,7 +9,7 @@ from shmserve.gateway.upstream.documents import BadLoad
 
 
 def code_of(error: ServeError) -> Code:
-    # Triton answers a load that fails with INTERNAL, whatever the reason.
+    # Triton answers every failed load with INTERNAL.
     return Code.INTERNAL if isinstance(error, BadLoad) else Code[grpc_of(error)]
 
 

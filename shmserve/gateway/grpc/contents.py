@@ -1,5 +1,5 @@
-"""Large typed contents (InferTensorContents) -> tensors, in slices. Invariant: protobuf never decodes them, as it would
-create an object per element, all at once."""
+"""Large typed contents (InferTensorContents) -> tensors, in slices. Invariant: protobuf never decodes them: it would
+create an object per element, all in one step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shmserve.gateway.kserve.json_tensors import contents_field, wrong_contents
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 
 AROUND_BYTES = 1 << 20
-"""Bytes of a request without its tensors."""
+"""Maximum size of a request without its tensors."""
 _FIELDS = 4096
-"""Fields of a request, and of one of its inputs; the contents of an input count as one."""
+"""Maximum number of fields in a request, and in one of its inputs. The contents of an input count as one."""
 _INPUT, _CONTENTS = 0x2A, 0x2A
 _NUMBERS = {1: "bool_contents", 2: "int_contents", 3: "int64_contents", 4: "uint_contents", 5: "uint64_contents",
             6: "fp32_contents", 7: "fp64_contents", 8: "bytes_contents"}  # fmt: skip
@@ -72,7 +72,7 @@ def _without_contents(head: bytes, start: int, end: int) -> tuple[bytes, memoryv
 
 
 def _fields(data: Buffer, at: int, end: int, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """Of each field: its tag, its start, and the start and end of its value."""
+    """For each field: its tag, its start, and the start and end of its value."""
     for _ in range(most):
         if at == end:
             return
@@ -88,8 +88,8 @@ def _fields(data: Buffer, at: int, end: int, most: int) -> Iterator[tuple[int, i
 
 
 def to_bytes(name: str, dtype: str, contents: memoryview, most: int) -> SlicedWork[bytearray]:
-    """The elements as the bytes of the tensor: up to `most` bytes of numbers; strings take at most twice as much as in
-    the message."""
+    """Converts the elements to the bytes of the tensor: up to `most` bytes of numbers. Strings take at most twice their
+    size in the message."""
     field = contents_field(name, dtype)
     converted = bytearray()
     at = due = 0

@@ -39,7 +39,7 @@ def unreadable(name: str) -> InvalidRequest:
 
 
 def filled(kind: Any, document: Any) -> bytes:
-    """Encodes a document of the server as a message. Fields that the message does not have are left out."""
+    """Encodes a document as a message, without fields that the message does not define."""
     message: Message = kind()
     try:
         json_format.ParseDict(document, message, ignore_unknown_fields=True, descriptor_pool=POOL)

@@ -1,5 +1,5 @@
-"""The fields around the tensors of a gRPC request -> a Plan. It takes bytes and returns a Plan or raises
-InvalidRequest. Invariant: limits are checked before anything is expanded into Python objects."""
+"""The fields around the tensors of a gRPC request -> a Plan. Input: bytes. Result: a Plan, or InvalidRequest.
+Invariant: limits are checked before anything is expanded into Python objects."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _CACHED_BYTES = 2048
 _EMPTY_FINAL = "triton_enable_empty_final_response"
 _REQUEST = message_class("inference.ModelInferRequest")
 _PARAMETERS = 2 * PARAMETERS
-"""Parameters in one map: the model's and the server's."""
+"""Maximum number of parameters in one map: the model's plus the server's."""
 
 
 class RpcPlan(Struct):
-    """`raw`: number of tensors expected in raw_input_contents. Cached and shared: never modify it."""
+    """`raw`: number of tensors expected in raw_input_contents. Plans are cached and shared: never modify one."""
 
     model: str
     version: str
@@ -68,8 +68,8 @@ def plan_of(head: bytes) -> RpcPlan:
 
 
 def plan_in_slices(head: bytes, most: int = MESSAGE_BYTES) -> SlicedWork[RpcPlan]:
-    """The same, in slices; protobuf does not decode the contents. `most`: bytes of a numeric tensor, which may take
-    eight times its size in the message."""
+    """Does the same in slices, without decoding the contents by protobuf. `most`: maximum size of a numeric tensor,
+    which may be eight times its size in the message."""
     split = contents.cut(head)
     request = _request_of(split.around)
     specs = []
@@ -115,7 +115,7 @@ def _described(one: Any) -> tuple[str, str, tuple[int, ...]]:
 
 
 def _place(one: Any) -> RegionSlice | None:
-    """The shared memory place of an input. InvalidRequest: it also has contents."""
+    """The shared memory region of an input. InvalidRequest: the input also has contents."""
     place: RegionSlice | None = None
     if one.parameters:
         what = f"input '{one.name}'"

@@ -1,5 +1,5 @@
-"""The table of calls that are answered by a document, one row per call: what its message asks for, and how the document
-is encoded. Decisions shared with HTTP are made in `upstream.documents`, not here."""
+"""The table of calls whose response is a document. A row says what the message requests and how the document is
+encoded. Decisions shared with HTTP are made in `upstream.documents`, not here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ RpcQuery = tuple[Route, Arguments]
 
 
 class Rpc(Struct):
-    """`query`: a message -> what is requested. `shown`: a document -> the fields
-    of the response."""
+    """`query`: message -> what it requests. `shown`: document -> the fields of the response."""
 
     action: Action
     request: Any

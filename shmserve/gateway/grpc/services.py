@@ -28,11 +28,11 @@ class LongCall(Protocol):
     """A call that does not end by itself."""
 
     def stop(self) -> None:
-        """The gateway is stopping: requests in flight are answered, then the call ends."""
+        """Called when the gateway stops: requests in flight are answered, then the call ends."""
 
 
 class Services:
-    """`forward`: which metadata is passed on to models."""
+    """`forward`: selects the metadata that is passed on to models."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Services:
         self.long_calls: set[LongCall] = set()
         """Health watches and streams of requests."""
         self.decoupled: set[str] = set()
-        """Models known to be decoupled, from their responses."""
+        """Models that are decoupled, as their responses have shown."""
         self.stopping = False
         self.access = access
         self._headers = HeaderParameters(forward, lambda: link.session.wants_trace_context)
@@ -73,7 +73,7 @@ class Services:
         return partial_room(self.link.session.memory, size, -start % ALIGN)
 
     def in_room(self, raw: list[Piece]) -> list[Piece]:
-        """Passes on without a copy the tensors that are aligned."""
+        """Passes on aligned tensors without a copy."""
         pieces = []
         for piece in raw:
             if len(piece) > INLINE_BYTES:
@@ -105,7 +105,7 @@ class Services:
     # ------------------------------------------------------------------------------------ shutdown
 
     def close(self) -> None:
-        """Stops accepting requests: ends health watches and idle streams; requests in flight are answered."""
+        """Stops accepting requests and ends health watches and idle streams. Requests in flight are answered."""
         self.stopping = True
         for call in list(self.long_calls):
             call.stop()

@@ -1,9 +1,8 @@
-"""ModelStreamInfer: a stream of requests and their responses. Invariant: an error ends its request and not the stream,
-unless the client asks for that (metadata triton_grpc_error).
+"""ModelStreamInfer: a stream of requests and their responses. Invariant: an error ends its request, not the stream,
+unless the client asks for the latter (metadata triton_grpc_error).
 
-As in Triton, responses of models that are not decoupled are sent in the order of the requests, and those of decoupled
-models as they arrive. The broker's answers tell which is which: a decoupled model answers with Parts, another with a
-Reply.
+As in Triton, responses of decoupled models are sent as they arrive; all others are sent in the order of the requests.
+The type of the broker's answer tells them apart: Parts from a decoupled model, otherwise a Reply.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW
 
 MOST = 256
-"""Unanswered requests of one stream; flow control holds back further ones."""
+"""Maximum number of unanswered requests of one stream. Flow control holds back further ones."""
 STOPPING = "Server is stopping, scheduler for model has stopped accepting new inference requests"
 _MODELS = 1024
 """Maximum number of remembered decoupled models."""
@@ -108,7 +107,7 @@ class StreamCall:
             self._stream.pause()
 
     def _begin_in_slices(self, ticket: _StreamRequest, head: bytes, raw: list[Piece]) -> None:
-        """Pauses the stream meanwhile, as requests are started in order."""
+        """Pauses the stream until the work is done, because requests are started in order."""
         self._stream.pause()
 
         def go_on() -> None:
@@ -169,7 +168,7 @@ class StreamCall:
                 withdraw(link, ticket)
 
     def stop(self) -> None:
-        """The gateway is stopping: requests in flight are answered, then the stream ends."""
+        """Called when the gateway stops: requests in flight are answered, then the stream ends."""
         if not self._live:
             self._finish(Code.UNAVAILABLE, "the gateway is stopping")
 
@@ -196,7 +195,7 @@ class StreamCall:
         self._send_returns()
 
     def _is_decoupled(self, ticket: _StreamRequest) -> None:
-        """Takes the requests of its model out of the ordered queue."""
+        """Removes the requests of its model from the ordered queue."""
         assert ticket.plan is not None
         model, known = ticket.plan.model, self._services.decoupled
         if len(known) >= _MODELS:
@@ -215,7 +214,7 @@ class StreamCall:
         waiting = self._in_order
         while waiting and waiting[0].ended and self._stream.writable and not self._over:
             ticket = waiting.popleft()
-            ticket.whole = False  # the rest does not hold up later requests
+            ticket.whole = False  # later requests need not wait for the remaining responses
             self._send(ticket)
 
     def _send_returns(self) -> None:
@@ -253,7 +252,7 @@ class StreamCall:
         ticket.error = error
 
     def _end(self, ticket: _StreamRequest) -> None:
-        """All responses of the request are sent, and no more will arrive."""
+        """All responses of the request have been sent, and no more will arrive."""
         del self._live[ticket]
         error, plan, stream = ticket.error, ticket.plan, self._stream
         if error is not None:

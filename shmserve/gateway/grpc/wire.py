@@ -1,7 +1,7 @@
-"""Splits encoded inference requests, and assembles encoded responses. Invariant: the bytes of tensors are not touched,
-only the fields around them.
+"""Splits encoded inference requests, and assembles encoded responses. Invariant: only the fields around the tensors are
+processed, never the bytes of tensors.
 
-The fields around the tensors are decoded by protobuf, once for all requests in which they are the same (`plans`).
+Protobuf decodes these fields, once for all requests in which they are identical (`plans`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shmserve.gateway.upstream.link import Piece
 from shmserve.protocol.messages import INLINE_BYTES, Tensor, Value
 
 FIELDS = 1024
-"""Maximum number of fields in a request: inputs, outputs and parameters have lower limits of their own."""
+"""Maximum number of fields in a request: inputs, outputs and parameters have their own, lower limits."""
 _VARINT, _FIXED64, LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _ID, _RAW = 0x1A, 0x3A
 _TAKEN = frozenset((_ID, _RAW))
@@ -81,7 +81,7 @@ def take_apart(data: Buffer) -> Taken:
 
 
 def tensor_at(first: Buffer) -> int | None:
-    """Offset of the first large tensor in a request of which `first` has arrived, or None."""
+    """Offset of the first large tensor in a request of which only `first` has arrived, or None."""
     at = 0
     try:
         for _ in range(FIELDS):
@@ -95,7 +95,7 @@ def tensor_at(first: Buffer) -> int | None:
 
 
 def number_at(data: Buffer, at: int) -> tuple[int, int]:
-    """A varint, and where it ends. IndexError: it is truncated."""
+    """A varint, and the offset of its end. IndexError: it is truncated."""
     number = 0
     for shift in range(0, 70, 7):
         byte = data[at]
@@ -107,7 +107,7 @@ def number_at(data: Buffer, at: int) -> tuple[int, int]:
 
 
 def field_at(data: Buffer, at: int) -> tuple[int, int, int]:
-    """The tag of a field, and the start and the end of its value, which may lie behind the end of `data`."""
+    """The tag of a field, and the start and the end of its value, which may lie beyond the end of `data`."""
     tag, start = number_at(data, at)
     kind = tag & 7
     if kind == LENGTH_DELIMITED:

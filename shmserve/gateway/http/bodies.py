@@ -37,7 +37,7 @@ class Chunks:
         self._left = 0
         """Bytes of the current chunk that have not arrived, including its CRLF."""
         self._crlf = b""
-        """What has arrived of the CRLF after the current chunk."""
+        """The part of the CRLF after the current chunk that has arrived."""
         self._trailer = 0
         """Bytes of trailers so far."""
         self._ending = False
@@ -46,7 +46,7 @@ class Chunks:
     def feed(self, data: bytes) -> bytes:
         """Parses as much of `data` as possible and returns the rest: an incomplete line, to be passed again with the
         data that follows, or, once `done`, the next request. Raises InvalidRequest for an invalid encoding or an
-        exceeded limit; the connection is then unusable, because the end of the body is unknown."""
+        exceeded limit. The connection is then unusable, because the end of the body is unknown."""
         at = 0
         while not self.done:
             if self._left:

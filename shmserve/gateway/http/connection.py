@@ -1,6 +1,6 @@
 """One HTTP/1.1 connection: a state machine without coroutines or tasks, driven by received bytes and by callbacks.
 
-It reads requests, of which at most one is processed at a time; `exchange` has the current request and its response.
+It reads requests and processes one at a time; `exchange` has the current request and its response.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer
 _scratch = memoryview(bytearray(256 * 1024))
 """Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
 _little = _scratch[: 4 * 1024]
-"""Receive buffer when a large body is expected: only its start is read here, the rest directly into its place."""
+"""Receive buffer when a large body is expected: only its start is read here, the rest directly into its final
+buffer."""
 LARGE_BYTES = 64 * 1024
-"""After a body of at least this size, another one is expected."""
+"""After a body of at least this size, another large one is expected."""
 _VIEWED_BYTES = 16 * 1024
-"""Bodies of at least this size are not copied to cut them out of the bytes that were received with them."""
+"""Bodies of at least this size are views of the received bytes, not copies."""
 
 
 class RequestHandler(Protocol):
@@ -46,7 +47,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         self._handler = handler
         self._rest = b""
         self.address = ""
-        """Of the client."""
+        """The client's address."""
         self._sink: ReceiveBuffer | None = None
         self._sinks: list[ReceiveBuffer] = []
         """Buffers to fill after `_sink`, in reverse order."""
@@ -116,7 +117,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
             data = self._rest + data
             self._rest = b""
         else:
-            self.turn = self._listener.turn  # the timeout of a head in pieces runs from its first piece
+            self.turn = self._listener.turn  # the timeout of a head that arrives in pieces starts with the first
         self._moved += count
         self._take(data)
 
@@ -144,7 +145,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
             self.pause()
 
     def _begin(self, data: bytes) -> bytes | None:
-        """Parses the head and takes what has arrived of the body. None: all of `data` was consumed."""
+        """Parses the head and takes the part of the body that has arrived. None: all of `data` was consumed."""
         if data.startswith(b"\r\n"):
             return data[2:]
         end = data.find(b"\r\n\r\n") + 4
@@ -252,7 +253,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
                 self._refuse_for(error)
 
     def trusts(self, head: HttpHead) -> bool:
-        """Whether the body may have its memory before it arrives."""
+        """Whether memory for the body may be allocated before it arrives."""
         return head.length <= self.trusted_bytes
 
     def complete(self) -> None:
@@ -337,8 +338,8 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
     # ------------------------------------------------------------------------------------ timeouts
 
     def check_timeouts(self, waited: int) -> None:
-        """Called on every turn of the slow clock. `waited`: turns without enough progress after which a client times
-        out."""
+        """Called on every turn of the slow clock. `waited`: number of turns without enough progress after which a
+        client times out."""
         transport, listener = self._transport, self._listener
         if transport is None:
             return
@@ -360,7 +361,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
             transport.close()
 
     def stop(self) -> None:
-        """Takes no more requests after the current one."""
+        """Accepts no more requests after the current one."""
         self._keep_alive = False
         if self._viewer is not None:
             self._viewer.stop()

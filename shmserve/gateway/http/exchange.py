@@ -1,5 +1,5 @@
-"""The current request of an HTTP/1.1 connection, once its head has been read: what it waits for, and its response, in
-one piece or as events.
+"""The current request of an HTTP/1.1 connection, once its head has been read: what the request waits for, and its
+response, in one piece or as events.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ COMPRESSED_BYTES = 1024
 
 
 class EventViewer(Protocol):
-    """Is notified when the client of the current request disconnects."""
+    """Notified when the client of the current request disconnects."""
 
     def disconnected(self) -> None: ...
 
     def stop(self) -> None:
-        """The gateway stops: ends the stream, which has no end of its own."""
+        """Called when the gateway stops: ends the stream, which would otherwise not end."""
 
 
 class HttpExchange(FairReader):
-    """A request and its response, one at a time. `HttpConnection` implements what raises NotImplementedError here."""
+    """A request and its response, one at a time. `HttpConnection` implements the methods that raise NotImplementedError
+    here."""
 
     def __init__(self, listener: HttpListener) -> None:
         super().__init__()
@@ -62,24 +63,25 @@ class HttpExchange(FairReader):
         self._shares: ConnectionShares | None = None
         self._job: Job | None = None
         self._resume: Callable[[], None] | None = None
-        """For a response in parts: called when the transport is writable again."""
+        """Called when the transport is writable again, for a response in parts."""
         self._viewer: EventViewer | None = None
         self._account = listener.budget.account("")
         self._writable = True
         self.turn = listener.turn
-        """Turn of the slow clock of the last progress."""
+        """Turn of the slow clock at which progress was last made."""
 
     def work(
         self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[ServeError], None] | None = None,
         party: object = None,
     ) -> None:  # fmt: skip
-        """Runs `work` in slices that alternate with those of other connections, then calls `then` with its result. Its
-        exceptions are answered, by `failed` if given. `party`: as for `JobTurns.run`."""
+        """Runs `work` in slices that alternate with those of other connections, then calls `then` with its result.
+        Exceptions of `work` go to `failed` if given, and otherwise become the response. `party`: as for
+        `JobTurns.run`."""
 
         def stopped(error: Exception) -> None:
             (failed or self.fail)(serve_error(error))
 
-        self._ticket = None  # the broker has answered: there is nothing to withdraw
+        self._ticket = None  # the broker has answered: there is nothing to cancel
         job = self._listener.turns.run(work, then, stopped, party)
         if job.running:
             self._job = job
@@ -98,7 +100,7 @@ class HttpExchange(FairReader):
         self._resume = resume
 
     def _drop(self) -> None:
-        """Cancels the current request: the client has disconnected, or gets no response any more."""
+        """Cancels the current request: the client has disconnected or will not get a response."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             withdraw(self._listener.link, ticket)
@@ -114,7 +116,7 @@ class HttpExchange(FairReader):
         raise NotImplementedError
 
     def _end(self, unread: bool) -> None:
-        """The response is sent. `unread`: the body of the request was not read to its end."""
+        """The response has been sent. `unread`: the body of the request was not read to its end."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------ responses
@@ -129,7 +131,7 @@ class HttpExchange(FairReader):
         self.answer(status, [body], more=more)
 
     def fail_with(self, status: int, text: str, more: bytes = b"") -> None:
-        """Answers with an error that has no class of its own."""
+        """Answers with an error for which there is no class."""
         self.answer(status, [openai_errors.body(status, text) if self._is_openai else error_body(text)], more=more)
 
     @property
@@ -193,7 +195,7 @@ class HttpExchange(FairReader):
 
     @property
     def writable(self) -> bool:
-        """Whether the client is connected and reads what it is sent."""
+        """Whether the client is connected and reads what is sent to it."""
         return self._writable and self._transport is not None
 
     def begin_events(self, status: int = 200, more: bytes = b"", first: bytes = b"") -> None:
@@ -225,5 +227,5 @@ def _readable_by(origin: str) -> bytes:
 
 
 def _chunk(data: bytes) -> bytes:
-    """A chunk of a chunked body. Empty for no data, as an empty chunk would end the body."""
+    """A chunk of a chunked body. Returns nothing for no data, as an empty chunk would end the body."""
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""

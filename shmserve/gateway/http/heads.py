@@ -1,5 +1,5 @@
-"""The head of an HTTP request -> a Head. Invariant: the body length is unambiguous, or the request is refused. A
-message that a proxy in front of the gateway could frame differently is never interpreted (request smuggling).
+"""The head of an HTTP request -> a Head. Invariant: a request whose body length is ambiguous is refused. The gateway
+never interprets a message that a proxy in front of it could frame differently (request smuggling).
 
 Clients repeat heads byte for byte, so parsed heads are cached.
 """
@@ -31,7 +31,7 @@ _HOST = re.compile(rb"[A-Za-z0-9._~%!$&'()*+,;=:\[\]-]*")
 _FRAMING = frozenset(
     (b"host", b"content-length", b"transfer-encoding", b"inference-header-content-length", b"content-encoding")
 )
-"""Headers that may occur once: of several, a proxy could use another one than the gateway does."""
+"""Headers that may occur only once: of several, a proxy could use a different one than the gateway does."""
 
 
 _NO_ROUTE = Route(Action.NONE)
@@ -50,7 +50,7 @@ class HttpHead(Struct):
     json_length: int | None = None
     """Inference-Header-Content-Length: bytes of JSON at the start of the body; binary data follows."""
     encoding: str = ""
-    """Content-Encoding of the body: gzip, deflate, another that is not supported, or none."""
+    """Content-Encoding of the body: gzip, deflate, an unsupported one, or none."""
     accepts: str = ""
     """Encoding to compress the response with: gzip, deflate or none."""
     old: bool = False
@@ -62,15 +62,15 @@ class HttpHead(Struct):
     token: str = ""
     """Name of the token that the request was authenticated with."""
     refusal: NoRoute | ServeError | None = None
-    """There is no route, or access is denied."""
+    """Set if there is no route or access is denied."""
     forwarded: dict[str, str] | None = None
     """Headers to pass on to the model."""
     by_browser: bool = False
-    """It has a header that marks requests of browsers."""
+    """The request has a header that identifies a browser."""
     etags: str = ""
     """If-None-Match."""
     roles: frozenset[str] = frozenset()
-    """Of the caller; only for the web page."""
+    """Roles of the client; only set for the web page."""
     reader: str = ""
     """The origin of another server whose page may read the response."""
 
@@ -127,7 +127,7 @@ class HttpHeads:
         return head
 
     def forget(self) -> None:
-        """Clears the cache: access rules have changed."""
+        """Clears the cache, after access rules have changed."""
         self._cache.clear()
 
 
@@ -171,7 +171,7 @@ def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forw
         if access is not None:
             action = head.route.action
             if action in PAGE:
-                head.reader = access.browsers.reader(action, header)  # also of a refusal
+                head.reader = access.browsers.reader(action, header)  # also for a refusal
             if head.by_browser or action in PAGE:
                 access.browsers.check(action, header)
             head.token = access.check(action, header)

@@ -1,4 +1,4 @@
-"""One HTTP listener, and the state its connections share. The Prometheus endpoint is the same listener with one
+"""One HTTP listener, and the state that its connections share. The Prometheus endpoint is such a listener with one
 path."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shmserve.gateway.upstream.link import GatewayLink
 
 
 class HttpListener(Callers):
-    """`connect` makes the protocol of a new connection. `routes`: the paths that it serves. `end_streams`: ends
+    """`connect` makes the asyncio protocol of a new connection. `routes`: the paths that it serves. `end_streams`: ends
     the event streams of the page, so that access is checked again."""
 
     def __init__(

@@ -28,7 +28,7 @@ _AND_OPENAI = ", and OpenAI-compatible endpoints"
 
 class ApiOperation(Struct, frozen=True):
     """`takes`, `gives`: schemas of the request and response body; empty: no body. `binary`: raw tensors may follow the
-    JSON. `events`: the response is a stream of server-sent events; `stream`: it is if the request says so."""
+    JSON. `events`: the response is a stream of server-sent events. `stream`: it is one if the request says so."""
 
     summary: str
     takes: str = ""
@@ -90,7 +90,7 @@ def text(openai: bool = True) -> bytes:
 
 
 def document(openai: bool = True) -> _Schema:
-    """`openai`: with the OpenAI-compatible endpoints."""
+    """`openai`: include the OpenAI-compatible endpoints."""
     paths: dict[str, Any] = {}
     for path in PATHS if openai else KSERVE_PATHS:
         paths[path.template] = {
@@ -308,4 +308,4 @@ SCHEMAS: dict[str, _Schema] = {
         raw_handle=_object(("b64",), b64=_STRING), device_id=_COUNT, byte_size=_COUNT,
     ),
 }  # fmt: skip
-"""By the names that OPERATIONS and other schemas use."""
+"""Schemas by the names that OPERATIONS and other schemas use."""

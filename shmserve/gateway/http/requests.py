@@ -1,5 +1,5 @@
-"""Handles complete HTTP requests: asks the broker, and passes its answer to the waiting connection. Invariant: an error
-of one request is answered to that request only."""
+"""Handles complete HTTP requests: queries the broker and passes its reply to the waiting connection. Invariant: an
+error in one request affects the response to that request only."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ from shmserve.protocol.messages import INLINE_BYTES, Reply
 from shmserve.session import WINDOW
 
 SCRAPES = 20
-"""Metrics pages built per second; further requests get the last one."""
+"""Maximum number of metrics pages built per second; further requests get the last one."""
 _WHILE_IT_RAN = (ModelFailed, QueueTimeout, DeadlineExceeded)
-"""Errors of accepted requests. As the first response of generate_stream they are sent as an event, with their
+"""Errors of accepted requests. If generate_stream fails with one before any response, it is sent as an event, with its
 status."""
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -95,8 +95,8 @@ class _Inference(PendingInference):
 
 
 class _Scrape(PendingCall):
-    """One rendering of the metrics page, shared by all connections that ask while it is built. It is charged to one
-    connection, but not withdrawn when that disconnects, as others may wait for it."""
+    """One rendering of the metrics page, shared by all connections that request it while it is built. It is charged to
+    one connection, but not cancelled when that one disconnects, as others may be waiting for it."""
 
     __slots__ = ("_error", "_extra", "_page", "_waiting")
 
@@ -205,14 +205,13 @@ class _Generation(PendingStream):
 
 
 def _piece(buffer: ReceiveBuffer) -> Piece:
-    """Shared memory is passed as an array, by which the session finds its block again."""
+    """Shared memory is passed as an array, so that the session can find its block."""
     return np.frombuffer(buffer.memory, np.uint8) if buffer.placed else buffer.memory
 
 
 class Requests:
-    """The handler of all connections. `Heads` has checked the client's access; the broker checks the gateway's.
-    `page`: None for a listener that has no routes of the web page. `openai`: it has those of the OpenAI-compatible
-    endpoints."""
+    """The handler of all connections. `Heads` has checked the client's access; the broker checks the gateway's. `page`:
+    None if the listener has no routes for the web page. `openai`: the listener has the OpenAI-compatible endpoints."""
 
     def __init__(
         self, link: GatewayLink, limits: HttpLimits, extra: Callable[[], str], regions: Regions,
@@ -282,7 +281,7 @@ class Requests:
         return allocate
 
     def _tensors(self, connection: HttpConnection, head: HttpHead, text: bytes, first: Buffer) -> None:
-        """The JSON is complete: read each tensor into a buffer of the size that the JSON gives."""
+        """Called when the JSON is complete: reads each tensor into a buffer of the size that the JSON gives."""
         plan = self._plan(text)
         self._check_size(plan, head.length - len(text), head.route.model)
         trusted = connection.trusts(head)
@@ -299,7 +298,7 @@ class Requests:
     # ------------------------------------------------------------------------------------ complete requests
 
     def begin(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
-        """Answers locally, or asks the broker. Raises errors for the client."""
+        """Answers locally or queries the broker. Raises the errors that the client receives."""
         route, refusal = head.route, head.refusal
         if isinstance(refusal, NoRoute):
             more = b"Allow: %b\r\n" % refusal.allow.encode() if refusal.allow else b""
@@ -364,7 +363,7 @@ class Requests:
         connection.wait_for(ticket)
 
     def _ask_config(self, connection: HttpConnection, head: HttpHead, then: Callable[[Any], None]) -> None:
-        """Queries the model's configuration, which decides how to continue with the request."""
+        """Queries the model's configuration, which decides how the request continues."""
         route = head.route
         self._ask(connection, head, BrokerQuery("config", model=route.model, version=route.version), then)
 
@@ -395,7 +394,7 @@ class Requests:
         """`at`: offset of the binary data in `body`."""
         self._check_size(plan, len(body) - at, head.route.model)
         if len(body) > SLICE_BYTES:
-            body = memoryview(body)  # so that slicing does not copy
+            body = memoryview(body)  # slicing a view does not copy
         pieces: list[Piece] = []
         for spec in plan.inputs:
             if not spec.follows:

@@ -88,7 +88,7 @@ PAGE_PATHS = [
     Path("/page/model/{model}/versions/{version}", {_GET: Action.PAGE_MODEL}),
     Path("/page/{folder}/{file}", {_GET: Action.PAGE_FILE}),
 ]
-"""Of the web page. They are no part of the API."""
+"""Paths of the web page, which are not part of the API."""
 METRICS = [Path("/metrics", {_GET: Action.METRICS})]
 """The only path of the metrics endpoint."""
 
@@ -116,7 +116,7 @@ def _by_length(paths: list[Path]) -> RouteTable:
 
 API_ROUTES, METRICS_ROUTES = _by_length(PATHS + PAGE_PATHS), _by_length(METRICS)
 KSERVE_ROUTES = _by_length(KSERVE_PATHS + PAGE_PATHS)
-"""With the OpenAI-compatible endpoints switched off."""
+"""Routes with the OpenAI-compatible endpoints switched off."""
 
 
 def resolve(method: str, target: str, routes: RouteTable = API_ROUTES) -> Route | NoRoute:

@@ -23,8 +23,8 @@ def make_listener(
     extra: Callable[[], str] = lambda: "", regions: Regions | None = None, forward: Forward | None = None,
     budget: Budget | None = None, openai: bool = True,
 ) -> HttpListener:  # fmt: skip
-    """`metrics`: serve the Prometheus endpoint, and nothing else. `openai`: serve the OpenAI-compatible endpoints.
-    `extra`: text appended to the broker's metrics."""
+    """`metrics`: serve only the Prometheus endpoint. `openai`: serve the OpenAI-compatible endpoints. `extra`: text
+    appended to the broker's metrics."""
     servers = access.browsers.servers
     feed = None if metrics else PageFeed(link, servers)
     page = PageRequests(link, feed, servers) if feed is not None else None
