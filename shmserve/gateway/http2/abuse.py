@@ -1,7 +1,7 @@
 """Detects protocol abuse: floods of cheap frames, and frames for closed streams.
 
-The counters run per turn of the slow clock. Each has a limit that no gRPC client reaches (limits.py); above it the
-connection ends with ENHANCE_YOUR_CALM.
+The counters are reset on each turn of the slow clock. Each has a limit that no gRPC client reaches (limits.py); above
+it, the connection ends with ENHANCE_YOUR_CALM.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.frames import ErrorCode, Http2Error
 
 _REMEMBERED = 256
-"""Closed streams that are remembered, to tell a late frame from a stream id that was skipped."""
+"""Number of closed streams remembered, to tell a late frame from a stream id that was skipped."""
 _CLOSED_EARLY = 2048
-"""Remembered streams that were closed here before the client ended them: frames in transit for them are ignored."""
+"""Number of remembered streams that the gateway closed before the client ended them. Frames in transit for them are
+ignored."""
 
 
 class AbuseCounters:
@@ -30,7 +31,7 @@ class AbuseCounters:
         self.resets = self.mistakes = self.idle_frames = 0
 
     def reset(self) -> None:
-        """Counts a call that the client cancelled, or made us reset: its work was wasted."""
+        """Counts a call that the client cancelled, or made the gateway reset: the work for it was wasted."""
         self.resets += 1
         if self.resets > most.RESETS:
             raise Http2Error(ErrorCode.ENHANCE_YOUR_CALM, "too many reset calls")
@@ -55,7 +56,7 @@ class AbuseCounters:
 
 
 class ClosedStreams:
-    """The closed streams of one connection. Both collections are bounded; forgetting a stream only changes the error
+    """The closed streams of one connection. Both collections are bounded. Forgetting a stream only changes the error
     code that the client gets."""
 
     def __init__(self) -> None:
@@ -72,8 +73,8 @@ class ClosedStreams:
             del self._early[next(iter(self._early))]
 
     def ignores(self, number: int, ended: bool) -> bool:
-        """Whether a frame for the stream may have been in transit when it was closed here. `ended`: it is the last
-        frame."""
+        """Whether a frame for the stream may have been in transit when the gateway closed the stream. `ended`: the
+        frame is the last one."""
         if number not in self._early:
             return False
         if ended:

@@ -1,8 +1,8 @@
-"""Bounds the work of all HTTP/2 connections together in one iteration of the loop.
+"""Bounds the work that all HTTP/2 connections together cause in one iteration of the event loop.
 
-A connection that is over its own limit, or receives frames when the work of the iteration is spent, is delayed. The
-next iteration starts with the connections that have cost least, so a flood over any number of connections delays only
-those.
+A connection is delayed if it exceeds its own limit, or if it receives frames after the work budget of the iteration is
+spent. The next iteration starts with the connections that have cost least, so a flood over any number of connections
+delays only those connections.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Delayed(Protocol):
         """Recent work for the connection, plus an estimate for the waiting frame."""
 
     def go_on(self) -> bool:
-        """Processes frames up to the limits. True: some are left."""
+        """Processes frames up to the limits. True: frames are left."""
 
 
 class FrameBacklog:
@@ -50,7 +50,7 @@ class FrameBacklog:
             self._loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """Reserves half of the work for connections that are not delayed."""
+        """Reserves half of the work budget for connections that are not delayed."""
         self._scheduled = False
         self.left = most.TURN_WORK
         again = []

@@ -1,4 +1,4 @@
-"""Status codes of gRPC. The transport represents an error by one of them and a text."""
+"""Status codes of gRPC. In the transport, an error is a status code and a text."""
 
 from __future__ import annotations
 

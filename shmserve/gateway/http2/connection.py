@@ -1,4 +1,4 @@
-"""One gRPC connection on its socket. Invariant: output of one iteration of the loop is one write."""
+"""One gRPC connection and its socket. Invariant: all output of one iteration of the event loop is one write."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from shmserve.gateway.listeners.callers import peer_address
 JOINED_BYTES = 128 * 1024
 """Output of one iteration up to this size is joined into one buffer."""
 LAST_CALLS_S = 1.0
-"""Time at shutdown for calls in transit, from clients that do not acknowledge the PING."""
+"""Grace period at shutdown for calls in transit from clients that do not acknowledge the PING."""
 _scratch = memoryview(bytearray(256 * 1024))
 """Receive buffer shared by all connections: each copies its bytes out before the next one reads."""
 _little = _scratch[: 4 * 1024]
-"""Receive buffer when a large message is expected: only its start is read here, the rest directly into its place."""
+"""Receive buffer when a large message is expected: only its start is read here, the rest directly into its final
+buffer."""
 
 
 class Http2Connection(FairReader, asyncio.BufferedProtocol):
@@ -80,7 +81,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         return self._core is not None and not self._core.more
 
     def go_on(self) -> bool:
-        """Processes delayed frames. True: some are left."""
+        """Processes delayed frames. True: frames are left."""
         core, transport = self._core, self._transport
         if core is None or transport is None or transport.is_closing():
             return False
@@ -146,7 +147,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         self._flush()
 
     def stop(self) -> None:
-        """Takes no more calls after the current ones."""
+        """Accepts no more calls after the current ones."""
         if self._core is not None:
             self._core.life.drain()
             self._listener.loop.call_later(LAST_CALLS_S, self._no_more)
@@ -164,7 +165,7 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         return None if any(self._in_use(stream) for stream in core.streams.values()) else core.idle_since
 
     def _in_use(self, stream: Http2Stream) -> bool:
-        """Whether a response is due, or the stream made progress lately. Other streams are open but idle."""
+        """Whether a response is due or the stream made progress recently. Other streams are open but idle."""
         return stream.call.awaits is Awaits.NOTHING or self._listener.turn - max(stream.used, stream.turn) <= 1
 
     def evict(self) -> None:

@@ -1,4 +1,4 @@
-"""Encoders of HTTP/2 frames, and the constants of the protocol. No state is kept here."""
+"""Encoders of HTTP/2 frames, and the constants of the protocol. This module keeps no state."""
 
 from __future__ import annotations
 

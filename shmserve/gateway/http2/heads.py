@@ -1,8 +1,8 @@
 """Header blocks of gRPC over HTTP/2, in both directions. Invariant: a decoded block is cached only while the HPACK
 table that it refers to does not change.
 
-Clients repeat themselves: after the first calls of a connection, the header block of a call is a few bytes that do not
-change the HPACK table, so decoded blocks are cached.
+Decoded blocks are cached because clients repeat them: after the first calls of a connection, the header block of a call
+is a few bytes that do not change the HPACK table.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shmserve.gateway.http2.limits import CONTINUATIONS
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 
 HEAD_BYTES = 32 * 1024
-"""Of one header block, encoded and decoded."""
+"""Maximum size of one header block, encoded and decoded."""
 HEADERS = 128
 ENCODINGS = ("gzip", "deflate")
 _CACHED_BLOCKS = 64
 _CACHED_BYTES = 1024
 _TEXT = 2048
-"""Characters of an error text that are sent."""
+"""Maximum number of characters of an error text that are sent."""
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _CONNECTION = {b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"}
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
@@ -61,13 +61,13 @@ class Http2Head(Struct, frozen=True):
     accepts: str = ""
     """The first of ENCODINGS that the client accepts."""
     length: int | None = None
-    """Bytes of DATA according to content-length."""
+    """Number of bytes of DATA, according to content-length."""
     status: int = 200
-    """HTTP status; other than 200: this is not a gRPC request."""
+    """HTTP status. If it is not 200, this is not a gRPC request."""
     malformed: str = ""
-    """If not empty, why the request is malformed HTTP/2."""
+    """Why the request is malformed HTTP/2, or ""."""
     wrong: str = ""
-    """If not empty, why the gRPC call is invalid."""
+    """Why the gRPC call is invalid, or ""."""
 
 
 class _Table(HeaderTable):
@@ -104,7 +104,7 @@ class Http2Heads:
         return head
 
     def trailers(self, block: bytes) -> str:
-        """Decodes trailers, also of a closed stream, since they change the HPACK table. Returns why they are malformed,
+        """Decodes trailers, even of a closed stream, since they change the HPACK table. Returns why they are malformed,
         or ""."""
         for name, value in self._read(block)[0]:
             wrong = "pseudo-header in trailers" if name.startswith(b":") else _wrong_field(name, value)
@@ -132,7 +132,7 @@ class Http2Heads:
 
 
 def _check_count(block: bytes) -> None:
-    """Counts the fields without decoding them, which would take ten times as long. The decoder reports truncation."""
+    """Counts the fields without decoding them, which would take ten times as long. Leaves truncation to the decoder."""
     at = count = 0
     with suppress(IndexError):
         while at < len(block):
@@ -153,7 +153,7 @@ def _check_count(block: bytes) -> None:
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
-    """An integer (RFC 7541 5.1) and where it ends. IndexError: it is truncated or over 2^35."""
+    """An integer (RFC 7541 5.1) and the offset of its end. IndexError: it is truncated or over 2^35."""
     value = block[at] & mask
     at += 1
     if value == mask:
@@ -322,7 +322,7 @@ def refused(number: int, status: int, ended: bool) -> bytes:
 
 
 def percent(text: str) -> bytes:
-    """The encoding of grpc-message: everything but printable ASCII, and the character %, as %XX."""
+    """Encodes grpc-message: % and everything that is not printable ASCII becomes %XX."""
     data = text[:_TEXT].encode("utf-8", "replace")
     if all(byte in _KEPT for byte in data):
         return data

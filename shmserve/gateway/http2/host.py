@@ -1,4 +1,4 @@
-"""Interface of the listener as its HTTP/2 connections see it. Types only."""
+"""The listener's interface for its HTTP/2 connections. Types only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Expiring(Protocol):
 
 
 class Http2Host(Protocol):
-    """What all connections of a listener share."""
+    """State and functions that all connections of a listener share."""
 
     @property
     def limits(self) -> Http2Limits: ...

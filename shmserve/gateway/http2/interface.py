@@ -1,4 +1,4 @@
-"""Interface between the transport of gRPC and its services. Either side calls the other, without coroutines and on one
+"""Interface between the transport of gRPC and its services. Each side calls the other, without coroutines and on one
 thread. A call that comes too late has no effect."""
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class TransportStream(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Names in lower case, without those of the protocol. Shared between streams: never modify it."""
+        """Names are in lower case; headers of the protocol are left out. Shared between streams: never modify it."""
 
     def payer(self, token: str) -> Payer:
         """The account charged for requests to the broker. `token`: name of the token of the call, or ""."""
 
     @property
     def writable(self) -> bool:
-        """Whether the client reads what it is sent. `ServiceCall.resume` is called when it reads again."""
+        """Whether the client reads what is sent to it. `ServiceCall.resume` is called when the client reads again."""
 
     def send(self, parts: Sequence[Buffer]) -> None:
         """Sends one message. The pieces are not copied and must not change."""
@@ -36,7 +36,7 @@ class TransportStream(Protocol):
     def finish(self, code: int, text: str = "") -> None: ...
 
     def pause(self) -> None:
-        """Stops calls of `message` and `half_closed` until `unpause`; flow control slows the client down."""
+        """Suspends calls of `message` and `half_closed` until `unpause`; flow control slows the client down."""
 
     def unpause(self) -> None: ...
 
@@ -46,29 +46,30 @@ class Awaits(Enum):
 
     NOTHING = 0
     REQUEST = 1
-    """The only request: the read timeout runs."""
+    """The only request of the call: the read timeout applies."""
     NEXT_REQUEST = 2
-    """The next request of a stream, which may be idle for longer."""
+    """The next request of a stream, which may stay idle for longer."""
 
 
 class ServiceCall(Protocol):
-    """A call, as a service presents it to the transport. RpcError of `message` and `half_closed` ends the stream."""
+    """A call, as a service presents it to the transport. RpcError raised by `message` or `half_closed` ends the
+    stream."""
 
     @property
     def awaits(self) -> Awaits: ...
 
     def message(self, data: Buffer) -> None:
-        """One complete message. A buffer other than `bytes` is valid until this returns."""
+        """Receives one complete message. A buffer other than `bytes` is only valid until this method returns."""
 
     def room(self, size: int, first: Buffer) -> Room | None:
-        """Memory for a large message of `size` bytes, of which `first` have arrived; None: any memory. `message` is
-        then called with this memory. Must not raise."""
+        """Returns memory for a large message of `size` bytes, of which `first` has arrived. `message` is then called
+        with this memory. None: the transport chooses the memory. Must not raise."""
 
     def half_closed(self) -> None:
-        """The client sends no more messages."""
+        """Called when the client sends no more messages."""
 
     def cancelled(self) -> None:
-        """The response is not wanted any more, or cannot be sent. Also called after an RpcError."""
+        """Called when the response is not needed any more, or cannot be sent. Also called after an RpcError."""
 
     def resume(self) -> None:
         """The stream is writable again."""

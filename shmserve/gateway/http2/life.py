@@ -23,7 +23,7 @@ class Life:
         self.ending = False
         """The final GOAWAY has been sent."""
         self.last = frames.LARGEST_STREAM
-        """Last stream that is processed."""
+        """The last stream to be processed."""
         self.received = True
         """Input has arrived since the last `check_timeouts`."""
         self._received_at = self._born = core.listener.now()
@@ -63,7 +63,7 @@ class Life:
             self.no_more()
 
     def ping_received(self) -> None:
-        """Handles a PING of the client, and counts a strike if the minimum interval was not kept."""
+        """Handles a PING of the client, and counts a strike if it comes before the minimum interval has passed."""
         core, limits, now = self._core, self._core.limits, self._core.listener.now()
         if core.sent_since_ping:
             core.sent_since_ping = False

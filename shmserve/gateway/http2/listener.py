@@ -1,5 +1,4 @@
-"""The gRPC listener, and the state its connections share. One timer serves all deadlines, so that a call costs no timer
-of its own."""
+"""The gRPC listener, and the state that its connections share. One timer serves the deadlines of all calls."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ DEADLINE_S = 0.02
 
 
 class RpcListener(Callers):
-    """`connect` makes the protocol of a new connection. `stopped` is called when no new calls are accepted."""
+    """`connect` makes the asyncio protocol of a new connection. `stopped` is called once no new calls are accepted."""
 
     def __init__(
         self, connect: Callable[[RpcListener], Any], loop: asyncio.AbstractEventLoop, application: Application,

@@ -22,7 +22,7 @@ def message_size_error(size: int, limit: int) -> RpcError:
 
 
 def inflate_message(encoding: str, data: Buffer, limit: int, hold: Callable[[int], None]) -> SlicedWork[Buffer]:
-    """Inflates a message. `hold` is called with the number of bytes produced."""
+    """Inflates a message. Calls `hold` with the number of bytes produced."""
     try:
         found = yield from gzip_stream.inflate(gzip_stream.WBITS[encoding], data, limit, hold)
     except zlib.error:

@@ -1,8 +1,8 @@
-"""One connection of HTTP/2 as gRPC uses it: bytes in, calls of a service and bytes out. It has no socket, and the clock
-of its host. Invariant: input never raises here; a protocol error ends the connection with GOAWAY.
+"""One HTTP/2 connection as gRPC uses it: bytes in, calls of a service and bytes out. It has no socket, and uses the
+clock of its host. Invariant: input never raises; a protocol error ends the connection with GOAWAY.
 
-Flow control: a window is replenished when half of it is used, as messages go on to the service at once. A paused stream
-is not replenished.
+Flow control: a window is replenished when half of it is used, because messages are passed to the service at once. The
+window of a paused stream is not replenished.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PREFACE_SIZE = len(frames.PREFACE)
 
 
 class Http2(Http2Streams):
-    """The parser of a connection. The owner of the socket calls `feed`, and sends what is in `out`."""
+    """The parser of a connection. The owner of the socket calls `feed` and sends the contents of `out`."""
 
     def __init__(self, listener: Http2Host, address: str, wake: Callable[[], None]) -> None:
         super().__init__(listener, address, wake)
@@ -35,8 +35,8 @@ class Http2(Http2Streams):
         self._rest = b""
         self._set = False
         self._stream: Http2Stream | None = None
-        """Stream of the DATA frame being read. `_left`: bytes of its body to come; `_skip`: bytes of padding after
-        that, or of an ignored frame; `_ends`: the frame ends the stream."""
+        """Stream of the DATA frame being read. `_left`: bytes of its body that have not arrived; `_skip`: bytes of
+        padding after them, or of an ignored frame; `_ends`: the frame ends the stream."""
         self._left = self._skip = 0
         self._ends = False
         self._taken = 0
@@ -70,7 +70,8 @@ class Http2(Http2Streams):
         return self.spent + int.from_bytes(self._rest[:3], "big")
 
     def space(self) -> memoryview | None:
-        """Memory for the next bytes, if they belong to a large message; then call `fill` instead of `feed`."""
+        """Memory for the next bytes if they belong to a large message. If so, the caller calls `fill` instead of
+        `feed`."""
         if self._left < most.DIRECT_BYTES or self._stream is None or self.over:
             return None
         return self._stream.space(self._left)

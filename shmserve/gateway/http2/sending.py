@@ -1,4 +1,5 @@
-"""The sending half of a call over HTTP/2: responses are compressed, cut into frames, and queued under flow control."""
+"""The sending half of a call over HTTP/2: it compresses responses, cuts them into frames, and queues them under flow
+control."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def notify(service: Callable[[], None]) -> None:
 
 
 class Channel:
-    """Output of one connection, and its flow control. `address`: of the peer of its socket. `wake` is called when `out`
-    has data for the owner of the socket."""
+    """Output of one connection, and its flow control. `address`: the peer address of its socket. `wake` is called when
+    `out` has data for the owner of the socket."""
 
     def __init__(self, listener: Http2Host, address: str, wake: Callable[[], None]) -> None:
         self.listener = listener
@@ -74,7 +75,7 @@ class Channel:
 
 
 class Sending:
-    """Methods that raise NotImplementedError are implemented by `stream.Http2Stream`."""
+    """`stream.Http2Stream` implements the methods that raise NotImplementedError here."""
 
     __slots__ = (
         "_begun", "_compression", "_core", "_deflating", "_end", "_queue", "_undeflated", "call", "half", "head",
@@ -90,9 +91,9 @@ class Sending:
         self.call: ServiceCall = NO_CALL
         self.over = False
         self.half = False
-        """The client sends no more."""
+        """The client has half-closed the stream."""
         self.used = core.listener.turn
-        """Turn of the slow clock of the last message, in either direction."""
+        """Turn of the slow clock at which the last message was sent or received."""
         self.moved = 0
         self._begun = False
         self._compression = head.accepts if core.limits.compression else ""
@@ -195,12 +196,12 @@ class Sending:
             self._finish()
 
     def go_on(self) -> None:
-        """The connection is writable again."""
+        """Called when the connection is writable again."""
         if not self._queue:
             notify(self.call.resume)
 
     def _sent_all(self, resume: bool = True) -> None:
-        """All that was compressed so far is sent."""
+        """Everything compressed so far has been sent."""
         if self._deflating is not None or self._undeflated:
             return
         if self._end is not None:
@@ -219,8 +220,8 @@ class Sending:
         core.wake()
 
     def pump(self, most: int, resume: bool = True) -> int:
-        """Sends queued data as far as the windows allow, and returns the number of bytes. `resume`: whether the service
-        has seen that the stream was not writable."""
+        """Sends queued data as far as the windows allow, and returns the number of bytes. `resume`: the service has
+        seen that the stream was not writable."""
         core = self._core
         sent = 0
         while self._queue and sent < most:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 LARGE = 64 * 1024
 """Messages of at least this size are not copied here."""
 KNOWN_BYTES = 1024
-"""With less than this of a message, the service may not know yet where to place it."""
+"""With fewer bytes of a message, the service may not be able to choose memory for it yet."""
 
 
 class Http2Stream(Sending):
@@ -45,7 +45,7 @@ class Http2Stream(Sending):
         super().__init__(core, number, head, window)
         self.expires = expires
         self.length = 0
-        """Bytes of DATA received, if the client sent content-length."""
+        """Number of bytes of DATA received, if the client sent content-length."""
         self.taken = 0
         """Bytes received since the last WINDOW_UPDATE."""
         self.turn = 0
@@ -56,9 +56,9 @@ class Http2Stream(Sending):
         self._waiting: deque[bytes] | None = None
         """Bytes received while paused; None: not paused."""
         self._wanted = True
-        """The service takes more messages."""
+        """The service accepts more messages."""
         self._job: Job | None = None
-        """Inflates a message, or waits for the next iteration of the loop; messages behind it are queued."""
+        """Inflates a message, or waits for the next iteration of the loop. Messages after it are queued."""
         self._end_waits = False
 
     # ------------------------------------------------------------------------------------ interface for services
@@ -76,7 +76,7 @@ class Http2Stream(Sending):
 
     @property
     def stuck(self) -> bool:
-        """Progress depends on the client: to read responses, or to send the rest of a message."""
+        """Whether progress depends on the client: it must read responses, or send the rest of a message."""
         return bool(self._queue) or ((self._buffer is not None or bool(self._prefix)) and self._waiting is None)
 
     def pause(self) -> None:
@@ -186,13 +186,13 @@ class Http2Stream(Sending):
             return None
 
     def space(self, most: int) -> memoryview | None:
-        """Memory for the next bytes of a message, to read them directly into their place."""
+        """Memory into which the next bytes of a message are read directly."""
         if self._buffer is None or self._waiting is not None or self.over:
             return None
         return self._buffer.space()[:most]
 
     def fill(self, size: int) -> None:
-        """The next `size` bytes of the message have been read into `space`."""
+        """Called when the next `size` bytes of the message have been read into `space`."""
         buffer = self._buffer
         if buffer is None or not self._hold(size):
             return
@@ -245,7 +245,7 @@ class Http2Stream(Sending):
         self._run(work(), then)
 
     def _next_turn(self) -> SlicedWork[None]:
-        """Waits for the next iteration of the loop, with new work for this connection."""
+        """Waits for the next iteration of the loop, when this connection has a new work budget."""
         yield
         self._core.work = most.WORK
 
@@ -282,7 +282,7 @@ class Http2Stream(Sending):
             self.fail_internally()
 
     def ended(self) -> None:
-        """The client sends no more."""
+        """Called when the client sends no more."""
         if self._waiting is not None:
             self._end_waits = True
             return
@@ -341,7 +341,7 @@ class Http2Stream(Sending):
         notify(call.cancelled)
 
     def cancel(self) -> None:
-        """The client has disconnected or cancelled the call."""
+        """Called when the client has disconnected or cancelled the call."""
         call, self.call = self.call, NO_CALL
         if not self.over:
             self.close()
@@ -359,12 +359,12 @@ class Http2Stream(Sending):
 
 
 class Http2Streams(Channel):
-    """The calls of one connection, and the work that it has done and may still do."""
+    """The calls of one connection, the work that it has done, and the work that it may still do."""
 
     def __init__(self, listener: Http2Host, address: str, wake: Callable[[], None]) -> None:
         super().__init__(listener, address, wake)
         self.over = False
-        """The connection accepts no more input; the owner closes it when `out` is sent."""
+        """The connection accepts no more input. The owner closes it once `out` is sent."""
         self.streams: dict[int, Http2Stream] = {}
         self.stream_window = frames.DEFAULT_WINDOW
         self.greeted = False
@@ -383,11 +383,11 @@ class Http2Streams(Channel):
         self.abuse = AbuseCounters()
         self.closed = ClosedStreams()
         self.quiet_since = listener.turn
-        """Turn of the slow clock since which there are no calls."""
+        """Turn of the slow clock at which the last call ended."""
         self.idle_since = listener.now()
-        """The same as a time, also set by each message."""
+        """The same as a time; each message sets it too."""
         self.sent_since_ping = False
-        """Part of a response or a WINDOW_UPDATE was sent since the client's last ping, which resets its strikes."""
+        """Part of a response, or a WINDOW_UPDATE, was sent after the client's last ping. This resets its strikes."""
 
     def next_turn(self) -> None:
         """Called on every turn of the slow clock."""
@@ -463,7 +463,7 @@ class Http2Streams(Channel):
     # ------------------------------------------------------------------------------------ interface for the owner
 
     def pump(self) -> None:
-        """Sends queued data, with the streams in turn."""
+        """Sends queued data of the streams, round robin."""
         moved = True
         while moved and self.window > 0 and self.unsent:
             moved = False
@@ -477,7 +477,7 @@ class Http2Streams(Channel):
                     self.wake()
 
     def resumed(self) -> None:
-        """The socket is writable again."""
+        """Called when the socket is writable again."""
         self.accepts = True
         self.abuse.unsent_replies = 0
         self.pump()
@@ -504,7 +504,7 @@ class Http2Streams(Channel):
             self.wake()
 
     def lost(self) -> None:
-        """The client has disconnected."""
+        """Called when the client has disconnected."""
         self.over = True
         for stream in list(self.streams.values()):
             stream.cancel()

@@ -1,5 +1,5 @@
-"""A reply of the broker -> the JSON and the buffers that are sent. Invariant: tensors that are requested as binary data
-are passed on in place, never joined or copied here."""
+"""A reply of the broker -> the JSON and the buffers to send. Invariant: tensors requested as binary data are passed on
+in place, never joined or copied here."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Held(Struct):
-    """An answer with outputs in shared memory: the buffers of each tensor, in order. The memory is returned when the
-    last view of them is dropped."""
+    """A reply with outputs in shared memory: the buffers of each tensor, in order. The memory is returned when the last
+    view of a buffer is dropped."""
 
     reply: Reply | Part
     buffers: list[list[Buffer]]
@@ -54,7 +54,7 @@ def response(
     texts: Mapping[str, msgspec.Raw] | None = None,
 ) -> tuple[int | None, list[Buffer]]:  # fmt: skip
     """The length of the JSON if binary data follows it, else None; and the buffers to send. `write` writes an output to
-    its place in the plan. `texts`: outputs that were encoded as JSON before."""
+    its shared memory region. `texts`: outputs that have already been encoded as JSON."""
     reply, buffers = _parts(answer)
     outputs: list[_ResponseOutput] = []
     behind: list[Buffer] = []
@@ -64,7 +64,7 @@ def response(
         if write is not None and tensor.name in plan.places:
             check_room(plan, tensor.name, sum([len(part) for part in parts]))
             write(tensor.name, parts)
-            # No parameters describe the place: clients take any parameters for those of binary data.
+            # The output has no parameters that name its region: clients take any parameters for those of binary data.
             outputs.append(_ResponseOutput(tensor.name, tensor.dtype, tensor.shape))
         elif plan.is_binary(tensor.name):
             binary = True
@@ -89,7 +89,7 @@ def _parts(answer: Reply | Held) -> tuple[Reply | Part, list[list[Buffer]] | Non
 
 
 def as_json(plan: RequestPlan, answer: Reply | Held) -> list[tuple[Tensor, list[Buffer]]]:
-    """The outputs to be sent as JSON, if any of the answer is in shared memory and so may be large."""
+    """The outputs to be sent as JSON, if part of the reply is in shared memory and therefore may be large."""
     reply, buffers = _parts(answer)
     if buffers is None:
         return []

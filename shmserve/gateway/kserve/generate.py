@@ -1,5 +1,5 @@
-"""The generate extension: a JSON object whose keys are inputs and parameters -> a RequestPlan, and a response -> such
-an object.
+"""The generate extension: a JSON object whose keys are inputs and parameters becomes a RequestPlan, and a response
+becomes such an object.
 
 Invariant: the model's configuration decides what a key means, never its value.
 """
@@ -31,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def check_in_slices(text: bytes, most: int = VALUES, advice: str = ", use infer instead") -> SlicedWork[None]:
-    """Refuses a large text with too many values; one with a few long strings can be decoded at once."""
+    """Refuses a large text with too many values. One with a few long strings can be decoded at once."""
     commas = yield from commas_of(text)
     if commas >= most:
         raise InvalidRequest(f"the request has {commas + 1} values; the limit of this endpoint is {most}{advice}")
@@ -127,7 +127,7 @@ def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: An
 
 
 def generated(model: str, plan: RequestPlan, answer: Held) -> bytes:
-    """One response as an object: an output of one element as a value, others as flat lists."""
+    """One response as an object: outputs of one element as values, others as flat lists."""
     document: dict[str, Any] = {"model_name": model, "model_version": str(answer.reply.version)}
     if plan.options.id:
         document["id"] = plan.options.id

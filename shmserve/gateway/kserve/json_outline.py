@@ -16,15 +16,15 @@ from shmserve.gateway.kserve.json_scan import COLON, LIST, LIST_END, JsonScan, T
 from shmserve.gateway.limits.turns import SlicedWork
 
 AROUND_BYTES = 1 << 20
-"""Limit of the request JSON without large `data`, and with each run of white space counted as one byte."""
+"""Maximum size of the request JSON without large `data`; each run of white space counts as one byte."""
 AROUND_FIELDS, AROUND_BRACKETS = 16_384, 65_536
-"""Limits of fields and of lists and objects in the JSON around `data`: each becomes a Python object."""
+"""Maximum number of fields, and of lists and objects, in the JSON around `data`: each becomes a Python object."""
 _CUT_BYTES = 1024
 """Minimum size of a list that is cut out; smaller ones are decoded with the text around them."""
 _DATA_DEPTH = 4
 """Nesting depth inside of `data`: `{"inputs": [{"data": [` opens four brackets."""
 _MARK = f"cut {secrets.token_hex(8)}"
-"""Key of the object that replaces a list that was cut out. It is random, so that a client cannot forge one."""
+"""Key of the object that replaces a list that was cut out. The key is random, so that a client cannot forge it."""
 _SPACE = np.zeros(256, bool)
 _SPACE[list(b" \t\r\n")] = True
 
@@ -44,7 +44,7 @@ class Outline(Struct):
 
 
 def outline(text: Text) -> SlicedWork[Outline]:
-    """Cuts out the large lists at the depth of `data`, whatever the name of their field.
+    """Cuts out the large lists at the depth of `data`, regardless of their field name.
 
     Brackets between depths 3 and 4 alternate between opening and closing, so they are taken in pairs.
     """
@@ -114,7 +114,7 @@ def _trimmed(text: Text, begin: int, end: int, limit: int) -> SlicedWork[bytes]:
 
 
 def cut_of(data: Any, outlined: Outline) -> CutList | None:
-    """The cut in whose place the mark `data` was decoded; None: `data` was not cut out."""
+    """The cut that the mark `data` replaces, or None if `data` was not cut out."""
     if type(data) is dict and _MARK in data:
         return outlined.cuts[data[_MARK]]
     return None

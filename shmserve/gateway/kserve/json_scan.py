@@ -39,15 +39,15 @@ def check_depth(text: bytes) -> None:
 
 
 def is_list_bracket(brackets: Bytes) -> Mask:
-    """Of the four kinds of brackets, [ and ]."""
+    """Which of the brackets are [ or ]."""
     of_lists: Mask = (brackets | 6) == 0x5F
     return of_lists
 
 
 class JsonChunk(Struct):
     """`at`: the offset of the slice. `inside`: which of its bytes are in strings, including opening but not closing
-    quotes. For the brackets outside of strings: `brackets`, their offsets in the slice; `steps`, 1 or -1; `depths`, the
-    depth after each."""
+    quotes. For each bracket outside of strings, `brackets` has its offset in the slice, `steps` 1 or -1, and `depths`
+    the depth after it."""
 
     at: int
     data: Bytes
@@ -91,9 +91,9 @@ class JsonScan:
         quotes = data == QUOTE
         backslashes = data == BACKSLASH
         if self._escapes or backslashes.any():
-            # A byte is escaped by an odd number of backslashes before it.
-            # `others`: for each byte, the last place up to it that is not a backslash. Without one it is -1, or -2 if
-            # the previous slice ended with a backslash that escapes.
+            # A byte is escaped by an odd number of backslashes before it. `others`: for each byte, the last position up
+            # to it that is not a backslash. If there is none, it is -1, or -2 if the previous slice ended with a
+            # backslash that escapes.
             places = np.arange(len(data))
             others = np.maximum.accumulate(np.where(backslashes, -1 - self._escapes, places))
             odd = (places - others) % 2 == 1

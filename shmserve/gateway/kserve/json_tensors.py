@@ -1,5 +1,5 @@
-"""Tensors from and to JSON, and from the typed contents of gRPC. Invariant: a number that the type cannot represent is
-refused, never rounded to fit; only floats lose precision."""
+"""Tensors from and to JSON, and from the typed contents of gRPC. Invariant: a number that the data type cannot
+represent is refused, never rounded to fit; only floats lose precision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CODES = {
     "FP32": "f", "FP64": "d",
 }  # fmt: skip
 _VIEWS: dict[str, Any] = _CODES | {"BOOL": "?"}
-"""Data type -> the type code of modules array and struct, which convert few elements faster than numpy."""
+"""Data type -> its type code in the modules array and struct, which convert few elements faster than numpy."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -45,7 +45,7 @@ def to_bytes(name: str, dtype: str, shape: tuple[int, ...], data: Any) -> bytes:
 def cut_to_bytes(
     name: str, dtype: str, shape: tuple[int, ...], text: Text, cut: CutList, most: int
 ) -> SlicedWork[bytearray]:
-    """The same for a list that was cut out of `text`; refused above `most` bytes."""
+    """The same for a list that was cut out of `text`. More than `most` bytes are refused."""
     _check_dtype(name, dtype)
     count, size = math.prod(shape), ITEM_BYTES[dtype] or 0
     if count * size > most:
@@ -140,12 +140,12 @@ CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-"""Data type -> the list of InferTensorContents that has its elements."""
+"""Data type -> the field of InferTensorContents for its elements."""
 _CONTENTS = {"int_contents": "INT32", "uint_contents": "UINT32"}
 
 
 def contents_field(name: str, dtype: str) -> str:
-    """The list of InferTensorContents that has the elements of an input."""
+    """The field of InferTensorContents for the elements of an input."""
     field = CONTENTS.get(dtype)
     if field is None:
         raise InvalidRequest(f"input '{name}': {dtype} data cannot be given as contents; use raw_input_contents")

@@ -1,4 +1,4 @@
-"""Decodes the lists that `json_outline` has cut out: tensors need the values without the nesting, so inner brackets are
+"""Decodes the lists that `json_outline` has cut out. Tensors need the values without the nesting, so inner brackets are
 replaced by spaces, and the values are decoded in slices that end at a comma."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shmserve.gateway.kserve.json_scan import BACKSLASH, COMMA, JsonChunk, JsonS
 from shmserve.gateway.limits.turns import SLICE_BYTES
 
 VALUE_BYTES = 1 << 20
-"""Limit of a value, with the white space and brackets around it. Strings may be longer, see StringPart."""
+"""Maximum size of a value, with the white space and brackets around it. Strings may be longer, see StringPart."""
 _PLAIN = np.ones(256, bool)
 _PLAIN[list(b" \t\r\n[],")] = False
 """Bytes that belong to values: everything but white space, commas and the brackets of lists."""
@@ -34,21 +34,22 @@ sequence."""
 
 
 class StringPart(Struct):
-    """A part of a string that is longer than a slice. `last`: the end of the string."""
+    """A part of a string that is longer than a slice. `last`: this part ends the string."""
 
     text: str
     last: bool
 
 
 class _NestingCheck:
-    """Checks the nesting of one `data`: all values must have the same depth, and with values no list may be empty."""
+    """Checks the nesting of one `data`: all values must have the same depth, and if there are values, no list may be
+    empty."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._leaf = 0
         """Depth of the values; 0: none so far."""
         self._hollow = False
-        """There is an empty list."""
+        """An empty list has been seen."""
         self._bare = False
         """The slice ended after an opening bracket: nothing of that list has been seen yet."""
 
@@ -140,7 +141,7 @@ def flat(name: str, text: Text, cut: CutList) -> Iterator[list[Any]]:
     """The bytes after the last comma, with spaces instead of brackets. They are decoded with the next slice."""
     has_values = value_missing = False
     placeholder = False
-    """The next value decoded stands for a string that was yielded in parts."""
+    """The next decoded value stands for a string that was yielded in parts."""
     string: _LongString | None = None
     """The string that is being yielded in parts."""
     depth = 1

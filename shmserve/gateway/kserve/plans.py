@@ -66,8 +66,8 @@ class RegionSlice(Struct, frozen=True):
     size: int
 
     def check(self, region: str, size: int) -> None:
-        """Raises InvalidRequest if the tensor exceeds the region of `size` bytes. Order and texts of the checks are
-        Triton's."""
+        """Raises InvalidRequest if the tensor exceeds the region of `size` bytes. The order of the checks and their
+        texts are Triton's."""
         if self.offset >= size:
             raise InvalidRequest(f"Invalid offset for shared memory region: '{region}'")
         if self.offset + self.size > UINT64_MAX:
@@ -105,7 +105,7 @@ class RequestOptions(Struct):
     sequence_end: bool = False
     parameters: dict[str, Value] | None = None
     binary: bool = False
-    """Default of `RequestPlan.is_binary`: send outputs as binary data."""
+    """Default for `RequestPlan.is_binary`: send outputs as binary data."""
 
 
 class RequestPlan(Struct):
@@ -298,8 +298,8 @@ def region_slice_of(what: str, parameters: Mapping[str, Value]) -> RegionSlice |
 
 
 def options_of(request_id: str, parameters: Mapping[str, Value]) -> RequestOptions:
-    """Separate the parameters of the server from those of the model. `timeout` stays among the latter, because the
-    session interprets it."""
+    """Separate parameters for the server from those for the model. `timeout` stays with the latter, because the session
+    interprets it."""
     options = RequestOptions(check_text("request id", request_id) if request_id else "")
     if not parameters:
         return options
@@ -320,7 +320,7 @@ def options_of(request_id: str, parameters: Mapping[str, Value]) -> RequestOptio
                 rest[check_text("parameter name", name)] = _parameter(name, value)
     if len(rest) > PARAMETERS:
         raise InvalidRequest(f"the request has {len(rest)} parameters; the limit is {PARAMETERS}")
-    if not options.sequence:  # no sequence id, or 0 or "": not in a sequence, so ignore the flags
+    if not options.sequence:  # the id is missing, 0 or "": not in a sequence, so ignore the flags
         options.sequence_start = options.sequence_end = False
     if rest:
         options.parameters = rest
@@ -390,7 +390,7 @@ def _writable(what: str, text: str) -> str:
 
 
 def raw_plan(model: str, config: Mapping[str, Any], size: int) -> tuple[RequestPlan, bytes]:
-    """The plan of a request without JSON, whose body is the data of the model's only input, and the bytes to insert
+    """The plan of a request without JSON, whose body is the data of the model's only input; and the bytes to insert
     before the body. `config`: the model's configuration; `size`: bytes of the body.
     """
     inputs = config.get("input", [])

@@ -1,4 +1,4 @@
-"""Server errors -> status codes and texts of HTTP and gRPC. Invariant: the table has every code of the error tree.
+"""Server errors -> status codes and texts of HTTP and gRPC. Invariant: the table covers every code of the error tree.
 
 Errors of the gateway's own connection to the broker (paths, addresses) are not disclosed to clients.
 """
@@ -65,7 +65,7 @@ def grpc_of(error: ServeError) -> str:
 
 
 def text_of(error: ServeError, request_id: str = "") -> str:
-    """The text for a client. For an invalid request that has an id, it begins with the id."""
+    """The text for a client. If an invalid request has an id, the text begins with it."""
     if isinstance(error, ConnectionLost):
         return UNREACHABLE
     text = str(error)
@@ -81,6 +81,6 @@ def http_text_of(error: ServeError, request_id: str = "") -> str:
 
 
 def grpc_text_of(error: ServeError, request_id: str = "") -> str:
-    """The same for a unary gRPC call. ModelStreamInfer takes decoupled models, and uses `text_of`."""
+    """The same for a unary gRPC call. ModelStreamInfer supports decoupled models and uses `text_of`."""
     text = text_of(error, request_id)
     return f"{NO_DECOUPLED_RPC}: {text}" if error.code == "UNSUPPORTED" and DECOUPLED in text else text

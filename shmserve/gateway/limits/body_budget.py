@@ -1,13 +1,13 @@
 """Bytes of request bodies and of unsent responses that the gateway holds for its clients. Only bytes that have arrived
 count, never an announced size.
 
-A connection, and an address, may hold a share (by default a quarter) of what all others leave, or an equal part if that
-is more, so a few clients cannot use up the budget for the rest. A connection is not refused for what others of its
-address hold while it has less than an equal part of that. So limits can be exceeded, at most twofold.
+A connection, or an address, may hold a share (by default a quarter) of what all others leave, or an equal part if that
+is more. So a few clients cannot use up the budget. A connection that holds less than an equal part of its address's
+share is not refused because of other connections of that address. Limits can therefore be exceeded, at most twofold.
 
-The rule differs from that of caller_shares.py: a call is refused before it costs anything, and the broker's limit on
-calls is hard; a body is refused when part of it has been received, so a connection must get an equal part whatever
-others hold. Both use `share_of_rest`.
+The rule differs from that of caller_shares.py. A call is refused before it costs anything, and the broker's limit on
+calls is hard. A body is refused after part of it has been received, so a connection must get an equal part regardless
+of what others hold. Both rules use `share_of_rest`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ SHARE = 0.25
 
 
 class _Address:
-    """What the connections of one address hold."""
+    """Bytes that the connections of one address hold."""
 
     __slots__ = ("__weakref__", "held", "holders")
 
     def __init__(self) -> None:
         self.held = 0
         self.holders = 0
-        """Connections that hold anything."""
+        """Number of connections that hold anything."""
 
 
 class Budget:
-    """`limit`: bytes in total. `connection` and `address`: the fraction of what the others leave that one may hold."""
+    """`limit`: bytes in total. `connection` and `address`: the fraction of what the others leave that one connection or
+    address may hold."""
 
     def __init__(self, limit: int = HELD_BYTES, connection: float = SHARE, address: float = SHARE) -> None:
         self.limit = limit
@@ -43,11 +44,11 @@ class Budget:
         """Total up to which no connection or address can exceed its share."""
         self.held = 0
         self.holders = 0
-        """Connections that hold anything."""
+        """Number of connections that hold anything."""
         self._addresses: WeakValueDictionary[str, _Address] = WeakValueDictionary()
 
     def account(self, address: str) -> BudgetAccount:
-        """The account of a new connection. `address`: of the peer of its socket."""
+        """The account of a new connection. `address`: the peer address of its socket."""
         address = network_of(address)
         if not address:
             return BudgetAccount(self, None)
@@ -66,7 +67,7 @@ class Budget:
 
 
 class BudgetAccount:
-    """What one connection holds."""
+    """Bytes that one connection holds."""
 
     __slots__ = ("_address", "_budget", "held", "unsent")
 
@@ -78,7 +79,7 @@ class BudgetAccount:
         """Bytes of a response, included in `held`."""
 
     def take(self, size: int) -> None:
-        """Counts bytes that have arrived. Unavailable: they would exceed a share, and are not counted."""
+        """Counts bytes that have arrived. Raises Unavailable, without counting them, if they would exceed a share."""
         budget, address = self._budget, self._address
         if budget.held + size > budget.sure:
             self._check(size)

@@ -9,8 +9,8 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A dict that `put` empties when it is full. Look-ups cost no more than those of a dict, and the few keys that
-    clients repeat are soon back."""
+    """A dict that `put` empties when it is full. Lookups cost no more than in a dict, and the few keys that clients
+    repeat are soon cached again."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

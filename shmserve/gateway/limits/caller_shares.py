@@ -1,11 +1,11 @@
 """Limits what one connection, address or token may have in flight at the broker through this gateway.
 
 The broker sees a gateway as one client, with one limit on its requests (client_requests) and one on its queries
-(client_questions), and all clients share the gateway's memory for inputs. So without shares the clients of one slow
-model could use up everything. Each party may use a fraction of what all others leave, so something is always left. As
-in the broker (core/requests/quotas.py), a full share of an address or a token is closed only to connections that
-already have much of it: they divide as much again by the same rule, and a connection with nothing in flight is refused
-only if the rest is reserved for other addresses.
+(client_questions), and all clients share the gateway's memory for inputs. Without shares, the clients of one slow model
+could therefore use up everything. Each party may use a fraction of what all others leave, so something is always left.
+As in the broker (core/requests/quotas.py), a full share of an address or a token only refuses connections that already
+use much of it. The connections divide as much again by the same rule, and a connection with nothing in flight is
+refused only if the rest is reserved for other addresses.
 
 Invariant: the counts of an account are the sums over the calls in flight that were charged to it.
 """
@@ -22,21 +22,21 @@ from shmserve.gateway.metrics import family
 
 
 class ShareExceeded(Unavailable):
-    """A party has too much in flight, while the server may have room for others."""
+    """A party has too much in flight. The server may still have capacity for others."""
 
 
 class ShareBounds(Struct, frozen=True):
-    """Fractions of what the others leave, above 0; with 1 only the total is limited."""
+    """Fractions of what the others leave, above 0. With 1, only the total is limited."""
 
     connection: float = 0.25
     address: float = 0.25
     token: float = 0.25
     input_bytes: int = 4 << 30
-    """Of all requests together."""
+    """Maximum input bytes of all requests together."""
 
 
 class ShareAccount:
-    """`kind`: of the party, as in the flag and in error texts."""
+    """`kind`: the kind of party, as in the flag and in error texts."""
 
     __slots__ = ("calls", "connections", "input_bytes", "kind", "share")
 
@@ -46,11 +46,11 @@ class ShareAccount:
         self.calls = 0
         self.input_bytes = 0
         self.connections = 0
-        """Connections that use this account, including idle ones."""
+        """Number of connections that use this account, including idle ones."""
 
 
 class Creditor(Protocol):
-    """Gets back what a call was charged when it is over."""
+    """Gets back the charge of a call when the call is over."""
 
     def give(self, input_bytes: int) -> None: ...
 
@@ -63,7 +63,7 @@ class Charged(Protocol):
 
 
 class Payer:
-    """One connection with one token, and the accounts that its calls are charged to; the first is the total."""
+    """One connection with one token, and the accounts that its calls are charged to. The first account is the total."""
 
     __slots__ = ("_pool", "accounts", "calls", "input_bytes", "questions", "token")
 
@@ -80,7 +80,7 @@ class Payer:
         """Name of the token, or the key of a ZeroMQ client; "": none. Sequence ids are scoped by it."""
 
     def charge(self, ticket: Charged, input_bytes: int) -> None:
-        """Unavailable: a share would be exceeded, and nothing is charged."""
+        """Raises Unavailable, without charging anything, if a share would be exceeded."""
         ticket.payer = None
         self.take(input_bytes)
         ticket.payer = self
@@ -106,14 +106,14 @@ class Payer:
 
 
 def release(ticket: Charged) -> None:
-    """The call is not in flight any more. May be called repeatedly."""
+    """Called when the call is no longer in flight. May be called repeatedly."""
     payer, ticket.payer = ticket.payer, None
     if payer is not None:
         payer.give(ticket.input_bytes)
 
 
 class Pool:
-    """The calls of one kind that the broker accepts from this gateway. `limit`: the broker's name of their limit."""
+    """The calls of one kind that the broker accepts from this gateway. `limit`: the broker's name for their limit."""
 
     def __init__(self, what: str, limit: str, calls: int, bounds: ShareBounds) -> None:
         self.total = ShareAccount("gateway", 1.0)
@@ -126,7 +126,8 @@ class Pool:
         self.allow(calls, bounds.input_bytes)
 
     def allow(self, calls: int, input_bytes: int | None = None) -> None:
-        """Sets the total. Below `calm_calls` and `calm_bytes` no party can exceed its share."""
+        """Sets the total. While fewer than `calm_calls` and `calm_bytes` are in flight, no party can exceed its
+        share."""
         bounds = self._bounds
         least = min(bounds.connection, bounds.address, bounds.token)
         self.calls = calls
@@ -137,7 +138,7 @@ class Pool:
 
     @property
     def most_calls(self) -> int:
-        """Calls that a connection may have in flight while there are no others."""
+        """Maximum number of calls in flight for a connection while no others have any."""
         return int(self._bounds.connection * self.calls)
 
     # ------------------------------------------------------------------------------------ accounts
@@ -151,7 +152,7 @@ class Pool:
         return tuple(accounts)
 
     def leave(self, address: str, token: str) -> None:
-        """A connection that used these accounts has ended."""
+        """Called when a connection that used these accounts has ended."""
         if address:
             _left(self._addresses, address)
         if token:
@@ -160,7 +161,7 @@ class Pool:
     # ------------------------------------------------------------------------------------ limits
 
     def check(self, payer: Payer, input_bytes: int) -> None:
-        """Unavailable: one more call with these input bytes would put an account over its share."""
+        """Raises Unavailable if one more call with these input bytes would put an account over its share."""
         total = self.total
         for account in payer.accounts[1:]:
             if _is_over(account, account.calls, payer.calls, total.calls, self.calls, 1):
@@ -204,7 +205,7 @@ class ConnectionShares:
         self._payers: dict[str, Payer] = {}
 
     def payer(self, token: str) -> Payer:
-        """`token`: its name; "" for a call without one."""
+        """`token`: the name of the token; "" for a call without one."""
         payer = self._payers.get(token)
         if payer is None:
             shares, address, (requests, questions) = self._shares, self._address, self._accounts
@@ -234,7 +235,8 @@ class Shares:
             pool.allow(limits.get(pool.limit, pool.calls))
 
     def connect(self, address: str) -> ConnectionShares:
-        """`address`: of the peer of the socket. Headers that a proxy adds are ignored: clients can send them too."""
+        """`address`: the peer address of the socket. Headers that a proxy adds are ignored: clients can send them
+        too."""
         return ConnectionShares(self, network_of(address))
 
     def metrics(self) -> str:
@@ -256,7 +258,7 @@ class Shares:
 
 
 def share_of_rest(share: float, most: int, total: int, used: int) -> float:
-    """What a party that uses `used` may use in all: a fraction of what all others leave."""
+    """The total that a party may use if it uses `used` now: a fraction of what all others leave."""
     return share * (most - total + used)
 
 
@@ -289,8 +291,8 @@ def _left(accounts: dict[str, ShareAccount], key: str) -> None:
 
 
 def network_of(address: str) -> str:
-    """The key that clients are counted by: with IPv6 the /64 network, since a host usually has a whole one. "" for a
-    loopback address, which is shared by all clients on this machine, and all behind a proxy on it."""
+    """The key by which clients are counted. For IPv6 it is the /64 network, since a host usually has a whole one. For a
+    loopback address it is "": all clients on this machine, and all behind a proxy on it, share that address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

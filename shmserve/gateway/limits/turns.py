@@ -1,5 +1,5 @@
 """Runs long work on the event loop in slices: one slice of one job per iteration of the loop, so that other clients
-wait for one slice and not for all of the work. Reading large bodies is bounded per iteration, too.
+wait for one slice, not for the whole job. Reads of large bodies are also bounded per iteration.
 
 A thread would not help: the long operations hold the GIL.
 """
@@ -61,14 +61,14 @@ class JobTurns:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._parties: dict[object, deque[Job]] = {}
-        """Next party first. Invariant: each has jobs."""
+        """The next party is first. Invariant: each party has jobs."""
         self._scheduled = False
 
     def run(
         self, work: SlicedWork[T], then: Callable[[T], None], failed: Callable[[Exception], None], party: object = None
     ) -> Job:
-        """Runs the first slice at once, so work of one slice costs no iteration. None: the job is a party of its
-        own."""
+        """Runs the first slice at once, so a job of one slice costs no iteration. `party` None: the job is its own
+        party."""
         job = Job(work, then, failed)
         if job.step():
             self._add(job if party is None else party, job)
@@ -91,7 +91,7 @@ class JobTurns:
         if jobs:
             self._parties[party] = jobs  # behind the others
         if self._parties:
-            self._schedule()  # before the step, which may raise what a callback raises
+            self._schedule()  # before the step, since a callback in it may raise
         if job.step():
             self._add(party, job)
             self._schedule()
@@ -102,19 +102,19 @@ READ_BYTES = 2 << 20
 LEAST_BYTES = 64 * 1024
 """Minimum share of a connection."""
 SMALL_READ_BYTES = LEAST_BYTES // 32
-"""Reads up to this size need not be counted: the event loop reads at most 32 times from a connection per iteration."""
+"""Reads up to this size are not counted: the event loop reads from a connection at most 32 times per iteration."""
 BUSY_READ_BYTES = 16 * 1024
 """Maximum size of one read when READ_BYTES or the share of the connection are used up."""
 
 
 class FairReader:
-    """A connection, whose reads of large bodies are bounded."""
+    """A connection whose reads of large bodies are bounded."""
 
     def __init__(self) -> None:
         self._transport: Any = None
         self._reading = True
         self.read_turn = self.read_bytes = 0
-        """Bytes read in the iteration `read_turn`."""
+        """`read_bytes`: bytes read in the iteration `read_turn`."""
 
     @property
     def _may_read(self) -> bool:
@@ -137,8 +137,8 @@ class FairReader:
 
 
 class ReadTurns:
-    """Divides reads of large bodies between connections. The event loop lets a connection read as long as there is
-    more, so one that has used its share of READ_BYTES is paused until the next iteration."""
+    """Divides reads of large bodies between connections. The event loop lets a connection read as long as it has more
+    to read, so a connection that has used its share of READ_BYTES is paused until the next iteration."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,6 +1,6 @@
-"""The listening sockets of one endpoint, its connections, HTTP/1.1 or HTTP/2, and the state they share. One slow clock
-serves all timeouts, so that no request costs a timer. Certificates are replaced without closing the sockets, so that no
-client is refused while it connects."""
+"""The listening sockets of one endpoint, its connections (HTTP/1.1 or HTTP/2), and the state that they share. One slow
+clock serves all timeouts, so that no request costs a timer. Certificates are replaced without closing the sockets, so
+that no connecting client is refused."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ _GOODBYE_S = 5.0
 EVICTED = 32
 """Maximum number of idle connections evicted at once."""
 TURNS = 4
-"""Turns of the slow clock in the shortest time that it measures."""
+"""Number of turns of the slow clock in the shortest time that it measures."""
 
 
 class CallerConnection(Protocol):
     """A connection."""
 
     def check_timeouts(self, waited: int) -> None:
-        """Called on every turn of the slow clock. `waited`: turns without enough progress after which a client times
-        out."""
+        """Called on every turn of the slow clock. `waited`: number of turns without enough progress after which a
+        client times out."""
 
     def stop(self) -> None:
-        """Takes no more requests after the current ones."""
+        """Accepts no more requests after the current ones."""
 
     def abort(self) -> None: ...
 
     @property
     def idle_since(self) -> float | None:
-        """On the clock of the loop. None: in use, and not slower than the data rate."""
+        """Time on the event loop's clock. None: the connection is in use, and not slower than the data rate."""
 
     def evict(self) -> None:
         """Closes the connection to make room for a new one."""
@@ -61,7 +61,7 @@ def peer_address(transport: Any) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -73,19 +73,19 @@ class ConnectionLimits(Struct, frozen=True):
 
     connections: int = 4096
     read_timeout_s: float = 60.0
-    """Timeout of a request or message that is incomplete and arrives at less than `data_rate`, and of a response that
-    the client reads at less than that. The head of an HTTP/1.1 request must be complete within it."""
+    """Timeout of an incomplete request or message that arrives at less than `data_rate`, and of a response that the
+    client reads at less than that rate. The head of an HTTP/1.1 request must be complete within this time."""
     data_rate: int = 1024
     """Bytes per second below which the read timeout runs."""
     idle_timeout_s: float = 600.0
-    """Between two requests, or for a connection without calls."""
+    """Idle timeout between two requests, or of a connection without calls."""
     exit_timeout_s: float = 30.0
-    """For requests in flight when the gateway stops."""
+    """Time to finish the requests in flight when the gateway stops."""
 
 
 class Callers:
-    """`connect` makes the protocol of a new connection. `turn_s`: period of the slow clock. `budget`: for bodies and
-    unsent responses."""
+    """`connect` makes the asyncio protocol of a new connection. `turn_s`: period of the slow clock. `budget`: bounds
+    bodies and unsent responses."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, connect: Callable[[Any], Any], limits: ConnectionLimits, turn_s: float,
@@ -98,7 +98,7 @@ class Callers:
         self.reads = reads or ReadTurns(loop)
         self.turn = 0
         self.least_bytes = max(1, int(limits.data_rate * turn_s))
-        """Progress of fewer bytes in a turn counts as none."""
+        """Fewer bytes than this in a turn count as no progress."""
         self.idle_turns = math.ceil(limits.idle_timeout_s / turn_s)
         self.stopping = False
         self.answers: Counter[int] = Counter()
@@ -111,13 +111,13 @@ class Callers:
         self._connect = lambda: connect(self)
         self._server: asyncio.Server | None = None
         self._handshakes: Handshakes | None = None
-        """With TLS."""
+        """Only with TLS."""
         self._empty = asyncio.Event()
         self._clock = loop.call_later(turn_s, self._tick)
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
-        """Listens, and returns the port. `share`: other processes may listen on it too, and the kernel distributes
-        clients."""
+        """Listens, and returns the port. `share`: other processes may also listen on the port, and the kernel
+        distributes clients."""
         server = await self.loop.create_server(
             self._connect, address, port, reuse_port=share or None, backlog=BACKLOG, start_serving=tls is None
         )
@@ -170,8 +170,8 @@ class Callers:
         return len(self._connections) <= self._limits.connections and not self.stopping
 
     def _evict(self) -> None:
-        """Closes the connections that have been idle longest; their clients reconnect when they need to. Several at
-        once, because the search scans all connections."""
+        """Closes the connections that have been idle longest; their clients reconnect when they need to. Several are
+        closed at once, because the search scans all connections."""
         idle = [(since, one) for one in self._connections if (since := one.idle_since) is not None]
         idle.sort(key=itemgetter(0))
         for _, connection in idle[: max(1, min(EVICTED, len(idle) // 8))]:

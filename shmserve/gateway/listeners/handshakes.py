@@ -1,7 +1,7 @@
 """Connections of a TLS listener until their handshake is done.
 
-A handshake costs about a millisecond of the event loop, so hundreds at once would stall every other client. Here one is
-started per iteration of the loop, in turns between addresses, and only a bounded number is under way. A connection
+A handshake costs about a millisecond of the event loop, so hundreds at once would stall every other client. Therefore
+only one is started per iteration of the loop, round robin between addresses, and their number is bounded. A connection
 whose client has sent nothing yet costs no handshake.
 
 Invariant: `arrivals` holds every accepted connection until its handshake has ended, so that they can be counted.
@@ -23,17 +23,19 @@ from shmserve.gateway.limits.caller_shares import network_of
 log = logging.getLogger("shmserve.gateway")
 
 UNDER_WAY = 64
-"""Handshakes under way at once. Clients can time theirs so that all go on in the same iteration."""
+"""Maximum number of concurrent handshakes. Clients can time their handshakes so that all of them continue in the same
+iteration."""
 ADDRESS_SHARE = 0.5
-"""Of what other addresses leave of UNDER_WAY, for one address."""
+"""Fraction of UNDER_WAY, less what other addresses use, that one address may use."""
 ACCEPTED = 16
 """Connections accepted per iteration; the others wait in the backlog of the socket."""
 LEAST_ROOM = 32
-"""Connections that may be in the handshake when the endpoint is full: idle ones are closed for them afterwards."""
+"""Number of connections that may be in the handshake when the endpoint is full. Idle connections are closed for them
+afterwards."""
 EVICTION_S = 0.5
-"""Time after which a handshake under way is ended if others wait for its place."""
+"""Time after which a handshake is aborted if others wait for its slot."""
 _RETRY_S = 1.0
-"""Until connections are accepted again after there was no descriptor or memory for one."""
+"""Time until connections are accepted again after descriptors or memory ran out."""
 
 
 class Arrival:
@@ -46,7 +48,7 @@ class Arrival:
         self.address = address
         self.started = 0.0
         self.timer: asyncio.TimerHandle | None = None
-        """Until the handshake is started."""
+        """Runs until the handshake is started."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -57,22 +59,22 @@ class AddressHandshakes:
 
     def __init__(self) -> None:
         self.arrivals: dict[Arrival, None] = {}
-        """Silent or queued, the oldest first."""
+        """Silent or queued arrivals, oldest first."""
         self.queue: dict[Arrival, None] = {}
-        """Those of them whose client has begun its handshake."""
+        """The arrivals whose client has begun its handshake."""
         self.under_way: dict[Arrival, None] = {}
-        """The oldest first."""
+        """Oldest first."""
 
 
 class Handshakes:
-    """`made` makes the protocol of a connection. `room`: how many connections may be in the handshake."""
+    """`made` makes the asyncio protocol of a connection. `room`: maximum number of connections in the handshake."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, made: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext,
         patience_s: float, goodbye_s: float, room: Callable[[], int],
     ) -> None:  # fmt: skip
         self.tls = tls
-        """For handshakes that start from now on."""
+        """The context for handshakes that start from now on."""
         self._loop = loop
         self._made = made
         self._patience_s = patience_s
@@ -85,7 +87,7 @@ class Handshakes:
         self._next: asyncio.Handle | None = None
         self._eviction: asyncio.TimerHandle | None = None
         self.count = 0
-        """Connections that are accepted and whose handshake has not ended."""
+        """Number of accepted connections whose handshake has not ended."""
         self.under_way = 0
 
     def listen(self, listening: socket.socket) -> None:
@@ -140,7 +142,7 @@ class Handshakes:
         self._loop.add_reader(sock, self._begun, arrival)
 
     def _begun(self, arrival: Arrival) -> None:
-        """The first bytes are here, or the end of the connection."""
+        """Called when the first bytes, or the end of the connection, have arrived."""
         self._loop.remove_reader(arrival.sock)
         queue = self._addresses[arrival.address].queue
         queue[arrival] = None
@@ -209,19 +211,19 @@ class Handshakes:
                 self._made, arrival.sock, ssl=self.tls,
                 ssl_handshake_timeout=self._patience_s, ssl_shutdown_timeout=self._goodbye_s,
             )  # fmt: skip
-        except OSError as error:  # the client's: no TLS, no certificate that is accepted, too slow, or disconnected
+        except OSError as error:  # caused by the client: no TLS, no valid certificate, too slow, or disconnected
             log.debug("TLS handshake with %s failed: %s", arrival.address, error)
 
     def _ended(self, arrival: Arrival) -> None:
-        """A callback, as a task that is cancelled before its first step does not run."""
+        """Called as a done callback, since a task that is cancelled before its first step never runs."""
         del self._addresses[arrival.address].under_way[arrival]
         self.under_way -= 1
         self._gone(arrival)
         self._start_soon()
 
     def _make_room(self) -> None:
-        """No address with a queue may start one more. Ends handshakes that have had EVICTION_S, one for each that
-        waits."""
+        """Called when no address with a queue may start another handshake. Aborts handshakes older than EVICTION_S, one
+        for each that waits."""
         self._eviction = None
         now = self._loop.time()
         due = now + EVICTION_S

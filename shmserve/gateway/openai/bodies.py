@@ -1,5 +1,5 @@
-"""Decodes the JSON of requests. Invariant: a field is used, has no meaning here and is listed as such, or is refused;
-none is ignored silently."""
+"""Decodes the JSON of requests. Invariant: every field is used, listed as having no effect, or refused; none is ignored
+silently."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shmserve.gateway.openai.errors import BadParameter
 
 PROMPTS = 512
 CHOICES = 1024
-"""Limit of the choices of one request: prompts times `n`."""
+"""Maximum number of choices in one request: prompts times `n`."""
 VALUES = 131_072
-"""Limit of the values in a large request, such as the tokens of its prompt."""
+"""Maximum number of values in a large request, such as the tokens of its prompt."""
 TEXTS = 2048
-"""Limit of the inputs of one request for embeddings."""
+"""Maximum number of inputs in one request for embeddings."""
 _INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -37,9 +37,8 @@ class StreamOptions(Struct):
 
 
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that completions and chat completions share. Names of sampling parameters are those of vLLM, which
-    has OpenAI's. `sampling_parameters`: others that only the engine knows. `priority` and `timeout` concern the
-    queue."""
+    """The fields that completions and chat completions share. Sampling parameters have vLLM's names, which include
+    OpenAI's. `sampling_parameters`: others that only the engine knows. `priority` and `timeout` apply to the queue."""
 
     model: str
     stream: bool | None = None
@@ -169,7 +168,7 @@ def sampling(request: Sampling) -> dict[str, Any]:
 
 
 def request_options(request_id: str, request: Sampling | EmbeddingRequest) -> RequestOptions:
-    """What the server itself interprets: the place in the queue, and how long to wait there, in microseconds."""
+    """The options that the server itself interprets: priority in the queue, and queue timeout in microseconds."""
     given = {"priority": request.priority, "timeout": request.timeout}
     return options_of(request_id, {name: value for name, value in given.items() if value is not None})
 
@@ -235,7 +234,7 @@ def _explained(text: str) -> BadParameter:
 
 
 def check_scalars(values: Mapping[str, Any]) -> None:
-    """For models that get sampling parameters as parameters of the request, which have no lists."""
+    """Used for models that get sampling parameters as request parameters, which cannot be lists."""
     for name, value in values.items():
         if type(value) not in (str, int, float, bool):
             raise BadParameter(name, f"the model has no input 'sampling_parameters', which '{name[:80]}' needs")

@@ -1,5 +1,5 @@
-"""Embeddings: one request to the model for each text, so that the model's batcher can put them together, and one
-response for all."""
+"""Embeddings: one request to the model per text, so that the model's batcher can batch them, and one response for
+all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shmserve.gateway.upstream.requests import PendingInference, RequestSender
 from shmserve.protocol.messages import Reply
 
 AT_ONCE = 64
-"""Texts of one request that are at the model at the same time."""
+"""Maximum number of texts of one request that are in flight at the model."""
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 _encode = msgspec.json.Encoder().encode
 
@@ -101,7 +101,7 @@ class Embeddings:
         return self._cut(np.frombuffer(data, to_numpy(dtype)).astype(np.float32))
 
     def _cut(self, vector: Vector) -> Vector:
-        """The first `dimensions` values, with the length 1."""
+        """The first `dimensions` values, scaled to length 1."""
         count = self._request.dimensions
         if count is None:
             return vector

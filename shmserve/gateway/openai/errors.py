@@ -1,7 +1,7 @@
 """Errors in the form of OpenAI: a JSON object with a message, a type, a parameter and a code.
 
-Statuses are those of the other endpoints, with two exceptions, because OpenAI's clients send a request again that got
-429 or a status from 500: a full share is 429, and what is not supported is 400.
+Statuses are those of the other endpoints, with two exceptions, because OpenAI's clients retry a request after 429 and
+after 500 or above: an exceeded share is 429, and an unsupported feature is 400.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CODES = {
     "NOT_FOUND": "model_not_found",
     "UNSUPPORTED": "unsupported",
 }
-"""Code of an error -> `code` for the client, where clients may know one. Of other errors of the client, it is null."""
+"""Code of an error -> `code` for the client, where OpenAI defines one. For other client errors, it is null."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -39,7 +39,7 @@ class BadParameter(InvalidRequest):
 
 def body(status: int, text: str, code: str | None = None, param: str | None = None) -> bytes:
     """The error as a JSON document."""
-    if not text.isascii():  # it may quote the client, and so contain a lone surrogate
+    if not text.isascii():  # it may quote the client and so contain a lone surrogate
         text = text.encode(errors="replace").decode()
     kind = _SERVER if status >= 500 else "requests" if status == 429 else _INVALID
     document: dict[str, Any] = {"message": text, "type": kind, "param": param, "code": code}

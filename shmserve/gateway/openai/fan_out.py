@@ -1,4 +1,4 @@
-"""The requests to a model that one request of a client becomes, and what they need of the client's connection.
+"""The model requests that one client request becomes, and the interface that they need from the client's connection.
 
 Invariant: when the client disconnects, or one of the requests fails, the others are cancelled.
 """
@@ -21,7 +21,7 @@ _Ticket = TypeVar("_Ticket", bound=Charge)
 
 
 class OpenAiHead(Protocol):
-    """The fields of a request's head that matter here."""
+    """The fields of a request's head that these endpoints use."""
 
     @property
     def route(self) -> Route: ...
@@ -44,7 +44,7 @@ class _Watcher(Protocol):
 
 class OpenAiConnection(Protocol):
     address: str
-    """Of the client."""
+    """The client's address."""
 
     @property
     def writable(self) -> bool: ...
@@ -71,7 +71,8 @@ class OpenAiConnection(Protocol):
 
 
 class FanOut(Generic[_Ticket]):
-    """Sends the requests in order, at most `at_once` at a time. `window`: of their streams; 0: they have one answer."""
+    """Sends the requests in order, at most `at_once` at a time. `window`: stream window of each request; 0: it has a
+    single reply."""
 
     def __init__(
         self, connection: OpenAiConnection, head: OpenAiHead, sender: RequestSender, model: str, at_once: int,
@@ -105,12 +106,12 @@ class FanOut(Generic[_Ticket]):
         return not (self.in_flight or self.cancelled)
 
     def ended(self, ticket: _Ticket) -> None:
-        """One of them has succeeded: sends another one in its place."""
+        """Called when a request has succeeded: sends the next one."""
         del self.in_flight[ticket]
         self._send()
 
     def failed(self, ticket: _Ticket) -> None:
-        """One of them has failed: cancels the others."""
+        """Called when a request has failed: cancels the others."""
         self.in_flight.pop(ticket, None)
         self.cancel()
 
@@ -127,9 +128,9 @@ class FanOut(Generic[_Ticket]):
                 if self.cancelled:
                     return
                 if self.in_flight and isinstance(error, Unavailable):
-                    return  # until one of the others has ended
+                    return  # until another request has ended
                 raise
-            if self.cancelled:  # another one has failed meanwhile, as the link was lost
+            if self.cancelled:  # another request has failed in the meantime, because the link was lost
                 withdraw(self._sender.link, ticket)
                 return
             self.in_flight[ticket] = None
@@ -148,4 +149,4 @@ class FanOut(Generic[_Ticket]):
         self.cancel()
 
     def stop(self) -> None:
-        """The gateway ends: requests in flight are finished."""
+        """Called when the gateway stops: requests in flight are finished."""

@@ -1,6 +1,6 @@
 """The JSON of completions and chat completions: the whole response, and the chunks of a stream.
 
-Invariant: a chunk is one line, `data: {...}`, and an empty line. What all chunks have in common is encoded once.
+Invariant: a chunk is one line, `data: {...}`, and an empty line. The part that all chunks share is encoded once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Choice:
-    """What is known of one choice so far. `before`: text of the prompt that is part of it."""
+    """State of one choice. `before`: the prompt text that its text begins with."""
 
     __slots__ = ("before", "begun", "finish", "length", "texts", "tokens", "tool_calls")
 
@@ -65,7 +65,7 @@ class ResponseFormat:
         return _encode(document if counted is None else document | {"usage": counted})
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
-        """The events for a part; empty, if the client need not know of it."""
+        """The events for a part; empty if there is nothing to send to the client."""
         raise NotImplementedError
 
     def usage_chunk(self, usage: Usage) -> bytes:

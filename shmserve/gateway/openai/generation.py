@@ -1,4 +1,5 @@
-"""Completions: one request to the model for each prompt, whose responses are one response, or one stream of events."""
+"""Completions: one request to the model per prompt. The model's responses become one response, or one stream of
+events."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from shmserve.gateway.upstream.requests import PendingStream, RequestSender, ser
 from shmserve.session import WINDOW
 
 AT_ONCE = 32
-"""Prompts of one request that are at the model at the same time."""
+"""Maximum number of prompts of one request that are in flight at the model."""
 
 
 class _Stream(PendingStream):
@@ -55,8 +56,8 @@ class Generation:
         """The stream of events has begun."""
 
     def begin(self, plans: list[RequestPlan], before: list[str], count: int, apart: int = 1) -> None:
-        """`plans`: of the prompts, each `apart` times. `before`: the text that the choices begin with, and `count`: the
-        number of choices, of each plan."""
+        """`plans`: those of the prompts, each `apart` times. For each plan, `before` is the text that its choices begin
+        with, and `count` the number of its choices."""
         self._count = count
         self._apart = apart
         self._choices = [Choice(text) for text in before for _ in range(count)]
@@ -79,13 +80,13 @@ class Generation:
             self._fail(stream, serve_error(error))
 
     def _resume(self) -> None:
-        """The client reads again."""
+        """Called when the client reads again."""
         for stream in list(self._requests.in_flight):
             self.on_part(stream)
 
     def _take(self, stream: _Stream, events: list[bytes]) -> None:
         """Takes the parts that have arrived; those of a stream of events as far as the client reads them. `events`:
-        gets what is not sent yet, in case of an exception."""
+        receives the events that are not sent yet, in case of an exception."""
         connection, link = self._connection, self._link
         while stream.parts and (not self._as_events or connection.writable):
             part: Any = link.session.next_part(stream)
@@ -126,7 +127,7 @@ class Generation:
         events.clear()
 
     def _reasons(self, first: int) -> list[bytes]:
-        """Events for the choices of which the model has not said why they end: clients expect a reason."""
+        """Events for the choices whose finish reason the model has not given: clients expect one."""
         found = [(index, self._choices[index]) for index in range(first, first + self._count)]
         return [
             self._response.chunk(index, choice, Delta("", "stop")) for index, choice in found if choice.finish is None

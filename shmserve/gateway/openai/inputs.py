@@ -1,4 +1,4 @@
-"""The tensors of a request to a language model: the prompt, the sampling parameters, and what is to be returned."""
+"""The tensors of a request to a language model: the prompt, the sampling parameters, and the requested outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.models import MESSAGES, PROMPT, SAMPLING, TOKENS, TOOL_CALLS, LanguageModel
 
 DEFAULT_MAX_TOKENS = "default_max_tokens"
-"""Parameter of a configuration: `max_tokens` of requests that have none."""
+"""Model parameter: `max_tokens` for requests without one."""
 _INTEGERS = {"INT32": np.int32, "INT64": np.int64, "UINT32": np.uint32, "UINT64": np.uint64}
 _TRUE = b"\1"
 _encode = msgspec.json.Encoder().encode
@@ -27,7 +27,7 @@ def text_tensor(model: LanguageModel, name: str, text: bytes) -> InputPlan:
 
 
 def prompt_tensors(model: LanguageModel, request: bodies.CompletionRequest) -> tuple[list[list[InputPlan]], list[str]]:
-    """For each prompt, its tensors; and the prompts, if they are texts."""
+    """The tensors of each prompt; and the prompts, if they are texts."""
     texts, tokens = bodies.texts_or_tokens("prompt", request.prompt, bodies.PROMPTS)
     if texts:
         return [[text_tensor(model, PROMPT, text.encode())] for text in texts], texts
@@ -80,7 +80,8 @@ def sampling_of(model: LanguageModel, request: Sampling, logprobs: int | None) -
 
 
 def one_choice(sampling: dict[str, Any], number: int, of: int) -> dict[str, Any]:
-    """For choice `number` of a prompt whose choices are requests of their own: with another seed for each.
+    """Sampling parameters for choice `number` of a prompt whose choices are separate requests: each has a different
+    seed.
 
     Triton's vLLM backend returns one text, whatever `n` is.
     """
@@ -95,7 +96,7 @@ def one_choice(sampling: dict[str, Any], number: int, of: int) -> dict[str, Any]
 def request_plan(
     model: LanguageModel, tensors: list[InputPlan], sampling: dict[str, Any], options: RequestOptions, wanted: list[str]
 ) -> RequestPlan:
-    """`wanted`: BOOL inputs that are set, where the model has them."""
+    """`wanted`: BOOL inputs to set if the model has them."""
     inputs = list(tensors)
     if sampling and SAMPLING in model.inputs:
         inputs.append(text_tensor(model, SAMPLING, _encode(sampling)))

@@ -1,7 +1,7 @@
-"""Log probabilities: from the JSON of the model to the two forms of OpenAI.
+"""Converts log probabilities from the model's JSON to OpenAI's two formats.
 
-The model gives for each token an object: token id -> `logprob`, `rank` and `decoded_token`. The object has the token
-that was chosen, and the most probable ones.
+For each token, the model returns an object: token id -> `logprob`, `rank` and `decoded_token`. It contains the chosen
+token and the most probable ones.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from shmserve.errors import ModelFailed
 from shmserve.gateway.openai.texts import Delta
 
 _LEAST = -9999.0
-"""Instead of minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class TokenLogprobs:
-    """Of one token that was chosen. `top`: the most probable tokens and their log probabilities, in order."""
+    """Log probabilities for one chosen token. `top`: the most probable tokens and their log probabilities, in order."""
 
     __slots__ = ("logprob", "text", "top")
 
@@ -38,7 +38,7 @@ def tokens_of(delta: Delta, most: int) -> list[TokenLogprobs]:
 
 
 def _token(entries: dict[str, Any], chosen: int | None, most: int) -> TokenLogprobs:
-    """Without the id of the token that was chosen, it is the first."""
+    """Without `chosen`, the first entry is the chosen token."""
     key = str(chosen)
     entry = entries[key] if key in entries else next(iter(entries.values()))
     ranked = sorted(entries.values(), key=lambda one: one.get("rank") or 0)

@@ -1,4 +1,4 @@
-"""What the configuration of a model says about its use: as a language model, or for embeddings."""
+"""Derives from a model's configuration how it can be used: as a language model, or for embeddings."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class InputSpec(Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """With the batch dimension, for one row; -1: variable."""
+    """Shape of one row, including the batch dimension; -1: variable."""
 
     def plan(self, data: bytes, count: int = 1) -> InputPlan:
-        """The tensor of `count` elements; of several variable dimensions, the last one has them."""
+        """The tensor of `count` elements. If several dimensions are variable, the last one gets that size."""
         shape, left = [], count
         for dim in reversed(self.shape):
             shape.append(left if dim < 0 else dim)
@@ -47,7 +47,7 @@ class EmbeddingModel(Struct, frozen=True):
 
 
 def language_model(name: str, config: Mapping[str, Any]) -> LanguageModel:
-    """Raises NotFound if it is none."""
+    """Raises NotFound if the model cannot be used this way."""
     inputs, outputs = _inputs(config), _types(config.get("output", ()))
     if PROMPT not in inputs or inputs[PROMPT].dtype != "BYTES" or outputs.get(TEXT) != "BYTES":
         raise NotFound(
@@ -58,7 +58,7 @@ def language_model(name: str, config: Mapping[str, Any]) -> LanguageModel:
 
 
 def embedding_model(name: str, config: Mapping[str, Any]) -> EmbeddingModel:
-    """Raises NotFound if it is none."""
+    """Raises NotFound if the model cannot be used this way."""
     inputs, outputs, parameters = _inputs(config), _types(config.get("output", ())), _parameters(config)
     texts = [one for one, spec in inputs.items() if spec.dtype == "BYTES"]
     floats = [one for one, dtype in outputs.items() if dtype in _FLOATS]
@@ -94,7 +94,7 @@ def check_name(name: str) -> str:
 
 
 def _one(names: Iterable[str], preferred: Iterable[str]) -> str:
-    """The only name, or the only one that is preferred; "" if there is none."""
+    """The only name, or the only preferred one; "" if there is no such name."""
     names = list(names)
     found = names if len(names) == 1 else [name for name in preferred if name in names]
     return found[0] if len(found) == 1 else ""

@@ -1,4 +1,4 @@
-"""Handles the requests of the OpenAI-compatible endpoints: decodes them, asks for the model's configuration, and sends
+"""Handles the requests of the OpenAI-compatible endpoints: decodes them, queries the model's configuration, and sends
 requests to the model."""
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shmserve.gateway.upstream.documents import BrokerQuery
 from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask
 
 CHAT_TEMPLATE = "chat_template"
-"""Parameter of a configuration."""
+"""Model parameter."""
 OWNER = "shmserve"
 _PROCESS = secrets.token_hex(12)
-"""What ids of responses begin with: unlike a random id for each, this needs no system call."""
+"""Prefix of all response ids: unlike a random id per response, it needs no system call."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -46,7 +46,7 @@ class OpenAiRequests:
         self._ids = count(1)
 
     def begin(self, connection: OpenAiConnection, head: OpenAiHead, body: Buffer) -> None:
-        """Answers the request, or asks the broker. Raises errors for the client."""
+        """Answers the request locally or queries the broker. Raises the errors that the client receives."""
         action = head.route.action
         if action is Action.OPENAI_MODELS:
             self._list_models(connection, head)
@@ -73,7 +73,7 @@ class OpenAiRequests:
                 go_on = partial(self._embed, connection, head, embedding)
         if head.old and isinstance(request, Sampling) and request.stream:
             raise Unsupported("a stream requires HTTP/1.1")
-        # The model's configuration decides how to continue.
+        # The model's configuration decides how the request continues.
         self._query(connection, head, BrokerQuery("config", model=models.check_name(request.model)), go_on)
 
     def _query(

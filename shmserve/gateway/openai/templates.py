@@ -1,9 +1,10 @@
-"""Renders the chat template of a model that has one in its configuration, and no input for messages.
+"""Renders the chat template of a model that has one in its configuration but no input for messages.
 
 Templates run in jinja's sandbox, in slices on the event loop (limits/turns.py). They are compiled to coroutines, which
-may be suspended at each iteration of a loop, call of a macro and item of a filter. All renderings of one model for one
-address share a turn. Invariant: the messages, the text made of them, the time for one template and the messages that
-wait are bounded, the last for each client. A single operation is not interrupted; the size of the messages bounds it.
+can be suspended at each iteration of a loop, call of a macro and item of a filter. All renderings of one model for one
+address share a turn. Invariant: the size of the messages, the size of the rendered text, the time for one template and,
+per client, the size of waiting messages are bounded. A single operation is not interrupted; the size of the messages
+bounds it.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from shmserve.gateway.openai.errors import BadParameter
 INPUT_BYTES = 4 << 20
 TEXT_CHARACTERS = 8 << 20
 SECONDS = 5.0
-"""Of all slices of a template."""
+"""Maximum time for all slices of one template."""
 SLICE_SECONDS = 0.002
 WAITING_BYTES = 32 << 20
-"""Of the messages in JSON, of all templates that are being rendered. A connection, and an address, has a share of
-it."""
+"""Maximum size of the messages, in JSON, of all templates being rendered. Each connection and each address has a share
+of it."""
 _CACHED_TEMPLATES = 64
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""Parameters of a configuration that a template may use."""
+"""Model parameters that a template may use."""
 _LAZY_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")
-"""Filters that are asynchronous generators in coroutines, which other filters and operators cannot use."""
+"""Filters that become asynchronous generators in coroutines. Other filters and operators cannot use these."""
 
 
 class TemplateError(Exception):
@@ -55,13 +56,13 @@ class ChatTemplates:
         self._renderer = TemplateRenderer()
 
     def render(self, address: str, template: str, values: dict[str, Any], size: int) -> SlicedWork[str]:
-        """Raises errors for the client. `address`: of the client. `size`: bytes of the messages in JSON."""
+        """Raises the errors that the client receives. `address`: the client's. `size`: size of the messages in JSON."""
         if size > INPUT_BYTES:
             raise BadParameter(
                 "messages", f"the messages have {size} bytes of JSON; the limit for a chat template is {INPUT_BYTES}"
             )
         budget = self._budget
-        account = budget.account(address)  # of its own: a connection has one request at a time
+        account = budget.account(address)  # one account per request: a connection has one request at a time
         try:
             account.take(size)
         except Unavailable:
@@ -76,7 +77,7 @@ class ChatTemplates:
 
 
 class TemplateRenderer:
-    """Compiles templates, as Hugging Face does it, and renders them."""
+    """Compiles templates, as Hugging Face does, and renders them."""
 
     def __init__(self) -> None:
         self._slice = _Slice()
@@ -84,7 +85,7 @@ class TemplateRenderer:
         self._compiled: BoundedCache[str, Any] = BoundedCache(_CACHED_TEMPLATES)
 
     def render(self, template: str, values: dict[str, Any]) -> SlicedWork[str]:
-        """Raises errors for the client."""
+        """Raises the errors that the client receives."""
         seconds, text = 0.0, _text(self._compile(template), values)
         try:
             while True:
@@ -101,7 +102,7 @@ class TemplateRenderer:
             with suppress(_Cancelled):  # `close` would leave the generators of the template suspended
                 text.throw(_Cancelled)
             raise
-        except Exception as error:  # of the template: any
+        except Exception as error:  # raised by the template: it may be any
             raise InvalidRequest(f"the chat template of the model refuses the messages: {error}"[:1000]) from None
 
     def _compile(self, template: str) -> Any:
@@ -111,7 +112,7 @@ class TemplateRenderer:
                 self._environment = _environment(self._slice)
             try:
                 compiled = _compiled(self._environment, template)
-            except Exception as error:  # of the template: any
+            except Exception as error:  # raised by the template: it may be any
                 raise Unsupported(f"the chat template of the model is invalid: {error}"[:1000]) from None
             self._compiled.put(template, compiled)
         return compiled
@@ -127,13 +128,13 @@ class _Slice:
         self._until = 0.0
 
     def begin(self) -> float:
-        """Returns the time."""
+        """Returns the current time."""
         now = time.monotonic()
         self._until = now + SLICE_SECONDS
         return now
 
     def pause(self) -> _Pause | None:
-        """What a template awaits. None: its slice is not over."""
+        """The awaitable for a template to await. None: its slice is not over."""
         return None if time.monotonic() < self._until else _Pause()
 
 
@@ -156,15 +157,15 @@ async def _text(compiled: Any, values: dict[str, Any]) -> str:
 
 
 def _compiled(environment: Any, template: str) -> Any:
-    """The template, which awaits `pause` at the start of each iteration of a loop and of each call of a macro, and for
-    each item that the condition of a loop may leave out."""
+    """The compiled template. It awaits `pause` at the start of each loop iteration and macro call, and for each item
+    that a loop's condition may leave out."""
     from jinja2 import Template, nodes
 
     tree = environment.parse(template)
     for node in list(tree.find_all((nodes.For, nodes.Macro))):
         call = nodes.Call(nodes.EnvironmentAttribute("pause"), [], [], None, None)
         if isinstance(node, nodes.For) and node.test is not None:
-            node.test = nodes.And(nodes.Not(call), node.test, lineno=node.lineno)  # what is awaited is None
+            node.test = nodes.And(nodes.Not(call), node.test, lineno=node.lineno)  # awaiting it returns None
         else:
             node.body.insert(0, nodes.ExprStmt(call, lineno=node.lineno))
     return Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
@@ -219,7 +220,7 @@ class _Items:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    """Not jinja's own filter, which escapes characters for HTML."""
+    """Replaces jinja's own filter, which escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
@@ -235,7 +236,8 @@ def template_values(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, arguments: dict[str, Any],
     parameters: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    """The variables of a template. `arguments`: those that the client sets. `parameters`: of the configuration."""
+    """The variables of a template. `arguments`: those that the client sets. `parameters`: those of the model's
+    configuration."""
     special = {name: parameters[name] for name in _SPECIAL if name in parameters}
     return {
         **special,
@@ -247,7 +249,8 @@ def template_values(
 
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """With its parts as one text, and with the arguments of tool calls as objects: templates expect both."""
+    """The message with its parts joined to one text, and the arguments of tool calls as objects: templates expect
+    both."""
     changed = dict(message)
     if type(message.get("content")) is list:
         changed["content"] = "\n".join([_part(number, part) for part in message["content"]])

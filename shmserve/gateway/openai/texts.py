@@ -1,7 +1,7 @@
 """Reads the parts of a response of a language model.
 
-A part has one element for each choice. When streaming, it has what was added since the part before; characters that are
-cut between two parts are put together.
+A part has one element for each choice. When streaming, it has what was added since the previous part; a character that
+is split between two parts is joined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _json = msgspec.json.Decoder()
 
 
 class Delta(Struct):
-    """What a part adds to one choice."""
+    """The text and other data that a part adds to one choice."""
 
     text: str
     finish: str | None = None
@@ -49,7 +49,7 @@ class PartReader:
         self._model = model
         self._count = count
         self._cut: dict[int, codecs.IncrementalDecoder] = {}
-        """Choice -> the decoder that has the beginning of a character."""
+        """Choice -> the decoder that holds the beginning of a character."""
 
     def deltas(self, part: Held) -> list[Delta]:
         tensors = {
@@ -85,7 +85,7 @@ class PartReader:
                     self.usage.completion = (self.usage.completion or 0) + sum(self._numbers(name, tensor))
 
     def _add_token_ids(self, deltas: list[Delta], tensor: tuple[str, bytes]) -> None:
-        """Either numbers, if there is one choice, or a JSON list for each choice."""
+        """The tensor has numbers if there is one choice, else a JSON list for each choice."""
         if tensor[0] == "BYTES":
             for delta, text in zip(deltas, self._strings("token_ids", tensor), strict=True):
                 delta.token_ids = self._list("token_ids", text)

@@ -19,7 +19,7 @@ class ToolCalls:
 
     def add(self, given: list[Any]) -> list[dict[str, Any]]:
         """Adds complete calls or pieces. Returns them with an index, and the first piece of a call also with an id and
-        a type, as clients of a stream expect them."""
+        a type, as streaming clients expect."""
         deltas = []
         for one in given:
             if type(one) is not dict or type(one.get("function")) is not dict:
