@@ -1,4 +1,5 @@
-"""Files of backends in the backend directory: part of every version that uses them, as they were when it was loaded."""
+"""Files of backends in the backend directory. Each version keeps those of its backend as they were when it was
+loaded."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from shmserve.repo.storage.generation import FilesChanged, Generation, Generatio
 from shmserve.repo.storage.snapshot import Snapshot, take
 
 READINGS = 3
-"""How often a directory that keeps changing is read. The last reading takes the files as they are."""
+"""How often a directory that keeps changing is read. The last attempt takes the files as they are."""
 
 
 class BackendFiles(NamedTuple):
-    """The files of a backend as read from its directory `origin`. `generation` None: workers read that directory."""
+    """The files of a backend as read from its directory `origin`. Without a `generation`, workers read that
+    directory."""
 
     origin: Path
     snapshot: Snapshot
@@ -28,11 +30,11 @@ class BackendFiles(NamedTuple):
 
 
 KnownBackends = dict[str, BackendFiles]
-"""The backends that one pass over models has read, by name."""
+"""The backends read so far in one pass over the models, by name."""
 
 
 def read_backend(name: str, directory: str, generations: Generations | None) -> BackendFiles | None:
-    """The files of a backend; None if it is not in the directory. Raises InvalidRequest if they cannot be kept."""
+    """The files of a backend; None if it is not in the directory. Raises InvalidRequest if they cannot be copied."""
     origin = folder_of(name, directory)
     if origin is None:
         return None

@@ -1,6 +1,6 @@
-"""Known models: what is deployed, from which sources, and how workers completed configurations.
+"""The catalog of deployed models: their sources and the configurations that workers completed.
 
-Invariant: everything here is called on the loop, except that `repositories` is read in a thread.
+Invariant: everything here runs on the loop, except that a thread reads `repositories`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,16 @@ from shmserve.repo.storage.generation import Generation
 from shmserve.repo.storage.store import ScannedModel
 
 _IN_PLACE = (*SCALING, *PARAMETERS)
-"""Model parameters that change without a reload."""
+"""Model parameters that can change without a reload."""
 PINS = "pins"
-"""Worker setting: path of pins.json, with size and time of model files that were linked, not copied."""
+"""Worker setting: path of pins.json, with the size and time of model files that were linked, not copied."""
 BACKEND_PINS = "backend-pins"
 """The same for the files of the model's backend."""
 
 
 class VersionSource(Struct, eq=False):
-    """What one version is made of. `generation` has its files; None: there are none, or they are read in place.
-    `completed` is the configuration as completed by its worker. `mark`: equal if a reading would give the same
-    version."""
+    """The files and configuration of one version. `generation` contains its files; None: it has none, or they are read
+    in place. `completed` is the configuration as completed by its worker. `mark`: see `_mark`."""
 
     number: int
     model: str
@@ -74,15 +73,15 @@ class VersionSource(Struct, eq=False):
     as_json: tuple[ModelConfig, msgspec.Raw] | None = None
     """A completed configuration, and its JSON."""
     config_digest: str | None = None
-    """Digest of the configuration files; None: the configuration does not come from them."""
+    """Digest of the configuration files; None if the configuration does not come from them."""
     target: Target | None = None
     """The last deployment."""
     kept: KeptConfig | None = None
-    """What a later load without a configuration reuses."""
+    """The configuration that a later load without one reuses."""
     prepared: Prepared | None = None
-    """What the model's repository agents made, kept for as long as this version may be loaded again."""
+    """The results of the model's repository agents, kept as long as this version may be loaded again."""
     tree: str = ""
-    """As in Reading."""
+    """See Reading."""
 
 
 class Catalog:
@@ -94,8 +93,8 @@ class Catalog:
         resources: Sequence[tuple[str, int, int]] | None = None,
         terms: Terms = NOTHING,
     ) -> None:
-        """`settings` are passed to workers; `cores` are divided among them. `resources`: those of the rate limiter;
-        None: it is off. `terms`: defaults for workers' processes."""
+        """`settings` are passed to workers; `cores` are divided among them. `resources` of the rate limiter; None: it
+        is off. `terms`: defaults for worker processes."""
         self.repositories = repositories
         self._cores = cores
         self._terms = terms
@@ -104,11 +103,11 @@ class Catalog:
         self._numbers = count(1)
         self._sources: dict[int, VersionSource] = {}
         self._latest: dict[tuple[str, int], int] = {}
-        """(model, version) -> the source that it was last deployed with."""
+        """(model, version) -> its last deployed source."""
         self._previous: dict[str, tuple[int, ...]] = {}
         """Model -> the sources that were served before the last load."""
         self._rejected: dict[str, frozenset[int]] = {}
-        """Model -> the sources that a rollback has replaced."""
+        """Model -> the sources that a rollback replaced."""
 
     # ------------------------------------------------------------------------------------ deployment
 
@@ -126,15 +125,15 @@ class Catalog:
         return [(0, deploy), *[(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]]
 
     def _why_not(self, scanned: ScannedModel) -> str:
-        """Why the model cannot be served; "" if it can."""
+        """Why the model cannot be served, including missing resources of the rate limiter; "" if it can."""
         reason = why_not(scanned)
         if reason or scanned.config is None or self._resources is None:
             return reason
         return lacking(compile_instances(scanned.config, self._cores), self._resources)
 
     def failed_load(self, scanned: ScannedModel) -> str:
-        """The error of a load of this model; "" if it can be served. Has Triton's wording, which distinguishes a bad
-        configuration from versions that cannot be loaded."""
+        """The error text for a load of this model; "" if it can be served. Uses Triton's wording, which distinguishes a
+        bad configuration from versions that cannot be loaded."""
         reason = self._why_not(scanned)
         if not reason:
             return ""
@@ -180,11 +179,11 @@ class Catalog:
     # ------------------------------------------------------------------------------------ rollback
 
     def replaced(self, model: str, sources: Iterable[int]) -> None:
-        """A load has succeeded: keeps the sources that were served before, until the next load."""
+        """Keeps the sources that were served before a successful load, until the next load."""
         self._previous[model] = tuple(source for source in sources if source in self._sources)
 
     def previous(self, model: str, operation: int, served: Iterable[int]) -> Deploy:
-        """A Deploy of what was served before the last load. `served`: the sources that it replaces."""
+        """A Deploy of the versions that were served before the last load. `served`: the sources that it replaces."""
         sources = self._previous.get(model)
         if not sources:
             raise NotFound(f"failed to load '{model}': it has no previous generation")
@@ -196,7 +195,7 @@ class Catalog:
         return Deploy(model, tuple(targets), operation, traffic=traffic)
 
     def is_rejected(self, reading: Reading) -> bool:
-        """Whether a rollback has replaced what was read."""
+        """Whether a rollback replaced the versions that were read."""
         rejected, scanned = self._rejected.get(reading.scanned.name), reading.scanned
         if not rejected or scanned.config is None:
             return False
@@ -206,7 +205,7 @@ class Catalog:
     # ------------------------------------------------------------------------------------ findings
 
     def compose(self, number: int, versions: Iterable[Version]) -> str:
-        """Why an ensemble cannot be run with the models that are served now; "" if it can."""
+        """Why an ensemble cannot run with the models that are served now; "" if it can."""
         source = self._sources.get(number)
         if source is None:
             return "it has been replaced meanwhile"
@@ -220,7 +219,7 @@ class Catalog:
         return "; ".join(f"{problem.path}: {problem.text}" for problem in problems)
 
     def warnings(self, reading: Reading) -> list[tuple[str, str]]:
-        """Findings for the model's owner, and hints what to do ("" if the finding says so)."""
+        """Findings for the model's owner, each with a hint; "" if the finding includes it."""
         findings = [(finding.relative, finding.hint) for finding in reading.findings]
         config = reading.scanned.config
         policies = unknown_policies(config, self._cores) if config is not None else ()
@@ -265,7 +264,7 @@ class Catalog:
         return source.number
 
     def _known(self, model: str, version: int, mark: object) -> VersionSource | None:
-        """The latest source with this mark: the last one, or one that is still served because the last load failed."""
+        """The latest source with this mark: the last deployed one, or one that is still served after a failed load."""
         same = [
             source
             for source in self._sources.values()
@@ -274,27 +273,27 @@ class Catalog:
         return same[-1] if same else None
 
     def prune(self, live: Collection[int]) -> None:
-        """Drops unused sources, and with them their files."""
+        """Drops unused sources, and thereby their files."""
         wanted = {*self._latest.values(), *live, *chain.from_iterable(self._previous.values())}
         for number in [number for number in self._sources if number not in wanted]:
             del self._sources[number]
 
     def trees(self) -> set[str]:
-        """What versions from remote repositories consist of in the cache."""
+        """The trees in the cache that versions from remote repositories use."""
         return {source.tree for source in self._sources.values()}
 
     def is_override(self, number: int) -> bool:
-        """Whether its files or its configuration came with a load call."""
+        """Whether the source's files or configuration came with a load call."""
         source = self._sources.get(number)
         return source is not None and source.kind == "override"
 
     def kept_of(self, sources: Iterable[int]) -> KeptConfig | None:
-        """What a load without a configuration reuses of these sources, which are versions of one model."""
+        """The configuration that a load without one reuses. `sources`: those of the model's versions."""
         kept = [source.kept if (source := self._sources.get(number)) is not None else None for number in sources]
         return kept[0] if kept and kept.count(kept[0]) == len(kept) else None
 
     def forget(self, model: str) -> None:
-        """The model is not served any more: a later load reads it again."""
+        """Handles the removal of a model, so that a later load reads it again."""
         for key in [key for key in self._latest if key[0] == model]:
             del self._latest[key]
         self._previous.pop(model, None)
@@ -327,7 +326,8 @@ class Catalog:
         return terms_of(source.config, _folder_of(source), self._terms, backend_folder)
 
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
-        """Stores the configuration as completed by a worker. Also returns changes that the owner may not expect."""
+        """Stores the configuration as completed by a worker. Also returns warnings about changes that the owner may not
+        expect."""
         source = self._sources[number]
         config = verify_completed(decode_config(data), backends=self.repositories.backends, gpus=self.repositories.gpus)
         if config.name != source.model:
@@ -349,8 +349,7 @@ class Catalog:
         return source.completed
 
     def config_json(self, number: int) -> msgspec.Raw:
-        """The configuration as JSON, encoded once: requests over generate and the OpenAI-compatible endpoints each ask
-        for it."""
+        """The configuration as JSON. Encoded once, as each generate and OpenAI-compatible request needs it."""
         config = self.config(number)
         source = self._sources[number]
         if source.as_json is None or source.as_json[0] is not config:
@@ -358,7 +357,7 @@ class Catalog:
         return source.as_json[1]
 
     def origins(self, number: int) -> tuple[dict[str, str], str]:
-        """Where each value of the configuration comes from, and the whole as annotated text."""
+        """The origin of each value of the configuration, and the configuration as annotated text."""
         final = self.config(number)
         source = self._sources[number]
         by_field = origins(source.given, final, source.config, source.kind or "file")
@@ -373,7 +372,7 @@ def why_not(scanned: ScannedModel) -> str:
 
 
 def _mark(reading: Reading, version: int) -> object:
-    """Equal for readings that would give the same version."""
+    """A value that is equal for readings that result in the same version."""
     assert reading.scanned.config is not None
     config = reading.scanned.config
     parameters = {key: value for key, value in config.parameters.items() if key not in _IN_PLACE}
@@ -389,7 +388,7 @@ def _folder_of(source: VersionSource) -> Path:
 
 
 def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
-    """The completed configuration with the current values of the parts that change in place."""
+    """The completed configuration with the current values of settings that change without a reload."""
     parameters = {key: value for key, value in completed.parameters.items() if key not in _IN_PLACE}
     parameters |= {key: value for key, value in config.parameters.items() if key in _IN_PLACE}
     return replace(
@@ -401,14 +400,14 @@ def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
 
 
 def config_descriptor(config: ModelConfig) -> int:
-    """A memfd with the configuration, which may be larger than any message."""
+    """A memfd with the configuration, which may exceed the maximum message size."""
     descriptor = os.memfd_create("shmserve-config", os.MFD_CLOEXEC)
     os.pwrite(descriptor, encode_config(config), 0)
     return descriptor
 
 
 def read_descriptor(descriptor: int, limit: int = 4 << 20) -> bytes:
-    """Reads a memfd that a worker has sent, and closes it."""
+    """Reads and closes a memfd that a worker has sent."""
     try:
         return os.pread(descriptor, limit, 0)
     finally:

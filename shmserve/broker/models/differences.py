@@ -1,4 +1,4 @@
-"""Which loaded versions differ from the files that are in the repository now.
+"""Finds loaded versions that differ from the current files in the repository.
 
 Files are compared by size, time and inode, in a separate thread, because a disk may hang. A comparison runs at most
 once per FRESH_S and stops after about FILES files; the next one continues from there. A caller waits at most
@@ -22,8 +22,8 @@ FILES = 20_000
 
 
 class LoadedVersion(NamedTuple):
-    """A loaded version. Digests, when it was loaded, of its files and of the model's configuration files (None:
-    configuration files are not compared). `source` identifies it in the core."""
+    """A loaded version, with digests of its files and of the model's configuration files from when it was loaded.
+    `config_digest` None: do not compare configuration files. `source` identifies the version in the core."""
 
     source: int
     folder: Path
@@ -31,7 +31,7 @@ class LoadedVersion(NamedTuple):
     files_digest: str
     config_digest: str | None
     backend_folder: Path | None = None
-    """The directory with the files of its backend, if there is one."""
+    """The directory of its backend, if that is in the backend directory."""
     backend_digest: str = ""
 
 
@@ -45,13 +45,14 @@ class Differences:
         self._at = -FRESH_S
         """When the last comparison finished."""
         self._next = 0
-        """Index of the first version of the next comparison; the last one stopped before it."""
+        """Index of the version at which the next comparison starts, as the last one stopped before it."""
         self._waiting: list[Callable[[Set[int]], None]] = []
         self._timeout: Any = None
 
     def check(self, then: Callable[[Set[int]], None]) -> None:
-        """Compares again, unless the last result is fresh. Calls `then` with the sources of the versions that differ,
-        when that has finished or after PATIENCE_S. For a version that was not reached, the previous result counts."""
+        """Compares again, unless the last result is fresh. Calls `then` with the sources of the versions that differ
+        when the comparison has finished, or after PATIENCE_S. Versions that were not reached keep their previous
+        result."""
         if time.monotonic() - self._at < FRESH_S:
             then(self._changed)
             return
@@ -92,8 +93,7 @@ class Differences:
 
 
 def compare(loaded: Iterable[LoadedVersion], limit: int = FILES) -> dict[int, bool]:
-    """Source -> whether it differs. Versions that were not reached within the limit of files are missing. Runs in a
-    thread."""
+    """Returns source -> whether it differs, without versions that the limit of files excluded. Runs in a thread."""
     differs: dict[int, bool] = {}
     snapshots: dict[Path, Snapshot | None] = {}
     for entry in loaded:
@@ -119,5 +119,5 @@ def _differs(entry: LoadedVersion, now: Snapshot | None, backend: Snapshot | Non
 def _take(folder: Path) -> Snapshot | None:
     try:
         return take(folder)
-    except (OSError, InvalidRequest):  # the folder has been removed, or is no longer that of a model
+    except (OSError, InvalidRequest):  # the folder was removed, or no longer contains a model
         return None

@@ -1,4 +1,4 @@
-"""Changes in the repositories: found by polling or, after SIGHUP, by reading them again.
+"""Deploys changes in the repositories, found by polling or by rereading them after SIGHUP.
 
 Invariant: the loop never waits for a disk.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger("shmserve")
 
 
 class DiskChanges:
-    """Deploys what has changed. `put` passes an event to the core."""
+    """`put` passes an event to the core."""
 
     def __init__(
         self, loop: Any, state: State, catalog: Catalog, operations: ClientOperations, put: Callable[[Any], None]
@@ -42,7 +42,7 @@ class DiskChanges:
         self._poll_timer: Any = None
         self._poll_s = 0.0
         self._polling = False
-        """A poll of the timer waits or runs in the reader's thread, which resets this."""
+        """A poll by timer is queued or running in the reader's thread, which resets this."""
         self._check_queued = False
 
     def close(self) -> None:
@@ -61,14 +61,14 @@ class DiskChanges:
         return self._poll is not None
 
     def check_now(self) -> None:
-        """Polls once, in addition."""
+        """Polls once, in addition to the polls by timer."""
         assert self._poll is not None
         if self._check_queued:
             return
         self._check_queued, poll = True, self._poll
 
         def check() -> Changes:
-            self._check_queued = False  # what changes from now on may be missed
+            self._check_queued = False  # this check may miss changes from now on
             return poll.check()
 
         self._reader.run(check, self._changed)
@@ -106,7 +106,7 @@ class DiskChanges:
     # ------------------------------------------------------------------------------------ reread on request
 
     def reread(self, then: Callable[[], None]) -> None:
-        """Rereads the repositories now, for SIGHUP. Calls `then` when the changes have been passed to the core."""
+        """Rereads the repositories for SIGHUP. Calls `then` when the changes have been passed to the core."""
         if self._poll is not None:
             self._reader.run(self._poll.check, self._changed)
         elif self._operations.explicit:
@@ -114,14 +114,14 @@ class DiskChanges:
             self._reader.run(lambda: self._read_again(served), lambda readings: self.renew(readings, None))
         else:
             self._reader.run(self._read_everything, lambda found: self.renew(*found))
-        self._reader.run(lambda: None, lambda _: then())  # after the above in the same thread, even if that failed
+        self._reader.run(lambda: None, lambda _: then())  # queued behind the above; runs even if that failed
 
     def served_names(self) -> list[str]:
         """The models that are served from a repository."""
         return [model.name for model in self._state.models.values() if self._is_of_disk(model)]
 
     def _is_of_disk(self, model: Model) -> bool:
-        """Whether the model is to be served from the repository, not from what a load call provided."""
+        """Whether the model is served from the repository rather than from the body of a load call."""
         versions = (*model.versions.values(), *model.coming.values())
         served = [version.source for version in versions if version.reason != UNLOADED]
         return bool(model.reason or served) and not any(map(self._catalog.is_override, served))
@@ -145,17 +145,18 @@ class DiskChanges:
             return [], None
 
     def refuse(self, model: str, reason: str) -> None:
-        """The model cannot be read. What is served of it stays."""
+        """Reports a model that cannot be read. Its served versions stay."""
         self._operations.adopt(Reading(ScannedModel.failed(model, Path(), reason)))
 
     def gone(self, model: str) -> None:
-        """The model was removed from its repository."""
+        """Unloads a model that was removed from its repository."""
         log_record("info", f"model '{model}' was removed from the repository", {"model": model})
         self._catalog.forget(model)
         self._put(events.Unload(model))
 
     def renew(self, readings: Collection[Reading], names: Collection[str] | None) -> None:
-        """Deploys what was read. `names`: all models in the repositories, to unload the others; None: unload none."""
+        """Deploys the models that were read. `names`: all models in the repositories, to unload others; None: unload
+        none."""
         for reading in readings:
             if not self._catalog.is_rejected(reading):
                 self._operations.adopt(reading)

@@ -1,4 +1,4 @@
-"""Models that were loaded only because an ensemble needs them: loaded with it, and possibly unloaded with it.
+"""Companions: models that were loaded only because an ensemble needs them, and that may be unloaded with it.
 
 Invariant: a model that was loaded by its own name is not a companion of any ensemble.
 """
@@ -21,17 +21,18 @@ class Companions:
         """Ensemble -> the models of its steps."""
 
     def requested(self, reading: Reading) -> None:
-        """The model is loaded by its own name."""
+        """Records that the model is loaded by its own name."""
         self._loaded_for.pop(reading.scanned.name, None)
         self._note(reading)
 
     def brought(self, reading: Reading, ensemble: str) -> None:
-        """The model is loaded because the ensemble needs it."""
+        """Records that the model is loaded because the ensemble needs it."""
         self._loaded_for.setdefault(reading.scanned.name, set()).add(ensemble)
         self._note(reading)
 
     def needed(self, model: str, ensemble: str) -> None:
-        """The model is already served. If it is a companion of other ensembles, it becomes one of this ensemble too."""
+        """Records that the ensemble needs a model that is already served. A companion of other ensembles also becomes a
+        companion of this one."""
         if model in self._loaded_for:
             self._loaded_for[model].add(ensemble)
 
@@ -40,7 +41,8 @@ class Companions:
             self._needs[reading.scanned.name] = {step.model_name for step in steps_of(reading.scanned.config)}
 
     def unloaded(self, model: str) -> list[str]:
-        """The model is unloaded. Returns companions that no other ensemble needs, which may be unloaded too."""
+        """Records that the model is unloaded. Returns companions that no other ensemble needs and that may be unloaded
+        as well."""
         self._loaded_for.pop(model, None)
         alone = []
         for name in sorted(self._needs.pop(model, ())):
@@ -53,11 +55,11 @@ class Companions:
 
 
 class Together:
-    """Operations that are reported only when others have finished too."""
+    """Operations that are reported only after the operations they depend on have finished."""
 
     def __init__(self) -> None:
         self._others: dict[int, set[int]] = {}
-        """Operation -> the unfinished operations it depends on. Never empty."""
+        """Operation -> the unfinished operations that it depends on. The sets are never empty."""
         self._over: dict[int, Settled] = {}
         """Finished operations that still depend on others."""
 
@@ -66,7 +68,7 @@ class Together:
             self._others[operation] = set(others)
 
     def finish(self, effect: Settled) -> list[Settled]:
-        """Returns what can be reported now. A failure is reported at once."""
+        """Returns the operations that can be reported now. A failure is reported at once."""
         finished = []
         if effect.operation in self._others and not effect.code:
             self._over[effect.operation] = effect
@@ -86,9 +88,9 @@ class Together:
 def needs(
     reading: Reading, read: Callable[[str], Reading], named: Collection[str] = ()
 ) -> Iterator[tuple[str, Reading]]:
-    """The models of an ensemble's steps, recursively, each with the ensemble that names it. Leaves out models that
-    cannot be read: the ensemble itself reports what is missing. `named`: models that are loaded by their own names,
-    which are left out too, with what they need."""
+    """The models of an ensemble's steps, recursively, each with the ensemble that names it. Omits models that cannot be
+    read, as the ensemble itself reports missing models, and models in `named`, which are loaded by their own names,
+    with the models that those need."""
     seen = {reading.scanned.name, *named}
     todo = [reading]
     while todo:

@@ -1,4 +1,4 @@
-"""Operations on models that clients request: read in a thread, decided in the core.
+"""Operations on models that clients request. A thread reads the models; the core decides.
 
 Invariant: the loop never waits for a disk.
 """
@@ -35,18 +35,19 @@ log = logging.getLogger("shmserve")
 
 OPERATIONS = frozenset({"load", "unload", "restart", "rollback"})
 ALWAYS = frozenset({"restart", "rollback"})
-"""Allowed in every mode: they serve nothing that was not served before."""
+"""Operations allowed in every mode, as they serve nothing that was not served before."""
 UPLOADS = 16
-"""Limit of bodies that are being received, of all clients."""
+"""Limit of bodies being received, for all clients together."""
 CHUNK = FIELD_BYTES // 2
 
 REFUSED = "explicit model load / unload is not allowed"
 POLLING = "if polling is enabled"
-"""The rest of Triton's text, which Triton also has in mode none."""
+"""The rest of Triton's text, which Triton also uses in mode none."""
 
 
 class ClientOperations:
-    """`put` passes an event to the core, `send` a message to a client. `place`: directory for files of load calls."""
+    """`put` passes an event to the core, `send` a message to a client. `place`: directory for the files of load
+    calls."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class ClientOperations:
         compatible: bool = False,
         remote: RemoteModels | None = None,
     ) -> None:
-        """`compatible`: use Triton's texts, even where they are misleading. `remote`: models of remote
+        """`compatible`: use Triton's texts, even where they are misleading. `remote`: the models of remote
         repositories."""
         self._loop = loop
         self._core = core
@@ -83,7 +84,7 @@ class ClientOperations:
         self._name_waiters: list[Callable[[], None]] = []
         self._names_running = False
         self.untidy = False
-        """Versions may have ended: call `tidy` when the core has handled all events."""
+        """Versions may have ended. Call `tidy` when the core has handled all events."""
         self._companions = Companions()
         self._together = Together()
         self._differences = Differences(loop, catalog.loaded)
@@ -94,7 +95,7 @@ class ClientOperations:
         """Handles an operation or a piece of its body. False: the query is not an operation."""
         begun = self._uploads.pop((peer, ask.request), None)
         if begun is None and ask.what not in OPERATIONS:
-            return not ask.what  # another piece of a refused body
+            return not ask.what  # a further piece of a refused body
         upload = None
         try:
             first, upload = begun or (ask, self._begin(ask.what))
@@ -110,7 +111,7 @@ class ClientOperations:
         return True
 
     def _begin(self, what: str) -> Upload:
-        """Checks the operation at its first piece, before hundreds of megabytes are received."""
+        """Checks the operation when its first piece arrives, before receiving hundreds of megabytes."""
         if what not in ALWAYS and not self.explicit:
             why = POLLING if self._mode == "poll" or self._compatible else f"in mode {self._mode}"
             raise Unavailable(f"{REFUSED} {why}; start the server with --model-control-mode explicit")
@@ -149,7 +150,7 @@ class ClientOperations:
             self.reader.run(lambda: None, lambda _: self._roll_back(job), job)
             return
         options: UnloadBody = decode_body(body, UnloadBody)
-        # Through the thread, so that it comes after earlier loads.
+        # Queue it in the thread, behind earlier loads.
         self.reader.run(lambda: None, lambda _: self._unload(job, options), job)
 
     def _unload(self, job: Job, options: UnloadBody) -> None:
@@ -181,7 +182,7 @@ class ClientOperations:
         self._send(job.peer, Fail(job.ask.request, "DEADLINE_EXCEEDED", text))
 
     def _roll_back(self, job: Job) -> None:
-        """Deploys what was served before the last load."""
+        """Deploys the versions that were served before the last load."""
         number = self._register(job)
         try:
             deploy = self._catalog.previous(job.ask.model, number, self._served(job.ask.model))
@@ -191,7 +192,7 @@ class ClientOperations:
         self._put_deploy(deploy)
 
     def _put_deploy(self, deploy: events.Deploy) -> None:
-        """Records which served sources it replaces."""
+        """Passes a Deploy to the core, and records which served sources it replaces."""
         served = self._served(deploy.model)
         if served and served != {target.source for target in deploy.targets}:
             self._replacing[deploy.operation] = (deploy.model, served)
@@ -214,7 +215,7 @@ class ClientOperations:
             given = upload.unpack(self._place, model)
             reading = self._repositories.read(model, given, kept, upload.versions)
             found = reading, list(needs(reading, self._repositories.read))
-        except NotDownloaded:  # this is called again
+        except NotDownloaded:  # retried after the download
             raise
         except BaseException:
             upload.close()
@@ -238,7 +239,7 @@ class ClientOperations:
         return operations
 
     def _deploy(self, job: Job, reading: Reading, needed: Collection[tuple[str, Reading]]) -> None:
-        """Deploys what was read for a client's load, or reports why it cannot be served."""
+        """Deploys the model that was read for a client's load, or reports why it cannot be served."""
         scanned = reading.scanned
         self._warn(reading)
         text = self._catalog.failed_load(scanned)
@@ -303,7 +304,7 @@ class ClientOperations:
             self._send(job.peer, Answer(job.ask.request, body[start : start + CHUNK], start + CHUNK < len(body)))
 
     def _failed(self, job: Job | None, error: Exception) -> None:
-        """Reports an error to the job's client, or logs it without a job."""
+        """Reports an error to the job's client, or logs it if there is no job."""
         if job is None:
             log.error("cannot read the repositories; models are served unchanged", exc_info=error)
             return
@@ -320,7 +321,8 @@ class ClientOperations:
         self._send(job.peer, Fail(job.ask.request, code, text))
 
     def tidy(self) -> None:
-        """Prunes sources that no version uses. Not while a Deploy is queued, as no version uses its sources yet."""
+        """Prunes sources that no version uses. Do not call while a Deploy is queued, as no version uses its sources
+        yet."""
         self.untidy = False
         if self.reader.closed:
             return
@@ -337,14 +339,14 @@ class ClientOperations:
     # ------------------------------------------------------------------------------------ deployment of what was read
 
     def begin(self, readings: Collection[Reading], needed: Collection[tuple[str, Reading]] = ()) -> None:
-        """Deploys the models that are served from the start. `needed`: models that ensembles among them need."""
+        """Deploys the models to serve from the start. `needed`: models that ensembles among them need."""
         for reading in readings:
             self._companions.requested(reading)
             self.adopt(reading)
         self._bring(needed)
 
     def adopt(self, reading: Reading) -> set[int]:
-        """Deploys or refuses what was read; returns the operations that this begins."""
+        """Deploys or refuses a model that was read. Returns the operations that this starts."""
         self._warn(reading)
         adopted = [event for _, event in self._catalog.adopt(reading, next(self._numbers))]
         refused = {event.reason for event in adopted if isinstance(event, events.Refuse)}
@@ -365,7 +367,7 @@ class ClientOperations:
         return self._mode == "explicit"
 
     def refresh_from_disk(self, then: Callable[[Set[int]], None]) -> None:
-        """In explicit mode lists the models on disk; then calls `then` with the sources of the loaded versions that
+        """Lists the models on disk (in mode explicit), then calls `then` with the sources of the loaded versions that
         differ from the disk."""
         if self.explicit:
             self.names(lambda: self._differences.check(then))
@@ -373,8 +375,8 @@ class ClientOperations:
             self._differences.check(then)
 
     def names(self, then: Callable[[], None]) -> None:
-        """Lists the models on disk, then calls `then`. One listing at a time serves all callers that came before it
-        began, as the thread also reads models for loads."""
+        """Lists the models on disk, then calls `then`. Only one listing runs at a time, as the thread also reads models
+        for loads; it serves all callers that waited when it began."""
         self._name_waiters.append(then)
         if not self._names_running:
             self._list_names()

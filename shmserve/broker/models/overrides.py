@@ -1,8 +1,8 @@
-"""Body of a load call: a configuration, and files that replace the model's directory.
+"""The body of a load call: a configuration, and files that replace the model's directory.
 
     {"config": {...}, "files": [["1/model.onnx", 5120]]}\n      followed by the bytes of the files
 
-Invariant: files are written only below a new directory of the server, under names that cannot lead out of it.
+Invariant: files are written only below a new directory of the server, under names that cannot escape it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from shmserve.repo.rules.fields import BAD_STUB_NAME
 HEADER_BYTES = 2 << 20
 """Limit of the first line: a configuration and the names of files."""
 IN_MEMORY = 1 << 20
-"""A larger body is spooled to a file until it is complete."""
+"""Size above which a body is spooled to a file until it is complete."""
 FILES = 4096
 VERSIONS = 64
 """Limit of versions in a load call."""
 LEVELS = 32
-"""Limit of path components in a file's name."""
+"""Limit of path components in a file name."""
 _COPY = 1 << 20
 _NAME = 1024
 _PART = 255
-"""Limit of file systems for one path component, in bytes."""
+"""File systems' limit for a path component, in bytes."""
 
 
 class UnloadBody(Struct, forbid_unknown_fields=True):
@@ -46,7 +46,7 @@ class UnloadBody(Struct, forbid_unknown_fields=True):
     wait: bool = True
     force: bool = False
     timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    """Seconds after its arrival until the caller gets an error that says what the unload waits for."""
+    """Seconds from the call until the caller gets an error that says what the unload waits for."""
 
 
 class RestartBody(Struct, forbid_unknown_fields=True):
@@ -64,22 +64,22 @@ class UploadHeader(Struct, forbid_unknown_fields=True):
         Meta(max_length=FILES),
     ] = []
     versions: Annotated[list[Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]], Meta(max_length=VERSIONS)] = []
-    """To serve these in place of those that the configuration selects."""
+    """Versions to serve in place of those that the configuration selects."""
 
 
 class LoadOverride(NamedTuple):
-    """`folder`: the model's directory made of the files; None: that of the repository."""
+    """`folder`: the directory with the uploaded files; None: use the model's directory in the repository."""
 
     config: Override
     folder: Path | None
 
 
 class Upload:
-    """A body that arrives in pieces. The caller must `close` it in any case."""
+    """A body that arrives in pieces. The caller must always `close` it."""
 
     def __init__(self, place: Path, limit: int) -> None:
         self.versions: tuple[int, ...] = ()
-        """To serve these in place of those that the configuration selects; known after `unpack`."""
+        """Versions to serve in place of those that the configuration selects; set by `unpack`."""
         self._limit = limit
         self._size = 0
         self._file: IO[bytes] = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=str(place))  # noqa: SIM115
@@ -98,11 +98,11 @@ class Upload:
         return not self._size
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the data is not needed any more
+        with contextlib.suppress(OSError):  # the disk is full, but the data is no longer needed
             self._file.close()
 
     def unpack(self, place: Path, model: str) -> LoadOverride | None:
-        """None if nothing was given. Writes files below a new directory in `place`. Runs in a thread."""
+        """Writes the files below a new directory in `place`. None for an empty body. Runs in a thread."""
         if self.empty:
             return None
         try:
@@ -143,7 +143,7 @@ class Upload:
 
 
 _FROM_THE_MODEL = re.compile(r"/\d+/")
-"""Triton concatenates its temporary directory and the name, so clients write `file:/1/model.py` too."""
+"""Triton concatenates its temporary directory and the name, so clients may also write `file:/1/model.py`."""
 
 
 def _checked(model: str, files: list[tuple[str, int]]) -> Mapping[str, int]:

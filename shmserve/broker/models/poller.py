@@ -1,8 +1,8 @@
 """Polls the repositories for changes.
 
 Invariant: a model is deployed only if it has not changed for `settle_s`, nor while it was read. A model that is being
-copied waits for the next poll. Only at the start are models read as they are, as in the other modes. Everything runs
-in the reader thread, which alone accesses a Poll's state.
+copied waits for the next poll. Only at startup, as in the other modes, are models read as they are. Everything runs in
+the reader thread; no other thread accesses a Poll's state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmserve.repo.storage.snapshot import Snapshot, take
 
 
 class Changes(NamedTuple):
-    """What to deploy, which models are gone, and errors. `again_s`: seconds until the next poll makes sense."""
+    """Models to deploy, names of removed models, and errors. `again_s`: seconds until the next poll makes sense."""
 
     readings: list[Reading]
     gone: list[str]
@@ -35,7 +35,8 @@ class _Unsettled(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """The backends of many models are listed once: before the models are read, by directory, and while they are."""
+    """The backends of one poll, each listed once for all its models: before the models are read (by directory), and
+    while they are read."""
 
     before: dict[Path, Snapshot | None]
     read: KnownBackends
@@ -56,9 +57,9 @@ class Poll:
         self._wall = wall
         self._clock = clock
         self._known: dict[str, str] = {}
-        """Model -> digest of its files, and those of its backend, when it was read."""
+        """Model -> digest of its files and those of its backend when it was read."""
         self._backends: dict[str, Path] = {}
-        """Model -> the directory of the backend that it had when it was read, if that is in the backend directory."""
+        """Model -> the directory of its backend when it was read, if that is in the backend directory."""
         self._unsettled: dict[str, _Unsettled] = {}
         self._trouble = ""
 
@@ -95,15 +96,15 @@ class Poll:
             snapshot, backend = take(folders[0]), self._backend(name, backends.before)
             digest = _digest(snapshot, backend)
             newest = max(snapshot.newest, backend.newest if backend is not None else 0)
-        except (FileNotFoundError, NotADirectoryError):  # it is being created or removed
+        except (FileNotFoundError, NotADirectoryError):  # the model is being created or removed
             self._unsettled[name] = _Unsettled("", self._clock())
             return None
-        except (OSError, ServeError) as error:  # reading it reports the error
+        except (OSError, ServeError) as error:  # reading the model reports the error
             digest, newest = f"cannot be read: {error}", -1
         if self._known.get(name) == digest:
             self._unsettled.pop(name, None)
             return None
-        # What was downloaded is published as a whole, when its repository has settled.
+        # Downloaded models are published as a whole, after their repository has settled.
         if settle_s and not tree_of(folders[0]) and not self._is_still(name, digest, newest):
             return None
         reading = self._repositories.read_folder(folders[0], known=backends.read)
@@ -127,7 +128,7 @@ class Poll:
         return reading
 
     def _backend(self, name: str, known: dict[Path, Snapshot | None]) -> Snapshot | None:
-        """The files of the model's backend; None if it has no directory, or if that is gone."""
+        """The files of the model's backend; None if the backend has no directory, or it was removed."""
         folder = self._backends.get(name)
         if folder is None:
             return None
@@ -136,8 +137,8 @@ class Poll:
         return known[folder]
 
     def _is_still(self, name: str, digest: str, newest: int) -> bool:
-        """By the time of the last change; if clocks differ, as with network disks, by an unchanged digest for
-        `settle_s`."""
+        """Whether the model has not changed for `settle_s`: by the time of the last change or, as clocks of network
+        disks may differ, by its digest."""
         if 0 <= newest <= (self._wall() - self._settle_s) * 1e9:
             return True
         seen = self._unsettled.get(name)

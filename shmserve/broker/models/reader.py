@@ -1,4 +1,4 @@
-"""The thread that reads models, and the loads that wait for a download before it can read theirs.
+"""The thread that reads models, and the loads that wait for a download before they are read.
 
 Invariant: one thread reads one model after another, so that loads are deployed in the order of their requests.
 """
@@ -32,12 +32,12 @@ class Job(Struct):
     notes: tuple[str, ...] = ()
     """Warnings about downloads."""
     over: bool = False
-    """Ended while it waited for a download."""
+    """The operation ended while it waited for a download."""
 
 
 class Reader:
-    """`is_served(model)`: whether versions of it are READY. `failed(job, error)`: reports an error; without a job, it
-    is of work for no client. `remote`: models of remote repositories."""
+    """`is_served(model)`: whether it has READY versions. `failed(job, error)` reports an error; the job is None if no
+    client requested the work. `remote`: the models of remote repositories."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Reader:
             self._thread.submit(work)
 
     def run(self, work: Callable[[], T], then: Callable[[T], None], job: Job | None = None) -> None:
-        """Calls `then` on the loop with the result. For a job, work that needs a model which has not been downloaded is
-        repeated when it has."""
+        """Calls `then` on the loop with the result. If the work of a job needs a model that has not been downloaded, it
+        is repeated after the download."""
         self._thread.submit(work).add_done_callback(
             lambda future: self._loop.call_soon_threadsafe(self._back, future, work, then, job)
         )
@@ -83,15 +83,15 @@ class Reader:
             self._failed(job, error)
 
     def load(self, work: Callable[[], T], then: Callable[[T], None], job: Job) -> None:
-        """As `run`, after what has changed of the job's model has been downloaded."""
+        """Like `run`, but first downloads the changes of the job's model."""
         if self._remote is None:
             self.run(work, then, job)
         else:
             self._fetch(job.ask.model, job, lambda: self.run(work, then, job))
 
     def _fetch(self, model: str, job: Job, then: Callable[[], None]) -> None:
-        """Downloads what has changed of a model, and calls `then`, also if that failed: the model may be in a local
-        repository too."""
+        """Downloads the changes of a model, then calls `then`, even if the download failed, as the model may also be in
+        a local repository."""
         remote = self._remote
         assert remote is not None
 
@@ -112,7 +112,7 @@ class Reader:
         remote.fetch(model, fetched)
 
     def end_downloads(self, model: str) -> None:
-        """Ends loads of the model that wait for a download: it was unloaded after they were requested."""
+        """Ends loads of the model that wait for a download, as it was unloaded after they were requested."""
         for job in [job for job in self._fetching if job.ask.model == model]:
             self._fetching.remove(job)
             job.over = True

@@ -1,7 +1,7 @@
-"""The models of remote repositories, as the broker sees them: what is requested, downloaded and published.
+"""The broker's view of remote repositories: requests to download models, and the state of downloads.
 
-For the rest of the server, a remote repository is the directory `folders` has for it: the process that mirrors it puts
-a complete model there and replaces it as a whole.
+For the rest of the server, a remote repository is a directory in `folders`. The process that mirrors the repository
+publishes complete models there, and replaces them as a whole.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from shmserve.repo.remote.cache import Slot, is_absent, tree_of
 from shmserve.repo.remote.main import Settings
 
 LOG_S = 10.0
-"""How often the progress of a download is logged."""
+"""Interval at which the progress of a download is logged."""
 
 
 class RemoteSettings(NamedTuple):
-    """`poll_s`: 0: do not follow changes. `cache_bytes`: limit of the cache."""
+    """`cache_bytes`: limit of the cache. `poll_s` 0: do not follow changes."""
 
     addresses: Sequence[RemoteAddress]
     cache: Path
@@ -38,7 +38,8 @@ class RemoteSettings(NamedTuple):
 
 
 Fetched = Callable[[str, Sequence[str]], None]
-"""Called with why the model cannot be downloaded, and with notes for its owner. "": it can, or no repository has it."""
+"""Called with the reason why the model cannot be downloaded, and notes for its owner. The reason is "" after a download
+and if no repository has the model."""
 
 
 class NotDownloaded(Exception):
@@ -64,7 +65,7 @@ class _Request(Struct):
 
 
 def open_remote(loop: Any, settings: RemoteSettings, pids: set[int], rate: Rate) -> RemoteModels | None:
-    """None: there is no remote repository. Raises Unavailable if the cache cannot be used."""
+    """None without remote repositories. Raises Unavailable if the cache cannot be used."""
     if not settings.addresses:
         return None
     addresses = {address.key: str(address) for address in settings.addresses}
@@ -85,17 +86,17 @@ def open_remote(loop: Any, settings: RemoteSettings, pids: set[int], rate: Rate)
 
 
 class RemoteModels:
-    """`start` starts the process; before, set the callbacks. `addresses`: repository key -> its address."""
+    """Set the callbacks before `start`, which starts the process. `addresses`: repository key -> its address."""
 
     def __init__(self, slot: Slot, addresses: Mapping[str, str], process: MirrorProcess) -> None:
         self.changed: Callable[[str], None] = lambda model: None
-        """A model of that name was published or removed."""
+        """Called when a model of that name was published or removed."""
         self.failed: Callable[[str, str], None] = lambda model, text: None
-        """A model that is not served cannot be downloaded, and why."""
+        """Called with the reason when a model that is not served cannot be downloaded."""
         self.retired: Callable[[], None] = lambda: None
-        """A directory was replaced: `drop_unused` may be called."""
+        """Called when a directory was replaced, so that `drop_unused` can remove it."""
         self.unreadable: set[str] = set()
-        """Repositories that cannot be read now, and of which the cache has nothing."""
+        """Repositories that cannot be read and are not in the cache."""
         self.folders = [slot.view(key).resolve() for key in addresses]
         self._slot = slot
         self._addresses = addresses
@@ -118,7 +119,7 @@ class RemoteModels:
     # ------------------------------------------------------------------------------------ requests
 
     def fetch(self, model: str, then: Fetched) -> None:
-        """Downloads what has changed of the model."""
+        """Downloads the changes of the model."""
         self._request({"do": "fetch", "model": model}, then)
 
     def fetch_all(self, then: Fetched) -> None:
@@ -130,11 +131,11 @@ class RemoteModels:
         self._process.send({"do": "poll"})
 
     def list(self) -> None:
-        """Updates the names of models that have not been downloaded, soon."""
+        """Requests an update of the names of models that have not been downloaded."""
         self._process.send({"do": "list"})
 
     def release(self, model: str) -> None:
-        """The model is not served any more: its files may be evicted from the cache."""
+        """Allows evicting the files of a model that is no longer served from the cache."""
         if self.has(model):
             self._process.send({"do": "release", "model": model})
 
@@ -143,7 +144,7 @@ class RemoteModels:
         return any(tree_of(folder / model) and not is_absent(folder / model) for folder in self.folders)
 
     def drop_unused(self, used: Collection[str]) -> None:
-        """Removes replaced directories, except those that loaded versions consist of."""
+        """Removes replaced directories, except those that loaded versions use."""
         trees = sorted(self._retired.difference(used))
         if trees:
             self._retired.difference_update(trees)
@@ -217,7 +218,7 @@ class RemoteModels:
         self.retired()
 
     def downloads(self) -> dict[str, str]:
-        """Model -> how far its download is."""
+        """Model -> the progress of its download."""
         return {model: self._text(download) for (_, model), download in self._downloads.items()}
 
     def _text(self, download: _Download) -> str:
@@ -226,7 +227,7 @@ class RemoteModels:
 
 
 def size_text(size: int, like: int = 0) -> str:
-    """The size with one decimal; without its unit if it is in that of `like`."""
+    """The size with one decimal. With `like`, in the unit of that size, which is then omitted."""
     units = ("bytes", "kB", "MB", "GB", "TB")
     at = min(max((len(str(like or size)) - 1) // 3, 0), len(units) - 1)
     number = f"{size / 1000**at:.1f}" if at else str(size)

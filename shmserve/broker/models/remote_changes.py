@@ -1,7 +1,7 @@
-"""Loads models of remote repositories when they have been downloaded, at start and later.
+"""Loads models of remote repositories after they were downloaded, at startup and later.
 
 Invariant: a model is read only after it was published, in the thread that reads all models. In mode explicit, only
-loads read models; what others change is not looked at.
+loads read models; other changes are ignored.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from shmserve.errors import ServeError
 from shmserve.repo.storage.store import ScannedModel
 
 _Found = tuple[Reading, list[tuple[str, Reading]]]
-"""A model, and the models that it needs, each with the ensemble that names it."""
+"""A model and the models that it needs, each with the ensemble that names it."""
 
 
 class RemoteChanges:
-    """`began()`: called when the models that are served from the start have been passed to the core."""
+    """`began()` is called when the models to serve from the start have been passed to the core."""
 
     def __init__(
         self,
@@ -38,15 +38,15 @@ class RemoteChanges:
         self._disk_changes = disk_changes
         self._began = began
         self._left = 0
-        """Models to load at start that have not been read."""
+        """Number of models to load at startup that have not been read."""
         self.starting = True
-        """The models that are served from the start are being downloaded."""
+        """The models to serve from the start are being downloaded."""
         if not operations.explicit:
             remote.changed = self._changed
             remote.failed = disk_changes.refuse
 
     def begin(self, models: Sequence[str]) -> None:
-        """Starts to download. `models`: in mode explicit, what to load at start; * alone: all."""
+        """Starts the downloads. `models`: in mode explicit, the models to load at startup; * alone: all."""
         self._remote.start()
         if not self._operations.explicit or list(models) == ["*"]:
             self._remote.fetch_all(lambda failure, notes: self._fetched_all())
@@ -64,9 +64,9 @@ class RemoteChanges:
             self._remote.poll()
         reader = self._operations.reader
         if self._operations.explicit:
-            # All that there are, so none needs another one.
+            # This reads all models, including those that ensembles need.
             reader.run(self._repositories.read_all, self._operations.begin)
-        # After that, or the models that were published before, in the same thread, even if they cannot be read.
+        # Queued behind this, or behind the models published so far; runs even if these cannot be read.
         reader.run(lambda: None, lambda _: self._end_of_start())
 
     def _changed(self, model: str) -> None:
@@ -84,7 +84,7 @@ class RemoteChanges:
             self._disk_changes.renew([found], None)
 
     def reread(self, then: Callable[[], None]) -> None:
-        """Downloads what has changed, then rereads the repositories, for SIGHUP."""
+        """Downloads changes, then rereads the repositories, for SIGHUP."""
         if not self._operations.explicit:
             self._remote.fetch_all(lambda failure, notes: self._disk_changes.reread(then))
             return
@@ -105,7 +105,7 @@ class RemoteChanges:
     # ------------------------------------------------------------------------------------ mode explicit
 
     def load(self, name: str) -> None:
-        """Loads a model at start, and those that it needs."""
+        """Loads a model, and those that it needs, at startup."""
         failures: dict[str, str] = {}
 
         def fetch(model: str) -> None:
@@ -129,7 +129,7 @@ class RemoteChanges:
         fetch(name)
 
     def _read_at_start(self, name: str, failures: dict[str, str]) -> _Found | str:
-        """The model with those that it needs, or the name of one to download first."""
+        """The model with those that it needs, or the name of a model to download first."""
         try:
             reading = self._repositories.read(name)
             return reading, list(needs(reading, self._repositories.read))

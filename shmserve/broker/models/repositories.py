@@ -1,7 +1,6 @@
-"""The model repositories on disk: which models they contain, and what a model consists of.
+"""The model repositories on disk: lists the models and reads them.
 
-Invariant: this accesses only the disk and may wait for it, so it is called in the reader's thread, or before the loop
-runs.
+Invariant: this may wait for a disk, so it is called only in the reader's thread, or before the loop runs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Reading(NamedTuple):
     """A model as read from disk, with the files of each version in `generations`. `snapshot` None: the folder cannot be
     read, or the model is in two repositories. `findings`: hints for its owner, whether it can be served or not.
     `prepared`: the result of its repository agents, if it has any. `backend`: the files of its backend; None: they are
-    not in the backend directory. `tree`: for a model of a remote repository, what it consists of in the cache."""
+    not in the backend directory. `tree`: for a model of a remote repository, the name of its tree in the cache."""
 
     scanned: ScannedModel
     snapshot: Snapshot | None = None
@@ -48,7 +47,7 @@ class Reading(NamedTuple):
 
 
 class KeptConfig(NamedTuple):
-    """The configuration of a load call, valid until the model's files change: `files_digest` is theirs."""
+    """The configuration of a load call, valid until the model's files change; `files_digest` is their digest."""
 
     given: LoadOverride
     files_digest: str
@@ -65,8 +64,8 @@ class Repositories:
         files: ModelFiles | None = None,
         agents: AgentChains | None = None,
     ) -> None:
-        """`generations` keeps files of versions as they were read; None: workers read the repositories. `gpus`: the
-        numbers of GPUs that models may use. `files`: single files that are models. `agents` runs repository agents;
+        """`generations` keeps the files of versions as they were read; None: workers read the repositories. `gpus`: the
+        numbers of the GPUs that models may use. `files`: models that are single files. `agents` runs repository agents;
         None: models that use them cannot be served."""
         self.gpus = gpus
         self._files = files
@@ -79,10 +78,10 @@ class Repositories:
         self.backends = self._installed | in_directory(self._directory)
         """The backends that models can use."""
         self.names: Collection[str] = ()
-        """The models, as last listed."""
+        """The models found by the last listing."""
 
     def file_of(self, folder: Path) -> Path | None:
-        """The file that is the model of this folder; None: the folder itself is the model."""
+        """The single file from which this folder was made; None if the folder itself is the model."""
         return self._files.source(folder) if self._files is not None else None
 
     # ------------------------------------------------------------------------------------ names
@@ -92,7 +91,7 @@ class Repositories:
         return model_names(self._folders)
 
     def names_now(self) -> Collection[str]:
-        """The models on disk, or those last listed if a repository cannot be read."""
+        """The models on disk, or those of the last listing if a repository cannot be read."""
         try:
             return self.names_on_disk()
         except (ServeError, OSError):
@@ -107,7 +106,7 @@ class Repositories:
         kept: KeptConfig | None = None,
         versions: Collection[int] = (),
     ) -> Reading:
-        """The model of that name, or what a load call provides instead. `versions`: see `scan_model`. Raises the
+        """Reads the model of that name, or the one that a load call provides. `versions`: see `scan_model`. Raises the
         errors of `find_model`."""
         if given is not None and given.folder is not None:
             return self.read_folder(given.folder, given, versions)
@@ -127,8 +126,8 @@ class Repositories:
         versions: Collection[int] = (),
         known: KnownBackends | None = None,
     ) -> Reading:
-        """Reads until the folder did not change meanwhile. If it keeps changing, the third reading counts. `known`:
-        those of the pass, to which the model's backend is added."""
+        """Repeats the reading until the folder does not change during it, at most three times. `known`: the backends
+        read so far in this pass; adds the model's backend."""
         if self._files is not None and (problem := self._files.problem(folder)):
             return Reading(ScannedModel.failed(folder.name, folder, problem), _snapshot(folder))
         override = given.config if given is not None else None
@@ -194,7 +193,7 @@ class Repositories:
         return found
 
     def _prepare(self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None) -> Prepared | None:
-        """Runs the model's repository agents. None: it has none. Raises a ServeError if one refuses the model."""
+        """Runs the model's repository agents; None if it has none. Raises a ServeError if one refuses the model."""
         if scanned.given is None:
             return None
         agents = scanned.given.model_repository_agents
@@ -208,7 +207,7 @@ class Repositories:
     def _refresh(self) -> None:
         if self._files is not None:
             self._files.refresh()
-        with suppress(OSError):  # those that were found last still work where their files have been kept
+        with suppress(OSError):  # backends found earlier still work if their files were kept
             self.backends = self._installed | in_directory(self._directory)
 
     def _keep(self, scanned: ScannedModel, snapshot: Snapshot, strict: bool) -> Mapping[int, Generation]:

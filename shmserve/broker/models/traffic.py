@@ -23,8 +23,8 @@ _VERSION = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class TrafficBody(Struct, forbid_unknown_fields=True):
-    """`shares` replace all shares, and `shadow` the shadow; None: they stay. `aliases` are added to the others; None as
-    version removes one."""
+    """`shares` replaces all shares, and `shadow` the shadow; None keeps them. `aliases` adds or changes aliases; None
+    as the version removes one."""
 
     shares: dict[_VERSION, Annotated[int, Meta(ge=0, le=100)]] | None = None
     aliases: dict[str, _VERSION | None] = {}
@@ -49,7 +49,7 @@ class TrafficControl:
         _check(model, traffic, change.aliases)
         if traffic != model.traffic:
             log_record("info", f"traffic of model '{name}': {traffic.text}", {"model": name})
-        # The change, not the result: another change may be waiting for the core's next turn.
+        # Send the change rather than the result, as other changes may be queued for the core's next turn.
         self._put(SetTraffic(name, change.shares, change.aliases, change.shadow))
         return traffic_document(model, traffic)
 
@@ -82,7 +82,7 @@ def _check(model: Model, traffic: Traffic, changed: Mapping[str, Any]) -> None:
 
 
 def traffic_document(model: Model, traffic: Traffic) -> dict[str, Any]:
-    """`now`: the percentage that each version gets with this traffic."""
+    """The traffic settings. `now`: the resulting percentage of each version."""
     return {
         "model": model.name,
         "shares": {str(number): percent for number, percent in sorted(traffic.shares.items())},
