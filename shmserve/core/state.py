@@ -87,8 +87,7 @@ class State:
         """Worker -> its version and instance. Entries are removed when the process has ended."""
         self.leases: dict[int, Lease] = {}
         self.accused: dict[tuple[int, int], Instance] = {}
-        """(client, request number) of a leased request that was running when its worker died -> the instance. The
-        request is a suspect if the client sends it again."""
+        """(client, request number) of a leased request whose worker died -> its instance. A suspect if sent again."""
         self.ledger = Ledger()
         self.cache = Cache(limits.cache_bytes, self.ledger)
         self.limiter = Limiter(limits.resources) if limits.rate_limit else None
@@ -128,7 +127,7 @@ class State:
         self.draining = self.drained = False
         """`draining`: the server is stopping and accepts no requests. `drained`: all requests have been answered."""
         self.out_of_service = False
-        """An operator has taken the server out of service: it reports not ready, but accepts requests that arrive."""
+        """An operator took the server out of service: it reports not ready, but still accepts requests."""
         self._timers: list[tuple[int, int, Timer, Subject]] = []
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
         self._numbers, self._workers = 0, WORKERS_FROM

@@ -1,4 +1,4 @@
-"""Memory in workers' responses: validated, then given to the caller or returned to the worker."""
+"""Memory in workers' results: validated, then given to the caller or returned to the worker."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shmserve.protocol.worker_messages import Row
 
 
 def take(state: State, instance: Instance, request: Request, row: Row) -> bool:
-    """Gives the memory of the row to the caller. Returns False, without any change, if some of it is not the
-    worker's to give."""
+    """Gives the memory of the row to the caller. Returns False, without any change, if the worker may not give some of
+    it."""
     client, ledger, caller = request.client, state.ledger, instance.caller
     handles: list[Handle] = []
     for tensor in row.outputs:
@@ -47,7 +47,7 @@ def send_back(state: State, instance: Instance, row: Row) -> None:
         if isinstance(tensor.data, tuple):
             for handle in tensor.data:
                 own = handle.segment >> OWNER_SHIFT == instance.peer
-                if own and state.ledger.block_of(handle) is None:  # else it is held, maybe by the worker
+                if own and state.ledger.block_of(handle) is None:  # otherwise it is held, possibly by the worker
                     state.ledger.send_back(handle)
 
 

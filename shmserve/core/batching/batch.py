@@ -23,7 +23,7 @@ class Batched(Protocol):
     def state(self) -> RequestState: ...
 
     batch: Any
-    """The batch that it is in."""
+    """The batch that contains the request."""
 
 
 R = TypeVar("R", bound=Batched)
@@ -42,9 +42,9 @@ class Batch(Struct, Generic[R], eq=False):
     left: int = 0
     """Requests that the worker has not reported yet."""
     waited: int = 0
-    """ns for which its instance waited for other models meanwhile."""
+    """ns that its instance spent waiting for other models."""
     recalled: bool = False
-    """Its requests were asked back, because the instance waits for another model or was restarted."""
+    """Its requests were recalled, because the instance waits for another model or was restarted."""
     early: list[int] = []
     """Arrival times of requests answered by Rows, before Done reported when the batch was taken."""
     number: int = 0
@@ -92,13 +92,13 @@ class Batch(Struct, Generic[R], eq=False):
         self.pieces = []
 
     def known_as(self, number: int) -> bool:
-        """Does the number identify the batch? The worker sends that of the first Execute or, after a late extension, of
-        the first one that is left."""
+        """Does the number identify the batch? The worker sends the number of the first Execute or, after a late
+        extension, of the first Execute that is left."""
         pieces = self.pieces
         return pieces[0][0] == number or (len(pieces) > 1 and number in self.numbers)
 
     def split(self, through: int) -> Batch[R] | None:
-        """Moves the Executes after `through` into a batch of their own."""
+        """Moves the Executes after `through` into a separate batch."""
         late = [(number, piece) for number, piece in self.pieces if number > through]
         if not late:
             return None

@@ -1,4 +1,4 @@
-"""Dispatch: sends batches to workers, and extends them. `reports` processes what workers answer."""
+"""Dispatch: sends batches to workers, and extends them. `reports` processes the results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
 
 def _dispatch_limited(state: State, version: Version, limiter: Limiter, now: int) -> None:
     """Starts one batch; then the limiter chooses the next version. Nothing is sent ahead, because the worker would
-    start it without the limiter."""
+    start it without asking the limiter."""
     if not version.queue.count:
         return
     for instance in sorted(version.idle, key=limiter.rank):
@@ -71,7 +71,7 @@ def _dispatch_limited(state: State, version: Version, limiter: Limiter, now: int
 
 
 def _call_back(state: State, version: Version) -> None:
-    """Recalls batches sent ahead to an instance that waits for other models: others can run them meanwhile."""
+    """Recalls batches sent ahead to an instance that waits for other models: other instances can run them."""
     for instance in version.instances:
         batch = instance.waiting
         if batch is not None and instance.waits:
@@ -79,13 +79,13 @@ def _call_back(state: State, version: Version) -> None:
 
 
 def may_start(state: State, version: Version, instance: Instance) -> bool:
-    """Acquires the resources of the instance, if the rate limiter is on. False: others hold them."""
+    """Acquires the instance's resources if the rate limiter is on. False: other instances hold them."""
     limiter = state.limiter
     return limiter is None or limiter.acquire(version, instance)
 
 
 def stopped(state: State, instance: Instance) -> None:
-    """The instance runs nothing any more: releases its resources to others."""
+    """The instance is idle: releases its resources to others."""
     if state.limiter is not None:
         for version in state.limiter.release(instance):
             state.to_dispatch[version] = None
@@ -103,7 +103,7 @@ def empty_queue(state: State, version: Version, text: str, now: int) -> None:
 
 
 def _try_suspect(state: State, version: Version, now: int) -> None:
-    """Retries one suspect at a time, in a batch of its own, so that it cannot harm other requests."""
+    """Retries one suspect at a time, alone in its batch, so that it cannot harm other requests."""
     version.reserved = None
     if version.trial is not None or not version.suspects:
         return
@@ -129,7 +129,7 @@ def check_hang(state: State, version: Version, instance: Instance, now: int) -> 
     other models does not count; the timer is set again when they have answered."""
     instance.watched = False
     if instance.lease and instance.state is not InstanceState.KILLED:
-        leases.ask_for_log(state, instance)  # which shows whether it runs something, and since when
+        leases.ask_for_log(state, instance)  # which shows what it runs, and since when
         return
     running = instance.running
     if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
@@ -174,17 +174,17 @@ def _start_batch(state: State, version: Version, instance: Instance, now: int) -
 
 
 def _refuse_late(state: State, version: Version, instance: Instance, plan: BatchPlan, now: int) -> bool:
-    """Rejects requests of the next batch that cannot be answered before their deadline: their callers get the error
-    at once, and the time is used for others. Returns whether there were any."""
+    """Rejects requests of the next batch that cannot be answered before their deadline: their callers get the error at
+    once, and the capacity goes to others. Returns whether there were any."""
     done = now + version.service_ns
-    if version.queue.count > plan.count:  # others could use its place: be pessimistic
+    if version.queue.count > plan.count:  # others could take the freed place: be pessimistic
         done += 4 * version.spread_ns
     running = instance.running
     if running is not None:
         done += max(0, running.began + version.service_ns - now)
     late = [request for request in planned(version, plan) if 0 < request.deadline < done]
     if late and running is None and len(late) == plan.count:
-        # Nothing would run, so the estimate would never be updated: without this, a model that was slow once would
+        # Decay the estimate, which is otherwise updated only by batches that run: a model that was slow once would
         # reject requests forever.
         version.service_ns -= version.service_ns >> 3
         version.spread_ns -= version.spread_ns >> 3
@@ -267,7 +267,7 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
 
 
 def _data_of(request: Request, form: CheckedForm) -> tuple[bytes, ...] | None:
-    """The inputs of a request that did not come in columns, for those of others. None: they are of another form."""
+    """The inputs of a request that did not come in columns, as data for a column message. None: another form."""
     special = request.options or request.segments or request.in_shared_memory or request.near or request.labels
     if request.form is not None or request.outputs is not None or special or request.slot >= 0 or request.aliases:
         return None
@@ -283,7 +283,7 @@ def _data_of(request: Request, form: CheckedForm) -> tuple[bytes, ...] | None:
 def _send_columns(
     state: State, instance: Instance, batch: Batch[Request], requests: list[Request], join: int, form: CheckedForm
 ) -> bool:
-    """Sends requests of one form, most of which came in columns. False: they do not fit in columns."""
+    """Sends requests of one form, most of which came in columns. False: they cannot be sent as columns."""
     count = len(requests)
     if not 1 < count <= PACKET_MESSAGES or 2 * [request.form for request in requests].count(form) <= count:
         return False

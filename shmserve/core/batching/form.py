@@ -3,7 +3,7 @@
 `form` walks the queue from its head and adds requests until a rule stops it. On the way it remembers `best`: the last
 point at which the batch had a preferred size, or, if there was none, the point at which the next request would exceed
 the largest one. Then it decides whether to run the requests up to `best`, to run all that it has added (`pending`), or
-to wait. The rules and their order are those of Triton's dynamic batcher.
+to wait. The rules and their order match Triton's dynamic batcher.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Reason(Enum):
 
 class BatchPlan(Struct, gc=False):
     """Run the first `count` requests of the queue now, for `reason`. Count 0: run none, and plan again at the time
-    `wake` (0: when an event arrives). `chosen`: run the requests at these increasing places instead of the first."""
+    `wake` (0: when an event arrives). `chosen`: run the requests at these increasing queue positions instead."""
 
     count: int
     rows: int
@@ -58,9 +58,9 @@ class BatchRules(Struct, frozen=True):
 
     `max_batch`: limit of rows. `preferred`: preferred sizes, only `max_batch` if none are configured.
     `largest_preferred`: the largest of them. `varies`: requests may differ in shapes or optional inputs, and then
-    cannot share a batch. `simple`: no delay, no variation, and no preferred size but `max_batch`: a batch is whatever
-    fits. `prefers`: sizes other than `max_batch` are preferred. `may_overtake`: a request may overtake earlier ones to
-    reduce padding.
+    cannot share a batch. `simple`: no delay, no variation, and no preferred size other than `max_batch`: a batch takes
+    as many requests as fit. `prefers`: sizes other than `max_batch` are preferred. `may_overtake`: a request may
+    overtake earlier ones to reduce padding.
     """
 
     max_batch: int
@@ -95,7 +95,7 @@ def form(
     """Plans which of `waiting` (in order, not empty) run now.
 
     With `base` > 0, plans instead which of them to add to a batch of `base` rows with this `signature` that already
-    waits at a worker. It cannot start before the worker is free, so a delay would gain nothing and is ignored.
+    waits at a worker. That batch cannot start before the worker is free, so the queue delay is ignored.
     """
     if rules.simple:
         return _fill(waiting, rules.max_batch, base)

@@ -10,21 +10,21 @@ from shmserve.protocol.messages import Failure
 
 
 class Lease(Struct, eq=False):
-    """An idle instance, lent to a client that sends one request at a time. Nothing else is sent to the instance until
-    the worker has ended the lease."""
+    """An idle instance, lent to a client that sends one request at a time. The core sends nothing else to the instance
+    until the worker has ended the lease."""
 
     number: int
     client: ClientState
     version: Version
     instance: Instance
     default: bool
-    """Also for requests that name no version."""
+    """The lease also serves requests that name no version."""
     revoked: bool = False
     served: int = 0
     recorded: int = 0
     """When the last request in its log arrived."""
     resumed: int = 0
-    """When its worker last resumed after calls to other models. The execution limit does not count these, so it is
-    applied from then on."""
+    """When its worker last resumed after calls to other models. The execution limit does not include these calls, so it
+    applies from then on."""
     error: Failure | None = None
     """The error of the request that its worker was running when it died; None: the client may send it again."""

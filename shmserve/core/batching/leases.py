@@ -2,10 +2,10 @@
 
     lent -> (revoked) -> ended by the worker -> log read, client notified
 
-The core lends an instance after `Lending.needed` requests in a row that were alone, and revokes the lease as soon as
-it needs the instance. Whoever ends a lease, it is over when the worker reports that (LeaseOver) or has died. Then its
-log is read for the last time, and only after that is the client notified (LeaseEnd), with the error of a request that
-died with the worker.
+The core lends an instance after `Lending.needed` consecutive requests that were alone, and revokes the lease as soon as
+it needs the instance. Client, worker and core can end a lease; it is over when the worker has reported LeaseOver or
+died. Then its log is read for the last time, and only after that is the client notified (LeaseEnd), with the error of a
+request that died with the worker.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shmserve.protocol.messages import Failure, LeaseEnd
 from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revoke
 
 CLIENT_LEASES = 4
-"""The most leases of one client."""
+"""Limit of leases per client."""
 
 
 def count_alone(state: State, version: Version, lending: Lending, requests: list[Request]) -> None:
-    """Counts requests in a row of one client that each were alone. Called with each batch that is sent to an idle
+    """Counts a client's consecutive requests that were each alone. Called with each batch that is sent to an idle
     instance."""
     request = requests[0]
     client = request.client
@@ -46,7 +46,7 @@ def count_alone(state: State, version: Version, lending: Lending, requests: list
 
 
 def _plain(state: State, lending: Lending, request: Request) -> bool:
-    """Could it be sent over a lease?"""
+    """Could the request be sent over a lease?"""
     special = request.outputs is not None or request.options is not None or request.suspect
     if special or request.rows > lending.rows:
         return False
@@ -54,13 +54,13 @@ def _plain(state: State, lending: Lending, request: Request) -> bool:
 
 
 def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
-    """May leased requests of the client refer to this segment? Those with names are left to the broker: a worker may
-    fail to open them."""
+    """May leased requests of the client refer to this segment? Requests with named segments go through the broker,
+    because a worker may fail to open them."""
     return segment in client.segments and state.ledger.segments[segment].announcement.name is None
 
 
 def lend(state: State, version: Version, lending: Lending, instance: Instance, now: int) -> None:
-    """Lends the instance, which has become idle, to the client whose requests were alone, if nothing forbids it."""
+    """Lends an instance that has become idle to the client whose requests were alone, if nothing forbids it."""
     client = lending.client
     lending.alone = 0
     if client is None or client.gone or client.disconnecting or client.requests or client.steps:
@@ -70,9 +70,9 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
     if len(state.leases) >= state.limits.leases:
         return
     known = [lease.version.model for lease in state.leases.values() if lease.client is client]
-    if len(known) >= CLIENT_LEASES or version.model in known:  # a client knows its leases by model
+    if len(known) >= CLIENT_LEASES or version.model in known:  # a client identifies its leases by model
         return
-    if version.model in state.splits or version.model in state.shadows:  # the next one may be for another version
+    if version.model in state.splits or version.model in state.shadows:  # the next request may be for another version
         return
     default = state.ready.get(version.model) is version
     lease = Lease(state.next_number(), client, version, instance, default)
@@ -81,8 +81,8 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
     state.leases[lease.number] = lease
     instance.lease = lease.number
     version.idle.remove(instance)
-    # The ledger counts no use by leased requests. It need not: the client keeps their inputs until it has the answer
-    # or LeaseEnd, and what a worker reads stays mapped even if the client or its segment is gone.
+    # The ledger need not track leased requests: the client keeps their inputs until it has the response or LeaseEnd,
+    # and the memory that a worker reads stays mapped even if the client or its segment is gone.
     for number in sorted(client.segments):
         if _is_lendable(state, client, number):
             state.ledger.show(number, instance.peer)
@@ -124,7 +124,7 @@ def _unfit(state: State, lease: Lease) -> bool:
         or version.state is not VersionState.READY
         or version in state.to_sleep
         or version.yielding
-        or state.models[version.model].operation is not None  # its outcome is for all requests after it
+        or state.models[version.model].operation is not None  # its outcome applies to all requests after it
         or state.draining
         or state.out_of_service
         or state.tracing
@@ -134,23 +134,24 @@ def _unfit(state: State, lease: Lease) -> bool:
 
 
 def _goes_elsewhere(state: State, version: Version) -> bool:
-    """Are requests that name no version for others, or for others, too?"""
+    """Do requests that name no version go to other versions, or also to other versions?"""
     model = version.model
     return state.ready.get(model) is not version or model in state.splits or model in state.shadows
 
 
 def _hides_traces(state: State, instance: Instance) -> bool:
-    """Of a leased request, the broker sees neither tensors nor the number, by which the model's own calls name it."""
+    """Would a lease hide requests from traces? The broker sees neither the tensors of a leased request nor its number,
+    by which the model's calls refer to it."""
     return instance.caller is not None or state.traces.with_tensors
 
 
 def _is_needed(version: Version) -> bool:
-    """Do others wait for an instance of the model, in its queue or behind a batch that runs?"""
+    """Are other requests waiting for an instance of the model, in its queue or behind a running batch?"""
     return version.waits > 0 or any(instance.waiting is not None for instance in version.instances)
 
 
 def on_over(state: State, version: Version, instance: Instance, message: LeaseOver, now: int) -> None:
-    """The worker has ended a lease. If it did so by itself while a Revoke was on its way, it reports that twice."""
+    """The worker has ended a lease. If it did so by itself while a Revoke was in transit, it reports the end twice."""
     if message.lease != instance.lease:
         return
     if message.unfit:
@@ -162,8 +163,8 @@ def on_over(state: State, version: Version, instance: Instance, message: LeaseOv
 
 
 def detach(state: State, instance: Instance, error: Failure | None = None) -> None:
-    """The worker has ended the lease, or is dead. `error`: of the request that it was running, if it may not be run
-    again."""
+    """The worker has ended the lease, or is dead. `error`: for the request that it was running, if that must not be
+    retried."""
     lease = state.leases[instance.lease]
     lease.error = lease.error or error
     instance.lease = instance.leased_since = 0
@@ -171,7 +172,8 @@ def detach(state: State, instance: Instance, error: Failure | None = None) -> No
 
 
 def fail(state: State, instance: Instance, code: str, text: str) -> None:
-    """The worker is about to be killed: the request that it runs over a lease fails, and is not sent again."""
+    """The worker is about to be killed: the leased request that it is running fails, and the client does not retry
+    it."""
     if instance.lease:
         state.leases[instance.lease].error = Failure(code, text)
 
@@ -207,7 +209,7 @@ def on_log_read(state: State, peer: int, event: LeaseRead, now: int) -> None:
 
 
 def _check_hang(state: State, version: Version, instance: Instance, since: int, now: int) -> None:
-    """`since`: when its worker began to run a request or last resumed it, or else now."""
+    """`since`: when the worker began or last resumed the request that it is running; now if it runs none."""
     if instance.waits:  # for other models, which does not count
         since = now
     if since + version.limit_ns > now:
@@ -236,15 +238,15 @@ def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
 
 
 def _accuse(state: State, lease: Lease, number: int) -> None:
-    """Its worker died while it ran this request, which the client may send again."""
+    """The worker died while running this request, which the client may send again."""
     accused = state.accused
     accused[lease.client.number, number] = lease.instance
-    if len(accused) > state.limits.leases:  # the clients of older ones do not send them again
+    if len(accused) > state.limits.leases:  # by now, clients no longer resend the older ones
         del accused[next(iter(accused))]
 
 
 def queue_accused(state: State, version: Version, request: Request) -> bool:
-    """Queues a request that was running over a lease when the worker died, to be run alone. False: it was not."""
+    """Queues a request to run alone if it was running over a lease when the worker died. False: it was not."""
     instance = state.accused.pop((request.client.number, request.client_number), None)
     if instance is None or instance not in version.instances:
         return False
@@ -255,7 +257,7 @@ def queue_accused(state: State, version: Version, request: Request) -> bool:
 
 
 def count_logged(state: State, reading: LeaseRead) -> None:
-    """Counts requests in the statistics of their version, each as a batch of its own."""
+    """Counts leased requests in the statistics of their version, each as a separate batch."""
     lease, requests = state.leases.get(reading.lease), reading.requests
     if lease is None:
         return

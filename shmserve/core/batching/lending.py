@@ -12,21 +12,21 @@ from shmserve.dtypes import ITEM_BYTES
 from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, TensorForm
 
 ALONE = 16
-"""Requests in a row that a client must have sent alone."""
+"""Consecutive requests that a client must have sent alone before it gets a lease."""
 ALONE_MOST = 256
-"""As `ALONE`, after several leases that were ended because others needed the instance: granting and ending one costs
-about as much as two requests."""
+"""Upper limit for `ALONE` after leases that were ended because others needed the instance: granting and ending a lease
+costs about as much as two requests."""
 
 
 class Lending(Struct, eq=False):
-    """`inputs` and `rows`: the requests that a worker may run without the core, as in the message Lend."""
+    """`inputs` and `rows`: which requests a worker may run without the core, as in the message Lend."""
 
     inputs: tuple[TensorForm, ...]
     rows: int
     client: ClientState | None = None
     """The client of the last request that was alone."""
     alone: int = 0
-    """Its requests in a row that were alone."""
+    """Its consecutive requests that were alone."""
     needed: int = ALONE
 
     def ended_by_others(self) -> None:
@@ -35,10 +35,10 @@ class Lending(Struct, eq=False):
 
 
 def lending_of(policy: ModelPolicy) -> Lending | None:
-    """None: its requests need the core, or its outputs may not fit into a message."""
+    """None: the model's requests need the core, or its outputs may not fit into a message."""
     if policy.sequence or policy.steps or policy.decoupled or not policy.inputs or not policy.outputs:
         return None
-    if policy.padding is not None:  # which is counted for each batch
+    if policy.padding is not None:  # padding is counted for each batch
         return None
     for spec in policy.inputs:
         if spec.optional or spec.ragged or not ITEM_BYTES[spec.dtype]:

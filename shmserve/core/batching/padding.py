@@ -1,9 +1,9 @@
 """Batching by length: which waiting requests of different lengths run together, padded to the longest.
 
-A batch costs rows x padded length, plus `batch_cost`. The waiting requests, sorted by length, are cut into the groups
-with the least total cost, and the group that contains the head of the queue runs. So a later request may run earlier.
-Invariant: no request is overtaken by more than `max_batch` rows in total, so it waits at most one batch longer than in
-order.
+A batch costs rows x padded length, plus `batch_cost`. The waiting requests, sorted by length, are partitioned into
+groups with the least total cost, and the group that contains the head of the queue runs. So a request may overtake
+earlier ones. Invariant: no request is overtaken by more than `max_batch` rows in total, so it waits at most one batch
+longer than in arrival order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def form_padded(
     length: int = 0,
     useful: int = 0,
 ) -> BatchPlan:
-    """Like `form`, but chooses among the first `lookahead` requests: `BatchPlan.chosen` contains their places.
+    """Like `form`, but chooses among the first `lookahead` requests: `BatchPlan.chosen` contains their queue positions.
 
     `base` rows with `signature` already wait at a worker, with a maximum length of `length` and `useful` elements in
     total. A request that expires before `urgent` is not overtaken.
@@ -83,7 +83,7 @@ def _enough(window: Sequence[WaitingPadded], rules: BatchRules, policy: PaddingP
 
 
 def _group(window: Sequence[WaitingPadded], rules: BatchRules, policy: PaddingPolicy) -> list[int]:
-    """The places of the head's group, in queue order, including the first request that no longer fits, which `form`
+    """The queue positions of the head's group, in order, including the first request that no longer fits, which `form`
     needs to see."""
     multiple, signature = policy.multiple, window[0].signature
     sizes = [-(-request.length // multiple) * multiple for request in window]
@@ -110,8 +110,8 @@ def _joining(
     length: int,
     useful: int,
 ) -> list[int]:
-    """The places of requests that can join a batch, in queue order, while its total padding costs no more than another
-    batch. It runs on every arrival, so it does not search for the cheapest groups."""
+    """The queue positions, in order, of requests that can join a batch while its total padding costs no more than
+    another batch. Runs on every arrival, so it does not search for the cheapest groups."""
     longest = rounded(length, policy)
     padding = rows * longest - useful
     found = []
@@ -132,8 +132,8 @@ def _joining(
 
 
 def group_of(items: Sequence[tuple[int, int]], anchor: int, most: int, batch_cost: int) -> tuple[int, int]:
-    """The shortest and longest length in the anchor's group, when all items are cut into the cheapest groups of at most
-    `most` rows. `items` are (length, rows), increasing. Takes 0.2 ms for 64 items, once per batch."""
+    """The shortest and longest length in the anchor's group, when all items are partitioned into the cheapest groups of
+    at most `most` rows. `items` are (length, rows), increasing. Takes 0.2 ms for 64 items, once per batch."""
     if items[0][0] == items[-1][0]:
         return items[0][0], items[0][0]
     limit = _WASTE * batch_cost

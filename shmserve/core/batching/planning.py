@@ -9,7 +9,7 @@ from shmserve.core.records import Instance, Request, Version
 
 
 def plan_batch(version: Version, now: int, alone: bool = False) -> BatchPlan:
-    """The next batch; `alone`: of a single request."""
+    """Plans the next batch; `alone`: of a single request."""
     rules = version.batch_rules
     if alone or rules is None:
         return BatchPlan(1, version.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
@@ -31,7 +31,7 @@ def plan_extension(version: Version, batch: Batch[Request], now: int) -> BatchPl
 
 
 def _urgent(version: Version, now: int) -> int:
-    """A request that expires before this time might be too late if another batch ran first."""
+    """The time before which a request must expire to be urgent: it might be too late if another batch ran first."""
     return now + 2 * version.service_ns + 4 * version.spread_ns
 
 
@@ -54,7 +54,7 @@ def sends_ahead(version: Version, prefetch_ns: int) -> bool:
 
 
 def busy(version: Version) -> list[Instance]:
-    """Busy instances that may take more work, the one that will probably finish first in front."""
+    """Busy instances that may take more work, in the order in which they will probably finish."""
     kept = (version.trial, version.reserved)
     found = [
         i
@@ -67,7 +67,7 @@ def busy(version: Version) -> list[Instance]:
 
 
 def place_for(version: Version, suspect: Request) -> Instance | None:
-    """The instance for a retry: preferably not the one where its worker died, and the one that can start it first."""
+    """The instance for a retry: the one that can start it first, preferably not the one whose worker died."""
     able = [i for i in version.instances if i.usable and not i.retiring and not i.waits]
     return min(
         able,

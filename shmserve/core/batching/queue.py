@@ -1,9 +1,9 @@
 """The request queue of a model version, in the order in which the requests would run.
 
 Priority levels are strict. Within a level, start-time fair queueing in rows divides capacity twice: between users, and
-within a user between its clients. So a user gains nothing from more connections, and a client nothing from offering
-more. With a single client this is the order of arrival. Requests whose queue timeout has passed under the DELAY action
-come after all unexpired ones of their level.
+within a user between its clients. So a user gains nothing from more connections, and a client gains nothing from
+sending more. With a single client, requests run in order of arrival. Requests whose queue timeout has passed under the
+DELAY action come after all unexpired ones of their level.
 
 A user is charged when a request is taken: requests that are cancelled or expire cost nothing. A client is charged when
 its request arrives, so that the user's requests have an order, and refunded if it is not run.
@@ -23,8 +23,8 @@ _by_tag = attrgetter("tag")
 IDLE_LEVELS = 64
 """Priority levels kept before empty ones are dropped."""
 UNSERVED = 64
-"""Entries of `Share.unserved` kept before a refund, in addition to as many as there are requests in the share. Usually
-they are refunded earlier, when the order is next read."""
+"""Entries of `Share.unserved` kept before a refund, in addition to the number of requests in the share. Usually they
+are refunded earlier, when the order is next read."""
 IDLE_USERS = 64
 """Users of a level kept before idle ones are dropped."""
 
@@ -39,7 +39,7 @@ class QueueClient(Protocol):
 
 
 class Queued(Protocol):
-    """The fields of a request that the queue reads, and those that it keeps in it."""
+    """The fields of a request that the queue reads, and those in which it stores its own state."""
 
     @property
     def number(self) -> int: ...
@@ -77,7 +77,8 @@ def _take_out(waiting: list[R], numbers: set[int]) -> None:
 
 
 def _sums(refunds: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Returns the tags, increasing, and for each the sum refunded below it; the last sum is for tags above them all."""
+    """Returns the tags in increasing order, and for each the sum refunded below it. The last sum is for tags above all
+    of them."""
     refunds.sort()
     totals = [0]
     for _, cost in refunds:
@@ -94,7 +95,7 @@ class Share(Generic[R]):
         self.ready: list[R] = []
         """Ordered by tag."""
         self.turn = turn
-        """The tag of the last request that was taken: a client that was idle continues from here."""
+        """The tag of the last request that was taken. A client that was idle continues from here."""
         self.charged = 0
         """The virtual time of the level up to which the user has been served."""
         self.tags: dict[int, int] = {}
@@ -112,7 +113,7 @@ class Share(Generic[R]):
             self._forget()
 
     def _forget(self) -> None:
-        """Nothing is queued, so no client is ahead of another or behind it."""
+        """Forgets tags and refunds. Nothing is queued, so no client is ahead of or behind another."""
         self.tags.clear()
         self.unserved.clear()
 
@@ -140,7 +141,7 @@ class Share(Generic[R]):
         self.ready.sort(key=_by_tag)
 
     def take(self, count: int) -> list[R]:
-        """The first `count`, or fewer if there are fewer."""
+        """Removes and returns up to `count` requests from the front."""
         ready = self.ready
         taken = ready[:count]
         del ready[:count]
@@ -175,8 +176,8 @@ class PriorityLevel(Generic[R]):
         """By user."""
         self.active: list[Share[R]] = []
         self.turn = 0
-        """The virtual time: how far the user of the last taken request has been served. Users that were idle continue
-        from here."""
+        """The virtual time up to which the user of the last taken request has been served. Users that were idle
+        continue from here."""
         self.dropped = dropped
         """The highest turn of a dropped share. New shares start there, so that a request that is put back stays ahead
         of later ones."""
@@ -226,7 +227,7 @@ class PriorityLevel(Generic[R]):
         self.add(first)
         client = first.client
         ready, tag = self.shares[client.user].ready, first.tag
-        if ready[-1] is not first:  # behind it are requests of others
+        if ready[-1] is not first:  # requests of others are behind it
             for request in requests[1:]:
                 self.add(request)
             return
@@ -283,7 +284,8 @@ class PriorityLevel(Generic[R]):
         return found + self.delayed[: count - len(found)] if len(found) < count else found
 
     def _merged(self, count: int) -> list[R]:
-        """The first `count` of all users: next is always the request after which its user has been served least."""
+        """The first `count` requests of all users: the next one is always the request after which its user has been
+        served least."""
         active = self.active
         if len(active) == 1:
             return active[0].ready[:count]
@@ -307,7 +309,7 @@ class PriorityLevel(Generic[R]):
         if len(active) == 1:
             share = active[0]
             taken = share.take(count)
-            share.charged = self.turn  # a single user is neither ahead nor behind
+            share.charged = self.turn  # a single user is neither ahead of nor behind others
             if not share.ready:
                 active.clear()
             if not self.delayed:
@@ -337,7 +339,8 @@ class PriorityLevel(Generic[R]):
                 self.active.remove(share)
 
     def pick(self, requests: list[R]) -> None:
-        """Removes these requests from any place. New users start where the least served of the waiting users is."""
+        """Removes these requests from any position. New users start at the virtual time of the least served waiting
+        user."""
         chosen: dict[Share[R], set[int]] = {}
         for request in requests:
             if not request.delayed:
@@ -358,7 +361,8 @@ class PriorityLevel(Generic[R]):
 class RequestQueue(Generic[R]):
     """All priority levels. Level numbers are the caller's 1..n; without priorities there is only level 0.
 
-    Invariant: there may be 2^64 levels, so only those in use have a Level; its policy comes from the configuration.
+    Invariant: there may be 2^64 levels, so only levels in use have a PriorityLevel; its policy comes from the
+    configuration.
     """
 
     def __init__(self, policy: BatchPolicy | None) -> None:
@@ -396,7 +400,7 @@ class RequestQueue(Generic[R]):
         return made
 
     def _drop_idle(self) -> None:
-        """Callers choose the numbers: without this, every level ever used would stay."""
+        """Drops empty levels. Callers choose level numbers, so every level ever used would otherwise stay."""
         idle = [number for number, level in self._levels.items() if not len(level)]
         for number in idle:
             self._turn = max(self._turn, self._levels.pop(number).last_turn())
@@ -455,7 +459,7 @@ class RequestQueue(Generic[R]):
     def first(self, count: int) -> list[R]:
         """At least the first `count` of `in_order`, if there are that many. The caller must not change the list."""
         levels = self._levels.values()
-        if len(levels) == 1:  # fast path of the common case
+        if len(levels) == 1:  # fast path for the common case
             (only,) = levels
             if only.unserved:
                 only.refund()
@@ -481,8 +485,8 @@ class RequestQueue(Generic[R]):
         return taken
 
     def pick(self, places: Sequence[int]) -> list[R]:
-        """Removes and returns those at these places of `in_order`, increasing, if nothing was added or removed since it
-        was read. Each overtaken request counts the rows that overtook it."""
+        """Removes and returns the requests at these increasing positions of `in_order`, if nothing was added or removed
+        since it was read. Each overtaken request counts the rows that overtook it."""
         waiting = self.first(places[-1] + 1)
         taken = [waiting[place] for place in places]
         behind = sum([request.cost for request in taken])

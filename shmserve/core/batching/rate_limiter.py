@@ -18,7 +18,7 @@ Place = tuple[str, int]
 
 
 class Limiter:
-    """`given`: configured amounts, by name and device (ANY: each device). The default amount is the largest that one
+    """`given`: configured amounts, by name and device (ANY: each device). The default is the largest amount that one
     instance needs."""
 
     def __init__(self, given: Iterable[tuple[str, int, int]] = ()) -> None:
@@ -29,10 +29,10 @@ class Limiter:
         self._executions: dict[Instance, int] = {}
         self._lenders: dict[Instance, None] = {}
         self.waiting: dict[Version, None] = {}
-        """Versions with queued requests and an idle instance that lack resources."""
+        """Versions with queued requests and an idle instance that lacks resources."""
 
     def know(self, spec: InstanceSpec) -> None:
-        """Registers an instance. Resets all counters, so that the new one does not go first for long."""
+        """Registers an instance. Resets all counters, so that the new instance does not get precedence for long."""
         for resource in spec.resources:
             place = _place(spec, resource)
             self._required[place] = max(self._required.get(place, 0), resource.count)
@@ -61,7 +61,7 @@ class Limiter:
         return True
 
     def release(self, instance: Instance) -> list[Version]:
-        """The instance runs nothing any more. Returns the versions that may have enough resources now."""
+        """Releases the resources of an idle instance. Returns the versions that may have enough resources now."""
         self._lenders.pop(instance, None)
         for resource in self._running.pop(instance, ()):
             self._used[_place(instance.spec, resource)] -= resource.count
@@ -70,8 +70,8 @@ class Limiter:
         return found
 
     def take_again(self, instance: Instance) -> None:
-        """The instance lent its resources and continues now, even if others hold them. Until those finish, the limit is
-        exceeded, and no other instance starts."""
+        """The instance had lent its resources and now continues, even if others hold them. Until those finish, the
+        limit is exceeded and no other instance starts."""
         resources = instance.spec.resources
         for resource in resources:
             place = _place(instance.spec, resource)

@@ -1,4 +1,4 @@
-"""Recalls: requests that a worker has not started are asked back, taken out of their batch, and queued again."""
+"""Recalls: takes back requests that a worker has not started, removes them from their batch, and queues them again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def take_out(state: State, version: Version, instance: Instance, batch: Batch[Re
 
 
 def put_back(state: State, version: Version, request: Request) -> None:
-    """Queues it again in its version or, after a restart, in the next generation."""
+    """Queues the request again in its version or, after a restart, in the next generation."""
     heir = version.heir
     if heir is not version:
         request.version = heir

@@ -1,4 +1,4 @@
-"""Reports of workers on batches: started, done, withdrawn, and the results of their requests."""
+"""Workers' reports on batches: started, done, withdrawn, and the results of requests."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _recovered(state: State, version: Version, instance: Instance) -> None:
 
 
 def _again(state: State, version: Version, batch: Batch[Request], numbers: tuple[int, ...]) -> None:
-    """An iterative model wants to run these requests again. Those whose callers have left end here."""
+    """An iterative model runs these requests again. Requests whose callers have disconnected end here."""
     for number in numbers:
         request = state.requests.get(number)
         if request is not None and request.batch is batch:
@@ -134,7 +134,7 @@ def _run_waiting(state: State, version: Version, instance: Instance, number: int
         return
     instance.waiting = batch.split(through)
     instance.running = batch
-    if version.lending is not None:  # its requests came while others ran
+    if version.lending is not None:  # its requests arrived while others ran
         version.lending.client = None
     batch.began = now
     batch.move(BatchState.RUNNING)
@@ -164,8 +164,8 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
 def _usual_rows(
     state: State, version: Version, instance: Instance, batch: Batch[Request], done: Done, now: int
 ) -> None:
-    """`_row` for each row, with the common cases inlined for speed: an answer without handles to a waiting client, and
-    one of a step."""
+    """`_row` for each row, with the common cases inlined for speed: a response without handles, to a waiting client or
+    as the result of a step."""
     requests, append = state.requests, state.effects.append
     taken, number = done.times[0], version.number
     untraced = not state.traces.active and state.recording is None
@@ -213,7 +213,7 @@ def _count_answered(
 def _usual_columns(
     state: State, version: Version, instance: Instance, batch: Batch[Request], columns: Columns, taken: int, now: int
 ) -> None:
-    """As `_usual_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
+    """Like `_usual_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
     requests, forms = state.requests, columns.forms
     rows = 0
     arrivals: list[int] = []
@@ -267,7 +267,7 @@ def _row(
 def _reply(
     state: State, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int
 ) -> bool:
-    """Sends the answer. False, without any change: it refers to memory that the worker may not give."""
+    """Sends the response. False, without any change: it refers to memory that the worker may not give."""
     if not answers.take(state, instance, request, row):
         return False
     if taken:

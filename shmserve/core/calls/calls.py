@@ -1,11 +1,11 @@
 """Models that call other models: the worker becomes a client on its own link, and its calls are ordinary requests.
 
-The difference is that a calling instance may block until it is answered. Therefore nothing is queued at it meanwhile,
-its execution limit is paused, its resources are lent to others, and a call that would close a cycle of waiting
+The difference is that the calling instance may block until its call is answered. While it is blocked, no work is sent
+to it, its execution limit is paused, and its resources are lent to others. A call that would close a cycle of waiting
 instances fails (deadlock.py).
 
-Invariant: a worker may receive only memory that the parent of its call, the request that it is running, may receive:
-calls have the audience of their parent.
+Invariant: a worker receives only memory that the parent of its call (the request that it is running) may receive,
+because a call has the audience of its parent.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class ModelCalls:
             kill_for_protocol_error(self._state, version, instance, "Return of a handle that it does not hold")
 
     def ask(self, version: Version, instance: Instance, message: Ask, now: int) -> None:
-        """A model's query about the server, or an operation. An instance that waits for another model to load does not
-        count as loading."""
+        """A query from a model about the server, or an operation. An instance that waits for another model to load does
+        not count as loading."""
         try:
             if message.what and message.what not in roles.QUESTIONS:
                 raise roles.unknown(message.what)
@@ -122,7 +122,7 @@ class ModelCalls:
         version = None
         if options is not None and options.sequence:
             version = scheduler.version_of(self._state, caller, message.model, message.version, options)
-        if state.draining and parent is None and not instance.lease:  # a leased request has no number to name it by
+        if state.draining and parent is None and not instance.lease:  # a leased request has no number to name
             raise Unavailable(STOPPING)
         self._check_room(caller)
         version = version or state.look_up(message.model, message.version)
@@ -168,7 +168,7 @@ class ModelCalls:
         return None
 
     def _check_room(self, caller: CallingWorker) -> None:
-        """Checks only limits of the caller itself. Shared quotas are not applied: the caller's request has been
+        """Checks only the limits of the caller itself. Shared quotas do not apply: the parent request has already been
         admitted, and rejecting its call would only make it hold its resources longer."""
         limit = self._state.limits.client_requests
         if len(caller.requests) >= limit:
@@ -228,7 +228,7 @@ class ModelCalls:
     # ------------------------------------------------------------------------------------ waiting instances
 
     def _hold(self, caller: CallingWorker) -> None:
-        """The instance blocks until it is answered."""
+        """The instance blocks until its call is answered."""
         caller.waits_for += 1
         if caller.waits_for > 1:
             return
@@ -236,9 +236,9 @@ class ModelCalls:
         version, instance = state.instances[caller.number]
         caller.since = state.now
         state.blocked_instances[instance] = None
-        version.prefetch = False  # batches sent ahead to it would wait, too
+        version.prefetch = False  # batches sent ahead to it would also wait
         state.to_dispatch[version] = None
-        if state.load_queue:  # others of the version may be needed now
+        if state.load_queue:  # other instances of the version may be needed now
             state.memory_changed = True
         if state.limiter is not None:
             for other in state.limiter.release(instance):

@@ -1,8 +1,8 @@
 """Deadlock detection among instances that wait for other models.
 
-An instance that blocks can continue if all of the calls for which it does will be answered. One of a version that makes
-room in memory can sleep if all of its calls will be. A request will be answered if the instance that has it
-can continue or, while it is queued, one of those that may run it. Instances for which this cannot be shown are
+A blocked instance can continue if all calls that block it will be answered. An instance of a version that has to free
+its memory can sleep if all of its calls will be answered. A request will be answered if the instance that has it can
+continue or, while it is queued, if an instance that may run it can. Instances for which this cannot be shown are
 deadlocked.
 
 Invariant: if there is no deadlock, a new call can only deadlock its own caller, so only that call is checked. All
@@ -25,7 +25,7 @@ Stuck = dict[Instance, None]
 
 
 def closes_cycle(state: State, request: Request) -> str:
-    """For a new call that blocks its instance: why it would wait forever, or ""."""
+    """Why a new call that blocks its instance would wait forever, or ""."""
     version, waiting = request.version, state.blocked_instances
     usual = version.graph is None and version.order is None and version.places is None
     if usual and any(instance.usable and instance not in waiting for instance in version.instances):
@@ -65,7 +65,7 @@ def _blocked_call(state: State, instance: Instance, stuck: Stuck) -> Request:
 
 
 def _path(state: State, request: Request, stuck: Stuck) -> tuple[list[Request], int]:
-    """The chain of calls that starts with this one, and the index where the cycle in it begins."""
+    """The chain of calls that starts with this one, and the index at which its cycle begins."""
     calls, seen = [request], {_caller(state, request)[1]: 0}
     while True:
         blocker = _blocked_by(state, calls[-1], stuck)
@@ -77,7 +77,7 @@ def _path(state: State, request: Request, stuck: Stuck) -> tuple[list[Request], 
 
 
 def _blocked_by(state: State, request: Request, stuck: Stuck) -> Instance | None:
-    """A deadlocked instance without which this request is not answered."""
+    """A deadlocked instance that this request needs to be answered."""
     order = request.version.order
     if order is not None:
         for before in order:
@@ -116,7 +116,8 @@ def _held_up_by(state: State, run: Run, stuck: Stuck) -> Instance | None:
 
 
 def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
-    """None: an instance will run what is queued there, or the requests will fail."""
+    """A deadlocked instance that the version's queue waits for. None: an instance will run the queued requests, or they
+    will fail."""
     if version.graph is not None:
         blockers = [_served_by(state, member, stuck) for member in version.members]
         return next((blocker for blocker in blockers if blocker is not None), None)
@@ -131,7 +132,7 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
 
 
 def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:
-    """False for one that only cannot sleep: it runs what comes."""
+    """False for an instance that only cannot sleep: it still runs new requests."""
     return instance in stuck and instance in state.blocked_instances
 
 
@@ -169,7 +170,7 @@ def _caller(state: State, request: Request) -> tuple[Version, Instance]:
 
 
 def _held(state: State, instance: Instance) -> list[Request]:
-    """The calls that block the instance, or keep it awake."""
+    """The calls that block the instance or keep it awake."""
     caller, requests = instance.caller, state.requests
     calls = [requests[number] for number in caller.requests.values()] if caller is not None else []
     version, _ = state.instances[instance.peer]

@@ -1,7 +1,7 @@
 """Ensembles: requests that run as a graph of steps, each of which is a request to another model.
 
-`readiness` makes an ensemble READY when the models of its steps are. `begin` creates a `run` for a request, which fixes
-the versions of all steps. `advance` starts each step when its inputs are there, `steps` builds the request for it, and
-the results lead to further steps until the caller can be answered. `graph` contains the stateless part: dependencies,
-shapes and rows.
+`readiness` makes an ensemble READY when the models of its steps are READY. `begin` creates a `run` for a request and
+fixes the versions of all its steps. `advance` starts each step when its inputs exist, `steps` builds the step's
+request, and the results start further steps until the caller can be answered. `graph` contains the stateless part:
+dependencies, shapes and rows.
 """

@@ -1,11 +1,12 @@
-"""Runs ensembles: starts each step when its inputs are there. Tensors stay in the memory of the worker that made them.
+"""Runs ensembles: starts each step when its inputs exist. Tensors stay in the memory of the worker that produced them.
 
 A Run (`core.ensembles.run`) is one request to an ensemble. Its steps are ordinary requests in the queues of their
 models, except that their results go to the run. Invariant: a result is only recorded when it arrives (`Run.results`);
 `advance` processes it after all events of the turn, never while a batch is being processed.
 
-A tensor made by a step is kept until the last step that reads it has left its worker, or until the caller's response. A
-step with many responses may only be a limited number ahead of the caller (`steps`), which gives backpressure.
+A tensor produced by a step is kept until the last step that reads it has left its worker, or until the caller's
+response is sent. A step with many responses may be only a limited number of responses ahead of the caller
+(`steps.WINDOW`), which gives backpressure.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class Ensembles:
         self._finish_step(run, iteration, index, outputs)
 
     def _answered_again(self, run: Run, iteration: Iteration, index: int, message: Reply | Part) -> None:
-        """A response of a source: starts another iteration of everything that depends on it. The last one may be
-        empty."""
+        """Processes a response of a source: starts another iteration of all steps that depend on it. The last response
+        may be empty."""
         last = not isinstance(message, Part) or message.last
         if message.outputs or not (last and isinstance(message, Part)):
             made = {tensor.name: tensor for tensor in message.outputs}
@@ -127,7 +128,7 @@ class Ensembles:
         return [graph.together(found, policy.max_batch > 0) for found in tensors.values()]
 
     def _finish_step(self, run: Run, iteration: Iteration, index: int, outputs: Iterable[Tensor]) -> None:
-        """The step has left its worker: stores its outputs and releases its inputs."""
+        """Called when the step has left its worker: stores its outputs and releases its inputs."""
         made = {tensor.name: tensor for tensor in outputs}
         skipped = run.members[index].graph is not None  # a nested ensemble may have skipped it
         for own, name in run.graph.steps[index].outputs:
@@ -140,7 +141,7 @@ class Ensembles:
     def _have_read(self, run: Run, iteration: Iteration, index: int) -> None:
         """Ends a step: releases the tensors that no other step will read."""
         iteration.left -= 1
-        for name in run.graph.waits[index]:  # tensors not found are of a level above, and stay until it ends
+        for name in run.graph.waits[index]:  # tensors not found belong to a level above, and stay until that ends
             kept = iteration.tensors.get(name)
             if kept is not None:
                 kept.readers -= 1
@@ -257,7 +258,7 @@ class Ensembles:
     # ------------------------------------------------------------------------------------ responses and completion
 
     def _move_on(self, run: Run, now: int) -> bool:
-        """Closes the first iteration of a level, if it is done. True: one was closed, and others may continue."""
+        """Closes the first iteration of a level if it is done. True: one was closed, and others may continue."""
         for level in range(len(run.open) - 1, -1, -1):
             if not run.open[level]:
                 continue
@@ -324,7 +325,7 @@ class Ensembles:
         completion.deliver(self._state, request, reply)
 
     def _answer_part(self, run: Run, iteration: Iteration, now: int) -> None:
-        """Sends one of several responses. The last one is marked as last if that is already known and it has
+        """Sends one of several responses. The last one is marked as last if it is already known to be, and has
         outputs."""
         outputs = self._outputs(run, iteration)
         last = bool(outputs) and run.is_last

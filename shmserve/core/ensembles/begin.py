@@ -57,7 +57,7 @@ def _take_members(state: State, run: Run) -> None:
     if not many:
         return
     names = ", ".join(f"'{run.members[index].model}'" for index in sorted(many))
-    if request.options is None or not request.options.window:  # it has only become decoupled in this turn
+    if request.options is None or not request.options.window:  # the ensemble became decoupled only in this turn
         raise Unavailable(f"{names} of a step has become decoupled; call the ensemble with stream()")
     if any(run.graph.steps[index].mapped for index in many):
         raise Unavailable(f"{names} has become decoupled; a decoupled step cannot be mapped")
@@ -66,7 +66,7 @@ def _take_members(state: State, run: Run) -> None:
 
 
 def _hold(state: State, held: Held, name: str, number: int) -> Version:
-    """The version that runs all steps with this name and number, even after another one has taken over."""
+    """Holds the version that runs all steps with this name and number, even after another version has taken over."""
     member = held.get((name, number))
     if member is None:
         member = held[name, number] = state.look_up(name, number)

@@ -1,4 +1,4 @@
-"""The graph of an ensemble, precomputed, and operations on tensors between its steps.
+"""The precomputed graph of an ensemble, and operations on tensors between its steps.
 
 Invariant: everything here is stateless or a cache; the state of a request is in its Run.
 """
@@ -19,12 +19,12 @@ from shmserve.errors import InvalidRequest, Unavailable, Unsupported
 from shmserve.protocol.messages import INLINE_BYTES, Handle, Tensor, Wanted
 
 ROWS = 4096
-"""The most requests that a mapped step makes from one tensor; a response has at most as many parts."""
+"""Maximum number of requests that a mapped step sends for one tensor, and of parts in its result."""
 
 PARTS = 8192
-"""The most handles that fit in one message, for all tensors of a request or response."""
+"""Maximum number of handles in one message, for all tensors of a request or response."""
 HANDLE_BYTES = 22
-"""The most bytes that a handle takes in a message."""
+"""Maximum size of a handle in a message."""
 
 _LENGTH = 4
 
@@ -49,13 +49,13 @@ class FittedInputs(NamedTuple):
 
 
 class StepPlan(Struct, eq=False):
-    """What is the same in each run that wants the same outputs from the same models."""
+    """The part of a step's request that is the same in each run with the same outputs and models."""
 
     policy: ModelPolicy
     """Of the model."""
     inputs: tuple[StepInput, ...]
     outputs: tuple[Wanted, ...]
-    """Requested from the model, unless the caller wants some of them at a place or as classes."""
+    """Requested from the model, unless the caller wants some of them placed in its memory or as classes."""
     final: bool
     """Some of its outputs are for the caller."""
     fitted: dict[tuple[tuple[str, str, tuple[int, ...]], ...], FittedInputs] = {}
@@ -63,7 +63,7 @@ class StepPlan(Struct, eq=False):
 
 
 class EnsembleGraph:
-    """Which steps make and read which tensor. Consistency was checked when the ensemble was loaded."""
+    """Which steps produce and read which tensor. Consistency was checked when the ensemble was loaded."""
 
     __slots__ = (
         "_levels", "_needed", "batches", "maker", "outputs", "plans", "readers", "reshapes", "specs", "steps", "waits",
@@ -83,7 +83,7 @@ class EnsembleGraph:
             for name in names:
                 self.readers.setdefault(name, []).append(index)
         self.reshapes = any(spec.reshape is not None for spec in policy.inputs)
-        """Some inputs have another shape in the steps."""
+        """Some inputs have a different shape in the steps."""
         self.plans: dict[tuple[object, ...], dict[int, StepPlan]] = {}
         """See `ensembles.plan`."""
         self._needed: dict[tuple[str, ...], frozenset[int]] = {}
@@ -117,14 +117,15 @@ class EnsembleGraph:
 
 class Levels:
     """Levels of steps by how often they run. A step with a decoupled model (`many`) is the source of the next level,
-    and each of its responses is one iteration of all steps there. A tensor belongs to the level in which it is made."""
+    and each of its responses starts one iteration of all steps of that level. A tensor belongs to the level that
+    produces it."""
 
     __slots__ = ("first", "pending", "readers", "reads", "sources", "steps", "tensors", "waits")
 
     def __init__(self, graph: EnsembleGraph, needed: frozenset[int], many: frozenset[int]) -> None:
         found: dict[int, int] = {}
         self.tensors: dict[str, int] = {}
-        """Tensor -> level. Tensors that no step makes are left out; they are of level 0."""
+        """Tensor -> level. Tensors that no step produces are left out; they are at level 0."""
         waiting = sorted(needed)
         while waiting:
             later = []
@@ -149,11 +150,11 @@ class Levels:
                 raise Unavailable(f"{names} are both decoupled, and the requested outputs depend on both")
             self.sources += tuple(sources)
         self.waits = {index: sum(name in graph.maker for name in graph.waits[index]) for index in needed}
-        """For each step: how many of the tensors that it waits for are made by other steps."""
+        """For each step: how many of the tensors that it waits for are produced by other steps."""
         self.pending = {index: self.waits[index] for index in self.steps[0]}
         """`waits` of level 0."""
         self.first = tuple(index for index, count in self.pending.items() if not count)
-        """The steps of level 0 that wait for none."""
+        """The steps of level 0 that wait for no other step."""
         self.readers = [
             {
                 name: tuple(index for index in readers if found.get(index) == level)
@@ -161,7 +162,7 @@ class Levels:
             }
             for level in range(count)
         ]
-        """For each level: tensor -> the steps there that read it."""
+        """For each level: tensor -> the steps of this level that read it."""
         self.reads = {name: self._reads(name, found, readers) for name, readers in graph.readers.items()}
 
     def _reads(self, name: str, found: dict[int, int], readers: list[int]) -> int:

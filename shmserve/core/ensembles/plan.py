@@ -1,7 +1,8 @@
-"""Plans of the steps of an ensemble: what does not depend on the single request is computed once and cached.
+"""Plans of the steps of an ensemble: everything that does not depend on the individual request is computed once and
+cached.
 
-Invariant: a plan is only used while the steps have the policies for which it was made. The cache holds these policies,
-so that their ids, which are part of its keys, cannot be reused.
+Invariant: a plan is used only while the steps have the policies for which it was made. The cache holds references to
+these policies, so that their ids, which are part of its keys, cannot be reused.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from shmserve.core.records import Version
 from shmserve.protocol.messages import Wanted
 
 _PLANS = 64
-"""Cached plans per ensemble; beyond that, all are forgotten. Callers choose the outputs."""
+"""Cached plans per ensemble; beyond that, the cache is cleared. Limited because callers choose the outputs."""
 FITTED = 256
-"""Cached shapes of the inputs of a step; beyond that, all are forgotten."""
+"""Cached input shapes per step; beyond that, the cache is cleared."""
 
 
 def plans_of(run: Run) -> dict[int, StepPlan]:

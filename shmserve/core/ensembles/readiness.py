@@ -1,8 +1,8 @@
-"""Readiness of ensembles: an ensemble is READY when the models of its steps are and fit together.
+"""Readiness of ensembles: an ensemble is READY when the models of its steps are READY and compatible.
 
 Invariant: all ensembles are evaluated from scratch whenever any model changes (`State.readiness_changed`), so no change
-can be missed. Whether shapes fit is decided by the shell, which has the configurations (Compose, Composed); it is asked
-once for each set of members.
+can be missed. The shell, which has the configurations, checks whether shapes are compatible (Compose, Composed), once
+for each set of members.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def update(state: State, now: int) -> None:
 
 
 def composed(state: State, peer: int, event: Composed, now: int) -> None:
-    """The shell's answer: whether the models of the steps fit together."""
+    """Handles the shell's response: whether the models of the steps are compatible."""
     for version in list(state.ensembles):
         if version.source == event.source and version.compose_number == event.number:
             if event.problem:
@@ -75,8 +75,7 @@ def _set_decoupled(state: State, version: Version, members: tuple[Version, ...])
 
 
 def _member(state: State, name: str, number: int) -> tuple[Version | None, str, bool]:
-    """The version that runs a step; or None, the reason ("": it is being loaded), and whether it will recover
-    without intervention."""
+    """The version that runs a step; or None, the reason ("": it is loading), and whether it will recover by itself."""
     model = state.models.get(name)
     if model is None:
         return None, ": no such model, or it is not loaded yet", False

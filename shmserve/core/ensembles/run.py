@@ -1,8 +1,9 @@
 """The state of a request to an ensemble: existing tensors, steps in progress, and results not yet processed.
 
 A step whose model is decoupled is a *source*: each of its responses starts an Iteration, in which everything that
-depends on the source runs once. Steps that depend on no source run in the single iteration of level 0; those fed by a
-source of level 0 are level 1, and so on. This module only keeps records; `core.ensembles.advance` acts on them.
+depends on the source runs once. Steps that depend on no source run in the single iteration of level 0; steps that
+depend on a source of level 0 are level 1, and so on. This module only keeps records; `core.ensembles.advance` acts on
+them.
 
 Invariant: responses stay in order, because only the first open iteration of a level starts its source. So the
 iterations above the first one of a level are also the first ones of their levels.
@@ -30,7 +31,7 @@ class KeptTensor(Struct, eq=False):
     tensor: Tensor
     readers: int
     made: bool
-    """Made by a step, and so pinned here; otherwise it is the caller's."""
+    """Produced by a step, and therefore pinned by the run; otherwise it is the caller's."""
 
 
 class Iteration(Struct, eq=False):
@@ -40,9 +41,9 @@ class Iteration(Struct, eq=False):
     left: int
     tensors: dict[str, KeptTensor] = {}
     skipped: set[str] = set()
-    """Tensors that will not be made, because a condition was false."""
+    """Tensors that will not be produced, because a condition was false."""
     absent: set[str] = set()
-    """Tensors that a model should have made and did not."""
+    """Tensors that a model should have produced but did not."""
     pending: dict[int, int] = {}
     """For each step that has not started: how many tensors it waits for."""
     due: dict[int, int] = {}
@@ -66,7 +67,7 @@ class Spot(NamedTuple):
 
 
 class MappedStep(Struct, eq=False):
-    """A mapped step with rows left to request: `rows`, of which the first is number `next`."""
+    """A mapped step with rows left to request: `rows`, the first of which has the index `next`."""
 
     step: int
     iteration: Iteration
@@ -77,7 +78,7 @@ class MappedStep(Struct, eq=False):
 
 
 class Run(Struct, eq=False):
-    """`out`: requests of steps that have not ended. `over`: the caller has received its last response."""
+    """`out`: requests of steps that have not ended. `over`: the last response has been sent to the caller."""
 
     request: Request
     graph: EnsembleGraph
@@ -94,7 +95,7 @@ class Run(Struct, eq=False):
     """For each level: the open iterations, in order."""
     ready: list[tuple[Iteration, int]] = []
     mapped: deque[MappedStep] = field(default_factory=deque)
-    """If this is not empty and the run has not failed, the run is in State.runs_with_rows."""
+    """Invariant: if this is not empty and the run has not failed, the run is in State.runs_with_rows."""
     out: dict[int, Request] = {}
     spots: dict[int, Spot] = {}
     """Number of a request in `out` -> its purpose."""
@@ -127,18 +128,18 @@ class Run(Struct, eq=False):
             counts[spot.step].add(queue_ns, spent)
 
     def ended(self, request: Request) -> None:
-        """A step has had its last result, and no worker has it any more."""
+        """A step has delivered its last result, and no worker has its request any more."""
         del self.out[request.number], self.spots[request.number]
 
     def fail(self, code: str, text: str) -> None:
-        """The first failure is the one that is reported."""
+        """Records a failure. Only the first one is reported."""
         if self.failure is None:
             self.failure = code, text
 
     # ------------------------------------------------------------------------------------ tensors
 
     def home(self, iteration: Iteration, name: str) -> Iteration:
-        """The iteration with the tensor that this one reads: itself, or one of a level above."""
+        """The iteration that contains the tensor: this one, or one of a level above."""
         level = self.levels.tensors.get(name, 0)
         return iteration if level == iteration.level else self.open[level][0]
 
@@ -153,8 +154,8 @@ class Run(Struct, eq=False):
         return readers > 0
 
     def settle(self, iteration: Iteration, name: str) -> None:
-        """The tensor exists, or never will: the steps of this level and below that wait for it have one less to wait
-        for."""
+        """The tensor exists, or never will: decrements the count of each step, at this level and below, that waits for
+        it."""
         level, levels = iteration.level, self.levels
         self._one_less(iteration, levels.readers[level].get(name, ()))
         if level < len(levels.sources) and self.open[level][0] is iteration:  # only the first one has any below
@@ -172,7 +173,7 @@ class Run(Struct, eq=False):
     def begin(
         self, level: int, found: Iterable[tuple[str, Tensor | None]], made: bool, skipped: bool = False
     ) -> list[KeptTensor]:
-        """A new iteration with its first tensors. Returns those that no step will read."""
+        """Adds an iteration with its first tensors. Returns those that no step will read."""
         iteration = Iteration(level, len(self.levels.steps[level]))
         self.open[level].append(iteration)
         unread = [self.appear(iteration, name, tensor, made, skipped) for name, tensor in found]
@@ -182,8 +183,8 @@ class Run(Struct, eq=False):
     def appear(
         self, iteration: Iteration, name: str, tensor: Tensor | None, made: bool, skipped: bool
     ) -> KeptTensor | None:
-        """A tensor of the iteration. None: it will never exist, because its step was skipped or did not make it.
-        Returns the tensor if a step has made it and no step will read it."""
+        """Adds a tensor to the iteration. None: it will never exist, because its step was skipped or did not produce
+        it. Returns the tensor if a step produced it and no step will read it."""
         if tensor is None:
             (iteration.skipped if skipped else iteration.absent).add(name)
             return None
@@ -196,7 +197,7 @@ class Run(Struct, eq=False):
     def wait(self, iteration: Iteration) -> None:
         """Initializes the counts of missing tensors of all steps."""
         levels = self.levels
-        if not iteration.level:  # an optional input that the caller has left out is not waited for
+        if not iteration.level:  # steps do not wait for an optional input that the caller has left out
             iteration.pending = levels.pending.copy()
             self.ready += [(iteration, index) for index in levels.first]
             return
@@ -228,13 +229,14 @@ class Run(Struct, eq=False):
 
     @property
     def waits_for_room(self) -> bool:
-        """Nothing is in flight, because the caller has not asked for more."""
+        """Is nothing in flight because the caller has not asked for more responses?"""
         if not self.levels.sources or self.room or not self.open or not self.open[-1]:
             return False
         return self.is_done(self.open[-1][0])
 
     def to_come(self) -> Iterable[Version]:
-        """The versions of steps that may still start. With a source this is unknown, so all of them."""
+        """The versions of steps that may still start: all of them if there is a source, because it may start any step
+        again."""
         if self.levels.sources:
             return self.members.values()
         return (self.members[i] for done in self.iterations() for i in done.pending if i not in done.due)

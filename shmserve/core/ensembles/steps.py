@@ -28,8 +28,8 @@ WINDOW = 16
 
 
 def follow(state: State, run: Run, index: int, options: Options) -> None:
-    """Continues a sequence where it started, which may be another generation than the current one or than the one
-    that this run has held since it began."""
+    """Continues a sequence in the generation where it started. That can differ from the current generation and from the
+    one that this run holds."""
     step = run.graph.steps[index]
     member = scheduler.version_of(state, run.request.client, step.model, step.version, options)
     if member is not None and member is not run.members[index]:
@@ -117,8 +117,8 @@ def _fitted(
     classes: bool,
 ) -> tuple[tuple[Tensor, ...], int, object, int, int]:
     """The inputs in the shapes of the model, and the results of their check: rows, signature, bytes inside messages and
-    length. Raises if the model does not accept them or the outputs, which are only checked again if some are requested
-    as `classes`."""
+    length. Raises if the model does not accept them or the outputs. Outputs are checked again only if some are
+    requested as `classes`."""
     key = tuple([(one.own, tensor.dtype, tensor.shape) for one, tensor in given])
     known = plan.fitted.get(key)
     if known is not None and not classes:
@@ -141,7 +141,7 @@ def _fitted(
     )
     assert member.checker is not None
     rows, signature, inline, _, length = member.checker.check(inputs, outputs)
-    if all(ITEM_BYTES[tensor.dtype] for tensor in inputs):  # else others of these shapes need not be valid
+    if all(ITEM_BYTES[tensor.dtype] for tensor in inputs):  # otherwise other tensors of these shapes may be invalid
         if len(plan.fitted) >= FITTED:
             plan.fitted.clear()
         shapes, sizes = [tensor.shape for tensor in inputs], [_size(tensor) for tensor in inputs]
@@ -155,7 +155,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _placed(run: Run, index: int, plan: StepPlan) -> tuple[Wanted, ...]:
-    """The outputs of the plan, some of which the caller may want at a place or as classes."""
+    """The outputs of the plan, some of which the caller may want placed in its memory or as classes."""
     step = run.graph.steps[index]
     planned = {wanted.name: wanted for wanted in plan.outputs}
     found = []
@@ -180,8 +180,9 @@ def _placed(run: Run, index: int, plan: StepPlan) -> tuple[Wanted, ...]:
 
 
 def _near(state: State, run: Run, index: int, member: Version) -> tuple[str, ...]:
-    """Outputs whose readers are all on the GPU of the step's model and can read device memory. With a budget for its
-    memory, the readers must stay loaded: the step's model cannot sleep for one that waits for memory to read them."""
+    """Outputs whose readers all run on the GPU of the step's model and can read device memory. If that GPU has a memory
+    budget, the readers must stay loaded: the step's model could not go to sleep to make room for a reader of its own
+    outputs."""
     device = _gpu_of(member)
     if device is None or member.cached:
         return ()
@@ -197,7 +198,7 @@ def _near(state: State, run: Run, index: int, member: Version) -> tuple[str, ...
 
 
 def _window(run: Run) -> int:
-    """How many responses a source may be ahead."""
+    """How many responses a source may be ahead of the caller."""
     options, policy = run.request.options, run.request.version.policy
     assert options is not None
     assert policy is not None
@@ -205,7 +206,7 @@ def _window(run: Run) -> int:
 
 
 def _gpu_of(version: Version) -> int | None:
-    """The GPU on which all instances run, if it is the same one."""
+    """The GPU on which all instances run; None if they run on different ones."""
     places = {
         instance.spec.device if instance.spec.kind == "KIND_GPU" else None
         for instance in version.instances
@@ -230,7 +231,7 @@ def _without_sequence(options: Options | None) -> Options | None:
 
 
 def _labels(run: Run, index: int) -> tuple[LabelFile, ...]:
-    """Label files for the classification outputs of a step; the outermost ensemble that has some decides."""
+    """Label files for the classification outputs of a step: those of the outermost ensemble that has any."""
     policy = run.request.version.policy
     assert policy is not None
     files = {spec.name: spec.labels for spec in policy.outputs}

@@ -1,4 +1,4 @@
-"""How a version schedules its requests, as its policy says."""
+"""Applies the scheduling settings of a policy to a version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shmserve.core.stats.latencies import FirstResponses
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_BYTES
 
 WORKS_BYTES = 80 * 1024
-"""An Execute is split when its works reach this size, besides CHUNK_BYTES of tensors and options."""
+"""An Execute is split when its works reach this size, not counting CHUNK_BYTES of tensors and options."""
 assert CHUNK_BYTES + WORKS_BYTES < PACKET_BYTES
 
 
@@ -58,8 +58,8 @@ def apply_policy(state: State, version: Version, policy: ModelPolicy) -> None:
 
 
 def _work_bytes(policy: ModelPolicy) -> int:
-    """An upper bound, apart from handles, of what a Work takes: its own fields, the form of each input, and each output
-    as wanted, with its place and, for an ensemble, its labels."""
+    """An upper bound for the encoded size of a Work without handles: its own fields, the form of each input, and each
+    requested output with its place and, for an ensemble, its labels."""
     size = 256
     for spec in policy.inputs:
         size += len(spec.name) + 24 + 9 * len(spec.dims)
@@ -69,5 +69,5 @@ def _work_bytes(policy: ModelPolicy) -> int:
 
 
 def _sends_ahead(policy: BatchPolicy) -> bool:
-    """False if the order of queued requests may still change: they stay here until an instance is idle."""
+    """False if the order of queued requests may still change: they stay in the broker until an instance is idle."""
     return policy.levels == 0 and policy.default_policy == QueuePolicy()

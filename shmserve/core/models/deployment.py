@@ -1,7 +1,8 @@
-"""Deployment: new generations load next to those that serve and replace them when READY. The old ones are retired.
+"""Deployment: new generations load next to those that serve and replace them when READY. The old generations are
+retired.
 
-Invariant: a version that is served continues until all of its replacements are READY. Nothing here blocks; each
-operation completes when the last thing it waits for has happened, and is reported exactly once.
+Invariant: a served version continues until all replacements of the operation are READY. Nothing here blocks; each
+operation completes when the last event it waits for has happened, and is reported exactly once.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
         if version is None or version.source != target.source or fresh or version.state not in (_V.LOADING, _V.READY):
             continue
         if version.state is _V.LOADING and state.memory_limited and _lacks(version, target.instances):
-            continue  # memory is granted to all of its instances at once: two that have a part could block each other
+            continue  # memory is granted to all of its instances at once: partial grants could deadlock
         if version is current and coming is not None:
             retirement.abandon(state, model, model.coming.pop(number))
         _set_scaling(state, version, target)
@@ -113,7 +114,7 @@ def _set_scaling(state: State, version: Version, target: Target) -> None:
     elif scaler is None or scaler.policy != policy:
         version.scaler = Scaler(policy) if scaler is None else scaler
         version.scaler.change(policy)
-        state.to_dispatch[version] = None  # is measured then
+        state.to_dispatch[version] = None  # which measures it
 
 
 def _lacks(version: Version, specs: Iterable[InstanceSpec]) -> bool:
@@ -135,7 +136,7 @@ def _fit(state: State, operation: Operation, version: Version, specs: Iterable[I
             left.remove(found)
             if not found.loaded and version.state is _V.READY:
                 operation.starting[found] = version
-                if found.is_tentative:  # now it is needed, so others make room for it
+                if found.is_tentative:  # it is needed now, so others make room for it
                     found.joining = False
             elif found.loaded and found.state is _I.BACKOFF:  # the operator may have removed the cause
                 loading.start_again(state, version, found)
@@ -198,7 +199,7 @@ def set_traffic(state: State, peer: int, event: SetTraffic, now: int) -> None:
 
 
 def set_service(state: State, peer: int, event: SetService, now: int) -> None:
-    """Leases are revoked at the end of the turn, so that all requests that arrive are seen."""
+    """Leases are revoked at the end of the turn, so that the core sees all requests that arrive."""
     state.out_of_service = event.out_of_service
 
 
@@ -248,7 +249,7 @@ def _replace(state: State, model: Model, versions: list[Version], event: Restart
 
 
 def interrupt(state: State, model: Model) -> None:
-    """The server stops: cancels all loading, except of sleeping versions with requests."""
+    """The server stops: cancels all loading, except for sleeping versions with requests."""
     state.load_queue = deque((version, instance) for version, instance in state.load_queue if instance.sleeping)
     _overtake(state, model, STOPPING)
     for number in list(model.coming):
@@ -270,7 +271,7 @@ def _overtake(state: State, model: Model, why: str) -> None:
 
 
 def has_loaded(state: State, version: Version, instance: Instance) -> None:
-    """The instance is READY, and perhaps the version with it."""
+    """The instance has become READY, and possibly the version with it."""
     if instance.joining:
         instance.joining = False
         state.joined.append((version, instance))
@@ -366,7 +367,7 @@ def _commit(state: State, model: Model, operation: Operation) -> None:
     for version, instance in operation.surplus:
         retirement.stop(state, version, instance)
     for number in operation.dropped:
-        if number not in model.versions:  # it was deleted, and has been unloaded since the operation began
+        if number not in model.versions:  # it was deleted, and unloaded after the operation began
             continue
         version = model.versions[number]
         version.deleted = number in operation.deleted
@@ -415,7 +416,8 @@ def complete_departures(state: State, model: Model) -> None:
 
 
 def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:
-    """Compares specs except for engine threads, which follow from the number of instances: no reason for a restart."""
+    """Compares specs except for engine threads: these follow from the number of instances and do not justify a
+    restart."""
     return replace(one, threads=0) == replace(other, threads=0)
 
 

@@ -1,9 +1,9 @@
 """Handover at a restart: requests that the old process has not started move to the new one; the rest has
 --exit-timeout-secs to finish.
 
-A worker reads its messages only between two batches. A working one therefore answers Withdraw before it starts its
-waiting batch. One that hangs does not: after RECALL_NS its waiting requests are taken back without an answer, and it is
-killed if it starts them later.
+A worker reads its messages only between two batches, so a healthy worker answers Withdraw before it starts its waiting
+batch. A hanging worker does not: after RECALL_NS its waiting requests are taken back without a reply, and it is killed
+if it starts them later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState
 
 RECALL_NS = 1_000_000_000
-"""How long a worker has to report the requests that it has not started: much longer than a message takes."""
+"""How long a worker has to report the requests that it has not started. Much longer than a message takes."""
 
 _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
@@ -79,7 +79,7 @@ def _limit(state: State, version: Version, instance: Instance, now: int) -> None
 
 
 def recall_over(state: State, version: Version, instance: Instance, now: int) -> None:
-    """The recall has timed out: the core takes back the requests that the worker has not returned."""
+    """The recall has timed out: takes back the requests that the worker has not returned."""
     batch = instance.waiting
     if batch is None or not batch.recalled or instance.state is InstanceState.KILLED:
         return
@@ -91,8 +91,8 @@ def recall_over(state: State, version: Version, instance: Instance, now: int) ->
 
 
 def overdue(state: State, version: Version, instance: Instance, now: int) -> None:
-    """The grace period for the batch or the leased request that ran when the instance was replaced is over. A batch
-    started since gets another one."""
+    """The grace period for the batch or leased request that was running when the instance was replaced is over. A batch
+    that started since then gets another grace period."""
     limit_ns = state.limits.exit_ns
     if not instance.peer or not instance.due or now < instance.due or instance.state is InstanceState.KILLED:
         return

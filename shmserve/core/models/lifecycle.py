@@ -93,7 +93,7 @@ class Lifecycle:
 
     def _failed_to_load(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         """Handles the failed load of an instance that has never been READY. Only a version that is loading fails
-        because of it, as it needs all of its instances."""
+        because of it, since it needs all of its instances."""
         instance.reason = reason
         if version.state is not _V.LOADING:
             instance.move(_I.FAILED)
@@ -111,7 +111,7 @@ class Lifecycle:
         """There is not enough memory for its instances that wait to load for the first time."""
         waiting = [one for one in version.instances if one.state is _I.WAITING and not one.loaded]
         for instance in waiting:
-            if instance.state is not _I.WAITING:  # the first one has failed the version
+            if instance.state is not _I.WAITING:  # the version has already failed because of an earlier instance
                 break
             if version.state is _V.LOADING:
                 self._give_up(version, instance, reason)
@@ -169,8 +169,8 @@ class Lifecycle:
         self._state.to_dispatch[version] = None
 
     def _handle_exit(self, version: Version, instance: Instance, event: Exited, explained: bool, now: int) -> None:
-        """Decides after the end of a process whether it was expected, final, or needs a restart. `explained`: the cause
-        is a request that has killed another worker before."""
+        """Decides whether the end of a process was expected, is final, or needs a restart. `explained`: the cause is a
+        request that has already killed another worker."""
         load_error = told = instance.load_error or event.loading_error
         if instance.state is _I.STARTING and not load_error:
             load_error = f"its worker process ended while loading: {event.reason}"
@@ -184,7 +184,7 @@ class Lifecycle:
             if instance.retiring and instance.state is _I.READY:
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}"
                 self._state.log("error", text, **_about(version, instance))
-            elif event.reason.startswith("signal "):  # not one that we have sent
+            elif event.reason.startswith("signal "):  # not a signal that the server sent
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended while stopping: {event.reason}"
                 self._state.log("error", text, **_about(version, instance))
             instance.move(_I.STOPPED)
@@ -210,8 +210,8 @@ class Lifecycle:
             self._crashed(version, instance, event.reason, explained, now)
 
     def _lose_batches(self, version: Version, instance: Instance, reason: str, now: int) -> bool:
-        """Retries or fails the requests of a dead worker. True: the request that it ran alone has killed another worker
-        before, so it explains both deaths."""
+        """Retries or fails the requests of a dead worker. True: the request that it ran alone has already killed
+        another worker, which explains both deaths."""
         running, waiting = instance.running, instance.waiting
         instance.running = instance.waiting = None
         dispatch.stopped(self._state, instance)
@@ -250,8 +250,8 @@ class Lifecycle:
         return explained
 
     def _lose_lease(self, version: Version, instance: Instance, reason: str) -> None:
-        """Ends the lease of a dead worker. A request that it ran fails, or its client sends it again, as if the broker
-        had sent it to the worker."""
+        """Ends the lease of a dead worker. A request that it was running fails or is retried by its client, under the
+        same rules as a request that the broker had sent."""
         retry = version.policy is not None and version.policy.retry
         if retry and not instance.hung and _may_run_elsewhere(version, instance):
             leases.detach(self._state, instance)
@@ -267,8 +267,8 @@ class Lifecycle:
                 completion.fail_early(self._state, request, HandleLost.code, text, now)
 
     def _may_retry(self, version: Version, request: Request) -> bool:
-        """May the request be retried? Only if it has killed no other worker before, none of its responses was sent, no
-        sequence state was lost, and the model allows it."""
+        """May the request be retried? Only if it has not killed a worker before, none of its responses were sent, no
+        sequence state was lost, and the model allows retries."""
         if request.state is not RequestState.SENT or request.suspect is not None:
             return False
         if request.sequence is not None or request.parts:
@@ -312,7 +312,7 @@ class Lifecycle:
             self._log_restart(version, instance, "error", text + again)
 
     def _not_restarted(self, version: Version, instance: Instance, reason: str, now: int) -> None:
-        """An instance that was READY before could not load again."""
+        """Handles an instance that was READY before and could not load again."""
         self._count_restart(version, instance)
         instance.deaths += 1
         instance.lost = True
@@ -321,7 +321,7 @@ class Lifecycle:
         self._log_restart(version, instance, "error", text)
 
     def _count_uptime(self, instance: Instance, now: int) -> None:
-        """Resets the crash counters if the instance had been up long enough before the batch during which it ended."""
+        """Resets the crash counters if the instance had been up long enough before the batch in which it died."""
         until = instance.running.began if instance.running is not None else now
         if instance.ready_since and until - instance.ready_since >= self._state.limits.backoff_max_ns:
             instance.deaths = instance.crashes = 0
@@ -358,7 +358,7 @@ class Lifecycle:
             loading.start_again(self._state, version, instance)
 
     def late(self, version: Version, instance: Instance, now: int) -> None:
-        """The load timer. The process may be a later one than that for which it was set."""
+        """The load timer. The instance may have a newer process than the one for which the timer was set."""
         limit = self._state.limits.load_ns
         if instance.state is _I.STARTING and instance.spawned + limit <= now:
             instance.load_error = f"it did not load within {limit / 1e9:g} s (--load-limit-secs)"
@@ -384,7 +384,7 @@ class Lifecycle:
     # ------------------------------------------------------------------------------------ drain
 
     def drain(self, peer: int, event: Drain, now: int) -> None:
-        """A later one can only end the grace period sooner."""
+        """Begins or shortens the drain: a later Drain can only end the grace period sooner."""
         if self._state.draining:
             self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
             return
@@ -411,7 +411,8 @@ class Lifecycle:
             kill(self._state, version, instance, "it did not stop in time")
 
     def _no_more(self, version: Version, now: int) -> None:
-        """During a drain workers are not restarted: fails queued requests of a version that has none left."""
+        """Fails the queued requests of a version that has no worker left, since workers are not restarted during a
+        drain."""
         if not any(instance.peer or (instance.sleeping and not instance.over) for instance in version.instances):
             text = f"{STOPPING}, and no worker of '{version.model}' is left to run this request"
             dispatch.empty_queue(self._state, version, text, now)
@@ -431,7 +432,7 @@ class Lifecycle:
 
 
 def _about(version: Version, instance: Instance) -> dict[str, Any]:
-    """Log fields, with the model's traceback if it failed to load, else with the worker's last output."""
+    """Log fields, with the model's traceback if it failed to load, otherwise with the worker's last output."""
     found: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
     if version.traceback:
         more = {"traceback": version.take_traceback()}
@@ -442,7 +443,7 @@ def _about(version: Version, instance: Instance) -> dict[str, Any]:
 
 def _may_run_elsewhere(version: Version, instance: Instance) -> bool:
     """Can another instance run a request that was alone when its worker crashed? A request that hung is not retried: it
-    would most likely block the other instance for the whole execution limit, too."""
+    would most likely also block the other instance for the whole execution limit."""
     return any(
         other.usable and not other.retiring and not other.quarantined
         for other in version.instances

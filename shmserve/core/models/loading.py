@@ -41,7 +41,7 @@ def spawn(state: State, version: Version, instance: Instance) -> None:
 
 
 def start_again(state: State, version: Version, instance: Instance) -> None:
-    """After a back-off. If others have got its memory meanwhile, it waits for some."""
+    """Starts an instance after its back-off. If others have been granted its memory, it waits for memory."""
     if instance in state.held:
         spawn(state, version, instance)
         return
@@ -51,7 +51,7 @@ def start_again(state: State, version: Version, instance: Instance) -> None:
 
 
 def load_over(state: State, instance: Instance) -> None:
-    """The instance has stopped loading, successfully or not: starts the next one."""
+    """The instance has finished loading, successfully or not: starts the next one."""
     if instance in state.loading:
         del state.loading[instance]
         start_waiting(state)

@@ -1,8 +1,8 @@
 """Memory of instances, and the budgets for it: on the host, and on each GPU.
 
-An instance is charged from the moment when it may load until its process has ended: with the largest memory that the
-processes of its version had, and while it loads with the largest that they had while loading. Until they have been
-measured, an estimate counts.
+An instance is charged from the moment it may load until its process has ended: with the largest memory measured for
+processes of its version or, while it loads, the largest measured during loading. Before the first measurement, an
+estimate is charged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shmserve.core.states import InstanceState, VersionState
 _I = InstanceState
 
 HOST = -2
-"""A place with memory; the others are the numbers of GPUs."""
+"""The host as a place with memory. Other places are GPU numbers."""
 
 BytesByPlace = Counter[int]
-"""Keys: HOST, or the number of a GPU."""
+"""Keys: HOST or a GPU number."""
 
 
 def budget_of(state: State, place: int) -> int:
@@ -49,7 +49,8 @@ def megabytes(size: int) -> str:
 
 
 def estimate_of(target: Target, current: Version | None) -> MemoryEstimate:
-    """For a new generation. What the present one was measured to have is better than a guess from its files."""
+    """The estimate for a new generation. A measurement of the current generation is better than a guess from the
+    files."""
     if current is None or target.memory.given or not current.rest.host:
         return target.memory
     rest = current.rest
@@ -80,7 +81,7 @@ def label_of(place: int) -> str:
 
 
 def budgets(state: State) -> BytesByPlace:
-    """All that are known: of each GPU that instances have used."""
+    """The budgets of the host and of each GPU that instances have used."""
     devices = {instance.spec.device for instance in state.held if instance.spec.kind == "KIND_GPU"}
     devices.update(gpu for gpu, _ in state.limits.gpu_budgets if gpu != ANY_GPU)
     found = Counter({place: budget_of(state, place) for place in (HOST, *devices)})
@@ -139,7 +140,7 @@ def next_to_load(state: State) -> tuple[Version, Instance] | None:
 
 
 def needed(version: Version, instances: Iterable[Instance]) -> BytesByPlace:
-    """By instances that are to load."""
+    """The memory needed by instances that are about to load."""
     found: BytesByPlace = Counter()
     for instance in instances:
         found.update(charge_of(version, instance))
@@ -147,13 +148,13 @@ def needed(version: Version, instances: Iterable[Instance]) -> BytesByPlace:
 
 
 def needed_to_wake(version: Version) -> BytesByPlace:
-    """One instance is enough."""
+    """The memory needed to wake a version, for which one instance is enough."""
     asleep = [one for one in version.instances if one.sleeping and not one.over and not one.spec.passive]
     return needed(version, asleep[:1])
 
 
 def needed_to_load(version: Version) -> BytesByPlace:
-    """One of the instances that an operation has added."""
+    """The memory needed by one of the instances that an operation has added."""
     added = [
         one
         for one in version.instances
@@ -163,23 +164,24 @@ def needed_to_load(version: Version) -> BytesByPlace:
 
 
 def is_fixed(version: Version, instance: Instance) -> bool:
-    """Does it have its memory for good?"""
+    """Will the instance never release its memory for others?"""
     return stays_loaded(version) and not (instance.over or instance.asleep_soon)
 
 
 def stays_loaded(version: Version) -> bool:
-    """A generation that was replaced does not: runs of ensembles may need it for as long as they wait for memory."""
+    """Does the version never sleep? A replaced generation may: ensemble runs that wait for memory may keep it in
+    use."""
     return version.rest.stays_loaded and version.state is not VersionState.UNLOADING
 
 
 def guess_less(version: Version, place: int, size: int) -> None:
-    """The estimate for an instance was too large to be tried."""
+    """Reduces the estimate for an instance, which was too large to fit."""
     known = version.rest.memory
     version.rest.memory = replace(known, host=size) if place == HOST else replace(known, gpu=size)
 
 
 def fixed(state: State, but: Version | None = None) -> BytesByPlace:
-    """What versions have that stay loaded. One of the same model makes room for its replacement."""
+    """Memory of versions that stay loaded, except those of the same model as `but`, which make room for it."""
     found: BytesByPlace = Counter()
     for instance, version in state.held.items():
         if is_fixed(version, instance) and (but is None or version.model != but.model):
@@ -188,19 +190,19 @@ def fixed(state: State, but: Version | None = None) -> BytesByPlace:
 
 
 def waits_for_memory(state: State, instance: Instance) -> bool:
-    """Does it sleep, or wait to load, and would have to be granted memory first?"""
+    """Is the instance asleep or waiting to load, without a memory grant?"""
     waits = instance.sleeping or instance.state is _I.WAITING
     return state.memory_limited and waits and instance not in state.held
 
 
 def may_never_load(state: State, instance: Instance) -> bool:
-    """Was it added for more throughput, or could not load again, and waits until there happens to be memory for it?"""
+    """Is it an instance that was added for more throughput or could not load again, and that gets only memory that is
+    free?"""
     return state.memory_limited and (instance.joining or instance.lost) and instance not in state.held
 
 
 def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> Instance | None:
-    """One of these instances, whose versions cannot make room, if this version, whose other instances have no memory,
-    cannot get it without that."""
+    """One of the instances in `stuck`, if this version needs the memory that their versions hold and cannot release."""
     if not state.memory_limited:
         return None
     need = needed_to_wake(version) or needed_to_load(version)

@@ -30,10 +30,10 @@ class Operation(Struct, eq=False):
     dropped: list[int] = []
     """Versions that are no longer wanted."""
     deleted: frozenset[int] = frozenset()
-    """Those of them that are no longer in the repository."""
+    """The dropped versions that are no longer in the repository."""
     failures: list[str] = []
     traffic: Traffic | None = None
-    """The traffic of the configuration; None: it stays."""
+    """The traffic of the configuration; None: no change."""
     traceback: str = ""
     """The model's traceback, for the log."""
 
@@ -82,11 +82,11 @@ class Model(Struct, eq=False):
     comparisons: dict[tuple[int, int], dict[str, int]] = {}
     """(version that answered, shadow) -> result of the comparison of their answers -> requests."""
     traffic_set: bool = False
-    """An operator has set the traffic, so that loads do not change it."""
+    """An operator has set the traffic, so loading a model does not change it."""
 
     def default(self) -> Version | None:
-        """The version that gets most of the requests that name none: the highest that is READY, unless operators have
-        set shares."""
+        """The version that gets most of the requests that name none: the highest READY version, unless shares are
+        set."""
         weights = self.weights()
         return self.versions[weights[0][0]] if weights else None
 
@@ -106,7 +106,7 @@ class Model(Struct, eq=False):
         return version is not None and version.state is VersionState.READY
 
     def default_version(self) -> Version:
-        """The version that serves requests for no particular one. Raises if there is none."""
+        """The version that serves requests that name none. Raises if there is none."""
         default = self.default()
         if default is not None:
             return default
@@ -134,7 +134,7 @@ class Model(Struct, eq=False):
 
     @property
     def is_served_meanwhile(self) -> bool:
-        """Versions that are loading do so next to versions that are served."""
+        """Does the model have served versions while others are loading?"""
         return self.operation is not None and self.operation.beside
 
     def generations(self) -> list[Version]:

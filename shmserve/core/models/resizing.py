@@ -1,7 +1,7 @@
-"""Adds instances to versions that are served and removes them, one at a time and outside operations.
+"""Adds instances to versions that are served, and removes them, one at a time and outside operations.
 
-Invariant: no request, sequence or stream is lost. An instance gets work only once it is READY, and one that leaves
-finishes what it has.
+Invariant: no request, sequence or stream is lost. An instance gets work only once it is READY, and a leaving instance
+finishes its work.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from shmserve.core.states import InstanceState, VersionState
 
 
 def join(state: State, version: Version, spec: InstanceSpec) -> Instance:
-    """Adds an instance to a version that is READY. It waits for its turn to load as all instances do; `State.joined`
-    reports the outcome. One that cannot load is removed, and the version continues without it."""
+    """Adds an instance to a version that is READY. It is queued to load like all instances; `State.joined` reports the
+    outcome. If it cannot load, it is removed and the version continues without it."""
     assert version.state is VersionState.READY, version.label
     assert not state.draining
     instance = Instance(spec, joining=True)
@@ -34,7 +34,7 @@ def leave(state: State, version: Version, instance: Instance) -> None:
 
 
 def finish_joins(state: State) -> None:
-    """At the end of a turn: logs what has become of added instances."""
+    """At the end of a turn: logs the outcome of added instances."""
     for version, instance in state.joined:
         about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
         if instance.state is InstanceState.FAILED:

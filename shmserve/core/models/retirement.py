@@ -16,7 +16,7 @@ UNLOADED = "unloaded"
 
 
 def abandon(state: State, model: Model, version: Version) -> None:
-    """Retires a version that is replaced, now or later, by another one of the same number."""
+    """Retires a version that is replaced, now or later, by a generation of the same number."""
     if version not in model.leaving and not version.gone:
         model.leaving.append(version)
     retire(state, version)
@@ -63,7 +63,7 @@ def stop(state: State, version: Version, instance: Instance, hurry: bool = True)
             version.idle.remove(instance)
         instance.move(_I.STOPPING)
         state.send(instance.peer, Stop())
-        if instance.due:  # it was restarted, and stayed for its sequences or streams
+        if instance.due:  # it was replaced by a restart, and stayed for its sequences or streams
             instance.due = state.now + state.limits.exit_ns
             state.set_timer(instance.due, Timer.OVERDUE, instance)
     elif instance.state is _I.STARTING:
@@ -136,7 +136,7 @@ def remove_stopped(state: State, version: Version, instance: Instance) -> None:
 
 
 def forget_deleted(model: Model, version: Version) -> None:
-    """Drops a version that was unloaded and is no longer in the repository, so that it is not listed for ever."""
+    """Drops a version that was unloaded and is no longer in the repository, so that it is not listed forever."""
     unloaded = version.state is _V.UNAVAILABLE and version.gone
     if version.deleted and unloaded and model.versions.get(version.number) is version:
         del model.versions[version.number]

@@ -1,9 +1,10 @@
-"""Room in memory: grants memory to instances that are to load, and puts other versions to sleep for them.
+"""Memory grants: grants memory to instances that wait to load, and puts other versions to sleep to free it.
 
-Versions with requests come first, in the order in which they were woken, before those that are only to be loaded. The
-first in line for a place (the host, a GPU) gets its memory before all others. Versions at rest go to sleep for it, the
-least recently used first. If that is not enough, after `Limits.memory_wait_ns` the busy one that has been awake for the
-longest time starts nothing more, finishes what runs and sleeps; its queue then waits in line for its turn.
+Versions with requests come first, in the order in which they were woken, before versions that only load. The first in
+line for a place (the host, a GPU) gets its memory before all others. To free memory for it, idle versions go to sleep,
+the least recently used first. If that is not enough, after `Limits.memory_wait_ns` the busy version that has been awake
+for the longest time yields: it starts nothing more, finishes what runs and sleeps. Its queued requests then wait in
+line.
 
 Invariant: memory is granted only within the budgets.
 """
@@ -33,14 +34,14 @@ class _Claim(Struct, eq=False):
     instances: list[Instance]
     since: int
     extra: bool
-    """The version can serve without them, or could not load them again: nobody makes room for them, but versions at
-    rest do for one that cannot serve without."""
+    """The version can serve without them, or could not load them again. No version makes room for them, except idle
+    ones for a version that cannot serve without them."""
     serves: bool
-    """Others of the version serve, or load."""
+    """Other instances of the version serve or load."""
 
 
 def make_room(state: State, now: int) -> list[tuple[Version, str]]:
-    """At the end of a turn. Returns the versions whose loads can never fit, with the reasons."""
+    """Runs at the end of a turn. Returns the versions whose loads can never fit, with the reasons."""
     if not (state.memory_changed or state.yielding or state.short_since):
         return []
     _let_yielding_sleep(state)
@@ -99,7 +100,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
 
 
 def _settle_shortage(state: State, over: BytesByPlace, called: Container[Version], now: int) -> None:
-    """Instances have more memory than the budget, because they have grown."""
+    """Handles instances that have grown beyond the budget."""
     if not over:
         state.short_since = 0
         return
@@ -128,7 +129,8 @@ def _settle_shortage(state: State, over: BytesByPlace, called: Container[Version
 
 
 def _claims(state: State, called: Container[Version]) -> list[_Claim]:
-    """The first instance of a version that wakes is needed, and all of one that loads for the first time."""
+    """Collects the instances that wait for memory. A waking version needs only its first instance, a version that loads
+    for the first time needs all."""
     found: dict[object, _Claim] = {}
     for version, instance in list(state.load_queue):
         if instance.state is not _I.WAITING or instance in state.held:
@@ -143,7 +145,8 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
             or instance.lost
             or (instance.sleeping and (not needed or instance.spec.passive or (version, False, True) in found))
         )
-        # Each that could not load again is tried alone, and a wake does not wait for memory for new instances, too.
+        # Each instance that could not load again is tried alone, and a wake does not also wait for memory for new
+        # instances.
         key = instance if instance.lost else (version, extra, instance.sleeping)
         claim = found.get(key)
         if claim is None:
@@ -155,20 +158,20 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
 
 
 def _loads(state: State, instance: Instance) -> bool:
-    """Does it load, or will it?"""
+    """Is the instance loading, or has it been granted memory to load?"""
     if instance.spec.passive or instance.over:
         return False
     return instance.state is _I.STARTING or (instance.state is _I.WAITING and instance in state.held)
 
 
 def _is_awake(version: Version) -> bool:
-    """Has it an instance that does not sleep? That may be blocked, or wait for its restart, and so not serve now."""
+    """Does the version have an instance that is not asleep? It may be blocked or waiting for a restart."""
     return any(one.loaded and not (one.sleeping or one.over or one.spec.passive) for one in version.instances)
 
 
 def _called(state: State) -> set[Version]:
-    """Versions with queued requests for which instances are blocked, or versions that yield cannot sleep. These come
-    first and do not yield, because no other version may be able to make room before they are answered."""
+    """Versions with queued requests that a blocked instance or a yielding version waits for. They come first and do not
+    yield, because no other version may be able to make room before these requests are answered."""
     found: set[Version] = set()
     todo: list[Request] = []
     for instance in chain(state.blocked_instances, *(version.instances for version in state.yielding)):
@@ -185,8 +188,8 @@ def _called(state: State) -> set[Version]:
 
 
 def _never_fits(state: State, claim: _Claim, need: BytesByPlace, stays: BytesByPlace) -> str:
-    """Why; "" if it can. A mere guess of the need is reduced to what can be had. `stays`: what versions have that stay
-    loaded."""
+    """Why the claim can never fit; "" if it can. If its need is only estimated, it is reduced to what is available.
+    `stays`: the memory of versions that stay loaded."""
     version = claim.version
     own = memory.of_version(version, _staying(state, version)) if not claim.extra else BytesByPlace()
     for place, size in need.items():
@@ -211,7 +214,7 @@ def _never_fits(state: State, claim: _Claim, need: BytesByPlace, stays: BytesByP
 
 
 def _staying(state: State, version: Version) -> list[Instance]:
-    """Its instances that keep the memory that they have, for as long as it does not sleep."""
+    """The version's instances that keep their memory until the version sleeps."""
     return [one for one in version.instances if one in state.held and not (one.over or one.asleep_soon)]
 
 
@@ -238,8 +241,8 @@ def _tell(state: State, claim: _Claim, need: BytesByPlace, sleeping: int = 0, wa
 def _free(
     state: State, short: BytesByPlace, keep: Version | None, called: Container[Version], since: int, now: int
 ) -> tuple[int, bool]:
-    """Puts versions to sleep until these bytes will be free. Returns how many, and whether it must wait for busy
-    ones."""
+    """Puts versions to sleep until these bytes will be free. Returns how many, and whether it has to wait for busy
+    versions."""
     wait = state.limits.memory_wait_ns
     short = _left(state, short, now)
     candidates = _candidates(state, keep)
@@ -260,7 +263,7 @@ def _free(
 
 
 def _take_from_lost(state: State, used: BytesByPlace, short: BytesByPlace) -> None:
-    """Takes the memory of instances that could not load again, and that have no process before the next attempt."""
+    """Takes the memory of instances that could not load again and have no process until the next attempt."""
     for instance, version in list(state.held.items()):
         charge = memory.charge_of(version, instance)
         if instance.state is _I.BACKOFF and instance.lost and any(charge[place] for place in short):
@@ -269,7 +272,7 @@ def _take_from_lost(state: State, used: BytesByPlace, short: BytesByPlace) -> No
 
 
 def _left(state: State, short: BytesByPlace, now: int) -> BytesByPlace:
-    """What remains of these bytes without those that will be free soon."""
+    """These bytes minus those that will be free soon."""
     wait = state.limits.memory_wait_ns
     left = BytesByPlace(short)
     for instance, version in state.held.items():
@@ -284,7 +287,7 @@ def _candidates(state: State, keep: Version | None) -> list[Version]:
 
 
 def _resting(state: State, candidates: list[Version]) -> list[Version]:
-    """Those that can sleep now, in the order in which they should."""
+    """The versions that can sleep now, in the order in which they should."""
     leased = {lease.version for lease in state.leases.values()}
     resting = [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
     return sorted(resting, key=lambda one: (memory.stays_loaded(one), one in leased, sleep.last_used(one)))
@@ -298,7 +301,7 @@ def _are_enough(state: State, short: BytesByPlace, resting: list[Version]) -> bo
 
 
 def _let_sleep(state: State, short: BytesByPlace, resting: list[Version]) -> int:
-    """Reduces `short` by what they have. Returns how many go to sleep."""
+    """Puts versions to sleep and reduces `short` by their memory. Returns how many go to sleep."""
     leased = {lease.version for lease in state.leases.values()}
     sleeping = 0
     for version in resting:
@@ -327,12 +330,12 @@ def _may_sleep(version: Version, keep: Version | None) -> bool:
 
 
 def _ends(version: Version) -> bool:
-    """Its processes are stopped at the end of the turn."""
+    """Will the version's processes be stopped at the end of the turn?"""
     return version.state is _V.UNLOADING and version.finished
 
 
 def _take(state: State, version: Version, short: BytesByPlace) -> bool:
-    """Counts on the memory of this version, if it helps."""
+    """Subtracts the memory of this version from `short`, if that helps."""
     charge = memory.of_version(version, state.held)
     if not any(size > 0 and charge[place] for place, size in short.items()):
         return False
@@ -357,7 +360,7 @@ def _let_yielding_sleep(state: State) -> None:
 
 
 def _stop_yielding(state: State) -> None:
-    """Room was found otherwise."""
+    """Lets yielding versions continue: the memory was found elsewhere."""
     for version in list(state.yielding):
         _end_yielding(state, version)
 

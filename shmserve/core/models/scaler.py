@@ -1,6 +1,6 @@
 """Measures whether a version has enough instances. `scaling` acts on the result.
 
-All is derived from counters that exist anyway, a few times a second, and only while there is something to measure.
+Everything is derived from existing counters, a few times a second, and only while there is something to measure.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from shmserve.core.policy import ScalingPolicy
 WINDOW_NS = 250_000_000
 """How often a version is measured."""
 SLOW_WINDOW_NS = 1_000_000_000
-"""How often while it is idle and has more instances than it needs."""
+"""How often a version is measured while it is idle and has more instances than it needs."""
 SUSTAINED = 3
-"""Consecutive windows in which requests must have waited too long: a single burst is over sooner."""
+"""Consecutive windows in which requests must have waited too long. A single burst is over sooner."""
 FALLING = 0.9
-"""If the time in the queue falls below this share of that in the previous window, the instances are catching up."""
+"""If the time in the queue falls below this fraction of that in the previous window, the instances are catching up."""
 FULLEST = 0.8
-"""Share of the time for which the remaining instances may be busy after one is removed."""
+"""Maximum utilization of the remaining instances after one is removed."""
 NOTHING_NS = 1_000_000
-"""A time in the queue that is due to messages and turns, not to busy instances."""
+"""Time in the queue that is caused by messages and turns, not by busy instances."""
 MOST_PATIENCE = 16
 
 
 class Reading(Struct, frozen=True):
-    """The counters of a version, and its state, at the end of a window."""
+    """The counters and the state of a version at the end of a window."""
 
     at: int
     busy_ns: int
-    """Sum over all instances of the time for which they have run batches."""
+    """Total time that all instances have run batches."""
     queue_ns: int
-    """Sum over all requests of the time that they were queued."""
+    """Total time that all requests were queued."""
     requests: int
     oldest_ns: int
-    """How long the oldest request has been queued that has not started."""
+    """How long the oldest request that has not started has been queued."""
     instances: int
     spare: bool
     """An instance is idle or, for sequences, has a free slot."""
@@ -47,7 +47,7 @@ class Reading(Struct, frozen=True):
 
 
 class Measured(Struct, frozen=True):
-    """What a window has shown. `wait_ns`: mean time in the queue. `busy`: mean number of instances that ran a batch."""
+    """The result of a window. `wait_ns`: mean time in the queue. `busy`: mean number of instances that ran a batch."""
 
     wait_ns: int
     busy: float
@@ -55,12 +55,12 @@ class Measured(Struct, frozen=True):
     """Requests wait too long although all instances are busy."""
     is_falling: bool
     is_calm: bool
-    """One instance less would be enough."""
+    """One instance fewer would be enough."""
 
 
 def expected_wait(service_ns: int, busy: float, instances: int) -> float:
-    """The mean time in the queue, in ns, with this many instances, if `busy` of them are busy on average. Sakasegawa's
-    approximation, for requests and batches of random times."""
+    """The mean time in the queue, in ns, if `busy` of this many instances are busy on average. Sakasegawa's
+    approximation, for random arrival and batch times."""
     share = busy / instances
     if share >= 1:
         return float("inf")
@@ -74,19 +74,19 @@ class Scaler(Struct):
     watched: bool = False
     """Its timer is set."""
     last: Reading | None = None
-    """The end of the last window; None: the version has not been measured, or not since its bounds have changed."""
+    """The end of the last window; None: the version has not been measured since its bounds last changed."""
     last_wait_ns: int = 0
     short: int = 0
     """Consecutive windows in which requests waited too long."""
     calm_since: int = 0
-    """Since when one instance less would have been enough; 0: it would not."""
+    """Since when one instance fewer would have been enough; 0: it would not."""
     patience: int = 1
-    """Multiple of `down_ns` for which this must be so. Doubles if an instance was needed again soon after a removal."""
+    """Multiple of `down_ns` for which this must hold. Doubles if an instance was needed again soon after a removal."""
     shrunk_at: int = 0
     failures: int = 0
-    """Consecutive instances that could not load."""
+    """Number of consecutive added instances that could not load."""
     retry_at: int = 0
-    """When the next one may be added after that."""
+    """When the next instance may be added after such a failure."""
 
     def change(self, policy: ScalingPolicy) -> None:
         self.policy = policy
@@ -98,14 +98,14 @@ class Scaler(Struct):
         self.last, self.last_wait_ns, self.short, self.calm_since = reading, 0, 0, 0
 
     def measure(self, now: Reading, delay_ns: int) -> Measured:
-        """The end of a window. `delay_ns`: for how long requests are queued on purpose, to form larger batches."""
+        """Evaluates a window. `delay_ns`: how long requests are queued on purpose, to form larger batches."""
         before = self.last or now
         self.last = now
         limit_ns = self.policy.up_ns + delay_ns
         passed = max(1, now.at - before.at)
         busy = max(0.0, (now.busy_ns - before.busy_ns) / passed)
         started = now.requests - before.requests
-        # Those that are queued have waited for half the time of the oldest, on average.
+        # Queued requests have waited, on average, half as long as the oldest one.
         wait_ns = max((now.queue_ns - before.queue_ns) // started if started > 0 else 0, now.oldest_ns // 2)
         is_falling, self.last_wait_ns = wait_ns < FALLING * self.last_wait_ns, wait_ns
         is_short = wait_ns > limit_ns and not now.spare
@@ -118,8 +118,8 @@ class Scaler(Struct):
         return Measured(wait_ns, busy, is_short, is_falling, is_calm)
 
     def _is_enough(self, now: Reading, busy: float) -> bool:
-        """Would one instance less be enough? Yes if one was to spare and nothing waited, as for callers that send one
-        request at a time; or if the expected time in the queue is far below the limit."""
+        """Would one instance fewer be enough? Yes if one was idle and nothing waited, as with callers that send one
+        request at a time, or if the expected time in the queue is far below the limit."""
         fewer = now.instances - 1
         if fewer < 1:
             return False

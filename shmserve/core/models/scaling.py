@@ -1,8 +1,8 @@
 """Scaling: the number of instances of a version follows its load, within the bounds of its groups.
 
-An instance is added when requests wait in the queue although all instances are busy, and removed when fewer would have
-been enough for long. A version is measured by a timer, only while requests meet busy instances or there are more
-instances than the fewest; otherwise it costs nothing.
+An instance is added when requests wait in the queue while all instances are busy, and removed when fewer would have
+been enough for a long time. A timer measures a version only while requests meet busy instances or it has more than the
+minimum number of instances; otherwise scaling costs nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shmserve.core.states import InstanceState, RequestState, VersionState
 
 _I = InstanceState
 FREE = 0.8
-"""Share of the slots for sequences that may be taken after an instance is removed."""
+"""Maximum fraction of sequence slots in use after an instance is removed."""
 
 
 def notice(state: State, version: Version, scaler: Scaler, now: int) -> None:
@@ -33,7 +33,7 @@ def notice(state: State, version: Version, scaler: Scaler, now: int) -> None:
 
 
 def measure(state: State, version: Version, now: int) -> None:
-    """The timer: a window is over."""
+    """The timer at the end of a window."""
     scaler = version.scaler
     if scaler is None or not scaler.watched:
         return
@@ -108,25 +108,25 @@ def _count(version: Version) -> int:
 
 
 def _oldest_queued(version: Version, now: int) -> int:
-    """When the request arrived that has been in the broker's queue for longest."""
+    """Arrival time of the request that has been in the broker's queue the longest."""
     if version.places is not None:
         waiting = (sequence.requests[0].arrived for sequence in version.places.backlog if sequence.requests)
         return min(waiting, default=now)
     found = [request.arrived for request in version.suspects]
     if version.queue.count:
-        # At each priority, and for each user, requests are in order of arrival.
+        # For each priority and user, requests are in order of arrival.
         found += [request.arrived for request in version.queue.in_order() if request.state is RequestState.QUEUED]
     return min(found, default=now)
 
 
 def _changes(state: State, version: Version) -> bool:
-    """Is its number of instances changing anyway?"""
+    """Is the number of instances already changing?"""
     model = state.models[version.model]
     return model.operation is not None or model.versions.get(version.number) is not version
 
 
 def _loads(version: Version) -> bool:
-    """Is an instance loading, or waiting for that or for memory?"""
+    """Is an instance loading, or waiting to load or for memory?"""
     loading = (_I.WAITING, _I.STARTING, _I.BACKOFF, _I.GOING_TO_SLEEP)
     return any(i.state in loading and not i.lost and not i.over for i in version.instances)
 
@@ -140,7 +140,7 @@ def _can_shrink(version: Version, scaler: Scaler) -> bool:
 
 
 def _read_leases(state: State, version: Version) -> None:
-    """What clients have sent to instances directly is not counted before the log is read."""
+    """Reads the logs of leases, since leased requests are counted only then."""
     for instance in version.instances:
         if instance.lease:
             leases.ask_for_log(state, instance)
@@ -150,7 +150,7 @@ def _read_leases(state: State, version: Version) -> None:
 
 
 def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
-    """Adds an instance to the group that is smallest, in relation to its bounds."""
+    """Adds an instance to the group that is smallest relative to its bounds."""
     room = [group for group in scaler.policy.groups if _size(version, group) < group.most]
     if not room:
         return
@@ -169,7 +169,7 @@ def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, no
 
 
 def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
-    """Removes the instance that is missed least."""
+    """Removes the least useful instance."""
     served = [i for i in version.instances if not i.over]
     groups = [group for group in scaler.policy.groups if _size(version, group) > group.least]
     found = [i for i in served if any(sizes.belongs(i.spec, group) for group in groups)]
@@ -190,7 +190,8 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
 
 
 def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool, bool, int]:
-    """Removed first: one that does not serve, then one without sequences or streams, an idle one, the newest."""
+    """Sort key for removal. Removed first: an instance that does not serve, then one without sequences or streams, then
+    an idle one, then the newest."""
     works = instance.state is _I.READY
     held = len(version.places.at(instance)) if version.places is not None else len(instance.streams)
     number = int(instance.spec.name.rpartition("_")[2])

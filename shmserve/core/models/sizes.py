@@ -22,7 +22,7 @@ def belongs(spec: InstanceSpec, group: ScaledGroup) -> bool:
 
 
 def free_name(version: Version, group: str) -> str:
-    """The first of `group`_0, `group`_1, ... that no instance has, including those that are about to end."""
+    """The first of `group`_0, `group`_1, ... that is not in use, not even by an instance that is about to end."""
     return _free_name({instance.spec.name for instance in version.instances}, group)
 
 
@@ -34,17 +34,17 @@ def _free_name(taken: Iterable[str], group: str) -> str:
 
 
 def specs_of(version: Version) -> list[InstanceSpec]:
-    """Those of the instances that it has or will have, without those that leave."""
+    """The specs of the version's current and future instances, without leaving ones."""
     return [instance.spec for instance in version.instances if not instance.over]
 
 
 def kept(version: Version) -> list[InstanceSpec]:
-    """Those of the instances that a new generation has, too."""
+    """The specs of the instances that a new generation keeps."""
     return [instance.spec for instance in version.instances if not (instance.over or instance.is_tentative)]
 
 
 def bounds(version: Version, policy: ScalingPolicy) -> tuple[int, int]:
-    """The fewest and the most instances that the version may have, with those of groups that are not scaled."""
+    """The minimum and maximum number of instances of the version, including groups that are not scaled."""
     fixed = sum(not (spec.passive or _is_scaled(spec, policy)) for spec in specs_of(version))
     return fixed + sum(group.least for group in policy.groups), fixed + sum(group.most for group in policy.groups)
 
@@ -54,14 +54,14 @@ def _is_scaled(spec: InstanceSpec, policy: ScalingPolicy) -> bool:
 
 
 def next_spec(version: Version, policy: ScalingPolicy, group: ScaledGroup) -> InstanceSpec:
-    """One more of the group."""
+    """The spec of one more instance of the group."""
     spec = _named(group, free_name(version, group.group))
     specs = [*specs_of(version), spec]
     return replace(spec, threads=_threads(policy, spec, specs))
 
 
 def _named(group: ScaledGroup, name: str) -> InstanceSpec:
-    """Each number has the cores that an instance of this number has in the largest group."""
+    """The group's spec with this name: its cores are those of the instance with the same number in a full group."""
     number = int(name.rpartition("_")[2])
     return replace(group.specs[number % len(group.specs)], name=name)
 
@@ -73,8 +73,8 @@ def _threads(policy: ScalingPolicy, spec: InstanceSpec, specs: Iterable[Instance
 
 
 def keep_size(target: Target, served: Version | None) -> Target:
-    """The target with as many instances of each scaled group as the version has now, within the bounds of the target.
-    They keep their names."""
+    """The target with as many instances of each scaled group as the served version has now, within the bounds of the
+    target. Instances keep their names."""
     policy = target.scaling
     if policy is None or served is None or served.scaler is None:
         return target

@@ -1,13 +1,13 @@
-"""Sleep: a version that is not used stays deployed, but its processes end, so that their memory is free.
+"""Sleep: an unused version stays deployed, but its processes end to free their memory.
 
-A sleeping version is READY: requests are admitted, validated and queued as always, and wake it. Then its instances load
-again, from the same source. It goes to sleep when nothing is queued or runs on it; a lease is revoked first.
+A sleeping version is READY: requests are admitted, validated and queued as usual, and wake it. Then its instances load
+again from the same source. It goes to sleep when it has no queued or running requests; leases are revoked first.
 
     READY -> GOING_TO_SLEEP -> ASLEEP -> WAITING -> STARTING -> READY
 
 Invariant: `Version.asleep` is true if all instances that serve are asleep, or will be when their processes have ended
-(`Version.settle_sleep`). In a version that is awake, an instance is only asleep if it could not be woken, and is woken
-again after a back-off.
+(`Version.settle_sleep`). In an awake version, an instance is asleep only if it could not be woken; waking it is retried
+after a back-off.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shmserve.protocol.worker_messages import Stop
 _I, _V = InstanceState, VersionState
 
 STATES = (_V.READY, _V.UNLOADING)
-"""Of versions that may sleep. An UNLOADING one does so only if others need its memory: ensemble runs that hold it for a
-later step may wait for them."""
+"""States of versions that may sleep. An UNLOADING version sleeps only if others need its memory: ensemble runs that
+hold it for a later step may be waiting for those versions."""
 
 
 def configure(state: State, version: Version, policy: ModelPolicy) -> None:
@@ -40,11 +40,11 @@ def configure(state: State, version: Version, policy: ModelPolicy) -> None:
 
 
 def serves(state: State, version: Version, now: int) -> None:
-    """An instance has become READY: starts to watch for idle time, and wakes the other instances."""
+    """An instance has become READY: starts the idle timer, and wakes the other instances."""
     if version.rest.idle_ns and not version.rest.watched:
         version.rest.watched = True
         state.set_timer(now + version.rest.idle_ns, Timer.UNUSED, version)
-    if version.asleep:  # the instance leaves again
+    if version.asleep:  # the version has gone to sleep again, and the instance with it
         return
     for instance in version.instances:
         if instance.state is _I.ASLEEP and not instance.reason:
@@ -53,7 +53,7 @@ def serves(state: State, version: Version, now: int) -> None:
 
 
 def check_idle(state: State, version: Version, now: int) -> None:
-    """The idle timer: the version goes to sleep if it was not used since."""
+    """The idle timer: the version goes to sleep if it has not been used since the timer was set."""
     version.rest.watched = False
     if version.state is not _V.READY or version.asleep or state.draining:
         return
@@ -78,14 +78,14 @@ def last_used(version: Version) -> int:
 
 
 def is_busy(state: State, version: Version) -> bool:
-    """Is something queued, running or loading? Leases do not count."""
+    """Are requests queued or running, or instances loading? Leases do not count."""
     if version.waits or (version.places is not None and version.places.count):
         return True
     return any(_is_busy(state, instance) for instance in version.instances)
 
 
 def is_running(state: State, version: Version) -> bool:
-    """As `is_busy`, without what is only queued, and with leases."""
+    """Like `is_busy`, but leases count and queued requests do not."""
     if version.places is not None and any(version.places.at(instance) for instance in version.instances):
         return True
     if any(lease.version is version for lease in state.leases.values()):
@@ -97,13 +97,14 @@ def _is_busy(state: State, instance: Instance) -> bool:
     if instance.state is _I.READY:
         calls = instance.caller is not None and bool(instance.caller.requests)
         return bool(instance.batches() or instance.streams or calls or _keeps_tensors(state, instance))
-    if instance.state is _I.WAITING and instance not in state.held:  # for its turn, or for memory
+    if instance.state is _I.WAITING and instance not in state.held:  # waits for its turn to load, or for memory
         return False
     return not (instance.over or instance.state in (_I.BACKOFF, _I.ASLEEP))
 
 
 def _keeps_tensors(state: State, instance: Instance) -> bool:
-    """Do others use tensors on its GPU? They are lost when its process ends, unlike those on the host."""
+    """Are its tensors in device memory in use by others? Unlike those on the host, they are lost when its process
+    ends."""
     if instance.spec.kind != "KIND_GPU":
         return False
     for segment in state.ledger.segments.values():
@@ -115,8 +116,8 @@ def _keeps_tensors(state: State, instance: Instance) -> bool:
 
 
 def put_unused_to_sleep(state: State, now: int) -> None:
-    """At the end of a turn: puts versions to sleep, unless they have been used meanwhile. Those with a lease follow
-    when its log has been read, which shows its last use."""
+    """At the end of a turn: puts versions to sleep, unless they have been used in the meantime. A version with a lease
+    follows once the log of the lease has been read, which shows its last use."""
     for version, for_others in list(state.to_sleep.items()):
         if version.state not in STATES or version.asleep or state.draining:
             del state.to_sleep[version]
@@ -142,7 +143,7 @@ def put_to_sleep(state: State, version: Version) -> None:
             retirement.stop(state, version, instance)
             continue
         if instance.state is _I.WAITING:
-            if not instance.loaded:  # an operation waits for it
+            if not instance.loaded:  # an operation waits for this instance
                 continue
             if instance.lost:
                 instance.lost, instance.sleeping = False, True
@@ -165,7 +166,7 @@ def put_to_sleep(state: State, version: Version) -> None:
 
 
 def back_to_sleep(state: State, version: Version, instance: Instance) -> None:
-    """It waits to load, and is not needed any more."""
+    """Puts an instance that waits to load, but is no longer needed, back to sleep."""
     state.load_queue.remove((version, instance))
     state.held.pop(instance, None)
     instance.move(_I.ASLEEP)
@@ -175,8 +176,8 @@ def back_to_sleep(state: State, version: Version, instance: Instance) -> None:
 
 
 def fell_asleep(state: State, version: Version, instance: Instance, reason: str) -> None:
-    """Its process has ended. The queue may have grown meanwhile; the dispatcher then wakes the version."""
-    if reason.startswith("signal "):  # not one that we have sent
+    """The process has ended. If requests have been queued since, the dispatcher wakes the version."""
+    if reason.startswith("signal "):  # not a signal that the server sent
         text = f"worker of {version.label} instance '{instance.spec.name}' ended while going to sleep: {reason}"
         state.log("error", text, model=version.model, version=version.number, instance=instance.spec.name)
     instance.move(_I.ASLEEP)
@@ -191,17 +192,17 @@ def fell_asleep(state: State, version: Version, instance: Instance, reason: str)
 
 
 def wake(state: State, version: Version, now: int) -> None:
-    """Loads the version's instances again, for its queued requests. Fails these if that cannot be tried yet. Processes
-    that have not ended are waited for."""
+    """Loads the version's instances again for its queued requests. Fails the requests if it is too early to try again.
+    Waits for old processes that have not ended."""
     if any(instance.peer and instance.asleep_soon for instance in version.instances):
         return
     able = [instance for instance in version.instances if instance.state is _I.ASLEEP and not instance.reason]
     if not able:
-        if not any(instance.usable for instance in version.instances):  # one that leaves may still run its sequences
+        if not any(instance.usable for instance in version.instances):  # a leaving instance may still run its sequences
             _refuse(state, version, now)
         return
     version.rest.woken = version.rest.woken or now
-    version.rest.logged = not state.memory_limited  # else when it is known who makes room
+    version.rest.logged = not state.memory_limited  # with budgets, logged once it is known which versions make room
     if version.rest.logged:
         text = f"model '{version.model}' is waking for a request"
         state.log("info", text, model=version.model, version=version.number)
@@ -212,7 +213,7 @@ def wake(state: State, version: Version, now: int) -> None:
 
 
 def _start(state: State, version: Version, instance: Instance) -> None:
-    """Queues it behind others that wake, and before those that load for the first time."""
+    """Queues the instance behind others that wake, and before those that load for the first time."""
     instance.move(_I.WAITING)
     waking = sum(other.sleeping for _, other in state.load_queue)
     state.load_queue.insert(waking, (version, instance))
@@ -238,7 +239,7 @@ def has_woken(state: State, version: Version, instance: Instance, now: int) -> N
 
 
 def died_waking(state: State, version: Version, instance: Instance, reason: str, about: dict[str, Any]) -> None:
-    """Its process was killed or crashed while it loaded, for the first time: tries again at once, as after any
+    """The process was killed or crashed while loading, for the first time: retries at once, as after any first
     death."""
     instance.deaths += 1
     instance.move(_I.ASLEEP)
@@ -248,15 +249,15 @@ def died_waking(state: State, version: Version, instance: Instance, reason: str,
     if not version.asleep:
         _start(state, version, instance)
         loading.start_waiting(state)
-    elif not version.waits:  # the next request begins a new wake
+    elif not version.waits:  # the next request wakes it
         version.rest.woken = 0
 
 
 def wake_failed(
     state: State, version: Version, instance: Instance, reason: str, now: int, about: dict[str, Any]
 ) -> None:
-    """Its process ended while it loaded. If no other instance serves or loads, the dispatcher fails the queue; after
-    the back-off, requests may wake it again."""
+    """The process ended while loading. If no other instance serves or loads, the dispatcher fails the queued requests;
+    after the back-off, requests may wake the instance again."""
     instance.load_error = ""
     pause = _sleep_on(state, version, instance, reason, now)
     text = f"instance '{instance.spec.name}' of {version.label} could not be woken: {reason}"
@@ -264,7 +265,7 @@ def wake_failed(
 
 
 def cannot_wake(state: State, version: Version, instances: list[Instance], reason: str, now: int) -> None:
-    """There is not enough memory for its instances."""
+    """There is not enough memory for these instances."""
     for instance in instances:
         _sleep_on(state, version, instance, reason, now)
         state.load_queue.remove((version, instance))
@@ -274,7 +275,7 @@ def cannot_wake(state: State, version: Version, instances: list[Instance], reaso
 
 
 def _sleep_on(state: State, version: Version, instance: Instance, reason: str, now: int) -> int:
-    """Returns the time for which it cannot be woken."""
+    """Returns the time for which the instance cannot be woken."""
     limits = state.limits
     instance.deaths += 1
     instance.move(_I.ASLEEP)

@@ -1,4 +1,4 @@
-"""Kills worker processes: hangs, protocol errors, or no longer needed."""
+"""Kills worker processes that hang, violate the protocol, or are no longer needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that belong to a sequence and must run at the same instance, in order.
+"""Sequences: requests that must run at the same instance, in order.
 
 `scheduler` validates such a request and appends it to its sequence, creating the sequence on START. At dispatch it
 binds waiting sequences to slots of instances (`places`) and forms batches with at most one request per sequence. It

@@ -10,7 +10,7 @@ from shmserve.core.states import SequenceState
 
 
 class Slotted(Protocol):
-    """The fields of a sequence that `Places` uses, and those that it keeps in it."""
+    """The fields of a sequence that `Places` reads, and those in which it stores its own state."""
 
     before: Any
     after: Any
@@ -30,7 +30,7 @@ class Slotted(Protocol):
 
 
 class SlotInstance(Protocol):
-    """What decides whether an instance can take another sequence."""
+    """The fields that decide whether an instance can take another sequence."""
 
     @property
     def usable(self) -> bool: ...
@@ -61,11 +61,12 @@ class Places(Generic[SequenceT, InstanceT]):
         self.bound: dict[InstanceT, list[SequenceT | None]] = {}
         self.backlog: dict[SequenceT, None] = {}
         self._next: dict[str, OrderedDict[SequenceT, None]] = {}
-        """Sequences of the backlog that may get a slot, by user, next user first. Invariant: each user has some."""
+        """Sequences of the backlog that may get a slot, by user, next user first. Invariant: no user's entry is
+        empty."""
         self.latest: dict[int | str, SequenceT] = {}
         """Worker id -> the newest sequence that has not ended."""
         self.changed: dict[SequenceT, None] = {}
-        """Sequences to process: something has changed since the last time."""
+        """Sequences that have changed since they were last processed."""
         self.waits = self.bytes = 0
         """Queued requests, and the bytes inside their messages."""
 
@@ -103,8 +104,8 @@ class Places(Generic[SequenceT, InstanceT]):
         self._next.setdefault(sequence.user, OrderedDict())[sequence] = None
 
     def bind_waiting(self, instances: list[InstanceT]) -> None:
-        """Binds sequences of the backlog to free slots: round robin between users, first come first served within
-        one."""
+        """Binds sequences of the backlog to free slots: round robin between users, in order of arrival within each
+        user."""
         while self._next:
             instance = self._free(instances)
             if instance is None:
@@ -122,7 +123,7 @@ class Places(Generic[SequenceT, InstanceT]):
             first.move(SequenceState.BOUND)
 
     def _free(self, instances: list[InstanceT]) -> InstanceT | None:
-        """The instance with the fewest sequences of those that can take another one."""
+        """Of the instances that can take another sequence, the one with the fewest."""
         best, fewest = None, self.policy.slots
         for instance in instances:
             if instance.usable and not instance.retiring and not instance.waits:
@@ -133,8 +134,8 @@ class Places(Generic[SequenceT, InstanceT]):
         return best
 
     def lose(self, instance: InstanceT | None, text: str) -> None:
-        """Fails the sequences of the instance (None: of all), which can no longer run them. The caller dispatches the
-        version."""
+        """Fails the sequences of the instance (None: of all instances), which can no longer run them. The caller
+        dispatches the version."""
         for sequence in self.all() if instance is None else self.at(instance):
             sequence.fail("UNAVAILABLE", f"sequence {sequence.id!r} has ended: {text}; send START again")
             sequence.mark_changed()

@@ -44,7 +44,7 @@ def version_of(state: State, client: ClientState, model: str, number: int, optio
 
 
 def _find(state: State, model: str, number: int, key: int | str, user: str) -> Sequence | None:
-    """The sequence meant by callers that name the version by `number`; 0 is the default version."""
+    """The sequence for callers that request version `number`; 0 is the default version."""
     sequences = state.sequences
     found = sequences.get((model, number, key, user))
     if found is not None:
@@ -138,7 +138,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
 
 
 def _with_id(state: State, version: Version, request: Request) -> Options:
-    """For iterative models: a request without a sequence id becomes a sequence of its own."""
+    """For iterative models: a request without a sequence id becomes an implicit sequence."""
     assert version.places is not None
     control = version.places.policy.id_control
     key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
@@ -148,7 +148,7 @@ def _with_id(state: State, version: Version, request: Request) -> Options:
 
 
 def _leave_behind(state: State, sequence: Sequence) -> None:
-    """A START arrived for an id whose sequence has had its END, is ending, or belongs to another generation: that
+    """A START arrived for an id whose sequence has received END, is ending, or belongs to another generation: that
     sequence finishes its requests and gets no more."""
     _forget(state, sequence)
     sequence.cut = not sequence.over
@@ -207,7 +207,7 @@ def _end_broken(
         request = sequence.requests.popleft()
         places.gone(request)
         completion.end_early(state, request, code, text, now)
-    if sequence.running is None:  # else when its worker is done with that request
+    if sequence.running is None:  # otherwise once its worker is done with that request
         _notify_worker(state, sequence)
         _end(state, places, sequence)
 
@@ -277,7 +277,7 @@ def _plan_oldest(state: State, version: Version, policy: SequencePolicy, heads: 
     if version.batch_rules is None:
         return BatchPlan(1, 1, Reason.SINGLE)
     plan = form([sequence.requests[0] for sequence in heads], version.batch_rules, now)
-    if not plan.count and len(heads) == policy.slots:  # no other sequence can get a slot meanwhile
+    if not plan.count and len(heads) == policy.slots:  # no other sequence can get a slot until then
         return BatchPlan(len(heads), len(heads), Reason.FULL)
     return plan
 
@@ -315,12 +315,12 @@ def _arrival(sequence: Sequence) -> int:
 
 
 def _owner(client: ClientState, options: Options) -> str:
-    """The owner of the ids: the user or, if the client acts for several callers, one caller."""
+    """The owner of sequence ids: the user or, if the client acts for several callers, the caller."""
     return f"{client.user} {options.caller}" if options.caller else client.user
 
 
 def _worker_id(version: Version, wanted: int | str, user: str, request: Request) -> int | str:
-    """Returns an id unique among users, because workers and models keep state by this id."""
+    """Returns an id that is unique across users, because workers and models keep state by this id."""
     assert version.places is not None
     other = version.places.latest.get(wanted)
     if other is None or other.user == user:

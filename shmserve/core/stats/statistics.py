@@ -34,7 +34,7 @@ _LIMIT = re.compile(rf"\(({'|'.join(row.name for row in NAMED)})\)")
 
 
 def limit_in(text: str) -> str:
-    """The limit that an error text names in parentheses, as all texts about limits do. Empty if it names none."""
+    """The limit named in parentheses in an error text, as in all texts about limits. Empty if there is none."""
     found = _LIMIT.search(text)
     return found[1] if found else ""
 
@@ -44,8 +44,8 @@ def _none() -> list[int]:
 
 
 RESPONSES = 64
-"""Responses counted separately by their index within the request; later ones count as the last. Without this limit the
-statistics would grow with the longest request."""
+"""Number of responses counted separately by their index within the request; later ones count as the last. Without this
+limit, the statistics would grow with the longest request."""
 
 
 class BatchCount(Struct):
@@ -180,7 +180,7 @@ class Statistics(Struct):
     errors: list[RecentError] = []
     """The latest RECENT_ERRORS different errors, oldest first."""
     steps: list[StepCount] | None = None
-    """For ensembles, by step. None: not collected, because nobody has asked for them."""
+    """For ensembles, by step. None: not collected, because no client has queried them."""
     summaries: Summaries | None = None
     first: FirstResponses | None = None
     """None: not collected, the default."""
@@ -205,12 +205,12 @@ class Statistics(Struct):
 
     @property
     def busy_ns(self) -> int:
-        """Time for which instances have run batches that are done."""
+        """Total time of completed batches, over all instances."""
         return sum(batch.input_ns + batch.infer_ns + batch.output_ns for batch in self.batches.values())
 
     @property
     def queued_requests(self) -> int:
-        """Requests that have been queued, and are in `queue_ns`."""
+        """The number of requests whose time in the queue is included in `queue_ns`."""
         return sum(self.queue_times)
 
     def answered(self, arrivals: list[int], rows: int, taken: int, now: int) -> None:
@@ -254,7 +254,7 @@ class Statistics(Struct):
             self.summaries.answered([arrived], taken, now)
 
     def answered_early(self, arrived: int, rows: int, now: int) -> None:
-        """Counts a request that is answered before the time is known when its batch was taken: `queued` follows."""
+        """Counts a request that is answered before it is known when its batch was taken; a call of `queued` follows."""
         self.success_count += 1
         self.inference_count += rows
         self.success_ns += now - arrived
