@@ -302,7 +302,8 @@ class LoopLink(SessionLink):
 
     # ------------------------------------------------------------------------------------ closing
 
-    async def close(self) -> None:
+    async def close(self, error: ServeError | None = None) -> None:
+        """`error`: of the requests in flight."""
         if self.closed:
             return
         self.closed = True
@@ -324,7 +325,7 @@ class LoopLink(SessionLink):
                 pass  # already disconnected
             self._unwatch(link)
             link.close(linger=True)
-        self.session.fail_all(Cancelled(CLOSED))
+        self.session.fail_all(error or Cancelled(CLOSED))
         self.session.disconnected()
         self.session.close()
 

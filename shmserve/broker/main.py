@@ -469,8 +469,10 @@ class ServerProcess:
         """Handles a second Ctrl-C."""
         log.warning("SIGINT again: failing the %d request(s) in flight", len(self._core.state.requests))
         self._stop_until = self._loop.time()
-        self._gateways.kill()
-        self._drain()
+        if self._gateways.pids:
+            self._gateways.hurry()  # `_drain` follows when they have answered their clients
+        else:
+            self._drain()
 
     def _drain(self) -> None:
         self._broker.put(events.Drain(max(0, int((self._stop_until - self._loop.time()) * 1e9))))

@@ -10,13 +10,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvloop
 
-from shmserve.errors import InvalidRequest
+from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.gateway.auth import tokens
 from shmserve.gateway.auth.gate import Guard, Guards
 from shmserve.gateway.grpc import start as grpc_start
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
 
 log = logging.getLogger("shmserve.gateway")
+STOPPED = "the server stopped before this request completed (--exit-timeout-secs)"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,7 +104,6 @@ def _limits(args: argparse.Namespace) -> HttpLimits:
         read_timeout_s=args.http_read_timeout,
         data_rate=args.http_min_data_rate,
         idle_timeout_s=args.http_idle_timeout,
-        exit_timeout_s=args.exit_timeout_secs,
     )
 
 
@@ -184,13 +184,43 @@ async def _serve(
             service.ready(ports)
         service.stopping()
         log.info(
-            "shutting down: new requests are refused, requests in flight have %g s to finish", limits.exit_timeout_s
+            "shutting down: new requests are refused, requests in flight have %g s to finish", args.exit_timeout_secs
         )
     finally:
-        closing = [opening.listener.close() for opening in openings]
-        await asyncio.gather(*closing, *([zmq_listener.close()] if zmq_listener is not None else []))
-        await link.close()
+        await _stop(args, [opening.listener for opening in openings], zmq_listener, link, signals)
         service.close()
+
+
+async def _stop(
+    args: argparse.Namespace,
+    listeners: Sequence[HttpListener | RpcListener],
+    zmq_listener: ZmqTcpListener | None,
+    link: GatewayLink,
+    signals: asyncio.Queue[int],
+) -> None:
+    """Waits for the requests in flight. After the exit timeout, or another SIGINT, those that are left are failed."""
+    closing = asyncio.gather(
+        *(listener.close() for listener in listeners), *([zmq_listener.close()] if zmq_listener is not None else [])
+    )
+    interrupted = asyncio.ensure_future(_interrupt(signals))
+    either: list[asyncio.Future[Any]] = [closing, interrupted]
+    await asyncio.wait(either, timeout=args.exit_timeout_secs, return_when=asyncio.FIRST_COMPLETED)
+    interrupted.cancel()
+    if not closing.done():
+        error = Unavailable(STOPPED)
+        if zmq_listener is not None:
+            zmq_listener.give_up()
+        await link.close(error)
+        for listener in listeners:
+            listener.give_up(error)
+    await closing
+    await link.close()
+
+
+async def _interrupt(signals: asyncio.Queue[int]) -> None:
+    """SIGTERM again does not count: a supervisor may send it to each process of a group, and to its parent."""
+    while await signals.get() != signal.SIGINT:
+        pass
 
 
 def _freeze() -> None:

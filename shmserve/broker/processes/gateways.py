@@ -263,10 +263,14 @@ class Gateways:
             ended, self._ended = self._ended, _nothing
             ended()
 
-    def kill(self) -> None:
-        """Ends what `stop` waits for."""
+    def hurry(self) -> None:
+        """After `stop`: gateways fail the requests that they still have, and exit."""
         for gateway in self._all:
-            self._kill(gateway)
+            if gateway.process is not None:
+                signal.pidfd_send_signal(gateway.pidfd, signal.SIGINT)
+                if gateway.timer is not None:
+                    gateway.timer.cancel()
+                gateway.timer = self._loop.call_later(GRACE_S, self._kill, gateway)
 
     def close(self) -> None:
         """Kills gateways that still run."""

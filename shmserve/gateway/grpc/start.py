@@ -33,7 +33,6 @@ def make_listener(
         data_rate=args.http_min_data_rate,
         idle_timeout_s=args.http_idle_timeout,
         stream_idle_s=args.grpc_stream_idle_timeout,
-        exit_timeout_s=args.exit_timeout_secs,
         compression=_LEVELS[args.grpc_infer_response_compression_level],
         keepalive_s=args.grpc_keepalive_time / 1000,
         keepalive_timeout_s=args.grpc_keepalive_timeout / 1000,

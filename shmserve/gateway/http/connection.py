@@ -368,6 +368,10 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         if self._phase in (HEAD, DRAIN) and self._transport is not None:
             self._transport.close()
 
+    def give_up(self, error: ServeError) -> None:
+        if self._phase in (FILL, CHUNKS):
+            self._refuse_for(error)
+
     @property
     def idle_since(self) -> float | None:
         transport = self._transport

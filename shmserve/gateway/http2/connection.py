@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from shmserve.errors import ServeError
+from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.frames import ErrorCode
 from shmserve.gateway.http2.interface import Awaits
 from shmserve.gateway.http2.listener import RpcListener
@@ -151,6 +153,14 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         if self._core is not None:
             self._core.life.drain()
             self._listener.loop.call_later(LAST_CALLS_S, self._no_more)
+
+    def give_up(self, error: ServeError) -> None:
+        core = self._core
+        if core is not None:
+            core.life.no_more()
+            for stream in list(core.streams.values()):
+                stream.fail(RpcError(Code.UNAVAILABLE, str(error)))
+            self._wake()
 
     def _no_more(self) -> None:
         if self._core is not None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from shmserve.errors import ServeError
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -30,6 +31,9 @@ _GOODBYE_S = 5.0
 """Maximum time to wait for the client's TLS close_notify."""
 EVICTED = 32
 """Maximum number of idle connections evicted at once."""
+FLUSH_S = 0.5
+"""Time for clients to read the last responses, at the end of a stop. Less than the time that the server leaves to its
+gateways beyond the exit timeout."""
 TURNS = 4
 """Number of turns of the slow clock in the shortest time that it measures."""
 
@@ -43,6 +47,9 @@ class CallerConnection(Protocol):
 
     def stop(self) -> None:
         """Accepts no more requests after the current ones."""
+
+    def give_up(self, error: ServeError) -> None:
+        """Answers requests that have not arrived completely, or are still being processed here, with an error."""
 
     def abort(self) -> None: ...
 
@@ -79,8 +86,6 @@ class ConnectionLimits(Struct, frozen=True):
     """Bytes per second below which the read timeout runs."""
     idle_timeout_s: float = 600.0
     """Idle timeout between two requests, or of a connection without calls."""
-    exit_timeout_s: float = 30.0
-    """Time to finish the requests in flight when the gateway stops."""
 
 
 class Callers:
@@ -113,6 +118,8 @@ class Callers:
         self._handshakes: Handshakes | None = None
         """Only with TLS."""
         self._empty = asyncio.Event()
+        self._last_call: asyncio.TimerHandle | None = None
+        """Set by `give_up`: closes the connections that are left."""
         self._clock = loop.call_later(turn_s, self._tick)
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
@@ -196,7 +203,7 @@ class Callers:
             connection.check_timeouts(self._read_turns)
 
     async def close(self) -> None:
-        """Stops accepting requests and waits for those in flight, up to the exit timeout."""
+        """Stops accepting requests and waits for those in flight."""
         self.stopping = True
         if self._server is not None:
             self._server.close()
@@ -206,9 +213,18 @@ class Callers:
             connection.stop()
         if self._connections:
             self._empty.clear()
-            waiting = self.loop.create_task(self._empty.wait())
-            await asyncio.wait([waiting], timeout=self._limits.exit_timeout_s)
-            for connection in list(self._connections):
-                connection.abort()
-            await waiting
+            await self._empty.wait()
         self._clock.cancel()
+        if self._last_call is not None:
+            self._last_call.cancel()
+
+    def give_up(self, error: ServeError) -> None:
+        """Ends `close` soon: requests that were not sent to the server get this error. Call after all others were
+        failed."""
+        for connection in list(self._connections):
+            connection.give_up(error)
+        self._last_call = self.loop.call_later(FLUSH_S, self._abort_all)
+
+    def _abort_all(self) -> None:
+        for connection in list(self._connections):
+            connection.abort()

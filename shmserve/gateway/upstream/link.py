@@ -14,7 +14,7 @@ import numpy as np
 
 from shmserve.clients.transport.address import address_of
 from shmserve.clients.transport.event_loop import LoopLink
-from shmserve.errors import Internal, InvalidRequest, Unavailable, Unsupported
+from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -228,11 +228,11 @@ class GatewayLink(LoopLink):
         self._return_timer = None
         self.flush()
 
-    async def close(self) -> None:
+    async def close(self, error: ServeError | None = None) -> None:
         if self._return_timer is not None:
             self._return_timer.cancel()
             self._return_timer = None
-        await super().close()
+        await super().close(error)
 
     @cached_property
     def turns(self) -> JobTurns:

@@ -332,13 +332,11 @@ class ZmqTcpListener(PeerHost):
                     peer.entry = entry
 
     async def close(self) -> None:
-        """Stops accepting requests and waits for those in flight, up to the exit timeout. It listens until then, as
-        libzmq would close the connections together with the listening socket."""
+        """Stops accepting requests and waits for those in flight. It listens until then, as libzmq would close the
+        connections together with the listening socket."""
         self.stopping = True
         self._soon()
-        waiting = self._loop.create_task(self._idle.wait())
-        await asyncio.wait([waiting], timeout=self.limits.exit_timeout_s)
-        waiting.cancel()
+        await self._idle.wait()
         self._clock.cancel()
         self._flush()
         for descriptor in self._watched:
@@ -350,6 +348,12 @@ class ZmqTcpListener(PeerHost):
         self._socket.close()
         self._zap.close()
         self._context.term()
+
+    def give_up(self) -> None:
+        """Ends `close`. The clients get no error: they connect again, and send their requests to the next gateway."""
+        for peer in list(self._peers.values()):
+            self.drop(peer, False)
+        self._idle.set()
 
     def metrics(self) -> str:
         about = "ZeroMQ connections over tcp whose handshake failed"

@@ -23,7 +23,6 @@ class ZmqLimits(Struct, frozen=True):
     unsent_bytes: int = 64 << 20
     connections: int = 1024
     key_connections: int = 256
-    exit_timeout_s: float = 30.0
 
 
 class Recipient(Protocol):

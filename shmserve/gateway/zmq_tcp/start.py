@@ -52,7 +52,6 @@ def check(args: argparse.Namespace) -> Callable[[GatewayLink], ZmqTcpListener] |
         raise Misuse(str(error)) from error
     limits = ZmqLimits(
         input_bytes=args.zmq_max_input_size,
-        exit_timeout_s=args.exit_timeout_secs,
     )
     return lambda link: ZmqTcpListener(link, limits, pair, allowed)
 

@@ -6,104 +6,32 @@ The tests wait for a line of the server's log, or for the end of a process.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import shmserve
 from shmserve.testing import Server
-from tests.support.launch import await_end, children_of, descriptors_of, identity
+from tests.support.gateway.served_gateways import (
+    ANY_PORTS,
+    END_S,
+    WAITING_MODEL,
+    WAITING_REQUEST,
+    Serving,
+    ask,
+    gateways_of,
+    serving,
+)
+from tests.support.launch import await_end, descriptors_of, identity
 from tests.support.living import PYTHON
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
-END_S = 60
-ANY = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--metrics-interval-ms", "0")
-
-WAITS = """
-class TritonPythonModel:
-    def execute(self, requests):
-        import triton_python_backend_utils as pb_utils
-        with open("{gate}") as gate:
-            gate.read()
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-                for r in requests]
-"""
-ASKED = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [7]}]}
-
-
-def gateways_of(server: int) -> list[int]:
-    return [pid for pid in children_of(server) if b"\0gateway\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-class Serving:
-    """`shmserve serve`, whose log can be followed."""
-
-    def __init__(self, repository: Path, place: Path, *options: str) -> None:
-        self.runtime_dir = place / "run"
-        command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(repository)]
-        command += ["--runtime-dir", str(self.runtime_dir), *options]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        self._log = self.process.stderr
-        self.said: list[str] = []
-        self._skipped: list[str] = []
-
-    def until(self, pattern: str) -> re.Match[str]:
-        """The first line that has it and that was not returned yet. Lines of the server and of its gateway may come in
-        any order."""
-        for line in self._skipped:
-            if found := re.search(pattern, line):
-                self._skipped.remove(line)
-                return found
-        for line in self._log:
-            self.said.append(line)
-            if found := re.search(pattern, line):
-                return found
-            self._skipped.append(line)
-        raise AssertionError(f"it never said {pattern!r}:\n{''.join(self.said)}")
-
-    def gateways(self) -> list[int]:
-        return gateways_of(self.process.pid)
-
-    def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return self.end()
-
-    def end(self) -> int:
-        """Waits until it has ended by itself: its exit code."""
-        self.said += self._log
-        self._log.close()
-        return self.process.wait(END_S)
-
-
-@contextlib.contextmanager
-def serving(repository: Path, place: Path, *options: str) -> Iterator[Serving]:
-    server = Serving(repository, place, *options)
-    try:
-        yield server
-    finally:
-        code = server.stop()
-        assert code == 0 or sys.exc_info()[0], "".join(server.said)
-
-
-def ask(port: int, path: str, body: Any = None) -> tuple[int, bytes]:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=END_S)) as made:
-        made.request("POST" if body else "GET", path, json.dumps(body) if body else None)
-        answer = made.getresponse()
-        return answer.status, answer.read()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +44,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it(
     repository: Path, tmp_path: Path
 ) -> None:
-    with serving(repository, tmp_path, *ANY, "--log-format", "ISO8601") as server:
+    with serving(repository, tmp_path, *ANY_PORTS, "--log-format", "ISO8601") as server:
         port = int(server.until(r"INFO \[gateway\] HTTP on 127.0.0.1, port (\d+)")[1])
         metrics = int(server.until(r"INFO \[gateway\] Prometheus on 127.0.0.1, port (\d+)")[1])
         server.until("ready: serving 1 of 1")
@@ -129,7 +57,7 @@ def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it
             assert client.ready("same")  # no other process has noticed
             assert int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1]) == port
             assert int(server.until(r"Prometheus on 127.0.0.1, port (\d+)")[1]) == metrics
-        status, body = ask(port, "/v2/models/same/infer", ASKED)
+        status, body = ask(port, "/v2/models/same/infer", WAITING_REQUEST)
         assert (status, json.loads(body)["outputs"][0]["data"]) == (200, [7])
         assert b"\nshmserve_gateway_restarts_total 1\n" in ask(metrics, "/metrics")[1]
         (second,) = server.gateways()
@@ -145,7 +73,7 @@ def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it
 
 
 def test_several_gateways_share_the_ports(repository: Path, tmp_path: Path) -> None:
-    with serving(repository, tmp_path, *ANY, "--gateways", "2") as server:
+    with serving(repository, tmp_path, *ANY_PORTS, "--gateways", "2") as server:
         ports = {server.until(r"HTTP on 127.0.0.1, port (\d+)")[1] for _ in range(2)}
         server.until("ready: serving 1 of 1")
         (port,) = map(int, ports)
@@ -161,12 +89,12 @@ def test_at_a_stop_the_gateway_answers_what_it_has_before_the_server_goes(tmp_pa
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     models = tmp_path / "models"
-    write_model(models, "waits", PYTHON, WAITS.format(gate=gate))
+    write_model(models, "waits", PYTHON, WAITING_MODEL.format(gate=gate))
     answers: list[tuple[int, bytes]] = []
-    with serving(models, tmp_path, *ANY) as server:
+    with serving(models, tmp_path, *ANY_PORTS) as server:
         port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
         server.until("ready: serving 1 of 1")
-        caller = threading.Thread(target=lambda: answers.append(ask(port, "/v2/models/waits/infer", ASKED)))
+        caller = threading.Thread(target=lambda: answers.append(ask(port, "/v2/models/waits/infer", WAITING_REQUEST)))
         caller.start()
         with gate.open("w"):  # it is opened when the model is at it
             server.process.send_signal(signal.SIGTERM)
@@ -185,11 +113,11 @@ def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path
         assert server.end() == 1
     assert f"cannot listen on 127.0.0.1, port {port}" in said
     assert "; use other ports (--http-port, --grpc-port, --metrics-port) or addresses, or --no-gateway" in said
-    assert "ready:" not in "".join(server.said)
+    assert "ready:" not in "".join(server.log)
 
 
 def test_wrong_options_of_a_gateway_are_wrong_use(repository: Path, tmp_path: Path) -> None:
-    server = Serving(repository, tmp_path, *ANY, "--gateway-args=--http-idle-timeout=never")
+    server = Serving(repository, tmp_path, *ANY_PORTS, "--gateway-args=--http-idle-timeout=never")
     said = server.until("ERROR cannot start the gateway").string
     assert server.end() == 2
     assert "'never' is not a number of seconds" in said
@@ -199,7 +127,7 @@ def test_wrong_options_of_a_gateway_are_wrong_use(repository: Path, tmp_path: Pa
 def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) -> None:
     file = tmp_path / "traces.json"
     options = ("--http-roles", "infer,observe,operate", "--trace-config", f"triton,file={file}")
-    with serving(repository, tmp_path, *ANY, *options) as server:
+    with serving(repository, tmp_path, *ANY_PORTS, *options) as server:
         port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
         server.until("ready: serving 1 of 1")
         asked, told = ask(port, "/v2/logging", {"log_format": "json", "log_verbose_level": 2})
@@ -215,7 +143,7 @@ def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) 
         assert (status, json.loads(body)["trace_file"]) == (200, file.name)
         assert json.loads(ask(port, "/v2/trace/setting")[1])["trace_level"] == ["OFF"]
         for _ in range(9):
-            assert ask(port, "/v2/models/same/infer", ASKED | {"id": "mine"})[0] == 200
+            assert ask(port, "/v2/models/same/infer", WAITING_REQUEST | {"id": "mine"})[0] == 200
             assert json.loads(server.until("ran batch").string)["level"] == "debug"
         assert json.loads(ask(port, "/v2/models/same/trace/setting")[1])["trace_count"] == "0"
         assert b"unknown model : none" in ask(port, "/v2/models/none/trace/setting")[1]

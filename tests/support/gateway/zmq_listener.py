@@ -19,7 +19,6 @@ from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 
 LIMITS = ZmqLimits(
     input_bytes=4 << 20, unsent_bytes=8 << 20, connections=8, key_connections=6,
-    exit_timeout_s=5.0,
 )  # fmt: skip
 HELLO = [6, 1, 0, "bare", "frames"]
 
@@ -29,8 +28,9 @@ class ListenerThread:
     keys."""
 
     def __init__(
-        self, folder: Path, url: str, limits: ZmqLimits | None = None, address: str = "tcp://127.0.0.1:0"
-    ) -> None:
+        self, folder: Path, url: str, limits: ZmqLimits | None = None, address: str = "tcp://127.0.0.1:0",
+        exit_timeout_s: float = 5.0,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.server_key, self.server_public = folder / "server.key", folder / "server.pub"
         if not self.server_key.exists():
@@ -45,7 +45,8 @@ class ListenerThread:
         self.write_keys("alice", "bob", "olga")
         self._url = url
         self._address = address
-        self._limits = limits or ZmqLimits(exit_timeout_s=5.0)
+        self._limits = limits or ZmqLimits()
+        self._exit_timeout_s = exit_timeout_s
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="zmq-listener")
         self._thread.start()
@@ -68,6 +69,7 @@ class ListenerThread:
         self.url = f"tcp://127.0.0.1:{self.listener.open(self._address)}"
         self._ready.set()
         await self._stop.wait()
+        self.loop.call_later(self._exit_timeout_s, self.listener.give_up)
         await self.listener.close()
         await link.close()
 

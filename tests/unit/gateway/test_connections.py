@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+from shmserve.errors import ServeError
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
@@ -24,6 +25,7 @@ class Connection:
 
     def check_timeouts(self, waited: int) -> None: ...
     def stop(self) -> None: ...
+    def give_up(self, error: ServeError) -> None: ...
     def abort(self) -> None: ...
 
 

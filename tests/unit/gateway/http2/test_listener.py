@@ -10,6 +10,7 @@ from typing import Any
 import hpack
 import pytest
 
+from shmserve.errors import Unavailable
 from shmserve.gateway.http2 import connection as http2_connection
 from shmserve.gateway.http2.codes import Code
 from shmserve.gateway.http2.interface import TransportStream
@@ -203,19 +204,22 @@ def test_shutdown_does_not_wait_for_a_silent_client(monkeypatch: pytest.MonkeyPa
         await listener.close()
         await silent.gone()
 
-    run(scenario, exit_timeout_s=WAIT_S)
+    run(scenario)
 
 
-def test_shutdown_cancels_calls_after_the_timeout() -> None:
+def test_calls_that_are_given_up_at_shutdown_get_an_error() -> None:
     async def scenario(listener: Watched, calls: Calls, connect: Connect) -> None:
         caller = await connect()
         caller.send(HELLO, waiting(1))
         await calls.half.wait()
-        await listener.close()
+        closing = asyncio.ensure_future(listener.close())
+        listener.give_up(Unavailable("the server stopped"))
+        assert b"the server stopped" in (await caller.frame(HEAD))[3]
+        await closing
         assert calls.cancelled.is_set()
         await caller.gone()
 
-    run(scenario, exit_timeout_s=0.1)
+    run(scenario)
 
 
 @pytest.mark.parametrize("sent", [b"PRI * HTTP", HELLO + OPEN + frame(DATA, 0, 1, b"\0\0\0\1\0")])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 from shmserve.protocol.messages import Cancel, More
 from tests.support.broker.fake_broker import MODELS, FakeBroker, echo
 from tests.support.gateway.zmq_listener import LIMITS, ListenerThread
@@ -151,7 +150,7 @@ def test_a_restarted_server_gets_the_requests_again(tmp_path: Path, monkeypatch:
 def test_a_restarted_gateway_gets_the_requests_again(
     broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener = ListenerThread(tmp_path, broker.lane, ZmqLimits(exit_timeout_s=0.01))
+    listener = ListenerThread(tmp_path, broker.lane, exit_timeout_s=0.01)
     x = np.arange(5000.0)
     with shmserve.Client(listener.url, **listener.keys("alice"), timeout=20) as client:
         future = client.submit("hold", {"x": x})
