@@ -17,6 +17,7 @@ from shmserve.workers.backends.llamacpp.sampling import (
     sampling_in,
     sampling_of,
 )
+from shmserve.workers.backends.llamacpp.schemas import check_chat
 
 if TYPE_CHECKING:
     from shmserve.workers.backends.llamacpp.settings import Settings
@@ -64,7 +65,7 @@ def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], sett
     chat = messages is not None
     sampling = merged(settings.sampling, _sampling(inputs.get(SAMPLING), parameters))
     limit = settings.max_tokens or (0 if chat else TEXT_MAX_TOKENS)
-    body |= engine_parameters(sampling, limit)
+    body |= engine_parameters(sampling, limit, settings.grammars)
     top = sampling.logprobs or 0
     scored = not _SCORED.isdisjoint(returned)
     prefix = ""
@@ -132,4 +133,5 @@ def _chat(text: str) -> dict[str, Any]:
     unknown = sorted(found.keys() - set(_CHAT))
     if unknown:
         raise InvalidRequest(f"input '{MESSAGES}' has '{unknown[0][:80]}'; known are: {', '.join(_CHAT)}")
+    check_chat(found)
     return {name: value for name, value in found.items() if value is not None}

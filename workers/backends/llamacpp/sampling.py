@@ -9,11 +9,14 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.workers.backends.llamacpp.schemas import check_schema
 
 TEXT_MAX_TOKENS = 16
 """Of requests with a plain prompt that set no limit, as in vLLM. Chats end where the model ends them."""
 LOGPROBS = 20
 """The most alternatives for a token."""
+CHOICES = 1000
+"""The most texts of `choice`: the engine tries each at each token."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -124,8 +127,8 @@ def merged(defaults: Sampling, given: Sampling) -> Sampling:
     return Sampling(**values)
 
 
-def engine_parameters(sampling: Sampling, default_max_tokens: int) -> dict[str, Any]:
-    """`default_max_tokens` 0: until the model ends its text."""
+def engine_parameters(sampling: Sampling, default_max_tokens: int, grammars: bool = False) -> dict[str, Any]:
+    """`default_max_tokens` 0: until the model ends its text. `grammars`: whether grammars are allowed."""
     found: dict[str, Any] = dict(_NEUTRAL)
     for name, engine_name in _ENGINE_NAMES.items():
         value = getattr(sampling, name)
@@ -142,11 +145,11 @@ def engine_parameters(sampling: Sampling, default_max_tokens: int) -> dict[str, 
     if sampling.logit_bias:
         found["logit_bias"] = [[_token(name), value] for name, value in sampling.logit_bias.items()]
     if sampling.structured_outputs:
-        found |= _structured(sampling.structured_outputs)
+        found |= _structured(sampling.structured_outputs, grammars)
     return found
 
 
-def _structured(given: dict[str, Any] | str) -> dict[str, Any]:
+def _structured(given: dict[str, Any] | str, grammars: bool) -> dict[str, Any]:
     wanted = _json_in(given) if isinstance(given, str) else given
     if not isinstance(wanted, dict):
         raise InvalidRequest("'structured_outputs' is not a JSON object")
@@ -155,12 +158,21 @@ def _structured(given: dict[str, Any] | str) -> dict[str, Any]:
         raise InvalidRequest("'structured_outputs' must have one of json, json_object, choice and grammar")
     ((name, value),) = wanted.items()
     if name == "json":
-        return {"json_schema": _json_in(value) if isinstance(value, str) else value}
+        schema = _json_in(value) if isinstance(value, str) else value
+        check_schema(schema, "the schema of 'structured_outputs'")
+        return {"json_schema": schema}
     if name == "json_object":
         return {"json_schema": {"type": "object"}}
     if name == "choice" and isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        if len(value) > CHOICES:
+            raise InvalidRequest(f"'structured_outputs' has {len(value)} choices; the limit is {CHOICES}")
         return {"grammar": "root ::= " + " | ".join(json.dumps(one) for one in value)}
     if name == "grammar" and isinstance(value, str):
+        if not grammars:
+            raise Unsupported(
+                "'structured_outputs' with 'grammar' is not allowed, as a grammar can stop the texts of all callers; "
+                "the parameter 'grammars' of the model allows it"
+            )
         return {"grammar": value}
     raise Unsupported(f"'structured_outputs' with '{name[:40]}' is not supported by the engine of this model")
 

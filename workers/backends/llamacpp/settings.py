@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SLOTS, CONTEXT, THREADS = "slots", "context_length", "threads"
 PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_cache"
 CHAT_TEMPLATE, MAX_TOKENS, SAMPLING = "chat_template", "default_max_tokens", "sampling_parameters"
+GRAMMARS = "grammars"
 DEFAULT_SLOTS = 4
 LARGEST_CONTEXT = 4096
 """Context length of models that were trained for more, unless the configuration has another."""
@@ -30,7 +31,7 @@ CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 class Settings(Struct, frozen=True):
     """`slots`: the most sequences in the running batch. `context`: tokens of a sequence, prompt and output.
     `prompt_batch`: the most tokens of prompts in one step. `max_tokens`: of requests that have none; 0: the default of
-    the interface."""
+    the interface. `grammars`: requests may have grammars."""
 
     file: Path
     slots: int
@@ -42,6 +43,7 @@ class Settings(Struct, frozen=True):
     chat_template: str
     max_tokens: int
     sampling: Sampling
+    grammars: bool
 
 
 def settings_of(config: ModelConfig, context: Context) -> Settings:
@@ -69,4 +71,5 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         parameters.text(CHAT_TEMPLATE),
         parameters.whole(MAX_TOKENS, 0),
         sampling_in(parameters.text(SAMPLING), f"parameter {SAMPLING} of model '{config.name}'"),
+        parameters.flag(GRAMMARS, False),
     )

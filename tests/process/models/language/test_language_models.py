@@ -81,7 +81,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     root = tmp_path_factory.mktemp("repository")
     settings = {
         "text": {"slots": "8", "context_length": str(CONTEXT), "threads": "1"},
-        "one": {"slots": "1", "context_length": str(ENDLESS), "threads": "1"},
+        "one": {"slots": "1", "context_length": str(ENDLESS), "threads": "1", "grammars": "true"},
     }
     for name, own in settings.items():
         (root / name / "1").mkdir(parents=True)
@@ -281,7 +281,8 @@ def test_a_worker_that_dies_ends_its_streams(text: Text) -> None:
         ({"tempratur": 1}, {}, InvalidRequest, "unknown parameter 'tempratur'"),
         ({"n": 9}, {}, InvalidRequest, "at most 8 sequences at once; its parameter 'slots'"),
         ({"min_tokens": 3}, {}, Unsupported, "no 'min_tokens'"),
-        ({"structured_outputs": {"grammar": "root := x"}}, {}, InvalidRequest, "failed to parse grammar"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"{5,2}'}}, {}, Unsupported, "the parameter 'grammars'"),
+        ({"structured_outputs": {"json": {"maxItems": 10**5}}}, {}, InvalidRequest, "'maxItems' 100000; expected"),
         ({}, {"text_input": "x" * CONTEXT}, InvalidRequest, "parameter context_length of the model"),
         ({}, {"text_input": ""}, InvalidRequest, "input 'text_input' is empty"),
         ({}, {"messages": "{}"}, InvalidRequest, "with a list 'messages'"),
@@ -297,6 +298,15 @@ def test_errors_of_a_request(
     with pytest.raises(kind, match=words):
         said(text.stream(**{"prompt": more.pop("text_input", "hello"), "sampling": sampling, **more}))
     assert text_of(text.complete(PROMPTS[0])) == text.expected[PROMPTS[0]]
+
+
+def test_grammars_where_they_are_allowed(text: Text) -> None:
+    def complete(grammar: str) -> str:
+        return said(text.stream(PROMPTS[0], "one", sampling={"structured_outputs": {"grammar": grammar}}))
+
+    assert complete('root ::= "yes" | "no"') in ("yes", "no")
+    with pytest.raises(InvalidRequest, match="failed to parse grammar"):
+        complete("root := x")
 
 
 def broken(folder: Path, data: bytes | None = None, config: str = "", **own: str) -> None:

@@ -1,0 +1,156 @@
+"""Limits of the JSON schemas of a request.
+
+llama.cpp makes a grammar of a schema in the thread that runs all sequences, and tries all alternatives of the grammar
+at each token. It has no limits of its own: some schemas would stop the texts of all callers, or end the process.
+
+Invariant: the cost of a schema is bounded before the engine gets it, with each `$ref` in place of what it refers to.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shmserve.errors import InvalidRequest
+
+VALUES = 2000
+"""Most schemas and values of enums in a schema."""
+DEPTH = 128
+PROPERTIES = 200
+"""Most properties of an object: any of them may come next."""
+ITEMS = 2000
+LENGTH = 1_000_000
+PATTERN = 200
+"""Most elements of a pattern, with groups as often as they are repeated."""
+_REPEATED = 8
+"""What a character counts that is repeated by numbers, which costs less than a group."""
+_BOUNDS = (
+    ("minItems", "maxItems", ITEMS),
+    ("minLength", "maxLength", LENGTH),
+    ("minProperties", "maxProperties", ITEMS),
+)
+_DEFINITIONS = ("$defs", "definitions")
+"""Of the whole schema; they count only where they are referred to. Further inside, these may be names of properties."""
+_ELEMENT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(,?)(\d*)\}|.", re.DOTALL)
+
+
+def check_schema(schema: Any, where: str) -> None:
+    """Raises InvalidRequest. `where`: what the error calls the schema."""
+    try:
+        _Check(schema, where).schema(schema, 0)
+    except RecursionError:
+        raise InvalidRequest(f"{where} is nested too deeply") from None
+
+
+def check_chat(chat: dict[str, Any]) -> None:
+    """The schemas of a chat. What is not as in OpenAI's API is left to the engine, which refuses it."""
+    form = chat.get("response_format")
+    if isinstance(form, dict):
+        named = form.get("json_schema")
+        for schema in (form.get("schema"), named.get("schema") if isinstance(named, dict) else None):
+            check_schema(schema, "the schema of 'response_format'")
+    tools = chat.get("tools")
+    if isinstance(tools, list):
+        for function in [tool.get("function") for tool in tools if isinstance(tool, dict)]:
+            if isinstance(function, dict):
+                check_schema(function.get("parameters"), "the schema of the parameters of a tool")
+
+
+class _Check:
+    def __init__(self, root: Any, where: str) -> None:
+        self._root = root
+        self._where = where
+        self._left = VALUES
+        self._open: set[str] = set()
+        """References that are being followed; one to itself costs no more."""
+
+    def schema(self, value: Any, depth: int) -> None:
+        """Also for lists and objects of schemas."""
+        if depth > DEPTH:
+            raise InvalidRequest(f"{self._where} is nested more than {DEPTH} levels deep")
+        if isinstance(value, list):
+            self._take(len(value))
+            for one in value:
+                self.schema(one, depth + 1)
+        elif isinstance(value, dict):
+            self._take(1)
+            self._bounds(value)
+            for name, one in value.items():
+                if depth or name not in _DEFINITIONS:
+                    self.schema(one, depth + 1)
+            self._reference(value.get("$ref"), depth)
+
+    def _take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise InvalidRequest(
+                f"{self._where} has more than {VALUES} parts and values, counted at each '$ref' to them"
+            )
+
+    def _reference(self, name: Any, depth: int) -> None:
+        if isinstance(name, str) and name.startswith("#") and name not in self._open:
+            self._open.add(name)
+            self.schema(_target(self._root, name), depth + 1)
+            self._open.discard(name)
+
+    def _bounds(self, schema: dict[str, Any]) -> None:
+        for least, most, limit in _BOUNDS:
+            low, high = schema.get(least), schema.get(most)
+            for name, bound in ((least, low), (most, high)):
+                if isinstance(bound, int | float) and not 0 <= bound <= limit:
+                    raise InvalidRequest(f"{self._where} has {name!r} {bound}; expected 0 to {limit}")
+            if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+                raise InvalidRequest(f"{self._where} has {least!r} {low}, which is above {most!r} {high}")
+        properties, pattern = schema.get("properties"), schema.get("pattern")
+        if isinstance(properties, dict) and len(properties) > PROPERTIES:
+            raise InvalidRequest(
+                f"{self._where} has {len(properties)} properties in an object; the limit is {PROPERTIES}"
+            )
+        if isinstance(pattern, str):
+            self._pattern(pattern)
+
+    def _pattern(self, pattern: str) -> None:
+        sizes, last, group = [0], 0, False
+        for found in _ELEMENT.finditer(pattern):
+            text = found[0]
+            if text == "(":
+                sizes.append(0)
+                last = 0
+            elif text == ")" and len(sizes) > 1:
+                last, group = sizes.pop(), True
+                sizes[-1] += last
+            elif found[1] is not None:
+                times = self._repeated(found)
+                sizes[-1] += last * ((times if group else min(times, _REPEATED)) - 1)
+            else:
+                last, group = 1, False
+                sizes[-1] += 1
+            if len(sizes) > DEPTH or sizes[-1] > PATTERN:
+                raise InvalidRequest(
+                    f"{self._where} has a pattern of more than {PATTERN} elements, repeated ones included"
+                )
+
+    def _repeated(self, found: re.Match[str]) -> int:
+        low, high = int(found[1][:9] or 0), int(found[3][:9] or 0)
+        if found[3] and low > high:
+            raise InvalidRequest(
+                f"{self._where} has a pattern with {found[0][:40]}, whose limits are in the wrong order"
+            )
+        if max(low, high) > ITEMS:
+            raise InvalidRequest(
+                f"{self._where} has a pattern with {found[0][:40]}; the limit of repetitions is {ITEMS}"
+            )
+        return max(low, high, 1)
+
+
+def _target(root: Any, name: str) -> Any:
+    """What a reference such as `#/$defs/item` refers to; None: the engine cannot find it either."""
+    found = root
+    for key in name[1:].split("/")[1:]:
+        if isinstance(found, dict):
+            found = found.get(key, found.get(key.replace("~1", "/").replace("~0", "~")))
+        elif isinstance(found, list) and key.isdecimal() and int(key[:9]) < len(found):
+            found = found[int(key[:9])]
+        else:
+            return None
+    return found
