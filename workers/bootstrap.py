@@ -42,7 +42,7 @@ def main(words: list[str]) -> NoReturn:
     if sys.version_info[:2] < LEAST:
         fail(arguments, f"it has Python {version}, and 3.10 or later is needed")
     sys.meta_path.insert(0, Finder({"shmserve": sources}))
-    if EXTENSION_SUFFIXES[0] == suffix:  # packages compiled for the server's interpreter are compatible with this one
+    if EXTENSION_SUFFIXES[0] == suffix:  # packages compiled for the server's interpreter also work in this one
         sys.meta_path.append(Finder({name: place for name, _, place in needed}))
     wrong = list(filter(None, (lack(name, least) for name, least, _ in needed)))
     if wrong:
@@ -53,7 +53,8 @@ def main(words: list[str]) -> NoReturn:
 
 
 def lack(name: str, least: str) -> str:
-    """Returns the requirement that is not met, or "". Imports nothing: CPUs and threads are chosen before imports."""
+    """Returns the requirement that is not met, or "". Imports nothing, because CPUs and threads are set before
+    imports."""
     from importlib.metadata import PackageNotFoundError, version
 
     if find_spec(name) is None:

@@ -1,8 +1,8 @@
 """The extension of models with sequences or ragged batches: adds sequence controls and states and inputs computed from
 the batch, and cuts outputs back to the shapes of an input.
 
-Extensions work around the batch, on groups of requests before execution and on arrays after it; backends see ordinary
-inputs and outputs. Invariant: a new state is kept only if its request was answered.
+An extension runs around the backend, on groups of requests before execution and on arrays after it; backends see
+ordinary inputs and outputs. Invariant: a new state is kept only if its request was answered.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Extension:
         return failures
 
     def parts(self) -> Iterator[list[Work]]:
-        """Yields the parts of the batch that run one after the other. Each has run when the next is requested, because
-        the shapes of its states may depend on that."""
+        """Yields the parts of the batch that run one after another. A part must have run before the next is requested,
+        because the shapes of the next part's states may depend on it."""
         for turn in self._turns:
             if not self.stacked:
                 yield turn
@@ -118,8 +118,7 @@ class Extension:
             self.forget(ended)
 
     def forget(self, sequences: Sequence[Key]) -> None:
-        """May be called while a batch runs: a model that waits for the reader of its responses processes orders
-        meanwhile."""
+        """May be called while a batch runs: orders are processed while the model waits for room to send responses."""
         self.states.forget(sequences)
         self._sequence_options.forget(sequences)
         if self._running:
@@ -195,8 +194,8 @@ class Extension:
         return states, Answer(outputs, None, answer.parameters, answer.again)
 
     def answered(self, work: Work, answer: Answer | None, states: dict[int, Array], row: Row | None) -> None:
-        """Keeps the new states of a request. Without `answer` it is answered by other messages, and without `row` it is
-        that or runs again."""
+        """Keeps the new states of a request. `answer` None: it is answered by separate messages. `row` None: the same,
+        or it runs again."""
         if not self.sequences:
             return
         member = self._members[work.request]
@@ -214,7 +213,7 @@ class Extension:
 
 
 class ExtendedResults(Results):
-    """Results in which some outputs are states, and some are cut back by the shapes of an input."""
+    """Results in which some outputs are states and some are cut back to the shapes of an input."""
 
     __slots__ = ("_extension", "_late")
 

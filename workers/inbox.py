@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class Inbox:
-    """Reads orders from the link and dispatches them by type. The model may read it while it is loading: orders that
-    have no handler until then are kept for the loop."""
+    """Reads orders from the link and dispatches them by type. The link may be read while the model is loading; orders
+    that have no handler yet are kept for the loop."""
 
     def __init__(self, owner: int, link: BrokerLink, outbox: Outbox, mapped: Mapped, arenas: Arenas) -> None:
         self._owner = owner

@@ -1,7 +1,8 @@
-"""The worker's lease: a socket to a client that sends one request at a time, which the worker answers by itself.
+"""The worker's lease: a socket to a client that sends one request at a time, which the worker answers directly.
 
-Invariant: a request is recorded in the lease's log before its answer is sent, and one that is not recorded as running
-was not run. Whatever the worker does not accept ends the lease; the client then sends the request to the broker.
+Invariant: a request is recorded in the lease's log before its response is sent, and a request that is not recorded as
+running was not run. Anything that the worker does not accept ends the lease; the client then sends the request to the
+broker.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _SEND = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _NO_WAIT = int(socket.MSG_DONTWAIT)
 _FORMS = 256
-"""Memoized shapes of inputs; beyond that, all are forgotten."""
+"""Memoized input shapes; beyond that, the cache is cleared."""
 _TOO_LARGE = "the model returned outputs that differ from its configuration and do not fit into a message"
 
 _decode = Codec(ClientMessage, 1).decode
@@ -49,9 +50,9 @@ class LeaseHolder:
     ) -> None:
         self.active = False
         self._running = False
-        """A request runs; the model may handle orders meanwhile."""
+        """A request is running. Orders may be handled while it runs."""
         self._ending = False
-        """End the lease when the running request is answered."""
+        """The lease ends when the running request has been answered."""
         self._link = link
         self._outbox = outbox
         self._runner = runner
@@ -65,7 +66,7 @@ class LeaseHolder:
         """Names, types and shapes of inputs -> rows, and bytes of each input."""
         self._order: Lend
         self._versions: tuple[int, ...]
-        """As which a request may name that of the model."""
+        """Version numbers that a request may use for the model's version."""
         self._sock: socket.socket
         self._log: LeaseLog
 
@@ -102,7 +103,7 @@ class LeaseHolder:
             self.end()
 
     def end(self) -> None:
-        """Answers a request that runs or has arrived, and ends the lease."""
+        """Answers a request that is running or has arrived, and ends the lease."""
         if self._running:
             self._ending = True
             return
@@ -157,7 +158,8 @@ class LeaseHolder:
             self._run(messages[0], rows, arrived)
 
     def _run(self, request: Infer, rows: int, arrived: int) -> None:
-        """Its Work has no number, as only the broker's are known to the model's own calls."""
+        """Runs a request. Its Work has no number, because calls of the model can refer only to numbers of the
+        broker."""
         log = self._log
         log.begin(request.request, arrived)
         self._running = True
@@ -169,7 +171,7 @@ class LeaseHolder:
         unread = log.end(arrived, times, rows, type(answer) is Fail)
         try:
             self._sock.send(encode([answer]), _SEND)
-        except OSError:  # the client has left, or does not read its answers
+        except OSError:  # the client has disconnected, or does not read its responses
             self._ending = True
         log.answered()
         if unread == RECORDS // 2:
@@ -190,7 +192,7 @@ class LeaseHolder:
         return Reply(number, self._order.version, row.outputs, row.parameters)
 
     def _check(self, request: Infer) -> int | None:
-        """The rows of a request that may be run; None for any other."""
+        """Returns the rows of a request that may run over the lease; None for any other."""
         inputs = request.inputs
         if request.outputs is not None or request.options is not None or not request.request:
             return None
@@ -213,7 +215,7 @@ class LeaseHolder:
         return rows
 
     def _may_read(self, data: Any, size: int) -> bool:
-        """Is it one handle to so many bytes of the client's own memory?"""
+        """Is it a single handle to `size` bytes of the client's own memory?"""
         if type(data) is not tuple or len(data) != 1:
             return False
         handle = data[0]

@@ -55,8 +55,8 @@ class BrokerLink:
         return self._take(_WAIT)
 
     def wait(self, attempt: Callable[[], T | None], block: Callable[[], T]) -> T:
-        """The result of `block`, after calling `attempt`, which returns None if there is none, for as long as polling
-        pays."""
+        """Polls `attempt`, which returns None while there is no result, for as long as polling pays off. Then returns
+        the result of `block`."""
         polling = self._polling
         if polling is None:
             return block()

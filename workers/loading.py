@@ -109,7 +109,8 @@ def load(
 
 
 def _pins(order: Load, config: ModelConfig) -> list[tuple[Path, dict[str, Look]]]:
-    """Returns, for the directories of the model and its backend, the looks of the files that were not copied."""
+    """Returns, for the directories of the model and its backend, the size, mtime and inode of files that were not
+    copied."""
     folders = {PINS: Path(order.model_dir), BACKEND_PINS: Path(order.settings.get(DIRECTORY, "")) / config.backend}
     return [
         (folder, json.loads(Path(order.settings[key]).read_bytes()))

@@ -121,12 +121,12 @@ class Loop:
             self._drain()
 
     def _run(self, batch: QueuedBatch) -> QueuedBatch | None:
-        """Runs a batch and reports its results. Returns the next batch, whose start the same report announces."""
+        """Runs a batch and reports its results. Returns the next batch, whose start is announced in the same report."""
         self._outbox.flush()
         results, times, again = self._runner.run_batch(batch.works)
         if self._comparisons.expected:
             results = self._comparisons.compared(rows_of(results))
-        # Orders that arrived meanwhile may extend the next batch or withdraw requests from it.
+        # Orders that arrived during the run may extend the next batch or withdraw requests from it.
         self._drain()
         if self._streams is not None:
             self._streams.read()

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shmserve.workers.outbox import Outbox
 
 _GC_THRESHOLDS = (50_000, 20, 50)
-"""The loop's own objects are freed by reference counting. The collector is needed only for the models' cycles, so it
-can run rarely."""
+"""The loop's own objects are freed by reference counting. The collector is needed only for reference cycles of models,
+so it can run rarely."""
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -223,7 +223,7 @@ def _report_loaded(model: LoadedModel, outbox: Outbox) -> None:
 
 
 def _finalize(model: LoadedModel, stopped: bool) -> bool:
-    """`stopped`: the worker got Stop, so the broker lives on and frees the memory that callers still hold."""
+    """`stopped`: the worker received Stop, so the broker is alive and will free the memory that callers still hold."""
     try:
         model.backend.close()
     except Exception as error:

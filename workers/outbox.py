@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _ROW_BYTES = 48
 _TENSOR_BYTES = 64
 _RETURNED = 4096
-"""The most handles in one Return."""
+"""Maximum number of handles in one Return."""
 
 
 class Outbox:
@@ -84,7 +84,7 @@ class NullOutbox(Outbox):
 
 
 def in_chunks(messages: list[Any]) -> list[Any]:
-    """Splits each Done with too many results for one message: Rows messages go before it."""
+    """Splits each Done that has too many results for one message: Rows messages precede it."""
     chunks: list[Any] = []
     for message in messages:
         if not isinstance(message, Done):

@@ -77,8 +77,8 @@ class _AudienceArena(Arena):
 
 
 class Arenas:
-    """Arenas by audience, created on first use. Segments are announced to the broker and also mapped here, because one
-    batch's outputs may be the next one's inputs."""
+    """Arenas by audience, created on first use. Segments are announced to the broker and also mapped here, because
+    outputs of one batch may be inputs of the next."""
 
     def __init__(self, owner: int, outbox: Outbox, mapped: Mapped, limit: int = LIMIT_BYTES) -> None:
         self.limit = limit

@@ -1,4 +1,4 @@
-"""The simulator: runs the core over simulated time, to predict how a server with given models behaves under a load.
+"""The simulator: runs the core in simulated time, to predict how a server with given models behaves under a given load.
 
     result = simulate(Plan((model,), (load,), seconds=10, seed=1))
 

@@ -1,6 +1,6 @@
 """Fault injection: kinds of faults and their frequencies.
 
-Invariant: faults have random number generators of their own, so adding a fault to a plan does not change arrivals or
+Invariant: each fault has its own random number generator, so adding a fault to a plan does not change arrivals or
 service times.
 """
 

@@ -1,8 +1,8 @@
 """The simplest possible server, as a baseline for the core: a single queue, first come first served.
 
-An idle instance takes the oldest requests, as many rows as fit. Only callers have deadlines: they stop waiting, but
-their requests run nevertheless. Messages take no time. Invariant: this module uses nothing of the core, so it can also
-be an oracle.
+An idle instance takes the oldest requests, as many rows as fit. Only callers know deadlines: they stop waiting, but
+their requests still run. Messages take no time. Invariant: this module uses no code of the core, so it can also serve
+as an oracle.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shmserve.sim.service import Service
 def first_come(
     load: Load, service: Service, max_batch: int = 1, instances: int = 1, seconds: float = 10.0, seed: int = 0
 ) -> ModelResult:
-    """Serves the arrivals and rows that `simulate` draws for this load, if it is the first one of a plan with this
-    seed."""
+    """Serves the same arrivals and rows that `simulate` draws for this load, if it is the first load of a plan with
+    this seed."""
     if isinstance(load.arrivals, Closed):
         raise InvalidRequest("a closed loop never offers more than is served; compare with another kind of arrivals")
     source = f"{seed} load 0 {load.model}"

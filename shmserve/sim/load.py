@@ -80,9 +80,9 @@ class Load(Struct, frozen=True):
     """Requests to one model.
 
     `rows` and `lengths` are ranges from which the number of rows and the size of each -1 dim of the inputs are drawn
-    uniformly. With `sequence` (min, max) each arrival starts a sequence with so many requests, each sent `gap_ns` after
-    the response to the one before. `distinct`: number of different inputs, which matters for the response cache only;
-    0: all differ.
+    uniformly. With `sequence` (min, max), each arrival starts a sequence of that many requests, each sent `gap_ns`
+    after the previous response. `distinct`: number of different inputs, which matters for the response cache only; 0:
+    all differ.
     """
 
     model: str

@@ -33,9 +33,9 @@ class SimModel(Struct, frozen=True):
     responses: tuple[int, int] = (1, 1)
     iterations: int = 1
     calls: tuple[str, ...] = ()
-    """Models that it calls for each request, one after the other, before it computes. The calls block its instance."""
+    """Models that it calls for each request, one after another, before it computes. The calls block its instance."""
     scaling: ScalingPolicy | None = None
-    """How the number of instances follows the load; `instances` are those at the start."""
+    """How the number of instances follows the load; `instances` are the initial ones."""
 
 
 class Plan(Struct, frozen=True):
@@ -61,13 +61,13 @@ class Plan(Struct, frozen=True):
     reload_every_s: float = 0.0
     """Mean time between two reloads, each of one of the served models; 0: no reloads."""
     patience_s: float = 600.0
-    """Simulated time after the last arrival. Requests that are still unanswered then count as lost."""
+    """Simulated time after the last arrival, after which unanswered requests count as lost."""
 
 
 def simple_model(
     policy: ModelPolicy, instances: int = 1, service: Service | None = None, load: Service | None = None
 ) -> SimModel:
-    """A model with this many equal instances."""
+    """A model with this many identical instances."""
     specs = tuple(InstanceSpec(f"{policy.name}_{index}") for index in range(instances))
     return SimModel(policy, specs, service or Constant(MS), load or Constant(0))
 

@@ -36,7 +36,7 @@ def names(roots: Sequence[Path]) -> list[str]:
 def models(
     roots: Sequence[Path], wanted: Iterable[str], services: Mapping[str, Service], instances: int = 0
 ) -> list[SimModel]:
-    """These models and those of their steps. `services`: by model name, "" for all others. `instances` above 0 replaces
+    """These models and those of their steps. `services`: by model name, "" for all others. `instances` > 0 overrides
     the number in the configuration."""
     known = names(roots)
     found: dict[str, SimModel] = {}
@@ -74,7 +74,7 @@ def _model(
 
 
 def _read(path: Path) -> tuple[ModelConfig, int]:
-    """The completed configuration, with whatever engine it names, and the highest version (1 if there is none yet)."""
+    """The completed configuration, for any engine that it names, and the highest version (1 if there is none yet)."""
     try:
         text = (path / CONFIG_FILE).read_bytes()
         versions = sorted(int(entry.name) for entry in path.iterdir() if entry.name.isdecimal() and entry.is_dir())

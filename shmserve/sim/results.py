@@ -69,9 +69,9 @@ class ModelResult(Struct):
     in_time: int = 0
     """Answered before their deadline, or without one."""
     good: int = 0
-    """Those in time that were answered while requests were still being sent."""
+    """Those of `in_time` that were answered while requests were still being sent."""
     overdue_ns: int = 0
-    """The longest delay of a response of any kind after the deadline."""
+    """The longest time between a deadline and the response to the request, of any kind."""
     failed: dict[str, int] = {}
     """Error code -> number of responses."""
     abandoned: int = 0
@@ -93,7 +93,7 @@ class ModelResult(Struct):
     elapsed_s: float = 0.0
     """Time until the last response."""
     sizes: list[tuple[float, int]] = []
-    """For a model that is scaled: its number of loaded instances, from these seconds of the load on."""
+    """For a scaled model: (seconds since the start of the load, number of loaded instances from then on)."""
     _changes: list[tuple[int, int]] = []
 
     @property
@@ -103,7 +103,7 @@ class ModelResult(Struct):
 
     @property
     def utilisation(self) -> float:
-        """The share of time during which an instance runs batches."""
+        """The fraction of time during which an instance runs batches."""
         there = self.mean_instances * self.elapsed_s
         return self.busy_ns / SECOND / there if there else 0.0
 
@@ -115,11 +115,11 @@ class ModelResult(Struct):
         return sum(count * (end - at) for (at, count), end in zip(self.sizes, ends, strict=True)) / self.elapsed_s
 
     def resized(self, now: int, more: int) -> None:
-        """An instance has loaded, or one that had has ended."""
+        """Records that an instance has loaded, or that a loaded one has ended."""
         self._changes.append((now, more))
 
     def end_sizes(self, began: int) -> None:
-        """Fills in `sizes`, once `elapsed_s` is known. `began`: when the load did."""
+        """Fills in `sizes` once `elapsed_s` is known. `began`: start of the load."""
         sizes: dict[float, int] = {}
         count = 0
         for at, more in self._changes:

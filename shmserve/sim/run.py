@@ -1,6 +1,6 @@
-"""A simulation: the core in place of a broker, with simulated clients and workers around it.
+"""A simulation: the core in place of a broker, with simulated clients and workers.
 
-This module executes the effects of the core. The behaviour of clients and workers is in their own modules.
+This module executes the effects of the core. The behaviour of clients and workers is in `processes`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shmserve.sim.results import SECOND, ModelResult, Result
 from shmserve.sim.world import START, World
 
 SPINS = 1000
-"""Turns without progress of time after which the simulation is considered stuck."""
+"""Turns without progress in time after which the simulation is considered stuck."""
 
 
 def simulate(plan: Plan) -> Result:
@@ -47,7 +47,7 @@ class Simulation:
         self._clients: dict[int, SimClient] = {}
         self._workers: dict[int, SimWorker] = {}
         self._leases: dict[int, SimLease] = {}
-        """Leases whose log the broker has."""
+        """Leases whose logs the broker holds."""
         self._draws: dict[str, Random] = {}
         self._last_client = 0
         self._settled = self._operations = 0
@@ -258,7 +258,7 @@ class Simulation:
             self._plan_reload()
 
     def run(self) -> None:
-        """Sends all requests, waits for all responses, and stops the server, after which nothing may be left."""
+        """Sends all requests, waits for all responses, stops the server and asserts that nothing is left."""
         world = self._world
         patience = round(self._plan.patience_s * SECOND)
         world.begin_load()
@@ -302,7 +302,7 @@ class Simulation:
         state = self.core.state
         assert self._drained, "the server does not stop"
         assert not state.requests, "requests are left"
-        if not len(state.cache):  # else the cache still holds memory, which is freed with the process
+        if not len(state.cache):  # otherwise the cache still holds memory, which is freed with the process
             assert not state.ledger.holds, "holds are left, but all clients have disconnected"
             assert not state.ledger.segments, "segments are left"
 

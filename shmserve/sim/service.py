@@ -62,8 +62,8 @@ class Lognormal(Struct, frozen=True):
 
 
 class Table(Struct, frozen=True):
-    """Measured times: (rows, times in ns), both ascending. One of them is drawn. Times are interpolated between
-    entries, and extrapolated in proportion to the rows beyond the last one."""
+    """Measured times: (rows, times in ns), both ascending. A time is drawn at random from those of an entry,
+    interpolated between entries, and extrapolated in proportion to the rows beyond the last entry."""
 
     entries: tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -82,9 +82,9 @@ class Table(Struct, frozen=True):
 
 
 class Measured(Struct, frozen=True):
-    """Mean times and how they vary: (rows, ns), ascending, plus a time for each element (rows x padded length). A time
-    is the mean times one of the factors in `spread`, plus the pause at the same place of `pauses`, if there are any.
-    Times are interpolated, and extrapolated from the last two entries."""
+    """Mean times and how they vary: (rows, ns), ascending, plus a time for each element (rows x padded length). A drawn
+    time is the mean multiplied by a factor from `spread`, plus the pause at the same index of `pauses`, if any. Means
+    are interpolated, and extrapolated from the last two entries."""
 
     entries: tuple[tuple[int, float], ...]
     element_ns: float = 0.0

@@ -1,7 +1,7 @@
 """The world of a simulation: the clock, the links to the broker, and counters of requests sent and unanswered.
 
 Clients and workers act only through the World. `run.Simulation` drives it and runs the broker's turns. Invariant:
-events of the same time are processed in the order in which they were scheduled, the broker's turn after all others.
+events at the same time are processed in the order in which they were scheduled, the broker's turn after all others.
 Nothing here is random.
 """
 
@@ -52,7 +52,7 @@ class World:
         self.sources = 0
         """Sources with requests left to send."""
         self.unanswered = 0
-        """Unanswered requests, and the next request of each sequence between two of them."""
+        """Unanswered requests, including the next request of each sequence that is between two requests."""
         self.last_answer = START
         self._homes: dict[int | str, int] = {}
 
@@ -72,7 +72,7 @@ class World:
             what(argument)
 
     def advance(self, end: int) -> int:
-        """Runs everything before `end`, for a simulation of several worlds. Returns the time of the next event."""
+        """Runs all events before `end`, for a simulation of several worlds. Returns the time of the next event."""
         heap, pop = self._heap, heapq.heappop
         while heap and heap[0][0] < end:
             self.now, _, what, argument = pop(heap)
@@ -135,7 +135,7 @@ class World:
         return self.sources > 0 and not self._exhausted and self.now <= self._last
 
     def may_send(self, at: int) -> bool:
-        """Counts one more request. False: the time or the number of requests has been reached."""
+        """Counts one more request. False: the limit of time or requests has been reached."""
         if self._exhausted or at > self.ends:
             return False
         self._sent += 1
@@ -151,6 +151,6 @@ class World:
             self.log.append(f"{(self.now - self.began) / SECOND:.6f} {text}")
 
     def check_home(self, sequence: int | str, peer: int) -> None:
-        """Asserts that each sequence stays at one worker; no two sequences share an id."""
+        """Asserts that each sequence stays at one worker. No two sequences share an id."""
         home = self._homes.setdefault(sequence, peer)
         assert home == peer, f"sequence {sequence} moved from worker {home} to {peer}"

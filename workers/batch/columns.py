@@ -1,7 +1,7 @@
 """Batches in columns: all requests have inputs, or outputs, of one form inside the message.
 
-They are handled as lists, without an object for each request. Whatever needs the requests one by one sees them as a
-sequence of `Work`, which is made at its first use.
+They are handled as lists, without an object for each request. Code that needs individual requests sees a sequence of
+`Work` objects, which are created on first use.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def works_of(order: Execute) -> Sequence[Work]:
 
 
 def joined(works: Sequence[Work], others: Sequence[Work]) -> Sequence[Work]:
-    """Both, in columns if possible. The first may be changed."""
+    """Concatenates both, in columns if possible. May modify `works`."""
     if isinstance(works, ColumnWorks) and isinstance(others, ColumnWorks) and works.forms == others.forms:
         works.extend(others)
         return works
@@ -106,7 +106,7 @@ class InlineColumn(Sequence["Tensor | None"]):
         return len(self.blobs)
 
     def __iter__(self) -> Iterator[Tensor | None]:
-        """In one pass, as results that do not stay in columns are read so."""
+        """Iterates in one pass, for results that do not stay in columns."""
         shares, dims = self.shares, self.dims
         shapes: Iterable[tuple[int, ...]] = repeat((shares[0], *dims))
         if shares.count(shares[0]) != len(shares):

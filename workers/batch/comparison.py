@@ -1,4 +1,4 @@
-"""Compares the outputs of requests with those that another version has given: for shadows.
+"""Compares the outputs of requests with those of another version, for shadows.
 
 Invariant: the outputs of a compared request stay in this process; its row has only the result.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
 
 TOLERANCES = {"FP16": 1e-2, "BF16": 1e-2, "FP32": 1e-3, "FP64": 1e-3}
-"""How far floats may differ, as a share of the largest value of the output."""
+"""Tolerated difference of floats, relative to the largest value of the output."""
 
 
 class Comparisons:
@@ -64,7 +64,7 @@ class Comparisons:
         return {"equal": True}
 
     def _difference(self, expected: Tensor, found: Tensor) -> str:
-        """How they differ; "" if they are equal."""
+        """Describes how the tensors differ; "" if they are equal."""
         if expected.dtype != found.dtype:
             return f"has data type {found.dtype}, not {expected.dtype}"
         if expected.shape != found.shape:
@@ -79,7 +79,7 @@ class Comparisons:
         tolerance = TOLERANCES.get(expected.dtype)
         if tolerance is None:
             return f"has {np.count_nonzero(one != other)} of {elements(expected.shape)} elements that differ"
-        if expected.dtype == "BF16":  # without ml_dtypes, numpy has only its bits
+        if expected.dtype == "BF16":  # without ml_dtypes, numpy has only the bits
             one, other = from_bfloat16(one), from_bfloat16(other)
         share = float_difference(one, other)
         return "" if share <= tolerance else f"differs by {100 * share:.3g} % of its largest value"
@@ -95,7 +95,7 @@ class Comparisons:
 
 
 def float_difference(expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> float:
-    """The greatest difference, as a share of the greatest finite value expected. NaN equals NaN."""
+    """The largest difference, relative to the largest finite expected value. NaN equals NaN."""
     one, other = (array.astype(np.float64, copy=False) for array in (expected, found))
     unlike = ~((one == other) | (np.isnan(one) & np.isnan(other)))
     if not unlike.any():

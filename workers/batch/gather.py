@@ -1,6 +1,6 @@
 """Reads the tensors of requests into the input arrays of a model. The hot path of the worker.
 
-Invariants: a batch of one is a view of the bytes where they are; a larger batch is gathered with one copy. If all
+Invariants: a batch of one request is a view of the caller's bytes; a larger batch is gathered with one copy. If all
 inputs of a batch are inside the messages and stack, it is checked here as a whole; otherwise `input_reader` checks its
 requests one by one.
 
@@ -152,7 +152,7 @@ class Gather:
         ]
         self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
         self._last_forms: tuple[tuple[TensorForm, ...] | None, list[int] | None] = (None, None)
-        """The forms of the last batch in columns, and the place of each input among them."""
+        """The forms of the last batch in columns, and the index of each input among them."""
 
     def buffer(self, index: int, size: int) -> Array:
         """Returns `size` bytes of the batch buffer of an input."""
@@ -257,7 +257,7 @@ class Gather:
     # ---------------------------------------------------------------------------------- one, inline
 
     def _alone(self, works: Sequence[Work]) -> GatherGroup | None:
-        """`_uniform` for a single request, which most batches are when there is little load."""
+        """`_uniform` for a single request, the usual batch under low load."""
         work = works[0]
         inputs, rows = work.inputs, work.rows
         if not rows or self._ragged or self._pads or len(inputs) != len(self.specs):
@@ -296,8 +296,8 @@ class Gather:
         return GatherGroup(self, works, rows, shapes, blobs, None)
 
     def _order_of(self, forms: tuple[TensorForm, ...]) -> list[int] | None:
-        """Returns the place of each input's form. None: some are absent, or of another type, or need more than
-        joining."""
+        """Returns the index of each input's form. None: an input is absent, has another type, or cannot simply be
+        joined."""
         if forms == self._last_forms[0]:
             return self._last_forms[1]
         places = {form.name: place for place, form in enumerate(forms)}

@@ -88,8 +88,8 @@ class Results(RequestOutputs):
         return array
 
     def near(self, index: int, shape: tuple[int, ...]) -> int | None:
-        """Returns the address on this process's GPU where an output of all requests is to be written, instead of
-        `place`; None if some reader wants it on the host or there is no room.
+        """Returns the address on this process's GPU at which to write an output of all requests, instead of `place`;
+        None if a reader wants it on the host or there is no room.
         """
         spec, works = self._scatter.specs[index], self._works
         place = self._place(index, 0)
@@ -115,8 +115,8 @@ class Results(RequestOutputs):
         return block.address
 
     def _near_places(self, index: int, shape: tuple[int, ...]) -> int | None:
-        """Returns the caller's own memory on the GPU for one request, or a temporary block there that `rows` spreads to
-        the places of several. None: the output goes through the host, where errors are reported."""
+        """Returns the caller's own GPU memory for one request, or a temporary GPU block that `rows` copies to the
+        places of several requests. None: the output goes through the host, where errors are reported."""
         spec, works, placing = self._scatter.specs[index], self._works, self._scatter.placing
         if not spec.item or self._failures or self._places is None:
             return None
@@ -168,7 +168,7 @@ class Results(RequestOutputs):
         self.put(index, array)
 
     def _stays(self, index: int, piece: DevicePiece) -> bool:
-        """Copies a piece on the GPU to where all readers want it. Returns False if that is not on this GPU."""
+        """Copies a piece on the GPU to where all readers want it. Returns False if that is outside this GPU."""
         spec = self._scatter.specs[index]
         if piece.dtype != spec.numpy or not spec.fits(piece.shape):
             return False
@@ -216,7 +216,7 @@ class Results(RequestOutputs):
         return [self._row(position, columns, parameters) for position in range(len(works))]
 
     def in_columns(self) -> Columns | list[Row]:
-        """Returns the results in columns, if all outputs are inside the message; else as `rows`."""
+        """Returns the results in columns if all outputs are inside the message, otherwise as `rows`."""
         columns = self._finished()
         if not columns or self._failures or self._holes or len(self._works) > PACKET_MESSAGES:
             return self.rows()

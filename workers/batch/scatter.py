@@ -1,4 +1,4 @@
-"""Turns the output arrays of a model into the tensors of its requests; `results` is what backends see of it.
+"""Turns the output arrays of a model into the tensors of its requests. Backends use it through `results`.
 
 Invariant: each output is computed where it will be read, or copied there once. Small outputs go into the message, large
 ones into the arena of the request's audience, or into the caller's own memory if it asked for that. A request for
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
 _Place = Handle | Top | None | bool
-"""Where a request wants an output: a Handle to its memory, a Top for classes, None: anywhere, False: nowhere."""
+"""Where a request wants an output: a Handle to its memory, a Top for classes, None for anywhere, False for nowhere."""
 
 
 class Scatter:
-    """What all batches of a model share. It owns the buffers of outputs that are copied into messages."""
+    """State shared by all batches of a model. Owns the buffers of outputs that are copied into messages."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Scatter:
 
 
 class RequestOutputs:
-    """What the requests of one group want of the outputs, and the tensors that they get."""
+    """The outputs that the requests of one group want, and the tensors that they get."""
 
     __slots__ = (
         "_blocks", "_failures", "_holes", "_inline", "_inlined", "_one_each", "_placed", "_places", "_rows", "_scatter",
@@ -138,7 +138,7 @@ class RequestOutputs:
         return places
 
     def _reach(self, position: int, place: Handle) -> None:
-        """Fails the request if its place on a GPU cannot be written from here, whatever the model produces."""
+        """Fails the request if its place on a GPU cannot be written from this process, whatever the model produces."""
         try:
             self._scatter.placing.gpu.address(place)
         except ServeError as error:

@@ -35,8 +35,8 @@ FOLDER = "initial_state"
 STATE_BYTES = 1 << 32
 """The largest data file."""
 WHOLE_BYTES = 4 * 1024 * 1024
-"""A batch's states up to this total size stay in one array as long as one of its sequences needs it, so that nothing is
-copied if the same sequences come again. Larger ones are copied apart."""
+"""The states of a batch up to this total size stay in one array as long as one of its sequences needs it, so that
+nothing is copied if the same sequences run together again. Larger states are copied into separate arrays."""
 NULL = -1
 """The request id of a row that fills an empty slot."""
 

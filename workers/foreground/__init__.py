@@ -1,12 +1,12 @@
 """`shmserve run`: one model in the foreground, without a server.
 
-`order` has the arguments, finds the model and reads its configuration. `solo` loads it as a worker does, builds one
-request from the command line, runs it and prints the outputs, if necessary in the model's own interpreter. `terminal`
-has the output and the debugger.
+`order` defines the arguments, finds the model and reads its configuration. `solo` loads the model as a worker does,
+builds one request from the command line, runs it and prints the outputs, if necessary in the model's own interpreter.
+`terminal` handles output and the debugger.
 
-Why not start a temporary server, as `check --load` does? A run takes 0.45 s here and 1.30 s with one, and it is
-repeated after each change of a model. `--pdb` and `breakpoint()` need the model in the process that has the terminal,
-so loading and running it here would remain, and a server could replace only the printing of results, which is shared
-with `shmserve infer` already. The cost in the worker is one case: a model that is loaded without a link to a broker.
-Tests load models in that way too.
+Why not start a temporary server, as `check --load` does? A run takes 0.45 s this way and 1.30 s with a server, and
+users repeat it after each change to a model. `--pdb` and `breakpoint()` need the model in the process that has the
+terminal, so this package would still have to load and run it. A server could replace only the printing of results,
+which is already shared with `shmserve infer`. The worker pays with one special case: a model that is loaded without a
+link to a broker. Tests also load models this way.
 """

@@ -1,4 +1,5 @@
-"""The process of `shmserve run`: imports its modules, during which Ctrl-C just ends the process, and runs `solo`."""
+"""The process of `shmserve run`: imports its modules (Ctrl-C during the imports just ends the process) and runs
+`solo`."""
 
 from __future__ import annotations
 

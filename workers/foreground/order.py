@@ -1,4 +1,4 @@
-"""The order for a foreground run: its arguments, and the model that they name, found and read as a server would.
+"""The order for a foreground run: its arguments, and the model that they name, found and read as in a server.
 
 Invariants: no code of the model is run here. Both can be serialised, because the model may run in another interpreter.
 """

@@ -1,4 +1,4 @@
-"""What a model sends on its own: calls of other models, responses at any time, and its counters.
+"""What a model sends on its own: calls to other models, responses at any time, and its counters.
 
 `calls` sends a model's calls and questions to the broker on the worker's link; `pending` is one such call with its
 replies. `responses` lets a model answer requests from any thread and as often as it likes, and holds the lock (the

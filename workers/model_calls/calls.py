@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     from shmserve.workers.outbox import Outbox
 
 WINDOW = 64
-"""The most replies of a call that may arrive before the model takes the first."""
+"""Maximum number of replies to a call that may arrive before the model takes the first."""
 MESSAGE_BYTES = 48 * 1024
-"""The most bytes of inputs inside one message."""
+"""Maximum bytes of inputs inside one message."""
 COUNTER_PAGES = 16
-"""The most pages of counters of a model."""
+"""Maximum number of counter pages of a model."""
 
 
 class OutgoingCalls:
@@ -323,7 +323,7 @@ class OutgoingCalls:
                 if isinstance(tensor.data, tuple):
                     self._outbox.later.extend(tensor.data)
             return
-        pending.answers.append(self._response(message))  # even without outputs: Triton's models count the last one
+        pending.answers.append(self._response(message))  # even without outputs: Triton models count the last response
         pending.over = last
         wake(pending)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
 
 KEPT = 1024
-"""The most queued responses of a request whose caller does not read, if the model does not wait for it."""
+"""Maximum number of queued responses of a request whose caller does not read, if the model does not wait for room."""
 _FINAL = "TRITONSERVER_RESPONSE_COMPLETE_FINAL"
 CANCELLED = Failure(Cancelled.code, "the request was cancelled while the model answered it")
 _STOPPED = Failure(Unavailable.code, "the model is being unloaded; its answer ends here")
@@ -39,11 +39,11 @@ class OpenResponses:
 
     def __init__(self, decoupled: bool) -> None:
         self.decoupled = decoupled
-        """Whether a request gets any number of responses. Otherwise it gets one, and its batch waits for it."""
+        """Whether a request may get any number of responses. Otherwise it gets one, and its batch waits for it."""
         self.open: dict[int, ResponseSender] = {}
         """By request: the streams whose last response has not been reported."""
         self.lost: Exception | None = None
-        """The error because of which the link can no longer be read, from whichever thread read it."""
+        """The error after which the link can no longer be read, from whichever thread read it."""
         self.connected = False
         self.turn = threading.Lock()
         self.turn.acquire()
@@ -88,14 +88,14 @@ class OpenResponses:
         return self.decoupled or self._bell >= 0 or threading.active_count() > 1
 
     def wait(self) -> None:
-        """Returns when something may have arrived. Raises the error of a lost link."""
+        """Returns when an order may have arrived. Raises the error of a lost link."""
         if self.lost is None:
             self._wait()
         if self.lost is not None:
             raise self.lost
 
     def read(self) -> None:
-        """Called after the main thread has read the link: wakes threads that wait for what arrived."""
+        """Called after the main thread has read the link: wakes threads that wait for messages."""
         if self._forgotten:
             self._end_forgotten()
         if self._reading:
@@ -121,8 +121,8 @@ class OpenResponses:
             stream.cancelled = True
             wanted = (one for one in stream.together if not (one.cancelled or one.over))
             if stream.loop is not None and stream.task is not None and not any(wanted):
-                # Before futures of kept responses resolve: the coroutine would continue until the loop processes the
-                # cancellation.
+                # Cancel before the futures of kept responses resolve, or the coroutine would continue until the loop
+                # processes the cancellation.
                 stream.loop.call_soon_threadsafe(stream.task.cancel)
             self._drop_kept(stream)
 
@@ -398,7 +398,7 @@ class OpenResponses:
         self._changed()
 
     def _send_kept(self, stream: ResponseSender) -> None:
-        """Sends kept responses as far as there is room."""
+        """Sends kept responses while there is room."""
         kept = stream.kept
         while kept and not stream.over and (stream.room or not _takes_room(kept[0][0])):
             row, sent = kept.popleft()

@@ -23,10 +23,11 @@ from shmserve.workers.process.log import log_message
 
 MEMBERS = 1_000_000
 BYTES = 64 << 30
-"""The most bytes that an archive may contain."""
+"""Maximum size of an archive's contents, in bytes."""
 READY, SOURCE, LOCK = "ready", "source", ".lock"
 MAKING = ".making.lock"
-"""Held while an archive is unpacked. Separate, because workers hold the other lock until they exit."""
+"""Suffix of the lock held while an archive is unpacked. It is separate because workers hold the other lock until they
+exit."""
 RELOCATE = "bin/conda-unpack"
 """A program in archives made by conda-pack; it replaces the original prefix in files with the new one."""
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 class Exit(IntEnum):
-    """Codes start at 64, apart from those of interpreters and shells (1, 2, 126 and above)."""
+    """Codes start at 64, to avoid those of interpreters and shells (1, 2, 126 and above)."""
 
     STOPPED = 0
     """Stopped by the broker: all requests were answered and the model is finalized."""
@@ -26,12 +26,12 @@ class Exit(IntEnum):
     INTERNAL = 69
     """A fault in the worker itself; stderr has the traceback."""
     DEVICE_LOST = 70
-    """The GPU failed such that no process that used it can continue to use it; stderr has the details."""
+    """The GPU failed in a way that prevents this process from using it any more; stderr has the details."""
 
 
 def exit_process(code: int) -> NoReturn:
-    """Skips interpreter shutdown: threads that a model left running, and libraries that fail in their teardown, must
-    neither delay the exit nor change its code."""
+    """Exits without interpreter shutdown: threads that a model left running, and libraries that fail during teardown,
+    must neither delay the exit nor change its code."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

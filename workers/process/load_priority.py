@@ -1,11 +1,12 @@
-"""The scheduling priority of a worker while its model is loaded: the server's requests take precedence.
+"""The scheduling priority of a worker while its model loads: the server's requests take precedence.
 
-What the model starts meanwhile, threads and processes, inherits the priority; it is restored for all of them. The
-kernel has two priorities, of which the worker lowers each that it can restore:
+Threads and processes that the model starts while loading inherit the priority; it is restored for all of them. The
+kernel has two priorities. The worker lowers each one that it can restore:
 
-- The kernel may give each session a share of the processors (autogroups). Anyone may set the share of his own session.
-- The nice value of a thread. It counts within the session if there are autogroups, and otherwise within the control
-  group. Lowering it again needs CAP_SYS_NICE or a resource limit (RLIMIT_NICE).
+- With autogroups, the kernel gives each session a share of the processors. A process may set the share of its own
+  session.
+- The nice value of a thread applies within the session if there are autogroups, otherwise within the control group.
+  Lowering it again needs CAP_SYS_NICE or a resource limit (RLIMIT_NICE).
 
 Invariant: a worker that serves has the priority with which it was started.
 """
@@ -24,12 +25,12 @@ HIGHEST_NICE = 19
 AUTOGROUP = "/proc/self/autogroup"
 RETRY_S = 0.01
 PATIENCE_S = 10.0
-"""Without CAP_SYS_ADMIN, the kernel accepts one change of an autogroup in 100 ms, for the whole machine."""
+"""How long to retry. Without CAP_SYS_ADMIN, the kernel accepts one autogroup change per 100 ms on the whole machine."""
 
 
 class LoadPriority:
-    """`nice`: how much to lower the priority; 0: not at all. `normal`: the nice value to restore, if another
-    interpreter has lowered the priority of this process."""
+    """`nice`: how much to lower the priority; 0: not at all. `normal`: the nice value to restore if the priority was
+    lowered before this process changed its interpreter."""
 
     def __init__(self, nice: int, normal: int | None = None) -> None:
         self.normal = os.getpriority(os.PRIO_PROCESS, 0) if normal is None else normal
@@ -38,7 +39,8 @@ class LoadPriority:
         self._in_process = False
 
     def lower(self) -> None:
-        """Lowers what can be restored. Does nothing in a process whose session or process group has other processes."""
+        """Lowers each priority that can be restored. Does nothing if the session or process group contains other
+        processes."""
         if not self._nice or os.getsid(0) != os.getpid() or os.getpgrp() != os.getpid():
             return
         self._in_autogroup = _set_autogroup(min(self._nice, HIGHEST_NICE))
@@ -73,12 +75,12 @@ def _set_autogroup(nice: int, patience_s: float = 0.0) -> bool:
             if time.monotonic() >= until:
                 return False
             select.select((), (), (), RETRY_S)
-        except OSError:  # the kernel has no autogroups, or the session is not one
+        except OSError:  # the kernel has no autogroups, or this session has none
             return False
 
 
 def _restore_descendants(nice: int) -> None:
-    """Sets the nice value of processes that the model has started in process groups of their own."""
+    """Sets the nice value of processes that the model has started in other process groups."""
     todo, own = [os.getpid()], os.getpgrp()
     while todo:
         process = todo.pop()
@@ -96,7 +98,7 @@ def _restore_descendants(nice: int) -> None:
 
 
 def _can_restore(normal: int, lowered: int) -> bool:
-    """Tries it in a thread that then ends, as nice values belong to threads."""
+    """Tries it in a short-lived thread, because nice values belong to threads."""
     succeeded = []
 
     def attempt() -> None:

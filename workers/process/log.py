@@ -15,9 +15,9 @@ _OURS = (*{f"{_HERE}/", f"{_HERE.resolve()}/"}, "<frozen importlib")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PATH = re.compile(r"(?<![\w.>])/(?:[\w.+ -]+/)+([\w.+-]+\.\w+)")
 TRACE_LIMIT = 16384
-"""The longest traceback that is sent to the broker, in characters."""
+"""Maximum length of a traceback sent to the broker, in characters."""
 TEXT_LIMIT = 4096
-"""The longest error text for a caller, in characters."""
+"""Maximum length of an error text for callers, in characters."""
 
 
 def log_message(text: str, level: str = "error") -> None:
@@ -38,8 +38,8 @@ def log_traceback(what: str, error: BaseException) -> None:
 
 def trace_of(error: BaseException) -> list[str]:
     """Returns the lines of a traceback without this package's frames, so that those of the model and its libraries
-    remain. If none remains and the error is neither a ServeError nor a SyntaxError, the fault is in this package:
-    keep all frames."""
+    remain. If none remains and the error is neither a ServeError nor a SyntaxError, the bug is in this package: keeps
+    all frames."""
     trace = traceback.TracebackException.from_exception(error)
     parts = trace.format()
     if not _cut(trace):

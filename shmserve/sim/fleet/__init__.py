@@ -1,7 +1,7 @@
 """The fleet simulator: many servers behind load balancers, for `shmserve plan`.
 
-A request goes from a balancer over the network to a server and back. `arrivals` draws the requests, `balancing`
-chooses the servers, and `run` moves messages, fails servers and adds them; `scaling` decides how many there are. A
+A request goes from a balancer over the network to a server and back. `arrivals` draws the requests, `balancing` chooses
+the servers, and `run` delivers messages and fails and adds servers; `scaling` decides how many servers there are. A
 server is either the product's core in its simulator (`core_server`), or a queue that behaves like it and is several
 times faster (`queue_server`). Both implement `server.Server`. `results` collects the numbers.
 

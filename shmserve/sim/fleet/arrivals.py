@@ -1,4 +1,4 @@
-"""The requests of a fleet: when they arrive, and for what key."""
+"""The requests of a fleet: when they arrive, and their keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHUNK = 4096
 
 
 def rate_at(plan: FleetPlan, at: int) -> tuple[float, int]:
-    """Requests per second at this time, and when that changes next (0: never)."""
+    """Requests per second at this time, and when the rate changes next (0: never)."""
     rate, changes = plan.rate, []
     for surge in plan.surges:
         end = surge.at_ns + surge.for_ns if surge.for_ns else 0
@@ -31,7 +31,7 @@ def arrivals(plan: FleetPlan) -> Iterator[int]:
     rate, change = rate_at(plan, 0)
     while True:
         following = now + draw(rate) * SECOND
-        if change and following >= change:  # the process has no memory: it starts again at the change
+        if change and following >= change:  # the process is memoryless: restart it at the change
             now = float(change)
             rate, change = rate_at(plan, change)
             continue
@@ -43,7 +43,7 @@ def arrivals(plan: FleetPlan) -> Iterator[int]:
 
 
 def keys(plan: FleetPlan) -> Iterator[int]:
-    """The key of each request: from 0 on, by Zipf's law; -1 if there are none."""
+    """The key of each request: numbers from 0, distributed by Zipf's law; -1 if the plan has no keys."""
     if not plan.keys:
         yield from repeat(-1)
     draws = Random(f"{plan.seed} keys")

@@ -1,6 +1,6 @@
 """How a balancer chooses a server.
 
-Invariant: a balancer knows what it has sent, what it got back, and what servers reported; nothing else.
+Invariant: a balancer knows only what it has sent, what came back, and what servers have reported.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from random import Random
 from shmserve.sim.fleet.plan import KEYED, FleetPlan
 
 POINTS = 64
-"""Places of each server on the ring."""
+"""Points of each server on the ring."""
 _MASK = (1 << 64) - 1
 AGAIN = 4
 """Draws to avoid a server that just failed a request."""
 
 
 class Ring:
-    """Consistent hashing: a key belongs to the next server on the ring. When a server goes, only its keys move."""
+    """Consistent hashing: a key belongs to the next server on the ring. When a server is removed, only its keys
+    move."""
 
     def __init__(self) -> None:
         self._members: dict[int, list[int]] = {}
@@ -30,7 +31,7 @@ class Ring:
         self._stale = False
 
     def add(self, server: int, name: int) -> None:
-        """A server that comes back has its old name, and so its old keys."""
+        """Adds a server. A server that comes back has its old name and so gets its old keys."""
         found = []
         for part in range(POINTS // 8):
             digest = blake2b(f"{name} {part}".encode()).digest()
@@ -43,7 +44,7 @@ class Ring:
         self._stale = True
 
     def place(self, key: int) -> int:
-        """The place of the key's server."""
+        """The index on the ring of the key's server."""
         if self._stale:
             pairs = sorted((point, server) for server, points in self._members.items() for point in points)
             self._points = [point for point, _ in pairs]
@@ -62,13 +63,14 @@ class Ring:
 
 
 class Lowest:
-    """Finds one of the servers with the fewest requests, at random. There is a list of servers for each number."""
+    """Finds a random server among those with the fewest requests. Keeps a list of servers for each number of
+    requests."""
 
     def __init__(self, random: Random) -> None:
         self._random = random.random
         self._levels: list[list[int]] = [[]]
         self._where: dict[int, tuple[int, int]] = {}
-        """Server -> its level, and its place there."""
+        """Server -> its number of requests, and its index in the list for that number."""
         self._low = 0
 
     def put(self, server: int, level: int) -> None:
@@ -102,7 +104,7 @@ class Lowest:
 
 
 class Balancer:
-    """`load`: server -> requests in flight, as far as it knows. `ring` is shared by all balancers."""
+    """`load`: server -> requests in flight, as far as the balancer knows. `ring` is shared by all balancers."""
 
     def __init__(self, plan: FleetPlan, number: int, ring: Ring) -> None:
         random = Random(f"{plan.seed} balancer {number}")
@@ -146,7 +148,7 @@ class Balancer:
     # ------------------------------------------------------------------------------------ requests in flight
 
     def count(self, server: int, change: int) -> None:
-        """A request has been sent there, or is over. Between two reports only what is sent counts."""
+        """Counts a request that was sent to the server or has ended. Between two reports, only sent requests count."""
         if change < 0 and self._reported:
             return
         level = self.load[server] + change
@@ -157,7 +159,7 @@ class Balancer:
             self._lowest.move(server, level)
 
     def report(self, in_flight: Sequence[int]) -> None:
-        """The servers have reported their requests in flight."""
+        """Handles a report of all servers' requests in flight."""
         for server in self._servers:
             level = in_flight[server]
             if level != self.load[server]:
@@ -169,7 +171,7 @@ class Balancer:
     # ------------------------------------------------------------------------------------ choosing
 
     def choose(self, key: int, failed: int = -1) -> int:
-        """The server for a request; -1: there is none. `failed`: where it has just failed."""
+        """The server for a request, -1 if there is none. `failed`: the server at which the request has just failed."""
         if not self._servers:
             return -1
         found = self._policy(key)

@@ -1,4 +1,4 @@
-"""A server of a fleet that is the product's own core, with simulated workers, in a simulation of its own."""
+"""A server of a fleet that runs the product's core with simulated workers, in a separate simulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shmserve.sim.results import SECOND, ModelResult
 from shmserve.sim.run import Simulation
 
 CLIENTS = 4
-"""Connections over which a server gets its requests."""
+"""Connections over which a server receives its requests."""
 SETTLED = 2 * SECOND
 """Time in the server's simulation at which it enters the fleet: its model is deployed, and its clients are connected.
 """
@@ -29,7 +29,7 @@ class _Request(SimRequest, kw_only=True):
 
 
 class CoreServer:
-    """`began`: the time of the fleet at which it starts. All servers of a fleet share `plan`'s model."""
+    """`began`: fleet time at which the server starts. All servers of a fleet share the model of `plan`."""
 
     closed = False
 
@@ -43,7 +43,7 @@ class CoreServer:
         self._model = policy.name
         self._timeout_us = plan.timeout_ns // 1000
         self._inputs = SimInputs(policy, 1)
-        self._draws = Random(0)  # not drawn from: requests have fixed rows and lengths
+        self._draws = Random(0)  # never used: requests have fixed rows and lengths
         self._rows = 1 if policy.max_batch else 0
         self.result = ModelResult(policy.name)
         self._clients = [simulation.connect(self) for _ in range(CLIENTS)]

@@ -1,4 +1,4 @@
-"""Service times for a plan that were measured: by `bench --save`, `tune --json`, or a server's statistics."""
+"""Measured service times for a plan, from `bench --save`, `tune --json`, or a server's statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shmserve.sim.service import Measured
 
 
 class MeasuredModel(Struct, frozen=True):
-    """`instances`, `max_batch` and `delay_ns`: those of the measured model; 0 and -1: not known."""
+    """`instances`, `max_batch` and `delay_ns`: those of the measured model; 0 and -1: unknown."""
 
     service: Measured
     origin: str
@@ -21,7 +21,7 @@ class MeasuredModel(Struct, frozen=True):
 
 
 def read_measured(document: Any, model: str = "") -> MeasuredModel:
-    """Raises InvalidRequest if the document is none of these, or has no times."""
+    """Raises InvalidRequest if the document has none of these formats, or no times."""
     if isinstance(document, dict):
         try:
             if "service_times" in document:
@@ -42,7 +42,7 @@ def _service(times: dict[int, list[float]], where: str) -> Measured:
 
 
 def _of_tune(document: dict[str, Any]) -> MeasuredModel:
-    """The times of the chosen setting, else of the present one."""
+    """The times of the chosen setting, or of the current one if that was not measured."""
     setting = document["chosen"] or document["present"]
     times: dict[int, list[float]] = {}
     for sample in document["service_times"]:

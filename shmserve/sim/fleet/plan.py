@@ -1,4 +1,4 @@
-"""What to simulate: the servers, the balancers before them, the load, and what goes wrong. Immutable values only."""
+"""What to simulate: servers, load balancers, load and failures. Immutable values only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MS = 1_000_000
 SECOND = 1_000_000_000
 
 POLICIES = ("random", "round-robin", "two-choices", "least", "hash", "bounded-hash")
-"""How balancers choose a server: docs/plan.md."""
+"""How balancers choose a server; see docs/plan.md."""
 KEYED = ("hash", "bounded-hash")
 
 
 class Outage(Struct, frozen=True):
-    """At `at_ns`, servers fail: all of `zone`, or, if that is -1, `servers` of them at random. They return after
+    """Servers fail at `at_ns`: all servers of `zone` or, if that is -1, `servers` random ones. They return after
     `for_ns`; 0: never."""
 
     at_ns: int
@@ -34,9 +34,9 @@ class Surge(Struct, frozen=True):
 
 
 class Autoscale(Struct, frozen=True):
-    """The number of servers follows the load: every `every_ns` as many are wanted as bring the requests in flight per
-    instance to `target`. A new server needs `start_ns` until it is ready. The number falls to the most that were wanted
-    within the last `down_ns`."""
+    """The number of servers follows the load. Every `every_ns`, computes the number that brings the requests in flight
+    per instance to `target`. A new server is ready after `start_ns`. The number of servers falls to the largest number
+    wanted within the last `down_ns`."""
 
     least: int
     most: int
@@ -50,8 +50,8 @@ class FleetPlan(Struct, frozen=True, kw_only=True):
     """`model` has the instances of one server. Arrivals end after `seconds` or `requests`, whichever is first (0: no
     limit), and the simulation when all have been answered.
 
-    `balancers`: each has its share of the requests, and knows those that it has in flight itself. With `report_ns`,
-    servers report their requests in flight every so often, and a balancer adds what it has sent since.
+    `balancers`: each gets its share of the requests, and knows its own requests in flight. With `report_ns`, servers
+    report their requests in flight at this interval, and a balancer adds those that it has sent since.
     """
 
     model: SimModel
@@ -63,7 +63,7 @@ class FleetPlan(Struct, frozen=True, kw_only=True):
     balancers: int = 1
     report_ns: int = 0
     bound: float = 1.25
-    """For bounded-hash: the most requests in flight, relative to the mean."""
+    """For bounded-hash: maximum number of requests in flight, relative to the mean."""
     keys: int = 0
     """Number of different requests; 0: all differ."""
     skew: float = 1.0
@@ -71,29 +71,29 @@ class FleetPlan(Struct, frozen=True, kw_only=True):
     cached: int = 0
     """Responses that the cache of a server holds; 0: no cache."""
     network_ns: int = 250_000
-    """One way between a balancer and a server."""
+    """One-way delay between a balancer and a server."""
     timeout_ns: int = 0
     zones: int = 3
     outages: tuple[Outage, ...] = ()
     mtbf_s: float = 0.0
     """Mean time between failures of one server; 0: none."""
     repair_ns: int = 60 * SECOND
-    """Time until such a server is back."""
+    """Time until a failed server is back."""
     detect_ns: int = 2 * SECOND
     """Time until balancers stop sending to a server that failed."""
     connect_ns: int = 200 * MS
     """Time until a balancer gives up a connection to a server that failed."""
     retries: int = 2
-    """How often a request that did not reach a server is sent to another one."""
+    """How often a request that did not reach a server is retried at another one."""
     retry_lost: bool = False
-    """Also send again what was at a server that failed. It may run twice."""
+    """Also retry requests that were at a server that failed. They may run twice."""
     surges: tuple[Surge, ...] = ()
     autoscale: Autoscale | None = None
     fast: bool = False
     """Servers are queues instead of the core."""
     seed: int = 0
     windows: int = 40
-    """Parts into which the time of the load is divided for the timeline."""
+    """Number of windows into which the duration of the load is divided for the timeline."""
 
     def check(self) -> None:
         if self.policy not in POLICIES:
@@ -120,6 +120,6 @@ class FleetPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def duration_ns(self) -> int:
-        """How long requests are sent; with a number of requests about that long."""
+        """How long requests are sent; an estimate if the plan gives a number of requests."""
         by_count = self.requests / self.rate if self.requests else self.seconds
         return max(1, round(min(self.seconds or by_count, by_count) * SECOND))

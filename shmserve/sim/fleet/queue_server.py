@@ -1,9 +1,9 @@
 """A server of a fleet as a queue: much faster than the core, with the same times for stateless requests of one model.
 
-It has the core's rules for such requests: batches are what fits, up to the maximum and after the delay; a batch is
-sent ahead to each busy instance; requests that cannot be answered within their deadline are refused; identical ones
-get a response from the cache. And it has the turns of the broker, and its links. tests/sim/test_fleet.py compares it
-with the core; docs/plan.md has the differences.
+It follows the core's rules for such requests: a batch takes what fits, up to the maximum and after the delay; a batch
+is sent ahead to each busy instance; requests that cannot be answered within their deadline are refused; identical
+requests are answered from the cache. It also models the turns and links of the broker. tests/sim/test_fleet.py compares
+it with the core; docs/plan.md lists the differences.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class QueueServer:
         """When the broker finishes its last turn."""
         self._wake = 0
         self._service_ns = self._spread_ns = 0
-        """The core's estimate of the time of a batch, and how much it varies."""
+        """The core's estimates of the batch time and of its deviation."""
         self._cached = plan.cached
         self._responses: OrderedDict[int, None] = OrderedDict()
         self.busy_ns = 0
@@ -128,7 +128,8 @@ class QueueServer:
                 return
 
     def _batch(self, now: int, began: int) -> list[_Waiting] | None:
-        """Takes the next batch; `began`: of what runs before it. None: requests wait for more. Empty: all refused."""
+        """Takes the next batch. `began`: when the batch before it began; 0: none runs. Returns None if requests wait
+        for more, and an empty list if all were refused."""
         queue = self._queue
         count = min(len(queue), self._most)
         if self._delay and count < self._most and now - queue[0].arrived < self._delay:
@@ -140,7 +141,7 @@ class QueueServer:
         return self._in_time([queue.popleft() for _ in range(count)], now, began)
 
     def _in_time(self, batch: list[_Waiting], now: int, began: int) -> list[_Waiting]:
-        """Refuses what cannot be answered in time, by the core's estimate."""
+        """Refuses requests that cannot be answered in time according to the core's estimate."""
         if not self._timeout:
             return batch
         done = now + self._service_ns + (4 * self._spread_ns if self._queue else 0)
@@ -152,16 +153,16 @@ class QueueServer:
         for each in late:
             self._answer(each.flight, LATE)
         left = [each for each in batch if each.until >= done]
-        if not left and not began:  # else the estimate would never change
+        if not left and not began:  # otherwise the estimate would never change
             self._service_ns -= self._service_ns >> 3
             self._spread_ns -= self._spread_ns >> 3
-        # The core fills the batch up again.
+        # The core also fills the batch up again.
         while left and self._queue and len(left) < self._most and self._queue[0].until >= done:
             left.append(self._queue.popleft())
         return left
 
     def _send_ahead(self, now: int) -> bool:
-        """Sends work to a busy instance, or adds to what it was sent. False: none can take more."""
+        """Sends a batch ahead to a busy instance, or extends one. False: no instance can take more."""
         if len(self._instances) > 1 and self._service_ns > self._limits.prefetch_ns:
             return False
         best = None

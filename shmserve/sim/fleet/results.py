@@ -1,4 +1,4 @@
-"""The numbers of a simulated fleet: counts, latencies, a timeline, the use of the servers, and costs."""
+"""The results of a simulated fleet: counts, latencies, a timeline, server utilization, and costs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shmserve.sim.results import SECOND, Histogram
 HOUR = 3600 * SECOND
 MILLION = 1_000_000
 BACK = 0.99
-"""Share of the requests that must be answered in time again for the fleet to have recovered."""
+"""The fleet has recovered once this share of requests, relative to before, is answered in time again."""
 
 
 class Window(Struct):
-    """Requests sent in a part of the time, and what became of them."""
+    """Requests sent in one window of the timeline, and their outcomes."""
 
     start_ns: int
     sent: int = 0
@@ -25,18 +25,18 @@ class Window(Struct):
     failed: int = 0
     latency: Histogram = field(default_factory=Histogram)
     servers: int = 0
-    """Servers that balancers use, at its end."""
+    """Servers that balancers use at the end of the window."""
 
 
 class FleetResult(Struct):
     servers: int
-    """At the beginning."""
+    """Number of servers at the beginning."""
     instances: int
-    """Of each server."""
+    """Instances of each server."""
     rate: float
     policy: str
     seconds: float
-    """For which requests were sent."""
+    """How long requests were sent."""
     windows: list[Window]
     sent: int = 0
     answered: int = 0
@@ -46,16 +46,17 @@ class FleetResult(Struct):
     hits: int = 0
     latency: Histogram = field(default_factory=Histogram)
     elapsed_s: float = 0.0
-    """Until the last answer."""
+    """Time until the last response."""
     busy: list[float] = field(default_factory=list)
-    """Of each server that ran to the end: the share of time in which its instances ran, ascending."""
+    """Utilization of each server that ran to the end, ascending."""
     most_servers: int = 0
     instance_ns: int = 0
-    """Sum over all instances of the time for which they are paid."""
+    """Total billed time of all instances."""
     fell_ns: int = -1
     """When the first outage or surge began; -1: none."""
     recovered_s: float | None = None
-    """Time from then on until requests were answered in time as before. None: never, or there was nothing."""
+    """Time from `fell_ns` until requests were answered in time as before. None: never, or there was no outage or
+    surge."""
 
     @property
     def goodput(self) -> float:
@@ -70,7 +71,7 @@ class FleetResult(Struct):
         return self.instance_ns / HOUR * hour / self.good * MILLION if self.good else None
 
     def close(self) -> None:
-        """Sums up the windows."""
+        """Computes the totals of the windows."""
         for window in self.windows:
             merge(self.latency, window.latency)
             self.sent += window.sent
@@ -135,13 +136,14 @@ def merge(into: Histogram, other: Histogram) -> None:
 
 def recovery(windows: list[Window], fell_ns: int) -> float | None:
     """Seconds from `fell_ns` until the end of the last window that was worse than before: with a smaller share of
-    requests in time, or twice the p99. 0: none was. None: the last window still is, or nothing was sent before."""
+    requests in time, or twice the p99. 0: no window was. None: the last window still is, or no requests were sent
+    before."""
     full = [window for window in windows if window.sent]
     length = windows[1].start_ns - windows[0].start_ns if len(windows) > 1 else 0
     before = [window for window in full if window.start_ns + length <= fell_ns]
     if not before or not length:
         return None
-    # Medians: what was at a server when it failed was sent before.
+    # Medians, because requests that were at a failing server belong to earlier windows.
     share = median(window.good / window.sent for window in before) * BACK
     p99 = median(window.latency.quantile(0.99) for window in before) * 2
     after = [window for window in full if window.start_ns + length > fell_ns]

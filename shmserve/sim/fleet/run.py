@@ -1,7 +1,7 @@
 """Runs a fleet: balancers, servers, outages and the autoscaler, in steps of the network delay.
 
-A message between a balancer and a server takes `network_ns`. Therefore nothing that happens in a step of this length
-reaches another one within the step: first the balancers process it, then each server by itself. No time is rounded.
+A message between a balancer and a server takes `network_ns`, so no event within a step of this length affects another
+process within the same step. In each step, first the balancers run, then each server by itself. No time is rounded.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ UNREACHED = "UNREACHABLE"
 """Error code: no server could be reached within the permitted retries."""
 
 Progress = Callable[[int, float], object]
-"""Called with the number of requests sent and the time of the simulation in seconds."""
+"""Called with the number of requests sent and the simulated time in seconds."""
 
 
 class Node(Struct, eq=False):
-    """A server with its place in the fleet. One that comes back after an outage is a new node with the old name."""
+    """A server and its state in the fleet. A server that comes back after an outage is a new node with the old name."""
 
     number: int
     name: int
@@ -65,7 +65,7 @@ def simulate_fleet(plan: FleetPlan, progress: Progress | None = None) -> FleetRe
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Without cyclic garbage collection: the core makes no cycles per request, and a large fleet is slow to scan."""
+    """Disables cyclic garbage collection: the core creates no cycles per request, and a large fleet is slow to scan."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -85,11 +85,11 @@ class Fleet:
         self._nodes: list[Node] = []
         self._listed = 0
         self._coming = 0
-        """Servers that the autoscaler has started and that are not ready."""
+        """Servers that the autoscaler has started and that are not ready yet."""
         self._names = 0
         self._events: list[tuple[int, int, Callable[[Any, int], object], Any]] = []
         self._servers: list[tuple[int, int]] = []
-        """When which node has something to do; outdated entries are skipped."""
+        """Heap of (time, node) events; outdated entries are skipped."""
         self._number = 0
         self._now = 0
         self._in_flight = 0
@@ -187,18 +187,19 @@ class Fleet:
             heappush(self._servers, (at, number))
 
     def _answered(self, flight: Flight, at: int, code: str) -> None:
-        """A server has answered."""
+        """Called when a server has answered."""
         self._nodes[flight.node].flights.discard(flight)
         self._at(at + self._plan.network_ns, self._answer, (flight, code))
 
     def _answer(self, answer: tuple[Flight, str], now: int) -> None:
-        """The answer reaches the balancer."""
+        """The response reaches the balancer."""
         flight, code = answer
         self._balancers[flight.balancer].count(flight.node, -1)
         self._over(flight, now, code)
 
     def _unreached(self, flight: Flight, now: int) -> None:
-        """The connection to a server that had failed was given up. Nothing was sent, so another one may get it."""
+        """The balancer has given up connecting to a failed server. Nothing was sent, so the request can go to another
+        server."""
         self._balancers[flight.balancer].count(flight.node, -1)
         self._retry(flight, now, UNREACHED)
 

@@ -1,4 +1,4 @@
-"""How many servers there should be: the rule of Kubernetes' horizontal autoscaler, with requests in flight."""
+"""The desired number of servers, by the rule of Kubernetes' horizontal autoscaler applied to requests in flight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import ceil
 from shmserve.sim.fleet.plan import Autoscale
 
 TOLERANCE = 0.1
-"""Relative difference from the target at which nothing is changed."""
+"""Relative difference from the target up to which nothing changes."""
 
 
 class Scaler:
@@ -26,7 +26,8 @@ class Scaler:
         self._level, self._seen = in_flight, now
 
     def wanted(self, ready: int, coming: int, now: int) -> int:
-        """The number of servers from now on. `ready` of them share the load, `coming` have been started."""
+        """The number of servers wanted from now on. `ready`: servers that share the load; `coming`: servers that are
+        starting."""
         rules = self._rules
         self.count(self._level, now)
         mean = self._in_flight / max(now - self._since, 1)

@@ -1,4 +1,4 @@
-"""What the fleet needs of a server, and a request on its way through the fleet."""
+"""The interface of a server in a fleet, and a request on its way through the fleet."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Server(Protocol):
 
     @property
     def busy_ns(self) -> int:
-        """Sum of the times for which its instances have run."""
+        """Total time that its instances have run."""
 
     @property
     def hits(self) -> int:
-        """Responses from its cache."""
+        """Number of responses from its cache."""
 
     def submit(self, flight: Flight, at: int) -> None:
-        """A request arrives at a time that it has not reached yet."""
+        """Delivers a request at time `at`, which the server has not reached yet."""
 
     def advance(self, end: int) -> int:
         """Runs everything before `end`. Returns the time of the next event, or FOREVER."""

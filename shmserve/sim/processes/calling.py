@@ -23,7 +23,7 @@ _ENOUGH = 1 << 20
 
 
 class SimCalls:
-    """`models`: the models that it calls, one after the other."""
+    """`models`: the models that it calls, one after another."""
 
     def __init__(self, world: World, peer: int, models: list[SimModel], draws: Random) -> None:
         self._world = world

@@ -58,7 +58,7 @@ class Source(Protocol):
     """Sends requests through its clients."""
 
     closed: bool
-    """Its callers wait for answers."""
+    """Its callers wait for responses."""
     result: ModelResult
 
     def answered(self, request: SimRequest, at: int, code: str) -> None: ...
@@ -170,7 +170,7 @@ class SimClient:
         self._world.send_from_client(at, self.peer, More(part.request, 1))
 
     def _keep(self, handles: tuple[Handle, ...], at: int) -> None:
-        """Holds outputs in shared memory other than the client's own for its hold time, then returns them."""
+        """Holds outputs in shared memory that is not the client's own for `hold_ns`, then returns them."""
         made = tuple(handle for handle in handles if handle.segment != self.segment)
         if made:
             self.holds += len(made)
@@ -186,7 +186,7 @@ class SimClient:
             self.receive(answer, at)
 
     def lease_for(self, request: Infer) -> SimLease | None:
-        """The lease over which the request, the only one in flight, is sent."""
+        """The lease over which to send the request, which is the only one in flight."""
         if len(self.open) == 1:
             for (model, version), lease in self.leases.items():
                 if model == request.model and (version == request.version or lease.message.default):
@@ -240,10 +240,10 @@ class LoadSource:
         self._special = bool(self._sequences or self._window or world.faults.of_requests)
         self._way_ns = 0 if self._special else world.plan.link_ns
         """Link delay to add to the time of an arrival. If nothing depends on the time of sending, requests are
-        scheduled for the time when they reach the broker, which saves an event; else this is 0."""
+        scheduled for the time at which they reach the broker, which saves an event. Otherwise 0."""
         self.closed = isinstance(load.arrivals, Closed)
-        """Callers wait for answers. Only their clients accept leases: those of other loads seldom have one request in
-        flight."""
+        """Callers wait for responses. Only clients of closed loads accept leases: clients of other loads seldom have
+        exactly one request in flight."""
         self._newest: SimClient
         """The client of the last request."""
         self._timeout_us = load.timeout_ns // 1000

@@ -12,7 +12,7 @@ from shmserve.protocol.messages import Fail, Infer, Lease, Reply
 from shmserve.sim.world import World
 
 RECORDS = 255
-"""That fit into a log, as in `shmserve.shm.lease_log`."""
+"""Number of records in a log, as in `shmserve.shm.lease_log`."""
 
 
 class SimLease:
@@ -49,11 +49,11 @@ class SimLease:
         self.opened = opened
         """When the client gets its end of the socket pair."""
         self.sent: Infer | None = None
-        """The last request of the client."""
+        """The client's last request."""
         self.requests: deque[Infer] = deque()
-        """Arrived at the worker."""
+        """Requests that have arrived at the worker."""
         self.running = 0
-        """The number of the request that the worker runs, 0 for none; since `since`."""
+        """The number of the request that the worker has been running since `since`, 0 for none."""
         self.since = 0
         self.ending = False
         """The worker closes the socket after the running request."""
@@ -62,7 +62,7 @@ class SimLease:
     # ------------------------------------------------------------------------------------ the client
 
     def fits(self, request: Infer, now: int) -> bool:
-        """May the only request in flight be sent over it?"""
+        """May the request, the only one in flight, be sent over the lease?"""
         return now >= self.opened and not request.timeout_us and self.message.allows(request)
 
     def send(self, request: Infer) -> None:

@@ -1,7 +1,7 @@
-"""Tensors without data: names, types, shapes and sizes are real, and so are the places of their bytes.
+"""Tensors without data: names, types, shapes, sizes and the places of their bytes are real.
 
 Small tensors are inside the message, as in a server; larger ones are places in a segment. Invariant: requests of the
-same kind share tensors, which are immutable, so that a million requests need no memory.
+same kind share immutable tensors, so that memory does not grow with the number of requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SimInputs:
     def __init__(self, policy: ModelPolicy, distinct: int) -> None:
         self._policy = policy
         self._distinct = distinct if policy.cached else 1
-        """Contents matter for the response cache only."""
+        """Contents matter only for the response cache."""
         self._known: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
         self._newest = 0
 
@@ -88,7 +88,7 @@ def length_of(policy: ModelPolicy, work: Work) -> int:
 
 
 class SimOutputs:
-    """Outputs of one worker process, placed in arenas of its own, one for each audience."""
+    """Outputs of one worker process, placed in its own arenas, one for each audience."""
 
     def __init__(self, policy: ModelPolicy, first_segment: int, free_dims: tuple[int, int], true_share: float) -> None:
         self._policy = policy
@@ -124,7 +124,7 @@ class SimOutputs:
         dims = tuple(dim if dim >= 0 else free_dim for dim in spec.dims)
         shape = (max(work.rows, 1), *dims) if self._policy.max_batch else dims
         size = size_of(spec.dtype, shape)
-        if size == 1 and spec.dtype == "BOOL":  # perhaps a condition: those are always inside the message
+        if size == 1 and spec.dtype == "BOOL":  # possibly a condition, which is always inside the message
             return Tensor(spec.name, spec.dtype, shape, b"\1" if random.random() < self._true_share else b"\0")
         if size == 0 or (size <= INLINE_BYTES and work.inline):
             return Tensor(spec.name, spec.dtype, shape, bytes(size))

@@ -1,6 +1,6 @@
 """A simulated worker process: it follows the protocol and takes the model's service time, but computes nothing.
 
-Invariant: it behaves as documented in shmserve.protocol.worker_messages, and asserts that the broker does, too.
+Invariant: it behaves as documented in shmserve.protocol.worker_messages, and asserts that the broker does as well.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class SimWorker:
         assert self._lease is None, "an instance is lent twice"
         assert self.running is None, "a busy instance is lent"
         assert not any(batch.works for batch in self._waiting), "an instance with work is lent"
-        if self._calling is not None:  # its calls belong to requests of the broker
+        if self._calling is not None:  # its calls refer to requests by the broker's numbers
             lease.closed = True
             self._send(LeaseOver(lease.number, True))
             return
@@ -345,7 +345,7 @@ class SimWorker:
         self._start(SimBatch(0, 0, [Work(request.request, rows, request.inputs, None, "")], False, False))
 
     def _end_lease(self) -> None:
-        """After the request that runs."""
+        """Ends the lease after the running request."""
         lease = self._lease
         if lease is None:
             return
