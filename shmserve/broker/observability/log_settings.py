@@ -1,6 +1,6 @@
 """Log settings that can be changed at run time, with Triton's names.
 
-Invariant: a change is applied completely or not at all, and the target of the log cannot be changed by clients.
+Invariant: a change is applied completely or not at all, and clients cannot change the target of the log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LogSettings:
         self._tracing = tracing
 
     def document(self) -> dict[str, Any]:
-        """In Triton's form. Only the name of the log file, without its directory, which must not be disclosed."""
+        """The settings in Triton's format. Omits the directory of the log file, which must not be disclosed."""
         now = self._settings
         return {
             "log_file": Path(now.log_file).name if now.log_file is not None else "",
@@ -64,7 +64,7 @@ class LogSettings:
 
 
 def setting_names(body: bytes, what: str, known: tuple[str, ...]) -> Mapping[str, Any]:
-    """The JSON object of a change. InvalidRequest if it has other names than these."""
+    """The JSON object of a change. Raises InvalidRequest for names that are not in `known`."""
     try:
         changes = msgspec.json.decode(body or b"{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

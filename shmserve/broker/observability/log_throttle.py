@@ -1,7 +1,7 @@
 """Rate limit for logging a child process's output. Consecutive identical lines are counted instead of repeated.
 
-Pure: the caller passes the time. The limit applies to windows of one second instead of a token bucket, so that logged
-lines are contiguous and one notice covers the rest of that second.
+Pure: the caller passes the time. The limit applies to windows of one second rather than to a token bucket, so that
+logged lines are contiguous and one notice covers the rest of the window.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Rate(Struct, frozen=True):
 class Throttle:
     def __init__(self, rate: Rate) -> None:
         self.trailing = 0
-        """Lines dropped since the last one that was admitted."""
+        """Number of lines dropped since the last admitted line."""
         self._rate = rate
         self._until = float("-inf")
         """End of the window."""
@@ -46,7 +46,7 @@ class Throttle:
         return bool(self._dropped or self._repeats)
 
     def admit(self, lines: Sequence[bytes], now: float) -> Iterator[bytes | str]:
-        """What to log: lines (bytes), and notices about other lines (str)."""
+        """The entries to log: lines (bytes), and notices about repeated or dropped lines (str)."""
         if now >= self._until:
             yield from self.flush()
             self._until = now + WINDOW_S

@@ -1,8 +1,8 @@
 """The server's log: levels, formats, and the handler that writes to stderr or a file.
 
-Invariant: a record is one line that begins with its time, whatever its text, so that none can be forged. Only the
-indented lines of a traceback follow it; JSON has no further lines. If the log cannot be written (disk full, reader
-gone), logging neither raises, prints tracebacks nor blocks: one notice reports the beginning and one the end.
+Invariant: regardless of its text, a record is one line that begins with its time, so that no record can be forged. Only
+the indented lines of a traceback follow it; JSON has no further lines. If the log cannot be written (disk full, reader
+gone), logging does not raise, print tracebacks or block: one notice reports the beginning and one the end.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from shmserve.broker.observability.recent_records import RecentRecords
 
 FORMATS = ("default", "ISO8601", "json")
 UNESCAPED = "TRITON_SERVER_ESCAPE_LOG_MESSAGES"
-"""Triton's environment variable: 0 disables the escaping of messages."""
+"""Triton's environment variable; 0 disables escaping of messages."""
 INDENT = "    "
 TRACEBACK = "traceback"
 """Name of the field that contains a model's traceback."""
 
 _WAIT_S = 0.1
-"""How long a pipe, socket or terminal may take to accept a record before the record is lost."""
+"""How long to wait for a pipe, socket or terminal to accept a record before the record is lost."""
 _WAIT_SHARE = 0.1
-"""Most of the process's time that is spent on such waits."""
+"""Maximum share of the process's time spent on such waits."""
 _LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -69,7 +69,7 @@ def flush() -> None:
 
 
 class _Outage(Struct):
-    """Since when and why the log cannot be written."""
+    """A period in which the log cannot be written."""
 
     began: float
     reason: str
@@ -92,7 +92,7 @@ class LogFileHandler(logging.Handler):
         self._outage: _Outage | None = None
         self._no_wait_until = 0.0
         self._torn = False
-        """The last record was written only in part."""
+        """The last record was written only partly."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -126,7 +126,7 @@ class LogFileHandler(logging.Handler):
     # ------------------------------------------------------------------------------------ the target
 
     def _open(self) -> None:
-        """Raises OSError."""
+        """Opens the target. Raises OSError."""
         if self._path is not None:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             if self._descriptor > 2:
@@ -143,7 +143,7 @@ class LogFileHandler(logging.Handler):
             self._poll.register(self._descriptor, select.POLLOUT)
 
     def _follow(self) -> None:
-        """Reopens the file if its name refers to another file, or to none."""
+        """Reopens the file if its path no longer refers to it."""
         if self._path is None:
             return
         try:
@@ -226,26 +226,26 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 def traceback_of(record: logging.LogRecord) -> str:
-    """The traceback of the server's own exception, or of a model's; empty if there is none."""
+    """The traceback of an exception in the server or a model; empty if the record has none."""
     own = _TRACEBACKS.formatException(record.exc_info) if record.exc_info else _fields(record).get(TRACEBACK, "")
     return f"{own}\n{record.stack_info}" if record.stack_info else own
 
 
 def log_record(level: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
-    """Logs a record. `fields`: model, version, instance, client and others, for programs that read the log."""
+    """Logs a record. `fields`: model, version, instance, client and other values for programs that read the log."""
     _log.log(_LEVELS[level], "%s", text, extra={"fields": fields} if fields else None, stacklevel=2)
 
 
 def printable(text: str) -> str:
-    """Escapes control characters, so that a line cannot forge another."""
+    """Escapes control characters, so that text cannot forge a line."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 class Formatter(logging.Formatter):
-    """`default`: local time, level, message. `ISO8601`: the same with the time in UTC. `json`: an object with time
-    (UTC), level, message and the record's fields."""
+    """`default`: local time, level, message. `ISO8601`: the same with the time in UTC. `json`: an object with the time
+    (UTC), level, message and fields of the record."""
 
     def __init__(self, form: str) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -273,8 +273,8 @@ class Formatter(logging.Formatter):
 
 
 class TritonFormatter(Formatter):
-    """`default` and `ISO8601` in Triton's format, with pid, source location and the message as a JSON string, for
-    programs that parse Triton's logs. Escaping can be turned off as in Triton."""
+    """`default` and `ISO8601` in Triton's format, with the pid, the source location and the message as a JSON string,
+    for programs that parse Triton's logs. Escaping can be disabled as in Triton."""
 
     def __init__(self, form: str) -> None:
         super().__init__(form)

@@ -1,6 +1,6 @@
-"""The server's metrics: names, types, labels and meaning, and the Prometheus text format.
+"""The server's metrics: names, types, labels and help texts, and the Prometheus text format.
 
-Invariant: each metric is a row of FAMILIES, from which the tables of docs/metrics.md are generated. Rows that begin
+Invariant: each metric is a row of FAMILIES, from which the tables of docs/metrics.md are generated. Metrics that begin
 with nv_ have Triton's names and meaning.
 """
 
@@ -17,7 +17,7 @@ TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 VERSION = ("model", "version")
 INSTANCE = ("model", "version", "model_instance")
-"""Not `instance`: Prometheus adds a label of this name for the scraped target."""
+"""Not `instance`, which is the label that Prometheus adds for the scraped target."""
 
 
 class Family(Struct, frozen=True):
@@ -189,11 +189,11 @@ RESERVED = (
     "nv_pinned_memory_pool_total_bytes",
     "nv_pinned_memory_pool_used_bytes",
 )
-"""Triton's names of metrics that do not exist here. Models must not use them either."""
+"""Triton's names of metrics that do not exist here. Models may not use them either."""
 
 
 def label(text: str) -> str:
-    """Escapes a label's value, which may be any name of a client or directory."""
+    """Escapes a label value, which may be the name of any client or directory."""
     return printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
@@ -203,7 +203,7 @@ def labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:
 
 
 class Page:
-    """Collects samples in any order; the text groups them by metric."""
+    """Collects samples in any order and groups them by metric."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[str]] = {
@@ -212,11 +212,11 @@ class Page:
         }
 
     def add(self, name: str, value: float, labels: str = "") -> None:
-        """Adds one sample; `labels` is text without braces."""
+        """Adds a sample; `labels` is text without braces."""
         self._lines[name].append(f"{name}{{{labels}}} {value}" if labels else f"{name} {value}")
 
     def histogram(self, name: str, edges: list[str], counts: list[int], count: int, total: float, labels: str) -> None:
-        """`counts` are cumulative, one for each edge; `count` includes values beyond the last edge."""
+        """`counts` are cumulative, one for each edge. `count` includes values beyond the last edge."""
         lines = self._lines[name]
         lines += [f'{name}_bucket{{{labels},le="{edge}"}} {below}' for edge, below in zip(edges, counts, strict=True)]
         lines.append(f'{name}_bucket{{{labels},le="+Inf"}} {count}')
@@ -224,7 +224,7 @@ class Page:
         lines.append(f"{name}_count{{{labels}}} {count}")
 
     def summary(self, name: str, quantiles: list[tuple[str, float]], count: int, total: int, labels: str) -> None:
-        """`quantiles`: the label's value, and the value, which may be nan."""
+        """`quantiles`: pairs of label value and sample, which may be nan."""
         lines = self._lines[name]
         for quantile, value in quantiles:
             shown = "NaN" if math.isnan(value) else value
@@ -233,5 +233,5 @@ class Page:
         lines.append(f"{name}_count{{{labels}}} {count}")
 
     def text(self) -> str:
-        """Omits metrics without samples."""
+        """The page in the text format, without metrics that have no samples."""
         return "".join("\n".join(lines) + "\n" for lines in self._lines.values() if len(lines) > 2)

@@ -43,7 +43,8 @@ def config(text: str) -> tuple[str, Any]:
 
 
 def _quantiles(text: str) -> tuple[float, ...]:
-    """Parses QUANTILE:ERROR,... The error is accepted as in Triton but not used: values are always within 1.6 %."""
+    """Parses QUANTILE:ERROR,... As in Triton, the error is accepted, but it is not used: values are always within
+    1.6 %."""
     quantiles = []
     for pair in text.split(","):
         quantile, colon, error = pair.partition(":")
@@ -55,5 +56,5 @@ def _quantiles(text: str) -> tuple[float, ...]:
 
 
 def metric_settings(given: Sequence[tuple[str, Any]], cpu: bool, interval_s: float) -> MetricSettings:
-    """The last value of a repeated setting counts."""
+    """Merges the values of --metrics-config. If a setting is repeated, its last value counts."""
     return MetricSettings(**dict(given), cpu=cpu, interval_s=interval_s)

@@ -1,6 +1,6 @@
 """The server's metrics in Prometheus format, computed on request.
 
-Invariant: only reads the core's state and /proc. A version with several generations, or an instance with two
+Invariant: this only reads the core's state and /proc. A version with several generations, or an instance with two
 processes, has one sample per metric.
 """
 
@@ -31,7 +31,7 @@ from shmserve.system import procfs
 from shmserve.version import version as installed
 
 SHOWN_CLIENTS = 20
-"""Maximum number of clients with their own series. A client has them only while it holds memory."""
+"""Maximum number of clients with their own series, which exist only while the client holds memory."""
 FIRST_BUCKET, LAST_BUCKET = 14, 36
 """Buckets from 16 us to 69 s."""
 
@@ -59,13 +59,13 @@ _SUMMARIES = (
     (_HITS, "hit", "cache_hit_ns"),
     (_MISSES, "miss", "cache_miss_ns"),
 )
-"""Metric, attribute of Summaries with its window, attribute of Statistics with its sum."""
+"""(metric, attribute of Summaries with its window, attribute of Statistics with its sum)"""
 _COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
 """Attributes of Statistics with the counts of these summaries; all others use success_count."""
 
 
 class _Place(Struct):
-    """The sample of an instance name: two instances have the same name while one replaces the other.
+    """The samples of an instance name, which two instances share while one replaces the other.
 
     `current`: `state` is that of an instance being served. Memory, CPU time and arena are sums.
     """
@@ -180,7 +180,7 @@ class Metrics:
             page.summary(name, quantiles, count, getattr(counted, attribute) // 1000, named)
 
     def _instances(self, page: Page, generations: list[Version], arenas: dict[int, int]) -> None:
-        """Adds the metrics of instances. `generations`: those of one version; the first is the one being served."""
+        """Adds the metrics of instances. `generations` are those of one version; the first is the one being served."""
         places: dict[str, _Place] = {}
         served = generations[0]
         for version in generations:
@@ -219,7 +219,7 @@ class Metrics:
     # ------------------------------------------------------------------------------------ memory and clients
 
     def _segments(self, page: Page) -> dict[int, int]:
-        """Adds the metrics of segments. Returns the size of each worker's segments, in bytes."""
+        """Adds the metrics of segments. Returns the total size of each worker's segments in bytes."""
         worker_bytes: dict[int, int] = {}
         counts = {"client": 0, "worker": 0, "broker": 0}
         sizes = dict(counts)
@@ -320,7 +320,7 @@ def _times(page: Page, name: str, counts: list[int], ns: int, named: str) -> Non
 
 
 def _sizes(page: Page, counted: Statistics, largest: int, named: str) -> None:
-    """Adds the histogram of batch sizes. The buckets' limits are powers of two, up to the first >= `largest`."""
+    """Adds the histogram of batch sizes. Bucket limits are powers of two, up to the first one >= `largest`."""
     sizes = counted.batches
     count = sum(batch.count for batch in sizes.values())
     rows = sum(rows * batch.count for rows, batch in sizes.items())

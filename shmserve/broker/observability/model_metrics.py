@@ -1,7 +1,7 @@
-"""Metrics that models define: pages of shared memory that workers write, read when metrics are requested.
+"""Metrics that models define. Workers write them to pages of shared memory, which are read when metrics are requested.
 
-Invariant: one sample per name and labels. Counters and histograms are sums over instances, including exited processes
-as long as their model is served. Of gauges that are set, the value set last counts; others are sums.
+Invariant: each name and set of labels has one sample. Counters and histograms are sums over instances, including exited
+processes as long as their model is served. For gauges that are set, the latest value counts; other gauges are sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmserve.shm.extents import memfd
 log = logging.getLogger("shmserve")
 
 PAGES = 16
-"""Most pages of one worker."""
+"""Maximum number of pages per worker."""
 _OURS = frozenset([family.name for family in FAMILIES]) | frozenset(RESERVED)
 _Key = tuple[str, tuple[tuple[str, str], ...], str, tuple[float, ...]]
 
@@ -42,11 +42,11 @@ class ModelCounters:
         self._served = served
         self._workers: dict[int, _Worker] = {}
         self._ended: dict[str, dict[_Key, _Sample]] = {}
-        """Model -> counts of its workers that have exited."""
+        """Model -> samples of its workers that have exited."""
         self._refused: set[str] = set()
 
     def add(self, peer: int, model: str, descriptor: int, size: int) -> None:
-        """Adds a page. Always closes its descriptor."""
+        """Adds a page. Takes ownership of its descriptor."""
         extent = memfd.attach(descriptor, size, False)
         worker = self._workers.setdefault(peer, _Worker(model))
         if len(worker.pages) < PAGES:

@@ -59,7 +59,7 @@ class LoadProgress:
         log_record: Callable[[str, str, Mapping[str, Any]], None],
         is_incomplete: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_incomplete()`: further models will be loaded."""
+        """`is_incomplete()`: whether further models will be loaded."""
         self._core = core
         self._ended = ended
         self._log_record = log_record
@@ -71,7 +71,7 @@ class LoadProgress:
         return [version for model in self._core.state.models.values() for version in model.versions.values()]
 
     def report(self) -> bool:
-        """Logs new READY versions. Once nothing is loading, calls `ended` with the number of failures, and returns
+        """Logs new READY versions. When all loads have finished, calls `ended` with the number of failures and returns
         True."""
         versions = self.versions()
         for version in versions:
@@ -90,14 +90,14 @@ class LoadProgress:
 
 
 def hints(runtime_dir: Path, is_default: bool, ports: Mapping[str, int]) -> str:
-    """What to try with the sample models."""
+    """Example commands for the sample models."""
     url = "" if is_default else f'runtime_dir="{runtime_dir}"'
     http = _HTTP.format(port=ports["http"]) if "http" in ports else ""
     return _HINTS.format(command=_command(), where=_where(runtime_dir, is_default), url=url, http=http)
 
 
 def first_steps(model: str, runtime_dir: Path, is_default: bool, ports: Mapping[str, int]) -> str:
-    """What to try with a model."""
+    """Example commands for a model."""
     page = _PAGE.format(port=ports["http"]) if "http" in ports else ""
     where = _where(runtime_dir, is_default)
     return _FIRST_STEPS.format(command=_command(), model=shlex.quote(model), where=where, page=page)

@@ -1,8 +1,8 @@
-"""The latest records of the log, in memory, for `shmserve logs`: also of a server that logs to a terminal or a file.
+"""The latest log records, kept in memory for `shmserve logs`, regardless of where the server writes its log.
 
-Records are numbered. The first number is the time of the start in microseconds, so that the records of a restarted
-server follow those of the one before, and a reader continues after the last record that it has. Invariant: the records
-take at most `limit` bytes, by an estimate that covers their texts and a fixed size for the rest.
+Records are numbered. The first number is the start time in microseconds, so that the numbers of a restarted server
+follow those of its predecessor, and a reader can continue after its last record. Invariant: the records take at most
+`limit` bytes, estimated as the length of their texts plus RECORD_BYTES each.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from msgspec import Struct
 
 PAGE = 1000
-"""The most records in one answer."""
+"""Maximum number of records in one answer."""
 RECORD_BYTES = 400
-"""The size of a record without its texts."""
+"""Estimated size of a record without its texts."""
 TEXT = 16384
-"""The most characters of a text to keep."""
+"""Maximum number of characters kept of a text."""
 
 
 class RecentRecord(Struct, frozen=True, gc=False):
@@ -41,7 +41,7 @@ class RecentRecord(Struct, frozen=True, gc=False):
 
 
 class RecentRecords:
-    """`limit`: maximum bytes; 0 keeps no records."""
+    """`limit`: maximum size in bytes; 0 keeps no records."""
 
     def __init__(self, limit: int, start_us: int | None = None) -> None:
         self._limit = limit
@@ -50,7 +50,7 @@ class RecentRecords:
         self._first = self._next = start_us or time.time_ns() // 1000
 
     def put(self, record: logging.LogRecord, text: str, traceback: str, fields: Mapping[str, Any]) -> None:
-        """`text` and `traceback`: without control characters."""
+        """`text` and `traceback` must not contain control characters."""
         number = self._next
         self._next += 1
         text, traceback = _cut(text), _cut(traceback)
@@ -62,10 +62,10 @@ class RecentRecords:
             self._size -= self._records.popleft().size
 
     def document(self, model: str, after: int) -> dict[str, Any]:
-        """The records after the one with that number, those of one model if it is named.
+        """The records with numbers above `after`; with `model`, only those of the model.
 
-        `next`: the number of the last record that was considered; `more`: there are later ones; `lost`: how many
-        records after `after` are no longer kept; `started`: the first number of this server.
+        `next`: the number of the last record considered; `more`: whether later records exist; `lost`: how many records
+        after `after` are no longer kept; `started`: the first number of this server.
         """
         oldest = self._records[0].number if self._records else self._next
         begin = max(after + 1, oldest)

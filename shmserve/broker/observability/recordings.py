@@ -1,6 +1,7 @@
-"""The operation `record`: an operator records all requests and batches for a while, and reads the records meanwhile.
+"""The operation `record`: an operator records all requests and batches for some time, and reads the records while they
+are made.
 
-Invariant: there is at most one recording, and it ends if it is not read for EXPIRES_S.
+Invariant: at most one recording exists, and it ends if it is not read for EXPIRES_S.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.protocol.bodies import decode_body
 
 UNREAD = 100_000
-"""The most requests that a recording holds until they are read, about 40 MB."""
+"""Maximum number of unread requests in a recording, about 40 MB."""
 PAGE = 2000
-"""About the most requests in one answer."""
+"""Approximate maximum number of requests in one answer."""
 EXPIRES_S = 10.0
 
 
 class _Order(Struct, forbid_unknown_fields=True):
-    """The body of the operation. `do`: start, read or stop. `recording`: which one to read or stop."""
+    """The body of the operation. `do`: start, read or stop. `recording`: number of the recording to read or stop."""
 
     do: str
     models: list[str] = []
@@ -40,7 +41,7 @@ class Recordings:
         self._number = 0
         self._timer: Any = None
         self._recording: Recording | None = None
-        """The current one. Its client reads it to the end after it has stopped it."""
+        """The current recording. After stopping it, its client still reads the remaining records."""
 
     def change(self, body: bytes) -> dict[str, Any]:
         """Carries out the order in `body`. Returns the answer."""
@@ -57,7 +58,7 @@ class Recordings:
                 "another"
             )
         if order.do == "stop":
-            self._state.recording = None  # what is left is still to be read
+            self._state.recording = None  # remaining records can still be read
         answer = recording.take(PAGE)
         if order.do == "stop" and not answer["more"]:
             self._end()

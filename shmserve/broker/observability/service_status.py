@@ -1,7 +1,7 @@
 """Notifies the service manager (sd_notify): status, readiness, watchdog, reload and stop.
 
 Invariant: WATCHDOG=1 is sent only by a timer of the broker's loop, so that a hung loop misses the watchdog. Without a
-service manager there is no cost.
+service manager, this costs nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from shmserve.core.states import VersionState
 from shmserve.system.service_manager import ServiceManager
 
 BEAT_S = 5.0
-"""Longest interval between heartbeats to the service manager."""
+"""Maximum interval between heartbeats to the service manager."""
 EXTENSION_S = 60.0
 """Start timeout requested with each heartbeat while models load. The core ends loads that take too long."""
 STOP_S = 10.0
-"""Stop timeout requested beyond that for requests in flight. The server exits well before (stop_deadline.py)."""
+"""Stop timeout requested in addition to the time for requests in flight. The server exits well before
+(stop_deadline.py)."""
 NAMES = 8
-"""Most models named in the status line."""
+"""Maximum number of models named in the status line."""
 
 
 class Census(NamedTuple):
-    """Models by state, without those that are being unloaded."""
+    """Models by state, without models that are unloaded or being unloaded."""
 
     total: int
     loading: list[str]
@@ -66,8 +67,8 @@ def _some(names: list[str]) -> str:
 
 
 class Announcer:
-    """Sends notifications from `begin` to `close`. `in_flight` returns the number of requests, `out_of_service` whether
-    an operator has taken the server out of service."""
+    """Sends notifications from `begin` to `close`. `in_flight` returns the number of requests in flight;
+    `out_of_service` returns whether an operator has taken the server out of service."""
 
     def __init__(
         self,
@@ -113,14 +114,14 @@ class Announcer:
             self._notify("RELOADING=1", f"MONOTONIC_USEC={now}", once=True)
 
     def reloaded(self) -> bool:
-        """Called when the reread models are served or have failed. False: this was reported already."""
+        """Called when the reread models are served or have failed. False if this was already reported."""
         known, self._reloading = not self._reloading, False
         if self._manager and self._ready and not (self._stopping or known):
             self._notify("READY=1", once=True)
         return not known
 
     def stopping(self, limit_s: float) -> None:
-        """Called when requests are no longer accepted; `limit_s` is the time for those in flight."""
+        """Called when the server stops accepting requests; `limit_s` is the time for requests in flight."""
         first, self._stopping = not self._stopping, True
         if self._manager and first:
             self._notify("STOPPING=1", _extension(limit_s + STOP_S), once=True)

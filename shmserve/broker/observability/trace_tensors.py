@@ -1,4 +1,4 @@
-"""Tensors in the trace file, in Triton's format: numbers as text, separated by commas."""
+"""Tensors in the trace file, in Triton's format: comma-separated numbers as text."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from shmserve.protocol.messages import Handle, Tensor
 
 ELEMENTS = 1000
-"""Most elements written of a tensor, so that a large one does not block the broker."""
+"""Maximum number of elements written per tensor, so that large tensors do not block the broker."""
 STRING_BYTES = 65536
-"""Most bytes written of a tensor of strings."""
+"""Maximum number of bytes written per string tensor."""
 _CODES = {
     "BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i",
     "INT64": "q", "FP16": "e", "FP32": "f", "FP64": "d", "BF16": "H",
 }  # fmt: skip
 
 Read = Callable[[tuple[Handle, ...]], bytes | None]
-"""The bytes of a tensor's parts; None if the broker cannot read them: named segments, or GPU memory."""
+"""Returns the bytes of a tensor's parts; None for named segments and GPU memory, which the broker cannot read."""
 
 
 def activities(number: int, activity: str, tensors: Iterable[Tensor], read: Read) -> Iterator[dict[str, Any]]:
@@ -29,7 +29,7 @@ def activities(number: int, activity: str, tensors: Iterable[Tensor], read: Read
 
 
 def _data(tensor: Tensor, read: Read) -> str:
-    """The first elements; "" if they cannot be read."""
+    """The first elements as text; "" if they cannot be read."""
     code = _CODES.get(tensor.dtype)
     most = struct.calcsize(f"<{ELEMENTS}{code}") if code else STRING_BYTES
     if isinstance(tensor.data, bytes):

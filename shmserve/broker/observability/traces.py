@@ -23,11 +23,11 @@ from shmserve.otel import settings as otel
 from shmserve.otel.settings import OtelSettings
 
 TRITON, OPENTELEMETRY = MODES = ("triton", "opentelemetry")
-"""Where traces go: to the trace file, or to an OpenTelemetry collector."""
+"""Targets of traces: the trace file, or an OpenTelemetry collector."""
 NAMES = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency", "trace_mode")
 LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _OLD_LEVELS = {"MIN": "TIMESTAMPS", "MAX": "TIMESTAMPS"}
-"""Values that Triton's flags accept as well."""
+"""Deprecated values that Triton's flags still accept -> current value."""
 OFF = ("OFF",)
 MOST = 2**31 - 1
 FLUSH_S = 0.2
@@ -40,7 +40,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class TraceSetting(Struct):
-    """None: use the server's value, or that of the command line."""
+    """Fields that are None take the server's value, or that of the command line."""
 
     trace_level: tuple[str, ...] | None = None
     trace_rate: int | None = None
@@ -57,7 +57,7 @@ DEFAULTS = TraceSetting(OFF, 1000, -1, 0)
 
 
 class TraceSettings:
-    """`samples` is the core's table, kept in line with the settings. `known` returns the names of models."""
+    """Keeps `samples`, the core's table, in line with the settings. `known` returns the names of models."""
 
     def __init__(
         self, given: Mapping[str, Any], samples: dict[str, Sample], known: Callable[[], Collection[str]]
@@ -73,7 +73,7 @@ class TraceSettings:
         self._server = self._at_start = TraceSetting(**at_start).under(DEFAULTS)
         self._models: dict[str, TraceSetting] = {}
         self._made_of: dict[str, TraceSetting] = {}
-        """Model -> the setting of its current sample."""
+        """Model -> the setting from which its current sample was made."""
         self._arrange()
 
     def of(self, model: str) -> TraceSetting:
@@ -81,7 +81,7 @@ class TraceSettings:
         return self._models.get(model, TraceSetting()).under(self._server)
 
     def document(self, model: str) -> dict[str, Any]:
-        """In Triton's form, with numbers as strings. The count is what remains."""
+        """The settings in Triton's format, with numbers as strings. The count is the remaining number of traces."""
         if model:
             self._find(model)
         now = self.of(model)
@@ -149,8 +149,8 @@ class TraceSettings:
 
 
 class TraceFile:
-    """Writes traces to a file, or to the log if there is none. With log_frequency N, a new file starts after every N
-    traces: FILE.0, FILE.1 and so on. A file is valid JSON at any time."""
+    """Writes traces to a file, or to the log if no file is configured. With log_frequency N, a new file starts after
+    every N traces: FILE.0, FILE.1 and so on. A file is valid JSON at any time."""
 
     def __init__(self, loop: Any, path: Path | None, frequency: Callable[[str], int], read: Read) -> None:
         self._loop = loop
@@ -158,7 +158,7 @@ class TraceFile:
         self._path = path
         self._frequency = frequency
         self._lines: list[bytes] = []
-        """Not written yet."""
+        """Lines that have not been written yet."""
         self._ends: dict[Path, int] = {}
         """File -> offset at which its array continues."""
         self._now = path
@@ -191,7 +191,7 @@ class TraceFile:
             self._timer = self._loop.call_later(FLUSH_S, self._flush_soon)
 
     def _log(self, traced: Traced) -> None:
-        """Logs a limited number per second, as people read the log."""
+        """Logs a trace, up to PER_SECOND per second, as people read the log."""
         second = traced.answered // 1_000_000_000
         if second != self._second:
             self._second, self._in_second = second, 0
@@ -224,7 +224,7 @@ class TraceFile:
             self._ends[self._now] = end + len(data)
 
     def close(self) -> None:
-        """Writes what is buffered."""
+        """Writes buffered traces."""
         if self._timer is not None:
             self._timer.cancel()
         self._flush()
@@ -256,7 +256,7 @@ def lines(traced: Traced, read: Read) -> list[bytes]:
 
 def config(text: str) -> tuple[str, Any]:
     """Parses a value of --trace-config: `triton,file=PATH`, `triton,log-frequency=N`, `level=L`, `rate=N`, `count=N`,
-    `mode=MODE` or `opentelemetry,KEY=VALUE`. Returns setting and value. Raises ValueError."""
+    `mode=MODE` or `opentelemetry,KEY=VALUE`. Returns (setting, value). Raises ValueError."""
     if text.startswith(otel.PREFIX):
         key, value = otel.parsed(text.removeprefix(otel.PREFIX))
         return otel.PREFIX + key, value
@@ -300,7 +300,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def merged(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """All values of --trace-config as settings. Levels add up, as in Triton; otherwise the last value counts."""
+    """All values of --trace-config as settings. As in Triton, levels add up; for others, the last value counts."""
     settings = dict(values)
     levels = [level for name, value in values if name == "trace_level" for level in value or OFF]
     if levels:
@@ -309,7 +309,7 @@ def merged(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def otel_settings(values: Sequence[tuple[str, Any]]) -> OtelSettings | None:
-    """None: the mode is not opentelemetry."""
+    """The settings for OpenTelemetry; None in another mode."""
     if dict(values).get("trace_mode") != OPENTELEMETRY:
         return None
     given = {name.removeprefix(otel.PREFIX): value for name, value in values if name.startswith(otel.PREFIX)}
