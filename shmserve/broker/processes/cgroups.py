@@ -1,7 +1,7 @@
 """Memory limits of workers by control groups (cgroup v2): one group for each worker that has a limit.
 
-Needs a group that the service manager has delegated to the server. Without one, or if the kernel lacks a feature, there
-are no groups, and the memory of workers is polled instead. Invariant: only delegated groups are modified.
+Requires a group that the service manager has delegated to the server. Without one, or if the kernel lacks a feature,
+the memory of workers is polled instead. Invariant: only delegated groups are modified.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ log = logging.getLogger("shmserve")
 PROC = Path("/proc/self/cgroup")
 MOUNTS = Path("/proc/self/mounts")
 SERVER = "server"
-"""Child group of the broker and of workers without a limit. A group whose children have controllers enabled cannot
-contain processes itself."""
+"""Child group of the broker and of workers without a limit. It is needed because a group whose children have
+controllers enabled cannot contain processes."""
 PREFIX = "instance-"
 PROCESSES = "cgroup.procs"
 _MARKS = ("user.delegate", "trusted.delegate")
@@ -26,11 +26,11 @@ _MARKS = ("user.delegate", "trusted.delegate")
 
 
 class CannotHave(Exception):
-    """The reason why control groups cannot be used."""
+    """Control groups cannot be used. The message is the reason."""
 
 
 class ControlGroup:
-    """The group of one worker. The worker joins it by writing its pid to the file `processes` before anything else."""
+    """The group of one worker, which joins it by writing its pid to the file `processes` before anything else."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
@@ -42,7 +42,7 @@ class ControlGroup:
         try:
             (self._path / "memory.max").write_text(str(self.limit))
             _write_if_there(self._path / "memory.swap.max", "0")  # otherwise a worker over its limit would swap
-            _write_if_there(self._path / "memory.oom.group", "1")  # kill processes that the worker started, too
+            _write_if_there(self._path / "memory.oom.group", "1")  # also kill processes that the worker started
         except OSError:
             self._path.rmdir()
             raise
@@ -50,7 +50,7 @@ class ControlGroup:
     def used_up(self) -> bool:
         """Whether the kernel killed a process of the group for exceeding the group's limit."""
         events = self._events("memory.events")
-        own = self._events("memory.events.local") or events  # before Linux 5.2, `events` is all there is
+        own = self._events("memory.events.local") or events  # Linux before 5.2 only has `events`
         return own.get("oom", 0) > 0 and events.get("oom_kill", 0) > 0
 
     def _events(self, name: str) -> dict[str, int]:
@@ -61,8 +61,8 @@ class ControlGroup:
         return {key: int(value) for key, _, value in (line.partition(" ") for line in lines) if value.isdecimal()}
 
     def remove(self) -> bool:
-        """Kills processes that the exited worker left running, and removes the group. False: some have not ended yet;
-        call it again."""
+        """Kills processes that the exited worker left running, and removes the group. False: some have not exited yet;
+        call this again later."""
         _write_if_there(self._path / "cgroup.kill", "1")
         try:
             self._path.rmdir()
@@ -85,7 +85,7 @@ class ControlGroups:
         """Moves the processes of a delegated group to its child group SERVER. Raises CannotHave."""
         _check(top)
         try:
-            for left in top.glob(PREFIX + "*"):  # left by a killed server; groups in use stay
+            for left in top.glob(PREFIX + "*"):  # left by a killed server; removing a group in use fails
                 with contextlib.suppress(OSError):
                     left.rmdir()
             (top / SERVER).mkdir(exist_ok=True)
@@ -111,7 +111,7 @@ class ControlGroups:
 
 
 def take_over_own_group() -> ControlGroups | None:
-    """Divides the group of this process. None, with the reason in the log, if that is not possible."""
+    """Divides the group of this process. If that is not possible, logs the reason and returns None."""
     try:
         return ControlGroups.take_over(own(PROC, MOUNTS))
     except CannotHave as reason:
@@ -152,13 +152,13 @@ def _is_delegated(top: Path) -> bool:
         with contextlib.suppress(OSError):
             if os.getxattr(top, mark) == b"1":
                 return True
-    # Users other than root may be unable to read the marks; for them, delegation makes the user own the directory.
+    # Users other than root may be unable to read the marks, but they own a directory that is delegated to them.
     return 0 != os.geteuid() == top.stat().st_uid
 
 
 def _write_if_there(path: Path, text: str) -> None:
-    """Writes to an optional file, which older kernels do not have. It is not created, as `write_text` would try, nor
-    read: users may only write to `cgroup.kill`."""
+    """Writes to a file that older kernels lack. Opens it write-only, as users cannot read `cgroup.kill`, and without
+    O_CREAT, which `write_text` uses."""
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:

@@ -1,6 +1,6 @@
 """Environment, output and exit codes of the broker's child processes: workers and gateways.
 
-Invariant: output of children is untrusted and is escaped, so each logged line is printable.
+Invariant: output of children is untrusted and is escaped, so that each logged line is printable.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
 from shmserve.broker.observability.logs import printable
 
 LINE_BYTES = 4096
-"""Longest line that is logged."""
+"""Maximum length of a logged line."""
 READ_BYTES = 16384
-"""Maximum per read, so that a child with a lot of output does not block the event loop."""
+"""Maximum size of a read, so that a child with a lot of output does not block the event loop."""
 PIPE_BYTES = 65536
-"""Default capacity of a pipe, and so the maximum left to read when a child has exited."""
+"""Default capacity of a pipe, and thus the maximum that is unread when a child has exited."""
 TAIL_LINES = 20
-"""Number of last lines to keep, for the report when the child exits."""
+"""Number of last lines to keep, to report them when the child exits."""
 FATAL = "Fatal Python error"
 """Start of the faulthandler report that the interpreter writes on a fatal signal such as SIGSEGV."""
 _WORKERS = Path(__file__).parents[2] / "workers"
@@ -34,13 +34,13 @@ _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH",
 
 
 def environment(*prefixes: str) -> dict[str, str]:
-    """The environment of a child: a fixed list of variables, and those with one of the prefixes. All others are
+    """The environment of a child: a fixed list of variables, and variables with one of the prefixes. Others are
     omitted, as they may contain secrets."""
     return {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(prefixes)}
 
 
 def ended_with(code: int) -> str:
-    """Describes a return code as defined by Popen: negative for a signal."""
+    """Describes a return code of Popen, which is negative for a signal."""
     if code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name if -code in signal.valid_signals() else -code}"
@@ -58,8 +58,8 @@ class LineSplitter:
         return lines + self._overlong()
 
     def feed_tail(self, data: bytes, most: int) -> tuple[list[bytes], int, int]:
-        """As `feed`, but returns only about the last `most` lines, with the number and the size of those before them,
-        which are not split: that would take the time of a thousand requests."""
+        """Like `feed`, but returns only about the last `most` lines, and the number and size of the lines before them.
+        Splitting those too would take as long as a thousand requests."""
         skipped = data.count(b"\n") - most
         if skipped <= 0:
             return self.feed(data), 0, 0
@@ -69,7 +69,7 @@ class LineSplitter:
         return lines + self._overlong(), skipped, size
 
     def end(self) -> list[bytes]:
-        """The incomplete last line, if there is one."""
+        """The incomplete last line, if any."""
         partial, self._partial = self._partial, b""
         return [partial] if partial else []
 
@@ -78,7 +78,7 @@ class LineSplitter:
 
 
 class Output:
-    """A pipe for the output of a child, which is rate-limited and logged with `log_record(level, text)`.
+    """A pipe for a child's output, which is rate-limited and logged with `log_record(level, text)`.
 
     `write_end` is the child's; the caller closes it in this process after starting the child. `levels` maps the
     prefix of a line to its log level; the default level is info.
@@ -106,7 +106,7 @@ class Output:
         return [_text(line) for line in self._tail]
 
     def last_words(self, start: str = "") -> str:
-        """The last non-empty line, without its level prefix. Prefers a line that begins with `start`."""
+        """The last non-empty line, without its level prefix. Prefers the last line that begins with `start`."""
         lines = [self._parse(line)[1] for line in reversed(self.tail) if line.strip()]
         return next((line for line in lines if line.startswith(start)), lines[0] if lines else "")
 
@@ -116,7 +116,7 @@ class Output:
             data = os.read(self.read_end, READ_BYTES)
         except BlockingIOError:
             return
-        if self._throttle.is_full(self._loop.time()):  # all lines are dropped; split only those that the tail keeps
+        if self._throttle.is_full(self._loop.time()):  # all lines are dropped: split only those for the tail
             lines, skipped, size = self._lines.feed_tail(data, TAIL_LINES)
             if skipped:
                 self._throttle.drop(skipped, size)
@@ -156,7 +156,7 @@ class Output:
         limit, as they may explain the exit."""
         for _ in range(PIPE_BYTES // READ_BYTES):
             self.read()
-        self._admit(self._lines.end())  # if a process started by the child holds the pipe open, there is no end of file
+        self._admit(self._lines.end())  # `read` sees no end of file if a process of the child holds the pipe open
         for notice in self._throttle.flush():
             self._log(notice)
         dropped = min(self._throttle.trailing, len(self._tail))

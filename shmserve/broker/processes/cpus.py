@@ -1,6 +1,6 @@
 """CPU cores that the server may use: NUMA nodes, host policies, cores near a GPU, and the CPU quota.
 
-Everything is read once, at start. `repo.compile` assigns cores to instances.
+Everything is read once, at startup. `repo.compile` assigns cores to instances.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEYS = ("cpu-cores", "numa-node")
 
 
 class HostPolicy(Struct, frozen=True):
-    """Values of --host-policy for one name. Cores take precedence over a node."""
+    """Values of --host-policy for one name. `cores` takes precedence over `node`."""
 
     cores: tuple[int, ...] = ()
     node: int | None = None
@@ -47,7 +47,7 @@ def usable_cores(given: Collection[int] | None = None) -> tuple[int, ...]:
 
 
 def numa_nodes(sys: Path, usable: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """Usable cores per node, without nodes that have none. One node if the kernel lists none."""
+    """Usable cores per node, without nodes that have none. If the kernel lists no nodes, all cores are in node 0."""
     nodes = {}
     for path in (sys / "devices/system/node").glob("node[0-9]*/cpulist"):
         cores = tuple(core for core in cpu_list(path.read_text()) if core in usable)
@@ -57,9 +57,9 @@ def numa_nodes(sys: Path, usable: Collection[int]) -> dict[int, tuple[int, ...]]
 
 
 def local_cores(pci: str, *, sys: Path = SYS, usable: Collection[int]) -> tuple[int, ...]:
-    """The usable cores near a PCI device, whose ID may have the driver's form, "00000000:3B:00.0"; () if unknown.
+    """The usable cores near a PCI device, whose ID may have the driver's form, "00000000:3B:00.0".
 
-    Also () if all cores are near, as binding would have no effect then.
+    Returns () if they are unknown, and if all cores are near, as binding would have no effect.
     """
     domain, colon, rest = pci.lower().partition(":")
     path = sys / "bus/pci/devices" / (domain[-4:] + colon + rest) / "local_cpulist"
@@ -72,8 +72,8 @@ def local_cores(pci: str, *, sys: Path = SYS, usable: Collection[int]) -> tuple[
 
 
 def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
-    """CPU time granted by the enclosing control groups, of version 1 or 2, in cores, rounded up, as set for containers;
-    0: no limit."""
+    """The CPU quota of the enclosing control groups (version 1 or 2) in cores, rounded up; 0: no limit. Container
+    runtimes set such quotas."""
     try:
         lines = cgroup.read_text().splitlines()
     except OSError:
@@ -84,7 +84,7 @@ def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
         _, controllers, group = line.split(":", 2)
         if not controllers:
             limits += _limits(top, group, _limit)
-        elif "cpu" in controllers.split(","):  # version 1, which has a tree for each set of controllers
+        elif "cpu" in controllers.split(","):  # version 1 has a tree for each set of controllers
             mounts = [top / name for name in dict.fromkeys((controllers, "cpu")) if (top / name).is_dir()]
             for mount in mounts[:1]:
                 limits += _limits(mount, group, _limit_of_version_1)
@@ -92,8 +92,8 @@ def quota(cgroup: Path = CGROUP, sys: Path = SYS) -> int:
 
 
 def _limits(top: Path, group: str, limit: Callable[[Path], int]) -> list[int]:
-    """Those of the group and of all around it. The root group has none, and a container cannot see the groups around
-    it."""
+    """The limits of the group and its ancestors. The root group has none, and a container cannot see the ancestors of
+    its group."""
     path = top / group.strip("/")
     found: list[int] = []
     while True:
@@ -117,7 +117,7 @@ def _limit_of_version_1(group: Path) -> int:
 
 
 def cpu_list(text: str) -> tuple[int, ...]:
-    """`0-3,8` -> (0, 1, 2, 3, 8): the list format of the kernel and of --host-policy. Empty text means no cores."""
+    """`0-3,8` -> (0, 1, 2, 3, 8): the list format of the kernel and of --host-policy. Empty text: ()."""
     cores: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
@@ -151,7 +151,7 @@ def host_policy(text: str) -> tuple[str, HostPolicy]:
 def resolve(
     given: Iterable[tuple[str, HostPolicy]], *, sys: Path = SYS, usable: Collection[int] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The cores of each policy. If a policy is given repeatedly, its last cores and its last node count."""
+    """The cores of each policy. If a policy is repeated, its last cores and its last node count."""
     ours = usable_cores(usable)
     merged: dict[str, HostPolicy] = {}
     for name, policy in given:

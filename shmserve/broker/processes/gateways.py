@@ -1,7 +1,7 @@
-"""The gateway processes of this server: starts, watches, restarts and stops them.
+"""Starts, watches, restarts and stops the gateway processes of this server.
 
-Invariant: at start, a gateway that cannot listen stops the server, as the failure would go unnoticed otherwise. Later,
-a gateway that exits is always restarted.
+Invariant: at startup, a gateway that cannot listen stops the server, as the failure would otherwise go unnoticed.
+Later, a gateway that exits is always restarted.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ STEADY_S = 60.0
 OPEN_S = 60.0
 """Time for a gateway to start listening."""
 GRACE_S = 1.0
-"""Time beyond that for requests at a stop; less than `stop_deadline.KILL_S`."""
+"""Time to exit after the time for requests in flight; less than `stop_deadline.KILL_S`."""
 ERROR_START = "shmserve gateway: "
 _LEVELS = {level: level for level in ("debug", "info", "warning", "error", "critical")}
 _PASSED_ON = ("SSL_", "OPENSSL_")
-"""Prefixes of environment variables for gateways, besides those of every child. Few: they parse network input."""
+"""Prefixes of environment variables for gateways, besides those of every child. Gateways parse network input, so they
+get only what they need."""
 
 
 class GatewaySettings(Struct, frozen=True):
-    """Gateway settings: how many, and their options of `shmserve gateway` in `words`."""
+    """The number of gateways, and their command-line options (`words`)."""
 
     count: int
     words: tuple[str, ...]
 
 
 class _Gateway(Struct, eq=False):
-    """`process` None: it is started when the timer fires."""
+    """One gateway; `process` is None while it is not running."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
     pidfd: int = -1
     output: children.Output | None = None
     ready_pipe: int = -1
-    """Pipe on which it reports that it listens."""
+    """Pipe on which the gateway reports that it is listening."""
     is_open: bool = False
     began: float = 0.0
     deaths: int = 0
@@ -65,7 +66,7 @@ class _Gateway(Struct, eq=False):
 
 
 class Gateways:
-    """`opened(ports)` is called once, when all gateways listen; `failed(code, text)` instead if one cannot.
+    """`opened(ports)` is called once, when all gateways are listening, or `failed(code, text)` if one cannot listen.
     `log_record` logs their output, limited to `rate`."""
 
     def __init__(
@@ -80,7 +81,7 @@ class Gateways:
         rate: Rate | None = None,
     ) -> None:
         self.pids: set[int] = set()
-        """Pids of running gateways, which are reaped here."""
+        """Pids of running gateways, which this class reaps."""
         self.ports: dict[str, int] = {}
         """Endpoint -> port."""
         self._restarts = 0
@@ -94,12 +95,12 @@ class Gateways:
         if settings.count > 1:
             self._options.append("--reuse-port")
         self._begun = False
-        """All gateways have listened once."""
+        """All gateways have started to listen once."""
         self._ended: Callable[[], None] | None = None
         """Set by `stop`."""
 
     def start(self) -> None:
-        """Starts the first gateway. The others follow when it has reported the ports."""
+        """Starts the first gateway. The others follow after it has reported the ports."""
         if self._all:
             self._start(self._all[0])
         else:
@@ -127,7 +128,7 @@ class Gateways:
                 stderr=output.write_end,
                 pass_fds=[write_end],
                 env=children.environment(*_PASSED_ON),
-                start_new_session=True,  # the broker stops them in order; they must not get a terminal's Ctrl-C
+                start_new_session=True,  # shields them from a terminal's Ctrl-C, as the broker stops them in order
             )
         except OSError as error:
             os.close(ready_pipe)
@@ -150,7 +151,7 @@ class Gateways:
         report = os.read(gateway.ready_pipe, 4096).split()
         self._close_ready_pipe(gateway)
         if report[:1] != [b"READY"]:
-            return  # it is about to exit
+            return  # the gateway is about to exit
         gateway.is_open = True
         if gateway.timer is not None:
             gateway.timer.cancel()
@@ -183,12 +184,12 @@ class Gateways:
         self._log_record(level, f"[gateway] {text}", {"gateway": number})
 
     def _end(self, gateway: _Gateway) -> None:
-        """The process has exited."""
+        """Handles the exit of the process."""
         assert gateway.process is not None
         assert gateway.output is not None
         code = gateway.process.wait()
         gateway.output.finish()
-        last_words = gateway.output.last_words(ERROR_START)  # it may print a hint after its error
+        last_words = gateway.output.last_words(ERROR_START)  # a hint may follow the error
         self._drop(gateway)
         self._handle_exit(gateway, code, last_words)
 
@@ -209,7 +210,7 @@ class Gateways:
         if self._ended is not None:
             self._check_ended()
         elif not self._begun:
-            self._ended = _nothing  # do not report the others, which are stopped now
+            self._ended = _nothing  # do not report the exits of the other gateways, which are stopped now
             why = last_words.removeprefix(ERROR_START) or children.ended_with(code)
             self._failed(2 if code == 2 else 1, f"cannot start the gateway: {why}")
         else:
@@ -241,13 +242,13 @@ class Gateways:
     def reread(self) -> None:
         """Makes gateways reread certificates and tokens."""
         for gateway in self._all:
-            if gateway.process is not None and gateway.is_open:  # others have yet to read them
+            if gateway.process is not None and gateway.is_open:  # others have not read them yet
                 signal.pidfd_send_signal(gateway.pidfd, signal.SIGHUP)
 
     # ------------------------------------------------------------------------------------ stop
 
     def stop(self, limit_s: float, ended: Callable[[], None]) -> None:
-        """Gateways stop accepting requests and finish those they have. `ended` is called when the last has exited."""
+        """Makes gateways stop accepting requests and finish those in flight. Calls `ended` when all have exited."""
         self._ended = ended
         for gateway in self._all:
             if gateway.timer is not None:
@@ -264,7 +265,7 @@ class Gateways:
             ended()
 
     def hurry(self) -> None:
-        """After `stop`: gateways fail the requests that they still have, and exit."""
+        """Makes gateways fail their remaining requests and exit. Call after `stop`."""
         for gateway in self._all:
             if gateway.process is not None:
                 signal.pidfd_send_signal(gateway.pidfd, signal.SIGINT)
@@ -273,7 +274,7 @@ class Gateways:
                 gateway.timer = self._loop.call_later(GRACE_S, self._kill, gateway)
 
     def close(self) -> None:
-        """Kills gateways that still run."""
+        """Kills gateways that are still running."""
         self._ended = _nothing
         for gateway in self._all:
             if gateway.process is not None:
@@ -286,7 +287,7 @@ class Gateways:
 
 
 def _nothing() -> None:
-    """`_ended` once a stop or a failed start has been reported."""
+    """The value of `_ended` after a stop or a failed start has been reported."""
 
 
 def arguments_of(given: Mapping[str, Any], rest: Sequence[str]) -> tuple[str, ...]:

@@ -17,14 +17,14 @@ INTERVAL_S = 2.0
 PATIENCE_S = 2.0
 
 Sample = tuple[str, str, float]
-"""Name of the metric, UUID of the GPU, value."""
+"""(name of the metric, UUID of the GPU, value)"""
 
 
 class GpuMetrics:
     """The sampling thread and its last samples. Without GPUs, `start` and `close` do nothing."""
 
     def __init__(self, gpus: Sequence[Gpu], shown: bool = True, interval_s: float = INTERVAL_S) -> None:
-        """`shown`: whether to sample metrics; `used_by` works without them."""
+        """`shown`: whether to sample metrics, which `used_by` does not need."""
         self._gpus = gpus
         self._shown = shown
         self._process_memory_used = False
@@ -44,7 +44,7 @@ class GpuMetrics:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError:
             self._nvml = None
-            return  # NVML worked during discovery; serve without GPU metrics
+            return  # NVML worked during discovery, but fails now: serve without GPU metrics
         self._update()
         self._thread = threading.Thread(target=self._run, name="gpu-metrics", daemon=True)
         self._thread.start()
@@ -68,7 +68,7 @@ class GpuMetrics:
         return page.text()
 
     def document(self) -> list[dict[str, Any]]:
-        """The last samples by GPU; values that a GPU does not report are None."""
+        """The last samples by GPU. Values that a GPU does not report are None."""
         entries = {
             gpu.uuid: {"number": gpu.number, "uuid": gpu.uuid, "name": gpu.name, **dict.fromkeys(_SHOWN.values())}
             for gpu in self._gpus
@@ -95,7 +95,7 @@ class GpuMetrics:
             self._used = self._processes()
 
     def _processes(self) -> dict[int, int]:
-        """GPU memory by pid in bytes, summed over GPUs. A process that a GPU lists twice, as with MPS, counts once."""
+        """GPU memory in bytes by pid, summed over GPUs. A process that a GPU lists twice, as with MPS, counts once."""
         nvml, totals = self._nvml, dict[int, int]()
         for gpu in self._gpus:
             here: dict[int, int] = {}
@@ -138,7 +138,7 @@ _SHOWN = {
     "nv_gpu_power_usage": "power_watts",
     "nv_gpu_power_limit": "power_limit_watts",
 }
-"""Metric -> its name in `document`."""
+"""Metric -> its key in `document`."""
 _LISTS = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses")
 _QUESTIONS: tuple[tuple[tuple[str, ...], Callable[[Any, Any], tuple[float, ...]]], ...] = (
     (("nv_gpu_utilization",), lambda nvml, handle: (nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,)),

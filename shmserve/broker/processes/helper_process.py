@@ -1,4 +1,4 @@
-"""A process of the server beside its workers and gateways: started with a socket, and again if it ends.
+"""A process of the server other than workers and gateways. It is started with a socket, and restarted if it exits.
 
 Invariant: the broker never waits for it, except in `close`.
 """
@@ -27,9 +27,9 @@ _LEVELS = {level: level for level in ("info", "warning", "error")}
 
 
 class HelperKind(NamedTuple):
-    """`module` is run with the number of its socket, of the type `link`, and `arguments`. `label`: of its output in the
-    log. `purpose`: after "the process that". `environment`: prefixes of variables that it gets besides those of every
-    child."""
+    """`module` is run with `arguments` and the descriptor of its socket, which has the type `link`. `label` marks its
+    output in the log. `purpose` follows "the process that" in messages. `environment`: prefixes of variables that it
+    gets besides those of every child."""
 
     module: str
     label: str
@@ -39,15 +39,15 @@ class HelperKind(NamedTuple):
 
 
 class HelperProcess:
-    """`started()`: a process has been started. `readable()`: its socket can be read. `ended()`: it has ended, and its
-    socket is about to be closed. `pids`: gets the pid of the process, which is reaped here."""
+    """Calls `started()` when a process has been started, `readable()` when its socket can be read, and `ended()` when
+    it has exited, before closing the socket. Adds the pid of the process, which this class reaps, to `pids`."""
 
     def __init__(self, loop: Any, kind: HelperKind, pids: set[int], rate: Rate, arguments: Sequence[str] = ()) -> None:
         self.started: Callable[[], None] = lambda: None
         self.readable: Callable[[], None] = lambda: None
         self.ended: Callable[[], None] = lambda: None
         self.link: socket.socket | None = None
-        """None: no process is running."""
+        """The socket; None while no process is running."""
         self._loop = loop
         self._kind = kind
         self._arguments = arguments
@@ -92,7 +92,7 @@ class HelperProcess:
         self.started()
 
     def stop_reading(self) -> None:
-        """Its socket has reached the end: it is about to end."""
+        """Stops watching the socket. Call at its end of file, when the process is about to exit."""
         assert self.link is not None
         self._loop.remove_reader(self.link.fileno())
 
@@ -115,7 +115,7 @@ class HelperProcess:
         self._start_timer = self._loop.call_later(pause, self.start)
 
     def _drop(self) -> None:
-        """Forgets the process, which has ended."""
+        """Releases the resources of a process that has exited."""
         assert self._process is not None
         assert self._output is not None
         assert self.link is not None
@@ -130,7 +130,7 @@ class HelperProcess:
         self._process = self.link = self._output = None
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Tells the process by the end of its input, and kills it if it has not ended after `grace_s`."""
+        """Closes the input of the process, so that it exits, and kills it if it still runs after `grace_s`."""
         if self._start_timer is not None:
             self._start_timer.cancel()
         if self._process is None:

@@ -1,4 +1,4 @@
-"""Memory limits of workers, enforced by control groups where possible, otherwise by polling; on GPUs always by polling.
+"""Memory limits of workers, enforced by control groups if possible, otherwise by polling; on GPUs always by polling.
 
 Invariant: polling counts only private memory, not mapped tensors of other processes or files shared with other workers.
 """
@@ -15,7 +15,7 @@ from shmserve.system import procfs
 
 POLL_S = 1.0
 NEAR_S = 0.1
-"""Polling interval while a worker has more than NEAR of its limit."""
+"""Polling interval while a worker uses more than NEAR of its limit."""
 NEAR = 0.75
 KNOBS = "--instance-memory-limit, memory_limit_mb"
 GPU_KNOBS = "--instance-gpu-memory-limit, gpu_memory_limit_mb"
@@ -28,7 +28,7 @@ class Watched(Struct):
 
 
 class MemoryLimits:
-    """Enforces the limits of all workers. There is one object for host memory and one for GPU memory."""
+    """Enforces the limits of all workers: one object for host memory, and one for GPU memory."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class MemoryLimits:
         self._groups = groups
 
     def group(self, peer: int, limit: int) -> ControlGroup | None:
-        """Creates the control group for a worker that is about to start. None: no limit, or its memory is polled."""
+        """Creates the control group for a worker that is about to start. None if it has no limit or is polled."""
         group = self._groups.make(peer, limit) if limit and self._groups is not None else None
         if group is not None:
             self._groups_of[peer] = group
@@ -67,7 +67,8 @@ class MemoryLimits:
             self._arm(POLL_S)
 
     def ended(self, peer: int) -> str:
-        """Stops watching the worker. Returns the reason if the kernel killed it for exceeding its limit, else ""."""
+        """Stops watching the worker. Returns the reason if the kernel killed it for exceeding its limit, otherwise
+        ""."""
         self._watched.pop(peer, None)
         group = self._groups_of.pop(peer, None)
         if group is None:

@@ -1,6 +1,7 @@
-"""Measures the memory of workers for the budgets: often while one loads, otherwise every two seconds.
+"""Measures the memory of workers for the memory budgets, and reports changes to the core.
 
-Reading takes milliseconds for processes with much memory, so a thread does it. The core is told of changes.
+Measures every LOADING_S while a worker loads, otherwise every POLL_S. A thread reads the values, as this takes
+milliseconds for processes with much memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shmserve.system import procfs
 POLL_S = 2.0
 LOADING_S = 0.05
 LEAST_CHANGE = 1 << 20
-"""Smaller changes are not reported, so what is reported is more than what was measured by this."""
+"""Smaller changes are not reported. This amount is therefore added to reported sizes."""
 
 
 class MemoryMeter:
@@ -30,20 +31,21 @@ class MemoryMeter:
         used_on_gpu: Callable[[int], int],
         report: Callable[[Measured], None],
     ) -> None:
-        """`process_of(peer)`: the pid of a worker, or 0. `used_on_gpu(pid)`: as last sampled."""
+        """`process_of(peer)` returns the pid of a worker, or 0; `used_on_gpu(pid)` the last sample of its GPU
+        memory."""
         self._loop = loop
         self._state = state
         self._process_of = process_of
         self._used_on_gpu = used_on_gpu
         self._report = report
         self._reported: dict[int, tuple[Measured, bool]] = {}
-        """What was told last of each worker, and whether it was READY."""
+        """Worker -> its last report, and whether it was READY then."""
         self._thread = ThreadPoolExecutor(1, "memory-meter")
         self._reads = self._again = self._closed = False
         self._timer = loop.call_later(POLL_S, self.measure)
 
     def measure(self) -> None:
-        """Reads all workers' memory now."""
+        """Reads the memory of all workers now."""
         self._timer.cancel()
         if self._closed:
             return
@@ -56,7 +58,7 @@ class MemoryMeter:
         self._thread.submit(self._read, pids)
 
     def worker_started(self) -> None:
-        """Watches it closely until it has loaded."""
+        """Starts to measure every LOADING_S, until the worker has loaded."""
         if not self._reads:
             self._timer.cancel()
             self._timer = self._loop.call_later(LOADING_S, self.measure)
@@ -77,7 +79,7 @@ class MemoryMeter:
         shared = self._shared()
         for peer, (own, peak) in found.items():
             known = self._state.instances.get(peer)
-            if known is None or not own:  # it has exited meanwhile
+            if known is None or not own:  # the worker has exited
                 continue
             more = shared.get(peer, 0) + LEAST_CHANGE
             on_gpu = known[1].spec.kind == "KIND_GPU"
@@ -91,7 +93,7 @@ class MemoryMeter:
             self._timer = self._loop.call_later(LOADING_S if loads else POLL_S, self.measure)
 
     def _shared(self) -> dict[int, int]:
-        """Bytes of host memory that workers own in shared memory."""
+        """Worker -> size of its segments in host memory."""
         found: dict[int, int] = {}
         for segment in self._state.ledger.segments.values():
             name = segment.announcement.name

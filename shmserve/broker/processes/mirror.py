@@ -1,6 +1,6 @@
-"""The process that mirrors remote repositories: sends it requests, and reads its events.
+"""The broker's side of the process that mirrors remote repositories: sends requests and reads events.
 
-Invariant: the broker never waits for it. A request that was not answered is sent to the next process again.
+Invariant: the broker never waits for the process. Unanswered requests are sent again after a restart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 class MirrorProcess:
-    """`handle(event)` is called for each event. `started()`: a process has been started, which knows of no request.
+    """Calls `handle(event)` for each event, and `started()` after each start, when the new process has no requests.
     `pids`: see `HelperProcess`."""
 
     def __init__(self, loop: Any, settings: Settings, pids: set[int], rate: Rate) -> None:
@@ -36,7 +36,7 @@ class MirrorProcess:
         self._process.readable = self._read
         self._process.ended = self._ended
         self.start = self._process.start
-        self.close = self._process.close  # at once: it has no state that is not on disk
+        self.close = self._process.close  # without grace, as its state is on disk
         self._unsent = bytearray()
         self._received = bytearray()
 
@@ -45,7 +45,7 @@ class MirrorProcess:
         self.started()
 
     def send(self, request: Mapping[str, object]) -> None:
-        """Without a process, nothing is sent: `started` is called for the next one."""
+        """Sends a request. While no process is running, does nothing, as `started` is called for the next one."""
         if self._process.link is not None:
             self._write(msgspec.json.encode(request))
 
@@ -61,7 +61,7 @@ class MirrorProcess:
             del self._unsent[: self._process.link.send(self._unsent)]
         except BlockingIOError:
             return
-        except OSError:  # it is about to end
+        except OSError:  # the process is about to exit
             self._unsent.clear()
         if not self._unsent:
             self._loop.remove_writer(self._process.link.fileno())

@@ -1,4 +1,4 @@
-"""Memory limits and interpreter of one worker process: values only, enforced elsewhere."""
+"""Values for one worker process: its memory limits and its interpreter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shmserve.repo.config.schema import ModelConfig
 
 
 class Terms(Struct, frozen=True):
-    """`memory`: limit in bytes; 0: no limit. `environment`: the interpreter's environment; "": the server's own.
-    `unpacked`: directory for unpacked environment archives. `gpu_memory`: as `memory`, for its GPU."""
+    """`memory` and `gpu_memory`: limits in bytes on the host and on its GPU; 0: no limit. `environment`: the
+    interpreter's environment; "": the server's own. `unpacked`: directory for unpacked environment archives."""
 
     memory: int = 0
     environment: str = ""
@@ -24,7 +24,7 @@ NOTHING = Terms()
 
 
 def terms_of(config: ModelConfig, folder: Path, given: Terms, backend_folder: Path | None = None) -> Terms:
-    """The terms of a model; `given` holds the defaults, `backend_folder` is that of a backend that is not built in."""
+    """The terms of a model. `given`: the defaults. `backend_folder`: directory of its backend, if not built in."""
     own, on_gpu = memory_limit(config), gpu_memory_limit(config)
     return Terms(
         given.memory if own is None else own,

@@ -1,6 +1,6 @@
-"""The process that exports spans for OpenTelemetry: sends it the traces, starts it again if it ends, and counts.
+"""The broker's side of the process that exports spans for OpenTelemetry: sends it traces, and counts the spans.
 
-Invariant: the broker never waits for it. What its socket does not take is dropped and counted.
+Invariant: the broker never waits for the process. Traces that its socket does not accept are dropped and counted.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shmserve.otel.records import ExportStatus, SpanRecord
 from shmserve.otel.settings import OtelSettings
 
 FLUSH_S = 0.1
-"""How long traces are collected before they are sent."""
+"""How long traces are buffered before they are sent."""
 PACKET_RECORDS = 100
-"""The most traces in a packet, so that it fits into 256 KiB."""
+"""Maximum number of traces in a packet, so that it fits into 256 KiB."""
 BUFFER_BYTES = 1 << 20
 END_S = 2.0
-"""How long the process may take to export the rest when the server stops."""
+"""Time for the process to export the remaining spans when the server stops."""
 TEXT = 256
-"""The most characters of a text in a record."""
+"""Maximum number of characters of a request ID."""
 _KIND = HelperKind(
     "shmserve.otel.main",
     "traces",
@@ -39,7 +39,7 @@ _KIND = HelperKind(
 
 
 class SpanExporter:
-    """`over_limit()`: how many requests were not traced because of the limit for trace contexts. `pids`: see
+    """`over_limit()`: number of requests that were not traced because of the limit on trace contexts. `pids`: see
     `HelperProcess`."""
 
     def __init__(
@@ -56,9 +56,9 @@ class SpanExporter:
         self._records: list[SpanRecord] = []
         self._flush_timer: Any = None
         self._counted = ExportStatus()
-        """Of the processes that have ended, and what was dropped here."""
+        """Counts of the processes that have exited, and of spans dropped here."""
         self._status = ExportStatus()
-        """Of the process that runs."""
+        """Counts of the running process."""
 
     # ------------------------------------------------------------------------------------ the process
 
@@ -78,7 +78,7 @@ class SpanExporter:
             self._process.stop_reading()
 
     def _ended(self) -> None:
-        """Keeps the counts of the process."""
+        """Keeps the counts of a process that has exited."""
         for name in ExportStatus.__struct_fields__:
             setattr(self._counted, name, getattr(self._counted, name) + getattr(self._status, name))
         self._status = ExportStatus()
@@ -101,11 +101,11 @@ class SpanExporter:
                 if self._process.link is None:
                     raise BlockingIOError
                 self._process.link.send(msgspec.msgpack.encode(piece))
-            except OSError:  # it is behind, or has ended
+            except OSError:  # the process is behind, or has exited
                 self._counted.dropped += sum(record.spans for record in piece)
 
     def metrics(self) -> str:
-        """In Prometheus format."""
+        """Metrics in Prometheus format."""
         page = Page()
         for name in ExportStatus.__struct_fields__:
             count = getattr(self._counted, name) + getattr(self._status, name)
@@ -114,7 +114,7 @@ class SpanExporter:
         return page.text()
 
     def close(self) -> None:
-        """Sends what is left, and gives the process a moment to export it."""
+        """Sends the remaining traces, and gives the process END_S to export them."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
         self._flush()

@@ -1,6 +1,6 @@
-"""Bounds a stop: the server exits a few seconds after `--exit-timeout-secs` even if the loop, core or disk hangs.
+"""Limits the time of a stop: the server exits seconds after `--exit-timeout-secs` even if the loop, core or disk hangs.
 
-Runs in a thread of its own, as it must work while the loop is stuck in a turn or waits for another thread.
+Runs in a separate thread, so that it works while the loop is stuck in a turn or waits for another thread.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import NoReturn
 log = logging.getLogger("shmserve")
 
 KILL_S = 2.0
-"""Time beyond that of requests in flight, for workers and gateways to exit in the usual way."""
+"""Time for workers and gateways to exit normally, after the time for requests in flight."""
 EXIT_S = 1.0
 """Time after the kill for the loop to remove sockets and segments. Then the process exits regardless."""
 NAMES = 10
-"""Most processes named in the log."""
+"""Maximum number of processes named in the log."""
 
 
 class Deadline:
-    """`names`: names of the broker's processes by pid. `requests`: the number of requests in flight. `killed` is called
-    from the thread after all child processes were killed."""
+    """`names` returns the names of the broker's processes by pid, `requests` the number of requests in flight. `killed`
+    is called from the thread after all child processes were killed."""
 
     def __init__(
         self, names: Callable[[], Mapping[int, str]], requests: Callable[[], int], killed: Callable[[], object]
@@ -38,7 +38,7 @@ class Deadline:
         self._killed = killed
 
     def start(self, limit_s: float) -> None:
-        """Starts the deadline. It cannot be cancelled, as interpreter shutdown waits for threads, too."""
+        """Starts the deadline. It cannot be cancelled, as interpreter shutdown also waits for threads."""
         threading.Thread(target=self._run, args=(limit_s,), name="deadline", daemon=True).start()
 
     def _run(self, limit_s: float) -> NoReturn:
@@ -64,7 +64,7 @@ class Deadline:
 
 
 def children() -> list[int]:
-    """Child processes of this process, whichever of its threads started them."""
+    """Child processes of this process, regardless of which thread started them."""
     pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has exited
@@ -85,8 +85,8 @@ def kill_children(limit_s: float) -> None:
 
 
 def _reap(pid: int, end: float) -> None:
-    """Waits until the process exits or the time `end`, and reaps it."""
-    with contextlib.suppress(OSError):  # the loop has reaped it
+    """Waits until the process exits, at most until the time `end`, and reaps it."""
+    with contextlib.suppress(OSError):  # the loop has already reaped it
         descriptor = os.pidfd_open(pid)
         try:
             select.select([descriptor], [], [], max(0.0, end - time.monotonic()))

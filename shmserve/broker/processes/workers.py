@@ -1,6 +1,6 @@
-"""Worker processes: starts them, reads their link and stderr, and reaps them.
+"""Starts worker processes, reads their links and output, and reaps them.
 
-The core decides whether a worker should run; this module only carries it out.
+The core decides whether a worker should run; this module only carries out its decisions.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from shmserve.system.service_manager import VARIABLES
 _LEVELS = {"verbose": "debug", "info": "info", "warning": "warning", "error": "error"}
 """Prefix of a worker's log line (see workers.say) -> level in the log. Other lines were printed by the model."""
 REAP_S = 2.0
-"""Interval for reaping orphans of processes that models have started."""
+"""Interval for reaping orphaned processes that models started."""
 FORK_S = 2.0
-"""How long a worker that is to be killed may be without a process before the zygote is replaced."""
+"""Time for the zygote to fork a worker that is to be killed; then the zygote is replaced."""
 GRACE_S = 10.0
-"""Time for a worker whose link has ended to exit by itself."""
+"""Time for a worker whose link has ended to exit before it is killed."""
 
 _PASSED_ON = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
 """Prefixes of the environment variables that workers get besides those of every child."""
@@ -63,12 +63,12 @@ class WorkerSettings(Struct, frozen=True):
     busy_poll_ns: int = 0
     """Longest time for which a worker polls for orders before it sleeps."""
     load_nice: Callable[[], int] = lambda: 0
-    """How much a worker that starts now lowers its priority while it loads."""
+    """Returns how much a worker that starts now lowers its priority while it loads."""
 
 
 class Worker(Struct, eq=False):
     """`pid` 0: not started yet. `theirs`: the worker's ends of its link and output, open until it has inherited them.
-    `process`: set if it was started as a fresh interpreter."""
+    `process` is set if the worker was started as a fresh interpreter."""
 
     peer: int
     name: str
@@ -89,7 +89,7 @@ class Worker(Struct, eq=False):
 
 class Workers:
     """`exited(peer, pid, reason, loading_error, detail)` is called once per worker, after its process was reaped and
-    all its messages were delivered. Pid 0: it never had a process."""
+    all its messages were delivered. Pid 0: its process was never started."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class Workers:
         groups: ControlGroups | None = None,
         others: Set[int] = frozenset(),
     ) -> None:
-        """`groups`: control groups, so that the kernel enforces memory limits. `others`: a live set of pids of children
-        that are reaped elsewhere, such as gateways."""
+        """`groups`: control groups, with which the kernel enforces memory limits. `others`: a live set of the pids of
+        children that are reaped elsewhere, such as gateways."""
         self._settings = settings
         self._environment = partial(worker_environment, tuple(settings.variables))
         self._loop = loop
@@ -132,7 +132,7 @@ class Workers:
         return names
 
     def spawn(self, effect: Spawn, terms: Terms = NOTHING) -> Worker:
-        """Starts a worker; its process may follow later. Raises OSError if it cannot be started."""
+        """Starts a worker, whose process may follow later. Raises OSError if it cannot be started."""
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         about = {"model": effect.model, "version": effect.version, "instance": spec.name}
@@ -171,12 +171,12 @@ class Workers:
             stderr=written,
             pass_fds=[link],
             env=self._environment(),
-            start_new_session=True,  # the broker stops its workers in order; they must not get a terminal's Ctrl-C
+            start_new_session=True,  # shields it from a terminal's Ctrl-C, as the broker stops workers in order
         )
         self._started(worker, worker.process.pid, os.pidfd_open(worker.process.pid))
 
     def _forked(self, peer: int, pid: int, pidfd: int) -> None:
-        """The zygote has forked a worker, or failed to (pid 0): then start a fresh interpreter."""
+        """Called when the zygote has forked a worker. If it failed (pid 0), starts a fresh interpreter."""
         worker = self._workers[peer]
         if pid:
             self._started(worker, pid, pidfd)
@@ -198,7 +198,7 @@ class Workers:
         for memory, limit in zip((self._memory, self._gpu_memory), worker.memory, strict=True):
             memory.started(worker.peer, pid, limit)
         self._loop.add_reader(pidfd, self._ended, worker)
-        if worker.killed:  # before it had a process
+        if worker.killed:  # `kill` was called before the process started
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
     def kill(self, peer: int, reason: str) -> None:
@@ -215,16 +215,15 @@ class Workers:
             self._zygote.replace("does not respond")
 
     def _link_ended(self, peer: int, reason: str) -> None:
-        """Usually the process exits too, which gives a better reason. If it does not exit, kill it."""
+        """Kills the process if it does not exit by itself, which usually happens and gives a better reason."""
         self._loop.call_later(GRACE_S, self.kill, peer, "it closed its connection and did not exit")
 
     def _log(self, name: str, about: dict[str, Any], level: str, text: str) -> None:
         self._log_record(level, f"[{name}] {text}", about)
 
     def _ended(self, worker: Worker) -> None:
-        """The process has exited. Delivers its last messages and output before reporting the exit."""
-        # Kill what the model has started. The worker is not reaped yet, so its number cannot be in use by another
-        # group.
+        """Delivers the last messages and output of a process that has exited, then reports the exit."""
+        # Kill processes that the model started. The worker has not been reaped, so no other group can have its pid.
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it exited before it became a group leader
             os.killpg(worker.pid, signal.SIGKILL)
         code = _code(worker)
@@ -255,7 +254,7 @@ class Workers:
         self._reaping = self._loop.call_later(REAP_S, self._reap)
 
     def close(self) -> None:
-        """Called when all workers have exited."""
+        """Call after all workers have exited."""
         self._memory.close()
         self._gpu_memory.close()
         if self._reaping is not None:
@@ -265,20 +264,20 @@ class Workers:
 
 
 def _code(worker: Worker) -> int:
-    """Exit code as in Popen: negative for a signal."""
+    """Exit code as in Popen, negative for a signal."""
     if worker.process is not None:
         return worker.process.wait()
     try:
         status = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED)
-    except ChildProcessError:  # it was reaped elsewhere, so its exit code is lost
+    except ChildProcessError:  # the process was reaped elsewhere, so its exit code is lost
         return 255
     assert status is not None
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
 def arguments_of(spec: InstanceSpec, terms: Terms, group: str) -> list[str]:
-    """The command line of a worker, without its link. `group`: the cgroup.procs file to which it writes its pid in
-    order to join its control group."""
+    """The command line of a worker, without its link. `group`: the cgroup.procs file to which the worker writes its pid
+    to join its control group."""
     words = ["--name", spec.name]
     if spec.cpus:
         words += ["--cpus", ",".join(map(str, spec.cpus))]
@@ -292,18 +291,18 @@ def arguments_of(spec: InstanceSpec, terms: Terms, group: str) -> list[str]:
 
 
 def worker_environment(more: Sequence[str] = ()) -> dict[str, str]:
-    """`more`: names or patterns, such as HF_*, of further variables."""
+    """The environment of a worker. `more`: names or patterns, such as HF_*, of further variables."""
     given = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_NEVER) and any(fnmatchcase(name, pattern) for pattern in more)
     }
-    # No telemetry unless the environment enables it: it would reveal what is served.
+    # Disable telemetry, which would reveal what is served, unless the environment enables it.
     return {"ORT_DISABLE_TELEMETRY": "1"} | given | children.environment(*_PASSED_ON) | {"PYTHONUNBUFFERED": "1"}
 
 
 def _reason(code: int, killed: str) -> str:
-    """`killed`: why the broker killed it, if it did."""
+    """The reason of an exit. `killed`: why the broker killed the process, if it did."""
     if killed:
         return f"killed: {killed}"
     return children.ended_with(code) + (", perhaps out of memory" if -code == signal.SIGKILL else "")

@@ -1,4 +1,5 @@
-"""The broker's side of the zygote, from which workers are forked: faster and smaller than fresh interpreters.
+"""The broker's side of the zygote, from which workers are forked. They start faster and share memory, in contrast to
+fresh interpreters.
 
 Invariant: if anything fails here, the worker is started as a fresh interpreter instead.
 """
@@ -20,7 +21,7 @@ from shmserve.system.process import CHILD_SUBREAPER, prctl
 ROOM = "-" * 1024
 """A placeholder argument: forked workers overwrite it with their own command line."""
 TIMES = 3
-"""Exits in a row, without a forked worker in between, after which the zygote is not restarted."""
+"""Number of consecutive exits, without a forked worker in between, after which the zygote is not restarted."""
 
 
 class Zygote:
@@ -44,23 +45,23 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """0: not running."""
+        """The pid of the zygote; 0 if it is not running."""
         return self._process.pid if self._process is not None else 0
 
     @property
     def busy(self) -> bool:
-        """Whether a worker may exist whose pid is not known yet."""
+        """Whether workers may exist whose pids are not known yet."""
         return bool(self._pending)
 
     def start(self, ticket: int, words: list[str], link: int, output: int) -> bool:
-        """False: the worker must be started as a fresh interpreter."""
+        """Requests a fork. False: the worker must be started as a fresh interpreter."""
         if self._control is None and not self._open():
             return False
         assert self._control is not None
         rights = array.array("i", [link, output])
         try:
             self._control.sendmsg(["\0".join(words).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-        except OSError:  # the queue is full, or the zygote has just exited, which _read notices
+        except OSError:  # the queue is full, or the zygote has exited, which `_read` detects
             return False
         self._pending.append(ticket)
         return True
@@ -111,7 +112,7 @@ class Zygote:
                 self.replace("has exited")
 
     def replace(self, why: str) -> None:
-        """Starts another zygote, which may succeed."""
+        """Starts another zygote, up to TIMES in a row."""
         self._left = max(0, self._left - 1)
         self._log_record("warning", f"the process that workers are forked from {why}", {})
         self._close()
@@ -124,7 +125,7 @@ class Zygote:
         self._close()
 
     def close(self) -> None:
-        """Stops the zygote for good."""
+        """Stops the zygote permanently."""
         self._left = 0
         self._close()
 
@@ -143,14 +144,14 @@ class Zygote:
 
 
 def _adopt() -> None:
-    """Makes this process the subreaper: orphaned descendants become its children."""
+    """Makes this process the subreaper, so that orphaned descendants become its children."""
     if error := prctl(CHILD_SUBREAPER, 1):
         raise OSError(error, os.strerror(error))
 
 
 def reap(known: set[int]) -> None:
-    """Reaps exited orphans, which processes of models have left. `known` processes are reaped elsewhere; stops if the
-    next exited child is one of them."""
+    """Reaps exited orphans of processes that models started. Stops if the next exited child is in `known`, as those are
+    reaped elsewhere."""
     while True:
         try:
             exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
