@@ -2,6 +2,6 @@
 
 `messages` defines the messages of clients as typed structs, `worker_messages` those between broker and workers. `codec`
 packs messages into packets and decodes packets. A packet is sent over a SEQPACKET socket, with file descriptors
-attached (`descriptors`), or over ZeroMQ (`zmq_frames`). Both ends of every link use this package; nothing here decides
-about requests.
+attached (`descriptors`), or over ZeroMQ (`zmq_frames`). Both ends of every link use this package; this package makes no
+decisions about requests.
 """

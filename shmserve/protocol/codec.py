@@ -1,8 +1,8 @@
 """Converts packets to messages and back, without I/O.
 
-A packet is a MessagePack array of messages. Decoding is typed and bounded. Bad messages do not affect the others of
-their packet: `decode` returns each as a `Refused`, with its request number if that can be found, so that a client's
-mistake fails only that request.
+A packet is a MessagePack array of messages. Decoding is typed and bounded. A bad message does not affect the others in
+its packet: `decode` returns it as a `Refused`, with its request number if that can be found, so that a client's mistake
+fails only that request.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Message = Any
 
 
 class Refused(Struct):
-    """A message that could not be decoded. `request` 0: its request number could not be read either."""
+    """A message that could not be decoded. `request` is 0 if its request number could not be read."""
 
     request: int
     text: str
 
 
 REFUSED = 64
-"""Limit of bad messages in one packet, as each costs time; beyond it the whole packet is refused."""
+"""Maximum number of bad messages in one packet, since each costs time. With more, the whole packet is refused."""
 
 encode = msgspec.msgpack.Encoder().encode
 """Encodes a list of messages as a packet."""
@@ -39,7 +39,8 @@ _integer = msgspec.msgpack.Decoder(int)
 
 
 class Codec:
-    """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`. `most`: messages per packet."""
+    """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`. `most`: maximum number of messages
+    per packet."""
 
     def __init__(self, union: Any, most: int = PACKET_BYTES) -> None:
         self._most = most
@@ -51,7 +52,7 @@ class Codec:
         self._by_tag = {kind.__struct_config__.tag: kind for kind in get_args(union)}
 
     def decode(self, packet: bytes) -> list[Message]:
-        """All messages of a packet, bad ones as Refused. ProtocolError if it is not a packet."""
+        """All messages of a packet, bad ones as Refused. Raises ProtocolError if `packet` is not a packet."""
         if len(packet) > PACKET_BYTES:
             raise ProtocolError(f"packet of {len(packet)} bytes exceeds the limit of {PACKET_BYTES}")
         try:

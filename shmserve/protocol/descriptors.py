@@ -1,4 +1,4 @@
-"""File descriptors attached to packets (SCM_RIGHTS): received in the same way at all ends of SEQPACKET links."""
+"""File descriptors attached to packets (SCM_RIGHTS): all ends of SEQPACKET links receive them in the same way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 DESCRIPTORS = 253
-"""The most descriptors that the kernel passes with one packet (SCM_MAX_FD)."""
+"""Maximum number of descriptors that the kernel passes with one packet (SCM_MAX_FD)."""
 
 _INT = array.array("i").itemsize
 ANCILLARY_BYTES = socket.CMSG_SPACE(DESCRIPTORS * _INT)

@@ -18,19 +18,20 @@ PROTOCOL = 1
 """Sent in Hello and Welcome. On a mismatch the connection ends with an error that says so."""
 
 INLINE_BYTES = 4096
-"""A tensor up to this size is sent inside its message: no memory to map or to return."""
+"""A tensor up to this size is sent inside its message, so there is no memory to map or return."""
 PACKET_BYTES = 192 * 1024
-"""The largest packet. The kernel refuses SEQPACKET packets above the send buffer, about 200 KB by default."""
+"""Maximum size of a packet. The kernel refuses SEQPACKET packets above the send buffer, about 200 KB by default."""
 PACKET_MESSAGES = 1024
-"""The most messages in a packet of a client: a packet is decoded in one go, even if its share of a turn is less."""
+"""Maximum number of messages in a client's packet: a packet is decoded in one go, even if the client's share of a turn
+is smaller."""
 FIELD_BYTES = 64 * 1024
-"""The largest single field. Larger data is sent as a handle or, for answers, in several messages."""
+"""Maximum size of a field. Larger data is sent as a handle or, for answers, in several messages."""
 FRAME_BYTES = 1024 * 1024
-"""The most bytes of frames in one ZeroMQ message, besides its packet."""
+"""Maximum total size of the frames in one ZeroMQ message, besides its packet."""
 CHUNK_BYTES = 96 * 1024
 """Batched messages (InferBatch, Execute, Rows) are split when they reach this many inline bytes."""
 BATCH_REQUESTS = 64
-"""The most requests in an InferBatch: they are admitted in one go."""
+"""Maximum number of requests in an InferBatch: they are admitted in one go."""
 NAME_LENGTH = 128
 TENSORS = 256
 DIMS = 32
@@ -79,7 +80,7 @@ Tensors = Annotated[tuple[Tensor, ...], Meta(max_length=TENSORS)]
 
 
 class Wanted(Struct, array_like=True, gc=False):
-    """A requested output; `place`: write it there, in the client's own memory.
+    """A requested output. `place`: the location in the client's own memory to write it to.
 
     `classes` above 0: instead of the tensor, that many of the largest values per batch item, as BYTES
     "value:index:label" (without ":label" if the model has no labels). `optional`: no error if the model does not
@@ -95,7 +96,7 @@ WantedOutputs = Annotated[tuple[Wanted, ...], Meta(max_length=TENSORS)]
 
 
 class TensorForm(Struct, array_like=True, frozen=True, gc=False):
-    """What the tensors of a column have in common. `dims`: the shape without axis 0."""
+    """The properties that the tensors of a column share. `dims`: the shape without axis 0."""
 
     name: Name
     dtype: Annotated[str, Meta(max_length=8)]
@@ -103,7 +104,7 @@ class TensorForm(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Columns(Struct, array_like=True, gc=False):
-    """Requests, or their results, whose tensors are of the same form and inside the message.
+    """Requests, or their results, whose tensors have the same form and are inside the message.
 
     The n-th request has the number `requests[n]`; its tensors have `rows[n]` as axis 0 and the bytes `data[n]`, one for
     each form."""
@@ -133,8 +134,8 @@ def tensors_of(forms: tuple[TensorForm, ...], rows: int, data: tuple[bytes, ...]
 class Options(Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
     """Less common options of a request. A map on the wire, so that only fields that are set are sent.
 
-    `window` above 0: the request is answered with Parts, at most this many until the client sends More. `caller`: which
-    of the client's callers the sequence belongs to; each caller has its own sequence ids."""
+    `window` above 0: the request is answered with Parts, at most this many until the client sends More. `caller`: the
+    caller of the client that the sequence belongs to; each caller has its own sequence ids."""
 
     id: Name = ""
     priority: Level = 0
@@ -155,7 +156,7 @@ class Map(Struct, array_like=True, tag=1, gc=False):
 
     Without a name its descriptor is attached to the packet: the n-th nameless Map of a packet has the n-th descriptor.
     With a name it is a POSIX shared memory object or, between workers, GPU memory; then the name is "cuda:" followed by
-    the exported handle in base64. `audience` is set by workers: who may get handles into the segment.
+    the exported handle in base64. Workers set `audience`, the peers that may get handles into the segment.
     """
 
     segment: Id
@@ -225,7 +226,7 @@ class Infer(Struct, array_like=True, tag=7, gc=False):
 
 
 class InferBatch(Struct, array_like=True, tag=12, gc=False):
-    """Up to BATCH_REQUESTS requests like Infer, without wanted outputs or options, whose inputs are of the same form.
+    """Up to BATCH_REQUESTS requests like Infer, without wanted outputs or options, whose inputs have the same form.
     Each is independent of the others; `timeout_us` applies to each."""
 
     model: Name
@@ -328,7 +329,8 @@ class Goodbye(Struct, array_like=True, tag=39, gc=False):
 
 
 class Part(Struct, array_like=True, tag=40, gc=False):
-    """One of the responses to an Infer with a window. Fail ends them, or `last`, which may have no outputs."""
+    """One of the responses to an Infer with a window. The last one is a Fail, or a Part with `last`, which may have no
+    outputs."""
 
     request: Id
     version: Id
@@ -338,7 +340,8 @@ class Part(Struct, array_like=True, tag=40, gc=False):
 
 
 class ReplyBatch(Struct, array_like=True, tag=41, gc=False):
-    """Results of requests that were sent by InferBatch, in any order. Others of them are answered by Reply or Fail."""
+    """Results of requests that were sent by InferBatch, in any order. The other requests are answered by Reply or
+    Fail."""
 
     version: Id
     columns: Columns
@@ -378,8 +381,8 @@ class Lease(Struct, array_like=True, tag=42, gc=False):
 
 
 class LeaseEnd(Struct, array_like=True, tag=43, gc=False):
-    """The worker has closed the socket of this lease. A request that it left unanswered failed with `error`. If there
-    is none, it was not run, or may be run again: send it to the broker."""
+    """The worker has closed the socket of this lease. A request that it left unanswered failed with `error`. Without an
+    error, the request was not run or may be run again: send it to the broker."""
 
     lease: Id
     error: Failure | None = None

@@ -22,8 +22,8 @@ class RecordedRequest(Struct, array_like=True, gc=False):
 
 
 class RecordedBatch(Struct, array_like=True, tag="batch"):
-    """A batch that is done. `times`: ns at which it was taken, its inputs were ready, its outputs computed and placed.
-    `lease`: the number of the lease that its request came over, or 0."""
+    """A batch that is done. `times`: ns at which the batch was taken, its inputs were ready, its outputs were computed,
+    and its outputs were placed. `lease`: the number of the lease that its request came over, or 0."""
 
     model: str
     version: int

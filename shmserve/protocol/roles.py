@@ -1,5 +1,5 @@
 """Roles of clients, and the roles that allow each action of the protocol. The HTTP and gRPC endpoints have other
-actions, and a table of their own in `gateway.auth.access`.
+actions and their own table in `gateway.auth.access`.
 
 Invariant: an action that is not in the table is denied.
 """
@@ -17,7 +17,7 @@ ROLES = {"infer": INFER, "observe": OBSERVE, "operate": OPERATE}
 """Names as in --access. A set of roles is an int with one bit for each."""
 
 PAGE = "page"
-"""A role of HTTP callers only, which the broker does not know: the web page and what it shows."""
+"""A role of HTTP callers only, which the broker does not know: access to the web page and its data."""
 CALLER_ROLES = (*ROLES, PAGE)
 """Roles of the callers of a gateway."""
 
@@ -49,7 +49,7 @@ QUESTIONS = {
     "logs": OPERATE,
     **_OPERATIONS,
 }
-"""Values of `Ask.what`, both questions and operations -> the roles, any of which is sufficient."""
+"""Value of `Ask.what`, for queries and operations -> the roles, any of which is sufficient."""
 OPERATIONS = frozenset(_OPERATIONS)
 """The values of `Ask.what` that change something and may have a body."""
 ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUESTIONS
@@ -104,7 +104,7 @@ def check_caller_roles(text: str) -> None:
 
 
 def remove_private(what: str, answer: Any) -> None:
-    """Removes from the answer to the query `what` what only the role operate may see.
+    """Removes the fields that only the role operate may see from the answer to the query `what`.
 
     Models' output may contain data of any user's requests. Users are named only to those who manage them.
     """

@@ -1,4 +1,4 @@
-"""The W3C trace context of a request: its values travel as the parameters `traceparent` and `tracestate`, over each
+"""The W3C trace context of a request: its values are sent as the parameters `traceparent` and `tracestate`, over every
 endpoint."""
 
 from __future__ import annotations

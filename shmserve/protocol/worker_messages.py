@@ -63,10 +63,9 @@ class LabelFile(Struct, array_like=True, frozen=True, gc=False):
 class Work(Struct, array_like=True, gc=False):
     """One request of a batch. `request` is the broker's number. `rows` is its size along axis 0; 0: not batched.
 
-    `near`: outputs whose readers are all on this worker's GPU and can read them there.
-    `aliases`: only workers read the outputs, so an input in any memory may be passed on as an output.
-    `slot`: the position of its sequence in the batch; -1: any. `inline` false: small outputs are placed in shared
-    memory, too, except those of one byte."""
+    `near`: outputs whose readers are all on this worker's GPU and can read them there. `aliases`: only workers read the
+    outputs, so an input in any memory may be passed on as an output. `slot`: the position of its sequence in the batch;
+    -1: any. `inline` false: small outputs are also placed in shared memory, except those of one byte."""
 
     request: Id
     rows: Id
@@ -85,11 +84,10 @@ class Execute(Struct, array_like=True, tag=65, gc=False):
     """Run these requests as a batch. Numbers (`batch`) increase; a batch has the number of its first Execute.
 
     `join` 0 starts a new batch; otherwise the works extend the batch that waits at the worker. If that has already
-    started, they form a new waiting batch with this Execute's number.
-    `columns`, with an audience for each of its requests, replaces `works` if all of them are plain: all outputs, no
-    options, inputs inside the message and of the same form.
-    `more`: do not start before the next Execute, which joins. `open`: the broker assumes that the worker is busy, so
-    the batch may be extended, and the worker must report its start (Done.next or Started)."""
+    started, they form a new waiting batch with this Execute's number. `columns`, with an audience for each of its
+    requests, replaces `works` if all of them are plain: all outputs, no options, inputs inside the message and of the
+    same form. `more`: do not start before the next Execute, which extends this batch. `open`: the broker assumes that
+    the worker is busy, so the batch may be extended, and the worker must report its start (Done.next or Started)."""
 
     batch: Id
     join: Id
@@ -135,10 +133,10 @@ class Lend(Struct, array_like=True, tag=70, gc=False):
     """Answer the requests of a client directly. Two descriptors are attached: the socket to the client, and the lease's
     log (`shm.lease_log`).
 
-    Only requests for this model and version (`default`: also as version 0) may be run, with inputs of these forms, in
-    which a dim of -1 is any, and up to `rows` as axis 0 (0: the model has no batch dimension, and `dims` are whole
-    shapes). Inputs are inside the message, or each is one handle to memory of the client, whose segments the worker has
-    got by Map; `owner` is the client's number. Any other packet ends the lease."""
+    Only requests for this model and version (`default`: also as version 0) may be run. Their inputs must have these
+    forms, in which a dim of -1 is any size, and up to `rows` as axis 0 (0: the model has no batch dimension, and `dims`
+    are whole shapes). Inputs are inside the message, or each is one handle to memory of the client, whose segments the
+    worker has received by Map; `owner` is the client's number. Any other packet ends the lease."""
 
     lease: Id
     model: Name
@@ -159,7 +157,7 @@ WorkerOrder = (
     Load | Execute | Expect | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More | Probe | Lend
     | Revoke | Reply | Part | Fail | FailHeld | Released | Answer
 )  # fmt: skip
-"""The last six answer the worker's own calls, with the same meaning as for a client."""
+"""The last six are answers to the worker's own calls, with the same meaning as for a client."""
 
 # ------------------------------------------------------------------------------------------- worker -> broker
 
@@ -177,7 +175,7 @@ class LoadFailed(Struct, array_like=True, tag=97, gc=False):
 
 class Row(Struct, array_like=True, gc=False):
     """The result of one request of a batch. In Streamed only: `more`: further responses follow; `times`: ns that the
-    model took for this response, and that the worker took to place its outputs."""
+    model took for this response, and ns that the worker took to place its outputs."""
 
     request: Id
     outputs: Tensors
@@ -200,7 +198,7 @@ class Done(Struct, array_like=True, tag=99, gc=False):
     `next` is the batch that the worker has started after this one, 0 for none; `through` is the last Execute number
     that is part of it. Later Executes that should have joined it form a new waiting batch together.
 
-    `columns` replaces `rows` if all outputs are of the same form and inside the message.
+    `columns` replaces `rows` if all outputs have the same form and are inside the message.
 
     `again`: requests of an iterative model that are to be run once more. For decoupled models, Done omits requests
     whose last response has not been sent."""
@@ -244,8 +242,8 @@ class Call(Struct, array_like=True, tag=103, gc=False):
     """A model calls another model, like a client with Infer. `call` is the worker's own number, repeated in the answer.
     Handles may refer to the worker's own segments, to earlier answers, or to the inputs of `parent`.
 
-    `parent` is the broker's number of the request that the model is running, 0 for none (a warm-up, or a thread of its
-    own); it is used to detect deadlocks. `held`: the model's instance waits for the answer."""
+    `parent` is the broker's number of the request that the model is running, 0 for none (a warm-up, or a thread that
+    the model started); it is used to detect deadlocks. `held`: the model's instance waits for the answer."""
 
     call: Id
     parent: Id
@@ -288,4 +286,4 @@ WorkerReport = (
     Loaded | LoadFailed | Rows | Done | Streamed | Started | Withdrawn | Map | Unmap | Return | Pong | Counted | Probed
     | LeaseLogged | LeaseOver | Call | Cancel | More | Ask
 )  # fmt: skip
-"""In the last four the worker acts as a client of the broker; their numbers are those of its calls."""
+"""The last four are sent by the worker as a client of the broker; their numbers are those of its calls."""

@@ -1,6 +1,6 @@
 """Sends and receives multipart messages on ZeroMQ sockets without blocking.
 
-Flags are plain integers, and each part tells whether another follows: pyzmq's enums take longer than the sockets.
+Flags are plain integers, because pyzmq's enums take longer than the socket operations.
 """
 
 from __future__ import annotations

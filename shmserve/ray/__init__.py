@@ -1,11 +1,12 @@
-"""shmserve on Ray: every node runs a whole server, and Ray decides which nodes (the extra `ray`).
+"""shmserve on Ray (the extra `ray`): every node runs a complete server, and Ray chooses the nodes.
 
-Online, `serve_app.app` builds a Ray Serve application of two deployments. `replica` owns the server of its node
-(`node_server`), and `ingress` takes KServe requests over HTTP and gRPC and passes each to a replica, which `routing`
-chooses; Python programs call replicas through `handle`. Offline, `predictor` runs a model in
+Online, `serve_app.app` builds a Ray Serve application of two deployments: `replica` owns the server of its node
+(`node_server`), and `ingress` receives KServe requests over HTTP and gRPC and passes each to a replica that `routing`
+chooses. Python programs call replicas through `handle`. Offline, `predictor` runs a model in
 `ray.data.Dataset.map_batches`; the actors of a node share a server.
 
-`host` is the process between an owner and its server: the server ends when the last owner does, however it ends.
+`host` is the process between the owners and their server. It stops the server when the last owner has ended, even if
+that owner was killed.
 
 Invariant: importing this package does not import ray, and nothing else of shmserve imports this package.
 """

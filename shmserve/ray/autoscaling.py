@@ -1,4 +1,4 @@
-"""Replicas that follow the load: the time that requests wait in the queues of the servers decides, not their number."""
+"""Scales replicas by the time that requests wait in the servers' queues, not by the number of requests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from shmserve.clients.async_client import AsyncClient
 from shmserve.clients.top.prometheus import samples
 
 QUEUE_MS, BUSY = "queue_ms", "busy"
-"""What a replica reports: the mean time in the queue of the requests that were taken from it, and the used share of the
-instances' time."""
+"""Names of what a replica reports: the mean queue time of the requests taken from its queues, and the fraction of time
+for which its instances were busy."""
 ENOUGH = 0.8
-"""The share of the time that the remaining replicas may be busy after one is removed."""
+"""Maximum fraction of time for which the remaining replicas may be busy after one is removed."""
 _FINISHED = ("success", "failed")
 
 
@@ -31,7 +31,8 @@ class QueueTimes:
 
 
 def totals(activity: Mapping[str, Any]) -> dict[str, float]:
-    """Sums over all models of a document of `Client.activity`. Ensembles would count their steps twice."""
+    """Sums over all models of a document of `Client.activity`. Ensembles are left out: their steps would count
+    twice."""
     found = dict.fromkeys(("finished", "queue_ns", "batch_ns", "queued", "instances"), 0.0)
     for entry in activity["models"]:
         counters = entry.get("counters")
@@ -45,7 +46,7 @@ def totals(activity: Mapping[str, Any]) -> dict[str, float]:
 
 
 def between(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Requests that still wait count with the time in which those before them were finished (Little's law)."""
+    """Requests that are still queued count with the time in which those before them were finished (Little's law)."""
     passed_ns = max(1.0, now["time_ns"] - before["time_ns"])
     finished = now["finished"] - before["finished"]
     if finished <= 0:
@@ -57,7 +58,7 @@ def between(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, 
 
 
 def free_bytes(metrics: str) -> float:
-    """What is left of the memory budget on the host, or of the tightest one of a GPU; infinite without a budget."""
+    """The free part of the memory budget of the host, or of the GPU with the least left; infinite without a budget."""
     budgets: dict[str, float] = {}
     used: dict[str, float] = {}
     for name, labels, value in samples(metrics, ("shmserve_memory_budget_bytes", "shmserve_model_memory_bytes")):
@@ -70,9 +71,9 @@ def free_bytes(metrics: str) -> float:
 
 
 class QueueTimePolicy:
-    """An autoscaling policy of Ray Serve. One replica is added while requests wait for longer than `queue_ms` on
-    average, and one is removed if they wait for half of that at most and the others would be busy for 80 % of the time.
-    Ray applies the bounds and delays of the autoscaling configuration.
+    """An autoscaling policy of Ray Serve. Adds a replica while requests wait longer than `queue_ms` on average. Removes
+    one if they wait at most half of that, and the remaining replicas would be busy for at most 80 % of the time. Ray
+    applies the bounds and delays of the autoscaling configuration.
     """
 
     def __init__(self, queue_ms: float = 50.0) -> None:
@@ -85,7 +86,7 @@ class QueueTimePolicy:
 
 
 def decide(replicas: int, queues_ms: list[float], busy: list[float], limit_ms: float) -> int:
-    """The number of replicas that is wanted, one more or less than there are."""
+    """The target number of replicas, at most one more or less than now."""
     if not queues_ms or not busy:
         return replicas
     wait = sum(queues_ms) / len(queues_ms)

@@ -1,4 +1,4 @@
-"""What a server on a node runs, and the settings of the Ray Serve application."""
+"""The settings of a server on a node, and of the Ray Serve application."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shmserve.repo.storage.model_files import is_model_path
 REVISION = "{revision}"
 _ENDPOINTS = ("--http-port", "0", "--grpc-port", "0", "--allow-metrics", "false")
 _ONE_CALLER = ("--address-share", "1", "--connection-share", "1")
-"""All requests that arrive over the network come from the replica."""
+"""The replica may use all shares, since it sends all requests that arrive over the network."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class AppConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> AppConfig:
-        """Of the arguments of `serve run` (all text) or of a Serve configuration file."""
+        """Builds it from the arguments of `serve run` (all text) or of a Serve configuration file."""
         try:
             config = msgspec.convert(dict(arguments), cls, strict=False)
         except msgspec.ValidationError as error:
@@ -75,7 +75,7 @@ class AppConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def repositories(self) -> tuple[str, ...]:
-        """With the revision in place of `{revision}`."""
+        """The repositories, with `{revision}` replaced by the revision."""
         named = (self.models,) if isinstance(self.models, str) else self.models
         return tuple(model.replace(REVISION, self.revision) for model in named if model)
 

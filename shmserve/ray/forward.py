@@ -1,4 +1,5 @@
-"""Passes requests of the network to the server's own endpoints on 127.0.0.1, so that they are answered as there."""
+"""Forwards requests from the network to the server's own endpoints on 127.0.0.1, so that both give the same
+responses."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from shmserve.errors import ConnectionLost
 HOP_BY_HOP = frozenset(
     ("connection", "expect", "host", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade")
 )
-"""Fields that are about one connection."""
+"""Header fields that apply to one connection only."""
 UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
-"""The server has limits of its own."""
+"""The server has its own limits."""
 LOST = "the server ended before it responded"
 NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 Fields = list[tuple[str, str]]
@@ -27,7 +28,7 @@ def end_to_end(fields: Iterable[tuple[str, str]]) -> Fields:
 
 
 class Forward:
-    """`ports`: endpoint -> port, which change when the server is restarted. Create it in the running loop."""
+    """`ports`: returns endpoint -> port; ports change when the server is restarted. Create it in the running loop."""
 
     def __init__(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None)
@@ -37,7 +38,7 @@ class Forward:
         self._channel_port = 0
 
     async def http(self, port: int, method: str, target: str, fields: Fields, body: bytes) -> tuple[int, Fields, bytes]:
-        """Status, fields and body of the response."""
+        """Returns status, header fields and body of the response."""
         try:
             async with self._request(port, method, target, fields, body) as response:
                 return response.status, _fields(response), await response.read()
@@ -47,7 +48,7 @@ class Forward:
     async def http_stream(
         self, port: int, method: str, target: str, fields: Fields, body: bytes
     ) -> AsyncIterator[tuple[int, Fields] | bytes]:
-        """Yields the status and fields of the response, then its body as it arrives."""
+        """Yields the status and header fields of the response, then its body as it arrives."""
         try:
             async with self._request(port, method, target, fields, body) as response:
                 yield response.status, _fields(response)
@@ -75,7 +76,7 @@ class Forward:
     async def stream(
         self, port: int, path: str, messages: AsyncIterator[bytes], metadata: Mapping[str, str]
     ) -> AsyncIterator[bytes]:
-        """The messages of a call with streams in both directions. Raises as `call` does."""
+        """Yields the messages of a call with streams in both directions. Raises the same errors as `call`."""
         channel = self._on(port)
         try:
             async for answer in channel.stream_stream(path)(messages, metadata=tuple(metadata.items())):
@@ -96,7 +97,7 @@ class Forward:
 
 
 def _lost(channel: Any, error: grpc.aio.AioRpcError) -> Exception:
-    """gRPC has one code for a server that refuses a call and for one that cannot be reached."""
+    """Tells apart a server that refuses a call and one that cannot be reached: gRPC has one code for both."""
     reached = channel.get_state() is grpc.ChannelConnectivity.READY
     return error if reached or error.code() is not grpc.StatusCode.UNAVAILABLE else ConnectionLost(LOST)
 

@@ -1,4 +1,4 @@
-"""KServe's gRPC services for the proxies of Ray Serve: they pass each call to the method of its name of the ingress.
+"""KServe's gRPC services for the proxies of Ray Serve, which pass each call to the ingress method of that name.
 
 Invariant: messages stay bytes from the proxy to the server, so no process in between decodes a tensor.
 """
@@ -27,11 +27,11 @@ SERVER_ONLY = frozenset(
         "TraceSetting",
     )
 )
-"""Calls that mean one server, and not whichever the application chooses."""
+"""Calls that concern one particular server, and so cannot go to any replica."""
 
 
 class Reply:
-    """What Ray Serve takes as a message of protobuf."""
+    """Encoded bytes in a form that Ray Serve accepts as a protobuf message."""
 
     __slots__ = ("_data",)
 
@@ -43,13 +43,13 @@ class Reply:
 
 
 def paths() -> dict[str, str]:
-    """Method -> path, of the unary calls."""
+    """Method -> path of each unary call."""
     found = {name: f"/{INFERENCE}/{name}" for name in methods(INFERENCE) if name != STREAM}
     return found | {name: f"/{HEALTH}/{name}" for name in methods(HEALTH) if name != WATCH}
 
 
 def add_kserve_servicer_to_server(servicer: Any, server: Any) -> None:
-    """For `grpc_servicer_functions` of Ray Serve. Ray replaces the handlers by its own."""
+    """For `grpc_servicer_functions` of Ray Serve. Ray replaces the handlers with its own."""
     for service in (INFERENCE, HEALTH):
         handlers = {name: _handler(servicer, name) for name in methods(service) if name != WATCH}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))

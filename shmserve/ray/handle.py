@@ -1,7 +1,7 @@
 """Calls to the replicas of an application from Python programs on the cluster, with retries.
 
-Ray retries what a replica has not begun. A request whose replica was lost while it ran is sent to another one here, but
-not if it belongs to a sequence, whose state was lost too.
+Ray retries requests that a replica has not begun. If a replica is lost while a request runs, the handle sends the
+request to another replica, unless it belongs to a sequence: the sequence's state was lost with the replica.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def as_serve_error(error: BaseException) -> BaseException:
-    """What a caller gets: the server's error as the server raised it, without Ray's traceback around it."""
+    """The error for the caller: the one that the server raised, without Ray's wrapper."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, ServeError):
         return type(cause)(str(cause.args[0]) if cause.args else "")
@@ -42,10 +42,11 @@ def as_serve_error(error: BaseException) -> BaseException:
 
 
 class Handle:
-    """`app`: the name of the Serve application. `timeout` is the default for `infer`, in seconds. `retries`: how often
-    a request is sent again whose replica was lost.
+    """`app`: the name of the Serve application. `timeout` is the default for `infer`, in seconds. `retries`: maximum
+    number of times a request is sent again after its replica was lost.
 
-    Arrays are passed through Ray's object store: a replica reads inputs in place, and outputs are read in place here.
+    Arrays are passed through Ray's object store: the replica reads inputs in place, and the caller reads outputs in
+    place.
     """
 
     def __init__(self, app: str = "default", *, timeout: float | None = None, retries: int = RETRIES) -> None:
@@ -95,6 +96,7 @@ def _attempts(options: Mapping[str, Any], retries: int) -> int:
 
 
 def _chosen(handle: Any, model: str, options: Mapping[str, Any]) -> Any:
-    """The handle for this request: the model for replicas with many models, the sequence to stay on one replica."""
+    """The handle for this request, with the model (for replicas with many models) and the sequence (to stay on one
+    replica) as routing keys."""
     sequence = options.get("sequence")
     return handle.options(multiplexed_model_id=model, session_id="" if sequence is None else f"{model}:{sequence}")

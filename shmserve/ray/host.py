@@ -1,11 +1,13 @@
-"""`python -m shmserve.ray.host`: the process that owns a server on a node, for owners that may end at any time.
+"""`python -m shmserve.ray.host`: the parent process of a server on a node, on behalf of owners that may end at any
+time.
 
-Its directory has a Unix socket per key. An owner connects, reads the server's state, one JSON line per change, and
-keeps the connection; the kernel closes it when the owner ends, also after SIGKILL. When the last owner is gone, the
-socket is removed, and the server stops as after SIGTERM. If the host is killed, the kernel kills the server.
+The directory has a Unix socket per key. An owner connects, reads the server's state, one JSON line per change, and
+keeps the connection open. The kernel closes the connection when the owner ends, even after SIGKILL. When the last owner
+is gone, the host removes the socket and stops the server as SIGTERM does. If the host is killed, the kernel kills the
+server.
 
-The process detaches from the one that starts it, as Ray kills the children of a worker when it ends. It restarts a
-server that has crashed, with a back-off.
+The host detaches from the process that starts it, because Ray kills the children of a worker when the worker ends. It
+restarts a crashed server, with exponential back-off.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from shmserve.ray.config import ServerConfig
 from shmserve.system.process import PDEATHSIG, prctl
 
 FIRST_OWNER_S = 30.0
-"""How long to wait for the owner that has started this process."""
+"""How long to wait for the owner that started this process to connect."""
 STOP_S = 600.0
-"""The server ends by itself after --exit-timeout-secs; this is for one that hangs."""
+"""The server ends by itself after --exit-timeout-secs; this timeout is for a server that hangs."""
 RESTARTS = 5
-"""Crashes in a row; a server that has run for STABLE_S begins a new row."""
+"""Maximum number of consecutive crashes. A server that has run for STABLE_S resets the count."""
 STABLE_S = 60.0
 BACK_OFF_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 LAST_LINES = 8
@@ -60,7 +62,7 @@ class Host:
 
     async def run(self) -> None:
         with suppress(FileNotFoundError):
-            self._socket.unlink()  # of a host that was killed: the starter has the lock, and could not connect
+            self._socket.unlink()  # left by a host that was killed: the starter holds the lock and could not connect
         self._sweep()
         server = await asyncio.start_unix_server(self._owned, self._socket)
         loop = asyncio.get_running_loop()
@@ -80,7 +82,7 @@ class Host:
             self._remove_directory()
 
     def _sweep(self) -> None:
-        """Removes what hosts that were killed have left."""
+        """Removes the files that killed hosts have left."""
         for place in self._directory.iterdir():
             if place.is_dir() and place != self._place and (lock := _locked(place)) >= 0:
                 shutil.rmtree(place, ignore_errors=True)
@@ -118,7 +120,7 @@ class Host:
         writer.write(json.dumps(self._state).encode() + b"\n")
 
     def _remove_directory(self) -> None:
-        """If it is empty. Starters hold the lock while they create or use it."""
+        """Removes the directory if it is empty. Starters hold the lock while they create or use it."""
         try:
             lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -177,7 +179,7 @@ class Host:
                 process.kill()
         code = await exited
         over.cancel()
-        await asyncio.wait((copied,), timeout=1.0)  # a process of a model may hold the pipe for longer
+        await asyncio.wait((copied,), timeout=1.0)  # a model's process may keep the pipe open for longer
         copied.cancel()
         return code, await ready
 
@@ -197,7 +199,8 @@ class Host:
         return True
 
     async def _copy_output(self, process: asyncio.subprocess.Process) -> None:
-        """To this process's own output, which Ray keeps with the logs of the worker that has started it."""
+        """Copies the server's output to this process's own, which Ray keeps with the logs of the worker that started
+        it."""
         assert process.stdout is not None
         while chunk := await process.stdout.read(1 << 16):
             text = chunk.decode(errors="replace")

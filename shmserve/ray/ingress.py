@@ -1,7 +1,7 @@
-"""The deployment that takes KServe requests from the proxies of Ray Serve, and passes each to a replica.
+"""The deployment that receives KServe requests from the proxies of Ray Serve and passes each to a replica.
 
-A request without a sequence whose replica is lost is sent again to another one: it changes nothing at the server. A
-response that has begun is never repeated.
+If a replica is lost, its requests that belong to no sequence are sent to another replica, since they change nothing at
+the server. A response that has begun is never repeated.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from shmserve.ray.handle import as_serve_error, is_lost
 log = logging.getLogger("shmserve")
 
 UNAVAILABLE = {"http": 503, "call": grpc.StatusCode.UNAVAILABLE.value[0]}
-"""Method of a replica -> the status with which a server refuses a request, or a gateway that has lost its broker."""
+"""Method of a replica -> the status of a request that the server refuses, or whose gateway has lost the broker."""
 OF_ONE_SERVER = (CHANGES - frozenset(TO_MODELS)) | {Action.MEMORY_STATUS, Action.PAGE_EVENTS, Action.PAGE_MODEL}
 STREAMED = (Action.GENERATE_STREAM, Action.COMPLETIONS, Action.CHAT_COMPLETIONS)
-"""Responses that may arrive over time."""
+"""Actions whose responses may arrive over time."""
 OPENAI = (Action.COMPLETIONS, Action.CHAT_COMPLETIONS, Action.EMBEDDINGS)
 REFUSED = "send this to a server, not to the application"
 NOT_REPEATED = "the server failed while it had this request, which must not be sent again"
@@ -41,7 +41,7 @@ HEADER_LENGTH = "inference-header-content-length"
 STREAM_PATH = f"/{INFERENCE}/{STREAM}"
 STREAM_RESPONSE = "inference.ModelStreamInferResponse"
 OWN_METADATA = ("application", "request_id", "multiplexed_model_id", "session_id")
-"""Metadata of gRPC that is for Ray Serve."""
+"""gRPC metadata that Ray Serve itself uses."""
 
 
 class _Parameters(msgspec.Struct, frozen=True):
@@ -49,19 +49,19 @@ class _Parameters(msgspec.Struct, frozen=True):
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """What the ingress needs of the JSON of a request."""
+    """The fields that the ingress needs from the JSON of a request."""
 
     model: str = ""
     parameters: _Parameters = _Parameters()
 
 
 class Target(msgspec.Struct):
-    """`sequence`: of a request that belongs to one. `repeatable`: may be sent again."""
+    """`sequence`: the sequence of the request, if any. `repeatable`: the request may be sent again."""
 
     model: str = ""
     sequence: str = ""
     opaque: bool = False
-    """Compressed, so that it may belong to a sequence."""
+    """The body is compressed, so the request may belong to a sequence."""
 
     @property
     def repeatable(self) -> bool:
@@ -69,7 +69,7 @@ class Target(msgspec.Struct):
 
 
 def http_target(route: Route, fields: dict[str, str], body: bytes) -> Target:
-    """The JSON is only parsed if it can name a model or a sequence."""
+    """Parses the JSON only if it can name a model or a sequence."""
     target = Target(
         route.model, fields.get(SEQUENCE_FIELD, ""), fields.get("content-encoding", "identity") != "identity"
     )
@@ -81,7 +81,7 @@ def http_target(route: Route, fields: dict[str, str], body: bytes) -> Target:
         try:
             document = msgspec.json.decode(text, type=_Document)
         except (msgspec.DecodeError, RecursionError):
-            return target  # the server says what is wrong
+            return target  # the server reports the error
         target.model = target.model or document.model
         target.sequence = target.sequence or str(document.parameters.sequence_id or "")
     return target
@@ -99,7 +99,7 @@ def grpc_target(name: str, message: bytes) -> Target:
 
 
 class Ingress:
-    """`servers`: the handle of the replicas. `max_input_bytes`: of the body of a request."""
+    """`servers`: the handle of the replicas. `max_input_bytes`: maximum size of a request body."""
 
     def __init__(self, servers: Any, retries: int, max_input_bytes: int) -> None:
         self._servers = servers
@@ -148,7 +148,7 @@ class Ingress:
         return Reply(answer)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncIterator[Reply]:
-        """The messages are answered one after another, each by the replica of its model and sequence."""
+        """Answers the messages one after another, each by the replica for its model and sequence."""
         metadata = {key: value for key, value in grpc_context.invocation_metadata() if _is_passed(key, value)}
         async for message in requests:
             try:
@@ -161,7 +161,7 @@ class Ingress:
     # ------------------------------------------------------------------------------------------------ internals
 
     async def _body(self, request: Request) -> bytes | None:
-        """None if it is too large."""
+        """The request body, or None if it is too large."""
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_input_bytes:
             return None
@@ -177,7 +177,7 @@ class Ingress:
         return self._servers.options(multiplexed_model_id=wanted.model, session_id=session)
 
     async def _sent(self, wanted: Target, method: str, *words: Any) -> Any:
-        """The answer of a replica; with retries if the replica was lost, refused the request, or lost its server."""
+        """A replica's answer. Retries if the replica was lost, refused the request, or lost its server."""
         handle = getattr(self._handle(wanted), method)
         for left in range(self._retries if wanted.repeatable else 0, -1, -1):
             try:
@@ -195,7 +195,7 @@ class Ingress:
         return _response(StreamingResponse(parts, status), headers)
 
     async def _parts(self, wanted: Target, method: str, *words: Any) -> AsyncIterator[Any]:
-        """The parts of an answer of a replica; with retries until the first one has arrived."""
+        """The parts of a replica's answer. Retries until the first part has arrived."""
         handle = getattr(self._handle(wanted).options(stream=True), method)
         left, begun = self._retries if wanted.repeatable else 0, False
         while True:
@@ -225,7 +225,7 @@ def _told(error: BaseException, wanted: Target) -> BaseException:
 
 
 def _response(response: Response, headers: Fields) -> Response:
-    """With the fields of the server's response, in place of those that starlette has set."""
+    """The response with the server's header fields instead of those that starlette has set."""
     response.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     return response
 

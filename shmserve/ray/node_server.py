@@ -1,6 +1,6 @@
-"""A server that belongs to this process, or is shared with others of the node that use the same key.
+"""A server that this process owns alone, or shares with processes on the node that use the same key.
 
-Invariant: the server lives as long as any of its owners, and ends after the last one, also after SIGKILL (`host`).
+Invariant: the server lives as long as any of its owners and ends after the last one, even if that was killed (`host`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from shmserve.ray.config import ServerConfig
 from shmserve.ray.host import LISTENING
 
 ENDED = ("failed", "over")
-"""States of a host without a server: it crashes again and again, or its host is gone."""
+"""States without a server: the server has crashed repeatedly, or the host is gone."""
 LONGEST = 40
-"""Longest path of the temporary folder, in bytes."""
+"""Maximum length of the path of the temporary folder, in bytes."""
 
 
 def default_directory() -> Path:
-    """Of the sockets of all servers that Ray workers of this user have on this machine."""
+    """The directory for the sockets of all servers that Ray workers of this user have on this machine."""
     return Path(temporary_dir(LONGEST)) / f"shmserve-ray-{os.geteuid()}"
 
 
 class NodeServer:
     """Owners with the same `key` and directory share a server. Call `start`, then `close`, or use `with`.
 
-    `on_failure` is called, in a thread, when there is no server any more and will be none.
+    `on_failure` is called, in a thread, when the server has failed for good.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class NodeServer:
 
     @property
     def is_ready(self) -> bool:
-        """False while it is being restarted, and when there is none any more."""
+        """False while the server is being restarted, and after it has failed for good."""
         with self._news:
             return self._state.get("state") == "ready"
 
     @property
     def runs(self) -> int:
-        """How often the server has become ready: more than once if it was restarted."""
+        """How many times the server has become ready: more than once if it was restarted."""
         with self._news:
             return self._runs
 
@@ -78,7 +78,7 @@ class NodeServer:
 
     @property
     def ports(self) -> dict[str, int]:
-        """Endpoint -> port on 127.0.0.1. A restarted server has others; empty until it is ready again."""
+        """Endpoint -> port on 127.0.0.1. A restarted server has other ports; empty until it is ready again."""
         return dict(self._known().get("ports", {}))
 
     @property
@@ -88,7 +88,7 @@ class NodeServer:
 
     @property
     def failure(self) -> str:
-        """Why there is no server and will be none; "" while there is one, or it is being restarted."""
+        """Why the server has failed for good; "" while it runs or is being restarted."""
         with self._news:
             return str(self._state["reason"]) if self._state.get("state") in ENDED else ""
 
@@ -113,7 +113,7 @@ class NodeServer:
                 raise Unavailable(f"the server was not ready within {timeout:g} s")
             if state["state"] == "failed":
                 raise Unavailable(state["reason"])
-            # "over": the last other owner of a shared server has just gone, and it ends; start another
+            # "over": the last other owner of a shared server has just left, so that server ends; start another
 
     def wait_ready(self, end: float) -> None:
         """Waits for a server that is being restarted, until `end` of the monotonic clock. Raises Unavailable."""
@@ -125,17 +125,17 @@ class NodeServer:
             raise Unavailable(f"there is no server: {self.failure}")
 
     def wait_end(self, run: int, timeout: float) -> None:
-        """Waits until the host has noticed that the server of this run is gone."""
+        """Waits until the host has noticed that this run of the server has ended."""
         with self._news:
             self._news.wait_for(lambda: self._runs != run or self._state.get("state") != "ready", timeout)
 
     def wait_failure(self, timeout: float) -> bool:
-        """Waits until there is no server and will be none."""
+        """Waits until the server has failed for good."""
         with self._news:
             return self._news.wait_for(lambda: self._state.get("state") in ENDED, timeout)
 
     def close(self) -> None:
-        """Gives up the server, which ends if this was the last owner. Returns at once."""
+        """Releases the server, which ends if this was the last owner. Returns at once."""
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -161,7 +161,7 @@ class NodeServer:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Only one process of the node starts a server at a time."""
+        """Holds the lock, so that only one process on the node starts a server at a time."""
         while True:
             make_runtime_dir(self._directory)
             lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -199,13 +199,13 @@ class NodeServer:
         return connected
 
     def _follow(self, owned: socket.socket) -> None:
-        """In a thread of its own, for as long as the host lives."""
+        """Reads the server's state, in a separate thread, until the host ends."""
         with owned, owned.makefile("r") as lines:
             try:
                 for line in lines:
                     self._told(owned, json.loads(line))
             except (OSError, ValueError):
-                pass  # the connection ended within a line: the host was killed
+                pass  # the connection ended in the middle of a line: the host was killed
         self._told(owned, {"state": "over", "reason": "the host of the server has ended"})
 
     def _told(self, owned: socket.socket, state: dict[str, Any]) -> None:

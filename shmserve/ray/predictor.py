@@ -1,7 +1,7 @@
-"""A model for `ray.data.Dataset.map_batches`: one server per node, which the actors of the node share.
+"""A model for `ray.data.Dataset.map_batches`: one server per node, shared by the actors on that node.
 
-Each row of a batch is in exactly one request, and the batch returns when all are answered. A request that is sent
-again, because the server was restarted, is answered once. If an actor or its node is lost, Ray runs its batches again.
+Each row of a batch is in exactly one request, and the batch returns when all are answered. A request that is sent again
+after a server restart is answered once. If an actor or its node is lost, Ray runs its batches again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shmserve.ray.config import ServerConfig
 from shmserve.ray.node_server import NodeServer
 
 IN_FLIGHT = 4
-"""Requests of a batch that are sent before the first is answered."""
+"""Number of requests of a batch that are sent before the first is answered."""
 RECONNECT_S = 60.0
 """How long requests wait for a server that is being restarted."""
 RETRIES = 3
@@ -29,7 +29,7 @@ Batch = dict[str, np.ndarray[Any, Any]]
 
 
 class Predictor:
-    """Runs `model` on every batch, and returns the batch with the outputs as further columns.
+    """Runs `model` on every batch and returns the batch with the outputs as additional columns.
 
         dataset.map_batches(
             shmserve.ray.Predictor,
@@ -40,7 +40,7 @@ class Predictor:
     `models` are repositories or files, `options` flags of `shmserve serve`. `inputs` maps inputs of the model to
     columns (default: columns with their names), and `outputs` outputs to columns (default: all outputs, by name).
     `keep=False` returns the outputs only. `rows` is the size of a request (default: the model's max_batch_size), and
-    `in_flight` how many of them an actor has in the server at most; Ray holds back the blocks that come before.
+    `in_flight` the maximum number of requests that an actor has in flight; Ray holds back preceding stages.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Predictor:
                     raise
 
     def _answer(self, future: Future, rows: slice, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The outputs of the rows; if the server was lost with its host, from another one. Closing the client of the
+        """The outputs of the rows, from another server if this one was lost with its host. Closing the client of the
         lost server has cancelled its other requests."""
         for left in range(RETRIES, -1, -1):
             try:

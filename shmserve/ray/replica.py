@@ -1,4 +1,5 @@
-"""The deployment that owns a server: one replica per node, which takes requests from handles and from the ingress."""
+"""The deployment that owns a server: one replica per node, which receives requests from handles and from the
+ingress."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ from shmserve.ray.routing import ASLEEP, AWAKE, LOADING, ROOM
 RECONNECT_S = 60.0
 """How long requests wait for a server that is being restarted."""
 NOTICE_S = 1.0
-"""How long after the loss of a connection its cause may show: usually the server has ended. Then a request that is sent
-again waits for the next one."""
+"""How long to wait, after a connection was lost, for a notice that the server has ended, the usual cause. A request is
+then sent again once the next server is ready."""
 REFUSED = (NotFound, Unavailable)
-"""How a server answers that was restarted and has not loaded the model yet. (ConnectionLost, which is Unavailable too,
-is about the connection.)"""
+"""Errors of a restarted server that has not loaded the model yet. (ConnectionLost, a subclass of Unavailable, concerns
+the connection instead.)"""
 
 
 class Loaded:
-    """What Serve keeps of a model that was loaded on demand."""
+    """Serve's record of a model that was loaded on demand."""
 
     def __init__(self) -> None:
         self.run = 0
@@ -40,7 +41,7 @@ class Loaded:
 
 
 class ServerReplica:
-    """Constructed by Serve on the node; `reconfigure` and the methods without a docstring are hooks of Serve."""
+    """Serve constructs it on the node. `reconfigure` and the methods without a docstring are hooks of Serve."""
 
     def __init__(self, config: AppConfig) -> None:
         self._config = config
@@ -96,20 +97,20 @@ class ServerReplica:
     async def http(
         self, model: str, method: str, target: str, fields: Fields, body: bytes
     ) -> tuple[int, Fields, bytes]:
-        """A request of the ingress: status, fields and body of the response."""
+        """Handles a request of the ingress. Returns status, header fields and body of the response."""
         async with self._passed_on(model):
             return await self._forward.http(self._port("http"), method, target, fields, body)
 
     async def http_stream(
         self, model: str, method: str, target: str, fields: Fields, body: bytes
     ) -> AsyncIterator[tuple[int, Fields] | bytes]:
-        """The status and fields of the response, then its body as it arrives."""
+        """Yields the status and header fields of the response, then its body as it arrives."""
         async with self._passed_on(model):
             async for part in self._forward.http_stream(self._port("http"), method, target, fields, body):
                 yield part
 
     async def call(self, model: str, path: str, message: bytes, metadata: Mapping[str, str]) -> tuple[int, str, bytes]:
-        """A unary gRPC call of the ingress: code, details, response."""
+        """Handles a unary gRPC call of the ingress. Returns code, details and response."""
         async with self._passed_on(model):
             try:
                 return 0, "", await self._forward.call(self._port("grpc"), path, message, metadata)
@@ -134,7 +135,7 @@ class ServerReplica:
 
     @asynccontextmanager
     async def _passed_on(self, model: str) -> AsyncIterator[None]:
-        """For a request that is passed to an endpoint of the server."""
+        """Wraps a request that is passed to an endpoint of the server."""
         run = await self._ready_for(model)
         try:
             yield
@@ -149,17 +150,18 @@ class ServerReplica:
         return port
 
     async def _ready_for(self, model: str) -> int:
-        """Waits for a server that is being restarted, and loads the model if that is done on demand. Returns the number
-        of the server's run."""
+        """Waits for a server that is being restarted, and loads the model if models are loaded on demand. Returns the
+        number of the server's run."""
         if not self._server.is_ready:
-            # The end is set here, as the threads are few: a request may be in line for one.
+            # The deadline is computed here: a request may first have to wait for one of the few threads.
             await asyncio.to_thread(self._server.wait_ready, time.monotonic() + RECONNECT_S)
         if self._config.multiplexed and model:
             await self._load(model)
         return self._server.runs
 
     def _is_from_restart(self, error: Exception, run: int) -> bool:
-        """Whether a server that was restarted meanwhile has refused the request, as it had not loaded the model."""
+        """Whether the server was restarted in the meantime, and refused the request because it had not loaded the model
+        yet."""
         restarted = self._server.runs != run or not self._server.is_ready
         return restarted and not isinstance(error, ConnectionLost)
 
@@ -167,7 +169,7 @@ class ServerReplica:
 
     async def _load(self, model: str) -> None:
         loaded: Loaded = await self._loaded(model)
-        if loaded.run != self._server.runs:  # a server that was restarted has none of these models
+        if loaded.run != self._server.runs:  # a restarted server has none of these models
             async with loaded.lock:
                 run = self._server.runs
                 if loaded.run != run:
@@ -176,8 +178,8 @@ class ServerReplica:
 
     @serve.multiplexed(max_num_models_per_replica=-1)
     async def _loaded(self, model: str) -> Loaded:
-        """Deploys a model here at its first request. From then on the server decides, by its memory budget, whether
-        the model is awake."""
+        """Deploys a model on this server at its first request. From then on the server decides, by its memory budget,
+        whether the model is awake."""
         loaded, run = Loaded(), self._server.runs
         await self._client.load(model)
         loaded.run = run
@@ -191,7 +193,7 @@ class ServerReplica:
         awake = {one["name"] for one in ready if not one["asleep"]}
         asleep = {one["name"] for one in ready} - awake
         loading = {one["name"] for one in models if one["state"] == "LOADING"}
-        room = free_bytes(await self._client.metrics())  # after the models: it counts all of them
+        room = free_bytes(await self._client.metrics())  # queried after the models, so that it covers all of them
         return {AWAKE: sorted(awake), ASLEEP: sorted(asleep), LOADING: sorted(loading), ROOM: room}
 
     # ------------------------------------------------------------------------------------------------ Serve's hooks
@@ -203,7 +205,7 @@ class ServerReplica:
             raise Unavailable("the server is not ready; `shmserve models` says why")
 
     async def _is_busy_loading(self) -> bool:
-        """Then it may become ready without help."""
+        """Whether the server is still loading, and so may become ready by itself."""
         return any(
             one["state"] in ("LOADING", "UNLOADING") or one.get("reloading") for one in await self._client.models()
         )

@@ -1,6 +1,7 @@
-"""The replica for a request: a sequence stays on its replica, and a model is used where it is awake or has room.
+"""Chooses the replica for a request: a sequence stays on its replica, and a model is used where it is awake or fits
+into memory.
 
-Any other request goes to the one of two random replicas that has the shorter queue.
+Any other request goes to the replica with the shorter queue out of two random ones.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any, NamedTuple
 from ray.serve.request_router import LocalityMixin, MultiplexMixin, RequestRouter
 
 AWAKE, ASLEEP, LOADING, ROOM = "awake", "asleep", "loading", "room"
-"""What a replica with many models reports (`ServerReplica.record_routing_stats`): the names of the models that are
-awake, asleep and being loaded, and the free bytes of its memory budget."""
+"""Names of what a replica with many models reports (`ServerReplica.record_routing_stats`): the names of the models that
+are awake, asleep and being loaded, and the free bytes of its memory budget."""
 UNREPORTED_S = 10.0
-"""A model that was sent to a replica and is not in its reports for so long could not be loaded."""
+"""A model that was sent to a replica, and is missing from its reports after this time, could not be loaded."""
 
 
 def of_sequence(replicas: list[Any], sequence: str) -> Any:
-    """The same replica for all requests of a sequence, as long as it lives; when another one comes or goes, only its
-    share of the sequences moves (rendezvous hashing).
+    """The same replica for all requests of a sequence, as long as it lives. When another replica is added or removed,
+    only its share of the sequences moves (rendezvous hashing).
     """
     return max(replicas, key=lambda replica: _weight(replica.replica_id.unique_id, sequence))
 
@@ -38,16 +39,16 @@ class Placed(NamedTuple):
 
 
 class Placements:
-    """Where models are loaded on demand, as far as this process has decided it."""
+    """The replicas that this process has chosen for models that are loaded on demand."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._placed: dict[str, Placed] = {}
-        """Model -> the replica that was chosen last, until its reports show the model."""
+        """Model -> the replica chosen last, until that replica's reports show the model."""
 
     def choose(self, replicas: list[Any], model: str) -> list[Any]:
-        """The replicas where the model is awake or being loaded; else the one with the most room. One that was chosen
-        and does not report yet what it has room for comes last, but for the same model again.
+        """The replicas where the model is awake or being loaded; else the one with the most free memory. A replica that
+        was chosen for another model and does not report that model yet comes last.
         """
         by_id = {replica.replica_id: replica for replica in replicas}
         self._placed = {name: one for name, one in self._placed.items() if self._is_unreported(by_id, name, one)}
@@ -62,8 +63,8 @@ class Placements:
         return [chosen]
 
     def _is_unreported(self, replicas: dict[Any, Any], model: str, placed: Placed) -> bool:
-        """A report may come later than the choice and be from before it, and Ray sends the last ones of all replicas
-        again when one has changed.
+        """Whether the replica's reports do not show its choice yet. A report made before the choice may arrive after
+        it, and Ray resends the last reports of all replicas when one has changed.
         """
         replica = replicas.get(placed.replica)
         if replica is None or self._clock() - placed.time > UNREPORTED_S:
@@ -78,14 +79,15 @@ def _serves(replica: Any, model: str) -> bool:
 
 
 def _room(replica: Any) -> tuple[float, int, str]:
-    """Without a budget, all have as much room, and the fewest models count."""
+    """Sort key. Without a budget, all replicas have the same free memory, and the one with the fewest models is
+    chosen."""
     report = replica.routing_stats
     return float(report.get(ROOM, 0)), -len(report.get(AWAKE, ())), replica.replica_id.unique_id
 
 
 class KServeRouter(LocalityMixin, MultiplexMixin, RequestRouter):
-    """Runs in every process that sends requests to replicas. Unlike Ray's default, a replica is chosen for one request,
-    and not for the next one in line.
+    """Runs in every process that sends requests to replicas. Unlike Ray's default, it chooses a replica for a
+    particular request, not for the next one in line.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

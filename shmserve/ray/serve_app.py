@@ -16,11 +16,11 @@ from shmserve.ray.replica import ServerReplica
 POLICY = "shmserve.ray.autoscaling:QueueTimePolicy"
 ROUTER = "shmserve.ray.routing:KServeRouter"
 STATS_S = 1.0
-"""How often replicas with many models report which of them are awake."""
+"""Interval at which replicas with many models report which models are awake."""
 
 
 def app(arguments: dict[str, Any]) -> Any:
-    """The application: an ingress and a server per node. docs/ray.md has the arguments."""
+    """The application: an ingress and a server per node. docs/ray.md describes the arguments."""
     config = AppConfig.of(arguments)
     wanted = config.replicas or (1 if config.autoscaled else _nodes())
     servers = serve.deployment(
@@ -49,8 +49,8 @@ def app(arguments: dict[str, Any]) -> Any:
 
 
 def _nodes() -> int:
-    """Nodes of the cluster now. `serve run` connects to it afterwards only, with its own options; if none runs, it
-    starts one on this machine.
+    """The current number of nodes of the cluster. `serve run` connects to the cluster only later, with its own options,
+    and starts one on this machine if none runs.
     """
     if ray.is_initialized():
         return _alive()

@@ -2,10 +2,10 @@
 
 `Session.infer` and `ask` (`requests`) turn a call into a message (`encode`) and a ticket, and append the message to the
 outbox. `take` returns the packets to send; `receive` (`session`) decodes incoming messages and settles tickets with
-results (`decode`). `tickets` keeps what is unanswered. `memory` owns the arena for inputs and maps the output segments
-of other processes; `announcements` lists the segments that the server has not yet seen. After a reconnect, `resend`
-prepares unanswered requests for the new connection. Tensors on GPUs are in `gpu`; `staging` decides whether they are
-sent through host memory.
+results (`decode`). `tickets` keeps the unanswered requests. `memory` owns the arena for inputs and maps the output
+segments of other processes; `announcements` lists the segments that the server has not yet seen. After a reconnect,
+`resend` prepares unanswered requests for the new connection. Tensors on GPUs are in `gpu`; `staging` decides whether
+they are sent through host memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Segment ids of one session, and the segments that are still to be announced to the server.
+"""Segment ids of one session, and the segments not yet announced to the server.
 
 Host memory, GPU memory and foreign memory share one `Announcements`, because the server counts all segments of a
 connection together. Ids start with the connection's owner number, so each new connection assigns new ones.
@@ -38,7 +38,7 @@ class Announcements:
         self.named_memory = False
         """Whether the server accepts foreign host memory by name."""
         self.maps: list[Announceable] = []
-        """Segments still to be announced."""
+        """Segments not yet announced."""
         self.unmaps: list[int] = []
         """Ids of segments that were announced and no longer exist."""
         self.owner = 0

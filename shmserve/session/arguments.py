@@ -1,4 +1,4 @@
-"""Checks of the callers' names, versions, times and sizes. Each error has the argument's name and its value."""
+"""Checks of the callers' names, versions, times and sizes. Each error names the argument and its value."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def timeout_us_of(timeout: float | None) -> int:
 
 
 def check_seconds(name: str, seconds: Any) -> None:
-    """For limits of time that may be 0: what it limits is then tried once."""
+    """Checks a time limit that may be 0, which means a single attempt."""
     if not isinstance(seconds, Real) or not float(seconds) >= 0:
         raise InvalidRequest(f"{name}={seconds!r} must be a number of seconds, at least 0")
 

@@ -1,4 +1,4 @@
-"""Several requests of one form in one message, and their answers."""
+"""Several requests of one form in one message, and their replies."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shmserve.protocol.messages import (
 )
 
 LEAST = 24
-"""Smaller InferBatches make no measurable difference to throughput."""
+"""Minimum number of requests: smaller InferBatches make no measurable difference to throughput."""
 
 
 def in_batches(messages: list[Any], most: int) -> list[Any]:
     """Replaces LEAST or more consecutive requests of one form by InferBatches of up to `most`. Keeps the order.
 
-    Each request pays for this, so one with a single input is compared without a call."""
+    Every request pays for this check, so requests with a single input are compared without a call."""
     if len(messages) < LEAST:
         return messages
     found: list[Any] = []
@@ -56,7 +56,7 @@ def in_batches(messages: list[Any], most: int) -> list[Any]:
 
 
 def _key(message: Infer) -> Any:
-    """What must be equal within an InferBatch; None if a tensor is not inside the message."""
+    """The properties that must be equal within an InferBatch; None if a tensor is not inside the message."""
     if not message.inputs or any(type(tensor.data) is not bytes for tensor in message.inputs):
         return None
     forms = [(tensor.name, tensor.dtype, tensor.shape) for tensor in message.inputs]
@@ -64,8 +64,8 @@ def _key(message: Infer) -> Any:
 
 
 def _fits(message: Infer) -> bool:
-    """Whether its inputs have one axis 0 and a fixed size per row. Strings have not, and are checked one by one. An
-    axis 0 that columns cannot hold, from a client of a gateway, is refused for its own request only."""
+    """Whether the inputs have the same axis 0 and a fixed size per row. Strings have no fixed size and are checked one
+    by one. An axis 0 that columns cannot represent, from a client of a gateway, is refused for that request only."""
     shape = message.inputs[0].shape
     return (
         shape != ()
@@ -96,7 +96,7 @@ def _joined(run: list[Infer]) -> list[Any]:
 
 
 class RowReply(Struct, gc=False):
-    """The answer to one request of an InferBatch: a tensor with the shape and the bytes for each form."""
+    """The reply to one request of an InferBatch: a tensor with the shape and the bytes for each form."""
 
     request: int
     version: int
@@ -112,7 +112,7 @@ def reply_of(
     shapes: tuple[tuple[int, ...], ...],
     data: tuple[bytes, ...],
 ) -> Reply:
-    """The same as a Reply."""
+    """Converts it to a Reply."""
     return Reply(
         request,
         version,

@@ -1,4 +1,4 @@
-"""Replies to results: make arrays of the output tensors.
+"""Converts replies to results: makes arrays from the output tensors.
 
 An array is a view of shared memory where possible, else a copy, whose handles are returned at once. Arrays are
 read-only, unless the caller supplied them.
@@ -93,7 +93,8 @@ def _unreadable(tensor: Tensor, error: Exception) -> Internal:
 def result_of(
     reply: Reply | Part, frames: Sequence[Any], places: Mapping[str, Array | DeviceRef], memory: SessionMemory
 ) -> Result:
-    """The result with all its arrays, made at once, so that no handle is lost even if one of them cannot be made."""
+    """The result with all its arrays, which are made at once, so that no handle is lost even if one array cannot be
+    made."""
     result = Result()
     result.version = reply.version
     result.parameters = reply.parameters or {}
@@ -109,7 +110,7 @@ def result_of(
 
 
 def return_handles(reply: Reply | Part, memory: SessionMemory) -> None:
-    """Return the handles of an answer that is no longer wanted."""
+    """Return the handles of an answer that is no longer needed."""
     for tensor in reply.outputs:
         if isinstance(tensor.data, tuple):
             for handle in tensor.data:
@@ -141,7 +142,7 @@ def output_of(tensor: Tensor, frames: Sequence[Any], place: Array | DeviceRef | 
 
 
 def _view(tensor: Tensor, memory: SessionMemory) -> Array:
-    """A read-only array over an output that came by handles; they are returned when the array is dropped."""
+    """A read-only array over an output received as handles, which are returned when the array is dropped."""
     handles = tensor.data
     assert isinstance(handles, tuple)
     dropped = memory.drops.dropped
@@ -171,7 +172,7 @@ def _written(tensor: Tensor, place: Array) -> Array:
 
 
 def _is_other(tensor: Tensor, place: Any) -> bool:
-    """Whether the output was written with another data type than that of the place. Any 16-bit type may hold BF16."""
+    """Whether the output was written with a data type other than that of the place. Any 16-bit type may hold BF16."""
     return tensor.dtype != "BF16" and NUMPY.get(tensor.dtype, place.dtype) != place.dtype
 
 
@@ -189,14 +190,14 @@ def _written_on_device(tensor: Tensor, place: DeviceRef) -> Array:
 
 
 def _into_place(tensor: Tensor, source: Array, place: Array) -> Array:
-    """Copy an output into the caller's array: it was too small for a handle, or came from a batch."""
+    """Copy an output into the caller's array, if it was too small for a handle or came from a batch."""
     _check_place(tensor, source, place)
     np.copyto(place, source)
     return place
 
 
 def _check_place(tensor: Tensor, source: Array, place: Any) -> None:
-    """`place` is an array here or on a GPU."""
+    """`place` is an array in this process or on a GPU."""
     if source.dtype != place.dtype or source.shape != place.shape:
         raise _wrong_place(tensor, place)
 

@@ -1,11 +1,11 @@
 """Encoding of requests: arrays to tensors, keyword arguments to message fields.
 
 An input is copied at most once, and not at all if it lies in shared memory that the server can map. An input of up to 4
-KiB is sent inside its message. A larger one is sent as a handle: to the client's own arena if the array lies there, to
-a received output that is passed on, else to a block into which it is copied once.
+KiB is sent inside its message. A larger one is sent as a handle: to the array itself if it lies in the client's arena
+or is a received output that is passed on, else to a block into which it is copied once.
 
-Only what the wire format cannot carry is refused here. The server, which has the model's configuration, validates the
-rest.
+This module refuses only values that the wire format cannot carry. The server, which has the model's configuration,
+validates the rest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shmserve.shm import strings
 from shmserve.shm.views import Array
 
 MESSAGE_BYTES = 48 * 1024
-"""Most bytes of inline inputs per message; further inputs are placed in shared memory, whatever their size."""
+"""Maximum total size of inline inputs per message. Further inputs are placed in shared memory, whatever their size."""
 
 _LARGEST = 2**63 - 1
 _MOST_CLASSES = 2**31 - 1
@@ -55,7 +55,7 @@ _ndarray = np.ndarray
 
 
 class UntypedInput(InvalidRequest):
-    """An input is a Python number, string or list: its data type is that of the model, which is not known here."""
+    """An input is a Python number, string or list, so its data type is the model's, which is not known here."""
 
 
 class Raw:
@@ -77,7 +77,7 @@ class Raw:
 def encode_inputs(
     inputs: Mapping[str, Any], memory: SessionMemory
 ) -> tuple[tuple[Tensor, ...], KeptInputs | None, int]:
-    """The tensors, what must be kept for them, and the number of inline bytes."""
+    """The tensors, the objects to keep for them, and the number of inline bytes."""
     tensors: list[Tensor] = []
     kept: KeptInputs | None = None
     total = 0
@@ -139,7 +139,7 @@ def _tensor(memory: SessionMemory, name: str, value: Any, kept: KeptInputs, inde
 def _on_device(
     memory: SessionMemory, name: str, value: Any, interface: Any, kept: KeptInputs, index: int, room: int
 ) -> Tensor:
-    """A large array is placed later, by `staging`, when the whole request is known."""
+    """`staging` places a large array later, when the whole request is known."""
     devices = memory.devices
     source = devices.source(name, value, interface)
     dtype = from_numpy(source.dtype)
@@ -165,7 +165,7 @@ def _handle(memory: SessionMemory, array: Array, kept: KeptInputs, index: int) -
 
 
 def _place(name: str, array: Any, kept: KeptInputs, memory: SessionMemory) -> Handle | None:
-    """Where the output is to be written. None: it is copied to `array` on arrival."""
+    """The handle to write the output to. None: the output is copied to `array` on arrival."""
     if type(array) is RegionPart:
         return array.handle
     if type(array) is not _ndarray and (interface := interface_of(array)) is not None:
@@ -208,7 +208,7 @@ def _too_long(name: str) -> InvalidRequest:
 
 
 class TopK(Struct, frozen=True):
-    """In place of an output: its `k` largest values per batch item instead of the tensor, as strings b"value:index", or
+    """Requests, instead of an output, its `k` largest values per batch item, as strings b"value:index", or
     b"value:index:label" if the model has labels. `parse_class` parses them.
     """
 
@@ -233,7 +233,8 @@ def options_of(
     window: int = 0,
     caller: str = "",
 ) -> Options | None:
-    """None if nothing is set. The queue timeout, Triton's parameter `timeout`, has a field of its own."""
+    """The Options of a request, or None if nothing is set. The queue timeout, Triton's parameter `timeout`, has its own
+    field."""
     if not (priority or sequence or sequence_start or sequence_end or parameters or request_id or window):
         return None
     if request_id is not None:

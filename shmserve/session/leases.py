@@ -1,4 +1,5 @@
-"""The session's leases: instances of models to which it may send a request directly while it has no other in flight."""
+"""The session's leases: model instances to which it may send a request directly while it has no other request in
+flight."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from shmserve.session.tickets import Tickets
 
 
 class LeaseSockets(Protocol):
-    """The sockets of leases, which the link keeps."""
+    """Interface to the sockets of leases, which the link owns."""
 
     def open_lease(self, lease: int, fd: int) -> None:
         """Takes ownership of the descriptor."""
@@ -26,7 +27,7 @@ class LeaseSockets(Protocol):
 class _Leased(Struct):
     message: Lease
     sent: int = 0
-    """The last request that was sent over it."""
+    """Number of the last request sent over the lease."""
 
 
 class SessionLeases:
@@ -36,13 +37,13 @@ class SessionLeases:
         self._tickets = tickets
         self._memory = memory
         self.sockets = sockets
-        """None: the link has no leases."""
+        """None: the link does not support leases."""
         self.by_model: dict[tuple[str, int], _Leased] = {}
-        """By model and version as in a request; version 0: the default one."""
+        """Leases by model and version as in a request; version 0: the default version."""
         self._by_number: dict[int, _Leased] = {}
-        """Until LeaseEnd, which a Lease of the same model may overtake."""
+        """Leases by number, until LeaseEnd, which may arrive after the next Lease of the same model."""
         self._left = 0
-        """The last request that was left unanswered by a lease. The broker decides where it is run again."""
+        """The last request that a lease left unanswered. The broker decides where it is run again."""
 
     def add(self, message: Lease, fd: int) -> None:
         assert self.sockets is not None, "the server lends only to clients that accept leases"
@@ -55,7 +56,7 @@ class SessionLeases:
 
     def packet(self, outbox: SessionOutbox, grace_s: float) -> Packet | None:
         """Takes the only request in flight out of the outbox, if it can be sent over a lease. `grace_s`: how much later
-        than the server the client enforces a deadline; over a lease, only the client does."""
+        than the server the client enforces a deadline. Over a lease, only the client enforces it."""
         messages = outbox.messages
         if len(messages) != 1 or type(messages[0]) is not Infer:
             return None
@@ -81,8 +82,8 @@ class SessionLeases:
         return Packet(data, lease=leased.message.lease)
 
     def remove(self, lease: int) -> int:
-        """Returns the last request that was sent over it, 0 for none. If it is not answered, it may be sent again, but
-        not over a lease."""
+        """Returns the last request sent over the lease, 0 for none. If unanswered, it may be sent again, but not over a
+        lease."""
         ended = self._by_number.pop(lease, None)
         if ended is None:
             return 0

@@ -30,7 +30,7 @@ from shmserve.shm.views import Array
 
 KINDS = ("memfd", "posix", "frames")
 FLUSH_BYTES = 256 * 1024
-"""Dropped outputs of this many bytes are returned at once, without waiting for the next message."""
+"""Once dropped outputs have this total size, they are returned at once, without waiting for the next message."""
 
 
 class SessionMemory:
@@ -51,7 +51,7 @@ class SessionMemory:
         self.kind = kind
         self.shared = kind != "frames"
         self.frame_bytes = frame_bytes
-        """Most bytes of frames per message; replaced by the server's limit on connect."""
+        """Maximum size of the frames per message. The server's limit replaces it on connect."""
         self.announcements = announcements = Announcements(device_memory=kind == "memfd")
         self.mapped = Mapped()
         self.drops: Drops = Drops(on_full)
@@ -110,7 +110,7 @@ class SessionMemory:
         return self.devices.empty(shape, np.dtype(dtype), int(text))
 
     def copy_in(self, array: Array, kept: KeptInputs) -> Handle:
-        """Copy an input from private memory into the arena: the only copy made of it."""
+        """Copy an input from private memory into the arena, the only copy made of it."""
         block = self.block(array.nbytes, kept)
         np.copyto(block.array(array.dtype, array.shape), array, casting="no")
         return block.handle()
@@ -152,11 +152,11 @@ class SessionMemory:
         return Handle(base.segment, base.offset + address - self.mapped.address(base), size), True
 
     def is_known(self, segment: int) -> bool:
-        """Is it a segment of the arena, without a name, that has been announced?"""
+        """Whether it is an announced segment of the arena without a name."""
         return self.kind == "memfd" and self._arena.owns(segment) and not self.announcements.maps
 
     def release_inputs(self, kept: KeptInputs) -> None:
-        """Release what a request referred to, once the server no longer needs it."""
+        """Release the memory that a request referred to, once the server no longer needs it."""
         for block in kept.blocks:
             self._arena.free(block.segment, block.offset)
         if kept.devices:

@@ -18,7 +18,7 @@ from shmserve.session.memory import SessionMemory
 from shmserve.session.tickets import Tickets
 
 MAPS = 64
-"""Most segments announced in one packet: each takes a descriptor, and the kernel passes at most 253."""
+"""Maximum number of segments announced in one packet: each takes a descriptor, and the kernel passes at most 253."""
 HANDLES = 4096
 UNWRITABLE = (TypeError, ValueError, OverflowError, RecursionError)
 
@@ -30,7 +30,7 @@ class Packet(Struct, frozen=True, gc=False):
     descriptors: tuple[int, ...] = ()
     frames: tuple[bytes, ...] = ()
     lease: int = 0
-    """Send it over the socket of this lease."""
+    """The lease over whose socket to send it, if not 0."""
 
 
 Incoming = tuple[Any, "list[int]", "list[Any]"]
@@ -50,7 +50,7 @@ class SessionOutbox:
         self.framed = False
         """Whether one of `messages` has frames."""
         self.batch_requests = 0
-        """Limit of requests in an InferBatch; 0: the server does not accept it."""
+        """Maximum number of requests in an InferBatch; 0: the server does not accept InferBatch."""
 
     def queue(self, message: Any) -> None:
         self.messages.append(message)
@@ -103,7 +103,7 @@ class SessionOutbox:
         ]
 
     def _with_frames(self, batch: list[Any]) -> list[Packet]:
-        """Send each message in a packet of its own, because frame numbers count from the start of the packet."""
+        """Send each message in a separate packet, because frame numbers count from the start of the packet."""
         packets: list[Packet] = []
         for message in self._writable(batch):
             ticket = self._tickets.pending.get(message.request) if type(message) is Infer else None

@@ -1,4 +1,4 @@
-"""Questions, which change nothing, and operations. Both are answered with JSON.
+"""Questions, which change nothing, and operations, which do. Both are answered with JSON.
 
 Invariant: a question may be resent over a new connection; an operation is never resent once any part of it was sent.
 
@@ -136,7 +136,7 @@ class Queries:
     # ------------------------------------------------------------------------------------ ending
 
     def withdraw(self, number: int) -> bool:
-        """Forget a question. True: it was an operation that is withdrawn before it was sent completely, so no answer
+        """Forget a question or operation. True: it was an operation that had not been sent completely, so no answer
         will come.
         """
         self._answers.pop(number, None)

@@ -45,14 +45,14 @@ class SessionRequests:
         self.outbox = SessionOutbox(memory, self._tickets)
         """Queued messages, which `take` packs."""
         self.urgent = False
-        """Call `take` soon, even if no user calls anything: for a Pong, for returns after Reclaim, and the like."""
+        """Call `take` soon, even if no user calls anything: for example for a Pong, or for returns after Reclaim."""
         self.questions = Queries(self.tickets, self.outbox)
         self._operations_to_send = self.questions.to_send
         self._leases = SessionLeases(self._tickets, memory, lease_sockets)
         self._leased_models = self._leases.by_model
         self._encode = encode
         self._current_context = trace_context
-        """None if the server does not want it."""
+        """None if the server does not want the trace context."""
         self._number = 0
         self._to_resend: list[int] = []
         """Requests to resend once the new server has loaded its models, and requests of sequences that follow them."""
@@ -143,7 +143,8 @@ class SessionRequests:
         timeout: float | None,
         again: Callable[[], None],
     ) -> dict[str, Any] | None:
-        """Inputs with Python values as arrays. None: the model's inputs are asked for first, then `again` is called."""
+        """Converts Python values in inputs to arrays. None: the model's inputs are queried first, then `again` is
+        called."""
         arrays = self.questions.typed.typed(model, version_of(version), inputs)
         if arrays is None:
             self.ask(ticket, METADATA, now, model, version, timeout)
@@ -156,7 +157,7 @@ class SessionRequests:
         """Adds the trace context of the calling code."""
         context = self._current_context() if self._current_context is not None else None
         if context is None or not isinstance(parameters, Mapping | None):
-            return parameters  # `options_of` explains what is wrong
+            return parameters  # `options_of` raises the error
         return context if parameters is None else context | dict(parameters)
 
     def ask(
@@ -228,7 +229,7 @@ class SessionRequests:
 
     def _fail(self, ticket: Ticket, error: ServeError) -> None:
         self._remove(ticket)
-        ticket.fail(type(error)(str(error)))  # an exception of its own: raising one adds a traceback to it
+        ticket.fail(type(error)(str(error)))  # one exception per ticket: raising an exception adds a traceback to it
 
     def _remove(self, ticket: Ticket) -> None:
         """Remove a ticket, and release its inputs and its operation's body."""

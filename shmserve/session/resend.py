@@ -24,8 +24,8 @@ LOADED = "loaded"
 
 
 class Resume(Ticket):
-    """Asks whether the server has loaded. `go` is called on any answer, and also if the server rejects the question as
-    unknown: such a server refuses requests itself if it has to.
+    """Asks whether the server has loaded its models. `go` is called on any answer, and also if the server rejects the
+    question as unknown: such a server itself refuses requests that it cannot serve.
     """
 
     __slots__ = ("_go",)
@@ -55,9 +55,7 @@ def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMe
 
 
 def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOutbox) -> list[Ticket]:
-    """Queue the requests again. Returns the tickets that were abandoned meanwhile; the server has not seen their
-    requests.
-    """
+    """Queue the requests again. Returns the tickets abandoned in the meantime; the server has not seen their requests."""
     over = []
     for ticket in [tickets[number] for number in numbers if number in tickets]:
         if ticket.message is None:

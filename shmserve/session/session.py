@@ -4,8 +4,8 @@
 and settles tickets. Invariant: the owner of the session serialises all calls. The exceptions are `cancel_later` and
 dropped arrays, which the garbage collector may cause in any thread at any time.
 
-A request is kept until it is answered, so that it can be resent over a new connection. After it was cancelled or has
-expired, its inputs are kept until the server reports that it no longer reads them.
+A request is kept until it is answered, so that it can be resent over a new connection. After a request was cancelled or
+has expired, its inputs are kept until the server reports that it no longer reads them.
 """
 
 from __future__ import annotations
@@ -71,18 +71,19 @@ log = logging.getLogger("shmserve")
 
 Shapes = tuple[tuple[int, ...], ...]
 _MODEL_CHANGED = (InvalidRequest.code, NotFound.code)
-"""Errors of a request after which its model may have other inputs than before."""
+"""Error codes of a request after which the model may have different inputs than before."""
 
 
 class Session(SessionRequests):
     """`memory`: memfd, posix or frames (the `kind` of SessionMemory, which also explains `cold`). `on_full` is called,
     possibly inside the garbage collector, when returns of dropped arrays or cancellations should be sent soon.
 
-    A gateway replaces what converts inputs and outputs: `encode` returns tensors, what must be kept for them and the
-    number of inline bytes; `decode` returns the result of a reply or part. `on_limits` gets the server's limits, and
-    `explain_lost` may replace the failure of a request whose memory a worker could not open.
+    A gateway replaces the functions that convert inputs and outputs: `encode` returns the tensors, the objects to keep
+    for them, and the number of inline bytes; `decode` returns the result of a reply or part. `on_limits` gets the
+    server's limits, and `explain_lost` may replace the failure of a request whose memory a worker could not open.
 
-    `keeps`: inputs in the session's own arena may be kept after the answer, as no other code writes to them.
+    `keeps`: the server may still read inputs in the session's own arena after the answer, as no other code writes to
+    them.
 
     `trace_context` returns parameters that are added to requests, while the server wants them.
     """
@@ -116,13 +117,13 @@ class Session(SessionRequests):
         self.goodbye: ServeError | None = None
         """The error with which the server ended the connection, if it sent one. `receive` raises it once."""
         self.wants_trace_context = True
-        """The server traces requests whose client gives a sampled trace context, or is not known yet."""
+        """The server traces requests with a sampled trace context, or has not said so yet."""
         self._trace_context = trace_context
         self._decode_packet = codec.Codec(BrokerMessage).decode
         self._decode = decode
-        """`receive` handles replies whose outputs are all inline without it."""
+        """Not used for replies whose outputs are all inline: `receive` handles these itself."""
         self._row_reply = row_reply
-        """Makes the answer of one request of a ReplyBatch."""
+        """Makes the reply to one request of a ReplyBatch."""
         self._on_limits = on_limits
         self._explain_lost = explain_lost
         self._keeps = keeps
@@ -161,7 +162,7 @@ class Session(SessionRequests):
         return settled
 
     def _take_descriptors(self, data: Any, descriptors: Sequence[int]) -> None:
-        """The n-th descriptor belongs to the n-th message that has one. All others are closed, also on errors."""
+        """The n-th descriptor belongs to the n-th message that has one. All others are closed, even on errors."""
         left = list(descriptors)
         try:
             for message in self._decode_packet(data):
@@ -242,7 +243,7 @@ class Session(SessionRequests):
 
     def _on_fail(self, message: Fail) -> int:
         if message.request == 0:
-            # It refers to no request. After a protocol error, a whole packet with unknown requests was refused.
+            # It refers to no request: after a protocol error, the server refused a whole packet with unknown requests.
             log.error("the server rejected a message of this client: %s", message.text)
             if message.code != ProtocolError.code:
                 return 0
@@ -265,7 +266,7 @@ class Session(SessionRequests):
 
     def _on_answer(self, message: Answer) -> int:
         settled = self.questions.on_answer(message)
-        self.urgent |= bool(self.outbox.messages)  # a request that waited for the answer
+        self.urgent |= bool(self.outbox.messages)  # such as a request that waited for this answer
         return settled
 
     def _on_fail_held(self, message: FailHeld) -> int:
@@ -352,7 +353,7 @@ class Session(SessionRequests):
         self.outbox.clear()
         for ticket in [self.tickets[number] for number in sorted(self.tickets)]:
             if ticket.message is None:
-                self._remove(ticket)  # cancelled, and unknown to the new server
+                self._remove(ticket)  # it was cancelled, and the new server does not know it
             elif isinstance(ticket.message, Ask):
                 self.questions.put_again(ticket.message)
         self._to_resend = renew(self.tickets, numbers, self.memory)
@@ -375,8 +376,8 @@ class Session(SessionRequests):
         raise from_wire(message.code, message.text)
 
     def disconnected(self) -> None:
-        """Handle a disconnect. Questions, requests without a sequence, and operations that were not begun are kept for
-        resending; requests of sequences, begun operations and begun streams fail.
+        """Handle a disconnect. Questions, requests without a sequence, and operations that have not begun are kept for
+        resending; requests of sequences, and operations and streams that have begun, fail.
         """
         self.connected = False
         self.outbox.clear()
@@ -405,7 +406,7 @@ class Session(SessionRequests):
         return Packet(codec.encode([Bye()]))
 
     def close(self) -> None:
-        """Fail all unanswered tickets and close the memory. Arrays that callers have stay valid."""
+        """Fail all unanswered tickets and close the memory. Arrays that callers hold stay valid."""
         self.fail_all(Cancelled("the client was closed before the response arrived"))
         self.memory.close()
 

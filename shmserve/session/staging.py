@@ -1,8 +1,8 @@
 """Decides whether tensors on a GPU are sent in place or through host memory.
 
 The caller need not know where a model runs. A model that is not on the tensor's GPU fails the request with HANDLE_LOST;
-the request is then resent with the bytes in host memory, and that model gets no GPU tensors any more on this
-connection. Requests of sequences are always staged: a resent one would have lost its place in the sequence.
+the request is then resent with the bytes in host memory, and that model gets no more GPU tensors on this connection.
+Requests of sequences are always staged: a resent request would have lost its place in the sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests that are answered in parts.
 
-Invariant: more parts are requested only after some were handed to the user. So a slow reader slows the model down
-(backpressure), and the number of buffered parts is bounded.
+Invariant: more parts are requested only after some were handed to the caller, so a slow reader slows the model down
+(backpressure) and the number of buffered parts is bounded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class StreamTicket(Ticket):
             raise InvalidRequest(f"window={window!r}: the number of responses in flight must be from 1 to {_LARGEST}")
         self.number = 0
         self.window = window
-        """Most parts that may be in flight, or received and not yet handed out."""
+        """Maximum number of parts in flight, or received and not yet handed out."""
         self.parts: deque[Result] = deque()
         self.handed = 0
-        """Parts handed out since more were last requested."""
+        """Number of parts handed out since more were last requested."""
         self.begun = False
-        """Whether a part was received: the request can then not be resent."""
+        """Whether a part was received, in which case the request cannot be resent."""
         self.ended = False
         self.error: ServeError | None = None
         """The error that ended the stream, or None. Parts received before it are handed out first."""

@@ -12,7 +12,7 @@ from shmserve.shm.views import Array
 
 
 class KeptInputs:
-    """What must stay unchanged while the server needs the inputs of a request."""
+    """Memory that must stay unchanged while the server needs the inputs of a request."""
 
     __slots__ = ("arrays", "blocks", "devices", "frames", "places", "received")
 
@@ -74,7 +74,7 @@ class Abandoned(Ticket):
         self.number = number
 
     def settle(self, answer: Any) -> None:
-        """Drop the answer. Its handles are already views, which are returned as they are dropped."""
+        """Drop the answer. Its handles are already views; dropping the views returns the handles."""
 
     def fail(self, error: ServeError) -> None:
         """Drop the error."""

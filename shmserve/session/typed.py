@@ -1,7 +1,7 @@
-"""Inputs that are Python numbers, strings or lists, whose data type only the model's metadata has.
+"""Inputs that are Python numbers, strings or lists, whose data types come from the model's metadata.
 
-Invariant: metadata is asked for once per model and version, and only for requests with such inputs. It is asked for
-again after a new connection, and after the server has refused a request as invalid, as the model may be another one.
+Invariant: metadata is queried once per model and version, and only for requests with such inputs. It is queried again
+after a reconnect, and after the server has refused a request as invalid, since the model may have changed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TypedModels:
         self._waiting[ask.request] = _Waiting(ask.model, ask.version, send)
 
     def take(self, number: int) -> _Waiting | None:
-        """The request that waits for the answer to this question; it waits no longer."""
+        """Remove and return the request that waits for the answer to this question."""
         return self._waiting.pop(number, None)
 
     def answered(self, waiting: _Waiting, ticket: Ticket, answer: Any) -> int:

@@ -175,7 +175,7 @@ def of_load(
 def of_traffic(
     shares: Mapping[int, int] | None, aliases: Mapping[str, int | None] | None, shadow: Mapping[int, int] | None = None
 ) -> Body:
-    """The body of `set_traffic`. JSON has only text as keys."""
+    """The body of `set_traffic`. JSON keys are always text."""
     numbers = [
         None if given is None else {str(key): value for key, value in given.items()} for given in (shares, shadow)
     ]

@@ -1,8 +1,9 @@
 """The event stream of the web page.
 
-The broker is asked once a second for all viewers together, more rarely if its answer takes long to make, and not at all
-while there are none. Invariant: no viewer waits for another one. A viewer that does not read is sent nothing; when it
-reads again, it gets in one event all that has changed, and after STALLED events without reading it is disconnected.
+The gateway queries the broker once a second for all viewers together, less often if the broker needs long for the
+reply, and not at all while there are no viewers. Invariant: no viewer waits for another. A viewer that does not read is
+sent nothing. When it reads again, one event has everything that has changed. After missing STALLED events it is
+disconnected.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from shmserve.session import Ticket
 
 PERIOD_S = 1.0
 BROKER_SHARE = 0.02
-"""Most of the broker's time to spend on the page."""
+"""Maximum fraction of the broker's time spent on the page."""
 VIEWERS = 64
-"""Most streams of a gateway."""
+"""Maximum number of streams of a gateway."""
 ADDRESS_VIEWERS = 16
-"""Most streams of one address. Not for loopback addresses, where all users of the machine have the same one."""
+"""Maximum number of streams of one address. Does not apply to loopback addresses, which all users of the machine
+share."""
 STALLED = 10
 log = logging.getLogger("shmserve.gateway")
 _encode = msgspec.json.Encoder().encode
@@ -47,7 +49,7 @@ class ViewerConnection(Protocol):
 
 
 class Viewer:
-    """`roles`: what its caller may do, which the page shows."""
+    """`roles`: the roles of its client, which the page shows."""
 
     def __init__(self, feed: PageFeed, connection: ViewerConnection, address: str, roles: Iterable[str]) -> None:
         self.feed = feed
@@ -57,9 +59,9 @@ class Viewer:
         self.number = 0
         """The last event sent."""
         self.missed = 0
-        """Events in a row that it was not sent because it does not read."""
+        """Number of consecutive events not sent because the viewer does not read."""
         self.is_down = False
-        """It knows that there is no server."""
+        """The viewer has been told that there is no server."""
 
     def disconnected(self) -> None:
         self.feed.remove(self)
@@ -84,7 +86,7 @@ class _Question(Ticket):
 
 
 class PageFeed:
-    """`servers`: those that the page shows beside its own."""
+    """`servers`: other servers that the page shows."""
 
     def __init__(self, link: GatewayLink, servers: Sequence[str] = ()) -> None:
         self._link = link
@@ -94,18 +96,18 @@ class PageFeed:
         self._networks: Counter[str] = Counter()
         self._rows = Rows()
         self._facts = b""
-        """What every event has of the last document, as JSON. Empty: there is none."""
+        """The part of the last document that every event repeats, as JSON. Empty: there is no document."""
         self._error = ""
-        """Why there is none, if the broker has been asked."""
+        """Why there is no document, if the broker has been queried."""
         self._next_at = 0.0
-        """The broker is not asked earlier, however often viewers come and go."""
+        """The broker is not queried earlier, however often viewers connect and disconnect."""
         self._asking = False
         self._timer: Any = None
 
     # ------------------------------------------------------------------------------------ viewers
 
     def check_room(self, address: str) -> None:
-        """Unavailable: there are too many streams."""
+        """Raises Unavailable if there are too many streams."""
         if len(self._viewers) >= VIEWERS:
             raise Unavailable(f"{VIEWERS} pages are open at this gateway, the limit; close one of them")
         network = network_of(address)
@@ -113,7 +115,7 @@ class PageFeed:
             raise Unavailable(f"{ADDRESS_VIEWERS} pages of this address are open, the limit; close one of them")
 
     def add(self, viewer: Viewer) -> None:
-        """The first event follows as soon as there is one."""
+        """The first event is sent as soon as there is one."""
         self._viewers[viewer] = None
         self._networks[viewer.network] += 1
         if self._facts or self._error:
@@ -176,7 +178,7 @@ class PageFeed:
         self._link.turns.run(rows.update(document["models"]), lambda _: self._updated(rows, facts), self._not_updated)
 
     def _updated(self, rows: Rows, facts: bytes) -> None:
-        """`rows` were the current ones when the update began; since then all viewers may have left."""
+        """`rows` were current when the update began; all viewers may have left since then."""
         if rows is self._rows and self._viewers:
             self._error = ""
             self._facts = facts
@@ -192,7 +194,7 @@ class PageFeed:
     # ------------------------------------------------------------------------------------ events
 
     def _send(self, viewer: Viewer, shared: dict[int, bytes]) -> None:
-        """`shared`: texts of this event, by the last event that a viewer has."""
+        """`shared`: texts of this event, by the last event that a viewer has received."""
         connection, number = viewer.connection, viewer.number
         if not connection.writable:
             viewer.missed += 1

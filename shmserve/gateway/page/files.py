@@ -38,9 +38,9 @@ _CONFINED = (
 
 
 def confinement(servers: Iterable[str] = ()) -> bytes:
-    """Headers of all responses of the page: it runs only its own code, connects to no other host than these servers,
-    cannot be shown in a frame, and its files cannot be used by pages of other origins. Trusted types forbid it to parse
-    text as HTML."""
+    """Headers of all responses of the page. The page runs only its own code, connects to no hosts but these servers,
+    and cannot be shown in a frame. Pages of other origins cannot use its files. Trusted types forbid it to parse text
+    as HTML."""
     policy = (*_POLICY, " ".join(("connect-src 'self'", *servers)))
     return b"Content-Security-Policy: " + "; ".join(policy).encode() + b"\r\n" + _CONFINED
 

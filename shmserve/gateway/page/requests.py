@@ -1,4 +1,4 @@
-"""Requests of the web page: its files, the event stream, and what is known of one model."""
+"""Requests of the web page: its files, the event stream, and the details of one model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PageHead(Protocol):
-    """The fields of a request's head that matter here."""
+    """The fields of a request's head that the page uses."""
 
     @property
     def route(self) -> Route: ...
@@ -63,7 +63,7 @@ class PageConnection(ViewerConnection, Protocol):
 
 
 class PageRequests:
-    """`servers`: those that the page shows beside its own."""
+    """`servers`: other servers that the page shows."""
 
     def __init__(self, link: GatewayLink, feed: PageFeed, servers: Sequence[str] = ()) -> None:
         self._link = link
@@ -72,7 +72,7 @@ class PageRequests:
         self._confined = confinement(servers)
 
     def begin(self, connection: PageConnection, head: PageHead) -> None:
-        """Answers the request. Raises errors for the client."""
+        """Answers the request. Raises the errors that the client receives."""
         if head.route.action is Action.PAGE_FILE:
             self._send_file(connection, head)
         elif head.route.action is Action.PAGE_EVENTS:

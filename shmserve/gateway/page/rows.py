@@ -1,8 +1,8 @@
-"""The rows that viewers are sent: what the query `activity` says of each version, without what is zero or empty.
+"""The rows sent to viewers: the reply to the query `activity` for each version, without zero and empty fields.
 
 Every version has the number of the event in which it last changed, so a viewer gets exactly the rows that have changed
-since its last event, however long ago that was. Invariant: a value that changes while nothing happens (the processor
-time of an idle process) is no change.
+since its last event, however long ago that was. Invariant: a value that changes while nothing happens, such as the CPU
+time of an idle process, does not count as a change.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from msgspec import Struct
 
 _encode = msgspec.json.Encoder().encode
 SLICE = 50
-"""Versions that are compared in one slice of work."""
+"""Number of versions compared in one slice of work."""
 MEMORY_STEP = 1 << 20
-"""Resident memory is rounded to this, as it changes all the time."""
+"""Resident memory is rounded to this, because it changes constantly."""
 KEPT_GONE = 1000
-"""Removed versions that are remembered. A viewer that has missed earlier ones gets everything."""
+"""Number of removed versions remembered. A viewer that has missed earlier removals gets everything."""
 
 Key = tuple[str, str]
 Document = dict[str, Any]
@@ -34,19 +34,19 @@ class Row(Struct):
 
 
 class Rows:
-    """`number`: of the last event, before the first one of these rows."""
+    """`number`: number of the last event before the first one of these rows."""
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
-        """Of the last event."""
+        """Number of the last event."""
         self.complete_since = number + 1
-        """A viewer that has not got this event needs everything: some removals before it are not known."""
+        """A viewer that has not received this event needs everything: some removals before it are no longer known."""
         self._rows: dict[Key, Row] = {}
         self._gone: dict[Key, int] = {}
-        """Removed version -> the event in which it was."""
+        """Removed version -> the event of its removal."""
 
     def update(self, models: list[Document]) -> Generator[None, None, None]:
-        """Takes over the new state as the next event. A generator, so that other work runs in between."""
+        """Makes the new state the next event. A generator, so that other work can run in between."""
         number = self.number + 1
         missing = set(self._rows)
         for index, entry in enumerate(models):

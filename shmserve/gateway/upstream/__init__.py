@@ -1,7 +1,7 @@
 """The gateway as a client of the broker.
 
 `link` is the one connection to the broker, shared by all endpoints. HTTP and gRPC send their requests through
-`requests`, which charges the client: a Plan for an inference, or a Question that `documents` made of a route and its
-arguments. `receive` has the buffers that bodies are read into, if possible in shared memory. `regions` and
+`requests`, which charges the client: a plan for an inference, or a BrokerQuery that `documents` has made from a route
+and its arguments. `receive` has the buffers that bodies are read into, if possible in shared memory. `regions` and
 `device_regions` are the shared memory that clients have registered, on the host and on GPUs.
 """

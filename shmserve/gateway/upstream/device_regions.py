@@ -1,5 +1,5 @@
 """CUDA shared memory regions that clients have registered. Invariant: the gateway never opens the memory. Its handle
-goes to the worker whose model reads or writes it; here only the UUID of the GPU is queried, through NVML."""
+goes to the worker whose model reads or writes it; the gateway only queries the UUID of the GPU, through NVML."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class DeviceOrder(Struct):
 
 
 class DeviceRegion:
-    """A registered region. Requests refer to parts of it; it stays registered with the broker until they are over."""
+    """A registered region. Requests refer to parts of it. The region stays registered with the broker until those
+    requests are over."""
 
     def __init__(self, name: str, order: DeviceOrder, foreign: Callable[[], ForeignMemory]) -> None:
-        """Raises the error for the client if the registration is invalid."""
+        """Raises the error that the client receives if the registration is invalid."""
         self.name = name
         self.users = 0
         self.unwanted = False
@@ -58,7 +59,7 @@ class DeviceRegion:
         return RegionPart(self._region, place.offset, place.size)
 
     def write(self, place: RegionSlice, parts: Sequence[Buffer]) -> None:
-        """The worker has written the output already; host memory is an error."""
+        """The worker has already written the output; an output in host memory is an error."""
         if parts:
             raise Unsupported(f"an output for CUDA shared memory region '{self.name}' was returned in host memory")
 

@@ -1,5 +1,5 @@
-"""Queries and operations: what to ask the broker, and the document that answers the client. Independent of the
-protocol: a request is a route and its arguments, an answer is the broker's JSON."""
+"""Queries and operations: the query to the broker, and the document for the client. Independent of the protocol: a
+request is a route and its arguments, a response is made from the broker's JSON."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _VERSIONS = re.compile(r"[0-9]{1,19}(,[0-9]{1,19}){0,63}", re.ASCII)
 _NO_MODEL = "failed to poll from model repository"
 _MEMORY = ("system_shared_memory", "cuda_shared_memory")
 _ASKED_BYTES = 1 << 20
-"""Maximum size of a body other than a load."""
+"""Maximum size of a body, except for loads."""
 _SETTINGS_BYTES = 16 * 1024
 _encode = msgspec.json.Encoder().encode
 
 
 class Route(Struct, frozen=True):
-    """What is requested, and of which model or region of shared memory."""
+    """The requested action, and its model or shared memory region."""
 
     action: Action
     model: str = ""
     version: str = ""
     kind: str = ""
-    """Kind of memory, system or cuda; `model` is then the name of the region. Or openai."""
+    """Kind of memory, system or cuda, in which case `model` is the name of the region; or openai."""
 
 
 class YesOrNo(Struct):
-    """Yes, or no with a reason. `name`: what is true, for a response in JSON; "": a response without a body."""
+    """Yes, or no with a reason. `name`: the key of the value in a JSON response; "": a response without a body."""
 
     yes: bool
     text: str = ""
@@ -56,8 +56,8 @@ def _raise(error: ServeError) -> Any:
 
 
 class BrokerQuery(Struct):
-    """A query to the broker. `show` converts the broker's answer to a document: a Flag, None for no body, or anything
-    that can be JSON. `failed` converts an error to a document, or raises it."""
+    """A query to the broker. `show` converts the broker's answer to a document: a YesOrNo, None for no body, or
+    anything that can be encoded as JSON. `failed` converts an error to a document, or raises it."""
 
     what: str
     show: Callable[[Any], Any] = _same
@@ -68,7 +68,7 @@ class BrokerQuery(Struct):
 
 
 class BadLoad(InvalidRequest):
-    """The model that was sent with a load is invalid. Clients match on this text."""
+    """The model in a load request is invalid. Clients match on this text."""
 
     def __init__(self, model: str, error: InvalidRequest) -> None:
         text, begin = str(error), f"failed to load '{model}'"
@@ -80,13 +80,13 @@ class BadLoad(InvalidRequest):
 
 
 class FixedDocument(Struct):
-    """A document for which the broker need not be asked."""
+    """A document that needs no query to the broker."""
 
     document: Any
 
 
 class Arguments(Struct):
-    """The arguments of a request beside its route. Each action uses its own."""
+    """The arguments of a request besides its route. Each action uses some of them."""
 
     only_ready: bool = False
     config: str | None = None
@@ -100,7 +100,7 @@ class Arguments(Struct):
 
 
 def question_of(route: Route, given: Arguments, regions: Regions) -> BrokerQuery | FixedDocument:
-    """The query, or the document if none is needed. Raises errors for the client."""
+    """The query, or the document if no query is needed. Raises the errors that the client receives."""
     model, version = route.model, route.version
     match route.action:
         case Action.LIVE | Action.READY:
@@ -143,7 +143,7 @@ def question_of(route: Route, given: Arguments, regions: Regions) -> BrokerQuery
 
 
 def error_body(text: str) -> bytes:
-    if not text.isascii():  # it may quote the client, and so contain a lone surrogate
+    if not text.isascii():  # it may quote the client and so contain a lone surrogate
         text = text.encode(errors="replace").decode()
     return _encode({"error": text})
 
@@ -177,7 +177,7 @@ def _flag(name: str, otherwise: str = "", shown: str = "") -> Callable[[Any], An
 
 
 def _not_there(error: ServeError) -> Any:
-    """For health, a server that is unreachable or stopping is an answer, not an error."""
+    """For health queries, an unreachable or stopping server is a result, not an error."""
     if isinstance(error, Unavailable):
         return YesOrNo(False)
     raise error
@@ -190,7 +190,7 @@ def _not_ready(error: ServeError) -> Any:
 
 
 def _was_not_there(error: ServeError) -> Any:
-    """Unloading a model that is not there succeeds."""
+    """Unloading a model that does not exist succeeds."""
     if isinstance(error, NotFound):
         return None
     raise error
@@ -288,7 +288,7 @@ def _check_size(body: bytes) -> None:
 
 
 def _only_ready(body: bytes) -> bool:
-    """As in Triton, a wrong type is reported however deep the value is nested: it ends the decoding."""
+    """As in Triton, a wrong type is reported at any nesting depth, and ends the decoding."""
     if not body.strip():
         return False
     _check_size(body)

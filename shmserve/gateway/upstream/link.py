@@ -1,5 +1,5 @@
-"""The lane to the broker, with tensors as bytes. Invariant: tensors are not decoded: no typed array is made of them and
-no string is parsed. Bytes pass unchanged from the network to the model and back."""
+"""The lane to the broker, with tensors as bytes. Invariant: tensors are never decoded into typed arrays or strings.
+Their bytes pass unchanged from the network to the model and back."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from shmserve.system.loop_polling import LoopPolling
 
 _BYTE = np.dtype("uint8")
 RETURN_BYTES = 4 << 20
-"""Outputs of this many bytes are returned to the server at once."""
+"""From this total size, outputs are returned to the server at once."""
 RETURN_S = 0.005
-"""After this time, outputs are returned without a request."""
+"""After this time, outputs are returned without waiting for the next request."""
 RECONNECT_S = 1.0
 """Time for which calls wait for a server that is being restarted."""
 Piece = bytes | bytearray | memoryview | Array
@@ -41,7 +41,7 @@ Piece = bytes | bytearray | memoryview | Array
 
 
 def _explain_lost(message: Fail, ticket: Ticket, memory: SessionMemory) -> Fail:
-    """The failure of a request whose memory a worker could not open, if it is memory that clients have registered."""
+    """The error for a request whose memory a worker could not open, if clients have registered that memory."""
     regions = _regions_of(ticket, memory)
     if any(region.on_gpu for region in regions):
         text = f"{message.text}; CUDA shared memory works only with models on the same GPU"
@@ -84,7 +84,7 @@ def _buffers(tensor: Tensor, memory: SessionMemory) -> list[Buffer]:
     if not isinstance(data, tuple):
         return [data]
     if len(data) == 1 and memory.is_own(data[0]):
-        return []  # it is in the client's region
+        return []  # the output is in the client's region
     dropped = memory.drops.dropped
     buffers: list[Buffer] = []
     left = list(data)
@@ -144,13 +144,13 @@ def allocate(memory: SessionMemory, size: int) -> Array:
 
 
 PARTIAL_SHARE = 0.5
-"""Up to this fraction of the memory for inputs is given to tensors of which only a part has arrived. The rest is for
-the inputs of complete requests, so clients that never finish a body cannot use it up."""
+"""Maximum fraction of the memory for inputs that may hold tensors of which only a part has arrived. The rest is
+reserved for complete requests, so clients that never finish a body cannot use it up."""
 
 
 def partial_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | None:
-    """Like `allocate`, before all bytes have arrived: `size` bytes, `shift` bytes after the start of a block. None:
-    receive them elsewhere and copy them."""
+    """Like `allocate`, for a tensor that has not arrived completely: `size` bytes, `shift` bytes after the start of a
+    block. None: receive the bytes elsewhere and copy them."""
     if memory.used >= PARTIAL_SHARE:
         return None
     try:
@@ -161,8 +161,8 @@ def partial_room(memory: SessionMemory, size: int, shift: int = 0) -> Room | Non
 
 
 class GatewayLink(LoopLink):
-    """The connection of a gateway to the broker. All endpoints share it, and clients share what it may have in
-    flight."""
+    """The connection of a gateway to the broker. All endpoints share it, and their clients share its limits on requests
+    in flight."""
 
     def __init__(
         self,
@@ -203,13 +203,13 @@ class GatewayLink(LoopLink):
         return not self.session.tickets
 
     def _returns_are_due(self) -> bool:
-        return False  # `_flusher` sees to them
+        return False  # `_flusher` returns them
 
     # ------------------------------------------------------------------------------------ returns of outputs
 
     def _flusher(self) -> Callable[[], None]:
-        """Large outputs that have been sent are returned to the server with the next request, as a message of its own
-        would wake up the broker once more; or alone, if none comes."""
+        """Returns large outputs that have been sent. They are returned with the next request, because a separate
+        message would wake the broker once more; or alone if no request follows."""
         send_now, reference = super()._flusher(), weakref.ref(self)
 
         def flush() -> None:

@@ -1,11 +1,11 @@
-"""Receive buffers for bodies of an announced length. Invariant: memory is reserved for what has arrived; an
-announcement alone reserves next to nothing.
+"""Receive buffers for bodies of an announced length. Invariant: memory is reserved in proportion to what has arrived.
+An announced length alone reserves almost nothing.
 
 Large tensors are received straight into shared memory that the worker maps, so the client's bytes are not copied. A
 block there can neither grow nor be reserved in part, so it is allocated once a sixteenth has arrived. That part is
-copied, and the pages of the block are warmed, little by little as the rest arrives: a turn of the loop costs as much as
-the bytes that it receives. A connection that has sent bodies of this size before gets the block at once: it reserves no
-more than it has sent.
+copied, and the pages of the block are warmed, gradually as the rest arrives, so the cost of a loop iteration is
+proportional to the bytes that it receives. A connection that has sent bodies of this size before gets the block at
+once: it reserves no more than it has sent.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from shmserve.gateway.kserve.answers import Buffer
 PART = 16
 """One part in PART must have arrived before memory is reserved for the whole body."""
 FIRST_BYTES = 64 * 1024
-"""Reserved at once."""
+"""Number of bytes reserved at once."""
 WINDOW_BYTES = 1024 * 1024
 """Maximum size of one read."""
 TRUSTED_BYTES = 16 << 20
-"""Most bytes that a connection may reserve for bodies of which nothing has arrived, having sent as many before."""
+"""Maximum size that a connection may reserve for bodies of which nothing has arrived. It must have sent as many bytes
+before."""
 
 
 class Room(NamedTuple):
-    """`warm(begin, end)` must be called before these bytes are used. Unavailable: the machine has no memory for
-    them."""
+    """`warm(begin, end)` must be called before these bytes are used. It raises Unavailable if the machine has no memory
+    for them."""
 
     memory: memoryview
     warm: Callable[[int, int], None]
 
 
 Allocate = Callable[[Buffer], Room | None]
-"""Gets the bytes that have arrived; None: use private memory."""
+"""Called with the bytes that have arrived. Returns None to use private memory."""
 
 
 class ReceiveBuffer:
-    """`allocate` allocates memory for the whole body. `trusted`: at once. `begin` and `add` raise Unavailable if the
-    machine has no more memory."""
+    """`allocate` allocates memory for the whole body. `trusted`: allocate at once. `begin` and `add` raise Unavailable
+    if the machine has no more memory."""
 
     __slots__ = ("_allocate", "_arrived", "_copied", "_end", "_trusted", "_warm", "filled", "memory", "placed", "size")
 
@@ -66,7 +67,7 @@ class ReceiveBuffer:
         return self.filled == self.size
 
     def begin(self, first: Buffer) -> int:
-        """Takes bytes that have arrived already, and returns how many."""
+        """Takes bytes that have already arrived, and returns how many."""
         enough = 0 if self._trusted else max(FIRST_BYTES, self.size // PART)
         taken = min(len(first), self.size)
         if max(taken, enough) >= self.size or taken >= enough:
@@ -88,7 +89,7 @@ class ReceiveBuffer:
         return self.memory[self.filled : self._end]
 
     def add(self, count: int) -> None:
-        """`count` bytes have arrived in `space`."""
+        """Called when `count` bytes have arrived in `space`."""
         self.filled += count
         if self.filled == len(self.memory) < self.size:
             self._reserve_all(self.memory)

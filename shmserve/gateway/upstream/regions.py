@@ -1,6 +1,6 @@
-"""Shared memory that clients have registered, for inputs and outputs. Invariant: the gateway never maps it. Its name is
-announced to the workers, which read and write it in place; if that is not possible, it is copied with pread and pwrite.
-CUDA regions are in `device_regions`."""
+"""Shared memory that clients have registered, for inputs and outputs. Invariant: the gateway never maps a region. Its
+name is announced to the workers, which read and write it in place. If that is not possible, the gateway copies with
+pread and pwrite. CUDA regions are in `device_regions`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAME = re.compile(r"/?[A-Za-z0-9_-][A-Za-z0-9_.-]{0,100}")
 _TRITON_PREFIX = "triton_python_backend_shm_region_"
 _MAX_REGIONS = 1024
 _MAX_ANNOUNCED = 512
-"""Limit on announced regions: a client may have only so many segments."""
+"""Maximum number of announced regions: the broker limits the segments of a client, and the gateway is one client."""
 
 
 class Registration(Struct):
@@ -41,25 +41,26 @@ class Registration(Struct):
 
 
 class Region:
-    """A registered region. Its descriptor is closed when nothing refers to it, including requests in flight."""
+    """A registered region. Its descriptor is closed when nothing refers to the region any more, including requests in
+    flight."""
 
     def __init__(
         self, name: str, order: Registration, descriptor: int, foreign: Callable[[], ForeignMemory] | None = None
     ) -> None:
-        """`foreign`: the foreign memory of the link that announces its name; None: the region is copied."""
+        """`foreign`: the foreign memory of the link, which announces the region's name; None: the region is copied."""
         self.name = name
         self.order = order
         self._descriptor = descriptor
         self._foreign = foreign
         self._passed: ForeignRegion | None = None
         self.users = 0
-        """Uses by requests in flight."""
+        """Number of uses by requests in flight."""
         self.unwanted = False
-        """Unregistered; to be removed when no request uses it."""
+        """The region is unregistered, and will be removed when no request uses it."""
         weakref.finalize(self, os.close, descriptor).atexit = False
 
     def part(self, place: RegionSlice) -> RegionPart | None:
-        """The place as workers find it. None: copy its bytes."""
+        """The region slice in the form that workers can open. None: copy its bytes."""
         if self._foreign is None or place.size <= INLINE_BYTES or not self._foreign().takes_names:
             return None
         if self._passed is None:
@@ -103,7 +104,7 @@ class Region:
 
 
 class Use:
-    """The regions that a request uses and the account it is charged to, both released when the request is over."""
+    """The regions that a request uses, and the account charged for it. Both are released when the request is over."""
 
     __slots__ = ("_payer", "_regions", "_used")
 
@@ -157,8 +158,8 @@ class Regions:
             raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway enables it")
 
     def unregister(self, kind: str, name: str) -> None:
-        """Without a name, all regions. A missing region is not an error. A region in use is removed when its requests
-        are over."""
+        """Without a name, unregisters all regions. A missing region is not an error. A region in use is removed when
+        its requests are over."""
         self._check_allowed()
         for region in self._of(kind):
             if not name or region.name == name:
@@ -198,7 +199,8 @@ class Regions:
         return [region.status() for region in regions]
 
     def find(self, place: RegionSlice) -> Region | DeviceRegion:
-        """The region of `place`. Raises errors for the client, also if the place is not entirely inside the region."""
+        """The region of `place`. Raises the errors that the client receives, including for a place that is not entirely
+        inside the region."""
         region = self._regions.get(place.region)
         if region is None:
             raise NotFound(f"Unable to find shared memory region: '{place.region}'")

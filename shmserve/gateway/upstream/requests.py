@@ -1,5 +1,5 @@
-"""Sends requests to the broker on behalf of HTTP and gRPC clients. Invariant: an error of one request is answered to
-that request only; the endpoint decides in which form."""
+"""Sends requests to the broker on behalf of HTTP and gRPC clients. Invariant: an error in one request affects only the
+response to that request; the endpoint decides its form."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shmserve.session.gpu.foreign_memory import RegionPart
 log = logging.getLogger("shmserve.gateway")
 _CACHED_MODELS = 1024
 NO_TIME = 0.0
-"""Passed as the current time: the session uses it only for requests with a timeout of their own."""
+"""Passed as the current time, which the session uses only for requests with a client timeout."""
 
 
 class PendingCall(Ticket):
-    """A call with one answer, charged to the client that waits for it."""
+    """A call with one reply, charged to the client that waits for it."""
 
     __slots__ = ("input_bytes", "payer")
 
@@ -55,7 +55,7 @@ class PendingCall(Ticket):
 
 
 class PendingInference(PendingCall):
-    """`check`, if any, is called with this call and the reply. False: the request has been sent again."""
+    """`check`, if set, is called with this call and the reply. It returns False if it has sent the request again."""
 
     __slots__ = ("check",)
 
@@ -75,7 +75,7 @@ class PendingInference(PendingCall):
 
 
 class PendingQuery(PendingCall):
-    """A query: its document is passed to `then`, an error to `otherwise`."""
+    """A query. Its document is passed to `then`, an error to `otherwise`."""
 
     __slots__ = ("_otherwise", "_query", "_then")
 
@@ -97,7 +97,7 @@ class PendingQuery(PendingCall):
 
 
 class PendingStream(StreamTicket):
-    """A request with any number of answers, charged to the client that waits for them. Each part is a Held."""
+    """A request with any number of responses, charged to the client that waits for them. Each part is a Held."""
 
     __slots__ = ("input_bytes", "payer")
 
@@ -116,7 +116,7 @@ class PendingStream(StreamTicket):
         super().fail(error)
 
     def settle(self, answer: Any) -> None:
-        """The single answer of a model that is not decoupled, as the last part."""
+        """Handles the single reply of a model that is not decoupled as the last part."""
         if type(answer) is Reply:
             answer = Held(answer, [[tensor.data] for tensor in answer.outputs if type(tensor.data) is bytes])
         self.part(answer, True)
@@ -132,7 +132,7 @@ def withdraw(link: GatewayLink, ticket: Charge) -> None:
 
 
 def serve_error(error: Exception) -> ServeError:
-    """The error for the client. An unexpected exception is logged."""
+    """The error that the client receives. An unexpected exception is logged."""
     if isinstance(error, ServeError):
         return error
     log.error("cannot forward a response", exc_info=error)
@@ -140,7 +140,7 @@ def serve_error(error: Exception) -> ServeError:
 
 
 def ask(link: GatewayLink, payer: Payer, ticket: Charge, query: BrokerQuery) -> None:
-    """Sends a query. Raises errors for the client; Unavailable if a share is exceeded."""
+    """Sends a query. Raises the errors that the client receives, such as Unavailable if a share is exceeded."""
     payer.questions.charge(ticket, 0)
     try:
         link.session.ask(ticket, query.what, NO_TIME, query.model, query.version or None, None, query.body)
@@ -151,7 +151,7 @@ def ask(link: GatewayLink, payer: Payer, ticket: Charge, query: BrokerQuery) -> 
 
 
 class _Learning(Ticket):
-    """Finds out whether the outputs of a model can be written into regions by workers: not those of an ensemble."""
+    """Finds out whether workers can write the outputs of a model into regions: for an ensemble they cannot."""
 
     __slots__ = ("_found", "_key")
 
@@ -189,7 +189,7 @@ class RequestSender:
         self.link = link
         self.regions = regions
         self._model_outputs: BoundedCache[tuple[str, str], list[str]] = BoundedCache(_CACHED_MODELS)
-        """Empty: not known yet, or not as in the configuration."""
+        """Model and version -> its outputs. Empty: not known yet, or different from the configuration."""
         self._by_workers: BoundedCache[tuple[str, str], bool] = BoundedCache(_CACHED_MODELS)
 
     def local_input(self, spec: InputPlan) -> Any:
@@ -212,7 +212,7 @@ class RequestSender:
         return {name: self.regions.find(place) for name, place in plan.places.items()} if plan.places else None
 
     def _outputs(self, plan: RequestPlan, model: str, version: str, window: int) -> Any:
-        """The requested outputs; one with a place gets the part that the worker writes, if possible."""
+        """The requested outputs. An output with a target region gets the part that the worker writes, if possible."""
         parts = {}
         for name, place in plan.places.items():
             region = self.regions.find(place)
@@ -224,8 +224,8 @@ class RequestSender:
         return {**(outputs if isinstance(outputs, Mapping) else dict.fromkeys(outputs)), **parts}
 
     def _written_by_workers(self, model: str, version: str) -> bool:
-        """Not every output of an ensemble can be. The first request of a model queries its configuration, for later
-        requests."""
+        """Whether workers can write all outputs: not those of an ensemble. The first request of a model queries its
+        configuration, for later requests."""
         known = self._by_workers.get((model, version))
         if known is None:
             self._by_workers.put((model, version), False)
@@ -237,9 +237,8 @@ class RequestSender:
         self, ticket: PendingInference, model: str, version: str, outputs: list[str],
         again: Callable[[PendingInference], None],
     ) -> list[str] | None:  # fmt: skip
-        """The outputs to request. Those that name all outputs of the model, as most clients do, are left out: such a
-        request is encoded and checked faster, and can go straight to a worker over a lease. `again` sends the request
-        again."""
+        """The outputs to request. None if they are all outputs of the model, which most clients name: such a request is
+        encoded and checked faster, and can go straight to a worker over a lease. `again` sends the request again."""
         key = (model, version)
         known = self._model_outputs.get(key)
         if known is None:
@@ -250,7 +249,7 @@ class RequestSender:
         return outputs
 
     def _learn_outputs(self, key: tuple[str, str], ticket: PendingInference, reply: Reply) -> bool:
-        """The first request of a model has succeeded."""
+        """Called when the first request of a model has succeeded."""
         self._model_outputs.put(key, [])
         self.link.session.ask(_LearningOutputs(self._model_outputs, key), "config", NO_TIME, key[0], key[1] or None)
         self.link.send_soon()
@@ -260,7 +259,7 @@ class RequestSender:
         self, key: tuple[str, str], outputs: list[str], again: Callable[[PendingInference], None],
         ticket: PendingInference, reply: Reply,
     ) -> bool:  # fmt: skip
-        """A model that returns other outputs than its configuration had: name them again, from now on."""
+        """If the model's outputs differ from its configuration, outputs are named again from now on."""
         if [tensor.name for tensor in reply.outputs] == outputs:
             return True
         self._model_outputs.put(key, [])
@@ -272,15 +271,16 @@ class RequestSender:
         self, payer: Payer, model: str, version: str, plan: RequestPlan, pieces: Sequence[Piece], request_id: str,
         forwarded: dict[str, str] | None, ticket: PendingInference,
     ) -> None:  # fmt: skip
-        """`ticket` is the last argument, as it must not refer to itself: it refers to memory."""
+        """`ticket` is the last argument, so that a partial that the ticket holds need not refer to the ticket: a cycle
+        would keep its memory alive."""
         self.infer(payer, ticket, model, version, plan, pieces, request_id, forwarded)
 
     def infer(
         self, payer: Payer, ticket: Charge, model: str, version: str, plan: RequestPlan, pieces: Sequence[Piece],
         request_id: str, forwarded: dict[str, str] | None = None, window: int = 0,
     ) -> None:  # fmt: skip
-        """Raises errors for the client; Unavailable if a share is exceeded. `forwarded`: headers to pass on to the
-        model."""
+        """Raises the errors that the client receives, such as Unavailable if a share is exceeded. `forwarded`: headers
+        to pass on to the model."""
         link, options = self.link, plan.options
         payer.charge(ticket, sum([len(piece) for piece in pieces if not isinstance(piece, RegionPart)]))
         try:

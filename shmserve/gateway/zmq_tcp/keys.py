@@ -1,5 +1,5 @@
-"""Client keys of the ZeroMQ endpoint: a file of public keys and their roles, and ZAP, by which libzmq asks for access.
-Invariant: a client whose key is not in the file is refused in the handshake."""
+"""Client keys of the ZeroMQ endpoint: a file of public keys and their roles, and ZAP, the protocol by which libzmq
+checks access. Invariant: a client whose key is not in the file is refused in the handshake."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEY_BYTES = 32
 _CURVE = b"CURVE"
 _VERSION = b"1.0"
 UNKNOWN, FULL, GOOD = b"400", b"500", b"200"
-"""Status codes of ZAP. On 300 libzmq would not notify the client, which would retry for ever."""
+"""Status codes of ZAP. With 300, libzmq would not notify the client, which would retry forever."""
 
 
 class KeyEntry(Struct, frozen=True):

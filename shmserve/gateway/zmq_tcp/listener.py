@@ -2,7 +2,7 @@
 frame, frame, ...], as on ipc.
 
 Invariant: only libzmq handles a client before its handshake has succeeded with a permitted key. A client may choose its
-identity, so libzmq is asked for the key and connection of each message.
+identity, so the key and connection of each message come from libzmq.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shmserve.protocol.messages import PACKET_BYTES, Hello
 log = logging.getLogger("shmserve.gateway")
 
 QUEUE = 16
-"""Messages of one client that libzmq queues in each direction."""
+"""Number of messages that libzmq queues per client and direction."""
 BACKLOG = 1024
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 5000
@@ -43,7 +43,7 @@ HEARTBEAT_MS = 5000
 LINGER_MS = 500
 BURST = 64
 BURST_S = 0.001
-"""Messages, or the time, after which other work of the loop has its turn."""
+"""Number of messages, or time, after which other work of the event loop gets its turn."""
 FILE_S = 2.0
 """Interval at which the key file is checked for changes."""
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -63,7 +63,7 @@ class ZmqTcpListener(PeerHost):
         self.stopping = False
         self.messages = 0
         self.refused = 0
-        """Handshakes."""
+        """Number of refused handshakes."""
         self._loop = link.bind()
         self._allowed = allowed
         self._context: zmq.Context[Any] = zmq.Context()
@@ -95,7 +95,7 @@ class ZmqTcpListener(PeerHost):
         router.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
         router.setsockopt(zmq.ZAP_DOMAIN, b"shmserve")
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # libzmq can only close the connection for a frame above this size; a smaller one can be refused with a text.
+        # For a frame above this size, libzmq can only close the connection; a smaller one can be refused with a text.
         most = max(TCP_FRAME_BYTES, self.limits.input_bytes) + PACKET_BYTES
         router.setsockopt(zmq.MAXMSGSIZE, most)
         router.setsockopt(zmq.SNDHWM, QUEUE)
@@ -111,8 +111,8 @@ class ZmqTcpListener(PeerHost):
         return int(of.getsockopt(zmq.FD))
 
     def open(self, address: str, share: bool = False) -> int:
-        """Listens at tcp://HOST:PORT and returns the port. Raises OSError. `share`: other processes may listen on it
-        too; libzmq has no option for that, so the socket is created here."""
+        """Listens at tcp://HOST:PORT and returns the port. Raises OSError. `share`: other processes may also listen on
+        the port. libzmq has no option for that, so the socket is created here."""
         host, port = host_of(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=share) as listening:
@@ -136,7 +136,7 @@ class ZmqTcpListener(PeerHost):
     # ------------------------------------------------------------------------------------ input
 
     def _receive(self) -> None:
-        """The descriptors are edge-triggered, so read until nothing is left."""
+        """Reads until nothing is left, because the descriptors are edge-triggered."""
         self._scheduled = False
         if self._socket.closed:
             return
@@ -159,7 +159,7 @@ class ZmqTcpListener(PeerHost):
         self._flush()
 
     def _soon(self) -> None:
-        """Sending may have consumed the edge that signals input, so check again."""
+        """Schedules another check: sending may have consumed the edge that signals input."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._receive)
@@ -177,8 +177,9 @@ class ZmqTcpListener(PeerHost):
                 self.refused += 1
 
     def _cut(self, connection: int) -> None:
-        """libzmq does not limit connections in the handshake, so an excess one is shut down directly, which libzmq
-        notices. The descriptor may have been reused: then its port is another, or it is itself an excess connection."""
+        """libzmq does not limit connections in the handshake, so the socket of an excess connection is shut down
+        directly, and libzmq notices. The descriptor may have been reused: then its port differs, or it is itself an
+        excess connection."""
         try:
             with socket.socket(fileno=os.dup(connection)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == self._port:
@@ -206,7 +207,7 @@ class ZmqTcpListener(PeerHost):
         packet: Buffer = parts[1].buffer if len(parts) > 1 else b""
         if peer is None:
             if self._dropped.get(identity) == connection and not _is_hello(packet):
-                return  # the client was disconnected with a reason
+                return  # the client was disconnected and got the reason
             peer = self._enter(identity, connection, key, str(first.get("Peer-Address")))
             if peer is None:
                 return
@@ -276,7 +277,7 @@ class ZmqTcpListener(PeerHost):
         parts: list[Buffer] = [packet, *frames]
         if not peer.unsent and self._try(peer, parts):
             return
-        peer.unsent.append([bytes(part) for part in parts])  # the shared memory of the answer is returned
+        peer.unsent.append([bytes(part) for part in parts])  # the reply's shared memory is returned
         peer.unsent_bytes += sum(map(len, parts))
         self._stuck[peer] = None
         behind, limit = peer.unsent_bytes, self.limits.unsent_bytes
@@ -285,8 +286,8 @@ class ZmqTcpListener(PeerHost):
             self.drop(peer, True)
 
     def _try(self, peer: Peer, parts: Sequence[Buffer]) -> bool:
-        """Each part is copied once: CURVE copies it again anyway, and a buffer that libzmq borrows would be returned
-        through a thread of pyzmq."""
+        """Copies each part once: CURVE copies it again anyway, and pyzmq would release a buffer that libzmq borrows in
+        another thread."""
         self._soon()
         try:
             zmq_frames.send(self._socket, (peer.identity, *parts))
@@ -332,8 +333,8 @@ class ZmqTcpListener(PeerHost):
                     peer.entry = entry
 
     async def close(self) -> None:
-        """Stops accepting requests and waits for those in flight. It listens until then, as libzmq would close the
-        connections together with the listening socket."""
+        """Stops accepting requests and waits for those in flight. The socket keeps listening until then, because libzmq
+        would close the connections together with it."""
         self.stopping = True
         self._soon()
         await self._idle.wait()

@@ -1,6 +1,6 @@
 """One client of the ZeroMQ endpoint: its messages -> requests to the broker, and the answers -> messages. Invariant: no
-handle passes through here in either direction. Received frames are copied into this process's arena, and frames are
-copied when they are sent."""
+handle passes through in either direction. Received frames are copied into this process's arena, and frames are copied
+when they are sent."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ if TYPE_CHECKING:
 GIVEN_BY = "the file of --zmq-keys of the gateway"
 MISTAKES_S = 100
 MISTAKES = 1000
-"""A client may make MISTAKES errors at once and MISTAKES_S per second; above that it is disconnected."""
+"""A client may make MISTAKES errors at once and MISTAKES_S per second; beyond that it is disconnected."""
 
 decode = codec.Codec(ClientMessage).decode
 monotonic = time.monotonic
 
 
 class PeerHost:
-    """Interface of the listener as a peer sees it."""
+    """The listener's interface for its peers."""
 
     link: GatewayLink
     limits: ZmqLimits
@@ -189,7 +189,7 @@ class Peer:
     def _infer(self, infer: Infer, frames: Sequence[Buffer]) -> None:
         try:
             self._ask_model(infer, frames)
-        except ServeError as error:  # not counted as an error: a client may forward requests of others
+        except ServeError as error:  # not counted: the client may forward requests of others
             number = 0 if infer.request in self.tickets else infer.request
             self.queue(Fail(number, error.code, text_of(error)))
 
@@ -252,7 +252,7 @@ class Peer:
         self._drop_body(message.request)
         ticket = self.tickets.get(message.request)
         if ticket is None or isinstance(ticket, PeerQuery):
-            return  # already answered (the messages crossed), or a query or operation, which continues
+            return  # already answered (the messages crossed), or a query or operation, which is not cancelled
         withdraw(self._link, ticket)
         self._over(ticket)
         self.queue(Fail(message.request, Cancelled.code, "the request was cancelled by the client"))
@@ -335,7 +335,7 @@ class Peer:
         self.queue(Pong(message.number))
 
     def _pong(self, message: Pong) -> None:
-        """Unsolicited."""
+        """Handles a Pong, which is always unsolicited."""
 
     def _bye(self, message: Bye) -> None:
         self._listener.drop(self, False)
@@ -399,7 +399,7 @@ class Peer:
             release(ticket)
 
     def _send_framed(self, answer: Held, make: Callable[[tuple[Tensor, ...]], Reply | Part]) -> None:
-        """Sends an answer whose large outputs are frames after it, as a packet of its own."""
+        """Sends a reply with its large outputs as frames after it, in a separate packet."""
         if self.gone:
             return
         outputs: list[Tensor] = []
@@ -407,7 +407,7 @@ class Peer:
         for tensor, buffers in zip(answer.reply.outputs, answer.buffers, strict=True):
             if isinstance(tensor.data, tuple):
                 outputs.append(Tensor(tensor.name, tensor.dtype, tensor.shape, len(frames)))
-                # Rows from several workers become one frame, so they are joined.
+                # An output is one frame, so rows from several workers are joined.
                 frames.append(buffers[0] if len(buffers) == 1 else b"".join(buffers))
             else:
                 outputs.append(tensor)
@@ -444,7 +444,7 @@ class Peer:
 
 
 def _packed(message: Any) -> list[bytes]:
-    """An answer that just fitted into a packet may not fit with the client's own, larger request number."""
+    """Handles an answer that no longer fits into a packet because the client's own request number is larger."""
     try:
         return codec.pack([message])
     except Internal as error:

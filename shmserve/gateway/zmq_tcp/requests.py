@@ -1,5 +1,5 @@
-"""Tickets for requests of ZeroMQ clients, and the checks of their tensors. Invariant: there are no handles here, since
-no memory is shared over TCP."""
+"""Tickets for requests of ZeroMQ clients, and the checks of their tensors. Invariant: tensors have no handles, since no
+memory is shared over TCP."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class ZmqLimits(Struct, frozen=True):
     """Limits of the ZeroMQ endpoint."""
 
     input_bytes: int = 64 << 20
-    """Of the inputs of one request, and of the body of one operation."""
+    """Maximum size of the inputs of one request, and of the body of one operation."""
     unsent_bytes: int = 64 << 20
     connections: int = 1024
     key_connections: int = 256
 
 
 class Recipient(Protocol):
-    """Receives the answers."""
+    """Receives replies, parts and errors."""
 
     def answered(self, ticket: PeerRequest | PeerStream, answer: Reply | Held) -> None: ...
 
@@ -38,7 +38,7 @@ class Recipient(Protocol):
 
 
 class PeerRequest(PendingCall):
-    """A request of a peer with one answer."""
+    """A request of a peer with one reply."""
 
     __slots__ = ("peer", "request")
 
@@ -65,7 +65,8 @@ class PeerQuery(PeerRequest):
 
 
 class PeerStream(PendingStream):
-    """A request of a peer that is answered in parts. Parts are passed on as they arrive: the client asks for more."""
+    """A request of a peer that is answered in parts. Parts are passed on as they arrive, since the client itself asks
+    for more."""
 
     __slots__ = ("peer", "request")
 

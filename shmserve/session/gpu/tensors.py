@@ -1,7 +1,7 @@
 """Client tensors on a GPU: arenas that workers on the same GPU read and write.
 
 Invariant: a caller's other device memory, e.g. in a library's pool, is never exported itself, because that would expose
-everything next to it. It is copied once, on the device, into memory made for this.
+everything next to it. It is copied once, on the device, into memory allocated for this purpose.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class DeviceArray:
 
 
 class DeviceRef:
-    """An array of the caller's on a device. `stream`: the stream that writes it; None: unknown; -1: the writes are
-    complete. `block`: the memory that holds a copy of it.
+    """A caller's array on a device. `stream`: the stream that writes it; None: unknown; -1: the writes are complete.
+    `block`: the memory that holds a copy of it.
     """
 
     __slots__ = ("address", "block", "device", "dtype", "owner", "shape", "stream")
