@@ -1,7 +1,7 @@
 """The client for asyncio, on its default loop or on uvloop. Requests of one loop iteration are sent in one packet.
 
-Invariant: everything runs in the loop's thread. The loop watches the link's descriptors; the client has a task of its
-own only while it connects.
+Invariant: everything runs in the loop's thread. The loop watches the link's descriptors; the client runs a task only
+while it connects.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Ticket(Ticket):
 
 
 class AsyncFuture(asyncio.Future[Any]):
-    """What `AsyncClient.submit` returns. Cancelling it, or the task that awaits it, cancels the request."""
+    """The return value of `AsyncClient.submit`. Cancelling it, or the task that awaits it, cancels the request."""
 
     _link: LoopLink
     _ticket: Ticket
@@ -231,7 +231,7 @@ class AsyncClient:
             return False
 
     async def ready(self, model: str | None = None, version: int | str | None = None) -> bool:
-        """Whether the server, or this model, can take requests. False if there is no server; raises NotFound for an
+        """Whether the server, or this model, accepts requests. False if there is no server; raises NotFound for an
         unknown model.
         """
         try:
@@ -240,7 +240,7 @@ class AsyncClient:
             return False
 
     async def wait_ready(self, model: str | None = None, timeout: float | None = None) -> None:
-        """Wait until the server, or this model, can take requests. Raises DeadlineExceeded after `timeout` seconds, or
+        """Wait until the server, or this model, accepts requests. Raises DeadlineExceeded after `timeout` seconds, or
         Unavailable as soon as loading has failed and waiting cannot help.
         """
         wait = ReadyWait(self.url, model, timeout)
@@ -305,7 +305,7 @@ class AsyncClient:
         return answer
 
     async def logs(self, model: str | None = None, after: int = 0) -> dict[str, Any]:
-        """The latest records of the server's log, or those about a model; with `after`, later ones than this number."""
+        """The latest records of the server's log, or of one model; with `after`, those after this number."""
         answer: dict[str, Any] = await self._ask("logs", model or "", after or None)
         return answer
 
@@ -333,9 +333,9 @@ class AsyncClient:
         """Load a model, or apply the changes to a loaded one; returns when it is READY.
 
         `config` (a mapping, or its JSON) replaces the configuration file. With `files` (names such as "1/model.onnx"
-        mapped to bytes or paths), the model is not read from the repository at all. `previous` rolls back to what was
-        served before the last load, in every control mode. `versions`: serve exactly these, in place of those that
-        the configuration selects. Without `timeout` there is no time limit.
+        mapped to bytes or paths), the model is not read from the repository at all. `previous` rolls back to the state
+        before the last load, in every control mode. `versions`: serve exactly these instead of those that the
+        configuration selects. Without `timeout` there is no time limit.
         """
         operation, body = loading(config, files, previous, versions)
         answer: dict[str, Any] = await self._operate(operation, model, None, timeout, body)
@@ -353,7 +353,7 @@ class AsyncClient:
         """Unload a model; earlier requests are answered first. Without `wait`, return immediately.
 
         `unload_dependents`: also unload the models that were loaded only because this ensemble needs them. `force`:
-        fail earlier requests, and kill the model's processes. DeadlineExceeded says what is still pending; the model
+        fail earlier requests, and kill the model's processes. DeadlineExceeded names what is still pending; the model
         keeps unloading.
         """
         body = of_unload(unload_dependents, wait, force, timeout)
@@ -369,11 +369,12 @@ class AsyncClient:
         aliases: Mapping[str, int | None] | None = None,
         shadow: Mapping[int, int] | None = None,
     ) -> dict[str, Any]:
-        """How the requests that name no version are divided, after the given changes.
+        """Apply the given changes, and return how requests without a version are divided.
 
         `shares` maps versions to percent and replaces earlier shares; the rest goes to the highest version without a
         share. `aliases` maps names to versions: "MODEL@NAME" is then that version. None as version removes an alias.
-        `shadow` maps a version to the percentage of these requests that it also gets, to compare its answers; {}: none.
+        `shadow` maps a version to the percentage of these requests that are also sent to it, to compare its answers;
+        {}: none.
         """
         if shares is None and not aliases and shadow is None:
             found: dict[str, Any] = await self._ask("traffic", model)
@@ -396,16 +397,16 @@ class AsyncClient:
         return answer
 
     async def service(self) -> dict[str, Any]:
-        """Whether the server is out of service (`drain`), and what it still has: requests, sequences, quiet_seconds.
+        """Whether the server is out of service (`drain`), and its remaining work: requests, sequences, quiet_seconds.
 
-        quiet_seconds: how long the server, which is out of service, has had no request and no sequence.
+        quiet_seconds: how long a server that is out of service has had no request and no sequence.
         """
         answer: dict[str, Any] = await self._ask("service")
         return answer
 
     async def drain(self) -> dict[str, Any]:
-        """Take the server out of service: it is not ready, and still answers every request that arrives. Returns at
-        once; see `service` for when it is empty.
+        """Take the server out of service: it reports not ready, but still answers every request that arrives. Returns
+        at once; `service` tells when it is empty.
         """
         answer: dict[str, Any] = await self._operate("set_service", "", None, self._timeout, of_service(True))
         return answer

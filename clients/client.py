@@ -30,15 +30,15 @@ Outputs = Iterable[str] | Mapping[str, np.ndarray[Any, Any] | DeviceArray | TopK
 
 
 class Client:
-    """A connection to a server. It is thread-safe; after a fork, the child opens a connection of its own.
+    """A connection to a server. It is thread-safe; after a fork, the child opens its own connection.
 
     `url` is None for the server of this machine and user (or of `runtime_dir`), `unix:///path/lane.sock`,
     `ipc:///path/broker.sock`, or `tcp://host:port`. The first call that needs the connection opens it; a lost
     connection is reopened, with retries for up to `reconnect_timeout` seconds. `timeout` is the default for `infer`,
     `submit`, `stream` and queries, in seconds. `memory` selects how large tensors are passed over ipc: posix (named
     shared memory) or frames (copies). `memory_bytes` limits the shared memory for inputs and `empty`. Over tcp,
-    `key_file` is the client's own NAME.key from `shmserve keygen`, and `server_key` the public key of the server, or
-    its file; their defaults are SHMSERVE_KEY_FILE and SHMSERVE_SERVER_KEY.
+    `key_file` is the client's own NAME.key from `shmserve keygen`, and `server_key` the server's public key or its
+    file; the defaults are SHMSERVE_KEY_FILE and SHMSERVE_SERVER_KEY.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class Client:
 
     # `infer`, `submit` and `stream`, here and in AsyncClient, each write out the arguments of a request. With
     # `**options: Unpack[...]`, a call with a timeout would take 260 ns instead of 130 to reach the session, and with
-    # five arguments 430 instead of 120; help() would not list them, and a misspelt one would fail in the session.
+    # five arguments 430 instead of 120; help() would not list the arguments, and a misspelt one would fail in the
+    # session.
     def infer(
         self,
         model: str,
@@ -168,7 +169,7 @@ class Client:
     ) -> Stream:
         """Run the model once and iterate over its answers as they arrive. Also works for a model with a single answer.
 
-        At most `window` answers are in flight or buffered here: a model that is faster than its reader is held back.
+        At most `window` answers are in flight or buffered: a model that is faster than its reader is held back.
         `timeout` covers all answers together. Leaving the loop early cancels the request.
         """
         link = self._link
@@ -241,7 +242,7 @@ class Client:
             return False
 
     def ready(self, model: str | None = None, version: int | str | None = None) -> bool:
-        """Whether the server, or this model, can take requests. False if there is no server; raises NotFound for an
+        """Whether the server, or this model, accepts requests. False if there is no server; raises NotFound for an
         unknown model.
         """
         try:
@@ -250,10 +251,10 @@ class Client:
             return False
 
     def wait_ready(self, model: str | None = None, timeout: float | None = None) -> None:
-        """Wait until the server, or this model, can take requests. Raises DeadlineExceeded after `timeout` seconds, or
+        """Wait until the server, or this model, accepts requests. Raises DeadlineExceeded after `timeout` seconds, or
         Unavailable as soon as loading has failed and waiting cannot help.
 
-        Also waits for a server that is not running yet, and for a model that it does not have yet.
+        Also waits for a server that is not running yet, and for a model that does not exist yet.
         """
         wait = ReadyWait(self.url, model, timeout)
         while True:
@@ -318,7 +319,7 @@ class Client:
         return answer
 
     def logs(self, model: str | None = None, after: int = 0) -> dict[str, Any]:
-        """The latest records of the server's log, or those about a model; with `after`, later ones than this number."""
+        """The latest records of the server's log, or of one model; with `after`, those after this number."""
         answer: dict[str, Any] = self._ask("logs", model or "", after or None)
         return answer
 
@@ -346,9 +347,9 @@ class Client:
         """Load a model, or apply the changes to a loaded one; returns when it is READY.
 
         `config` (a mapping, or its JSON) replaces the configuration file. With `files` (names such as "1/model.onnx"
-        mapped to bytes or paths), the model is not read from the repository at all. `previous` rolls back to what was
-        served before the last load, in every control mode. `versions`: serve exactly these, in place of those that
-        the configuration selects. Without `timeout` there is no time limit.
+        mapped to bytes or paths), the model is not read from the repository at all. `previous` rolls back to the state
+        before the last load, in every control mode. `versions`: serve exactly these instead of those that the
+        configuration selects. Without `timeout` there is no time limit.
         """
         operation, body = loading(config, files, previous, versions)
         answer: dict[str, Any] = self._operate(operation, model, None, timeout, body)
@@ -366,7 +367,7 @@ class Client:
         """Unload a model; earlier requests are answered first. Without `wait`, return immediately.
 
         `unload_dependents`: also unload the models that were loaded only because this ensemble needs them. `force`:
-        fail earlier requests, and kill the model's processes. DeadlineExceeded says what is still pending; the model
+        fail earlier requests, and kill the model's processes. DeadlineExceeded names what is still pending; the model
         keeps unloading.
         """
         body = of_unload(unload_dependents, wait, force, timeout)
@@ -382,11 +383,12 @@ class Client:
         aliases: Mapping[str, int | None] | None = None,
         shadow: Mapping[int, int] | None = None,
     ) -> dict[str, Any]:
-        """How the requests that name no version are divided, after the given changes.
+        """Apply the given changes, and return how requests without a version are divided.
 
         `shares` maps versions to percent and replaces earlier shares; the rest goes to the highest version without a
         share. `aliases` maps names to versions: "MODEL@NAME" is then that version. None as version removes an alias.
-        `shadow` maps a version to the percentage of these requests that it also gets, to compare its answers; {}: none.
+        `shadow` maps a version to the percentage of these requests that are also sent to it, to compare its answers;
+        {}: none.
         """
         if shares is None and not aliases and shadow is None:
             found: dict[str, Any] = self._ask("traffic", model)
@@ -409,16 +411,16 @@ class Client:
         return answer
 
     def service(self) -> dict[str, Any]:
-        """Whether the server is out of service (`drain`), and what it still has: requests, sequences, quiet_seconds.
+        """Whether the server is out of service (`drain`), and its remaining work: requests, sequences, quiet_seconds.
 
-        quiet_seconds: how long the server, which is out of service, has had no request and no sequence.
+        quiet_seconds: how long a server that is out of service has had no request and no sequence.
         """
         answer: dict[str, Any] = self._ask("service")
         return answer
 
     def drain(self) -> dict[str, Any]:
-        """Take the server out of service: it is not ready, and still answers every request that arrives. Returns at
-        once; see `service` for when it is empty.
+        """Take the server out of service: it reports not ready, but still answers every request that arrives. Returns
+        at once; `service` tells when it is empty.
         """
         answer: dict[str, Any] = self._operate("set_service", "", None, self._timeout, of_service(True))
         return answer

@@ -1,5 +1,5 @@
-"""What `submit` returns: a concurrent.futures.Future, as far as wait(), as_completed() and asyncio.wrap_future() use
-one.
+"""The return value of `submit`: a concurrent.futures.Future, as far as wait(), as_completed() and asyncio.wrap_future()
+need one.
 
 Locks, callback lists and conditions are only created on demand, so a plain future stays cheap.
 """
@@ -48,14 +48,14 @@ class AnswerReader(Protocol):
 
 
 class Watch:
-    """What to notify when a future is done: callbacks and waiting threads."""
+    """The callbacks and waiting threads to notify when a future is done."""
 
     __slots__ = ("callbacks", "counted", "gates", "waiters")
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[Any], object]] = []
         self.counted = False
-        """Whether it counts as a reason to keep the reader thread running."""
+        """Whether this watch keeps the reader thread running."""
         self.gates: list[Any] = []
         """Locks of threads that wait for the result while another thread reads."""
         self.waiters: list[Any] = []
@@ -195,7 +195,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
 
     @property
     def _condition(self) -> Any:  # type: ignore[override]
-        """Shared by all futures of a client."""
+        """The condition that all futures of a client share."""
         return self._reader.condition
 
     @property

@@ -1,7 +1,7 @@
-"""What `stream` returns: an iterator over the answers of one request, for threads or for asyncio.
+"""The return value of `stream`: an iterator over the answers of one request, for threads or for asyncio.
 
-Invariant: closing or dropping an iterator cancels its request. asyncio is imported only where it runs, as `Client`
-needs this module and an eighth of its import time would be asyncio's.
+Invariant: closing or dropping an iterator cancels its request. asyncio is imported only where it is used: `Client`
+imports this module, and asyncio would be an eighth of its import time.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ POLL_S = 0.05
 """Initial polling interval; grows by half each time, up to ten times this."""
 REASONS = 5
 REASON_CHARACTERS = 300
-"""The most reasons that an error text has, and the most characters of each: a reason may be a model's traceback."""
+"""Maximum number of reasons in an error text, and maximum length of each: a reason may be a model's traceback."""
 
 OUT_OF_SERVICE = "it is out of service; `shmserve drain --undrain` puts it back"
 
 
 class ReadyWait:
-    """The state of one `wait_ready`. A client asks repeatedly, reports each answer or error, and pauses in between."""
+    """The state of one `wait_ready`. A client queries repeatedly, reports each answer or error, and pauses in
+    between."""
 
     def __init__(self, url: str, model: str | None, timeout: float | None) -> None:
         if timeout is not None:
@@ -44,9 +45,7 @@ class ReadyWait:
         self._last = None
 
     def failed(self, error: ServeError) -> None:
-        """Raises the error if waiting cannot help. A query that merely ran out of time does not replace the previous
-        error.
-        """
+        """Raises the error if waiting cannot help. A query that only timed out does not replace the previous error."""
         self._loading_ended = self._out_of_service = False
         if isinstance(error, DeadlineExceeded):
             self._last = self._last or error
@@ -56,7 +55,7 @@ class ReadyWait:
             raise error
 
     def is_over(self) -> bool:
-        """Whether there is no time for another query, or nothing is being loaded any more."""
+        """Whether there is no time for another query, or no model is being loaded any more."""
         return self._loading_ended or time.monotonic() + self._pause >= self._end
 
     def next_pause(self) -> float:

@@ -1,6 +1,6 @@
 """The argument parser of a command: short help, full help, and suggestions for misspelled words.
 
-`--help` fits a terminal of 24 lines and 80 columns, `--help-all` lists everything. Invariant: only what `--help` needs
+`--help` fits a terminal of 24 lines and 80 columns; `--help-all` lists everything. Invariant: only what `--help` needs
 is imported here.
 """
 
@@ -18,14 +18,14 @@ SYNONYMS = {
     "benchmark": "bench", "list": "models", "ls": "models", "metrics": "stats", "perf": "bench", "predict": "infer",
     "ps": "models", "reload": "load", "start": "serve", "status": "models", "tail": "logs", "validate": "check",
 }  # fmt: skip
-"""Words of other programs for a command of this one."""
+"""Commands of other programs -> the command of this one."""
 
 EXAMPLES = 3
-"""The most examples in the short help."""
+"""Maximum number of examples in the short help."""
 
 
 def rare(action: argparse.Action) -> argparse.Action:
-    """Leave the option out of `--help`; `--help-all` has it."""
+    """Leave the option out of `--help`; `--help-all` lists it."""
     action.rare = True  # type: ignore[attr-defined]
     return action
 
@@ -41,7 +41,7 @@ class _HelpAll(argparse.Action):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """`examples`: lines of the help. `also`: a row for options that `--help` does not list one by one."""
+    """`examples`: lines of the help. `also`: a row for options that `--help` does not list individually."""
 
     def __init__(self, examples: str = "", also: tuple[str, str] | None = None, **more: Any) -> None:
         super().__init__(
@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
         self.examples = [line for line in examples.splitlines() if line.strip()]
         self.also = also
         self.synonyms: Mapping[str, str] = {}
-        """Options of other programs for an option of this command."""
+        """Options of other programs -> the option of this command."""
         rare(self.add_argument("-h", "--help", action="help", help="show the usual options"))
         rare(self.add_argument("--help-all", action=_HelpAll, help="show all options"))
 
@@ -118,7 +118,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"unknown option {name}{hint}"
 
     def surplus(self, rest: Sequence[str]) -> str:
-        """The error text for words that the command does not take."""
+        """The error text for unexpected arguments."""
         return f"too many arguments: {' '.join(rest)}"
 
 
@@ -134,7 +134,7 @@ def _positional(action: argparse.Action) -> str:
 
 
 def names_of(action: argparse.Action) -> str:
-    """The argument in a list, e.g. `-i, --input NAME=VALUE`."""
+    """The argument as it appears in the list, e.g. `-i, --input NAME=VALUE`."""
     if not action.option_strings:
         return _metavar(action)
     names = ", ".join(action.option_strings)
@@ -144,6 +144,6 @@ def names_of(action: argparse.Action) -> str:
 
 
 def _first_text(action: argparse.Action) -> str:
-    """The help up to `; `, which separates the essential from details, and without the default if it is long."""
+    """The help up to `; `, which separates the main text from details, and without the default if it is long."""
     text = (action.help or "").partition("; ")[0] % {"default": action.default}
     return text if len(text) <= width() - LEFT - 4 else text.partition(" (")[0]

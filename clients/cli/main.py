@@ -23,7 +23,7 @@ from shmserve.terminal.errors import Failed, Misuse
 
 
 def _serve(options: Sequence[str]) -> int:
-    """Replace this process by the broker."""
+    """Replace this process with the broker."""
     if text := missing("serve"):
         print(f"shmserve serve: {text}", file=sys.stderr)
         return 1

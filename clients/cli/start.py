@@ -1,4 +1,4 @@
-"""The program `shmserve`: imports the command, during which Ctrl-C just ends the process, and runs it."""
+"""The program `shmserve`: imports the command and runs it. During the import, Ctrl-C just ends the process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A server for one command: it has its own sockets, is watched while it loads, and ends with the command.
+"""A server for one command: it has its own sockets, is monitored while it loads, and ends with the command.
 
-Invariant: nothing outlives the `with` block, unless this process is killed with SIGKILL.
+Invariant: no process or file outlives the `with` block, unless this process is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STOP_S = 30.0
 CONNECT_S = 1.0
 LONGEST = 60
-"""Longest path of the temporary folder, in bytes."""
+"""Maximum length of the path of the temporary folder, in bytes."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _KEPT = ("SHMSERVE_BACKEND_CONFIG", "SHMSERVE_HOST_POLICY", "SHMSERVE_DISABLE_AUTO_COMPLETE_CONFIG")
 """Settings that a model may need to load. All others belong to another server, e.g. its log file and sockets."""
@@ -45,7 +45,7 @@ class TemporaryServer:
 
     def __enter__(self) -> TemporaryServer:
         try:
-            with _delayed_signals():  # one in between would leave a process or a folder that nothing refers to
+            with _delayed_signals():  # a signal in between would leave a process or a folder that nothing refers to
                 self._folder = tempfile.TemporaryDirectory(prefix="shmserve-check-", dir=temporary_dir(LONGEST))
                 try:
                     self._start()
@@ -53,7 +53,7 @@ class TemporaryServer:
                     self._folder.cleanup()
                     raise
         except (KeyboardInterrupt, SystemExit):
-            if self._started:  # otherwise it arrived before signals were delayed
+            if self._started:  # otherwise the signal arrived before signals were delayed
                 self.__exit__()
             raise
         return self
@@ -122,7 +122,7 @@ class TemporaryServer:
         self._process.terminate()
         try:
             self._process.wait(STOP_S)
-        except BaseException as error:  # also on a second Ctrl-C, so that nothing is left behind
+        except BaseException as error:  # including a second Ctrl-C, so that nothing is left behind
             workers = _children(self._process.pid)
             self._process.kill()
             self._process.wait()
@@ -133,7 +133,7 @@ class TemporaryServer:
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """Within this block SIGTERM and SIGHUP end the program like Ctrl-C, through every `finally`."""
+    """Within this block, SIGTERM and SIGHUP end the program as Ctrl-C does, running every `finally`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -151,14 +151,14 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _delayed_signals() -> Iterator[None]:
-    """Within this block Ctrl-C, SIGTERM and SIGHUP are kept until its end."""
+    """Within this block, Ctrl-C, SIGTERM and SIGHUP are delayed until its end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING)}
     kept = [number for number, handler in before.items() if callable(handler)]
-    for number in kept:  # a handler, not a mask: the child process would inherit that
+    for number in kept:  # a handler, not a mask, which the child process would inherit
         signal.signal(number, lambda received, _frame: arrived.append(received))
     try:
         yield

@@ -1,7 +1,7 @@
 """The load generator of `shmserve bench`: it measures any server that speaks the native protocol or KServe v2.
 
-A `plan` says what to send where, and for how long. `measure` carries it out: generator processes (`generation`) send
+A `plan` defines what to send where, and for how long. `measure` carries it out: generator processes (`generation`) send
 the requests through a target (`targets`) and return the times of all responses, which `analysis` turns into results;
-`search` says which load comes next. The outcome is a `record`: the saved run, which `report` prints. `calibration`
-measures the generator itself, against an `echo` server.
+`search` chooses the next load. The outcome is a `record`: the saved run, which `report` prints. `calibration` measures
+the generator itself, against an `echo` server.
 """

@@ -1,4 +1,4 @@
-"""Measures the generator itself: the requests of a plan, against an echo server of the same protocol."""
+"""Measures the generator itself: sends the requests of a plan to an echo server of the same protocol."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ END_S = 20.0
 
 
 def calibrate(plan: Plan) -> Echo:
-    """What one generator process can do with the requests of this plan; over tcp, https and grpcs, without encryption.
-    Raises as `measure` does, if the plan's server does not answer.
+    """The limit of one generator process for the requests of this plan; over tcp, https and grpcs, without encryption.
+    Raises the same errors as `measure` if the plan's server does not answer.
     """
     return asyncio.run(_calibrate(plan))
 
@@ -74,7 +74,7 @@ def _kind(endpoint: Endpoint) -> str:
 
 @asynccontextmanager
 async def _echo(kind: str, facts: ModelFacts) -> AsyncIterator[str]:
-    """The url of an echo server in a process of its own, for the block."""
+    """Yields the url of an echo server, which runs in a separate process for the duration of the block."""
     reader, writer = os.pipe()
     documents = {
         "metadata": {

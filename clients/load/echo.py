@@ -41,7 +41,7 @@ UNIX, IPC = "unix", "ipc"
 OUTPUT = Tensor("output", "FP32", (1,), b"\0\0\0\0")
 SERVER = {"name": "echo", "version": "1", "extensions": []}
 RIGHTS = 253
-"""The kernel's limit of descriptors in a message."""
+"""The kernel's limit on descriptors per message."""
 
 
 class _Native:
@@ -123,7 +123,7 @@ def _serve_ipc(folder: Path, native: _Native, ready: int) -> None:
 
 
 class _HttpEcho(asyncio.Protocol):
-    """A connection. Requests have a Content-Length, as the generator's have."""
+    """A connection. Requests must have a Content-Length, as the generator's do."""
 
     def __init__(self, documents: dict[str, Any]) -> None:
         self._documents = documents
@@ -163,7 +163,8 @@ async def _serve_http(documents: dict[str, Any], ready: int) -> None:
 
 
 class _GrpcEcho(asyncio.Protocol):
-    """A connection. A call's path is found in its header block, as the generator's blocks have literals only."""
+    """A connection. The path of a call is searched in its header block, since the generator's blocks have only
+    literals."""
 
     def __init__(self, answers: dict[str, bytes]) -> None:
         from shmserve.gateway.http2 import frames

@@ -1,6 +1,6 @@
 """Carries out a plan: one load after another, each until its windows are stable.
 
-`measure` is the entry for programs, e.g. `shmserve tune`.
+`measure` is the entry point for programs, e.g. `shmserve tune`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     load: Load
     number: int
-    """Of this load, from 1."""
+    """Number of this load, from 1."""
     loads: int
     """Number of loads; 0: not known (a search)."""
     phase: str
     """warm-up or window N."""
     seconds: float
-    """Since its start."""
+    """Seconds since the start of the load."""
     per_s: float
     p50_ns: float
     p99_ns: float
@@ -143,7 +143,7 @@ class _Session:
         self._processes = plan.processes or 1
         self._number = 0
         self.tried: dict[float, bool] = {}
-        """With a limit: load -> whether it kept it."""
+        """With a limit: load -> whether it kept the limit."""
         self.undecided: float | None = None
 
     async def run(self, on_point: Callable[[Point], None]) -> list[Point]:
@@ -218,7 +218,7 @@ def _varied(load: Load, value: float) -> Load:
 
 
 def _machine() -> dict[str, str]:
-    """The machine that generated the load; nothing that identifies it."""
+    """The machine that generated the load, without identifying data."""
     return {
         "cores": str(usable_cores()),
         "kernel": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",

@@ -39,10 +39,10 @@ KEEPS_UP = 0.97
 SHOW_S = 0.25
 OVERLOADED = "overloaded"
 DRAIN_S, OVERLOADED_S = 30.0, 0.5
-"""Longest wait for responses after a load. The backlog of an overloaded server is cancelled early, so that it does not
+"""Maximum wait for responses after a load. The backlog of an overloaded server is cancelled early, so that it does not
 delay the next load."""
 Show = Callable[[str, float, float, float, float, int], None]
-"""Phase, seconds since the start; of the last second: responses per second, p50 and p99 in ns, failures."""
+"""Phase, seconds since the start; then for the last second: responses per second, p50 and p99 in ns, failures."""
 
 
 class _Boundary(Struct):
@@ -77,7 +77,7 @@ class LoadRun:
         self._errors: list[Counter[str]] = []
 
     async def run(self, may_grow: bool) -> Point | None:
-        """None if the generator is the limit in the warm-up and `may_grow`: repeat the load with more processes.
+        """None if the generator is the bottleneck in the warm-up and `may_grow`: repeat the load with more processes.
         After an exception the load continues until the generators stop.
         """
         generators, settings = self._generators, self._settings
@@ -101,7 +101,7 @@ class LoadRun:
         return self._result(found, unanswered)
 
     async def _window(self) -> None:
-        """Measure one more window, extended until it has enough responses."""
+        """Measures one more window, which is extended until it has enough responses."""
         settings, number = self._settings, len(self._windows) + 1
         start = end = self._boundaries[-1].at
         while True:
@@ -122,7 +122,7 @@ class LoadRun:
         self._boundaries.append(_Boundary(at, statistics, self._meter.read(), dict(self._collector.used)))
 
     async def _wait(self, end: int, phase: str, complete: bool = False) -> None:
-        """Until this time, or until all responses up to it have been reported. Shows the progress meanwhile."""
+        """Waits until this time, or until all responses up to it have been reported, and shows the progress."""
         while True:
             self._generators.check()
             now = time.monotonic_ns()
@@ -148,7 +148,7 @@ class LoadRun:
         return not any(window.good for window in self._windows) or bool(self._behind(self._windows))
 
     def _behind(self, windows: list[Window]) -> str:
-        """The text for a server that answers less than an open loop asks, beyond what chance explains."""
+        """The text for a server that answers fewer requests than an open loop sends, beyond random variation."""
         rate = describe_rate(self._load)
         per_s = fmean(window.good + window.failed for window in windows) * SECOND / fmean(w.length_ns for w in windows)
         chance = 3 * (rate * sum(window.length_ns for window in windows) / SECOND) ** 0.5
@@ -227,7 +227,7 @@ class LoadRun:
 
 
 def settings_of(plan: Plan) -> Settings:
-    """With a limit, windows are so long that all together have enough responses for its percentile."""
+    """With a limit, windows are long enough that all together have enough responses for its percentile."""
     settings = plan.settings
     if plan.limit is None:
         return settings
@@ -241,8 +241,8 @@ def _cores(before: GeneratorUse, after: GeneratorUse) -> list[float]:
 
 
 def latencies_of(parts: list[Any], confidence: float) -> Latencies:
-    """All parts together; the intervals come from the percentiles of each part, which is a window. A percentile that
-    less than two windows have is not known: its interval is as wide as possible.
+    """The latencies of all parts together. The intervals come from the percentiles of each part, which is a window. A
+    percentile that fewer than two windows have is unknown: its interval is from 0 to twice its value.
     """
     whole = Histogram()
     for values in parts:

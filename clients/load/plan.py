@@ -1,4 +1,4 @@
-"""What a run measures: the endpoint, the loads, the requests, and when a result is stable.
+"""Defines what a run measures: the endpoint, the loads, the requests, and when a result is stable.
 
 Invariant: a plan is plain data; it is sent to the generator processes and saved with the run.
 """
@@ -20,8 +20,8 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9, 99.99)
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """A server. `url` is one of shmserve.Client, or http, https, grpc or grpcs://HOST:PORT; None: `runtime_dir`'s, or
-    this user's server.
+    """A server. `url` is a url for shmserve.Client, or http, https, grpc or grpcs://HOST:PORT; None: the server of
+    `runtime_dir`, or this user's server.
     """
 
     url: str | None = None
@@ -30,9 +30,9 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     key_file: str | None = None
     memory: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
-    """Sent with each request over HTTP and gRPC, e.g. a token. A saved run does not have them."""
+    """Sent with each request over HTTP and gRPC, e.g. a token. They are not part of a saved run."""
     ca: str | None = None
-    """With TLS: a file with the authorities to trust; None: those of the system."""
+    """With TLS: a file with the trusted authorities; None: those of the system."""
     client_cert: str | None = None
     client_key: str | None = None
     """With TLS: files with the client's certificate and its key; None: no certificate, or the key is in the same file.
@@ -74,7 +74,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
 
 class Closed(Struct, frozen=True, tag="closed"):
-    """A closed loop: `concurrency` callers, each of which sends its next request after its response."""
+    """A closed loop: each of `concurrency` callers sends its next request after the response to the last one."""
 
     concurrency: int
 
@@ -87,7 +87,7 @@ class Closed(Struct, frozen=True, tag="closed"):
 
 
 class Open(Struct, frozen=True, tag="open"):
-    """An open loop: `rate` requests per second, whether the server keeps up or not."""
+    """An open loop: `rate` requests per second, even if the server cannot keep up."""
 
     rate: float
     arrivals: str = "poisson"
@@ -102,7 +102,7 @@ class Open(Struct, frozen=True, tag="open"):
 
 
 class Replay(Struct, frozen=True, tag="replay"):
-    """An open loop with recorded send times, in ns since its start; repeated from the start after the last one."""
+    """An open loop with recorded send times, in ns since its start. After the last one, the recording is repeated."""
 
     times: tuple[int, ...]
     name: str = ""
@@ -143,7 +143,7 @@ class Limit(Struct, frozen=True):
 
 
 class Inputs(Struct, frozen=True, kw_only=True):
-    """The inputs of the requests: NAME=VALUE and NAME=@FILE texts, a JSON file or directory, random for the rest."""
+    """The inputs of the requests: NAME=VALUE and NAME=@FILE texts, or a JSON file or directory; random for the rest."""
 
     texts: tuple[str, ...] = ()
     data: str | None = None
@@ -151,7 +151,7 @@ class Inputs(Struct, frozen=True, kw_only=True):
     shapes: tuple[str, ...] = ()
     seed: int = 0
     distinct: int = 16
-    """Number of different requests, if all inputs are random."""
+    """Number of distinct requests, if all inputs are random."""
     outputs: tuple[str, ...] = ()
     """Outputs to request; empty: all."""
 
@@ -164,7 +164,8 @@ class Sequences(Struct, frozen=True):
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """When a result counts. A window is longer than `window_ns` until it has `least` responses, up to 10 times."""
+    """When a result counts. A window is extended beyond `window_ns` until it has `least` responses, up to 10 times its
+    length."""
 
     warmup_ns: int = SECOND
     window_ns: int = SECOND
@@ -172,14 +173,15 @@ class Settings(Struct, frozen=True, kw_only=True):
     max_windows: int = 10
     least: int = 30
     tolerance: float = 0.05
-    """Stable: the half-width of the confidence interval of throughput and latency is at most this share of the mean."""
+    """A result is stable if the half-width of the confidence interval of throughput and latency is at most this share
+    of the mean."""
     confidence: float = 0.95
     percentile: float = 50.0
     """The latency that must be stable; one of PERCENTILES."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """A whole run. With `limit`, `loads` has one entry, which says what is varied."""
+    """A whole run. With `limit`, `loads` has one entry, which defines what is varied."""
 
     model: str
     version: str = ""
@@ -195,4 +197,5 @@ class Plan(Struct, frozen=True, kw_only=True):
     processes: int = 0
     """Generator processes; 0: one, or more if one cannot generate the load."""
     in_flight: int = 4096
-    """Most requests in flight in an open loop; further ones are delayed, and their latency includes the delay."""
+    """Maximum number of requests in flight in an open loop. Further ones are delayed, and their latency includes the
+    delay."""

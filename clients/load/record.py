@@ -1,4 +1,4 @@
-"""A saved run: the plan, and for each load the windows, the latencies and what the server counted; as JSON.
+"""A saved run: the plan, and for each load the windows, the latencies and the server's counts; as JSON.
 
 Times are in ns. A histogram is an HDR histogram in its standard compressed form (V2, base64).
 """
@@ -34,10 +34,10 @@ class Window(Struct, frozen=True, kw_only=True):
     start_ns: int
     length_ns: int
     good: int
-    """Successful responses."""
+    """Number of successful responses."""
     failed: int
     late: int = 0
-    """Successful, but after the deadline."""
+    """Number of successful responses after the deadline."""
     mean_ns: float = 0.0
     percentiles: dict[str, float] = {}
     """Latency in ns: "p50", "p99", ..."""
@@ -63,7 +63,7 @@ class Latencies(Struct, frozen=True, kw_only=True):
 
 
 class ServerSide(Struct, frozen=True, kw_only=True):
-    """What the server counted meanwhile. Times are means per successful request, in ns."""
+    """The server's counts during the load. Times are means per successful request, in ns."""
 
     requests: int
     failed: int
@@ -73,7 +73,7 @@ class ServerSide(Struct, frozen=True, kw_only=True):
     """queue, gather, compute, scatter."""
     batch_sizes: dict[str, int] = {}
     reasons: dict[str, int] = {}
-    """Why batches were formed; only shmserve counts this."""
+    """Why batches were formed -> how often. Only shmserve counts this."""
 
     @property
     def mean_batch(self) -> float:
@@ -81,7 +81,7 @@ class ServerSide(Struct, frozen=True, kw_only=True):
 
 
 class Usage(Struct, frozen=True, kw_only=True):
-    """Processor use in cores: of the machine, and of the server's processes if they run here. GPUs from NVML."""
+    """Processor use in cores: of the machine, and of the server's processes if they run on it. GPUs from NVML."""
 
     machine: float
     server: dict[str, float] = {}
@@ -92,18 +92,18 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """What the generator itself used and how exactly it sent."""
+    """The generator's own resource use, and how precisely it sent."""
 
     processes: int
     cores: float
     """Processor use of all generator processes together."""
     busiest: float
-    """The same of the busiest process: near 1, the generator is the limit."""
+    """The same for the busiest process. Near 1, the generator is the bottleneck."""
     request_ns: float
     """Processor time of the generator per request."""
     send_delay_p50_ns: float = 0.0
     send_delay_p99_ns: float = 0.0
-    """Open loop: how late requests were sent, which their latency includes."""
+    """Open loop: how late requests were sent. Their latency includes this."""
 
 
 class Point(Struct, frozen=True, kw_only=True):
@@ -119,12 +119,12 @@ class Point(Struct, frozen=True, kw_only=True):
     throughput: Interval
     """Successful responses per second."""
     goodput: Interval | None = None
-    """Of them, those within the deadline."""
+    """Successful responses per second within the deadline."""
     rows: float = 1
     """Mean number of rows per request: throughput times rows is the rate of inferences."""
     latency: Latencies
     failed: int = 0
-    """Also requests that were not answered at all."""
+    """Includes requests that were never answered."""
     errors: dict[str, int] = {}
     first_answer: Latencies | None = None
     between_answers: Latencies | None = None
@@ -156,13 +156,14 @@ class Run(Struct, frozen=True, kw_only=True):
     created: str
     plan: Plan
     server: dict[str, str]
-    """Name and version, as in its metadata."""
+    """Name and version from the server's metadata."""
     machine: dict[str, str]
     points: tuple[Point, ...]
     best: float | None = None
-    """With a limit: the highest load that kept it."""
+    """With a limit: the highest load that kept the limit."""
     undecided: float | None = None
-    """With a limit: the load at which the search ended, as it had too few responses to tell whether it kept it."""
+    """With a limit: the load at which the search ended because there were too few responses to tell whether it kept the
+    limit."""
     echo: Echo | None = None
 
 

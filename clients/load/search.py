@@ -1,6 +1,6 @@
 """The search for the highest load that keeps a latency limit: powers of two, then bisection.
 
-Stateless: the next load follows from the loads that were tried.
+Stateless: the next load follows from the loads tried so far.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shmserve.clients.load.plan import Limit
 def next_load(tried: Mapping[float, bool], limit: Limit, whole: bool) -> float | None:
     """The next load to try; None at the end. `tried`: load -> whether it kept the limit. `whole`: only integers.
 
-    A load fails for all that are higher, whatever they have shown: noise must not hide the limit.
+    If a load fails, all higher loads count as failed, whatever their results: noise must not hide the limit.
     """
     failed = min((load for load, kept in tried.items() if not kept), default=None)
     kept = max((load for load, ok in tried.items() if ok and (failed is None or load < failed)), default=None)

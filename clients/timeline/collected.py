@@ -1,4 +1,4 @@
-"""The records of a recording, as far as they are kept."""
+"""The records of a recording, up to a limit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shmserve.protocol.recorded import RecordedBatch, RecordedEnd
 
 
 class Collected:
-    """Invariants: `batches` and `ends` have at most `limit` requests, and no record of another one. Others are only
-    counted in `left_out`. A request counts once, however many records it has."""
+    """Invariants: `batches` and `ends` contain records of at most `limit` requests. Other requests are only counted in
+    `left_out`. A request counts once, however many records it has."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -35,11 +35,11 @@ class Collected:
 
     @property
     def missing(self) -> int:
-        """Requests that were recorded, but are not here."""
+        """Number of requests that were recorded but are not kept."""
         return self.left_out + self._left_out_by_server
 
     def add(self, answer: dict[str, Any]) -> None:
-        """The records of one answer to `record`."""
+        """Adds the records of one answer to `record`."""
         self._left_out_by_server = answer["left_out"]
         self.clients |= {int(number): name for number, name in answer["clients"].items()}
         for record in msgspec.convert(answer["records"], list[RecordedBatch | RecordedEnd]):
@@ -50,7 +50,7 @@ class Collected:
                 self.ends[record.request.number] = record
 
     def _keeps(self, numbers: set[int]) -> bool:
-        """Whether a record of these requests is kept: only if all of them are."""
+        """Whether a record of these requests is kept, which requires that all of them are."""
         new = numbers - self._kept
         if new and (len(self._kept) + len(new) > self._limit or not new.isdisjoint(self._dropped)):
             self._dropped |= new

@@ -1,9 +1,9 @@
 """The timeline as a file in Chrome's trace event format, which Perfetto and chrome://tracing open.
 
 A version of a model is a "process". Its rows are its instances, with batches and their parts; its queue, with a span
-for each request that waits; requests that no batch of its own answers (ensembles, responses from the cache); and
-streams that go on after their batch. Arrows lead from a request to its batches, and from a request to its steps and the
-calls that were made for it.
+for each request that waits; requests that no batch answers (ensembles, responses from the cache); and streams that
+continue after their batch. Arrows lead from a request to its batches, and from a request to its steps and the calls
+that were made for it.
 
 Invariant: spans of a row do not overlap, except a batch and its parts, and every arrow has both its ends.
 """
@@ -30,9 +30,9 @@ Model = tuple[str, int]
 
 PARTS = ("gather", "compute", "scatter")
 SHOWN = 256
-"""The most requests that a batch lists."""
+"""Maximum number of requests listed for a batch."""
 ROWS = 10_000
-"""Rows per model; the numbers of rows are unique in the file."""
+"""Row numbers per model; row numbers are unique in the file."""
 _REQUESTS, _QUEUE, _STREAMS = 1000, 2000, 3000
 """First numbers of these rows; those of instances are below."""
 _NAMES = {_REQUESTS: "requests", _QUEUE: "queue", _STREAMS: "streams"}
@@ -48,7 +48,7 @@ REASONS = {
 
 
 class _Span(Struct, eq=False):
-    """What a request did outside of batches. `row`: one of the constants above."""
+    """A period of a request outside of batches. `row`: one of the constants above."""
 
     model: Model
     row: int
@@ -68,7 +68,7 @@ class _Span(Struct, eq=False):
 
 
 class Timeline:
-    """`not_shown`: how many spans had no room in the rows of their model."""
+    """`not_shown`: number of spans that did not fit into the rows of their model."""
 
     def __init__(self, collected: Collected) -> None:
         self._collected = collected
@@ -78,7 +78,7 @@ class Timeline:
         self._processes = {model: number for number, model in enumerate(sorted(models), 1)}
         times = [batch.times[0] for batch in self._batches] + [span.begin for span in self._spans]
         self.start = min(times, default=0)
-        """When the first span begins, in ns of the server's monotonic clock. The times in the file count from it."""
+        """Begin of the first span, in ns of the server's monotonic clock. Times in the file are relative to it."""
         self._names: dict[int, str] = {}
         """Row -> its name."""
         self._rows: dict[int, int] = {}
@@ -92,7 +92,7 @@ class Timeline:
     def _find_spans(self) -> Iterator[_Span]:
         ends, seen = self._collected.ends, set[int]()
         ready: dict[int, int] = {}
-        """Request -> when its last batch was done: an iterative model runs it again."""
+        """Request -> when its last batch was done. An iterative model runs a request repeatedly."""
         for batch in self._batches:
             model = (batch.model, batch.version)
             taken, placed = batch.times[0], batch.times[3]
@@ -113,7 +113,8 @@ class Timeline:
                 yield _Span((end.model, end.version), row, begin, last, end.request, end.code, None, end.kind)
 
     def _place_batches(self) -> None:
-        """Gives each instance a row. Processes of one name may overlap, when one replaces another: then it has more."""
+        """Gives each instance a row. Processes of one instance may overlap when one replaces another: the instance then
+        gets more rows."""
         rows_of: dict[tuple[Model, str], dict[int, int]] = defaultdict(dict)
         """Instance -> its rows, each with the end of its last batch."""
         used: Counter[Model] = Counter()
@@ -167,7 +168,7 @@ class Timeline:
         row, times = self._rows[id(batch)], batch.times
         name = f"lease: {batch.rows}" if batch.lease else f"batch of {batch.rows}"
         yield self._slice(row, name, times[0], times[3], "batch", self._batch_args(batch))
-        # Before the parts of the batch: an arrow ends at the innermost slice that has begun.
+        # Emitted before the parts of the batch: an arrow ends at the innermost slice that has begun.
         for span in spans:
             yield from self._arrow("batched", (span.track, span.end - 1), (row, times[0]))
         for part, begin, end in zip(PARTS, times, times[1:], strict=False):
@@ -176,7 +177,7 @@ class Timeline:
     def _children(self) -> Iterator[Event]:
         """Arrows from requests to their steps and calls."""
         begun: dict[int, tuple[int, int, int]] = {}
-        """Request -> where it runs: row, begin and end."""
+        """Request -> row, begin and end of its run."""
         for batch in self._batches:
             row = self._rows[id(batch)]
             begun |= {request.number: (row, batch.times[0], batch.times[3]) for request in batch.requests}
@@ -194,7 +195,7 @@ class Timeline:
                 yield from self._arrow("for", (row, min(span.begin, end - 1)), (span.track, span.begin))
 
     def _depths(self) -> Iterator[Event]:
-        """How many requests wait, as a curve for each model."""
+        """The number of waiting requests, as a curve for each model."""
         changes: dict[Model, Counter[int]] = defaultdict(Counter)
         for span in self._spans:
             if span.row == _QUEUE:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 LANES = 256
-"""The most rows for one kind of spans of a model; more are not readable."""
+"""Maximum number of rows for one kind of span of a model; more would not be readable."""
 
 
 def lanes(spans: Sequence[tuple[int, int]], most: int = LANES) -> list[int | None]:
-    """A row for each span (begin, end), the lowest that is free; None if `most` rows are occupied."""
+    """The lowest free row for each span (begin, end); None if `most` rows are occupied."""
     found: list[int | None] = [None] * len(spans)
     occupied: list[tuple[int, int]] = []
     free: list[int] = []

@@ -1,4 +1,4 @@
-"""`shmserve top` on a terminal: the overview of one server, and what keys do."""
+"""`shmserve top` on a terminal: the overview of one server, and its key bindings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TopApp(TablesApp):
         table: str = "models",
         end_key: str = "quit",
     ) -> None:
-        """`first`: a document that was read already. `end_key`: what the key q does."""
+        """`first`: a document that has already been read. `end_key`: what the key q does."""
         super().__init__(TABLES, interval, filter_text, sort_key, table)
         self.source = source
         self.history = History()
@@ -97,7 +97,7 @@ class TopApp(TablesApp):
         self.draw()
 
     def _attempt(self) -> Mapping[str, Any] | ServeError:
-        """Returns errors: if the user quits meanwhile, no task awaits this any more."""
+        """Returns errors instead of raising them: if the user quits during the read, no task awaits this any more."""
         try:
             return self.source.read()
         except ServeError as error:
@@ -115,7 +115,7 @@ class TopApp(TablesApp):
         return self.view.table(name)
 
     def _total(self, table: Table) -> int:
-        """The server counts more clients than it lists."""
+        """Number of rows: the server counts more clients than it lists."""
         total = len(self.view.table(table.name))
         return max(total, self.view.server["connections"] or 0) if table.name == "clients" else total
 
@@ -160,8 +160,8 @@ class TopApp(TablesApp):
     # -------------------------------------------------------------------------------------- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """The screen of one model has no table to arrange."""
-        if action == "operate":  # as an action of all screens that are not dialogs
+        """Disables the keys for tables on the screen of one model."""
+        if action == "operate":  # allowed on all screens that are not dialogs
             action = "end"
         return bool(super().check_action(action, parameters)) and not (
             isinstance(self.screen, DetailScreen) and action in OF_TABLES
@@ -177,7 +177,7 @@ class TopApp(TablesApp):
             self.call_after_refresh(self.draw)
 
     def _subject(self) -> Row | None:
-        """The model or the instance that keys are about."""
+        """The model or the instance that keys apply to."""
         if isinstance(self.screen, DetailScreen):
             return {"model": self.screen.model, "version": self.screen.version}
         row = self.query_one(TableView).selected

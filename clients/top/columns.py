@@ -1,6 +1,7 @@
-"""The columns of the tables: which there are, which fit a width, and how their values are written, sorted and filtered.
+"""The columns of the tables: their definitions, which of them fit a width, and how values are formatted, sorted and
+filtered.
 
-Widths of numbers are fixed, so that columns do not move when values change; texts share what is left.
+Widths of numbers are fixed, so that columns do not move when values change; texts share the rest of the width.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ class Column(Struct, frozen=True):
 
     @property
     def descends(self) -> bool:
-        """Whether one wants to see the largest values first."""
+        """Whether the largest values come first."""
         return not self.grows
 
 
 class Table(Struct, frozen=True):
-    """`name`: the attribute of View. `sort`: the column by which it is sorted at first. `identity`: the columns that
-    identify a row, by which rows with equal values are sorted too."""
+    """`name`: the attribute of View. `sort`: the initial sort column. `identity`: the columns that identify a row; rows
+    with equal values are sorted by them."""
 
     name: str
     title: str
@@ -237,8 +238,8 @@ class Layout(Struct, frozen=True):
 def choose(
     table: Table, rows: Sequence[Mapping[str, Any]], width: int, unknown: frozenset[str] = frozenset()
 ) -> Layout:
-    """The most important columns that fit. Those without a value in any row give way to others if they are less
-    important, and are left out from RARE on."""
+    """The most important columns that fit. Columns without a value in any row give way to more important ones, and are
+    left out from rank RARE on."""
     gap = 2 if width >= WIDE else 1
     empty = {column.key for column in table.columns if column.rank > 9 and _is_empty(column, rows)}
     candidates = [column for column in table.columns if column.rank < RARE or column.key not in empty]
@@ -248,7 +249,7 @@ def choose(
     left = width
     for column in ranked:
         needed = column.width
-        if column.rank == 0 and column.is_text:  # names, which are to be told apart
+        if column.rank == 0 and column.is_text:  # names, which must stay distinguishable
             needed = max(needed, min(longest[column.key], width // 4))
         if not widths:
             widths[column.key] = min(needed, width)
@@ -290,7 +291,7 @@ def _is_empty(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def sort(table: Table, rows: Iterable[Row], key: str, reverse: bool = False) -> list[Row]:
-    """Sorted by a column, in the direction that suits it or the other one. Rows without a value are last."""
+    """The rows sorted by a column, in its default direction or reversed. Rows without a value are last."""
     column = table.column(key)
     found = sorted(rows, key=lambda row: _comparable([row.get(name) for name in table.identity]))
     known = [row for row in found if _sortable(column, row) is not None]

@@ -1,7 +1,7 @@
 """A server over HTTP: the index, the statistics and the metrics of the KServe endpoints, put together as a document.
 
-Works with any server that has the statistics of KServe v2, such as Triton. What its metrics do not contain is left out,
-and the columns concerned are named in `unknown`.
+Works with any server that has the statistics of KServe v2, such as Triton. Values that its metrics do not contain are
+left out, and `unknown` names their columns.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _ERRORS: dict[int, type[ServeError]] = {
 TIMEOUT_S = 10.0
 METRICS_PORT = 8002
 ANSWER_BYTES = 256 << 20
-"""Most bytes of an answer."""
+"""Maximum size of a response."""
 
 _UNKNOWN = (
     "batch_rows", "busy_seconds", "waiting_rows", "running", "device", "pid", "user", "plane", "segments",
     "segment_bytes", "gpu_memory_bytes", "sequences", "max_batch", "loading_seconds",
 )  # fmt: skip
-"""Columns that no HTTP endpoint has values for."""
+"""Columns without values from any HTTP endpoint."""
 _OF_INSTANCES = {
     "shmserve_instance_memory_bytes": "memory_bytes",
     "shmserve_instance_cpu_seconds_total": "cpu_seconds",
@@ -86,7 +86,7 @@ _WANTED = frozenset(
 
 
 class HttpSource:
-    """`metrics_url`: of the metrics endpoint; "": port 8002 of the same host. `token` is sent as a bearer token."""
+    """`metrics_url`: url of the metrics endpoint; "": port 8002 of the same host. `token` is sent as a bearer token."""
 
     operations = ("load", "unload")
 
@@ -124,7 +124,7 @@ class HttpSource:
     def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
         if what not in self.operations:
             raise Unsupported(f"'{what}' is not possible over HTTP; connect over the lane, ipc or tcp instead")
-        connection = self._api.another(timeout=None)  # reads go on meanwhile
+        connection = self._api.another(timeout=None)  # reads continue during operations
         self._operating.append(connection)
         try:
             path = f"{self._path}/v2/repository/models/{quote(model, safe='')}/{what}"
@@ -156,7 +156,7 @@ def _object(answer: Any) -> Document:
 
 
 class _Connection:
-    """A connection that is kept open, and reopened once if the server has closed it meanwhile."""
+    """A connection that is kept open, and reopened once if the server has closed it in the meantime."""
 
     def __init__(self, scheme: str, netloc: str, token: str, timeout: float | None = TIMEOUT_S) -> None:
         self._address = scheme, netloc, token
@@ -302,7 +302,7 @@ def _counters(counted: Mapping[str, Any]) -> Document:
 
 
 def _add_metrics(document: Document, models: Mapping[tuple[str, str], Document], text: str) -> set[str]:
-    """Adds what the metrics contain, and returns their names."""
+    """Adds the values of the metrics and returns the names of the metrics."""
     server = document["server"]
     seen: set[str] = set()
     instances: dict[tuple[str, str, str], Document] = {}
@@ -316,7 +316,7 @@ def _add_metrics(document: Document, models: Mapping[tuple[str, str], Document],
             server[_OF_SERVER[name]] = value
         elif name == "process_start_time_seconds":
             server["uptime_seconds"] = max(0.0, time.time() - value)
-            server["pid"] = value  # tells one process of the server from the next
+            server["pid"] = value  # distinguishes one server process from the next
         elif name == _TIMES and labels.get("le") != "+Inf":
             below.setdefault(key, {})[round(float(labels["le"]) * 1e9).bit_length()] = int(value)
         elif name in _OF_MODELS and key in models:
@@ -353,7 +353,7 @@ def _add_metrics(document: Document, models: Mapping[tuple[str, str], Document],
 
 
 def _separate(below: Mapping[int, int]) -> dict[int, int]:
-    """Counts of the buckets, from cumulative ones."""
+    """Counts of the buckets from cumulative counts."""
     counts, last = {}, 0
     for bucket, count in sorted(below.items()):
         if bucket < histogram.BUCKETS and count > last:

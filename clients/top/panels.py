@@ -1,6 +1,6 @@
 """The lines above the tables, and those about one model, as spans of text with the name of a style.
 
-Invariant: styles only emphasize; without them the lines say the same.
+Invariant: styles only emphasize; the lines have the same content without them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class History:
 
 
 def sparkline(values: Iterable[float | None], width: int) -> str:
-    """The last values as blocks; the highest value is a full one, and a space means that there was none."""
+    """The last values as blocks. The highest value is a full block; a space means no value."""
     shown = list(values)[-width:] if width > 0 else []
     highest = max((value for value in shown if value is not None), default=0.0)
     text = ""
@@ -257,7 +257,7 @@ def _figures(row: Row, width: int, unknown: frozenset[str]) -> list[Line]:
 
 
 def _shares(head: str, counts: dict[str, int], width: int) -> list[Line]:
-    """A bar for each of them, the largest first; at most eight."""
+    """A bar for each count, the largest first; at most eight."""
     total = sum(counts.values())
     if not total:
         return []

@@ -28,13 +28,13 @@ class Tables(Protocol):
 
 
 def ordered(table: Table, view: Tables, text: str, key: str | None) -> list[Row]:
-    """The rows to show. A key that the table does not have selects its own order."""
+    """The rows to show. A sort key that the table does not have selects its default order."""
     known = key is not None and any(column.key == key for column in table.columns)
     return sort(table, select(table, view.table(table.name), text), key if known and key else table.sort)
 
 
 def text(view: View, where: str, tables: Sequence[Table], words: str, key: str | None, width: int | None) -> str:
-    """A summary of the server and the tables; empty tables are left out. `width`: None: no limit."""
+    """A summary of the server and the tables; empty tables are left out. `width` None: no limit."""
     lines = [line_text(line).rstrip() for line in summary(view, where, width or 1000)]
     return "\n".join(lines + tables_text(view, tables, words, key, width))
 
@@ -64,7 +64,7 @@ def _wide(table: Table, rows: Sequence[Row], view: Tables) -> list[str]:
 
 
 def document(view: View, where: str, tables: Sequence[Table], words: str, key: str | None) -> dict[str, Any]:
-    """Values are in units without prefixes (seconds, bytes, shares of 1); null: there is none, or it is unknown."""
+    """Values are in units without prefixes (seconds, bytes, shares of 1); null: no value, or unknown."""
     return {
         "url": where,
         "interval": view.interval,

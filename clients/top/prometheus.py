@@ -13,7 +13,7 @@ Sample = tuple[str, dict[str, str], float]
 
 
 def samples(text: str, wanted: Collection[str]) -> Iterator[Sample]:
-    """The samples with these names. Lines that are not valid are skipped, as are all others."""
+    """The samples with these names. All other lines, including invalid ones, are skipped."""
     for line in text.splitlines():
         end = line.find("{")
         name = line[:end] if end >= 0 else line.partition(" ")[0]

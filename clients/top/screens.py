@@ -23,7 +23,7 @@ from shmserve.clients.top.view import View
 
 
 class Lines(ScrollView):
-    """Lines of styled text. They scroll if the widget is lower than they need."""
+    """Lines of styled text. They scroll if they do not fit into the widget."""
 
     can_focus = False
 
@@ -42,7 +42,7 @@ class Lines(ScrollView):
         self.refresh()
 
     def grow(self, lines: list[Line]) -> None:
-        """Shows the lines, in as many lines of the screen."""
+        """Shows the lines, with the widget's height set to their number."""
         self.display = bool(lines)
         if self.styles.height is None or self.styles.height.value != len(lines):
             self.styles.height = len(lines)
@@ -90,7 +90,7 @@ class DetailScreen(Screen[None]):
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A question. The result is whether to do it."""
+    """Asks for confirmation. The result is whether the user confirmed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", show=False),

@@ -1,4 +1,4 @@
-"""Where a live view gets its documents, and what it can change there."""
+"""The source of a live view's documents, and the operations that it supports."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ if TYPE_CHECKING:
 
 OPERATIONS = ("load", "unload", "restart")
 FIRST = 0.25
-"""A live view reads a second time after this part of its interval, to show rates soon."""
+"""A live view reads a second time after this fraction of its interval, to show rates early."""
 
 
 class Source(Protocol):
-    """A server. All methods may block, and raise ServeError. They are called from any thread, reads one at a time."""
+    """A server. All methods may block, and raise ServeError. They are called from any thread, but only one read at a
+    time."""
 
     @property
     def where(self) -> str:
-        """Its address, for people."""
+        """The displayed address."""
 
     @property
     def operations(self) -> tuple[str, ...]:

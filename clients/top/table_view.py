@@ -27,12 +27,12 @@ STYLES = {
     "bar": Style(color="cyan"),
     "chosen": Style(reverse=True),
 }
-"""Colours are those of the terminal's palette, so they suit its background."""
+"""Colours are from the terminal's palette, so they suit its background."""
 HEAD = Style(bold=True, color="cyan")
 SORTED = HEAD + Style(reverse=True)
 CURSOR = Style(reverse=True)
 NO_CURSOR = Style(bold=True)
-"""The selected row while the table does not have the focus."""
+"""Style of the selected row while the table does not have the focus."""
 
 
 def strip_of(line: Line, width: int) -> Strip:
@@ -40,7 +40,7 @@ def strip_of(line: Line, width: int) -> Strip:
 
 
 class TableView(ScrollView):
-    """The rows of one table. The cursor stays at its row while others come, go and move."""
+    """The rows of one table. The cursor stays on its row while other rows appear, disappear and move."""
 
     can_focus = True
 
@@ -55,10 +55,10 @@ class TableView(ScrollView):
     ]
 
     class Opened(Message):
-        """The selected row is to be shown in detail."""
+        """Posted to show the selected row in detail."""
 
     class Moved(Message):
-        """Another row is selected."""
+        """Posted when another row is selected."""
 
     class HeadClicked(Message):
         def __init__(self, column: Column) -> None:
@@ -85,7 +85,7 @@ class TableView(ScrollView):
     def show(
         self, table: Table, rows: list[Row], unknown: frozenset[str], sorted_by: str, reverse: bool, empty: str
     ) -> None:
-        """`empty`: what to show if there are no rows."""
+        """`empty`: text to show if there are no rows."""
         before = self.selected if table is self.table else None
         place = self.cursor if table is self.table else 0
         self.table, self.rows, self._unknown = table, rows, unknown
@@ -108,7 +108,7 @@ class TableView(ScrollView):
 
     @property
     def layout_of_columns(self) -> Layout:
-        """For the current width, which changes when the scrollbar comes or goes."""
+        """The layout for the current width, which changes when the scrollbar appears or disappears."""
         width = max(1, self.scrollable_content_region.width)
         if width != self._arranged_for:
             self._layout, self._arranged_for = choose(self.table, self.rows, width, self._unknown), width
@@ -185,5 +185,5 @@ class TableView(ScrollView):
 
 
 def _overlaid(strip: Strip, style: Style) -> Strip:
-    """In one style, which must be visible without colours."""
+    """The strip in one style, which must be visible without colours."""
     return Strip([Segment(segment.text, style) for segment in strip])

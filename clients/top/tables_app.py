@@ -1,6 +1,6 @@
-"""What the live views of one server and of many have in common: tables, of which one is shown, and the keys for them.
+"""The base of the live views of one and of several servers: tables, one of which is shown, and the keys for them.
 
-A view of its own gives the tables, their rows and the lines around them, and reads in a worker.
+A subclass provides the tables, their rows and the lines around them, and reads in a worker.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ INTERVALS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 SLOW_S = 1.0
 """A read that takes longer is reported while it lasts."""
 OF_TABLES = frozenset({"table", "next_table", "filter", "sort", "reverse", "help", "leave"})
-"""Actions of the tables only."""
+"""Actions only for tables."""
 OF_ALL = frozenset({"slower", "pause", "refresh_now", "end"})
-"""Actions of the tables and of the screens above them that are not dialogs."""
+"""Actions for tables and for the screens above them that are not dialogs."""
 KEYS_OF_TABLES = (
     ("Up Down PgUp PgDn", "select a row; also k, j, Home, End"),
     ("/", "show only rows with these words; Esc ends it"),
@@ -40,11 +40,11 @@ KEYS_OF_TABLES = (
     ("Space", "pause, and continue"),
     (".", "refresh now"),
 )
-"""For the help."""
+"""Keys of tables, for the help."""
 
 
 class TablesApp(App[str]):
-    """The result is for the caller. "": the user has pressed q; None: Ctrl-C."""
+    """The result: "" if the user has pressed q, None after Ctrl-C."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -85,12 +85,12 @@ class TablesApp(App[str]):
             ("ctrl+c,ctrl+q", "quit"),
         )
     ]
-    """With priority, a key takes effect before the next one is read: after `/`, letters are words."""
+    """With priority, a key takes effect before the next one is read: letters typed after `/` belong to the filter."""
 
     def __init__(
         self, tables: Sequence[Table], interval: float, filter_text: str, sort_key: str | None, table: str
     ) -> None:
-        """`interval`: seconds between refreshes. `filter_text`, `sort_key` and `table`: what is shown at first."""
+        """`interval`: seconds between refreshes. `filter_text`, `sort_key` and `table`: the initial settings."""
         super().__init__(ansi_color=True)
         self.title = "shmserve top"
         self.theme = "ansi-dark"
@@ -108,11 +108,11 @@ class TablesApp(App[str]):
 
     @abstractmethod
     async def read(self) -> None:
-        """Gets what is new, and draws."""
+        """Reads new data and draws."""
 
     @abstractmethod
     def _rows(self, name: str) -> list[Row]:
-        """Those of a table, in any order."""
+        """The rows of a table, in any order."""
 
     @abstractmethod
     def _summary(self, width: int) -> list[Line]:
@@ -168,7 +168,7 @@ class TablesApp(App[str]):
             pause = self._pause_s()
 
     def _pause_s(self) -> float:
-        """From one read to the next."""
+        """Time between two reads."""
         return self.interval
 
     # -------------------------------------------------------------------------------------- drawing
@@ -216,7 +216,7 @@ class TablesApp(App[str]):
     # -------------------------------------------------------------------------------------- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """While words are typed, keys are letters; dialogs have no table to arrange."""
+        """Disables key bindings while a filter is typed, and those for tables in dialogs."""
         if isinstance(self.focused, Input):
             return action == "leave" or action not in OF_TABLES | OF_ALL
         return not isinstance(self.screen, ModalScreen) or action not in OF_TABLES | OF_ALL
@@ -233,7 +233,7 @@ class TablesApp(App[str]):
         self.draw()
 
     def action_sort(self, by: int) -> None:
-        """By the next visible column."""
+        """Sorts by the next visible column."""
         columns = self.query_one(TableView).layout_of_columns.columns
         key, _ = self._sorts[self._table.name]
         places = [place for place, column in enumerate(columns) if column.key == key]
@@ -282,7 +282,7 @@ class TablesApp(App[str]):
     def action_filter(self) -> None:
         field = self.query_one("#filter", Input)
         field.display = True
-        self.screen.set_focus(field)  # at once: keys that follow are words
+        self.screen.set_focus(field)  # at once: following keys belong to the filter
 
     @on(Input.Changed, "#filter")
     def filter_changed(self, event: Input.Changed) -> None:

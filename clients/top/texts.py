@@ -1,6 +1,6 @@
 """Values as short texts for columns of fixed width, and lines as spans of styled text.
 
-Invariant: texts are measured and cut by their width on a terminal, in which a character may take two columns or none.
+Invariant: texts are measured and cut by their width on a terminal, where a character may take two columns or none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNITS = ("B", "K", "M", "G", "T", "P")
 
 
 def count_text(value: float) -> str:
-    """In at most six characters."""
+    """The count in at most six characters."""
     return f"{value:,.0f}" if abs(value) < 99_999.5 else _short(value, ("", "k", "M", "G", "T", "P"), 1000)
 
 
@@ -78,7 +78,7 @@ def _short(value: float, units: Sequence[str], step: int) -> str:
 
 
 def text_width(text: str) -> int:
-    """Columns of a terminal that the text takes."""
+    """Number of terminal columns that the text takes."""
     return len(text) if text.isascii() else sum(map(_char_width, text))
 
 

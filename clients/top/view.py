@@ -1,8 +1,9 @@
-"""Tables for people, computed from two documents of a server: rates and percentiles between them, and the state now.
+"""The tables of a view, computed from two documents of a server: rates and percentiles between them, and the current
+state.
 
 A document has the form of the answer to the query `activity` (docs/wire.md); a source that does not know a value leaves
-it out, and names the columns concerned in `unknown`. In a row, None means that there is no value: nothing was measured
-in the interval, or it is unknown.
+it out and names its columns in `unknown`. In a row, None means that there is no value: nothing was measured in the
+interval, or it is unknown.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _SERVER = (
 
 
 class View(Struct):
-    """What is shown. `interval`: seconds that the rates cover; None: there are none yet. `unknown`: keys of columns
-    that the source cannot know. `notes`: what the user should know about the source."""
+    """The contents of a view. `interval`: seconds that the rates cover; None: no rates yet. `unknown`: keys of columns
+    that the source cannot know. `notes`: messages for the user about the source."""
 
     server: Row
     models: list[Row]
@@ -48,7 +49,7 @@ class View(Struct):
 
 
 def make_view(before: Document | None, after: Document) -> View:
-    """`before`: an earlier document of the same server; one from before a restart of it is ignored."""
+    """`before`: an earlier document of the same server; ignored if the server was restarted since."""
     if before is not None and before["server"].get("pid") != after["server"].get("pid"):
         before = None
     seconds = (after["time_ns"] - before["time_ns"]) / 1e9 if before is not None else 0.0
@@ -97,7 +98,7 @@ def _server(after: Document, before: Document | None, models: Iterable[Row], sec
 
 
 def _sum(values: Iterable[float | None]) -> Any:
-    """Of those that are known; None if none is."""
+    """The sum of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
@@ -154,14 +155,14 @@ def _model(entry: Document, before: Document | None, instances: list[Row], secon
 
 
 def _busy_seconds(entry: Document) -> float:
-    """How long its instances have run batches, including those that are running."""
+    """How long the version's instances have run batches, including the current ones."""
     done: float = entry["counters"].get("batch_ns", 0) / 1e9
     running: float = sum(one.get("batch_seconds") or 0.0 for one in entry.get("instances", ()))
     return done + running
 
 
 def _reason(entry: Document) -> str:
-    """Why it is not served, or not as its repository says."""
+    """Why the version is not served, or not in the state of its repository."""
     failed = entry.get("last_failed_change")
     texts = [
         entry.get("reason") if entry["reason"] != UNLOADED else "",
@@ -172,8 +173,8 @@ def _reason(entry: Document) -> str:
 
 
 def rates(before: Document | None, after: Document, seconds: float) -> Row:
-    """What happened between two states of a version's counters. Without `before`, or if counters were reset meanwhile
-    (the version was unloaded and loaded again), all values are None."""
+    """Rates between two states of a version's counters. Without `before`, or if counters were reset in between (the
+    version was unloaded and loaded again), all values are None."""
     row: Row = dict.fromkeys(
         ("requests_per_s", "failed_per_s", "rows_per_s", "batches_per_s", "mean_batch", "queue_seconds",
          "compute_seconds", "input_seconds", "infer_seconds", "output_seconds", "busy", "cache_hits", *SHARES)
@@ -207,13 +208,14 @@ def request_times(before: Document, after: Document) -> dict[int, int]:
 
 
 def _more(before: Mapping[Any, int] | None, after: Mapping[Any, int] | None) -> dict[Any, int]:
-    """The counts that have grown, and by how much."""
+    """The increases of the counts that have grown."""
     old, new = before or {}, after or {}
     return {key: count - old.get(key, 0) for key, count in new.items() if count > old.get(key, 0)}
 
 
 def percentiles(times: Mapping[int, int]) -> Row:
-    """In seconds, from the counts of a histogram with power-of-two buckets: off by less than a factor of two."""
+    """Percentiles in seconds, from the counts of a histogram with power-of-two buckets: off by less than a factor of
+    two."""
     counts = histogram.empty()
     for bucket, count in times.items():
         counts[bucket] += count

@@ -1,4 +1,4 @@
-"""Where a server is: the `url` of a client, checked and completed.
+"""A server's address: the `url` of a client, checked and completed.
 
 One of:
     None                    the unix lane in the default runtime directory
@@ -22,7 +22,7 @@ from shmserve.protocol.messages import FRAME_BYTES
 SERVER_KEY, KEY_FILE = "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE"
 """Environment variables: the defaults of server_key and key_file."""
 TCP_FRAME_BYTES = 64 << 20
-"""Limit for frames sent to a gateway, where receiving a large message does not block other clients."""
+"""Limit on frames sent to a gateway, where receiving a large message does not block other clients."""
 FIRST_STEP = "start one with `shmserve serve --model-repository DIR`"
 
 
@@ -37,7 +37,7 @@ class Address(Struct, frozen=True):
 
     @property
     def frame_bytes(self) -> int:
-        """Most bytes of frames per message, until the server has sent its own limit."""
+        """Maximum size of the frames per message, until the server has sent its own limit."""
         return TCP_FRAME_BYTES if self.kind == "tcp" else FRAME_BYTES
 
 

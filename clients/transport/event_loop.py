@@ -1,4 +1,4 @@
-"""A session and its link on an event loop. Invariant: nothing here blocks."""
+"""A session and its link on an event loop. Invariant: no call blocks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
 from shmserve.session import Incoming, Ticket
 
 BURST = 32
-"""Most packets read before other callbacks of the loop run."""
+"""Maximum number of packets read before other callbacks of the loop run."""
 RETRY_S = 0.002
-"""Retry interval for a full link: ZeroMQ does not reliably signal that there is room again."""
+"""Retry interval for a full link: ZeroMQ does not reliably signal that the link is writable again."""
 
 monotonic = time.monotonic
 
 
 def _has_input(descriptor: int) -> bool:
-    """Also at the end of the connection."""
+    """Whether the descriptor is readable, which includes the end of the connection."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
@@ -149,8 +149,9 @@ class LoopLink(SessionLink):
             del self._watched[1:]
 
     def _lease_readable(self, descriptor: int) -> None:
-        """An answer, or the end of a lease. After its end nothing comes until LeaseEnd closes the socket. If there is
-        nothing any more, the answer has been read already in this turn of the loop, after a packet of the lane.
+        """Called when a lease's socket is readable: an answer, or the end of the lease. After the end, nothing arrives
+        until LeaseEnd closes the socket. If there is nothing to read, the answer was already read in this iteration of
+        the loop, after a packet of the lane.
         """
         link = self._link
         expected = link is not None and link.awaits_lease
@@ -185,7 +186,7 @@ class LoopLink(SessionLink):
             self._send()
 
     def _is_done(self) -> bool:
-        """Whether to read no further for now; the loop reports what comes nevertheless."""
+        """Whether to stop reading for now. The loop reports further input."""
         return False
 
     def _returns_are_due(self) -> bool:

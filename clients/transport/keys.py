@@ -23,7 +23,7 @@ KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 FILE_BYTES = 1 << 20
 _LINE = re.compile(r"(public|secret)-key\s*=\s*\"?([^\s\"]+)\"?")
 COMMENT = "# "
-"""The space matters: a key may begin with #, but contains no space."""
+"""The space matters: a key may begin with # but contains no space."""
 
 
 class Pair(Struct, frozen=True):
@@ -35,7 +35,7 @@ class Pair(Struct, frozen=True):
 
 
 class Keys(Struct, frozen=True):
-    """What a client needs for a tcp endpoint: its own key pair, and the server's expected public key."""
+    """The keys that a client needs for a tcp endpoint: its own key pair, and the server's expected public key."""
 
     server: str
     own: Pair
@@ -83,7 +83,7 @@ def read_pair(path: str | os.PathLike[str]) -> Pair:
 
 
 def read_public(key: str | os.PathLike[str]) -> str:
-    """A public key, key as text or as a file that begins with it."""
+    """A public key, given as text or as a file that begins with it."""
     text = os.fspath(key)
     if KEY.fullmatch(text):
         return text

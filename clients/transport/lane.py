@@ -1,6 +1,6 @@
 """The client's end of a lane: a unix SEQPACKET socket, with one system call per packet where possible.
 
-`poll` before each `recvmsg` would cost a second system call per packet. So the timeout is set on the socket instead
+`poll` before each `recvmsg` would cost a second system call per packet. Instead, the timeout is set on the socket
 (SO_RCVTIMEO), and changed only if it is longer than the requested one or much shorter. `receive` may therefore return
 before its timeout; callers check the time and call it again.
 """
@@ -34,7 +34,7 @@ _REASONS = {errno.ENOENT: "no such socket", errno.ECONNREFUSED: "connection refu
 KEPT_LIMIT_S = 0.5
 """A receive timeout of at least this is not made longer: waking up twice a second costs nothing."""
 FULL_LIMIT_S = 0.05
-"""A receive timeout shorter than this is set as it is, and a longer one to half of it."""
+"""A receive timeout shorter than this is set unchanged; a longer one is set to half its length."""
 
 
 def connect(address: Address) -> Lane:
@@ -66,12 +66,12 @@ class LeaseSocket:
         self.poll.register(lane, select.POLLIN)
 
     def send(self, data: bytes) -> None:
-        """If this fails, LeaseEnd arrives over the lane, and the request is sent again."""
+        """Sends a packet. If this fails, LeaseEnd arrives over the lane, and the request is sent again."""
         try:
             self.sock.send(data, _SEND)
         except OSError:
-            with contextlib.suppress(OSError):  # the worker has closed its end already
-                self.sock.shutdown(socket.SHUT_RDWR)  # else, it ends the lease when it sees this
+            with contextlib.suppress(OSError):  # the worker has already closed its end
+                self.sock.shutdown(socket.SHUT_RDWR)  # otherwise the worker ends the lease when it sees this
 
     def receive(self, buffer: bytearray) -> int:
         """The size of the next packet; 0 at the end, -1 if there is none yet."""
@@ -124,7 +124,7 @@ class Lane:
         return True
 
     def in_use(self) -> bool:
-        return False  # always safe to send: no finalizer runs within a system call of its own thread
+        return False  # always safe to send: no finalizer runs during a system call of the same thread
 
     def wait_writable(self, wait: float | None) -> None:
         self._poll(select.POLLOUT, wait)
@@ -159,7 +159,8 @@ class Lane:
         elif wait <= 0:
             flags = _AT_ONCE
         else:
-            # Half of a long timeout, so that the limit still fits the rest of this wait and slightly shorter ones.
+            # Set to half of a long timeout, so that the limit still fits the rest of this wait and slightly shorter
+            # ones.
             limit = self._limit
             if limit is None or limit > wait or (limit < KEPT_LIMIT_S and limit < wait * 0.25):
                 self._set_limit(wait if wait < FULL_LIMIT_S else wait * 0.5)

@@ -1,4 +1,4 @@
-"""The interface of links to a server, which move packets and do not interpret them, and a session with such a link."""
+"""The interface of links to a server, which move packets without interpreting them, and a session with such a link."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ServerLink(Protocol):
         """
 
     def receive_or_event(self, wait: float | None, to_send: bool) -> Incoming | None:
-        """Like `receive`, but also returns None if `wake` was called or, with `to_send`, if there is room again for a
-        packet.
+        """Like `receive`, but also returns None if `wake` was called or, with `to_send`, if the link can take a packet
+        again.
         """
 
     def in_use(self) -> bool:
@@ -44,7 +44,7 @@ class ServerLink(Protocol):
         """
 
     def wait_writable(self, wait: float | None) -> None:
-        """Returns when there may be room again, or after `wait` seconds."""
+        """Returns when the link may be writable again, or after `wait` seconds."""
 
     def wake(self) -> None:
         """Wake up a thread that waits in `receive_or_event`."""
@@ -68,7 +68,7 @@ class ServerLink(Protocol):
         """End the link for a thread that waits for a packet; called before `close`."""
 
     def close(self, linger: bool = False) -> None:
-        """`linger`: still deliver what was sent last."""
+        """`linger`: deliver the last packets first."""
 
     def abandon(self) -> None:
         """Forget the link in a forked child, without sending anything; it belongs to the parent."""
@@ -101,7 +101,7 @@ class SessionLink:
         _all.add(self)
 
     def _start(self) -> None:
-        """Also called in a forked child, where nothing of the parent may be used or released."""
+        """Also called in a forked child, which must not use or release anything of the parent."""
         self.session = self.make_session()
         self._link: ServerLink | None = None
         self._unsent: list[Packet] = []

@@ -1,9 +1,9 @@
 """Lets several threads share one link without a dedicated reader thread (leader/follower pattern).
 
-One of the waiting threads is the leader: it receives packets, without holding the lock, and then settles the futures
-of all threads, with the lock. The others are followers: each sleeps on a lock of its own, its gate, until its future is
-settled or it becomes the leader. A separate reader thread exists only while there are futures with callbacks or other
-watchers, which must be notified even if no thread waits.
+One of the waiting threads is the leader: it receives packets, without holding the lock, and then settles the futures of
+all threads, with the lock. The others are followers: each sleeps on its own lock, its gate, until its future is settled
+or it becomes the leader. A separate reader thread exists only while there are futures with callbacks or other watchers,
+which must be notified even if no thread waits.
 
 Methods that users call, also through a future, take the lock themselves. All others are called with the lock held,
 unless their docstring says otherwise. Each call ends with `_end_call` in a `finally`: KeyboardInterrupt could come
@@ -124,7 +124,7 @@ class SharedLink(ThreadedLink):
     def _open_gate(self, gate: Any) -> None:
         """Wake up the thread that sleeps on the gate. Does nothing if it has been woken already."""
         if gate in self._gates:
-            del self._gates[gate]  # an interrupt cannot come between the two, as it could after a call of pop
+            del self._gates[gate]  # an interrupt cannot come between lookup and removal, as it could with a call of pop
             gate.release()
 
     def _end_call(self) -> None:
@@ -145,7 +145,7 @@ class SharedLink(ThreadedLink):
             try:
                 future = self.to_call_back.pop()
             except IndexError:
-                return  # another thread was faster
+                return  # another thread has taken it
             future.call_back()
 
     def notify(self, future: Future) -> None:

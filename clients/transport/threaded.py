@@ -1,7 +1,7 @@
 """A link that several threads use, and its session.
 
 Invariant: every method is called with the lock held and releases it only while it waits for the kernel. One thread at a
-time is the leader: it connects or receives without the lock, and no other thread does meanwhile.
+time is the leader. Only the leader connects or receives, without the lock.
 
 KeyboardInterrupt can be raised after any call. Therefore the lock is released inside the `try` that takes it again, and
 a thread that was interrupted between the two and finds itself the leader later gives up the link (`_stop_leading`).
@@ -65,7 +65,7 @@ class ThreadedLink(SessionLink):
                         if shared._unsent or not link.send(packet):
                             shared._unsent.append(packet)
             except ConnectionLost:
-                return  # the next call detects it too, and can report it
+                return  # the next call also detects it, and can report it
             finally:
                 shared.lock.release()
 
@@ -74,7 +74,8 @@ class ThreadedLink(SessionLink):
     # ------------------------------------------------------------------------------------ sending
 
     def send_now(self, ticket: Ticket | None = None) -> None:
-        """Send everything in the outbox. Waits for room, up to the ticket's deadline. Called with the lock held."""
+        """Send everything in the outbox. Waits until the link is writable, up to the ticket's deadline. Called with the
+        lock held."""
         if self.closed:
             self.session.fail_all(Cancelled("the client is closed"))
             raise Unavailable("the client is closed")
@@ -131,7 +132,7 @@ class ThreadedLink(SessionLink):
     # ------------------------------------------------------------------------------------ reading
 
     def _lead(self, wait: float | None, wakeable: bool) -> None:
-        """Receive one packet on behalf of all threads. The lock is released meanwhile."""
+        """Receive one packet on behalf of all threads, with the lock released."""
         link = self._link
         assert link is not None
         to_send = bool(self._unsent)
@@ -147,10 +148,10 @@ class ThreadedLink(SessionLink):
             self.lock.acquire()
             self._leading = False
             if link is not self._link:
-                link.close()  # the link was closed meanwhile
+                link.close()  # the link was closed in the meantime
                 incoming = None
             elif isinstance(incoming, ServeError):
-                self._lose(incoming)  # also after KeyboardInterrupt: a packet may have been read and lost
+                self._lose(incoming)  # even after KeyboardInterrupt: a packet may have been read and lost
         if incoming is not None and not isinstance(incoming, ServeError):
             self._process(incoming)
 
@@ -204,7 +205,7 @@ class ThreadedLink(SessionLink):
             link.close(linger)
 
     def _connect(self, until: float | None) -> None:
-        """Open a link; other threads wait meanwhile. On failure all unanswered requests fail."""
+        """Open a link while other threads wait. On failure, all unanswered requests fail."""
         end = monotonic() + self._reconnect_timeout
         limit = end if until is None else min(end, until)
         tired = False
@@ -223,7 +224,7 @@ class ThreadedLink(SessionLink):
             self.lock.acquire()
             self._leading = False
             self._dialed = None
-            if dialed is None and (self.closed or not tired):  # otherwise only the leader's own wait ends
+            if dialed is None and (self.closed or not tired):  # otherwise only the leader's own wait has timed out
                 self.session.fail_all(Cancelled(CLOSED) if self.closed else failure)
         if dialed is None:
             return

@@ -1,4 +1,4 @@
-"""The trace context of the calling code, if that uses OpenTelemetry."""
+"""The trace context of the calling code, if it uses OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _SAMPLED = 1
 
 
 def current_context() -> dict[str, str] | None:
-    """The request parameters for the current span, if it is sampled. Nothing is imported: without its API, the
-    application has no span."""
+    """The request parameters for the current span, if it is sampled. Does not import OpenTelemetry: if the application
+    has not imported it, there is no span."""
     api = sys.modules.get("opentelemetry.trace")
     if api is None:
         return None

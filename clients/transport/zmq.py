@@ -96,7 +96,8 @@ class ZmqLink:
         return self._guard.locked()
 
     def wait_writable(self, wait: float | None) -> None:
-        """Wait for room. libzmq's threads signal it on the same descriptor as all other events."""
+        """Wait until the socket is writable. libzmq's threads signal this on the same descriptor as all other
+        events."""
         poll = select.poll()
         with self._guard:
             if self._ended or self._events() & zmq_frames.OUT:
@@ -120,7 +121,7 @@ class ZmqLink:
                     if events & zmq_frames.OUT:
                         return None
                     if events & zmq_frames.IN:
-                        continue  # querying the events has consumed the signal for it
+                        continue  # querying the events has consumed the signal for this one
                 self._waiting = True
             left = None if end is None else end - time.monotonic()
             woken = False

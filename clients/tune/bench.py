@@ -1,4 +1,4 @@
-"""What tuning needs of a server: to apply a configuration and to be put under load."""
+"""The interface that tuning needs from a server: apply a configuration, and run a load."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shmserve.repo.config.schema import ModelConfig
 
 
 class Observation(Struct, frozen=True):
-    """One measurement. Latencies are in ns; `latencies` is a sorted sample of them. `p99_ns`: median of the windows';
-    refused requests count as infinitely late. `batches` and `rows`: that the server has run meanwhile. `overloaded`:
-    stopped early, as the queue kept growing."""
+    """One measurement. Latencies are in ns; `latencies` is a sorted sample of them. `p99_ns`: median of the windows'
+    p99; refused requests count as infinitely late. `batches` and `rows`: what the server has run during the
+    measurement. `overloaded`: stopped early because the queue kept growing."""
 
     per_s: float
     """Responses per second."""
@@ -26,7 +26,7 @@ class Observation(Struct, frozen=True):
     error: str = ""
     """The text of the first error."""
     refused: int = 0
-    """Requests that a limit rejected, such as max_queue_size or a queue timeout; they are not among the failed."""
+    """Number of requests that a limit rejected, such as max_queue_size or a queue timeout; not counted as failed."""
     refusal: str = ""
     """The text of the first refusal."""
     overloaded: bool = False
@@ -40,14 +40,15 @@ class Observation(Struct, frozen=True):
 
 class Bench(Protocol):
     """A server with the model, and callers for it. All requests have the goal's number of rows, except where `rows` is
-    given; `length` replaces the dims of -1, 0: drawn from the goal's range."""
+    given. `length` replaces the dims of -1; 0: drawn from the goal's range."""
 
     def apply(self, config: ModelConfig) -> None:
         """Serve the model with this configuration."""
         ...
 
     def closed(self, callers: int, seconds: float, length: int = 0) -> Observation:
-        """Each of the callers sends its next request when the last one is answered. A refused caller sends no more."""
+        """Each caller sends its next request when the last one is answered. A caller whose request was refused sends no
+        more."""
         ...
 
     def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:

@@ -1,7 +1,8 @@
-"""Measures the best candidates on the real server, in turn, so that a change of the machine's speed meets all of them.
+"""Measures the best candidates on the real server, in turn, so that a change in the machine's speed affects all of
+them.
 
 With a target rate, each candidate is measured at that rate. Otherwise the highest rate that holds the p99 is searched:
-up or down from the prediction, then between the last two, which are measured again.
+up or down from the prediction, then between the last two rates, which are measured again.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ FACTOR = 1.08
 """Step up or down while only one side is known. Each step is larger than the last by this factor."""
 PRECISION = 1.04
 SURE = 2
-"""Measurements with the same outcome that settle whether a rate holds the p99."""
+"""Number of measurements with the same outcome that decide whether a rate holds the p99."""
 ROUNDS = 7
 RATE_ROUNDS = 3
 HOPELESS = 0.97
-"""A candidate is given up when it fails SURE times at rates up to this share of the best one that another holds."""
+"""A candidate is dropped when it fails SURE times at rates up to this share of the best rate that another one holds."""
 GIVE_UP = 10
 """A measurement ends early when requests wait for this many times the latency target."""
 
@@ -49,7 +50,7 @@ class Point(Struct, frozen=True):
 
 
 class Confirmed(Struct):
-    """A candidate on the real server. `rate`: the highest that holds the p99, 0 if none does."""
+    """A candidate on the real server. `rate`: the highest rate that holds the p99, 0 if none does."""
 
     candidate: Candidate
     predicted: Prediction | None
@@ -59,7 +60,7 @@ class Confirmed(Struct):
 
     @property
     def rate(self) -> float:
-        """The measurements differ by chance, so this is the limit that contradicts the fewest of them."""
+        """Measurements vary randomly, so this is the rate that contradicts the fewest of them."""
         held = {point.rate for point in self.points if point.holds}
         return min([0.0, *sorted(held)], key=self._contradictions)
 
@@ -83,8 +84,9 @@ class Confirmed(Struct):
         return min((point.rate for point in self.points if point.rate > limit and not point.holds), default=0.0)
 
     def next_rate(self) -> float:
-        """The next rate to measure, 0 if the highest one is known. When it is between two close rates, these are
-        measured again, the upper one after a measurement that held the p99: what a pause has spoiled is put right."""
+        """The next rate to measure, 0 if the highest one is known. Once it lies between two close rates, these are
+        measured again, the upper one after a measurement that held the p99. This corrects measurements spoiled by a
+        pause."""
         low, high = self.rate, self.failed_rate
         if not self.points:
             return self.predicted.rate if self.predicted is not None else 0.0
@@ -108,8 +110,8 @@ class Confirmation:
         self.found: list[Confirmed] = []
 
     def run(self, chosen: Sequence[tuple[Candidate, Prediction | None]], rounds: int = ROUNDS) -> list[Confirmed]:
-        """`chosen`: the candidates, and what was predicted of them. Those of earlier calls stay among the results, and
-        take part until they have been measured as often. With a target rate, `rounds` is not used."""
+        """`chosen`: the candidates and their predictions. Candidates of earlier calls stay among the results, and take
+        part until all have been measured equally often. With a target rate, `rounds` is not used."""
         known = {each.candidate for each in self.found}
         self.found += [Confirmed(candidate, told) for candidate, told in chosen if candidate not in known]
         for number in range(RATE_ROUNDS if self._goal.rate else rounds):
@@ -127,7 +129,7 @@ class Confirmation:
 
     def _hopeless(self, each: Confirmed) -> bool:
         if not each.rate and each.candidate == self._model.current:
-            return False  # the gain over the present setting is reported
+            return False  # the gain over the current setting is reported
         enough = HOPELESS * max(other.rate for other in self.found)
         failed = sum(not point.holds and point.rate <= enough for point in each.points)
         return each.rate < enough and failed >= SURE

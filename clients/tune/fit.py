@@ -1,8 +1,8 @@
-"""Service times of every setting, from measured times of a few.
+"""Service times of every setting, from the measured times of a few settings.
 
 The time of a batch is affine in its rows (and, for padded inputs, in its elements) where that fits to 10 %, else a
 table of the measured times. For a number of instances or threads that was measured at a few sizes only, the curve of
-the nearest setting that was measured completely is scaled.
+the nearest fully measured setting is scaled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AFFINE_ERROR = 0.10
 """Largest relative error up to which the affine function is used instead of the measured times."""
 QUANTILES = 200
 IN_FLIGHT = 3
-"""Batches per instance that are in flight in a measurement: one runs, one waits at the worker, one is on its way."""
+"""Number of batches per instance in flight in a measurement: one runs, one waits at the worker, one is in transit."""
 
 Pair = tuple[int, int]
 """Instances and threads."""
@@ -41,8 +41,8 @@ class Sample(Struct, frozen=True):
 
 
 class Spread(Struct, frozen=True):
-    """How single times differ from the mean: factors, whose mean is 1, for what grows with the time, and pauses in ns,
-    whose mean is 0, for what does not, such as those of the machine."""
+    """How single times deviate from the mean: factors, whose mean is 1, for variation that grows with the time, and
+    pauses in ns, whose mean is 0, for variation that does not, such as pauses of the machine."""
 
     factors: tuple[float, ...] = (1.0,)
     pauses: tuple[float, ...] = ()
@@ -145,9 +145,9 @@ def _scaled(pair: Pair, samples: Sequence[Sample], base: Fit) -> Fit:
 
 
 def spread_of(lone: Sequence[float], overhead_ns: float, full: Sequence[float] = (), ratio: float = 1.0) -> Spread:
-    """From the latencies in ns of lone requests, and of requests in full batches that take `ratio` times as long.
-    `overhead_ns` is the part of a lone latency that is not service. Whether the variation grows with the time is seen
-    from the two: the latency in full batches is the time of IN_FLIGHT of them."""
+    """The spread, from the latencies in ns of lone requests, and of requests in full batches that take `ratio` times as
+    long. `overhead_ns` is the part of a lone latency that is not service. Comparing the two shows whether the variation
+    grows with the time: the latency in full batches is the time of IN_FLIGHT batches."""
     times = np.maximum(np.array(lone, dtype=float) - overhead_ns, 0.0)
     mean = times.mean() if len(times) else 0.0
     if len(times) < 2 or not mean:
@@ -157,7 +157,7 @@ def spread_of(lone: Sequence[float], overhead_ns: float, full: Sequence[float] =
     growing = 0.0
     if len(full) > 1 and ratio > 1 and _range(times):
         growing = min(max((_range(full) / IN_FLIGHT**0.5 / _range(times) - 1) / (ratio - 1), 0.0), 1.0)
-    usual = np.minimum(apart, np.quantile(apart, 0.95, method="inverted_cdf"))  # the rest cannot be told from pauses
+    usual = np.minimum(apart, np.quantile(apart, 0.95, method="inverted_cdf"))  # above, they cannot be told from pauses
     usual -= usual.mean()
     factors, pauses = 1 + growing * usual / mean, apart - growing * usual
     return Spread(tuple(map(float, np.maximum(factors, 0.0))), tuple(map(float, pauses)))

@@ -1,4 +1,4 @@
-"""What to tune for: the latency target, the load, and the limits."""
+"""The goal of tuning: the latency target, the load, and the limits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Goal(Struct, frozen=True):
     confirm: int = 3
     """Number of candidates to measure on the server."""
     simulated: int = 2000
-    """Requests of a simulation."""
+    """Number of requests in a simulation."""
 
     @property
     def target(self) -> str:
-        """For messages."""
+        """The target as text for messages."""
         return f"a p99 of {self.p99_ns / 1e6:g} ms" + (f" at {per_s(self.rate)} requests/s" if self.rate else "")
 
     @property
@@ -33,5 +33,5 @@ class Goal(Struct, frozen=True):
 
 
 def per_s(rate: float) -> str:
-    """A rate for people: whole numbers, except for slow models."""
+    """A rate as text: a whole number, except for slow models."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -1,4 +1,4 @@
-"""The report as one HTML file: no scripts and nothing to download, so that it opens anywhere."""
+"""The report as one HTML file: without scripts or downloads, so that it opens anywhere."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def _load_chart(outcome: Outcome) -> str:
 
 
 def _service_chart(outcome: Outcome) -> str:
-    """Service times by rows: measured points and fitted curves. The three settings with the most throughput."""
+    """Service times by rows: measured points and fitted curves. Shows the three settings with the highest
+    throughput."""
     best = sorted(outcome.fits, key=lambda pair: -outcome.times.highest.get(pair, 0.0))[:3]
     series = []
     length = outcome.goal.typical_length

@@ -25,7 +25,7 @@ Progress = Callable[[str], None]
 
 
 class Times(Struct):
-    """What was measured."""
+    """All measurements."""
 
     samples: list[Sample] = []
     lone: Observation | None = None
@@ -35,7 +35,7 @@ class Times(Struct):
     first: Pair = (1, 0)
     memory: dict[Pair, int] = {}
     highest: dict[Pair, float] = {}
-    """The most rows per second that each pair has reached."""
+    """The highest number of rows per second that each pair has reached."""
     skipped: list[str] = field(default_factory=list)
     """Why larger numbers were not tried."""
 
@@ -66,7 +66,7 @@ class Measurement:
         return times
 
     def _too_large(self, count: int) -> bool:
-        """Whether this many instances would exceed the memory limit, as each needs what the last one did."""
+        """Whether this many instances would exceed the memory limit, if each needs as much as the last one."""
         known = {pair[0]: size for pair, size in self.times.memory.items()}
         last = max(known)
         needed = known[last] / last * count
@@ -113,7 +113,7 @@ class Measurement:
     def _round(
         self, pair: Pair, size: int, lengths: Sequence[int], rounds: dict[tuple[int, int], list[tuple[float, float]]]
     ) -> bool:
-        """Measures one size. False if a batch takes longer than the latency target: then larger ones are useless."""
+        """Measures one size. False if a batch takes longer than the latency target, which makes larger ones useless."""
         goal, model = self._goal, self._model
         count, threads = pair
         self._progress(f"batches of {size} row{'s' if size > 1 else ''}, {pair_text(count, threads)}")
@@ -135,7 +135,7 @@ class Measurement:
 
 
 def _checked(found: Observation, what: str) -> Observation:
-    """Raises ModelFailed if requests failed: their times say nothing."""
+    """Raises ModelFailed if requests failed, because their times are meaningless."""
     failed = found.failed + found.refused
     if failed or not found.per_s:
         raise ModelFailed(f"{failed} requests failed while {what}: {found.error or found.refusal or 'no answer came'}")

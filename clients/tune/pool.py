@@ -1,6 +1,6 @@
 """Runs simulations in several processes.
 
-Invariant: results come in the order of the tasks, whatever the number of processes. No process outlives the pool.
+Invariant: results are in the order of the tasks, whatever the number of processes. No process outlives the pool.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 class Pool:
-    """With one process, everything runs in this one."""
+    """With a size of 1, everything runs in this process."""
 
     def __init__(self, processes: int) -> None:
         self._executor: ProcessPoolExecutor | None = None

@@ -1,4 +1,4 @@
-"""Predicts what a candidate does under a load: the scheduler of the server in simulated time, with the fitted times.
+"""Predicts how a candidate performs under a load: runs the server's scheduler in simulated time, with the fitted times.
 
 Invariant: a prediction depends only on its arguments. All candidates see the same arrivals, so that they differ by
 their settings and not by chance.
@@ -18,25 +18,25 @@ from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
 
 MOST_REQUESTS = 40_000
 LATENCIES = 5
-"""A simulation lasts at least this many times the latency target: a queue that grows must have time to show."""
+"""A simulation lasts at least this many times the latency target, so that a growing queue has time to show."""
 STEPS = (0.8, 0.95, 0.5, 0.25, 0.1, 0.03)
 """Shares of the capacity at which the search for the highest rate begins."""
 AROUND = (1.0, 1.04, 0.96, 0.9)
-"""Factors of a guess to try first."""
+"""Factors applied to a guess, to try first."""
 PRECISION = 0.04
 FINE = 0.015
 """Relative precision of the highest rate, in short and in longer simulations. Rates closer than PRECISION are equal."""
 WRONG = 1.1
-"""Factor between predicted and measured rate from which on the cost of messages is adapted."""
+"""From this factor between predicted and measured rate, the cost of messages is adapted."""
 BUSY = 0.75
-"""Use of the instances from which on they are the limit themselves."""
+"""From this utilization, the instances themselves are the bottleneck."""
 MESSAGE_NS = 4_000
 CLIENTS = 1
 """One process sends all requests, as in a measurement."""
 
 
 class Prediction(Struct, frozen=True):
-    """What the simulator says of a candidate at this many requests per second. `p99_ns`: infinite if more than 1 % of
+    """The simulator's result for a candidate at this many requests per second. `p99_ns` is infinite if more than 1 % of
     the requests are refused."""
 
     candidate: Candidate
@@ -49,7 +49,7 @@ class Prediction(Struct, frozen=True):
 
 class Predictor(Struct, frozen=True):
     """`fits` and `spread` describe the service times, `link_ns` the delay of a message, and `message_ns` the time that
-    the server and the callers spend on one."""
+    the server and the callers spend on a message."""
 
     model: TunedModel
     goal: Goal
@@ -76,7 +76,7 @@ class Predictor(Struct, frozen=True):
         plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns, message_ns=self.message_ns)
         found = simulate(plan).models[policy.name]
         latency, asked = found.latency, found.answered + sum(found.failed.values())
-        # A refused request is one that misses the target.
+        # A refused request misses the target.
         late = 0.99 * asked > found.answered
         p99 = inf if late else latency.quantile(0.99 * asked / max(found.answered, 1))
         return Prediction(candidate, rate, latency.quantile(0.5), p99, found.mean_batch, found.utilisation)
@@ -87,8 +87,8 @@ class Predictor(Struct, frozen=True):
     def highest(
         self, candidate: Candidate, floor: float = 0.0, longer: int = 1, guess: float = 0.0
     ) -> Prediction | None:
-        """The prediction at the highest rate that holds the p99. None: there is none above `floor`. `guess`: a rate
-        near it, if one is known. Longer simulations find it more precisely."""
+        """The prediction at the highest rate that holds the p99; None if no rate above `floor` does. `guess`: a rate
+        near it, if known. Longer simulations find it more precisely."""
         low, high = 0.0, self.capacity(candidate)
         best: Prediction | None = None
         around = [guess * factor for factor in AROUND] if guess else []
@@ -118,9 +118,9 @@ class Predictor(Struct, frozen=True):
         return best
 
     def calibrated(self, candidate: Candidate, rate: float, mean_batch: float) -> Predictor:
-        """With the cost of messages that explains why `candidate` holds the p99 up to `rate` and not to the predicted
-        one. It is only adapted if the instances are not the limit: if batches of `mean_batch` rows at this rate leave
-        them idle."""
+        """The predictor with a message cost that explains why `candidate` holds the p99 up to `rate` and not up to the
+        predicted rate. The cost is only adapted if the instances are not the bottleneck: batches of `mean_batch` rows
+        at this rate leave them idle."""
         told = self.highest(candidate)
         fit = self.fits[candidate.instances, candidate.threads]
         rows = max(1, round(mean_batch))

@@ -17,10 +17,10 @@ from shmserve.clients.tune.tuner import Outcome
 MS = 1e6
 MIB = 1 << 20
 TIMED_OUT = "Request timeout expired"
-"""The whole text of the server, which is Triton's."""
+"""The complete error text of the server, which is Triton's."""
 HOW_TO_RAISE = "; raise default_timeout_microseconds or add instances"
 LATE = 0.3
-"""Lateness of the load generator, as a share of the latency target, that is reported."""
+"""Lateness of the load generator, as a share of the latency target, from which it is reported."""
 
 
 def reasons(outcome: Outcome) -> list[str]:
@@ -87,7 +87,7 @@ def _result(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
 
 
 def _refusals(found: Confirmed) -> Iterator[str]:
-    """That the queue limits of the model decide, at the lowest rate at which they do."""
+    """States that the queue limits of the model are the bottleneck, at the lowest rate at which they are."""
     refused = [point for point in found.points if point.refused and not point.holds]
     if refused:
         lowest = min(refused, key=lambda point: point.rate)
@@ -230,7 +230,7 @@ def _delay(outcome: Outcome, chosen: Candidate) -> Iterator[str]:
 
 
 def _groups(rates: Mapping[int, float]) -> Iterator[tuple[str, str]]:
-    """Ranges of delays, and the range of their rates, which are equal as far as the search can tell."""
+    """Ranges of delays with the range of their rates, which the search cannot distinguish."""
     groups: list[list[int]] = []
     for delay, rate in rates.items():
         if groups and abs(log(rate / rates[groups[-1][0]])) <= PRECISION:

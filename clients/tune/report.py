@@ -32,7 +32,7 @@ RATE_COLUMNS = (
     Column("MIB", right=True, rank=3),
     Column(""),
 )
-"""With a target rate."""
+"""Columns with a target rate."""
 POINTS = (
     Column("REQUESTS/S", right=True),
     Column("PREDICTED P99 MS", right=True),
@@ -73,7 +73,7 @@ def text(outcome: Outcome, screen: Screen) -> str:
 
 
 def headline(outcome: Outcome) -> str:
-    """What was chosen; it says so if that has not held the target."""
+    """The chosen setting, and a note if it has not held the target."""
     if outcome.chosen is None:
         return "Nothing found"
     setting = outcome.chosen.describe()
@@ -122,7 +122,8 @@ def _points(outcome: Outcome) -> list[list[str]]:
     for told in outcome.curve:
         known = found is not None and any(point.rate == told.rate for point in found.points)
         p99 = found.p99_ns(told.rate) if found is not None and known else 0.0
-        # A measurement would have been ended there. How far a queue grows says only how long the simulation was.
+        # A measurement would have ended there. Beyond that, the length of the queue only depends on the length of the
+        # simulation.
         expected = told.p99_ns if told.p99_ns <= GIVE_UP * outcome.goal.p99_ns else inf
         finite = 0 < p99 < inf and expected < inf
         error = f"{expected / p99 - 1:+.0%}" if finite else "-"
@@ -132,12 +133,13 @@ def _points(outcome: Outcome) -> list[list[str]]:
 
 
 def _p99(ns: float) -> str:
-    """Infinite: the queue grew until the measurement was ended, or more than 1 % of the requests were refused."""
+    """The p99 as text. Infinite: the queue grew until the measurement ended, or more than 1 % of the requests were
+    refused."""
     return f"{ns / MS:.2f}" if ns < inf else "overloaded"
 
 
 def _ms(ns: float) -> float | None:
-    """For JSON, which has no infinity."""
+    """Milliseconds for JSON, which has no infinity."""
     return ns / MS if ns < inf else None
 
 

@@ -1,8 +1,8 @@
 """The search over all candidates, in the simulator.
 
 1. For each number of instances and threads, and each batch size: the highest rate, without a queue delay.
-2. For the best of these, the other settings: delays and padding. A candidate whose highest rate is below those known
-   already costs one simulation.
+2. For the best of these, the other settings: delays and padding. A candidate that cannot beat those already known costs
+  one simulation.
 3. The best again, with longer simulations.
 """
 
@@ -21,20 +21,20 @@ from shmserve.clients.tune.predict import PRECISION, Prediction, Predictor
 from shmserve.clients.tune.space import MULTIPLES, Candidate, TunedModel
 
 REFINED = 4
-"""Settings of step 1 whose other settings are tried."""
+"""Number of settings of step 1 that go on to step 2."""
 FINAL = 6
-"""Candidates of step 3."""
+"""Number of candidates in step 3."""
 LONGER = 3
 """Factor for the length of the simulations of step 3."""
 POOR = 0.7
 """In step 1, candidates below this share of the best known rate are not examined further."""
 ALIKE = 0.01
-"""Predicted rates this close are equal: the simpler setting comes first."""
+"""Predicted rates this close count as equal: the simpler setting comes first."""
 
 NONE: Mapping[Candidate, float] = {}
 
 Report = Callable[[int, int, Prediction | None], None]
-"""Simulated candidates, of how many, and the best so far."""
+"""Number of simulated candidates, their total, and the best so far."""
 
 
 class Search:
@@ -47,7 +47,7 @@ class Search:
         self._model: TunedModel = predictor.model
         self._done = self._total = 0
         self.found: dict[Candidate, Prediction] = {}
-        """All candidates with a prediction; with a target rate, those that do not hold the p99 too."""
+        """All candidates with a prediction; with a target rate, including those that do not hold the p99."""
         self.tried: set[Candidate] = set()
 
     def run(self) -> list[Prediction]:
@@ -86,7 +86,7 @@ class Search:
         return not self._goal.memory or self._memory(pair) <= self._goal.memory
 
     def _batch_cost(self, pair: Pair) -> int:
-        """The fixed cost of a batch in elements, which the fit says."""
+        """The fixed cost of a batch in elements, according to the fit."""
         fit: Fit = self._predictor.fits[pair]
         now = self._model.current
         return round(fit.batch_ns / fit.element_ns) if now.multiple and fit.element_ns else now.batch_cost
@@ -104,7 +104,7 @@ class Search:
                 yield replace(candidate, batch_cost=other)
 
     def _floor(self, place: int) -> float:
-        """The rate of the candidate at this place of the ranking; of the last one, if there are fewer."""
+        """The rate of the candidate at this place in the ranking; of the last one if there are fewer."""
         ranked = self.ranked()
         return ranked[min(len(ranked), place) - 1].rate if ranked else 0.0
 
@@ -149,11 +149,11 @@ def _at_rate(predictor: Predictor, rate: float, longer: int, candidate: Candidat
 
 
 def shortlist(ranked: Sequence[Prediction], count: int, worst: float) -> list[Prediction]:
-    """The best candidate, the best one with other instances or threads, and the best of those that differ from the
-    chosen ones in more than delay and padding, as far as their rate is at least `worst` times the best; then whatever
-    follows. The confirmation corrects errors of the fits, and those are shared by candidates with equal instances and
-    threads, above all with equal batch size. A candidate that differs from a chosen one only in its delay, and is
-    predicted to do the same, is left out: only chance would decide."""
+    """The best candidate; the best one with other instances or threads; the best of those that differ from the chosen
+    ones in more than delay and padding, if their rate is at least `worst` times the best; then the next ones in the
+    ranking. Confirmation is meant to correct errors of the fits, which candidates with equal instances and threads
+    share, especially with equal batch size. A candidate that differs from a chosen one only in its delay, and has the
+    same prediction, is left out: only chance would decide between them."""
     good = [each for each in ranked if each.rate >= worst * ranked[0].rate]
     chosen = good[:1]
     chosen += [each for each in good if _pair(each) != _pair(good[0])][:1]

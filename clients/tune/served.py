@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 SECOND = 1_000_000_000
 WARM_SHARE = 0.2
-"""Part of the time of a measurement that is sent in advance, without being counted."""
+"""Duration of the uncounted warm-up load, as a share of the measurement time."""
 WINDOWS = 3
 WINDOW_COUNT = 200
-"""Answers that a window needs for a p99 of its own."""
+"""Number of answers that a window needs for its own p99."""
 LEAST = 40
-"""A measurement lasts until this many answers have come (closed loop: also two for each caller), but not longer than
-LONGEST times its duration."""
+"""A measurement lasts until this many answers have arrived (closed loop: and two for each caller), but at most LONGEST
+times its duration."""
 LONGEST = 5.0
 KEPT = 20_000
 MOST_IN_FLIGHT = 30_000
 """Requests in flight at which a measurement ends as overloaded. The server must admit as many from one client."""
 
 Inputs = Callable[[int], Sequence[Mapping[str, Any]]]
-"""Length (0: drawn from the range) -> several different requests."""
+"""Length (0: drawn from the range) -> several distinct requests."""
 
 
 class Served:
@@ -92,7 +92,7 @@ class Served:
             return load.observation()
 
     def _counts(self) -> tuple[int, int]:
-        """The batches that the server has run, and their rows."""
+        """The number of batches that the server has run, and of their rows."""
         stats = self._client.statistics(self._name)["model_stats"]
         return (
             sum(entry["execution_count"] for entry in stats),
@@ -173,7 +173,7 @@ class _Load:
                 self._over.set()
             return
         if not self._started and now >= self._from:
-            self._started = True  # from the first answer on, as answers come in batches
+            self._started = True  # from the first answer on, because answers arrive in batches
             self._from = now
         elif self._started:
             self._answers.append((sent, now - sent))
@@ -259,7 +259,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def _memory_of(pid: int, resident: int) -> int:
-    """The process's memory, with its share of what it shares; its resident memory if the kernel does not tell."""
+    """The process's proportional memory (PSS); its resident memory if the kernel does not report PSS."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -268,7 +268,7 @@ def _memory_of(pid: int, resident: int) -> int:
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    """After an interrupt, ends what still runs in the loop."""
+    """Cancels all tasks of the loop after an interrupt."""
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()

@@ -1,7 +1,7 @@
-"""The settings to search: what a model's configuration allows to change, and the text edits for each candidate.
+"""The settings to search: those that a model's configuration allows to change, and the text edits for each candidate.
 
-Invariant: `max_batch_size` is never lowered, because clients may send requests of that size. Smaller batches are set
-by `preferred_batch_size`.
+Invariant: `max_batch_size` is never lowered, because clients may send requests of that size. Smaller batches are
+configured by `preferred_batch_size`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ MULTIPLES = (1, 8, 16, 32, 64)
 
 
 class Candidate(Struct, frozen=True, order=True):
-    """A setting. `instances`: count of the instance group. `threads`: of the engine in an instance; 0: not adjustable.
-    `batch`: largest batch in rows; 1: requests run alone. `multiple` and `batch_cost`: padding; 0: not padded."""
+    """A setting. `instances`: count of the instance group. `threads`: number of engine threads per instance; 0: not
+    adjustable. `batch`: largest batch in rows; 1: requests run alone. `multiple` and `batch_cost`: padding; 0: not
+    padded."""
 
     instances: int
     threads: int = 0
@@ -56,14 +57,14 @@ class Candidate(Struct, frozen=True, order=True):
 
 
 def pair_text(instances: int, threads: int) -> str:
-    """For people. 0 threads: not adjustable."""
+    """The pair as text. 0 threads: not adjustable."""
     text = f"{instances} instance{'s' if instances > 1 else ''}"
     return text + (f", {threads} thread{'s' if threads > 1 else ''}" if threads else "")
 
 
 class TunedModel(Struct, frozen=True):
-    """The model to tune. `text`: its config.pbtxt; `config`: as completed by the server. `cores`: that an instance may
-    use. `largest`: upper limit for batches."""
+    """The model to tune. `text`: its config.pbtxt; `config`: as completed by the server. `cores`: number of cores that
+    an instance may use. `largest`: upper limit for batches."""
 
     text: str
     config: ModelConfig
@@ -86,7 +87,7 @@ class TunedModel(Struct, frozen=True):
 
     @property
     def devices(self) -> int:
-        """Instances for each unit of `count`."""
+        """Number of instances per unit of `count`."""
         group = self.config.instance_group[0]
         return len(group.gpus) if group.kind == "KIND_GPU" else 1
 
@@ -115,7 +116,7 @@ class TunedModel(Struct, frozen=True):
     # ------------------------------------------------------------------------------------ changes
 
     def edits(self, candidate: Candidate) -> list[Edit]:
-        """The edits of config.pbtxt for a candidate. Nothing that is as wanted is touched."""
+        """The edits of config.pbtxt for a candidate. Settings that already have the desired value are not touched."""
         now, found = self.current, []
         if candidate.instances != now.instances:
             found.append(Edit(("instance_group", "count"), str(candidate.instances)))
@@ -171,8 +172,8 @@ class TunedModel(Struct, frozen=True):
         )
 
     def saturated(self, candidate: Candidate) -> ModelConfig:
-        """The configuration for measurements with more requests in flight than usual. Without queue limits, because a
-        batch takes as long with them."""
+        """The configuration for measurements with more requests in flight than usual. It has no queue limits, which do
+        not affect the time of a batch."""
         config = self.config_of(candidate)
         dynamic = config.dynamic_batching
         if dynamic is None:
@@ -188,7 +189,7 @@ class TunedModel(Struct, frozen=True):
     # ------------------------------------------------------------------------------------ what to try
 
     def batches(self, rows: int) -> list[int]:
-        """The sizes of batches to try: powers of two, and the limit. `rows`: of a request."""
+        """The batch sizes to try: powers of two, and the limit. `rows`: number of rows of a request."""
         if self.config.max_batch_size < 2:
             return [1]
         sizes = {self.most, self.current.batch}
@@ -221,7 +222,7 @@ class TunedModel(Struct, frozen=True):
 
 
 def _two_digits(value: float) -> int:
-    """The value with two significant digits: a delay that a person would write."""
+    """The value with two significant digits, as a person would write a delay."""
     return int(float(f"{value:.2g}"))
 
 

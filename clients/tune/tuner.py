@@ -1,6 +1,6 @@
 """Runs the steps of tuning: measure, fit, search, confirm, choose.
 
-Invariant: an interrupt (KeyboardInterrupt) ends the current step; the outcome then has what was found until then.
+Invariant: an interrupt (KeyboardInterrupt) ends the current step; the outcome then has the results so far.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from shmserve.clients.tune.space import Candidate, TunedModel
 from shmserve.errors import InvalidRequest, ModelFailed
 
 WORST = 0.75
-"""Candidates with a lower predicted rate, as a share of the best, are not confirmed."""
+"""Candidates whose predicted rate is a lower share of the best are not confirmed."""
 EQUAL = 1.04
-"""Measured rates that differ by less are equal: the setting with the fewest instances is chosen, then the one with the
-higher predicted rate."""
+"""Measured rates that differ by less count as equal: the setting with the fewest instances is chosen, then the one with
+the higher predicted rate."""
 CURVE = (0.3, 0.5, 0.7, 0.85)
 """Points of the predicted curve, as shares of the highest rate, besides the measured rates."""
 CLOSE = 0.05
 TURN_NS = 20_000
 """Duration of a turn of the broker in the simulator."""
 CALIBRATION_ROUNDS = 4
-"""Measurements of the present setting before the search; it gets the rest in turn with the others."""
+"""Number of measurements of the current setting before the search; the rest follow in turn with the other
+candidates."""
 LINK_NS = (5_000, 500_000)
 
 
@@ -125,8 +126,8 @@ class Tuner:
         outcome.spread = spread_of(times.lone.latencies, overhead, full.latencies if full is not None else (), ratio)
 
     def _calibrate(self) -> None:
-        """Measures the present setting. If it holds less than predicted, although its instances are idle then, the cost
-        of messages is adapted."""
+        """Measures the current setting. If it holds a lower rate than predicted although its instances are idle, the
+        cost of messages is adapted."""
         outcome, goal, now = self.outcome, self.outcome.goal, self.outcome.model.current
         pair = now.instances, now.threads
         if goal.rate or pair not in outcome.fits or now.batch < goal.rows:
@@ -180,7 +181,7 @@ class Tuner:
             raise ModelFailed(f"no candidate could be confirmed: {errors[0]}")
 
     def _of_current(self, now: Candidate) -> Prediction | None:
-        """What is predicted of the present setting, for which the search may have no prediction."""
+        """The prediction for the current setting, for which the search may have none."""
         goal, predictor = self.outcome.goal, self.predictor
         if goal.rate:
             return predictor.at(now, goal.rate)
@@ -188,14 +189,14 @@ class Tuner:
 
 
 def choose(outcome: Outcome) -> Candidate | None:
-    """The best confirmed candidate, else the best predicted one. The present setting is only kept if it is as good."""
+    """The best confirmed candidate, else the best predicted one. The current setting is only kept if it is as good."""
     goal = outcome.goal
     limit = goal.memory or float("inf")
     tried = [each for each in outcome.confirmed if each.points and not each.error and each.memory <= limit]
     now = outcome.model.current
     others = [each for each in outcome.confirmed if each.candidate != now and (each.points or each.error)]
     if outcome.ranked and outcome.ranked[0].candidate != now and not others:
-        return outcome.ranked[0].candidate  # only the present setting has been measured
+        return outcome.ranked[0].candidate  # only the current setting has been measured
     if goal.rate:
         good = [each for each in tried if each.holds_at(goal.rate)]
         if good:  # in the order of the search, the cheapest first

@@ -7,7 +7,7 @@ is gone, the host removes the socket and stops the server as SIGTERM does. If th
 server.
 
 The host detaches from the process that starts it, because Ray kills the children of a worker when the worker ends. It
-restarts a crashed server, with exponential back-off.
+restarts a crashed server, with a back-off.
 """
 
 from __future__ import annotations

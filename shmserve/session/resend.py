@@ -55,7 +55,8 @@ def renew(tickets: dict[int, Ticket], numbers: dict[int, int], memory: SessionMe
 
 
 def send_again(numbers: list[int], tickets: dict[int, Ticket], outbox: SessionOutbox) -> list[Ticket]:
-    """Queue the requests again. Returns the tickets abandoned in the meantime; the server has not seen their requests."""
+    """Queue the requests again. Returns the tickets abandoned in the meantime, whose requests the server has not
+    seen."""
     over = []
     for ticket in [tickets[number] for number in numbers if number in tickets]:
         if ticket.message is None:

@@ -1,4 +1,4 @@
-"""Adds commands, and the options that several of them have."""
+"""Adds commands, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def add_command(
     note: str = "",
     also: tuple[str, str] | None = None,
 ) -> CommandParser:
-    """Add a command, which is the function of this name in a module of `commands`. `about` is one sentence, without its
-    capital letter and full stop. `codes`: meanings of exit codes 0 and 1. `note`: more for the full help.
+    """Add a command, implemented by the function of this name in a module of `commands`. `about` is one sentence,
+    without capital letter and full stop. `codes`: meanings of exit codes 0 and 1. `note`: more for the full help.
     """
     command: CommandParser = commands.add_parser(
         name,
@@ -75,7 +75,8 @@ def add_server_command(
     keys: bool = True,
     urls: str = "",
 ) -> CommandParser:
-    """Add a command that connects to a server. `keys`: also over tcp. `urls`: more kinds of --url, for the help."""
+    """Add a command that connects to a server. `keys`: it also works over tcp. `urls`: additional kinds of --url, for
+    the help."""
     command = add_command(commands, name, module, about, examples, codes, WHERE, ELSEWHERE)
     where = command.add_mutually_exclusive_group()
     rare(
@@ -153,7 +154,7 @@ at_least_0, at_least_1 = integer(0), integer(1)
 
 
 def parsed(text: str) -> float:
-    """NaN if it is not a number: no comparison with it holds."""
+    """Returns NaN if the text is not a number: every comparison with NaN is false."""
     try:
         return float(text)
     except ValueError:
@@ -175,7 +176,7 @@ def positive(text: str) -> float:
 
 
 def duration(text: str) -> int:
-    """300us, 20ms, 1.5s, 2m or 1h as nanoseconds."""
+    """Parses 300us, 20ms, 1.5s, 2m or 1h. Returns nanoseconds."""
     found = _TIME.fullmatch(text.strip())
     if found is not None and not found[2]:
         raise argparse.ArgumentTypeError(f"'{text}' has no unit: {text.strip()}ms? Units are us, ms, s, m and h")

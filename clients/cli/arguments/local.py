@@ -21,7 +21,7 @@ from shmserve.gateway import options
 SHOWN = frozenset(
     ("http_port", "grpc_port", "metrics_port", "http_address", "http_roles", "tokens_file", "tls_cert", "zmq_address")
 )
-"""The options of `gateway` in its short help."""
+"""Options of `gateway` that its short help lists."""
 
 
 def add_check(commands: Any) -> None:

@@ -27,7 +27,7 @@ MOST_CALLERS = 65_536
 MOST_PER_S = 10_000_000
 MOST_PROCESSES = 256
 MOST_WAITING = 1_000_000
-"""Requests or sequences in flight in an open loop."""
+"""Maximum number of requests or sequences in flight in an open loop."""
 SYNONYMS = {
     "--duration": "--window", "--time": "--window", "--measurement-interval": "--window",
     "--connections": "--concurrency", "--clients": "--concurrency", "--threads": "--concurrency",
@@ -37,7 +37,7 @@ SYNONYMS = {
     "--batch-size": "--batch", "--streaming": "--stream", "--stability-percentage": "--tolerance",
     "--max-trials": "--windows", "--out": "--save", "--output": "--save", "--insecure": "--ca", "--cacert": "--ca",
 }  # fmt: skip
-"""Options of other load generators."""
+"""Options of other load generators -> options of `bench`."""
 
 
 def add_bench(commands: Any) -> None:
@@ -214,7 +214,7 @@ def number_range(text: str) -> tuple[float, ...]:
 
 
 def _steps(low: float, high: float, step: float = 0.0) -> tuple[float, ...]:
-    """Always with `high` at the end."""
+    """The last value is always `high`."""
     found = [low]
     while len(found) < MOST_LOADS and found[-1] < high:
         found.append(min(high, found[-1] + step if step > 0 else found[-1] * 2))

@@ -22,7 +22,7 @@ from shmserve.clients.cli.help import CommandParser, rare
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kKM]?)")
 _FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6}
 POLICIES = ("random", "round-robin", "two-choices", "least", "hash", "bounded-hash")
-"""Those of the simulator, which is imported only to run it."""
+"""The policies of the simulator, which is imported only to run it."""
 MOST_SERVERS = 100_000
 MOST_KEYS = 10_000_000
 MOST_REQUESTS = 1_000_000_000

@@ -1,7 +1,7 @@
 """Shared parts of the commands: connecting to the server, error texts, JSON output.
 
-Invariant: numpy, zmq and what only a command's output needs are imported inside functions, so that `shmserve --help` is
-fast.
+Invariant: numpy, zmq and modules that only a command's output needs are imported inside functions, so that `shmserve
+--help` is fast.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 """Levels of the server's log, in ascending order."""
 CLEAR_LINE = "\r\x1b[K"
 _OF_PARSER = ("command", "run", "show_version", "color")
-"""What the parser adds to the arguments of every command."""
+"""Attributes that the parser adds to the arguments of every command."""
 
 _UNKNOWN = re.compile(r"Request for unknown model: '(.*?)'")
 _NOT_SERVED = re.compile(r"cannot restart .*?model '(.*?)': it is not served")
 
 
 def order_of(args: argparse.Namespace) -> str:
-    """The command's own arguments that were given or have a default, as JSON, for the process that replaces this one.
+    """The command's arguments that were given or have a default, as JSON, for the process that replaces this one.
 
     Invariant: RunOrder and BuildOptions have a field for each argument of their commands.
     """
@@ -89,7 +89,8 @@ def next_step(error: Exception, args: argparse.Namespace) -> str:
 
 
 def _near(name: str, args: argparse.Namespace) -> str:
-    """The model of the server with the most similar name; empty if there is none, or the server does not say."""
+    """The model of the server with the most similar name; empty if there is none, or the server does not list its
+    models."""
     from difflib import get_close_matches
 
     try:
@@ -128,7 +129,7 @@ def output(
     text: Callable[[Found, Screen], str],
     document: Callable[[Found], Any] = lambda found: found,
 ) -> int:
-    """Print what `ask` returns: as text, or with --json as a document; with --watch again and again, until Ctrl-C."""
+    """Print the result of `ask` as text, or as a document with --json; with --watch repeatedly, until Ctrl-C."""
     screen = screen_of(args)
     if args.watch is None:
         found = ask()

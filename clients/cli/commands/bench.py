@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shmserve.clients.load.record import Point, Run
 
 PREVIEW = 3
-"""Error texts in the message of a run without a successful request."""
+"""Number of error texts in the message for a run without a successful request."""
 
 
 def bench(args: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """`shmserve check`: reports problems in model repositories before they are served; with --load, also by loading the
 models.
 
-Invariant: this module has no checks of its own. It runs `repo.check` and, with --load, a temporary server, and prints
-the findings.
+Invariant: this module implements no checks. It runs `repo.check` and, with --load, a temporary server, and prints the
+findings.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _failed(
 
     if entry["state"] == "READY" or not entry["state"]:
         return []
-    if not entry["version"] and not model.ok:  # refused for a problem that is already listed
+    if not entry["version"] and not model.ok:  # refused because of a problem that is already listed
         return []
     file = f"{model.name}/{entry['version']}".rstrip("/")
     hint = ""

@@ -1,8 +1,8 @@
 """Tab completion with argcomplete.
 
-On a tab, the shell function that argcomplete generates runs the command with the typed line in the environment.
-Invariant: argcomplete is imported only to print that shell function or to complete. If there is no server, or it does
-not answer in time, no completions are offered and no error is shown.
+When the user presses tab, the shell function that argcomplete generates runs the command with the typed line in the
+environment. If there is no server, or it does not answer in time, no completions are offered and no error is shown.
+Invariant: argcomplete is imported only to print that shell function or to complete.
 """
 
 from __future__ import annotations

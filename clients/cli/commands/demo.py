@@ -1,6 +1,6 @@
 """`shmserve demo`: runs the sample models on meaningful inputs and verifies results where possible.
 
-Every statement it prints is about this run, with measured numbers.
+Every statement that it prints is about this run, with measured numbers.
 """
 
 from __future__ import annotations

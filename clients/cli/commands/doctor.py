@@ -1,4 +1,4 @@
-"""`shmserve doctor`: what this machine has and lacks for a server, each with the command that fixes it."""
+"""`shmserve doctor`: reports what this machine has and lacks for a server, with the commands that fix it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def report(findings: Sequence[Finding], screen: Screen) -> str:
-    """The table, and below it what to do, the errors first."""
+    """The table, and below it what to do, errors first."""
     rows = [[finding.check, finding.state, finding.found, finding.needed or "-"] for finding in findings]
     lines = [screen.table(COLUMNS, rows), ""]
     for state in (ERROR, WARNING, INFO):

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 SPIN_S = 0.1
 REPORT_S = 1.0
-"""Interval of the lines of --json."""
+"""Interval between lines of --json."""
 UNTIL_QUIET_S = 5.0
-"""A balancer has noticed after a few of its checks, most often one per second."""
+"""A load balancer needs a few checks to notice, usually one per second."""
 
 State = Mapping[str, Any]
 
@@ -78,7 +78,7 @@ def _wait(args: argparse.Namespace, client: Client) -> int:
 
 
 class _Progress:
-    """On a terminal a line that changes; with --json, a line from time to time; otherwise nothing."""
+    """On a terminal, one line that is updated; with --json, a line every REPORT_S; otherwise nothing."""
 
     def __init__(self, args: argparse.Namespace, quiet_s: float) -> None:
         self._json = args.json
@@ -119,7 +119,7 @@ def _no_request(seconds: float) -> str:
 
 
 def work_text(state: State) -> str:
-    """What the server still has, and for whom."""
+    """The server's remaining work, and its clients."""
     parts = [_count(state["requests"], "request"), _count(state["sequences"], "open sequence")]
     named = [f"{client['name'] or 'unnamed'} {client['in_flight']:,}" for client in state["clients"]]
     if named:

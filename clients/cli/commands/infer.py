@@ -44,7 +44,7 @@ def infer(args: argparse.Namespace) -> int:
 
 
 def _stream(args: argparse.Namespace, client: Client, arrays: Mapping[str, Any], dtypes: Mapping[str, str]) -> None:
-    """Print answers as they arrive: a table for each, or a JSON document on a line of its own."""
+    """Print answers as they arrive, each as a table or as a JSON document on one line."""
     outputs = args.outputs.split(",") if args.outputs else None
     started = time.perf_counter()
     seconds: list[float] = []

@@ -47,7 +47,7 @@ def init(args: argparse.Namespace) -> int:
 
 
 def _shapes(layout: Layout) -> list[str]:
-    """The options for inputs whose sizes of 1, the default of --random, are likely to be too small."""
+    """Options for inputs for which size 1, the default of --random, is probably too small."""
     words = []
     for tensor in layout.inputs:
         dims = example(tensor.dims)
@@ -57,7 +57,7 @@ def _shapes(layout: Layout) -> list[str]:
 
 
 def _described(args: argparse.Namespace) -> Described | None:
-    """The tensors of a PyTorch file, found by a process of its own; None if they cannot be found."""
+    """The tensors of a PyTorch file, determined in a separate process; None if that fails."""
     if importlib.util.find_spec("torch") is None or not Path(args.source).is_file():
         return None
     command = [*python(), "-m", DESCRIBE, args.source]

@@ -1,6 +1,6 @@
-"""`shmserve logs`: the latest records of the server's log, and with --follow those to come.
+"""`shmserve logs`: the latest records of the server's log, and with --follow also new ones.
 
-Invariant: a record is printed once. The server numbers them, and is asked for later ones than the last that was read.
+Invariant: a record is printed once. The server numbers records, and each query asks for those after the last one read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shmserve.clients.client import Client
 
 FOLLOW_S = 0.5
-"""How often a follower asks."""
+"""Polling interval of --follow."""
 INDENT = "    "
 STYLES = {"debug": FAINT, "warning": WARN, "error": BAD, "critical": BAD}
 ELSEWHERE = "the log of a server that has ended is in its --log-file, or in `journalctl -u shmserve`"
@@ -38,7 +38,7 @@ def logs(args: argparse.Namespace) -> int:
             reader = _Reader(args, client)
             records = list(reader.new())
             if args.model is not None and not records:
-                client.statistics(args.model)  # raises if there is no such model
+                client.statistics(args.model)  # raises if the model does not exist
             for record in records[-(args.lines or len(records)) :]:
                 _print(args, record, screen)
             if args.follow:
@@ -56,7 +56,7 @@ class _Reader:
         self._client = client
         self._after = 0
         self._started = 0
-        """Number of the first record of the server that answered last."""
+        """Number of the first record of the server process that answered last."""
 
     def new(self) -> Iterator[Record]:
         """The records since the last call."""
@@ -78,7 +78,7 @@ class _Reader:
 
 
 def _follow(args: argparse.Namespace, reader: _Reader, screen: Screen) -> None:
-    """Print new records until Ctrl-C. While the server is away, keep trying."""
+    """Print new records until Ctrl-C. If the server is unavailable, keep trying."""
     away = False
     while True:
         sys.stdout.flush()
@@ -98,7 +98,7 @@ def _print(args: argparse.Namespace, record: Record, screen: Screen) -> None:
 
 
 def record_text(record: Record, screen: Screen) -> str:
-    """As in the server's log: local time, level and text, then an indented traceback."""
+    """The record as in the server's log: local time, level and text, then an indented traceback."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
     style = STYLES.get(record["level"], "")
     head = screen.styled(f"{at},{int(record['time'] % 1 * 1000):03}", FAINT)

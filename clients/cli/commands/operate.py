@@ -104,7 +104,7 @@ def restart(args: argparse.Namespace) -> int:
 def _check_exists(client: Client, model: str) -> None:
     """Raise NotFound for a model that is in no repository. The server answers its unload as Triton does: without an
     error, as there is nothing left to unload."""
-    with contextlib.suppress(Denied):  # a server that does not say which models there are
+    with contextlib.suppress(Denied):  # a server that does not list its models
         if all(entry["name"] != model for entry in client.models()):
             raise NotFound(f"Request for unknown model: '{model}' is not found")
 
@@ -190,7 +190,7 @@ class _Operations:
     """Operations on models, in threads. If the block is left by an exception, `cancel` is called, which ends them.
 
     Invariant: the main thread waits only in select, and takes no lock that another thread needs. Ctrl-C could interrupt
-    it between taking the lock of a Condition and its block, and the other thread would wait for ever.
+    it between taking the lock of a Condition and entering its block, and the other thread would wait forever.
     """
 
     def __init__(self, names: Sequence[str], run: Callable[[str], dict[str, Any]], cancel: Callable[[], None]) -> None:
@@ -301,7 +301,8 @@ def _versions(found: Mapping[str, Any]) -> str:
 
 
 def _watch(args: argparse.Namespace, operations: _Operations, doing: str) -> None:
-    """Wait until all are done. On a terminal a line shows the progress, which is queried over a separate connection."""
+    """Wait until all are done. On a terminal, one line shows the progress, which is queried over a separate
+    connection."""
     if not sys.stderr.isatty() or args.json:
         while operations.waiting():
             pass
@@ -314,7 +315,7 @@ def _watch(args: argparse.Namespace, operations: _Operations, doing: str) -> Non
                 if not waiting:
                     break
                 line = f"{turn} {doing} {_many(waiting)}, {time.monotonic() - started:.0f} s"
-                with contextlib.suppress(ServeError):  # the operation itself reports what is wrong
+                with contextlib.suppress(ServeError):  # the operation itself reports the error
                     line += progress(client.models(), waiting)
                 width = shutil.get_terminal_size().columns - 1
                 print(CLEAR_LINE + line[:width], end="", file=sys.stderr, flush=True)
@@ -327,7 +328,7 @@ def _many(names: Sequence[str]) -> str:
 
 
 def progress(index: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """The number of ready and wanted instances of these models; empty if there are none."""
+    """The number of ready instances of these models and of those that should be; empty if there are none."""
     ready, wanted = counts(instance for entry in index if entry["name"] in names for instance in instances_of(entry))
     return f": {ready} of {wanted} instances" if wanted else ""
 

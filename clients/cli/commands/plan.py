@@ -1,7 +1,7 @@
 """`shmserve plan`: simulates a fleet of servers.
 
-Invariant: nothing is simulated here. It makes plans from the arguments, runs them in `shmserve.sim.fleet`, and prints
-the results.
+Invariant: this module simulates nothing. It makes plans from the arguments, runs them in `shmserve.sim.fleet`, and
+prints the results.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SERVERS = 100
 INSTANCES = 8
 SERVICE_MS = 12.0
 LOAD = 0.7
-"""Share of the capacity that is the rate, if none is given."""
+"""Default rate, as a share of the capacity."""
 REQUESTS = 200_000
 AFTER = 10
-"""Seconds that are simulated after the last change, if no end is given."""
+"""Seconds simulated after the last change, if no end is given."""
 STARTS = 3
-"""The same for an autoscaler, in times that a server takes to start."""
+"""The same with an autoscaler, as a multiple of a server's start time."""
 WINDOWS = 24
 """Rows of the timeline."""
 SECOND = 1_000_000_000
@@ -127,7 +127,7 @@ def _default_servers(args: argparse.Namespace) -> list[int]:
 
 
 def _end(args: argparse.Namespace) -> tuple[float, int]:
-    """Seconds and requests: as given, else long enough to see what happens."""
+    """Seconds and requests: as given, else enough to show the effect of all changes."""
     changes = [at + lasts for at, lasts in args.kill_zone]
     changes += [at + lasts for _, at, lasts in [*args.kill, *args.surge]]
     if args.seconds or args.requests:
@@ -162,8 +162,8 @@ def _service(args: argparse.Namespace, measured: MeasuredModel | None) -> Servic
 
 
 def _capacity(model: SimModel) -> float:
-    """Requests per second of a server with full batches, from the mean of some drawn times. Its broker handles at most
-    two messages for each."""
+    """Requests per second of a server with full batches, from the mean of some drawn times. The broker handles at most
+    two messages per request."""
     from random import Random
 
     from shmserve.sim import Plan
@@ -273,7 +273,7 @@ def _timeline(result: FleetResult) -> list[list[str]]:
 
 @contextmanager
 def _progress(args: argparse.Namespace, plan: FleetPlan, which: str) -> Iterator[Any]:
-    """Shows the progress on stderr: on a terminal a live bar, else a line for each simulation."""
+    """Shows the progress on stderr: a live bar on a terminal, else a line per simulation."""
     text = f"{which}{plan.policy}, {plan.servers:,} servers, {plan.rate:,.0f} requests/s"
     screen = Screen(getattr(args, "color", None), sys.stderr)
     if not screen.is_terminal:

@@ -1,4 +1,4 @@
-"""`shmserve ready`: tells, by its exit code, whether the server or a model takes requests."""
+"""`shmserve ready`: the exit code tells whether the server or a model accepts requests."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from shmserve.clients.client import Client
 
 REASONS = 10
-"""The most reasons to print."""
+"""Maximum number of reasons to print."""
 UNKNOWN = "it is starting or stopping"
 
 State = Mapping[str, Any]
-"""model (None: the server), ready, reasons why it is not, warnings."""
+"""Keys: model (None: the server), ready, reasons (why not), warnings."""
 
 
 def ready(args: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ def _state(model: str | None, client: Client) -> State:
 
 
 def _drained(model: str | None, client: Client) -> list[str]:
-    """The reason that the server is out of service, if it is; the readiness of a model does not depend on it."""
+    """That the server is out of service, as a reason, if it is. The readiness of a model does not depend on this."""
     with suppress(ConnectionLost, Denied, DeadlineExceeded):  # the role infer does not include `service`
         if model is None and client.service()["out_of_service"]:
             return [OUT_OF_SERVICE]
@@ -87,7 +87,7 @@ def _warnings(model: str | None, index: list[dict[str, Any]]) -> list[str]:
 
 
 def _report(args: argparse.Namespace, state: State, head: str = "") -> int:
-    """`head`: what is not ready, instead of the default."""
+    """`head`: replaces the default text for what is not ready."""
     if args.json:
         print_json(state)
     elif state["ready"]:
@@ -106,7 +106,7 @@ def _what(state: State) -> str:
 
 
 def not_ready_lines(state: State, head: str = "") -> list[str]:
-    """One line if there is one reason, otherwise a line for each of the first ones."""
+    """One line for a single reason, otherwise one line for each of the first REASONS."""
     head, reasons = head or f"{_what(state)} is not ready", [shortened(reason) for reason in state["reasons"]]
     if len(reasons) == 1:
         return [head if reasons[0] == head else f"{head}: {reasons[0]}"]
@@ -115,7 +115,7 @@ def not_ready_lines(state: State, head: str = "") -> list[str]:
 
 
 def ready_text(state: State, screen: Screen) -> str:
-    """The picture of --watch."""
+    """The screen of --watch."""
     if not state["ready"]:
         first, *others = not_ready_lines(state)
         return "\n".join([screen.styled(first, BAD), *others])

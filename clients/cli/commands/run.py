@@ -1,6 +1,7 @@
 """The commands that run another program of the package: run, build, gateway.
 
-Invariant: the model is not examined here; the arguments of `run` and `build` are passed on as one JSON document.
+Invariant: this module does not examine the model; the arguments of `run` and `build` are passed on as one JSON
+document.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shmserve.terminal.errors import Failed
 
 
 def run(args: argparse.Namespace) -> NoReturn:
-    """Replace this process by one that runs the model in this terminal."""
+    """Replace this process with one that runs the model in this terminal."""
     command = _command("shmserve.workers.foreground", args)
     # As in a server, disable the engine's telemetry unless the user has enabled it.
     environment = {"ORT_DISABLE_TELEMETRY": "1"} | os.environ
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> NoReturn:
 
 
 def build(args: argparse.Namespace) -> NoReturn:
-    """Replace this process by one that builds a TensorRT plan from an ONNX model, for this machine's GPU."""
+    """Replace this process with one that builds a TensorRT plan from an ONNX model, for this machine's GPU."""
     try:
         os.execv(sys.executable, _command("shmserve.workers.backends.tensorrt.build", args))
     except OSError as error:

@@ -202,7 +202,7 @@ def config(args: argparse.Namespace) -> int:
 
 
 def config_text(text: str, screen: Screen) -> str:
-    """The origins, which are comments at the ends of lines, are faint."""
+    """Dims the origins, which are comments at the ends of lines."""
     lines = (line.partition("  # ") for line in text.split("\n"))
     return "\n".join(value + screen.styled(mark + origin, FAINT) for value, mark, origin in lines)
 
@@ -246,7 +246,7 @@ def stats_text(statistics: Mapping[str, Any], screen: Screen) -> str:
 
 
 def streams_text(stats: Mapping[str, Any]) -> str:
-    """Of a decoupled model: the times to the first response and between responses."""
+    """For a decoupled model: the times to the first response and between responses."""
     texts = []
     for name, label in (("first_response", "first response after"), ("between_responses", "between responses")):
         times = stats[name]
@@ -265,7 +265,8 @@ def padding_text(entry: Mapping[str, Any]) -> str:
 
 
 def stats_row(entry: Mapping[str, Any]) -> list[str]:
-    """Requests include failed ones; the mean batch is in rows; times are means over successful requests."""
+    """The number of requests includes failed ones; the mean batch is in rows; times are means over successful
+    requests."""
     times = entry["inference_stats"]
     good, failed, batches = times["success"]["count"], times["fail"]["count"], entry["execution_count"]
     compute = sum(times[part]["ns"] for part in ("compute_input", "compute_infer", "compute_output"))
@@ -286,7 +287,7 @@ def stats_row(entry: Mapping[str, Any]) -> list[str]:
 
 
 def version(args: argparse.Namespace) -> int:
-    """Asks the server only if one is named; otherwise the client is not imported."""
+    """Queries the server only if one is given; otherwise the client is not imported."""
     versions = {"shmserve": shmserve.__version__}
     if args.url is not None or args.runtime_dir is not None:
         with connected(args) as client:

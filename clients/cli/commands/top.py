@@ -30,7 +30,7 @@ HTTP_PORT = 8000
 OF_ONE, OF_MANY = ("models", "instances", "clients", "gpus"), ("servers", "models", "by-server")
 """Tables."""
 GRACE_S = 5.0
-"""How long a snapshot waits, beyond an interval, for servers that are slow or do not answer."""
+"""How much longer than an interval a snapshot waits for servers that are slow or do not answer."""
 
 
 def top(args: argparse.Namespace) -> int:
@@ -132,7 +132,7 @@ def _token(file: Path | None) -> str:
 
 
 def _set_colors(args: argparse.Namespace) -> None:
-    """textual reads the variable when an app is made."""
+    """Sets the environment variable that textual reads when an app is created."""
     if screen_of(args).color:
         os.environ.pop("NO_COLOR", None)
     else:
@@ -140,7 +140,7 @@ def _set_colors(args: argparse.Namespace) -> None:
 
 
 def _run(app: TablesApp) -> str | None:
-    """The result of a live view."""
+    """Runs a live view and returns its result."""
     result = app.run()
     if app.return_code:
         raise Failed("the live view ended with the error above")
@@ -172,7 +172,7 @@ def _print(args: argparse.Namespace, source: Source, sort_key: str | None) -> in
 
 
 def _url(server: str) -> str:
-    """`host` and `host:port` are HTTP."""
+    """The URL of a server; `host` and `host:port` mean HTTP."""
     if "://" in server:
         return server
     parts = urlsplit(f"http://{server}")
@@ -186,7 +186,8 @@ def _url(server: str) -> str:
 
 
 def _openers(args: argparse.Namespace) -> dict[str, Callable[[], Source]]:
-    """By the name to show. A source connects when it is read, so that a server which is down does not matter here."""
+    """Displayed name -> function that makes the source. A source connects when it is read, so a server that is down
+    raises no error here."""
     from shmserve.clients.top.http_source import HttpSource
     from shmserve.clients.top.sources import ServerSource
 
@@ -237,7 +238,7 @@ def _top_of_many(args: argparse.Namespace, live: bool) -> int:
 def _show_many(
     args: argparse.Namespace, fleet: Fleet, openers: dict[str, Callable[[], Source]], sort_key: str | None
 ) -> int:
-    """The view of all, and that of one server whenever it is selected, until the user quits."""
+    """Shows the view of all servers, and that of one server whenever it is selected, until the user quits."""
     from shmserve.clients.top.app import TopApp
     from shmserve.clients.top.fleet.fleet_app import FleetApp
 

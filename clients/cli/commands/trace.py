@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shmserve.clients.timeline.collected import Collected
 
 READ_S = 0.2
-"""How often the records are read."""
+"""Interval at which records are read."""
 VIEWER = "https://ui.perfetto.dev"
 
 
@@ -86,7 +86,7 @@ def _about(client: Client) -> dict[str, Any]:
 
 
 def _record(args: argparse.Namespace, client: Client, collected: Collected) -> float:
-    """Records until the time is over, or until Ctrl-C. Returns for how many seconds."""
+    """Records until the time is over, or until Ctrl-C. Returns the duration in seconds."""
     screen = Screen(getattr(args, "color", None), sys.stderr)
     number = client.record("start", models=args.model)["recording"]
     began = time.monotonic()
@@ -103,7 +103,7 @@ def _record(args: argparse.Namespace, client: Client, collected: Collected) -> f
 
 @contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """A list to which Ctrl-C adds, so that it interrupts no exchange with the server."""
+    """Yields a list to which Ctrl-C appends, so that Ctrl-C interrupts no exchange with the server."""
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
@@ -127,7 +127,7 @@ def _show(screen: Screen, text: str) -> None:
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Only its owner can read it: it shows what others do."""
+    """A file that only its owner can read, because it shows what other users do."""
     try:
         with new_file(path) as part:
             yield part

@@ -1,6 +1,7 @@
 """`shmserve tune`: finds settings for a model that hold a latency target.
 
-Invariant: nothing is decided here. It starts a temporary server, runs `shmserve.clients.tune`, and prints the outcome.
+Invariant: this module makes no decisions. It starts a temporary server, runs `shmserve.clients.tune`, and prints the
+outcome.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ def _folder(given: Path) -> Path:
 
 
 def _shown(file: Path) -> str:
-    """Relative to the current directory, if it is below that."""
+    """The path, relative to the current directory if it is below that."""
     here = Path.cwd()
     return str(file.relative_to(here) if file.is_relative_to(here) else file)
 
 
 def _missed(outcome: Outcome) -> str:
-    """Why there is nothing to apply."""
+    """The reason why there is nothing to apply."""
     goal = outcome.goal
     return f"no setting that was measured held {goal.target}; raise --p99{' or lower --rate' if goal.rate else ''}"
 
@@ -109,7 +110,7 @@ def _write(file: Path, content: str) -> None:
 
 
 def _apply(file: Path, outcome: Outcome) -> None:
-    """Replaces the file in one step, unless it has changed meanwhile."""
+    """Replaces the file in one step, unless it has changed in the meantime."""
     assert outcome.chosen is not None
     if _read(file) != outcome.model.text:
         raise Failed(f"{file} has changed since tuning began; it is not overwritten")
@@ -121,7 +122,7 @@ def _apply(file: Path, outcome: Outcome) -> None:
 
 
 def _read(file: Path) -> str:
-    """The configuration; empty if the model has none."""
+    """The text of the configuration; empty if the model has none."""
     try:
         return file.read_bytes().decode()  # line ends stay as they are
     except FileNotFoundError:
@@ -159,7 +160,7 @@ def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
 def _inputs(
     args: argparse.Namespace, client: Client, model: TunedModel
 ) -> Callable[[int], Sequence[Mapping[str, Any]]]:
-    """The requests: those of --input, or random ones."""
+    """The inputs of the requests: those of --input, or random ones."""
     from shmserve.session import Raw
     from shmserve.terminal import inputs
 
@@ -198,7 +199,7 @@ def _inputs(
 
 @contextmanager
 def _progress(args: argparse.Namespace) -> Iterator[Any]:
-    """Shows the progress on stderr: on a terminal a live line, else a line for each step."""
+    """Shows the progress on stderr: a live line on a terminal, else a line per step."""
     from shmserve.clients.tune.tuner import Events
 
     screen = Screen(getattr(args, "color", None), sys.stderr)

@@ -1,8 +1,8 @@
 """Compares two saved runs load by load: better, worse or no difference.
 
-Invariant: with no difference between the servers, the whole comparison finds one with a probability of at most 1 minus
-its confidence, however many rows it has (Bonferroni). The intervals say what the windows of these two runs support.
-They do not know how much the machine itself changes between runs; `least` is the smallest difference that counts.
+Invariant: if the servers do not differ, the probability that the whole comparison finds a difference is at most 1 minus
+its confidence, however many rows it has (Bonferroni). The intervals reflect only the windows of these two runs, not how
+much the machine itself changes between runs; `least` is the smallest difference that counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shmserve.errors import InvalidRequest
 BETTER, WORSE, SAME, UNKNOWN = "better", "worse", "no difference", "unknown"
 MIXED = "mixed"
 FAILED = "failed"
-"""The metric of failures, whose values are shares of all responses."""
+"""The metric of failures. Its values are shares of all responses."""
 MOST_EXACT = 500
-"""Failures up to which a probability is computed exactly, not by the normal distribution."""
+"""Up to this number of failures, probabilities are exact; above, the normal distribution is used."""
 
 
 class Change(Struct, frozen=True, kw_only=True):
@@ -34,8 +34,7 @@ class Change(Struct, frozen=True, kw_only=True):
     old: float
     new: float
     relative: Interval | None
-    """The difference, new minus old, as a share of the old value; None if the windows do not suffice, and for failures.
-    """
+    """The difference, new minus old, as a share of the old value; None for too few windows, and for failures."""
     verdict: str
 
 
@@ -44,18 +43,18 @@ class Comparison(Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
     confidence: float = 0.95
-    """Of all rows together."""
+    """Confidence of all rows together."""
     row_confidence: float = 0.95
-    """Of each interval; higher, the more rows there are."""
+    """Confidence of each interval; the more rows, the higher."""
 
     @property
     def is_worse(self) -> bool:
-        """In something, even if it is better in something else."""
+        """Whether any metric is worse, even if another is better."""
         return self.verdict in (WORSE, MIXED)
 
 
 class _Metric(Struct, frozen=True):
-    """`value` is the one of the whole point, as reports show it."""
+    """`value` is that of the whole point, as reports show it."""
 
     name: str
     value: Callable[[Point], float | None]
@@ -136,7 +135,7 @@ def _values(point: Point, metric: _Metric) -> list[float]:
 
 
 def _change(row: _Row, confidence: float, least: float) -> Change:
-    """The difference of the values that reports show; how exactly it is known follows from the windows."""
+    """The difference between the values that reports show. Its interval follows from the windows."""
     delta = difference(row.old_windows, row.new_windows, confidence)
     if delta is None or not row.old:
         return Change(
@@ -156,7 +155,7 @@ def _change(row: _Row, confidence: float, least: float) -> Change:
 
 
 def _failures(old: Point, new: Point, confidence: float) -> Change:
-    """If both servers failed equally often, the failures would be divided as the requests are."""
+    """Tests failures: if both servers failed equally often, the failures would be divided as the requests are."""
     before, after = (point.latency.count + point.failed for point in (old, new))
     failed = old.failed + new.failed
     chance = _two_sided(new.failed, failed, after / (before + after))
@@ -170,7 +169,7 @@ def _failures(old: Point, new: Point, confidence: float) -> Change:
 
 
 def _two_sided(found: int, count: int, share: float) -> float:
-    """The probability that a binomial count is as far from its mean as this one, or farther."""
+    """The probability that a binomial count is at least as far from its mean as this one."""
     if count > MOST_EXACT:
         deviation = math.sqrt(count * share * (1 - share))
         away = max(0.0, abs(found - count * share) - 0.5)

@@ -43,7 +43,7 @@ def student_t(confidence: float, freedom: float) -> float:
 
 
 def interval(values: Sequence[float], confidence: float) -> Interval:
-    """The mean of the values and its interval; as wide as possible, from 0 up, for fewer than two values."""
+    """The mean of the values and its interval. For a single value, the interval is from 0 to twice the value."""
     if not values:
         return Interval(0.0, 0.0, 0.0)
     mean = fmean(values)
@@ -75,8 +75,8 @@ class Stability(Struct, frozen=True):
 
 
 def stability(windows: Sequence[Window], settings: Settings, throughput: bool = True) -> Stability:
-    """Take the longest run of windows up to the last one that is stable; if there is none, all of them. `throughput`:
-    it must be stable, too, which says nothing in an open loop.
+    """Take the longest stable run of windows that ends with the last one; if there is none, all of them. `throughput`:
+    whether throughput must also be stable, which is meaningless in an open loop.
     """
     note = f"{len(windows)} of at least {settings.min_windows} windows"
     for first in range(max(0, len(windows) - settings.min_windows + 1)):

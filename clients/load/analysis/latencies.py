@@ -14,9 +14,9 @@ from shmserve.clients.load.plan import PERCENTILES
 HIGHEST = 3600 * 10**9
 DIGITS = 3
 _BITS = 11
-"""Values below 2048 have buckets of their own; above, a bucket spans 1/1024 to 1/2048 of its values."""
+"""Values below 2048 have separate buckets; above, a bucket spans 1/1024 to 1/2048 of its values."""
 FEW = 10
-"""A percentile needs so many values above it."""
+"""A percentile needs this many values above it."""
 
 
 def name_of(percentile: float) -> str:
@@ -24,12 +24,12 @@ def name_of(percentile: float) -> str:
 
 
 def needed(percentile: float) -> int:
-    """Values from which a percentile can be told."""
+    """Number of values from which a percentile can be determined."""
     return 1 if percentile <= 50 else math.ceil(round(FEW * 100 / (100 - percentile), 6))
 
 
 def is_decided(percentile: float, count: int, above: int) -> bool:
-    """Whether so many values tell if a percentile is above a limit that `above` of them exceed."""
+    """Whether `count` values, `above` of which exceed a limit, determine if the percentile is above that limit."""
     return count >= needed(percentile) or above >= FEW
 
 
@@ -63,7 +63,7 @@ class Histogram:
         return (float(self._counts.get_min_value()), float(self._counts.get_max_value())) if self.count else (0.0, 0.0)
 
     def percentiles(self) -> dict[str, float]:
-        """In ns, without those that too few values exceed."""
+        """Percentiles in ns, without those that too few values exceed."""
         return {
             name_of(share): float(self._counts.get_value_at_percentile(share))
             for share in PERCENTILES

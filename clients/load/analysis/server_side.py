@@ -1,4 +1,4 @@
-"""What the server counted between two readings of its statistics, in Triton's format."""
+"""The server's counts between two readings of its statistics, in Triton's format."""
 
 from __future__ import annotations
 

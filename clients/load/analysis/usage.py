@@ -88,7 +88,7 @@ def _listening_at(port: int) -> int:
 
 
 def _descriptors(pid: int) -> set[str]:
-    """Targets of its descriptors, as far as they may be read; none for a process that has ended."""
+    """Targets of the process's descriptors, as far as they may be read; none for a process that has ended."""
     found: set[str] = set()
     try:
         descriptors = os.listdir(f"/proc/{pid}/fd")
@@ -98,7 +98,7 @@ def _descriptors(pid: int) -> set[str]:
         try:
             found.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue  # in a user namespace, the folder of an outer process can be listed, its links cannot be read
+            continue  # in a user namespace, an outer process's folder can be listed, but its links cannot be read
     return found
 
 
@@ -165,13 +165,13 @@ class Reading(Struct, frozen=True):
     machine: float
     """Busy seconds of all cores."""
     processes: dict[int, tuple[str, float]]
-    """Of the server: pid -> role and seconds."""
+    """The server's processes: pid -> role and seconds."""
     gpus: dict[str, tuple[float, int]]
     """GPU -> utilization and used bytes."""
 
 
 def used(readings: Sequence[Reading], seconds: float) -> Usage:
-    """The use between the first reading and the last; of GPUs, the mean of all readings but the first."""
+    """The use between the first and last reading; for GPUs, the mean of all readings but the first."""
     before, after = readings[0], readings[-1]
     roles: dict[str, float] = {}
     for pid, (role, busy) in after.processes.items():
@@ -218,5 +218,5 @@ class _Gpus:
                 share = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
                 found[f"GPU {number}"] = (share, int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used))
             except self._nvml.NVMLError:
-                continue  # not every GPU counts its utilization, e.g. not one with MIG
+                continue  # some GPUs, e.g. with MIG, do not report utilization
         return found

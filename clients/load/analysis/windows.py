@@ -1,6 +1,6 @@
 """Groups the responses of all generator processes into windows.
 
-Pure: times come with the responses.
+Pure functions of the responses: no clock is read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shmserve.clients.load.plan import SECOND, Settings
 from shmserve.clients.load.record import Window
 
 LONGEST = 10
-"""A window may be extended to so many times its length."""
+"""A window may be extended to this many times its length."""
 PARTS = 5
-"""Parts of a window in the timeline."""
+"""Number of parts of a window in the timeline."""
 Array = NDArray[np.int64]
 GeneratorUse = dict[int, tuple[int, int]]
-"""Generator process -> its processor time so far, and when that was, in ns."""
+"""Generator process -> its processor time so far, and the time of that reading, in ns."""
 
 
 class Responses(Struct):
@@ -46,7 +46,7 @@ class Responses(Struct):
 
 
 class Collector:
-    """Collects samples; `take` removes those of a window. The last second stays: the progress is about it."""
+    """Collects samples; `take` removes those of a window. The last second is kept for the progress display."""
 
     def __init__(self, processes: int) -> None:
         self._chunks: list[Responses] = []
@@ -57,7 +57,7 @@ class Collector:
 
     def add(self, process: int, samples: Samples) -> None:
         if process not in self.until:
-            return  # a process without a part in this load
+            return  # the process takes no part in this load
         self.until[process] = samples.until_ns
         self.used[process] = (samples.cpu_ns, samples.until_ns)
         self.errors[process] = samples.errors
@@ -78,7 +78,7 @@ class Collector:
         return min(self.until.values()) >= end
 
     def count(self, start: int) -> int:
-        """Responses since then that have been reported."""
+        """Number of reported responses since `start`."""
         return sum(int((chunk.done >= start).sum()) for chunk in self._chunks)
 
     def peek(self, start: int, end: int) -> Responses:
@@ -86,14 +86,14 @@ class Collector:
         return _joined(self._chunks, self._gaps, start, end)
 
     def take(self, start: int, end: int) -> Responses:
-        """The same, and drop them with all earlier ones, but for those that the progress still needs."""
+        """The same, but drops them and all earlier ones, except those that the progress display still needs."""
         found = self.peek(start, end)
         self._chunks = [rest for chunk in self._chunks if len((rest := _later(chunk, end - SECOND)).done)]
         self._gaps = [(at[at >= end], gap[at >= end]) for at, gap in self._gaps if at[-1] >= end]
         return found
 
     def latest(self) -> tuple[int, Responses]:
-        """The time up to which all responses have been reported, and those of the second before it."""
+        """The time up to which all responses have been reported, and the responses of the second before it."""
         end = min(self.until.values())
         return end, self.peek(end - SECOND, end)
 
@@ -159,5 +159,5 @@ def timeline(found: Responses, start: int, end: int, origin: int) -> list[Window
 
 
 def is_long_enough(length_ns: int, responses: int, settings: Settings) -> bool:
-    """Whether a window that has lasted so long with so many responses may end."""
+    """Whether a window of this length with this many responses may end."""
     return responses >= settings.least or length_ns >= LONGEST * settings.window_ns

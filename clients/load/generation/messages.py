@@ -1,4 +1,4 @@
-"""Messages between `measure` and a generator process: MessagePack over a socket pair, each after its length."""
+"""Messages between `measure` and a generator process: MessagePack over a socket pair, each preceded by its length."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LENGTH_BYTES = 4
 
 
 class Prepare(Struct, frozen=True, tag=True):
-    """Connect and build the requests; the answer is Prepared or Broken."""
+    """Connect and build the requests; the reply is Prepared or Broken."""
 
     plan: Plan
     index: int
 
 
 class Begin(Struct, frozen=True, tag=True):
-    """Send this load from the time `start_ns` (CLOCK_MONOTONIC) on, as process `index` of `processes`."""
+    """Send this load, starting at `start_ns` (CLOCK_MONOTONIC), as process `index` of `processes`."""
 
     load: Load
     start_ns: int
@@ -29,7 +29,7 @@ class Begin(Struct, frozen=True, tag=True):
 
 
 class End(Struct, frozen=True, tag=True):
-    """Stop sending, wait for the responses up to `patience_s`, then cancel the requests; the answer is Ended."""
+    """Stop sending, wait for the responses up to `patience_s`, then cancel the requests; the reply is Ended."""
 
     patience_s: float
 
@@ -67,11 +67,11 @@ class Samples(Struct, frozen=True, tag=True):
 
 class Ended(Struct, frozen=True, tag=True):
     unanswered: int
-    """Requests that had no response when the time for them was over."""
+    """Number of requests without a response when the time for them was over."""
 
 
 class Broken(Struct, frozen=True, tag=True):
-    """The process cannot go on. `code`: of the ServeError; empty: a usage error."""
+    """The process cannot continue. `code`: that of the ServeError; empty: a usage error."""
 
     code: str
     text: str

@@ -1,6 +1,6 @@
 """A generator process: `python -m shmserve.clients.load.generation.process FD`.
 
-It follows the orders from a socket, and ends when the socket is closed.
+It executes orders from a socket and ends when the socket is closed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Generator:
         self._plan: Plan | None = None
 
     def tell(self, news: News) -> None:
-        if not self._writer.is_closing():  # else the process that measures has gone, which ends `_follow`, too
+        if not self._writer.is_closing():  # else the measuring process has ended, which also ends `_follow`
             write(self._writer, news)
 
     async def follow(self, order: Order) -> None:
@@ -84,7 +84,7 @@ class Generator:
         )  # fmt: skip
         self.tell(Prepared(mean_rows(feeds, facts.max_batch)))
         gc.collect()
-        gc.freeze()  # the requests stay; the collector must not walk through them during the load
+        gc.freeze()  # the requests live until the end; the collector must not scan them during the load
 
     async def _begin(self, order: Begin) -> None:
         sender, plan = self._the_sender, self._plan
@@ -121,7 +121,7 @@ async def _follow(reader: asyncio.StreamReader, generator: Generator) -> None:
     while True:
         try:
             order = await read_order(reader)
-        except (asyncio.IncompleteReadError, ConnectionError):  # reset: our last samples were not read
+        except (asyncio.IncompleteReadError, ConnectionError):  # reset: the last samples were not read
             return
         await generator.follow(order)
 

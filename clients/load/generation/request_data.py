@@ -1,4 +1,4 @@
-"""The inputs of the requests: from texts and files, cycled, and random for what is not given.
+"""The inputs of the requests: from texts and files, which are cycled, and random for the rest.
 
 Invariant: dtype and shape come from the model's metadata; a value that does not fit is an error.
 """
@@ -19,11 +19,11 @@ from shmserve.terminal.inputs import Arrays
 from shmserve.terminal.values import Spec
 
 MOST_BYTES = 256 << 20
-"""Random requests differ as long as they need no more memory than this."""
+"""Random requests are distinct as long as they need no more memory than this."""
 
 
 def request_inputs(given: Inputs, model: str, facts: ModelFacts) -> list[Arrays]:
-    """The inputs of each different request. Lists of different lengths are cycled until the longest ends."""
+    """The inputs of each distinct request. Lists of different lengths are cycled until the longest ends."""
     known = facts.inputs
     lists: dict[str, list[Any]] = {}
     for text in given.texts:
@@ -50,7 +50,7 @@ def request_inputs(given: Inputs, model: str, facts: ModelFacts) -> list[Arrays]
 
 
 def mean_rows(requests: Sequence[Arrays], max_batch: int) -> float:
-    """Files may have different numbers of rows. A request without inputs has one."""
+    """The mean number of rows: files may have different numbers. A request without inputs counts as one row."""
     if not max_batch:
         return 1
     return fmean(int(next(iter(arrays.values())).shape[0]) if arrays else 1 for arrays in requests)

@@ -1,7 +1,7 @@
 """The intended send times of open loops, in ns since the start, divided among generator processes.
 
-Invariant: a latency counts from the intended time, so a request that the generator or a full connection delays counts
-with its delay (no coordinated omission).
+Invariant: latencies count from the intended time, so they include delays caused by the generator or by a full
+connection (no coordinated omission).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def send_times(load: Load, index: int = 0, processes: int = 1) -> Iterator[int]:
 
 
 def _poisson(rate: float, random: Random) -> Iterator[int]:
-    """The sum of independent Poisson processes is one, so each generator process draws its own."""
+    """The sum of independent Poisson processes is a Poisson process, so each generator process draws its own."""
     at, mean = 0.0, rate / SECOND
     while True:
         at += random.expovariate(mean)
@@ -45,7 +45,7 @@ def _repeated(load: Replay) -> Iterator[int]:
 
 
 def share(load: Load, index: int, processes: int) -> Load:
-    """The part of a closed loop that process `index` has; open loops are divided by `send_times`."""
+    """The part of a closed loop that process `index` sends; open loops are divided by `send_times`."""
     if not isinstance(load, Closed):
         return load
     each, more = divmod(load.concurrency, processes)
@@ -85,5 +85,5 @@ def useful_processes(load: Load, wanted: int) -> int:
 
 
 def describe_rate(load: Load) -> float:
-    """The rate that an open loop asks for; 0 for a closed loop."""
+    """The target rate of an open loop; 0 for a closed loop."""
     return load.rate if isinstance(load, Open | Replay) else 0.0

@@ -1,6 +1,6 @@
-"""Sends requests in a closed or an open loop and records their times; the heart of a generator process.
+"""Sends requests in a closed or an open loop and records their times: the core of a generator process.
 
-Invariant: in an open loop a latency begins at the intended time, whatever delayed the request.
+Invariant: in an open loop, latency counts from the intended time, whatever delayed the request.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shmserve.clients.load.targets.base import Part, Slot
 from shmserve.errors import ServeError
 
 BURST = 64
-"""Requests of a late schedule that are dispatched before everything else in the loop has its turn."""
+"""Number of requests of a late schedule that are dispatched before other work of the event loop gets its turn."""
 MOST_ERRORS = 100
-"""Different error texts that are kept apart."""
+"""Maximum number of distinct error texts that are recorded separately."""
 
 
 class Recorder:
@@ -35,7 +35,7 @@ class Recorder:
         self.first, self.gap_at, self.gap = array("q"), array("q"), array("q")
 
     def add(self, intended: int, sent: int, done: int, error: ServeError | None, first: int | None = None) -> None:
-        """`first`: of a stream, the time to its first answer; 0: it had none."""
+        """`first`: for a stream, the time to its first answer; 0: it had none."""
         if first is not None:
             self.first.append(first)
         self.done.append(done)
@@ -81,7 +81,7 @@ class Answers:
 
 
 class SequenceIds:
-    """Ids of sequences that no other generator process uses."""
+    """Generates ids of sequences that no other generator process uses."""
 
     def __init__(self, start: int) -> None:
         self._next = start
@@ -92,7 +92,7 @@ class SequenceIds:
 
 
 class Sender:
-    """`bodies` are sent in turn. `open_slot` opens a slot, `until` waits for a time of `clock`."""
+    """`bodies` are sent round robin. `open_slot` opens a slot; `until` waits for a time of `clock`."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Sender:
     ) -> None:
         self.recorder = Recorder()
         self.failure: BaseException | None = None
-        """What ended a loop."""
+        """The exception that ended a loop."""
         self._bodies = bodies
         self._open_slot = open_slot
         self._clock = clock
@@ -128,7 +128,7 @@ class Sender:
     # ------------------------------------------------------------------------------------ loops
 
     async def start_closed(self, concurrency: int, at: int) -> None:
-        """Opens the slots, and sends from the time `at` on, without waiting for it."""
+        """Opens the slots and sends from the time `at` on; returns without waiting for that time."""
         self._running = True
         while len(self._slots) < concurrency:
             self._slots.append(await self._open_slot())
@@ -157,7 +157,7 @@ class Sender:
             at = start + after
             await self._until(at)
             if number % BURST == 0:
-                await asyncio.sleep(0)  # `until` returns at once when late; a rate out of reach must not block the loop
+                await asyncio.sleep(0)  # `until` returns at once when late; an unreachable rate must not block the loop
             if not self._running:
                 return
             if self._idle:
@@ -185,11 +185,11 @@ class Sender:
         self._slots.append(slot)
 
     async def stop(self, seconds: float) -> int:
-        """Stops sending, and waits up to `seconds` for the responses. Returns the number that have not come."""
+        """Stops sending, and waits up to `seconds` for the responses. Returns the number of missing responses."""
         self._running = False
         self._pending.clear()
         if self._dispatching is not None:
-            self._dispatching.cancel()  # it may sleep until a send time far in the future
+            self._dispatching.cancel()  # it may be sleeping until a send time far in the future
             await asyncio.gather(self._dispatching, return_exceptions=True)
             self._dispatching = None
         for idle in self._idle:
@@ -230,11 +230,11 @@ class Sender:
                 await slot.stream(body, part, answers)
         except ServeError as failed:
             error = failed.with_traceback(None)
-            await asyncio.sleep(0)  # a request that fails at once must not keep the loop from everything else
+            await asyncio.sleep(0)  # a request that fails at once must not starve the event loop
         self.recorder.add(intended, sent, self._clock(), error, None if answers is None else answers.first)
 
     async def _finish(self, slot: Slot, parts: _Parts) -> None:
-        """Ends a sequence that the end of the load has interrupted; not recorded."""
+        """Ends a sequence that the end of the load has interrupted. Its requests are not recorded."""
         if parts.is_open:
             try:
                 await slot.send(self._bodies[0], parts.last())
@@ -243,7 +243,7 @@ class Sender:
 
 
 class _Parts:
-    """The places of a caller's requests in its sequences; None without sequences."""
+    """The positions of a caller's requests in its sequences; None without sequences."""
 
     def __init__(self, length: int, ids: SequenceIds) -> None:
         self._length, self._ids = length, ids

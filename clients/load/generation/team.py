@@ -1,6 +1,6 @@
-"""The generator processes of a run, as seen by the process that measures.
+"""The measuring process's view of the generator processes of a run.
 
-Invariant: none outlives the `async with` block.
+Invariant: no generator process outlives the `async with` block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shmserve.terminal.errors import Misuse
 
 END_S = 40.0
 BEGIN_NS = SECOND // 20
-"""From the order to the first request."""
+"""Time from the order to the first request."""
 OnSamples = Callable[[int, Samples], None]
 
 
@@ -67,7 +67,7 @@ class _Process:
                     self._answers.put_nowait(news)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        finally:  # also if an interrupt ends this task: a caller must not wait for an answer that cannot come
+        finally:  # even if an interrupt ends this task: a caller must not wait for an answer that cannot come
             self._answers.put_nowait(Broken("INTERNAL", "a generator process has ended unexpectedly"))
 
     def order(self, order: Prepare | Begin | End) -> None:
@@ -77,7 +77,7 @@ class _Process:
         return _answer(await self._answers.get())
 
     def check(self) -> None:
-        """Raises what has ended the process."""
+        """Raises the error that has ended the process."""
         while not self._answers.empty():
             _answer(self._answers.get_nowait())
 
@@ -102,7 +102,7 @@ def _answer(news: News) -> Prepared | Ended:
 
 
 class Generators:
-    """Processes are added as they are needed; the first `processes` of them share a load."""
+    """Processes are added as needed; the first `processes` of them share a load."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

@@ -1,4 +1,4 @@
-"""A timer with the precision of the kernel: an event loop's own timers are a millisecond coarse."""
+"""A timer with the kernel's precision: an event loop's own timers have a resolution of one millisecond."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Charts as SVG: lines and bars with axes, readable without scripts, and usable by other reports.
 
-Own code instead of plotly: a page with plotly's script has 4.5 MB, one of these a few KB, and nothing to install.
+This replaces plotly: a page with plotly's script takes 4.5 MB, a page of these charts a few KB, and there is nothing to
+install.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from msgspec import Struct
 WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 78, 36, 30, 48
 WIDEST = 48.0
-"""The width of a bar, if there are few."""
+"""Maximum width of a bar."""
 COLORS = ("#0b6bcb", "#c7431a", "#2a8a43", "#8a4fbf", "#b8860b", "#c2185b")
 Write = Callable[[float], str]
 
 
 class Series(Struct, frozen=True):
-    """`points`: x, y; `low` and `high`: the interval of y, one for each point, or empty. `labels`: shown at points."""
+    """`points`: x, y; `low` and `high`: the interval of y, one for each point, or empty. `labels`: texts shown at the
+    points."""
 
     name: str
     points: Sequence[tuple[float, float]]

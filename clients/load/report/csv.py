@@ -1,7 +1,8 @@
-"""A run in the columns of `perf_analyzer -f FILE --verbose-csv`, so that programs that read its files can read ours.
+"""A run in the columns of `perf_analyzer -f FILE --verbose-csv`, for programs that read those files.
 
-Times are in microseconds. What perf_analyzer measures inside its client, sending and receiving, is not measured here:
-these columns are 0, and all time outside the server is in "Network+Server Send/Recv". Further columns come last.
+Times are in microseconds. The times for sending and receiving inside the client, which perf_analyzer measures, are not
+measured: these columns are 0, and all time outside the server is in "Network+Server Send/Recv". Additional columns come
+last.
 """
 
 from __future__ import annotations

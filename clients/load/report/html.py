@@ -74,7 +74,7 @@ def _table(run: Run) -> str:
 
 
 def _curve(run: Run) -> str:
-    """Throughput against latency, if there are several loads."""
+    """A chart of throughput against latency, if there are several loads."""
     if len(run.points) < 2:
         return ""
     series = []
@@ -136,7 +136,7 @@ def _of_point(point: Point) -> list[str]:
 
 
 def _histogram(title: str, found: Latencies) -> str:
-    """With bars of equal width on a logarithmic axis."""
+    """A histogram with bars of equal width on a logarithmic axis."""
     counts: dict[int, int] = {}
     for value, count in buckets(found.histogram):
         number = math.floor(math.log10(max(1.0, value)) * BARS_PER_DECADE)

@@ -12,7 +12,7 @@ from shmserve.terminal.tables import duration_text
 
 
 def line(progress: Progress) -> str:
-    """The important parts come first, as a narrow terminal cuts the end."""
+    """The important parts come first, because a narrow terminal cuts off the end."""
     of = f"/{progress.loads}" if progress.loads else ""
     parts = [f"[{progress.number}{of}]", str(progress.load), f"{rate_text(progress.per_s)} requests/s"]
     if progress.p50_ns:

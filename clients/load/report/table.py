@@ -13,11 +13,11 @@ from shmserve.terminal.tables import duration_text
 NAMES = tuple(f"p{percentile:g}" for percentile in PERCENTILES)
 _RANKS = {"p90": 3, "p95": 3, "p99.9": 2, "p99.99": 4}
 ERRORS = 5
-"""The most error texts of a load that are shown, the most frequent ones."""
+"""Maximum number of error texts shown for a load, the most frequent ones."""
 BUSY = 0.9
-"""Use of a core by a generator process from which the generator may be the limit."""
+"""Use of a core by a generator process from which the generator may be the bottleneck."""
 TOO_FEW = "too few"
-"""Instead of an interval that includes 0: there are too few windows or responses for it."""
+"""Shown instead of an interval for which there are too few windows or responses."""
 RATES = ("throughput", "in time/s")
 VERDICTS = {BETTER: GOOD, WORSE: BAD, SAME: FAINT, MIXED: WARN}
 
@@ -134,7 +134,7 @@ def _notes(run: Run, screen: Screen) -> list[str]:
 
 
 def _limit_text(run: Run, limit: Limit) -> str:
-    """What the search for the highest load has found."""
+    """The result of the search for the highest load."""
     kind, unit = ("rate", "/s") if _is_open(run.plan.loads[0]) else ("concurrency", "")
     text = f"no load kept {limit}; the lowest that was tried was {limit.low:g}{unit}"
     if run.best is not None:
@@ -200,7 +200,7 @@ def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -
 
 
 def _sentence(found: Comparison, old: str) -> str:
-    """Says of a mixed result what is worse."""
+    """The conclusion in one sentence; for a mixed result it names what is worse."""
     text = {
         BETTER: f"better than {old}", WORSE: f"worse than {old}", SAME: f"not different from {old}",
         MIXED: f"better than {old} in something and worse in something else",

@@ -1,4 +1,4 @@
-"""The interface of a target, and what a request is made of."""
+"""The interface of a target, and the parts of a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Spec = Mapping[str, Any]
 """A tensor in the metadata: name, datatype, shape."""
 
 ASK_S = 30.0
-"""Longest wait for metadata and statistics. Something that is not a KServe server may accept and never answer."""
+"""Maximum wait for metadata and statistics. A peer that is not a KServe server may accept the connection and never
+answer."""
 
 
 def latest_statistics(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def latest_statistics(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """What a server says about a model, and about itself."""
+    """A server's metadata about a model and about itself."""
 
     inputs: dict[str, dict[str, Any]]
     outputs: dict[str, dict[str, Any]]
@@ -34,7 +35,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 
 class RequestOptions(Struct, frozen=True, kw_only=True):
-    """What all requests of a run have in common."""
+    """Options that all requests of a run share."""
 
     model: str
     version: str = ""
@@ -70,7 +71,7 @@ class Target(Protocol):
     async def facts(self, model: str, version: str) -> ModelFacts: ...
 
     def prepare(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions) -> Any:
-        """The request with these inputs, as `Slot.send` takes it."""
+        """The request with these inputs, in the form that `Slot.send` takes."""
         ...
 
     async def slot(self) -> Slot: ...

@@ -13,23 +13,25 @@ from shmserve.clients.load.plan import GRPC, Endpoint
 from shmserve.errors import ConnectionLost, InvalidRequest
 
 _PROTOCOLS = {GRPC: "h2"}
-"""What ALPN asks for; http/1.1 for the rest."""
+"""Protocol to request with ALPN; http/1.1 for all others."""
 Connection = TypeVar("Connection", bound=asyncio.Protocol)
 
 
 _FULL = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
-"""This machine has no descriptor or port for another connection."""
+"""Errors when this machine has no descriptor or port for another connection."""
 HANDSHAKE_S = 10.0
-"""Longest wait for a TLS handshake. A server without TLS may wait for the end of what it takes for a request."""
+"""Maximum wait for a TLS handshake. A server without TLS may take the handshake for an incomplete request, and wait for
+the rest."""
 LOST = "the connection was lost"
-"""The beginning of what a connection raises if its peer closes it before the answer."""
+"""Beginning of the error text when the peer closes the connection before it has answered."""
 FOREIGN = "the server's response is not"
-"""The same for an answer in another protocol."""
+"""The same for a response in another protocol."""
 
 
 @contextmanager
 def explained(endpoint: Endpoint) -> Iterator[None]:
-    """Around the first question on a connection: says what a server that closes it may expect."""
+    """Wraps the first query on a connection: if the server closes the connection, the error says what the server may
+    expect."""
     try:
         yield
     except ConnectionLost as error:
@@ -70,7 +72,7 @@ def tls_of(endpoint: Endpoint) -> ssl.SSLContext | None:
 
 
 def _refuse_password() -> str:
-    """Without it, OpenSSL would ask on the terminal, also in generator processes."""
+    """Password callback. Without it, OpenSSL would prompt on the terminal, even in generator processes."""
     raise ValueError("the key is encrypted: give one without a password")
 
 
@@ -81,7 +83,7 @@ def _reason(error: Exception) -> str:
 
 
 async def connect(make: Callable[[], Connection], endpoint: Endpoint, tls: ssl.SSLContext | None) -> Connection:
-    """Raises ConnectionLost if there is no server, or no server that this endpoint's TLS settings accept."""
+    """Raises ConnectionLost if there is no server, or the TLS settings do not fit the server."""
     host, port = endpoint.address
     name, patience = (None, None) if tls is None else (host, HANDSHAKE_S)
     try:
@@ -107,7 +109,7 @@ async def connect(make: Callable[[], Connection], endpoint: Endpoint, tls: ssl.S
 
 
 def close(transport: asyncio.Transport | None) -> None:
-    """With TLS at once: the event loop may not live long enough to wait for the peer's end."""
+    """With TLS, aborts the connection: the event loop may not live long enough to wait for the peer's close_notify."""
     if transport is None:
         return
     if transport.get_extra_info("ssl_object") is not None:

@@ -1,4 +1,4 @@
-"""KServe v2 over gRPC: one connection per slot. Requests are encoded once; of responses only streams are decoded."""
+"""KServe v2 over gRPC: one connection per slot. Requests are encoded once; responses are decoded only for streams."""
 
 from __future__ import annotations
 

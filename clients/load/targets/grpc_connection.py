@@ -1,7 +1,7 @@
 """A gRPC connection with one call at a time: HTTP/2 as far as a load generator needs it.
 
-grpcio takes 130 us of processor time per call, this a tenth: header blocks are written once, and those of responses are
-decoded once, as the server is told to use no dynamic table.
+grpcio takes 130 us of processor time per call, this a tenth: header blocks are encoded once, and those of responses are
+decoded once, because the server is told to use no dynamic table.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ CODES: dict[Code, type[ServeError]] = {
 }
 WINDOW = frames.LARGEST_WINDOW
 REPLENISH = 1 << 30
-"""The window of the connection is restored after so many bytes."""
+"""The window of the connection is replenished after this many bytes."""
 PREFIX = 5
 """Bytes before a message: whether it is compressed, and its length."""
 _SETTINGS = {frames.HEADER_TABLE_SIZE: 0, frames.ENABLE_PUSH: 0, frames.INITIAL_WINDOW_SIZE: WINDOW}
 _KNOWN = 1000
-"""Different header blocks that are remembered."""
+"""Number of distinct header blocks that are cached."""
 OnMessage = Callable[[bytes], None]
 
 
@@ -120,7 +120,7 @@ class GrpcConnection(asyncio.Protocol):
         return answer
 
     def end(self) -> None:
-        """No more requests follow."""
+        """Half-closes the call: no more requests follow."""
         if self._answer is not None:
             self._transport.write(frames.frame(frames.DATA, frames.END_STREAM, self._stream))
 
@@ -136,7 +136,7 @@ class GrpcConnection(asyncio.Protocol):
         close(self._transport)
 
     def _send(self) -> None:
-        """As much as the windows allow."""
+        """Sends as much as the windows allow."""
         while self._unsent:
             size = min(len(self._unsent), self._window, self._stream_window, self._frame)
             if size <= 0:

@@ -1,4 +1,4 @@
-"""KServe v2 over HTTP/1.1: one connection per slot, binary tensors, requests written once and sent again."""
+"""KServe v2 over HTTP/1.1: one connection per slot, binary tensors, requests encoded once and sent repeatedly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CODES: dict[int, type[ServeError]] = {400: InvalidRequest, 404: NotFound, 429: U
 """HTTP status -> error; all others are failures of the server."""
 _DATA = b"data: "
 _ERROR_EVENT = b'data: {"error":'
-"""The beginning of an event that reports an error; a model may have an output of this name, too."""
+"""The beginning of an event that reports an error. A model may also have an output of this name."""
 
 
 class HttpTarget:
@@ -83,7 +83,7 @@ def _model_path(model: str, version: str) -> str:
 
 
 class _Body:
-    """A request; its JSON is written again only for the parts of sequences, its tensors never."""
+    """A request. Its JSON is encoded again only for the parts of sequences, its tensors never."""
 
     def __init__(self, arrays: Arrays, facts: ModelFacts, options: RequestOptions, head: str) -> None:
         self._options = options
@@ -162,7 +162,7 @@ class _HttpSlot:
         try:
             status, answer = await self._connection.ask(request, on_event)
         except asyncio.CancelledError:
-            self._connection.close()  # its response would be taken for that of the next request
+            self._connection.close()  # its response would be taken for the next request's
             raise
         if status != 200:
             raise _error(status, answer)

@@ -1,5 +1,5 @@
-"""What HTTP and gRPC have in common: tensors as bytes or JSON, request parameters, and metadata and configuration as
-facts.
+"""Code shared by HTTP and gRPC: tensors as bytes or JSON, request parameters, and metadata and configuration as
+ModelFacts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def raw_bytes(array: Any) -> bytes:
 
 
 def json_values(array: Any, spec: Spec, facts: ModelFacts) -> Any:
-    """A tensor as generate takes it: one value, or a list of all values. Raises Unsupported for what it cannot say."""
+    """A tensor in the form that generate takes: one value, or a list of all values. Raises Unsupported for tensors that
+    this cannot express."""
     name, elsewhere = spec["name"], "measure it natively or over gRPC"
     if spec["datatype"] in ("FP16", "BF16"):
         raise Unsupported(f"input '{name}' is {spec['datatype']}, which generate_stream cannot carry: {elsewhere}")

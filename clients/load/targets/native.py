@@ -1,4 +1,4 @@
-"""shmserve over the lane, ipc or tcp, through `shmserve.AsyncClient` as an application would."""
+"""shmserve over the lane, ipc or tcp, through `shmserve.AsyncClient`, as in an application."""
 
 from __future__ import annotations
 

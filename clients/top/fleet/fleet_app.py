@@ -29,7 +29,7 @@ HELP = (
     ("q", "quit"),
 )
 DRAWN_S = 1.0
-"""Answers of servers are shown after this time at the latest, however long the interval is."""
+"""Maximum time until answers of servers are shown, however long the interval is."""
 
 
 class FleetApp(TablesApp):
@@ -55,7 +55,7 @@ class FleetApp(TablesApp):
     # -------------------------------------------------------------------------------------- reading
 
     async def read(self) -> None:
-        """Draws what the servers have answered until now; they are read in other threads."""
+        """Draws the latest answers of the servers, which are read in other threads."""
         if not self._paused:
             self._view = self._now()
         self.draw()

@@ -1,4 +1,4 @@
-"""Servers that are read at an interval, each by a thread of its own."""
+"""Reads servers at an interval, each in a separate thread."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shmserve.errors import ServeError
 Times = dict[tuple[str, str], dict[int, int]]
 """Model and version -> histogram of its requests in the last interval."""
 CLOSE_S = 1.0
-"""How long `close` waits for reads that have been told to end. Threads are daemons: a later one delays no exit."""
+"""How long `close` waits for reads in progress to end. Threads are daemons, so a later end does not delay the exit."""
 
 
 class Snapshot(Struct, frozen=True):
-    """What is known about a server. `problem`: why its last read failed. `view` is that of its last answer, None before
-    the first. Times are those of the monotonic clock; `asked`: since when a read has no answer."""
+    """What is known about a server. `problem`: why its last read failed. `view` is the view of its last answer, None
+    before the first. Times are those of the monotonic clock; `asked`: when the unanswered read began."""
 
     name: str
     where: str
@@ -39,7 +39,7 @@ class Snapshot(Struct, frozen=True):
 
 
 class Poller:
-    """One server. `name`: for people. `notify` is called in the poller's thread after each read."""
+    """One server. `name`: its displayed name. `notify` is called in the poller's thread after each read."""
 
     def __init__(self, name: str, source: Source, interval: float, notify: Callable[[], None]) -> None:
         self.interval = interval
@@ -82,7 +82,7 @@ class Poller:
         try:
             document = self._source.read()
         except ServeError as error:
-            self._before = None  # rates over an outage would be those of no interval that a user knows
+            self._before = None  # rates across an outage would not belong to any interval that the user knows
             return replace(self.snapshot, problem=str(error), times={})
         before, self._before = self._before, document
         try:
@@ -106,7 +106,7 @@ def _times(before: Mapping[str, Any], after: Mapping[str, Any]) -> Times:
 
 
 class Fleet:
-    """Several servers. `sources`: by the name to show; the block closes them."""
+    """Several servers. `sources`: by displayed name; leaving the block closes them."""
 
     def __init__(self, sources: Mapping[str, Source], interval: float) -> None:
         self._news = threading.Condition()
@@ -137,7 +137,7 @@ class Fleet:
             poller.refresh()
 
     def wait(self, seconds: float) -> None:
-        """Until each server has rates or a problem, but not longer than this."""
+        """Waits until each server has rates or a problem, but at most this long."""
         with self._news:
             self._news.wait_for(lambda: all(snapshot.settled for snapshot in self.snapshots), seconds)
 

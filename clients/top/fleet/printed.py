@@ -48,6 +48,6 @@ def fleet_text(view: FleetView, tables: Sequence[Table], words: str, key: str | 
 
 
 def fleet_document(view: FleetView, tables: Sequence[Table], words: str, key: str | None) -> dict[str, Any]:
-    """Units are those of the document of one server."""
+    """The document for --json, in the units of the document of one server."""
     rows = {table.name.replace("-", "_"): ordered(table, view, words, key) for table in tables}
     return {"total": view.total, **rows, "unknown": sorted(view.unknown)}

@@ -1,4 +1,4 @@
-"""Tables of several servers, from what each of them has answered last.
+"""Tables of several servers, computed from the last answer of each.
 
 Rates of a fleet are sums, means are weighted by requests, and percentiles come from the sum of the histograms.
 """
@@ -22,7 +22,7 @@ ORDER = (READY, DRAINING, NOT_READY, NO_ANSWER, UNREACHABLE, CONNECTING)
 SERVING = frozenset({"READY", "RELOADING", "DEGRADED", "ASLEEP"})
 """States of a version that answers requests."""
 SILENT_S = 3.0
-"""A server without an answer for so long, and for longer than an interval, has the state NO ANSWER."""
+"""A server that has not answered for this long, and for longer than an interval, has the state NO ANSWER."""
 
 SERVERS = Table(
     "servers",
@@ -106,7 +106,7 @@ class FleetView(Struct):
 
 
 def make_fleet_view(snapshots: Sequence[Snapshot], now: float, interval: float) -> FleetView:
-    """`now`: of the monotonic clock. Servers that are not reachable have a row, and do not count."""
+    """`now`: time of the monotonic clock. Unreachable servers have a row but do not count."""
     servers = [_server(snapshot, now, interval) for snapshot in snapshots]
     common = Counter(row["release"] for row in servers if row["release"]).most_common(1)
     for row in servers:
@@ -147,7 +147,7 @@ def _server(snapshot: Snapshot, now: float, interval: float) -> Row:
 
 
 def _values(snapshot: Snapshot, view: View) -> Row:
-    """Those of the last answer."""
+    """The values of the last answer."""
     server = view.server
     used, total = server["machine_memory_used_bytes"], server["machine_memory_bytes"]
     listed = [one for one in view.models if one["state"] != NOT_LOADED]
@@ -184,7 +184,7 @@ def _instances(rows: Iterable[Row]) -> str | None:
 
 
 def _model(name: str, rows: list[Row], known: Sequence[Snapshot]) -> Row:
-    """`rows`: its versions on all servers."""
+    """`rows`: the model's versions on all servers."""
     loaded = [row for row in rows if row["state"] != NOT_LOADED]
     having = {row["server"] for row in loaded}
     serving = [row for row in loaded if row["state"] in SERVING]
@@ -245,7 +245,7 @@ def _total(servers: Sequence[Row], known: Sequence[Snapshot]) -> Row:
 
 
 def _sum(values: Iterable[float | None]) -> Any:
-    """Of those that are known; None if none is."""
+    """The sum of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
