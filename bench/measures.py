@@ -227,8 +227,8 @@ def startup(setting: Setting) -> list[Row]:
 
 
 def loading(setting: Setting) -> list[Row]:
-    """Loading and reloading models beside one caller: its p99 compared with the same work outside the server,
-    failures.
+    """Loading and reloading models beside one caller: failures, and its p99 compared with the same work outside the
+    server.
     """
     from bench.suites.loading import run_loading
 

@@ -1,6 +1,6 @@
 """`python -m bench.run`: runs the measures in turn, prints the table, and saves it in bench/results.
 
-This module does not depend on particular measures; a measure is a function that takes a `Setting` and returns rows.
+This module does not depend on particular measures. A measure is a function that takes a `Setting` and returns rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What batching does to one model whose batches take 2 ms and 0.25 ms for each row, at rates up to its limit."""
+"""The effect of batching on a model whose batches take 2 ms plus 0.25 ms per row, at rates up to its limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RATES = (50, 100, 200, 300, 400, 600, 800, 1200, 1600, 2000, 2400)
 DELAYS_MS = (0, 2, 5, 10)
 SLOW_RATES = (50, 100, 200, 300, 400, 600, 800, 1200, 1600)
 MOST_LOAD = 0.97
-"""Beyond this share of the capacity, latency depends on the length of the simulation."""
+"""Above this share of the capacity, latency depends on the length of the simulation."""
 
 
 class Row(TypedDict):
@@ -29,12 +29,12 @@ class Row(TypedDict):
 
 
 def capacity(max_batch: int) -> float:
-    """Requests a second if all batches are full."""
+    """Requests per second if all batches are full."""
     return max_batch * 1e9 / (BATCH_NS + max_batch * ROW_NS)
 
 
 def measured(max_batch: int, delay_ms: int, rate: int, seconds: float = 20) -> Row:
-    """Simulates requests of one row at random times."""
+    """Simulates requests of one row that arrive at random times."""
     x, y = TensorSpec("x", "FP32", (16,)), TensorSpec("y", "FP32", (16,))
     policy = ModelPolicy("m", 1, max_batch, (x,), (y,), BatchPolicy(delay_ns=delay_ms * 1_000_000))
     model = SimModel(policy, (InstanceSpec("m_0"),), Affine(BATCH_NS, ROW_NS))

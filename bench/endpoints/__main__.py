@@ -1,7 +1,7 @@
 """`python -m bench.endpoints`: the network endpoints compared with Triton's, with the same models, in turn.
 
-A point that misses its bound, or cannot be measured, stays in the table. Each point shows the processor time of a
-request in every process.
+A point that misses its bound, or cannot be measured, stays in the table. Each point shows the processor time per
+request in each process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`python -m bench.endpoints.agreement`: does `shmserve bench` measure what other load generators measure?
 
-One server, one model, the same number of requests in flight. `bench`, `perf_analyzer` and `wrk` take turns in an order
-that changes, because the machine's own speed varies more than the tools differ. Compared are the medians of all turns.
-A tool that is not installed is skipped, with a message.
+One server, one model, the same number of requests in flight. `bench`, `perf_analyzer` and `wrk` take turns in a
+changing order, because the speed of the machine varies more than the tools differ. The medians of all turns are
+compared. A tool that is not installed is skipped with a message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ TOOL = Path(__file__).parents[2] / "build" / "tritonclient-env" / "bin" / "perf_
 WITHIN = 0.05
 MODEL = "identity"
 DELAY_US = 10_000
-"""The model waits as long by default, so that the server, and not a generator that shares its cores, is the limit."""
+"""Default delay of the model, so that throughput is limited by the server and not by a generator that shares its
+cores."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def by_wrk(tool: str, address: str, concurrency: int, seconds: float, work: Path
 
 
 def compared(what: str, found: Mapping[str, list[Turn]]) -> Iterator[Row]:
-    """Throughput and median latency of bench as shares of those of the other tools."""
+    """Throughput and median latency measured by bench, relative to the other tools."""
     mine = found["bench"]
     for name, turns in found.items():
         if name == "bench":

@@ -1,6 +1,6 @@
 """Client processes of `bench.endpoints`: the native client, and each of Triton's Python clients.
 
-Handlers run in different environments, so imports are local. One answer is converted to an array before the clock
+Handlers run in different environments, so imports are local. One response is converted to an array before timing
 starts.
 """
 
@@ -52,7 +52,7 @@ def native(url: str, model: str, size: int, flight: int) -> Handler:
 
 
 async def _keep_asking(ask: Callable[[], Any], take: Callable[[Any], Any], seconds: float, flight: int) -> float:
-    """Answers per second of `flight` tasks, each of which sends its next request after its answer."""
+    """Responses per second of `flight` tasks, each of which sends its next request after the previous response."""
     count, end = 0, 0.0
 
     async def task() -> None:

@@ -71,7 +71,7 @@ async def serve_h2(answer: bytes) -> None:
 
 
 async def load(address: str, request: bytes, in_flight: int, seconds: float) -> None:
-    """Generate load and print the number of answers."""
+    """Generate load and print the number of responses."""
     import grpc
 
     count = 0

@@ -1,8 +1,8 @@
 """`python -m bench.endpoints.grpc_servers`: the cost of a gRPC call in the gateway, on grpc.aio and on h2.
 
-The gateway does its full work for each call: it decodes the request, sends it to the broker, and encodes the answer of
-the identity model. The others answer with constant bytes. The three take turns, so that the ratios hold on a machine
-whose speed varies. docs/adr/http2.md has the result.
+The gateway does its full work for each call: it decodes the request, sends it to the broker, and encodes the response
+of the identity model. The others respond with constant bytes. The three take turns, so that the ratios hold on a
+machine whose speed varies. docs/adr/http2.md contains the result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOADS = (1, 64)
 
 
 def messages() -> tuple[bytes, bytes]:
-    """A request to the identity model, and its answer."""
+    """A request to the identity model, and its response."""
     from google.protobuf import message_factory
 
     pool = pool_of(Path(gateway_file).with_name("grpc") / "grpc.binpb")

@@ -1,8 +1,9 @@
-"""`python -m bench.endpoints.openai`: what the OpenAI-compatible endpoints cost, compared with generate_stream.
+"""`python -m bench.endpoints.openai`: the cost of the OpenAI-compatible endpoints, compared with generate_stream.
 
-All ways use one model, which sends its tokens as fast as it can, and one connection, in turn. Per way: the gateway's
-processor time for a request and for each further token, and the time to the first event. The requests of all ways are
-the same for the model: the plain one has the inputs that the gateway makes of the others.
+All endpoints are measured in turn, with one connection and one model, which sends its tokens as fast as it can.
+Measured for each: the gateway's processor time per request and per additional token, and the time to the first event.
+The model receives the same inputs from all endpoints: the request to generate_stream contains the inputs that the
+gateway creates for the other endpoints.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ LONG = 200
 """Tokens of the long responses; the short ones have one."""
 PLAIN = "generate_stream"
 MOST = 1.0
-"""The cost of an endpoint as a share of that of generate_stream."""
+"""Maximum cost of an endpoint, relative to generate_stream."""
 _END = b"0\r\n\r\n"
 TIMEOUT_S = 60
 
@@ -93,7 +94,7 @@ WAYS: dict[str, Callable[[int], tuple[str, Any]]] = {
 
 @dataclass
 class Cost:
-    """Microseconds, one value for each turn."""
+    """Costs in microseconds, one value per turn."""
 
     request: list[float] = field(default_factory=list)
     token: list[float] = field(default_factory=list)
@@ -107,7 +108,7 @@ def repository(work: Path) -> Path:
 
 
 def _processor_ns(pid: int) -> int:
-    """Processor time of the main thread, which is the gateway's only one with work."""
+    """Processor time of the main thread, the only thread of the gateway that does work."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
 
 
@@ -151,7 +152,7 @@ class OpenAiMeasures:
         return short
 
     def _turn(self, name: str, tokens: int, requests: int) -> tuple[float, float]:
-        """The gateway's processor time of a request, and the median time to the first event, in microseconds."""
+        """The gateway's processor time per request and the median time to the first event, in microseconds."""
         path, document = WAYS[name](tokens)
         body = json.dumps(document).encode()
         data = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
@@ -161,7 +162,7 @@ class OpenAiMeasures:
         return (_processor_ns(self._gateway) - before) / requests / 1e3, median(firsts) / 1e3
 
     def _ask(self, data: bytes, tokens: int) -> int:
-        """Nanoseconds to the first event."""
+        """Sends a request. Returns the nanoseconds to the first event."""
         began = perf_counter_ns()
         self._socket.sendall(data)
         answer = self._received()

@@ -1,5 +1,5 @@
-"""Runs `perf_analyzer`, Triton's load generator. Its results are used unchanged; the processor time of a request in
-each process is measured in addition.
+"""Runs `perf_analyzer`, Triton's load generator. Its results are used unchanged; processor time per request in each
+process is measured in addition.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ran:
 
 
 def run(tool: Path, server: Serving, model: str, protocol: str, options: Sequence[str], seconds: float) -> Ran:
-    """Run three windows, whatever their spread; the results cover all of them."""
+    """Run three windows, regardless of their spread; the results cover all of them."""
     before, count = server.busy(), server.answered(model)
     (found, *_) = rows(tool, server, model, protocol, options, seconds)
     after, count = server.busy(), server.answered(model) - count

@@ -1,4 +1,4 @@
-"""The experiments: what is simulated, and which numbers are kept. Servers have four GPUs, with an instance on each."""
+"""The experiments: what is simulated, and which numbers are kept. Servers have four GPUs with one instance each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECOND = 1_000_000_000
 GPUS = (100, 1_000, 10_000)
 PER_SERVER = 4
 SHORT_MS, LONG_MS = 12, 1000
-"""Times of a request. The long one leaves time for failures, with as many requests."""
+"""Request durations. The long one leaves time for failures with the same number of requests."""
 
 
 def fleet(gpus: int, load: float, service: Service, mean_ms: float, **more: Any) -> FleetResult:
@@ -30,7 +30,7 @@ def fleet(gpus: int, load: float, service: Service, mean_ms: float, **more: Any)
 
 
 def short(gpus: int, load: float, per_gpu: int, **more: Any) -> FleetResult:
-    """Times vary: the mean is 5 % above the median."""
+    """Runs short requests of varying duration: the mean is 5 % above the median."""
     service = Lognormal(round(SHORT_MS / 1.046 * MS), 0.3)
     return fleet(gpus, load, service, SHORT_MS, requests=per_gpu * gpus, **more)
 
@@ -48,7 +48,7 @@ def numbers(result: FleetResult, **more: Any) -> Row:
 
 
 def load() -> list[Row]:
-    """Policies by load, with a balancer that knows everything."""
+    """Policies at several loads, with one balancer that sees all requests in flight."""
     return [
         numbers(short(1000, load, 50, policy=policy), policy=policy, load=load)
         for policy in ("random", "two-choices", "least")
@@ -57,8 +57,8 @@ def load() -> list[Row]:
 
 
 def size() -> list[Row]:
-    """The same by size. Each GPU gets as many requests everywhere, so that queues have the same time to grow; small
-    fleets are simulated several times."""
+    """Policies at several fleet sizes. Each GPU gets the same number of requests, so that queues have the same time to
+    grow; small fleets are simulated several times."""
     rows = []
     for gpus in GPUS:
         for policy in ("random", "two-choices", "least"):
@@ -71,7 +71,7 @@ def size() -> list[Row]:
 
 
 def reports() -> list[Row]:
-    """Twenty balancers that know what servers reported some time ago."""
+    """Twenty balancers that know the servers' last reports, which are up to some time old."""
     return [
         numbers(
             short(gpus, 0.75, 40, policy=policy, balancers=20, report_ns=every * MS),
@@ -84,7 +84,7 @@ def reports() -> list[Row]:
 
 
 def balancers() -> list[Row]:
-    """Balancers that know only what they have sent themselves."""
+    """Balancers that know only the requests that they have sent."""
     return [
         numbers(short(gpus, 0.75, 30, policy="least", balancers=count), gpus=gpus, balancers=count)
         for gpus in GPUS[:2]

@@ -1,8 +1,8 @@
 """shmserve on Ray: `python -m bench.fleet.on_ray [calls] [arrays] [node] [offline]`, in an environment with Ray.
 
-calls: the time of a small request over each way, against the same server without Ray. arrays: the time of a large one,
-and how many copies of the array that is. node: the rate of three nodes of which one is killed. offline: rows per second
-of processor time in map_batches, against the same model in a plain actor.
+calls: latency of a small request over each path, compared with the same server without Ray. arrays: latency of a large
+request, also expressed in copies of the array. node: throughput of three nodes, one of which is killed. offline: rows
+per second of processor time in map_batches, compared with the same model in a plain actor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def table(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def times(call: Callable[[], object], count: int) -> list[float]:
-    """Milliseconds of each call, after some that do not count."""
+    """Milliseconds of each call, after some warm-up calls."""
     for _ in range(max(3, count // 10)):
         call()
     found = []
@@ -139,7 +139,7 @@ def arrays(place: Place, root: Path) -> None:
 
 
 class Rate:
-    """Answers in slots of time, from three threads over handles and three over HTTP."""
+    """Responses per time slot, to three threads over handles and three over HTTP."""
 
     def __init__(self, place: Place) -> None:
         self.slots: Counter[int] = Counter()
@@ -215,7 +215,7 @@ def node(place: Place, root: Path) -> None:
 
 
 class Bare:
-    """The model in an actor, with the engine's settings that the server has."""
+    """The model in an actor, with the same engine settings as in the server."""
 
     def __init__(self, model: str) -> None:
         self._run = session(model).run
@@ -250,7 +250,7 @@ def spent(y: Any, cpu: float, wall: float) -> dict[str, Any]:
 
 
 def offline(place: Place, root: Path) -> None:
-    """In turn, twice; the first quarter of the rows is not counted."""
+    """Both take turns, twice. The first quarter of the rows is not counted."""
     import ray
 
     kinds: dict[str, tuple[Callable[[Path], None], list[int], int, int, int]] = {
@@ -285,7 +285,7 @@ def random_rows(shape: list[int], batch: dict[str, Any]) -> dict[str, Any]:
 
 
 EXPERIMENTS = {"calls": (calls, 1), "arrays": (arrays, 1), "node": (node, 3), "offline": (offline, 1)}
-"""And the nodes that they need."""
+"""Name -> experiment and the number of nodes that it needs."""
 
 
 def main(names: list[str]) -> int:

@@ -19,7 +19,7 @@ SHARE = Axis("load", lambda value: f"{value:.0%}", from_zero=False)
 
 
 def standalone(svg: str) -> str:
-    """A chart of a page as a file of its own, readable on any background."""
+    """A chart as a standalone file, readable on any background."""
     head, _, rest = svg.partition(">")
     head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"')
     return f'{head}>\n<style>{STYLE}</style>\n<rect width="100%" height="100%" fill="#fff"/>{rest}\n'

@@ -1,7 +1,7 @@
 """The two clients of the hostile run: an attacker, and an honest client beside it that must not be affected.
 
-Answers to the attacker are decoded as by a regular client, and their texts are searched for what no client may learn:
-paths, segment names, memory addresses.
+Responses to the attacker are decoded as by a regular client, and their texts are searched for internals that no client
+may learn: paths, segment names, memory addresses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shmserve.protocol.messages import Fail, FailHeld, Goodbye, Welcome
 
 SECRETS = re.compile(r"/(?:tmp|run|dev|home|work|usr|proc|var|root)\b|0x[0-9a-f]{6,}|shmserve[-_][0-9a-f]{8}|Traceback")
 TOGETHER = 50
-"""Packets sent before the answers are read."""
+"""Packets sent before the responses are read."""
 
 
 class Attack:
@@ -127,7 +127,7 @@ def attack(link: str, path: str, seed: int, model: str) -> Handler:
 
 
 def honest(url: str, model: str) -> Handler:
-    """Infer for `seconds`; counts wrong answers."""
+    """Infer for `seconds`; counts wrong responses."""
     from shmserve import Client, ServeError
 
     client = Client(url)

@@ -1,9 +1,10 @@
-"""The latency of an honest caller beside hostile clients, compared with processes that only use as much processor time.
+"""The latency of an honest caller beside hostile clients, compared with processes that only use the same processor
+time.
 
-In turn: nothing; a hostile client on each link; burners that use the processor time of the hostile clients, and of the
-server on their behalf, at the same times. There is one burner for each thread of the hostile clients, in the same
-session, and one for each process of the server, in a session of its own like the server's. Invariant: every turn takes
-the same measurements, because these use processor time too.
+The turns: nothing; a hostile client on each link; burners that replay the processor time used by the hostile clients,
+and by the server on their behalf. There is one burner for each thread of the hostile clients, in the same session, and
+one for each process of the server, in a separate session like the server's. Invariant: every turn takes the same
+measurements, because these also use processor time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A hostile client on each link, an honest one beside them, and differences in the server afterwards.
+"""A hostile client on each link, an honest client beside them, and a comparison of the server's state afterwards.
 
-Invariant: the server is only examined from outside (its answers, /proc), before and after.
+Invariant: the server is examined only from outside (its responses, /proc), before and after.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.lib.setting import Served, serving
 from shmserve.core.internal_errors import SIGN
 
 SETTLE = 20.0
-"""Seconds within which the server must have released everything: a limit for detecting a hang, not a test of speed."""
+"""Seconds within which the server must have released everything. A limit to detect a hang, not a test of speed."""
 MIB = 1 << 20
 
 
@@ -59,7 +59,7 @@ class ServerSnapshot:
         )
 
     def leftovers(self, before: ServerSnapshot) -> list[str]:
-        """What was not there before."""
+        """Resources that did not exist before."""
         found = []
         if self.workers != before.workers:
             found.append(f"{len(self.workers ^ before.workers)} worker processes ended or started")

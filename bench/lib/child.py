@@ -1,4 +1,4 @@
-"""Processes of a measurement: each is a fresh interpreter that receives orders as lines of JSON.
+"""Processes of a measurement. Each is a new interpreter that receives orders as lines of JSON.
 
     child = Child("bench.lib.bare_engine:engine", model=path, batch=32)   # returns when its set-up is done
     child.ask(seconds=1.0)                                       # -> what its handler returned
@@ -132,7 +132,7 @@ class Team:
 
 
 def main() -> int:
-    # Redirect prints of models and libraries, which must not get between the answers.
+    # Redirect output of models and libraries, which must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     faulthandler.register(signal.SIGUSR1)

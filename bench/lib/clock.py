@@ -44,7 +44,7 @@ def alternate(rounds: int, *parties: Callable[[], float]) -> list[list[float]]:
 
 
 def in_turn(rounds: int, parties: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-    """Each party once a round, in an order that is reversed each time."""
+    """Call each party once per round, in an order that is reversed each time."""
     found: dict[str, list[T]] = {name: [] for name in parties}
     for number in range(rounds):
         for name in list(parties)[:: -1 if number % 2 else 1]:

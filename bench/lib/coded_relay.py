@@ -1,6 +1,6 @@
-"""Floor of a request that passes through several workers: the processes decode and encode its messages, and do nothing
-else. There are no checks, queues, records or timers, and each process blocks in `recv` on the one socket whose message
-is due. `relays.in_steps` is the same without the messages.
+"""Lower bound for a request that passes through several workers: the processes only decode and encode its messages.
+There are no checks, queues, records or timers, and each process blocks in `recv` on the one socket whose message is
+due. `relays.in_steps` is the same without decoding and encoding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recording of the processor time of threads over time, and a process that replays such a course.
+"""Records the processor time of threads over time, and replays such a course in a process.
 
 Threads are identified by process and name, because the threads of a reopened context have new ids.
 """

@@ -14,7 +14,7 @@ from bench.lib.child import Answer, Handler
 from bench.lib.clock import durations, summary
 
 VARIETY = 64
-"""Number of different inputs in a load, so that answers can only come from the model."""
+"""Number of different inputs in a load, so that responses can come only from the model."""
 
 
 def _inputs(shape: list[int], variety: int) -> Any:
@@ -24,7 +24,7 @@ def _inputs(shape: list[int], variety: int) -> Any:
 
 
 def _checked(client: Any, model: str, inputs: list[Any], oracle: str) -> None:
-    """Compare the answer to each input with the engine's."""
+    """Compare the response to each input with the engine's result."""
     import numpy as np
 
     run = session(oracle).run

@@ -1,5 +1,5 @@
 """Clients that speak the raw protocol, over the lane or ZeroMQ: they can send messages that the public client never
-sends, and count every answer.
+sends, and count every response.
 
 Invariant: there are no retries, and only `receive_kind` drops messages.
 """
@@ -21,7 +21,7 @@ from shmserve.protocol import codec, messages
 from shmserve.protocol.messages import Handle, Hello, Lease, Map, Return, Tensor, Unmap, Welcome
 
 PATIENCE_S = 60.0
-"""Waiting for a message that must come: long, as other programs may use the machine."""
+"""Timeout for a message that must arrive. Long, because other programs may be using the machine."""
 ROOM = messages.PACKET_BYTES + 4096
 
 

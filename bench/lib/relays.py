@@ -1,4 +1,4 @@
-"""Baseline without a server: a round trip through three processes, of which the middle one only forwards messages.
+"""Baseline without a server: a round trip through three processes, the middle one of which only forwards messages.
 
     client - relay - worker, over Unix SEQPACKET sockets or over ZeroMQ (DEALER - ROUTER | ROUTER - DEALER)
 
@@ -126,8 +126,8 @@ def chain(
 
 
 def in_steps(size: int, steps: int, copied: int) -> Handler:
-    """A relay that passes each message through several workers in turn, of which the last one copies a tensor of
-    `copied` bytes between shared mappings. Order: `count`, how many of the last workers to pass through.
+    """A relay that passes each message through several workers in turn, the last of which copies a tensor of `copied`
+    bytes between shared mappings. Order: `count`, how many of the last workers to pass through.
     """
     client = chain(steps, copied, _step, _relay_in_steps)
     room = bytearray(RECEIVE)

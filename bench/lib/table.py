@@ -30,7 +30,7 @@ class Row:
     beside: str = ""
     failed: str = ""
     others: float = 0.0
-    """Cores used meanwhile by processes outside the measure."""
+    """Cores used by processes outside the measure."""
 
     @property
     def verdict(self) -> str:

@@ -33,7 +33,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Post:
-    """A request that is sent again and again."""
+    """A request that is sent repeatedly."""
 
     url: str
     headers: Mapping[str, str]

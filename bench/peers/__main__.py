@@ -1,9 +1,9 @@
 """`python -m bench.peers`: shmserve beside other servers, with the same models and the same load.
 
-Every server has one instance of a model and one thread for its engine; requests are HTTP, in the cheapest form that the
-server takes: binary tensors for those with KServe's protocol, bytes for the others. A lone request finds batching
-switched off where batching would make it wait. The servers take turns of a few seconds, in an order that is reversed
-each round, and rest meanwhile. The load generator is wrk, on the same cores.
+Every server has one instance of a model and one thread for its engine. Requests are HTTP, in the cheapest form that the
+server accepts: binary tensors for servers with KServe's protocol, bytes for the others. For single requests, batching
+is disabled where it would delay them. The servers take turns of a few seconds, in an order that is reversed each round;
+the others are stopped. The load generator is wrk, on the same cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NEAR = 1e-3
 
 
 def installed(names: list[str]) -> list[Server]:
-    """Those that can be had. Installs what is missing."""
+    """The servers that are available. Installs missing packages."""
     found = []
     for server in SERVERS:
         if names and server.name not in names:
@@ -58,7 +58,7 @@ def installed(names: list[str]) -> list[Server]:
 
 
 def installed_wrk(name: str) -> str | None:
-    """As a package of Debian, if this is permitted."""
+    """Installs wrk from its Debian package, if permitted."""
     if name != WRK or os.geteuid() or shutil.which("apt-get") is None:
         return None
     say("installing wrk ...")
@@ -74,7 +74,7 @@ def say(text: str) -> None:
 
 
 class Compared:
-    """The servers of one workload, all started, all but one at rest."""
+    """The servers of one workload: all are started, and all but one are stopped."""
 
     def __init__(self, workload: Workload, tool: str, seconds: float, work: Path, stack: ExitStack) -> None:
         self.workload = workload
@@ -128,7 +128,7 @@ class Compared:
 
 
 def numbers(answer: bytes) -> Array:
-    """Of an array as bytes, or as JSON."""
+    """Parses an array, sent as bytes or as JSON."""
     if answer.startswith(b"[["):
         return np.asarray(json.loads(answer), np.float32).ravel()
     return np.frombuffer(answer, np.float32)

@@ -51,7 +51,7 @@ def chart(cells: list[Cell], caption: str) -> str:
 
 
 def bars(panel: Panel, cells: list[Cell], left: float) -> str:
-    """The best first. A server that failed has no bar."""
+    """Draws the bars, the best first. A server that failed has no bar."""
     values = {
         cell.server: value
         for cell in cells

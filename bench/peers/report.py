@@ -47,7 +47,7 @@ def milliseconds(us: float) -> str:
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """Requests in a second, and the median and 99th percentile of their time. Bold: the best of the row."""
+    """Requests per second, and the median and 99th percentile of latency. The best of each row is bold."""
     names = list(dict.fromkeys(cell.server for cell in cells))
     lines = [["load", *names], ["---"] * (1 + len(names))]
     for model, flight in dict.fromkeys((cell.model, cell.flight) for cell in cells):
@@ -61,7 +61,7 @@ def markdown(cells: Sequence[Cell]) -> str:
 
 
 def save(cells: Sequence[Cell], command: str, notes: dict[str, str]) -> Path:
-    """Into bench/results, as a page and as JSON."""
+    """Saves the results in bench/results, as a page and as JSON."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     facts = table.machine() | notes
     page = [

@@ -1,6 +1,6 @@
-"""A server of any kind as a set of processes, which rests while another one is measured.
+"""A server of any kind as a set of processes, which are stopped while another server is measured.
 
-Stopped processes use no processor, so that all servers can be up during a measurement whose turns are short.
+Stopped processes use no processor time, so all servers can stay up during a measurement with short turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bench.lib.wrk import Post
 START_S, END_S, LOOK_S = 120.0, 30.0, 0.1
 HEAD_SIZE = "Inference-Header-Content-Length"
 MARK = "SHMSERVE_BENCH_PEER"
-"""In the environment of all processes of a server; some start daemons that are no descendants."""
+"""Environment variable of all processes of a server, because some start daemons that are not descendants."""
 
 
 class Running:
@@ -40,10 +40,10 @@ class Running:
         try:
             return self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
-            return False  # ended, or of another user
+            return False  # it has ended, or belongs to another user
 
     def rest(self) -> None:
-        """Until no process is left that could start another one."""
+        """Stops processes until none is left that could start another one."""
         stopped: set[int] = set()
         while found := self.members() - stopped:
             self._signal(found, signal.SIGSTOP)
@@ -55,7 +55,7 @@ class Running:
     def await_answer(self, post: Post) -> bytes:
         """The first answer, without the JSON before the tensors of KServe's protocol.
 
-        Most of these servers have no other notification than that they answer.
+        Most of these servers give no other notification that they are ready.
         """
         end, ended, said = monotonic() + START_S, os.pidfd_open(self._process.pid), ""
         request = urllib.request.Request(post.url, post.body, dict(post.headers))

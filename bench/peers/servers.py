@@ -1,4 +1,4 @@
-"""The servers that are compared: what each one needs, how it is started, and how it is asked."""
+"""The servers that are compared: their packages, and how to start them and send requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINE = "onnxruntime"
 
 @dataclass(frozen=True)
 class Start:
-    """What a server is started for. `batch` is the largest batch."""
+    """The parameters for starting a server. `batch`: the largest batch."""
 
     workload: Workload
     batch: int
@@ -36,14 +36,14 @@ Command = tuple[list[str], dict[str, str]]
 
 @dataclass(frozen=True)
 class Server:
-    """`packages` go into an environment of its own; without any it is this one."""
+    """`packages` are installed in a separate environment; without any, the server runs in this one."""
 
     name: str
     command: Callable[[Start], Command]
     post: Callable[[str, Workload, Array], Post]
     packages: tuple[str, ...] = ()
     one_for_all: bool = False
-    """Batching costs a lone request nothing, so that one server is used for all loads."""
+    """Batching does not delay a single request, so one server is used for all loads."""
 
     @property
     def python(self) -> Path:
@@ -60,7 +60,7 @@ class Server:
         (place / ".made").touch()
 
     def versions(self) -> str:
-        """Of its first package, e.g. "mosec 0.9.8"."""
+        """The version of its first package, e.g. "mosec 0.9.8"."""
         name = self.packages[0].partition("[")[0].partition("=")[0] if self.packages else "shmserve"
         code = f"from importlib.metadata import version; print(version({name!r}))"
         found = subprocess.run([str(self.python), "-c", code], capture_output=True, text=True, check=True).stdout
@@ -68,7 +68,7 @@ class Server:
 
     @contextmanager
     def started(self, workload: Workload, batch: int, work: Path) -> Iterator[tuple[Running, str]]:
-        """The processes and the address."""
+        """Starts the server. Yields its processes and address."""
         place = work / f"{self.name}-{workload.name}-{batch}"
         place.mkdir()
         port = endpoints.free_port()

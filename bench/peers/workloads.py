@@ -1,6 +1,6 @@
-"""What is asked of every server: four models, and how many requests are in flight.
+"""The workloads for every server: four models, and the numbers of requests in flight.
 
-`first` takes 1 MiB and answers with its first number: the cost of a large input alone.
+`first` takes 1 MiB and returns its first number, which measures the cost of a large input alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def network(workload: Workload, work: Path) -> Path | None:
 
 
 def repository(workload: Workload, work: Path) -> Path:
-    """For servers that have one: a `model.py` with the same engine."""
+    """A repository, for servers that use one: a `model.py` with the same engine."""
     root = work / f"models-{workload.name}"
     if root.exists():
         return root
@@ -71,7 +71,7 @@ def repository(workload: Workload, work: Path) -> Path:
 
 
 def expected(workload: Workload, row: Array, work: Path) -> Array:
-    """The right answer, by ONNX Runtime in this process."""
+    """The correct output, computed by ONNX Runtime in this process."""
     onnx = network(workload, work)
     if onnx is None:
         return row[:1] if workload.name == "first" else row
@@ -85,19 +85,19 @@ def expected(workload: Workload, row: Array, work: Path) -> Array:
 
 
 def raw_post(path: str) -> Callable[[str, Workload, Array], Post]:
-    """The numbers as bytes."""
+    """Posts the numbers as bytes."""
     headers = {"Content-Type": "application/octet-stream"}
     return lambda url, workload, row: Post(url + path, headers, row.tobytes())
 
 
 def json_post(path: str) -> Callable[[str, Workload, Array], Post]:
-    """A batch of one as lists."""
+    """Posts a batch of one as nested lists."""
     headers = {"Content-Type": "application/json"}
     return lambda url, workload, row: Post(url + path, headers, json.dumps({"x": [row.tolist()]}).encode())
 
 
 def kserve_post(url: str, workload: Workload, row: Array) -> Post:
-    """With binary tensors in both directions."""
+    """Posts a KServe request, with binary tensors in both directions."""
     data = row.tobytes()
     shape = [1, *row.shape] if workload.batches else list(row.shape)
     x = {"name": "x", "datatype": "FP32", "shape": shape, "parameters": {"binary_data_size": len(data)}}

@@ -34,7 +34,7 @@ def permitted(allowed: Allowed, code: str, text: str) -> bool:
 
 
 class Tally:
-    """Counts, and answers that are held for a while and compared again when dropped.
+    """Counts, and responses that are held for a while and compared again when dropped.
 
     `allowed`: error code -> pattern of texts (after the model's name) that are not faults, for runs with injected
     faults. Each request is counted once in `counts`, or in `lost`.

@@ -1,4 +1,4 @@
-"""The clients of the soak that use the raw protocol, so that they can detect duplicate answers.
+"""The clients of the soak that use the raw protocol, so that they can detect duplicate responses.
 
 Invariant: each request number is sent once; every Reply, Fail and FailHeld is counted against it.
 """
@@ -128,7 +128,7 @@ class Asker:
                 self.take(self.receive())
             except TimeoutError:
                 break
-        # A duplicate answer would arrive before this one.
+        # A duplicate response would arrive before this Pong.
         self.link.send(messages.Ping(LAST))
         while (message := self.receive()) != messages.Pong(LAST):
             self.take(message)
@@ -154,7 +154,7 @@ class Asker:
 
 
 class LaneAsker(Asker):
-    """Places large inputs in slots of one memfd; a slot is free again after the answer, or Released."""
+    """Places large inputs in slots of one memfd. A slot is free again after the response, or after Released."""
 
     link: Lane
 
@@ -207,7 +207,7 @@ class ZmqAsker(Asker):
 
 
 def _difference(output: Tensor, got: bytes, shape: tuple[int, ...], content: bytes) -> str:
-    """Describes a wrong answer: other bytes, those that mark a free slot, or a part."""
+    """Describes a wrong response: different bytes, the bytes that mark a free slot, or a truncated output."""
     where = "inline" if isinstance(output.data, bytes) else f"in {len(output.data)} part(s)"  # type: ignore[arg-type]
     wrong = [at for at, (one, other) in enumerate(zip(got, content, strict=False)) if one != other]
     span = f"{len(wrong)} bytes differ, {wrong[0]} to {wrong[-1]}" if wrong else "no byte differs"

@@ -1,8 +1,8 @@
 """The mixed soak: eight client processes, every dtype, random sizes, batches, cancels and timeouts, over both links.
 
-Two of the eight use the raw protocol and count the answers to each request; the others use the public clients. The
-oracle is the input itself. It is compared on arrival and again when the answer is dropped, which reveals memory that
-was reused too early.
+Two of the eight use the raw protocol and count the responses to each request; the others use the public clients. The
+oracle is the input itself. The output is compared on arrival and again when the response is dropped, which reveals
+memory that was reused too early.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run_soak(repository: Path, seconds: float, largest: int = 2 << 20) -> Soak:
         if set(processes.descendants(broker)) != set(workers):
             found.wrong += 1
             found.examples.append("a worker process ended or was started during the soak")
-        # Memory may have grown, as workers keep what they once needed; connections may not.
+        # Memory may have grown, because workers keep their buffers; connections may not.
         extra = Counter(processes.descriptors(broker)) - Counter(before)
         found.counts["broker descriptors more than before"] = sum(
             count for kind, count in extra.items() if not kind.startswith("/memfd:")

@@ -1,6 +1,6 @@
 """The cost of a request in the client itself: processor time of `submit` and `result` with a peer that only echoes.
 
-The peer is another process, so its time is not counted; a request is a tensor of 1 KiB, its answer one of 256 bytes.
+The peer is another process, so its time is not counted. A request is a tensor of 1 KiB, its response one of 256 bytes.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m bench.suites.core_cost [--requests 100000] [--profile] [--cold]
 
 The core is driven as by the broker, but without links: nothing is encoded, and a worker answers immediately. Only
-`Core.handle` is timed, not the creation of messages. The fake worker follows the messages that it gets, so that the
-core does the same work as in a server. With `--cold`, the caches are filled with other data before each turn, as other
-processes and the tensors do in a server.
+`Core.handle` is timed, not the creation of messages. The fake worker processes the messages that it gets, so that the
+core does the same work as in a server. With `--cold`, the CPU caches are filled with other data before each turn, as
+other processes and tensors do in a server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DATA = bytes(1024)
 ROUNDS = 50
 """The best round is reported; the others were disturbed."""
 COLD_BYTES = 32 << 20
-"""Copied before each turn with `--cold`: with the copy, more than the caches hold."""
+"""Bytes copied before each turn with `--cold`: source and copy together exceed the caches."""
 RESULT = Tensor("y", "FP32", (1, 64), bytes(256))
 SORTS: dict[str, BatchPolicy | None] = {
     "plain": BatchPolicy(),

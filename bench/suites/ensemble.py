@@ -1,9 +1,9 @@
 """A chain of three models, run as an ensemble, compared with a single one of them and with three calls by a client.
 
-A model copies its tensor once, except between two steps of the ensemble, where it passes the tensor on: so the ensemble
+A model copies its tensor once, except between two steps of the ensemble, where it passes the tensor on, so the ensemble
 copies as much as a single model. In `readers`, no model copies the tensor, so that only the cost of passing handles is
-measured. The floor of the ensemble is the same number of messages between bare processes, which pass them
-on as they are, or decode and encode them.
+measured. The lower bound for the ensemble is the same number of messages between bare processes, which forward them
+unchanged, or decode and encode them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Found(NamedTuple):
     calls: dict[int, float]
     readers: dict[int, float]
     bare: dict[int, float]
-    """Messages through 1 and 3 bare processes, of which the last one copies a tensor of FLOOR_SIZE, by their number."""
+    """Messages through 1 and 3 bare processes, the last of which copies a tensor of FLOOR_SIZE, by number of
+    processes."""
     coded: dict[int, float]
     """The same with processes that decode and encode the messages."""
 

@@ -2,8 +2,8 @@
 
 ENGINE is `llama.cpp MODEL` (a GGUF file), `onnxruntime-genai MODEL` (a directory that its model builder wrote) or
 `transformers` (random weights in the size of SmolLM2-135M, `--dtype`). For each number of sequences, prints the
-processor time for prompts of 16 tokens and for a step, which gives each sequence one token. Processor time is steady on
-a machine that does other work, too.
+processor time for prompts of 16 tokens and for a step, which gives each sequence one token. Processor time is steady
+even on a machine that does other work.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A language model through the server and in the bare engine: `python -m bench.suites.language_models MODEL.gguf`.
 
-For each number of streams that start at once, and in turn: the engine in a process of its own, the lane, and
-`generate_stream` over HTTP. Prints the medians over the rounds of the time to the first token, of the time between
-tokens, of the tokens in a second and of the processor time for a token, of all processes. The engine has `--threads`
-threads.
+For each number of streams that start at once, measures in turn the engine in a separate process, the lane, and
+`generate_stream` over HTTP. Prints the medians over the rounds of the time to the first token, the time between tokens,
+the tokens per second, and the processor time per token of all processes. The engine has `--threads` threads.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def bare(model: str, threads: int) -> Callable[[list[str], int], Times]:
             times = [perf_counter()]
             found.append(times)
             server.handle_completions(json.dumps(body).encode(), lambda data: times.append(perf_counter()))
-            times.pop()  # of the last piece, which has no token
+            times.pop()  # the last piece contains no token
 
         running = [threading.Thread(target=one, args=(text,)) for text in texts]
         for thread in running:
@@ -133,7 +132,7 @@ class Way:
     """A process that runs streams in one of the ways."""
 
     def __init__(self, server: int, make: Callable[..., Callable[[list[str], int], Times]], *arguments: Any) -> None:
-        """`server`: the process of the server that it uses; 0: none."""
+        """`server`: pid of the server that it uses; 0: none."""
         self._server = server
         context = multiprocessing.get_context("spawn")
         self._end, theirs = context.Pipe()
@@ -157,8 +156,8 @@ class Way:
 def summary(times: Times, tokens: int) -> tuple[float, float]:
     """Means over the streams, in ms: time to the first token, time between tokens. A response may have several tokens.
 
-    Not medians: prompts that start at once are computed in a few long steps, and the middle stream falls into either
-    of two by chance."""
+    Not medians: prompts that start at once are computed in a few long steps, and the median stream falls into one of
+    two steps by chance."""
     assert all(len(one) > 2 for one in times), "a stream has no tokens"
     return (
         mean(one[1] - one[0] for one in times) * 1e3,

@@ -1,8 +1,8 @@
 """Texts of random length for a small transformer: without padding, padded by the server, and padded by the caller.
 
 32 requests of 8 to 128 tokens are always in flight; the engine has one thread. In a separate pass, each answer of the
-padding model is compared with the bare engine's answer to the same request alone. The variants alternate in one run, as
-only rates of the same run are comparable.
+padding model is compared with the bare engine's answer to the same request alone. The variants alternate in one run,
+because only rates of the same run are comparable.
 
 The gain from padding depends on the fixed cost per batch. On a CPU this cost is small: the bare engine computes a batch
 of 32 hardly faster than 32 batches of one. On a GPU it dominates; this is simulated by a model that takes 2 ms per

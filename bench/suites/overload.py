@@ -2,8 +2,8 @@
 
 The model sleeps 2 ms plus 1 ms per row, in batches of 8, so its capacity hardly depends on the machine, and the
 simulator can use the same service times. Other costs (messages, scheduling, late processes) are included in the
-capacity measured with 32 requests that are always in flight. It is measured before each turn, because the load by
-others varies.
+capacity measured with 32 requests that are always in flight. Capacity is measured before each turn, because the load
+from other processes varies.
 
 Invariant: latency counts from the intended time of sending, not the actual one.
 """
@@ -184,7 +184,7 @@ class _Offer:
             self._loop.call_at(end + 2 * DEADLINE_MS / 1e3, self._give_up)
 
     def _give_up(self) -> None:
-        """Cancel the requests still in flight, which are late."""
+        """Cancel the requests that are still in flight, since they are late."""
         for future in list(self._out):
             future.cancel()
         if not self._out:

@@ -1,7 +1,7 @@
 """Models that sleep: the cost of a cold start, and many models in little memory. `python -m bench.suites.sleeping`.
 
-A cold start is the time of a request to a sleeping model, less that of the next request, which finds it awake. The bare
-engine loads the same model in a process that has been forked for it from one with numpy, as workers are.
+A cold start is the time of a request to a sleeping model, minus that of the next request, when the model is awake. The
+bare engine loads the same model in a process forked from one that has imported numpy, as workers are.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def wait(holds: Callable[[], bool]) -> None:
 
 
 def forked(path: Path) -> float:
-    """Seconds for which the engine loads the model, without the fork."""
+    """Seconds that the engine takes to load the model, without the fork."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -92,7 +92,7 @@ def forked(path: Path) -> float:
 
 
 class Monitor:
-    """Adds up the memory of all workers again and again."""
+    """Repeatedly sums the memory of all workers."""
 
     def __init__(self, url: str) -> None:
         self._client = shmserve.Client(url)
@@ -148,7 +148,7 @@ def many(count: int, room: int, requests: int) -> str:
 
 
 def size_of_one(place: str) -> int:
-    """What the server charges for one of the models after it has answered."""
+    """The memory that the server charges for one of the models after it has answered."""
     with Server(place, "--model-memory-budget", str(1 << 40)) as server, shmserve.Client(server.url) as client:
         client.infer("m0", {"x": np.zeros((1, SIDE), np.float32)})
         sizes = [int(size) for size in re.findall(r"shmserve_model_memory_bytes\{.*\} (\d+)", client.metrics())]
@@ -156,7 +156,7 @@ def size_of_one(place: str) -> int:
 
 
 def ask(url: str, seed: int, count: int, requests: int, answers: list[str]) -> None:
-    """Adds an error text for each request, "" for a right answer."""
+    """Appends an error text for each request, "" for a correct response."""
     random = Random(seed)
     with shmserve.Client(url) as client:
         for _ in range(requests):

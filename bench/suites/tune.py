@@ -2,10 +2,10 @@
 
     python -m bench.suites.tune FOLDER [--model mlp] [--minutes 8]
 
-A sweep measures every setting of the tuner's own space on a real server: instances, threads, batch sizes and queue
-delays, each at several rates until the highest one that holds the p99 is known to 4 %. That takes long, so the results
-are kept in FOLDER, and a run continues where the last one stopped. At the end the tuner's choice and the best settings
-of the sweep are measured again, in turn: the best of a hundred noisy values is partly luck.
+A sweep measures every setting of the tuner's search space on a real server: instances, threads, batch sizes and queue
+delays, each at several rates until the highest rate that holds the p99 is known to within 4 %. This takes a long time,
+so the results are kept in FOLDER, and a run continues where the last one stopped. At the end, the tuner's choice and
+the best settings of the sweep are measured again in turn, because the best of a hundred noisy values is partly luck.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ IN_FLIGHT = 3
 
 
 def write_models(root: Path) -> None:
-    """An MLP of 1.4 M and a residual network of 30 M multiply-adds per row, on the engine, and a model that waits for
-    2 ms and 1 ms for each row, as one on a device of its own does."""
+    """An MLP of 1.4 M and a residual network of 30 M multiply-adds per row, on the engine, and a model that waits 2 ms
+    plus 1 ms per row, like a model on a separate device."""
     if (root / "waits").exists():
         return
     models.make_mlp(root / "mlp.onnx")
@@ -76,7 +76,7 @@ def served(root: Path, name: str) -> Iterator[tuple[Bench, TunedModel]]:
 
 
 def space(model: TunedModel, goal: Goal) -> list[Candidate]:
-    """All settings that the tuner may choose, but for padding. With batches of one row, a delay does nothing."""
+    """All settings that the tuner may choose, except padding. With batches of one row, a delay has no effect."""
     return [
         Candidate(count, threads, batch, delay)
         for count in INSTANCES
@@ -95,7 +95,7 @@ def highest(bench: Bench, model: TunedModel, goal: Goal, candidate: Candidate) -
 
 
 def sweep(root: Path, name: str, goal: Goal, kept: dict[str, Any], until: float, save: Callable[[], None]) -> bool:
-    """Measures what is missing. Returns whether all is measured."""
+    """Measures missing settings. Returns whether all settings have been measured."""
     found = kept.setdefault("sweep", {})
     with served(root, name) as (bench, model):
         todo = [candidate for candidate in space(model, goal) if candidate.describe() not in found]
@@ -112,7 +112,7 @@ def sweep(root: Path, name: str, goal: Goal, kept: dict[str, Any], until: float,
 
 
 def tune(root: Path, name: str, goal: Goal) -> dict[str, Any]:
-    """The command, as its user runs it."""
+    """Runs the command as users do."""
     words = ["tune", str(root / name), "--p99", f"{P99_MS[name]}ms", "--seconds", str(goal.seconds), "--json"]
     words += ["--instances", f"{INSTANCES[0]}-{INSTANCES[1]}"]
     begun = monotonic()
@@ -124,8 +124,8 @@ def tune(root: Path, name: str, goal: Goal) -> dict[str, Any]:
 
 
 class Limit:
-    """The rate of a setting, which follows its limit: a step up after a measurement that holds the p99, a step down
-    after any other. So a measurement that a pause has spoiled is put right by the next ones."""
+    """The rate of a setting, which tracks its limit: a step up after a measurement that holds the p99, a step down
+    after any other. So later measurements correct one that was disturbed by a pause."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -142,7 +142,8 @@ class Limit:
 
 
 def judge(root: Path, name: str, goal: Goal, kept: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The choice and the best of the sweep, measured in turn, so that a change of the machine's speed meets all."""
+    """Measures the choice and the best settings of the sweep in turn, so that changes in the machine's speed affect all
+    of them."""
     ranked = sorted(kept["sweep"].values(), key=lambda each: -each["rate"])
     choice = Candidate(**kept["tune"]["chosen"])
     best = [Candidate(*each["settings"]) for each in ranked[:BEST]]
@@ -153,7 +154,7 @@ def judge(root: Path, name: str, goal: Goal, kept: dict[str, Any], rounds: int) 
             turns = list(limits.items())
             for candidate, limit in turns if number % 2 == 0 else reversed(turns):
                 limit.follow(confirmation.measure(Confirmed(candidate, None), limit.rate).holds)
-    # Until all have failed and held, their rates say where they began.
+    # Until each setting has both failed and held, its rates depend on where it started.
     first = max(max(limit.held.index(held) for held in (True, False)) for limit in limits.values())
     rates = {candidate: limit.mean(first) for candidate, limit in limits.items()}
     other = max((each for each in rates if each != choice), key=rates.__getitem__, default=choice)

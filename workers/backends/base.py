@@ -50,7 +50,7 @@ class Context(Struct, frozen=True):
 
     @property
     def engine_threads(self) -> int:
-        """The number of threads for an engine that does not decide itself: not more than there are CPUs for them."""
+        """The number of threads for an engine that does not choose it: at most the number of available CPUs."""
         return self.threads or len(os.sched_getaffinity(0))
 
     def model_file(
@@ -104,7 +104,7 @@ class Backend:
         return config
 
     def load(self, config: ModelConfig) -> None:
-        """Makes the model ready. An exception is reported as the reason why the model is not served."""
+        """Loads the model. An exception is reported as the reason why the model is not served."""
 
     def probe(self, report: Callable[[bool], None]) -> None:
         """Calls `report` with whether the model is ready, now or later, in any thread."""

@@ -1,7 +1,7 @@
-"""DALI: pipelines that decode and transform images and other data, `model.dali`, or `dali.py` which defines one.
+"""DALI: pipelines that decode and transform images and other data. `model.dali` contains one, or `dali.py` defines it.
 
 A pipeline takes a list of samples, which may differ in shape, so requests of different shapes share a batch. Invariant:
-an error in a sample fails only its request. As it also breaks the pipeline, that is made again.
+an error in a sample fails only its request. The error also breaks the pipeline, so the pipeline is created again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SPLIT = "split_along_outer_axis"
 
 
 class Port(NamedTuple):
-    """An input or output of a pipeline, as far as the pipeline declares it: "" and None are unknown."""
+    """An input or output of a pipeline, as declared by the pipeline; "" and None: unknown."""
 
     name: str
     dtype: str
@@ -56,7 +56,7 @@ class Port(NamedTuple):
 
 
 class Described(NamedTuple):
-    """What a serialized pipeline tells of itself. `on_gpu`: an operator that needs a GPU, or ""."""
+    """The description in a serialized pipeline. `on_gpu`: an operator that needs a GPU, or ""."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
@@ -128,7 +128,7 @@ class Dali(SeparateBackend):
         return answers
 
     def _alone(self, request: Request) -> Answer | None:
-        """The answer to one request, which the next run does not overwrite."""
+        """Runs one request alone. The next run does not overwrite its answer."""
         try:
             (answer,) = self.execute([request])
         except ModelFailed as error:
@@ -207,7 +207,7 @@ class Dali(SeparateBackend):
         return visible_number(number, os.environ.get(VISIBLE, "")) if kind == "GPU" else None
 
     def _start(self) -> None:
-        self._pipeline = None  # frees the memory of the old one first
+        self._pipeline = None  # frees the memory of the old pipeline first
         pipeline = dali.Pipeline.deserialize(
             serialized_pipeline=self._serialized,
             batch_size=self._batch,
@@ -221,7 +221,7 @@ class Dali(SeparateBackend):
 
 
 def described(serialized: bytes) -> Described:
-    """Reads what DALI's own interface does not tell of a serialized pipeline."""
+    """Reads facts about a serialized pipeline that DALI's own interface does not provide."""
     inputs, outputs, max_batch, on_gpu = [], [], 1, ""
     for number, value in _fields(serialized):
         if number == _OPERATOR:
@@ -331,7 +331,7 @@ def _uneven(name: str, shapes: Sequence[tuple[int, ...]]) -> Failure:
 
 
 def _reason(error: Exception) -> str:
-    """DALI's description of an error, without the place in the file that defined the pipeline."""
+    """DALI's description of an error, without the location in the file that defined the pipeline."""
     text = str(error).removeprefix("Critical error in pipeline:\n")
     head, _, rest = text.partition(",\nwhich was used in the pipeline")
     cause = rest.partition("encountered:\n\n")[2] or rest

@@ -26,8 +26,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
 
 DIRECT_BYTES = 64 * 1024
-"""Pieces of at least this size are copied to the device from where they are. Smaller ones are gathered first, because
-each copy has a fixed cost."""
+"""Pieces of at least this size are copied directly to the device. Smaller ones are gathered first, because each copy
+has a fixed cost."""
 PINNED_BYTES = 256 * 1024 * 1024
 PINNED_KNOB = "pinned-memory-pool-byte-size"
 

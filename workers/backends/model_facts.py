@@ -1,4 +1,4 @@
-"""Completes and checks the configuration by the tensors in a model file.
+"""Completes and checks the configuration against the tensors in a model file.
 
 Invariant: a mismatch that could give a wrong result or fail every request fails the load, and the error shows both
 sides.

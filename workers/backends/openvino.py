@@ -236,7 +236,7 @@ def _batch(
             _reshape(config.name, model, {name: [-1, *shape[1:]] for name, shape in dims.items()})
             if all(shape[:1] == (-1,) for _, shape in _batched(model.outputs, outputs)):
                 return -1, False
-            # An operator inside has the number of rows in a constant, as a Reshape often does.
+            # An operator contains the number of rows as a constant, as a Reshape often does.
             _reshape(config.name, model, dims)
             pads = parameters.flag("ENABLE_BATCH_PADDING", True)
         except InvalidRequest as error:

@@ -1,6 +1,6 @@
 """PaddlePaddle: `model.json` or, of versions before 3, `model.pdmodel`, with the weights in `model.pdiparams`.
 
-The engine copies inputs into tensors of its own, and outputs out of them.
+The engine copies inputs into its own tensors, and outputs out of them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 def _engine() -> Any:
-    """Imports the engine without its log, and without its handlers of signals, with which a crash does not end the
-    process by the signal."""
+    """Imports the engine without its log and its signal handlers, which would hide the signal of a crash from the exit
+    status."""
     os.environ.setdefault("GLOG_minloglevel", "2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import paddle
         import paddle.inference
-    # It also removes the handler of SIGTERM, and those that report a crash.
+    # This call also removes the handler for SIGTERM, and those that report a crash.
     terminate = signal.getsignal(signal.SIGTERM)
     paddle.disable_signal_handler()
     if threading.current_thread() is threading.main_thread():
@@ -63,7 +63,7 @@ DTYPES = {
 }
 _OF_JSON = {"ui8": "uint8", "i8": "int8", "i32": "int32", "i64": "int64", "f16": "float16", "f32": "float32",
             "f64": "float64"}  # fmt: skip
-"""The names of types in model.json, where they differ."""
+"""Type names in model.json that differ from numpy's."""
 _OF_ACCELERATORS = frozenset({"cpu_threads", "capacity", "use_int8"})
 _Facts = tuple[list[TensorFacts], list[TensorFacts]]
 
@@ -142,7 +142,8 @@ class Paddle(StackedBackend):
 
 
 def _of_accelerators(config: ModelConfig) -> dict[str, str]:
-    """Returns the parameters that Triton has in optimization.execution_accelerators. Those for GPUs have no effect."""
+    """Returns the parameters that Triton reads from optimization.execution_accelerators. Those for GPUs have no
+    effect."""
     optimization = config.optimization
     accelerators = optimization.execution_accelerators if optimization is not None else None
     found: dict[str, str] = {}
@@ -171,7 +172,7 @@ def _facts(path: Path) -> _Facts:
 
 
 def _of_json(content: bytes) -> _Facts:
-    """Of the format of PaddlePaddle 3: each input and output is an operation."""
+    """Reads the format of PaddlePaddle 3, in which each input and output is an operation."""
     inputs: list[TensorFacts] = []
     outputs: list[TensorFacts] = []
     for operation in json.loads(content)["program"]["regions"][0]["blocks"][0]["ops"]:
@@ -187,8 +188,8 @@ def _of_json(content: bytes) -> _Facts:
 
 
 def _of_program(content: bytes) -> _Facts:
-    """Of the format before PaddlePaddle 3."""
-    program = paddle.base.core.ProgramDesc(content)  # keep it: the block is a part of its memory
+    """Reads the format used before PaddlePaddle 3."""
+    program = paddle.base.core.ProgramDesc(content)  # keep a reference: the block is part of its memory
     block = program.block(0)
     inputs: dict[int, TensorFacts] = {}
     outputs: dict[int, TensorFacts] = {}
@@ -240,6 +241,6 @@ def _order(model: str, kind: str, specs: Sequence[Spec], facts: Sequence[TensorF
 
 
 def _reason(error: Exception) -> str:
-    """The engine's message without the traces and the places in its source."""
+    """The engine's message without stack traces and source locations."""
     lines = [line.strip() for line in str(error).splitlines() if "Error: " in line or line.startswith("(")]
     return (lines or [str(error)])[-1].partition(" (at /")[0]

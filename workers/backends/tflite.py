@@ -140,7 +140,7 @@ class TfLite(StackedBackend):
     def _batched(
         self, config: ModelConfig, inputs: Mapping[str, Port], outputs: Mapping[str, Port]
     ) -> tuple[dict[str, Port], dict[str, Port]]:
-        """Makes a first dimension of 1, which most models have, dynamic: it is that of the batch if all outputs grow
+        """Makes a first dimension of 1, which most models have, dynamic: it is the batch dimension if all outputs grow
         with it."""
         rows = max(2, config.max_batch_size)
         batched = {spec.name for spec in self._inputs if spec.batched and not spec.flat}
@@ -196,7 +196,7 @@ def _ports(details: Mapping[str, Any]) -> dict[str, Port]:
         if dtype is None:
             kind = np.dtype(detail["dtype"]).name
             raise Unsupported(f"tensor '{name}' of the model is of type {kind}, not supported")
-        # Models of older converters have no signature of the shape.
+        # Models from older converters have no shape signature.
         dims = detail["shape_signature"] if len(detail["shape_signature"]) else detail["shape"]
         ports[name] = Port(int(detail["index"]), dtype, tuple(int(dim) for dim in dims))
     return ports

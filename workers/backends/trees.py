@@ -1,6 +1,6 @@
 """Tree models: XGBoost, LightGBM, Treelite checkpoints and scikit-learn, configured as for Triton's FIL backend.
 
-Treelite reads the files, and its general inference library (GTIL) computes predictions; the libraries that made the
+Treelite reads the files, and its general inference library (GTIL) computes predictions. The libraries that created the
 models are not needed, but can be used instead. A model has one input, of features, and one output.
 """
 
@@ -35,7 +35,7 @@ _CLASSIFIERS = (0, 2)
 """Treelite's numbers for binary and multi-class classification, in the field `task_type`."""
 _FLOATS = ("FP32", "FP64")
 _PICKLES = "allow-pickle"
-"""The --backend-config key without which no file is loaded that can contain code."""
+"""The --backend-config key that permits loading files that can contain code."""
 
 
 class Trees(StackedBackend):
@@ -119,7 +119,8 @@ class Trees(StackedBackend):
         outputs.place(0, shape)[...] = found.reshape(shape)
 
     def _possible(self, threads: int) -> int:
-        """The engine refuses more threads than OpenMP would start, as with OMP_NUM_THREADS: then OpenMP decides."""
+        """The number of threads to request. The engine refuses more than OpenMP would start (as limited by
+        OMP_NUM_THREADS): then OpenMP decides."""
         row = np.zeros((1, self._features), np.float32)
         try:
             gtil.predict(self._model, row, nthread=threads)
@@ -219,7 +220,7 @@ class Trees(StackedBackend):
 
 
 class Answers:
-    """What callers get of the predictions: classes or numbers. `raw`: numbers, `width` of them for each row."""
+    """Converts predictions to the output for callers: classes or numbers. `raw`: numbers, `width` per row."""
 
     def __init__(self, targets: int, classes: int, classifier: bool, parameters: Parameters) -> None:
         self.width = targets * classes
@@ -243,7 +244,7 @@ class Answers:
 
 
 def _library(config: ModelConfig, kind: str, path: Path, threads: int) -> Callable[[Array], Array]:
-    """Returns a function that predicts with the library that made the model."""
+    """Returns a function that predicts with the library that created the model."""
     try:
         if kind.startswith("xgboost"):
             return _xgboost(path, threads)
@@ -257,7 +258,7 @@ def _library(config: ModelConfig, kind: str, path: Path, threads: int) -> Callab
             f"parameter predictor of model '{config.name}' is library, which needs a package that is not installed "
             f"({error}): pip install {kind.partition('_')[0]}"
         ) from error
-    except ValueError as error:  # of XGBoost: its errors derive from this
+    except ValueError as error:  # base class of XGBoost's errors
         raise InvalidRequest(f"unable to load model '{config.name}': {_reason(error)}") from error
     raise Unsupported(
         f"parameter predictor of model '{config.name}' is library, which only models of XGBoost and LightGBM can have"
@@ -269,7 +270,7 @@ def _xgboost(path: Path, threads: int) -> Callable[[Array], Array]:
 
     booster = xgboost.Booster({"nthread": threads}, model_file=os.fspath(path))
     if json.loads(booster.save_config())["learner"]["objective"]["name"] == "multi:softmax":
-        booster.set_param({"objective": "multi:softprob"})  # else it predicts classes, which come later here
+        booster.set_param({"objective": "multi:softprob"})  # otherwise it predicts classes, which come later here
     return lambda rows: np.asarray(booster.inplace_predict(np.ascontiguousarray(rows), validate_features=False))
 
 
@@ -278,6 +279,6 @@ def _last(spec: Spec) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """The engine's message without the time and the place in its source."""
+    """The engine's message without the time and source location."""
     line = (str(error).splitlines() or [""])[0]
     return line.split(": ", 1)[-1] if line.startswith("[") else line

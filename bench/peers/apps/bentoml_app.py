@@ -1,4 +1,4 @@
-"""BentoML: arrays as JSON, its form for them that does not trust the caller as pickles do.
+"""BentoML: arrays as JSON, its format for them that, unlike pickle, is safe with untrusted callers.
 
 Run by `bentoml serve bentoml_app:Peer`.
 """
@@ -8,7 +8,7 @@ import numpy as np
 from network import BATCH, make
 
 BATCHING = {"batchable": True, "max_batch_size": BATCH, "max_latency_ms": 60_000} if BATCH > 1 else {}
-"""It chooses itself how long a batch waits, and refuses requests that would take longer than the latency."""
+"""BentoML chooses how long a batch waits, and refuses requests that would take longer than `max_latency_ms`."""
 
 
 @bentoml.service(name="peer", workers=1, traffic={"timeout": 60, "max_concurrency": 1024}, metrics={"enabled": False})

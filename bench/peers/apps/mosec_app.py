@@ -1,4 +1,4 @@
-"""mosec: bytes in, bytes out. Its own options, such as --port, are on the command line."""
+"""mosec: bytes in, bytes out. The command line contains mosec's own options, such as --port."""
 
 from mosec import Server, Worker
 from network import BATCH, WAIT_MS, decode, make, stacked

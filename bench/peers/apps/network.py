@@ -1,6 +1,6 @@
 """The models of `bench.peers` as functions of a batch, for servers that run Python code.
 
-They are those of the repository that shmserve and Triton serve: the same files, and one thread for the engine.
+The same models as in the repository that shmserve and Triton serve: the same files, and one thread for the engine.
 """
 
 import os
@@ -11,7 +11,7 @@ WORKLOAD = os.environ["PEER_WORKLOAD"]
 BATCH = int(os.environ["PEER_BATCH"])
 """The largest batch; 1: no batching."""
 WAIT_MS = 1
-"""A batch waits no longer for more requests: the least that all of them permit."""
+"""Maximum time that a batch waits for more requests: the smallest value that all servers permit."""
 SHAPES = {"identity": (16,), "mlp": (256,), "cnn": (3, 224, 224), "first": (-1,)}
 
 

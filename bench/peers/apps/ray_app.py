@@ -29,7 +29,7 @@ class Infer:
 if __name__ == "__main__":
     stop = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, stop)
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # a short path: sockets are in it
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # a short path, because it contains sockets
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
         serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
         serve.run(Infer.bind())

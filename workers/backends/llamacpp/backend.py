@@ -1,8 +1,8 @@
 """Serves GGUF models: `model.gguf`.
 
-Invariants: each request in the engine has places in its batch (`slots`), one for each of its texts, so that requests
-beyond the slots wait in the server's queue. Nothing waits for a caller that reads slowly: what the engine generates for
-it becomes one response, which is bounded by the context length, and the slot is free once the text has ended.
+Invariants: each request in the engine occupies slots of its batch, one for each of its texts, so that requests beyond
+the number of slots wait in the server's queue. A slow caller delays nothing: its pending output becomes one response,
+bounded by the context length, and the slot is free once the text has ended.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LlamaCpp(SeparateBackend):
         self._free = 0
         """Slots without a request. With the turn."""
         self._threads: set[threading.Thread] = set()
-        """Those that run a request. With the turn."""
+        """Threads that run a request. With the turn."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         inputs, outputs = {entry.name for entry in config.input}, {entry.name for entry in config.output}
@@ -104,7 +104,7 @@ class LlamaCpp(SeparateBackend):
         self.streams.withdrawn.clear()
         if self.streams.connected:
             return [None] * len(requests)
-        answers = [self.streams.collect(stream) for stream in streams]  # a warm-up: only its failure matters
+        answers = [self.streams.collect(stream) for stream in streams]  # a warm-up sample: only its failure matters
         return [answer if answer is not None and answer.error is not None else None for answer in answers]
 
     def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
@@ -128,7 +128,7 @@ class LlamaCpp(SeparateBackend):
         thread = threading.Thread(target=self._run, args=(generation, stream), name="sequence", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the limit of threads
+        except RuntimeError as error:  # the thread limit was reached
             self._free += generation.count
             host.fail(stream, self._failure(error))
             return stream
@@ -171,7 +171,7 @@ class LlamaCpp(SeparateBackend):
 
 
 class _Replying:
-    """Sends what the engine generates for a request. `error`: the reason why it was stopped."""
+    """Sends the output of the engine for a request. `error`: the reason why the request was stopped."""
 
     def __init__(
         self, generation: Generation, stream: ResponseSender, host: OpenResponses, outputs: frozenset[str]
@@ -183,8 +183,8 @@ class _Replying:
         self._outputs = outputs
 
     def receive(self, data: bytes) -> bool:
-        """Returns whether the engine is to stop. While the caller's window has no room, only the last response is sent,
-        which is queued."""
+        """Returns whether the engine should stop. While the caller's window has no room, only the last response is
+        sent, which is queued."""
         stream, reply = self._stream, self._reply
         if stream.cancelled or stream.over:
             return True
@@ -199,7 +199,7 @@ class _Replying:
 
 
 def _check(config: ModelConfig, context: Context) -> None:
-    """Raises unless the configuration is one of a language model on the CPU."""
+    """Raises unless the configuration describes a language model on the CPU."""
     failed = f"unable to load model '{config.name}'"
     kind, number = device_of(config, context.instance)
     if kind == "GPU":

@@ -1,5 +1,5 @@
-"""llama.cpp in this process: one thread of its own runs all sequences as one batch, which they join and leave at every
-step.
+"""llama.cpp in this process: a thread of the engine runs all sequences as one batch, which sequences can join and leave
+at every step.
 
 The package's interface also starts an HTTP server. It listens on a socket in a private directory, which is removed
 before the first request, so that nothing can reach it.
@@ -20,8 +20,8 @@ from shmserve.workers.process.log import log_message
 if TYPE_CHECKING:
     from shmserve.workers.backends.llamacpp.settings import Settings
 
-# Read when the engine's library is loaded. Threads that spin at its barriers, which are hundreds in a step, lose whole
-# time slices where other processes need the cores: with two threads on two busy cores a step took 20 times as long.
+# Read when the engine's library is loaded. A step has hundreds of barriers, and threads that spin at them lose whole
+# time slices when other processes need the cores: with two threads on two busy cores, a step took 20 times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import xllamacpp
 
@@ -37,7 +37,7 @@ class Engine:
         try:
             self._server = _started(settings, _SILENT)
         except RuntimeError:
-            # Once more, for the reason, which the engine only logs.
+            # Load again with logging, because the engine only logs the reason.
             log_message(f"llama.cpp cannot load {settings.file.name}")
             try:
                 self._server = _started(settings, _ERRORS)
@@ -48,7 +48,8 @@ class Engine:
 
     def generate(self, chat: bool, body: bytes, receive: Callable[[bytes], bool]) -> None:
         """Runs a request. Calls `receive` with each piece of JSON, in this thread; True stops the request at the next
-        step. `receive` must not raise. Raises InvalidRequest for what the engine cannot read, or its template refuses.
+        step. `receive` must not raise. Raises InvalidRequest if the engine cannot parse the request or its template
+        refuses it.
         """
         run = self._server.handle_chat_completions if chat else self._server.handle_completions
         try:

@@ -19,8 +19,8 @@ _TEXT = 1 << 16
 
 
 def trained_context(path: Path) -> int:
-    """The context length for which the model was trained; 0: the header does not say. Raises InvalidRequest for a file
-    that is not a model."""
+    """The context length for which the model was trained; 0 if the header does not contain it. Raises InvalidRequest
+    for a file that is not a model."""
     with path.open("rb") as file:
         try:
             return _trained_context(file)
@@ -82,7 +82,7 @@ def _string(file: BinaryIO) -> str | None:
 
 
 def _skip_array(file: BinaryIO) -> None:
-    """llama.cpp has no arrays of arrays either."""
+    """Skips an array. Arrays of arrays are not supported, as in llama.cpp."""
     kind, count = struct.unpack("<IQ", file.read(12))
     if kind != _STRING:
         _skip(file, count * struct.calcsize(_FORMATS[kind]))

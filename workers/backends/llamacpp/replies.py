@@ -1,4 +1,4 @@
-"""What the engine generates for a request, as responses of the model."""
+"""Converts the engine's output for a request into responses of the model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Progress(Struct):
 
 
 class Timings(Struct):
-    """Numbers of tokens: of the prompt, computed and found in the cache; and of the output."""
+    """Token counts: prompt tokens computed and found in the cache, and output tokens."""
 
     prompt_n: int = 0
     cache_n: int = 0
@@ -77,7 +77,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def piece_of(data: bytes) -> Piece:
-    """Raises the engine's error, or ModelFailed for what cannot be read."""
+    """Parses a piece. Raises the engine's error, or ModelFailed if the piece cannot be parsed."""
     try:
         piece = _decode(data)
     except msgspec.DecodeError as error:
@@ -97,7 +97,7 @@ def _error(error: EngineError) -> ServeError:
 
 
 class Text:
-    """One of the texts of a request: what was generated and not yet sent."""
+    """The unsent output of one of a request's texts."""
 
     __slots__ = ("calls", "cumulative", "finish", "ids", "parts", "scores", "sent", "tokens")
 
@@ -108,19 +108,20 @@ class Text:
         self.ids: list[int] = []
         self.tokens = 0
         self.sent = 0
-        """Tokens that were sent."""
+        """Number of tokens sent."""
         self.cumulative = 0.0
         self.finish = NOT_FINISHED
 
     def clear(self) -> None:
-        """After what was generated was sent."""
+        """Called when the output has been sent."""
         self.parts, self.calls, self.scores, self.ids = [], [], [], []
         self.sent += self.tokens
         self.tokens = 0
 
 
 class Reply:
-    """Collects pieces into responses. Streamed, each piece with output is one; otherwise there is one at the end."""
+    """Collects pieces into responses: one for each piece with output if the request is streamed, otherwise one at the
+    end."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -159,7 +160,7 @@ class Reply:
             return bool(content or calls)
         text.finish = choice.finish_reason
         self._open -= 1
-        if piece.timings is not None:  # tokens of which the engine sent no piece: the end mark, a stop text
+        if piece.timings is not None:  # also tokens without a piece: the end mark, a stop text
             text.tokens = piece.timings.predicted_n - text.sent
             self._prompt_tokens = piece.timings.prompt_n + piece.timings.cache_n
         return True
@@ -176,7 +177,7 @@ class Reply:
             text.scores.append(found)
 
     def outputs(self) -> list[tuple[str, Array]]:
-        """The outputs of a response, with all that was not yet sent."""
+        """The outputs of a response, with all unsent output."""
         returned, texts = self._generation.returned, self._texts
         prefix = self._generation.prefix
         found = [("text_output", _strings([prefix + "".join(text.parts) for text in texts]))]
@@ -215,7 +216,7 @@ def _described(token: Alternative, rank: int) -> dict[str, Any]:
 
 
 def _with(calls: list[Any], more: list[Any]) -> list[Any]:
-    """Puts pieces of tool calls together: those of a call have its index."""
+    """Merges pieces of tool calls by the index of the call."""
     found = list(calls)
     for piece in more:
         same = next((one for one in found if one.get("index") == piece.get("index")), None)

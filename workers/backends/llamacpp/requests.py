@@ -1,4 +1,4 @@
-"""One request: its tensors, as the engine's request, and what its responses contain."""
+"""Converts a request's tensors to the engine's request, and determines what its responses contain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RETURNED = {
     "return_num_input_tokens": "num_input_tokens",
     "return_num_output_tokens": "num_output_tokens",
 }
-"""Input -> the output that it asks for."""
+"""Input -> the output that it requests."""
 _SCORED = frozenset({"cumulative_logprob", "logprobs", "token_ids"})
 """Outputs for which the engine has to return log probabilities."""
 _CHAT = ("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs")
@@ -42,8 +42,8 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Generation(Struct):
-    """A request to the engine. `chat`: it has messages. `prefix`: the prompt, if texts begin with it. `top`: number of
-    alternatives for each token. `returned`: optional outputs."""
+    """A request to the engine. `chat`: it contains messages. `prefix`: the prompt, if texts begin with it. `top`:
+    number of alternatives for each token. `returned`: optional outputs."""
 
     chat: bool
     body: bytes
@@ -55,12 +55,12 @@ class Generation(Struct):
 
 
 def generation_of(inputs: Mapping[str, Any], parameters: Mapping[str, Any], settings: Settings) -> Generation:
-    """`inputs`: arrays by name, None for those that are absent. `parameters`: of the request; sampling parameters, if
-    the input for them is absent."""
+    """`inputs`: arrays by name, None for absent inputs. `parameters`: those of the request, which are sampling
+    parameters if the input for these is absent."""
     stream = _flag(inputs, parameters, STREAM)
     returned = tuple(output for name, output in RETURNED.items() if _flag(inputs, parameters, name))
     body: dict[str, Any] = {"stream": True, "return_progress": True, "cache_prompt": settings.prompt_cache}
-    body["repeat_last_n"] = settings.context  # penalties are for all tokens of a sequence
+    body["repeat_last_n"] = settings.context  # penalties apply to all tokens of a sequence
     messages, tokens = inputs.get(MESSAGES), inputs.get(TOKENS)
     chat = messages is not None
     sampling = merged(settings.sampling, _sampling(inputs.get(SAMPLING), parameters))

@@ -1,4 +1,4 @@
-"""Sampling parameters: those of vLLM, as JSON, in the terms of the engine."""
+"""Converts vLLM's sampling parameters, as JSON, to those of the engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.workers.backends.llamacpp.schemas import check_schema
 
 TEXT_MAX_TOKENS = 16
-"""Of requests with a plain prompt that set no limit, as in vLLM. Chats end where the model ends them."""
+"""Default token limit of requests with a plain prompt, as in vLLM. Chats have no limit by default."""
 LOGPROBS = 20
-"""The most alternatives for a token."""
+"""Maximum number of alternatives for a token."""
 CHOICES = 1000
 """The most texts of `choice`: the engine tries each at each token."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -23,7 +23,7 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 
 class Sampling(Struct, omit_defaults=True, forbid_unknown_fields=True):
     """The parameters of vLLM. `structured_outputs`: an object with one of `json`, `json_object`, `choice` and
-    `grammar`. The last ones have no effect here, or only one value."""
+    `grammar`. The last parameters have no effect here, or accept only one value."""
 
     n: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
     temperature: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
@@ -63,7 +63,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (None,),
 }
-"""Parameters that the engine does not have -> their values without effect."""
+"""Parameters that the engine does not support -> values that have no effect."""
 _ENGINE_NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -99,7 +99,7 @@ def sampling_in(text: str | bytes, where: str = "input 'sampling_parameters'") -
 
 
 def sampling_of(given: dict[str, Any], where: str) -> Sampling:
-    """`given` may have texts for numbers and booleans, as the string map of vLLM's backend has."""
+    """`given` may contain strings for numbers and booleans, as in the string map of vLLM's backend."""
     unknown = sorted(given.keys() - _NAMES)
     if unknown:
         raise InvalidRequest(f"{where}: unknown parameter '{unknown[0][:80]}'; known are: {', '.join(sorted(_NAMES))}")
@@ -128,7 +128,7 @@ def merged(defaults: Sampling, given: Sampling) -> Sampling:
 
 
 def engine_parameters(sampling: Sampling, default_max_tokens: int, grammars: bool = False) -> dict[str, Any]:
-    """`default_max_tokens` 0: until the model ends its text. `grammars`: whether grammars are allowed."""
+    """`default_max_tokens` 0: no limit. `grammars`: whether grammars are allowed."""
     found: dict[str, Any] = dict(_NEUTRAL)
     for name, engine_name in _ENGINE_NAMES.items():
         value = getattr(sampling, name)

@@ -1,4 +1,4 @@
-"""The parameters of a configuration that concern the engine."""
+"""The engine's parameters in a configuration."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ CHAT_TEMPLATE, MAX_TOKENS, SAMPLING = "chat_template", "default_max_tokens", "sa
 GRAMMARS = "grammars"
 DEFAULT_SLOTS = 4
 LARGEST_CONTEXT = 4096
-"""Context length of models that were trained for more, unless the configuration has another."""
+"""Context length of models trained for a longer one, unless the configuration sets it."""
 DEFAULT_CONTEXT = 2048
-"""Of models that do not say for which they were trained."""
+"""Context length of models whose file does not contain the trained length."""
 DEFAULT_PROMPT_BATCH = 512
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 class Settings(Struct, frozen=True):
-    """`slots`: the most sequences in the running batch. `context`: tokens of a sequence, prompt and output.
-    `prompt_batch`: the most tokens of prompts in one step. `max_tokens`: of requests that have none; 0: the default of
-    the interface. `grammars`: requests may have grammars."""
+    """`slots`: maximum number of sequences in the running batch. `context`: tokens of a sequence, prompt and output.
+    `prompt_batch`: maximum number of prompt tokens in one step. `max_tokens`: for requests that do not set it; 0: the
+    default of the interface. `grammars`: requests may have grammars."""
 
     file: Path
     slots: int

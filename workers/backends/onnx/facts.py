@@ -39,7 +39,8 @@ def engine_text(error: Exception) -> str:
 
 
 def facts_of(nodes: Iterable[Any], needed: Collection[str] | None = None) -> list[TensorFacts]:
-    """`needed`: tensors that must have a supported type; others are left out if they do not. None: all are needed."""
+    """`needed`: tensors that must have a supported type; other tensors with unsupported types are left out. None:
+    all."""
     facts = []
     for node in nodes:
         dtype = DTYPES.get(node.type)

@@ -35,7 +35,8 @@ def element_of(spec: Spec) -> Any:
 
 
 def contiguous(array: Array) -> Array:
-    """Returns the array itself, nearly always. np.ascontiguousarray would add a dimension to a scalar."""
+    """Returns the array, copied only if it is not contiguous. np.ascontiguousarray would add a dimension to a
+    scalar."""
     return array if array.flags.c_contiguous else array.copy()
 
 

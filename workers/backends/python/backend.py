@@ -94,7 +94,7 @@ class Python(PythonModel, SeparateBackend):
                 return self._decoupled_answers(requests, *self._begin_decoupled(self._given(requests)))
             received = self._given(requests)
             responses = self._execute(received)
-            if responses is None:  # all responses were sent, or will be
+            if responses is None:  # all responses have been sent, or will be
                 responses = [None] * len(requests)
             elif type(responses) is not list and not isinstance(responses, (list, tuple)):
                 raise ModelFailed(f"Expected a list in the execute return, found type '{type(responses)}'.")

@@ -1,7 +1,7 @@
 """Runs a function or class with `@shmserve.model` as a TritonPythonModel.
 
-Invariant: the function gets values as its type hints say, and a result that differs from them is an error, which names
-the output and what to write.
+Invariant: the function gets values of the types in its hints. A result that differs from its hint is an error, which
+names the output and what to write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def kind_of(module: ModuleType, function: str, file: str, batch: bool) -> type[A
 
 
 class _FunctionModel:
-    """What all functions have in common."""
+    """Base class for all functions."""
 
     signature: ClassVar[Signature]
 
@@ -112,8 +112,8 @@ class _Batch(_FunctionModel):
 
 
 class _Stream(_FunctionModel):
-    """Sends what the function yields. Plain generators run in one thread: their steps may alternate, but never run at
-    the same time."""
+    """Sends what the function yields. All plain generators run in one thread: their steps may interleave, but never run
+    concurrently."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
@@ -166,7 +166,7 @@ def _text(slot: Slot, item: bytes) -> str:
 
 
 def _encoded(slot: Slot, value: Any, rows: int | None, label: str) -> Array:
-    """The array for an output. `rows`: those of the batch."""
+    """The array for an output. `rows`: number of rows of the batch."""
     where = f"{label} returned for output '{slot.name}'"
     if hasattr(value, "dtype") or hasattr(value, "__array__"):
         array = np.asarray(value)

@@ -168,7 +168,7 @@ class PythonModel(Backend, ABC):
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Runs a coroutine of the model and returns its result. If other models can be called, this thread reads their
-        replies meanwhile."""
+        replies while it waits."""
         future = self._loop().submit(coroutine)
         streams = self.streams
         if streams.listening:

@@ -87,7 +87,7 @@ class ModelFile:
 @contextmanager
 def _explained(backend: str) -> Iterator[None]:
     """Converts the exception for a missing module into an error that says what to do. Packages beside the file and
-    modules of installed packages are reported as such: to install them again would not help."""
+    modules of installed packages are reported as such, because installing them again would not help."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -103,7 +103,8 @@ def _explained(backend: str) -> Iterator[None]:
 
 
 class _CopyLoader(SourceFileLoader):
-    """Loads the version's copy of a file. For the code it is the user's file, beside which it finds others."""
+    """Loads the version's copy of a file. To the code it looks like the user's file, so that it finds files beside
+    it."""
 
     def __init__(self, name: str, original: str, copy: Path) -> None:
         super().__init__(name, original)

@@ -45,7 +45,7 @@ _NUMBERS = {
 """Wire code -> the code of a TritonError."""
 _PLAIN = Options()
 REPLAYED_BYTES = 1024 * 1024
-"""The most bytes of all responses to a call that are kept for a second iteration."""
+"""Maximum total bytes of a call's responses that are kept for a second iteration."""
 
 
 class Responses:
@@ -196,7 +196,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    """Unloads a model without waiting until it is unloaded, as a model may unload an ensemble that contains itself."""
+    """Unloads a model without waiting for completion, because a model may unload an ensemble that contains it."""
     _ask("unload", model_name, body=json.dumps({"unload_dependents": unload_dependents, "wait": False}).encode())
 
 

@@ -38,7 +38,7 @@ TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 TRACE_PARENT, TRACE_STATE = "traceparent", "tracestate"
 """The request parameters with the W3C trace context."""
 PARAMETER_BYTES = 16 * 1024
-"""The most characters in the parameters of a response."""
+"""Maximum number of characters in the parameters of a response."""
 
 
 class TritonError:

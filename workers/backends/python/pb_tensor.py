@@ -124,8 +124,8 @@ class Tensor:
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
         """Creates a tensor from an object with `__dlpack__`, or a capsule. It must be contiguous. GPU memory stays on
-        the GPU until it is known where it is read; if it cannot be used there, it is copied to the host, if its
-        library supports that."""
+        the GPU until it is known where it will be read. If it cannot be used there, it is copied to the host, provided
+        that its library supports this."""
         name = _named(name)
         try:
             source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)

@@ -4,7 +4,7 @@
     list[float], list[list[int]]    a list of them, of any length
     Tensor["FP32", -1, 3]           an array
 
-With a batch, a list has one item for each row, and an array one more axis in front. Invariant: an error names the
+With a batch, a list has one item per row, and an array has an additional leading axis. Invariant: an error names the
 function, its line, and what to write.
 """
 
@@ -21,7 +21,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.functions import Tensor
 
 OUTPUT = "output"
-"""The name of the only output of a function, if its hint has no names."""
+"""The name of a function's only output, if its hint does not name it."""
 _SCALARS: dict[Any, str] = {float: "FP64", int: "INT64", bool: "BOOL", str: "BYTES", bytes: "BYTES"}
 _STREAMS = (AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterable, Iterator)
 _UNIONS = (typing.Union, types.UnionType)
@@ -30,8 +30,8 @@ _BATCH_FORMS = 'shmserve.Tensor["FP32", 3] with the dims of one row, or a list w
 
 
 class Slot(NamedTuple):
-    """One input or output. `depth`: 0 for a single value, else the nesting of the list; -1 for an array. `text`: its
-    values are str instead of bytes. `key` gets an output from the result.
+    """One input or output. `depth`: 0 for a single value, -1 for an array, otherwise the nesting depth of the list.
+    `text`: values are str instead of bytes.
     """
 
     name: str
@@ -43,16 +43,14 @@ class Slot(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """`target` is the function or class. `fields`: how to get an output from the result, by index or by name; None if
-    the result is the only output itself.
-    """
+    """`target` is the function or class. `by`: how to get an output from the result."""
 
     target: Callable[..., Any]
     label: str
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
     by: str
-    """"": the result is the only output; else "index", "key" or "attribute"."""
+    """"" if the result is the only output, otherwise "index", "key" or "attribute"."""
     streams: bool
 
 
@@ -169,7 +167,7 @@ class _Reader:
 
 
 def _without_none(hint: Any) -> Any:
-    """The type of an optional value."""
+    """The type of an optional value, without None."""
     if typing.get_origin(hint) in _UNIONS:
         left = [item for item in typing.get_args(hint) if item is not type(None)]
         if len(left) == 1:

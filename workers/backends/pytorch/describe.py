@@ -1,8 +1,8 @@
 """Finds the tensors of a PyTorch file, for `shmserve init`: `python -m shmserve.workers.backends.pytorch.describe FILE`
 prints them as JSON, null if they cannot be found.
 
-A torch.export program says them. TorchScript says only the names of its arguments: sizes are guessed from the weights,
-and count only if the program runs with them, with one row and with several.
+A torch.export program describes its tensors. TorchScript contains only the names of the arguments: sizes are guessed
+from the weights, and used only if the program runs with them, with one row and with several.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ IMAGES = (224, 32, 28, 64, 256, 299)
 LENGTH = 16
 TRIES = 40
 GROWTH = 32
-"""By how much a size is changed to see whether it may change. Networks that halve sizes keep their rounding."""
+"""Amount by which a size is changed to test whether it may vary. A multiple of 32, so that networks that halve sizes
+round in the same way."""
 _Named = dict[str, Any]
 
 
@@ -59,7 +60,7 @@ def _probed(program: Script) -> dict[str, Any] | None:
 
 
 def _candidates(module: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
-    """Types and sizes of a row, from the first weights of each kind on."""
+    """Types and sizes of a row, starting with the first weights of each kind."""
     for name, weight in module.named_parameters():
         if not name.endswith("weight"):
             continue
@@ -103,7 +104,7 @@ def _has_rows(outputs: _Named, rows: int) -> bool:
 def _free(
     program: Program, dtype: torch.dtype, size: Sequence[int], outputs: _Named
 ) -> tuple[list[int], list[TensorFacts]]:
-    """The dims of a row and the outputs, with -1 for each size that may be another one."""
+    """The dims of a row and the outputs, with -1 for each size that may vary."""
     dims = list(size)
     shapes = {name: [-1, *value.shape[1:]] for name, value in outputs.items()}
     for place, length in enumerate(size):

@@ -96,7 +96,7 @@ def open_program(path: Path, device: torch.device) -> Program:
 class Script(Program):
     def __init__(self, path: Path, device: torch.device) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # only says that TorchScript is deprecated
+            warnings.simplefilter("ignore", DeprecationWarning)  # the warning only says that TorchScript is deprecated
             module: Any = torch.jit.load(str(path), map_location=device)
         module.eval()
         self.module = module
@@ -252,7 +252,7 @@ class CompiledProgram(_Tree):
         self._module = aoti_load_package(str(path), run_single_threaded=True, device_index=device.index or -1)
         arguments, results = self._module.loader.get_call_spec()
         self._shape(pytree.treespec_loads(arguments), pytree.treespec_loads(results))
-        # It is not visible what a compiled program does with its inputs.
+        # A compiled program may write to any of its inputs.
         self.arguments = [argument._replace(changed=True) for argument in self.arguments]
 
 

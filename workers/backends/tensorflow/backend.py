@@ -35,7 +35,7 @@ _FILES = ("model.savedmodel", "model.graphdef")
 _ALIGN = 64
 """The engine copies inputs that are not aligned to this."""
 _RUNS = 64
-"""Most combinations of inputs and outputs that are kept prepared."""
+"""Maximum number of prepared combinations of inputs and outputs."""
 
 
 class TensorFlow(StackedBackend):

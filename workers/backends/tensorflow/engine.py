@@ -8,7 +8,7 @@ from typing import Any
 
 
 def _imported() -> Any:
-    """Imports the engine with few messages of its own, which would be in the log at every start."""
+    """Imports the engine with reduced logging, since its messages would appear in the log at every start."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     import tensorflow
 
@@ -26,6 +26,6 @@ _FURTHER = "Original stack trace"
 
 
 def engine_text(error: Exception) -> str:
-    """Returns the engine's error text in one line, without the place in the program that made the graph."""
+    """Returns the engine's error text in one line, without the location in the program that created the graph."""
     text = str(getattr(error, "message", error))
     return " ".join(text.partition(_FURTHER)[0].split())

@@ -1,6 +1,6 @@
 """What a model file declares: a SavedModel with its graphs and signatures, or a frozen graph.
 
-Invariant: reading a file runs nothing of it. The errors name what the file has instead.
+Invariant: reading a file runs no part of it. Errors name what the file contains instead.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _DEFAULT_OP = "PlaceholderWithDefault"
 
 
 class Port(NamedTuple):
-    """A tensor that the configuration can name. `place` is its name in the graph, `dims` is None for an unknown
-    number of dims. `optional`: an input for which the graph has a value."""
+    """A tensor that the configuration can name. `place` is its name in the graph, `dims` is None for an unknown number
+    of dims. `optional`: an input for which the graph contains a value."""
 
     place: str
     kind: str
@@ -138,7 +138,7 @@ class FrozenGraph:
         shape = tensor.shape
         dims = None if shape.rank is None else tuple(-1 if dim is None else dim for dim in shape.as_list())
         if dims == () and tensor.op.type == "Placeholder" and self.graph.versions.producer < 24:
-            dims = None  # older graphs have no other way to say so
+            dims = None  # older graphs can express an unknown rank only like this
         return Port(place, tensor.dtype.name, dims, tensor.op.type == _DEFAULT_OP)
 
     def needed(self, outputs: Iterable[str], given: Collection[str]) -> list[str]:
@@ -149,8 +149,8 @@ Program = SavedModel | FrozenGraph
 
 
 def declared(specs: Iterable[Spec], ports: Mapping[str, Port], find: Find) -> list[TensorFacts]:
-    """Returns the tensors of the model, and those of the configuration that it has. Of the others, those with a type
-    that requests cannot have are left out."""
+    """Returns the tensors of the model, and those of the configuration that it contains. Other tensors are left out if
+    their type is not supported in requests."""
     by_name = {spec.name: spec for spec in specs}
     facts = []
     for name in dict.fromkeys([*ports, *by_name]):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NAME = "tensorflow"
 INIT_OPS = "TF_INIT_OPS_FILE"
 _IN_THIS_THREAD = -1
-"""To the engine 0 is its own choice, and 1 one more thread."""
+"""For the engine, 0 means its own choice and 1 means one additional thread."""
 
 
 def opened(context: Context, config: ModelConfig, program: Program) -> Any:
@@ -53,12 +53,12 @@ def options_of(context: Context, config: ModelConfig) -> Any:
     between = parameters.whole("TF_NUM_INTER_THREADS", 1)
     options = config_pb2.ConfigProto(
         intra_op_parallelism_threads=parameters.whole("TF_NUM_INTRA_THREADS", 0) or context.engine_threads,
-        # With threads of their own for operators, a small batch takes 0.1 ms longer and three times the processor time.
+        # With separate threads for operators, a small batch takes 0.1 ms longer and three times the processor time.
         inter_op_parallelism_threads=between if between > 1 else _IN_THIS_THREAD,
         use_per_session_threads=parameters.flag("TF_USE_PER_SESSION_THREADS", False),
         allow_soft_placement=_soft_placement(context),
     )
-    parameters.whole("MAX_SESSION_SHARE_COUNT", 1)  # instances are processes, with a session each
+    parameters.whole("MAX_SESSION_SHARE_COUNT", 1)  # only validated: instances are processes with one session each
     _set_level(options, config)
     _set_device(options, context, config)
     return options

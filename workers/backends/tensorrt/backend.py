@@ -46,7 +46,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 STRATEGY = "execution_context_allocation_strategy"
 _STRATEGIES = ("STATIC", "ON_PROFILE_CHANGE")
 end_process = os._exit
-"""Called after the device was lost. The broker starts another process and finds the request that caused it."""
+"""Called after the device was lost. The broker starts a new process and identifies the request that caused the loss."""
 
 
 class TensorRT(StackedBackend):
@@ -318,7 +318,7 @@ class TensorRT(StackedBackend):
         if self._computed:
             cuda.record(self._computed, stream)
             cuda.wait_for(self._copy_stream, self._computed)
-        for index, address in near.items() if graph is not None else ():  # which writes where it always does
+        for index, address in near.items() if graph is not None else ():  # a graph always writes to the same addresses
             size = elements(output_shapes[index]) * self._outputs[index].item
             cuda.copy(address, self._output_at[index], size, cuda.within, self._copy_stream)
         self._collect([index for index in wanted if index not in near], targets, outputs)
