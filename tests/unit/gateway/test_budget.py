@@ -189,8 +189,9 @@ def test_announced_messages_of_grpc_are_not_counted() -> None:
     host = Host(message_bytes=64 * MIB, held_bytes=64 * MIB)
     hostile, honest = Caller(host), Caller(host)
     numbers = [hostile.begin() for _ in range(100)]
+    first = message(bytes(64 * MIB))[:6]
     for number in numbers:
-        hostile.send(number, message(bytes(64 * MIB))[:6], end=False)
+        hostile.send(number, first, end=False)
     assert host.held == 100
     buffers = [stream._buffer for stream in hostile.core.streams.values()]
     assert all(buffer is not None and len(buffer.memory) == 4 * MIB for buffer in buffers)
