@@ -17,10 +17,11 @@ from shmserve.testing import Server
 from tests.support.gateway.language_models import LanguageModels, openai_client, write_language_models
 from tests.support.gateway.running_gateway import Gateway, model, open_gate
 from tests.support.living import until
+from tests.support.optional import optional
 
 pytestmark = pytest.mark.process
 
-openai = pytest.importorskip("openai")
+openai = optional("openai")
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 

@@ -18,10 +18,11 @@ import trustme
 from shmserve.testing import Server
 from tests.support.gateway.language_models import openai_client, write_language_models
 from tests.support.gateway.running_gateway import Gateway
+from tests.support.optional import optional
 
 pytestmark = pytest.mark.process
 
-openai = pytest.importorskip("openai")
+openai = optional("openai")
 Start = Callable[..., Gateway]
 
 

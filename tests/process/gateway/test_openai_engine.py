@@ -14,6 +14,7 @@ from shmserve.testing import Server
 from tests.process.models.language import llm_oracle
 from tests.support.gateway.language_models import openai_client
 from tests.support.model_files import parameters
+from tests.support.optional import optional
 from tests.support.workers.models import gguf_models
 
 pytestmark = [
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
 ]
 
-openai = pytest.importorskip("openai")
+openai = optional("openai")
 PROMPTS = ["Hello", "What is a tensor?", "abc" * 20]
 CHAT: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 RENDERED = "system: Be brief.\nuser: Why?\nassistant:"

@@ -6,7 +6,7 @@ The oracle is numpy, since bare PyTorch is too similar to the code under test.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +19,20 @@ from shmserve.protocol.messages import Return, Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
 from shmserve.workers.batch.specs import Spec, inputs_of, outputs_of
+from tests.support.optional import OnDemand, optional
 from tests.support.workers.in_process import loaded
 from tests.support.workers.models.worker_models import torch_class, torch_forward, torch_script, version_folder
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 
-torch = pytest.importorskip("torch")
-from shmserve.workers.backends.pytorch import backend as pytorch  # noqa: E402
-from shmserve.workers.backends.pytorch import programs  # noqa: E402
+torch = optional("torch")
+pytorch = OnDemand("shmserve.workers.backends.pytorch.backend")
+programs = OnDemand("shmserve.workers.backends.pytorch.programs")
 
-CPU = torch.device("cpu")
 DICT = ("d: Dict[str, Tensor]", "return {'sum': d['a'] + d['b'], 'a': d['a']}")
 
 
 def opened(path: Path) -> Any:
-    return programs.open_program(path, CPU)
+    return programs.open_program(path, torch.device("cpu"))
 
 
 def specs(*names: str, dtype: str = "FP32") -> Sequence[Spec]:
@@ -103,25 +103,23 @@ class Pair(NamedTuple):
     second: Any
 
 
-A, B = torch.zeros(1), torch.ones(2)
-
-
 @pytest.mark.parametrize(
     ("value", "names", "expected"),
     [
-        (A, ("any",), [A]),
-        ((A, B), ("one", "two"), [A, B]),
-        ([A, B], ("OUTPUT__1", "OUTPUT__0"), [B, A]),
-        ((A, B), ("OUTPUT__1",), [B]),
-        ({"p": A, "q": B}, ("q", "p"), [B, A]),
-        ({"p": A, "q": B}, ("first", "second"), [A, B]),
-        (Pair(A, B), ("second",), [B]),
+        (lambda a, b: a, ("any",), "a"),
+        (lambda a, b: (a, b), ("one", "two"), "ab"),
+        (lambda a, b: [a, b], ("OUTPUT__1", "OUTPUT__0"), "ba"),
+        (lambda a, b: (a, b), ("OUTPUT__1",), "b"),
+        (lambda a, b: {"p": a, "q": b}, ("q", "p"), "ba"),
+        (lambda a, b: {"p": a, "q": b}, ("first", "second"), "ab"),
+        (Pair, ("second",), "b"),
     ],
     ids=["one", "tuple", "places", "one of them", "dict", "dict in order", "named tuple"],
 )
-def test_outputs(value: Any, names: tuple[str, ...], expected: list[Any]) -> None:
-    found = programs.picker("m", programs.Program(), made(*names))(value)
-    assert [item.tolist() for item in found] == [item.tolist() for item in expected]
+def test_outputs(value: Callable[[Any, Any], Any], names: tuple[str, ...], expected: str) -> None:
+    tensors = {"a": torch.zeros(1), "b": torch.ones(2)}
+    found = programs.picker("m", programs.Program(), made(*names))(value(*tensors.values()))
+    assert [item.tolist() for item in found] == [tensors[name].tolist() for name in expected]
 
 
 def test_outputs_that_are_strings() -> None:
@@ -134,7 +132,7 @@ def test_outputs_too_few() -> None:
     for names, wrong in ((("y", "z"), "z"), (("OUTPUT__1",), "OUTPUT__1")):
         text = f"The output {wrong} in the model configuration refers to an output index which doesn't exist. "
         with pytest.raises(Internal, match=f"^{text}This model has 1 outputs$"):
-            programs.picker("m", programs.Program(), made(*names))((A,))
+            programs.picker("m", programs.Program(), made(*names))((torch.zeros(1),))
 
 
 TREE = """\
@@ -302,7 +300,7 @@ def no_file(folder: Path) -> ModelConfig:
 
 
 def no_program(folder: Path) -> ModelConfig:
-    torch.save({"weight": A}, str(version_folder(folder) / "model.pt"))
+    torch.save({"weight": torch.zeros(1)}, str(version_folder(folder) / "model.pt"))
     return config("pytorch", X, Y)
 
 
@@ -346,10 +344,11 @@ def test_a_script_does_not_say_its_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.process
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("program", [False, True], ids=["script", "program"])
 def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
     """The same answers as on the CPU, and it has run there."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
     lines = ("y = x * 2", "return y, torch.full((x.shape[0], 1), float(x.is_cuda))")
     body = "".join(f"        {line}\n" for line in lines)
     source = f"class Model(torch.nn.Module):\n    def forward(self, x):\n{body}"

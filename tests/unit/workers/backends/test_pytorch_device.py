@@ -14,20 +14,15 @@ from msgspec.structs import replace
 
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.workers.backends.device_inputs import DeviceInputs
+from shmserve.workers.batch.specs import Spec, inputs_of
+from tests.support.optional import OnDemand, optional
 from tests.support.workers.gpu.device_pair import WIDTH, Pair, arrays, gathered
 from tests.support.workers.models.worker_models import torch_forward
 from tests.support.workers.worker_harness import config
 
-torch = pytest.importorskip("torch")
-from shmserve.workers.backends.pytorch import device as torch_device  # noqa: E402
-from shmserve.workers.backends.pytorch.backend import Torch  # noqa: E402
-from shmserve.workers.batch.specs import Spec, inputs_of  # noqa: E402
-
-
-class TorchHere(Torch):
-    def load(self, config: ModelConfig) -> None:
-        super().load(config)
-        self.on_device, self._near = True, DeviceInputs()
+torch = optional("torch")
+DEVICE = "shmserve.workers.backends.pytorch.device"
+torch_device = OnDemand(DEVICE)
 
 
 def host_memory(memory: Any, device: Any) -> Any:
@@ -41,14 +36,21 @@ def host_memory(memory: Any, device: Any) -> Any:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setattr(torch_device, "as_tensor", host_memory)
-    monkeypatch.setattr(torch_device, "settle", found.append)
+    monkeypatch.setattr(f"{DEVICE}.as_tensor", host_memory)
+    monkeypatch.setattr(f"{DEVICE}.settle", found.append)
     return found
 
 
 @pytest.fixture
 def torch_pair(settled: list[Any], pair: Pair, tmp_path: Path) -> Pair:
     """TensorRT, x + 1, and then PyTorch: y = 3 x, and z, for which x is written to."""
+    from shmserve.workers.backends.pytorch.backend import Torch
+
+    class TorchHere(Torch):
+        def load(self, config: ModelConfig) -> None:
+            super().load(config)
+            self.on_device, self._near = True, DeviceInputs()
+
     (tmp_path / "torch").mkdir()
     torch_forward(tmp_path / "torch", "x", "y = 3 * x", "x.add_(1)", "return y, x")
     row = ("FP32", (WIDTH,))
