@@ -13,6 +13,7 @@ from shmserve.clients.tune import html, report
 from shmserve.clients.tune.bench import Observation
 from shmserve.clients.tune.goal import Goal
 from shmserve.clients.tune.predict import Prediction
+from shmserve.clients.tune.space import TunedModel
 from shmserve.clients.tune.tuner import Events, Outcome, Tuner
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.terminal.console import Screen
@@ -27,6 +28,11 @@ SWEET = {1: 2.0, 2: 2.5, 4: 3.2, 8: 4.0, 16: 20.0, 32: 42.0}
 def sweet(count: int, threads: int, rows: int) -> float:
     """Two cores: a third instance only takes time from the others, and a second thread saves a tenth."""
     return SWEET[rows] * (1.0 if count <= 2 else 1.15 * count / 2) * (0.9 if threads == 2 else 1.0)
+
+
+def small() -> TunedModel:
+    """Fewer sizes of batches to measure and to simulate, with the same optimum."""
+    return tuned(CONFIG.replace("max_batch_size: 32", "max_batch_size: 8"))
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Steps(Events):
 def found() -> Outcome:
     """The most requests per second with a p99 of 30 ms."""
     steps = Steps()
-    outcome = Tuner(SimulatedBench(sweet), tuned(), Goal(30 * MS, simulated=1000), steps).run()
+    outcome = Tuner(SimulatedBench(sweet), tuned(), Goal(30 * MS, simulated=QUICK), steps).run()
     assert steps.steps == ["measure", "calibrate", "search", "confirm"]
     assert steps.best is not None
     return outcome
@@ -176,7 +182,7 @@ def test_memory_for_not_even_one_instance() -> None:
 def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(SimulatedBench):
         def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
-            if step == "calibrate" or self.applied[-1] != tuned().config:
+            if step == "calibrate" or self.applied[-1] != small().config:
                 raise KeyboardInterrupt
             return super().open(rate, seconds, give_up_ns)
 
@@ -190,7 +196,7 @@ def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.Monkey
             if step == "search" and done == 6:
                 raise KeyboardInterrupt
 
-    outcome = Tuner(Interrupted(sweet), tuned(), Goal(30 * MS, instances=(1, 2), simulated=QUICK), Interrupting()).run()
+    outcome = Tuner(Interrupted(sweet), small(), Goal(30 * MS, instances=(1, 2), simulated=QUICK), Interrupting()).run()
     assert outcome.interrupted == step
     assert (outcome.chosen is None) == (step in ("measure", "calibrate"))
     if outcome.chosen is not None:
@@ -209,7 +215,7 @@ def test_an_interrupt_as_a_step_begins() -> None:
                 raise KeyboardInterrupt
 
     goal = Goal(30 * MS, instances=(1, 2), simulated=QUICK)
-    outcome = Tuner(SimulatedBench(sweet), tuned(), goal, Interrupting()).run()
+    outcome = Tuner(SimulatedBench(sweet), small(), goal, Interrupting()).run()
     assert outcome.interrupted == "confirm"
     assert outcome.chosen is not None
     assert outcome.chosen.batch == 8
