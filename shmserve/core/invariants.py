@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from shmserve.core.models.model import Model
 from shmserve.core.records import Instance, Request, Version
+from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.completion import is_stream
 from shmserve.core.requests.questions import Questions
 from shmserve.core.state import State
@@ -28,33 +29,39 @@ def check(state: State, questions: Questions) -> None:
         assert caller.waits_for == len(held), instance.story()
         assert (instance in state.blocked_instances) == bool(held), instance.story()
     assert not state.to_dispatch
-    queued: dict[object, int] = {}
+    queued: dict[Version, list[Request]] = {}
+    """Version -> its queue, in order, of versions for which requests are queued."""
+    waiting: Counter[Version] = Counter()
+    step_bytes: Counter[ClientState] = Counter()
     for number, request in state.requests.items():
-        story = request.story()
         assert request.number == number
         if request.state is RequestState.QUEUED:
-            queued[request.version] = queued.get(request.version, 0) + 1
-            waits: Iterable[Request] = request.version.suspects if request.suspect else request.version.queue.in_order()
+            version = request.version
+            waiting[version] += 1
+            if version not in queued:
+                queued[version] = version.queue.in_order()
+            waits: Iterable[Request] = version.suspects if request.suspect else queued[version]
             if request.sequence is not None:
                 waits = request.sequence.requests
-            assert request in waits, story
+            assert request in waits, request.story()
         elif number in state.runs:
-            _check_run(state, request, story)
+            _check_run(state, request)
         elif request.state is RequestState.DONE:
-            assert request.reply is not None, story
-            assert request.version.order, story
-            assert request in list(request.version.order)[1:], story
+            assert request.reply is not None, request.story()
+            assert request.version.order, request.story()
+            assert request in list(request.version.order)[1:], request.story()
         elif request.instance is not None and number in request.instance.streams:
-            assert request.state in (RequestState.OPEN, RequestState.LINGERING), story
-            assert request.batch is None, story
+            assert request.state in (RequestState.OPEN, RequestState.LINGERING), request.story()
+            assert request.batch is None, request.story()
         else:
-            assert request.state in (RequestState.SENT, RequestState.LINGERING), story
-            assert request.instance is not None, story
-            assert request.batch in request.instance.batches(), story
+            assert request.state in (RequestState.SENT, RequestState.LINGERING), request.story()
+            assert request.instance is not None, request.story()
+            assert request.batch in request.instance.batches(), request.story()
         if request.step_of:
-            assert state.runs[request.step_of].out.get(request.number) is request, story
+            step_bytes[request.client] += request.inline
+            assert state.runs[request.step_of].out.get(request.number) is request, request.story()
         elif request.state is not RequestState.LINGERING:
-            assert request.client.requests.get(request.client_number) == request.number, story
+            assert request.client.requests.get(request.client_number) == request.number, request.story()
     abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
     assert state.abandoned == Counter(request.client.user for request in abandoned)
     _check_sequences(state)
@@ -65,21 +72,21 @@ def check(state: State, questions: Questions) -> None:
     _check_shadows(state)
     for client in (*state.clients.values(), *callers.values(), state.shadow_client):
         assert client.gone == (client is state.shadow_client)
-        steps = [request for request in state.requests.values() if request.client is client and request.step_of]
-        own = [state.requests[number] for number in client.requests.values()]
-        assert client.bytes == sum(request.inline for request in (*own, *steps))
+        own = sum(state.requests[number].inline for number in client.requests.values())
+        assert client.bytes == own + step_bytes[client]
     for model in state.models.values():
         generations = model.generations()
         assert len(generations) == len(set(generations)), model.name
         for version in generations:
             assert (version in state.unloading_versions) == (version.state is VersionState.UNLOADING), version.label
-            assert version.waits == queued.get(version, 0), version.label
+            assert version.waits == waiting[version], version.label
             if version.trial is not None:
                 assert version.trial.running is not None, version.label
                 assert version.trial.running.count == 1, version.label
-            assert version.queue.count == len(version.queue.in_order()), version.label
+            in_order = queued[version] if version in queued else version.queue.in_order()
+            assert version.queue.count == len(in_order), version.label
             if version.padding is not None and version.policy is not None:
-                assert all(r.passed <= version.policy.max_batch for r in version.queue.in_order()), version.label
+                assert all(r.passed <= version.policy.max_batch for r in in_order), version.label
             for instance in version.instances:
                 _check_instance(state, version.idle, instance)
             _check_alive(state, version)
@@ -87,21 +94,21 @@ def check(state: State, questions: Questions) -> None:
         _check_operation(model)
 
 
-def _check_run(state: State, request: Request, story: str) -> None:
+def _check_run(state: State, request: Request) -> None:
     run = state.runs[request.number]
-    assert run.request is request, story
-    assert request.state in (RequestState.CHAINED, RequestState.LINGERING), story
-    assert run.spots.keys() == run.out.keys(), story
-    assert run.over == (request.state is RequestState.LINGERING), story
-    assert run.out or run.mapped or run.waits_for_room, f"nothing is in flight for it: {story}"
-    assert not run.results, story
-    assert not run.ready or run.over, story
-    assert not run.mapped or run.over or run in state.runs_with_rows.members(), story
+    assert run.request is request, request.story()
+    assert request.state in (RequestState.CHAINED, RequestState.LINGERING), request.story()
+    assert run.spots.keys() == run.out.keys(), request.story()
+    assert run.over == (request.state is RequestState.LINGERING), request.story()
+    assert run.out or run.mapped or run.waits_for_room, f"nothing is in flight for it: {request.story()}"
+    assert not run.results, request.story()
+    assert not run.ready or run.over, request.story()
+    assert not run.mapped or run.over or run in state.runs_with_rows.members(), request.story()
     for number, step in run.out.items():
-        assert state.requests[number] is step, story
+        assert state.requests[number] is step, request.story()
     for iteration in run.iterations():
         for name, kept in iteration.tensors.items():
-            assert kept.readers > 0, f"'{name}' is kept without a reader: {story}"
+            assert kept.readers > 0, f"'{name}' is kept without a reader: {request.story()}"
 
 
 def _check_leases(state: State) -> None:
@@ -204,26 +211,27 @@ def _check_sleep(state: State, version: Version) -> None:
 
 
 def _check_instance(state: State, idle: list[Instance], instance: Instance) -> None:
-    story = instance.story()
     known = state.instances.get(instance.peer)
-    assert (known is not None and known[1] is instance) == bool(instance.peer), story
-    assert not instance.lost or instance.state is not _I.READY, story
+    assert (known is not None and known[1] is instance) == bool(instance.peer), instance.story()
+    assert not instance.lost or instance.state is not _I.READY, instance.story()
     if instance.quarantined and not instance.over:
-        assert instance.waiting is None, story
-        assert instance.running is None or instance.running.count == 1, story
-    assert idle.count(instance) == int(instance.usable and instance.idle), story
+        assert instance.waiting is None, instance.story()
+        assert instance.running is None or instance.running.count == 1, instance.story()
+    assert idle.count(instance) == int(instance.usable and instance.idle), instance.story()
     if instance.lease:
         lease = state.leases[instance.lease]
-        assert lease.instance is instance, story
-        assert instance.peer, story
-        assert not instance.batches(), story
+        assert lease.instance is instance, instance.story()
+        assert instance.peer, instance.story()
+        assert not instance.batches(), instance.story()
     if instance.running is not None:
-        assert instance.running.state is BatchState.RUNNING, story
+        assert instance.running.state is BatchState.RUNNING, instance.story()
     if instance.waiting is not None:
-        assert instance.waiting.state is BatchState.OPEN, story
+        assert instance.waiting.state is BatchState.OPEN, instance.story()
     for batch in instance.batches():
-        assert instance.peer, story
+        assert instance.peer, instance.story()
         left = batch.requests()
-        assert batch.left == len(left), story
-        assert batch.left or batch.state is BatchState.RUNNING, story
-        assert batch.rows == sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch), story
+        assert batch.left == len(left), instance.story()
+        assert batch.left or batch.state is BatchState.RUNNING, instance.story()
+        assert batch.rows == sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch), (
+            instance.story()
+        )
