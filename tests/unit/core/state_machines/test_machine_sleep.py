@@ -149,10 +149,11 @@ class TightCallingMachine(CallingMachine):
 
 
 class TightOperated(Tight, Operated):
-    """Memory for two instances."""
+    """Memory for two instances. Requests wait for it as long as the longest step: measurements of what is scaled take
+    seconds, in which the timer for each wait of 3 ms would fire hundreds of times."""
 
     def __init__(self) -> None:
-        super().__init__(replace(tight(LIMITS), memory_budget=50))
+        super().__init__(replace(tight(LIMITS), memory_budget=50, memory_wait_ns=20 * MS))
 
     def size_of(self, name: str) -> int:
         return 20
