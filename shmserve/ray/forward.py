@@ -3,6 +3,7 @@ responses."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ HOP_BY_HOP = frozenset(
 """Header fields that apply to one connection only."""
 UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 """The server has its own limits."""
+LAST_CALLS_S = 5.0
+"""Time for calls to a server that has ended to fail, before its channel is closed: that would cancel them."""
 LOST = "the server ended before it responded"
 NOT_ADDED = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 Fields = list[tuple[str, str]]
@@ -36,6 +39,8 @@ class Forward:
         self._session = aiohttp.ClientSession(auto_decompress=False, timeout=timeout, connector=connector)
         self._channel: Any = None
         self._channel_port = 0
+        self.closing: set[asyncio.Task[None]] = set()
+        """Closes channels to servers that have been restarted since."""
 
     async def http(self, port: int, method: str, target: str, fields: Fields, body: bytes) -> tuple[int, Fields, bytes]:
         """Returns status, header fields and body of the response."""
@@ -86,6 +91,10 @@ class Forward:
 
     def _on(self, port: int) -> Any:
         if port != self._channel_port:
+            if self._channel is not None:
+                task = asyncio.create_task(self._channel.close(LAST_CALLS_S))
+                self.closing.add(task)
+                task.add_done_callback(self.closing.discard)
             self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=UNLIMITED)
             self._channel_port = port
         return self._channel
@@ -94,6 +103,7 @@ class Forward:
         await self._session.close()
         if self._channel is not None:
             await self._channel.close()
+        await asyncio.gather(*self.closing)
 
 
 def _lost(channel: Any, error: grpc.aio.AioRpcError) -> Exception:
