@@ -5,7 +5,8 @@
     with shmserve.Client() as c:
         y = c.infer("mlp", {"x": x})["y"]
 
-Invariant: importing it imports nothing else. Names are resolved at first use, so that a worker never loads the clients.
+Invariant: importing this package imports nothing else. Names are resolved at first use, so that workers never load the
+clients.
 """
 
 from __future__ import annotations

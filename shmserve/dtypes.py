@@ -1,6 +1,6 @@
 """Data types of tensors: wire names, sizes, and corresponding numpy types.
 
-numpy is imported inside functions only, so that the core can use the sizes without it.
+Only functions import numpy, so that the core can use the sizes without it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _fill() -> None:
 
 
 def to_numpy(name: str) -> np.dtype[Any]:
-    """The numpy dtype for a wire name; KeyError if unknown."""
+    """The numpy dtype for a wire name. Raises KeyError if the name is unknown."""
     if not _to_numpy:
         _fill()
     found: np.dtype[Any] = _to_numpy[name]
@@ -78,7 +78,7 @@ def to_numpy(name: str) -> np.dtype[Any]:
 
 
 def from_numpy(dtype: np.dtype[Any]) -> str:
-    """The wire name of a numpy dtype; TypeError, with the dtype's name, if it has none."""
+    """The wire name of a numpy dtype. Raises TypeError if it has none."""
     if not _from_numpy:
         _fill()
     name = _from_numpy.get(dtype)

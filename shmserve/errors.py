@@ -1,4 +1,4 @@
-"""All errors that shmserve raises or sends; each class has its code on the wire.
+"""All errors that shmserve raises or sends. Each class has a code on the wire.
 
     ServeError
     |-- InvalidRequest      INVALID_ARG         the request is invalid
@@ -17,15 +17,15 @@
     |-- Internal            INTERNAL            a bug in shmserve
     `-- UnknownError        UNKNOWN             a code that this version does not define
 
-Invariant: callers may be untrusted, so texts contain public names, numbers and the setting to change, but no path of
-the server, name of a segment, or address.
+Invariant: callers may be untrusted, so texts contain public names, numbers and the setting to change, but never paths
+of the server, names of segments, or addresses.
 """
 
 from __future__ import annotations
 
 
 class ServeError(Exception):
-    """Base class. `code` is sent on the wire; `str(error)` is the text for people."""
+    """Base class. `code` is sent on the wire; `str(error)` is the text for users."""
 
     code = "UNKNOWN"
 
@@ -35,7 +35,7 @@ class ServeError(Exception):
 
 
 class InvalidRequest(ServeError):
-    """The request is invalid. Sending it again fails again."""
+    """The request is invalid. A retry fails again."""
 
     code = "INVALID_ARG"
 
@@ -53,7 +53,7 @@ class NotFound(ServeError):
 
 
 class AlreadyExists(ServeError):
-    """What was to be created exists already."""
+    """The object to create already exists."""
 
     code = "ALREADY_EXISTS"
 
@@ -83,7 +83,7 @@ class QueueTimeout(Unavailable):
 
 
 class ConnectionLost(Unavailable):
-    """The connection ended before the response. Whether the request was run is not known."""
+    """The connection ended before the response. The request may or may not have run."""
 
     code = "CONNECTION_LOST"
 
@@ -107,7 +107,7 @@ class HandleLost(ServeError):
 
 
 class ModelFailed(ServeError):
-    """The model, or its process, failed. The text is that of the model."""
+    """The model, or its process, failed. The text comes from the model."""
 
     code = "MODEL_FAILED"
 
@@ -119,7 +119,7 @@ class Internal(ServeError):
 
 
 class UnknownError(ServeError):
-    """A code that this version does not define: the server is newer than the client."""
+    """A code that this version does not define, as the server is newer than the client."""
 
     code = "UNKNOWN"
 

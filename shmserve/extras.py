@@ -1,6 +1,6 @@
-"""Which extra of this package installs a package that is missing, and the command for it.
+"""Maps missing packages to the extra that installs them, and to the command for it.
 
-`pip install shmserve` is the client alone; everything else is in extras.
+`pip install shmserve` installs only the client; everything else is in extras.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ ENVIRONMENT = ".venv"
 """The environment that `make` creates in a source directory."""
 
 EXTRAS: Mapping[str, str] = {"bench": "bench", "tune": "bench"}
-"""The extra that a command needs; `server` if it is not listed."""
+"""Command -> the extra that it needs; `server` for commands that are not listed."""
 MODULES = frozenset(("google", "hdrh", "hpack", "httptools", "jinja2", "re2", "rich", "tomli", "uvloop"))
-"""Top-level modules of these extras that commands import without a check of their own."""
+"""Top-level modules of these extras that commands import without checking for them."""
 PACKAGES: Mapping[str, str] = {"google": "protobuf", "hdrh": "hdrhistogram", "re2": "google-re2"}
-"""The packages of modules that have another name."""
+"""Module -> its package, if the names differ."""
 NEEDED = ("google", "uvloop")
-"""Those without which no server starts."""
+"""Modules that every server needs."""
 GATEWAY = ("hpack", "httptools")
-"""Those without which a server has no network endpoints."""
+"""Modules that network endpoints need."""
 
 
 def missing(command: str) -> str | None:
-    """A text about the first of NEEDED that is not installed; None if all are."""
+    """The text for the first module of NEEDED that is not installed; None if all are."""
     return next((missing_text(name, command) for name in NEEDED if find_spec(name) is None), None)
 
 
 def missing_text(module: str | None, command: str) -> str | None:
-    """The text for a module that a command cannot import; None if it is in no extra, which is an internal error."""
+    """The text for a module that a command cannot import; None if no extra contains it, which is an internal error."""
     name = (module or "").partition(".")[0]
     extra = EXTRAS.get(command, "server")
     package = PACKAGES.get(name, name)
@@ -39,8 +39,9 @@ def missing_text(module: str | None, command: str) -> str | None:
 
 
 def install_command(extra: str, package: Path | None = None, prefix: str = sys.prefix) -> str:
-    """In a source directory, from there: an index may not have the package. Contains no path of this machine, as
-    callers may see it. `package`: the directory of this module; `prefix`: of the interpreter.
+    """The command that installs an extra. In a source directory it installs from there, as an index may not have the
+    package. Callers may see it, so it contains no path of this machine. `package`: the directory of this module.
+    `prefix`: that of the interpreter.
     """
     root = (package or Path(__file__).parent).resolve().parent
     if not (root / "setup.cfg").is_file():

@@ -1,4 +1,4 @@
-"""`@shmserve.model`, which makes a function or a class a model, and the types of its tensors.
+"""`@shmserve.model`, which turns a function or a class into a model, and the types of its tensors.
 
     import numpy as np
     import shmserve
@@ -7,7 +7,7 @@
     def normalize(x: shmserve.Tensor["FP32", 3]) -> shmserve.Tensor["FP32", 3]:
         return x / np.linalg.norm(x, axis=1, keepdims=True)
 
-`shmserve serve app.py` serves it. Invariant: the decorator changes nothing: the function can be called as before.
+`shmserve serve app.py` serves it. Invariant: the decorator does not change the function, which can be called as before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ModelOptions(NamedTuple):
     instances: int = 1
 
     def checked(self) -> ModelOptions:
-        """With defaults filled in. Raises TypeError and ValueError."""
+        """A copy with defaults filled in. Raises TypeError and ValueError."""
         for field, kind in (("name", str), ("batch", bool), ("max_batch_size", int), ("instances", int)):
             value = getattr(self, field)
             if type(value) is not kind:
@@ -54,10 +54,10 @@ def model(
 
 
 def model(function: Any = None, /, **options: Any) -> Any:
-    """Make a function a model that `shmserve serve FILE.py` serves; its type hints describe the inputs and outputs.
+    """Turn a function into a model that `shmserve serve FILE.py` serves; type hints describe its inputs and outputs.
 
     `name` is the model's name (default: the function's). With `batch`, a call gets up to `max_batch_size` (32) requests
-    at once: each tensor has one more axis in front, and a list has an item for each row. `instances` is the number of
+    at once: each tensor has an additional first axis, and a list has an item for each row. `instances` is the number of
     processes. The options must be literals, as the server reads them without running the file.
     """
     ModelOptions(**options).checked()
@@ -68,7 +68,7 @@ def model(function: Any = None, /, **options: Any) -> Any:
 
 class Tensor:
     """The type of an array: `Tensor["FP32", -1, 3]`, or `Annotated[np.ndarray, Tensor("FP32", -1, 3)]`, which type
-    checkers understand. -1 is any size. With `batch=True` the dims are those of one row.
+    checkers understand. -1 means any size. With `batch=True`, the dims are those of one row.
     """
 
     __slots__ = ("dims", "dtype")

@@ -1,7 +1,7 @@
-"""The options of `shmserve gateway`: one table, from which the gateway and `shmserve serve` make their arguments.
+"""The options of `shmserve gateway`: one table, from which the gateway and `shmserve serve` build their arguments.
 
-Invariant: an option is defined only by its row. `serve` does not interpret the values; it passes what it was given to
-its gateways. Little is imported here, so that `shmserve --help` is quick.
+Invariant: an option is defined only by its row. `serve` does not interpret the values, but passes them to its gateways.
+This module imports little, so that `shmserve --help` is fast.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ MEMORY, ACCESS, ZMQ = "shared memory", "access control", "ZeroMQ over TCP"
 
 
 class Option(NamedTuple):
-    """`kind` selects the parser in shmserve.gateway.options; `least` and `most` bound a whole number. `shown`: the
-    default in words, if it is not a value. `sets`: the option whose value this one sets, if it is another. `serve`:
-    whether `serve` has it too; it passes others on with --gateway-args. For `serve`, `triton` says where Triton's
-    default differs, and `compatible` is the default with --triton-compatible."""
+    """`kind` selects the parser in shmserve.gateway.options; `least` and `most` are the limits of a whole number.
+    `shown`: a text for a default that is not a value. `sets`: the other option whose value this one sets, if any.
+    `serve`: whether `serve` has this option as well; others are passed in --gateway-args. For `serve`, `triton` says
+    how Triton's default differs, and `compatible` is the default with --triton-compatible."""
 
     name: str
     group: str

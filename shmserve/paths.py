@@ -1,4 +1,4 @@
-"""The location of the runtime directory, by the same rule for server and clients.
+"""The location of the runtime directory, determined in the same way by servers and clients.
 
 Invariant: only `make_runtime_dir` creates a directory.
 """
@@ -18,7 +18,7 @@ LANE = "lane.sock"
 BROKER = "broker.sock"
 """The ZeroMQ socket in the runtime directory."""
 SOCKET_PATH_BYTES = 107
-"""Longest path of a Unix socket."""
+"""Maximum length of the path of a Unix socket."""
 SERVICE = Path("/run/shmserve")
 """Runtime directory of the system service."""
 
@@ -26,7 +26,7 @@ SERVICE = Path("/run/shmserve")
 def default_runtime_dir() -> Path:
     """$SHMSERVE_RUNTIME_DIR, else /run/shmserve for a system service, else $XDG_RUNTIME_DIR/shmserve, else temporary.
 
-    Clients use /run/shmserve if they may enter it; servers if they may write there (`server_runtime_dir`).
+    Clients use /run/shmserve if they may enter it, servers if they may write to it (`server_runtime_dir`).
     """
     named = os.environ.get("SHMSERVE_RUNTIME_DIR")
     if named:
@@ -37,7 +37,8 @@ def default_runtime_dir() -> Path:
 
 
 def client_runtime_dir() -> Path:
-    """As above; Denied for a directory below the temporary one that another user may have created to catch tensors."""
+    """Like `default_runtime_dir`. Raises Denied for a directory below the temporary one that belongs to another user,
+    who may have created it to intercept tensors."""
     found = default_runtime_dir()
     if found.parent == Path(tempfile.gettempdir()):
         try:
@@ -50,7 +51,7 @@ def client_runtime_dir() -> Path:
 
 
 def server_runtime_dir() -> Path:
-    """As above, for a server that is started manually: /run/shmserve only if it may write there."""
+    """Like `default_runtime_dir`, for a server that is started manually: /run/shmserve only if it may write there."""
     named = os.environ.get("SHMSERVE_RUNTIME_DIR")
     if named:
         return Path(named)
@@ -70,7 +71,7 @@ def remote_cache_dir(runtime_dir: Path) -> Path:
 
 
 def _cache_dir(runtime_dir: Path) -> Path:
-    """In the service manager's first cache directory, else in the user's, else in the runtime directory."""
+    """The service manager's first cache directory, else one in the user's, else the runtime directory."""
     given = os.environ.get("CACHE_DIRECTORY", "").partition(":")[0]
     user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     own = user / "shmserve" if user.is_absolute() else runtime_dir
@@ -78,7 +79,8 @@ def _cache_dir(runtime_dir: Path) -> Path:
 
 
 def make_runtime_dir(path: Path) -> None:
-    """Creates it for its owner only. PermissionError if another user owns it or everyone may write to it."""
+    """Creates the directory, accessible only to its owner. Raises PermissionError if another user owns it or everyone
+    may write to it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     if found.st_uid != os.geteuid():
@@ -88,20 +90,21 @@ def make_runtime_dir(path: Path) -> None:
 
 
 def python() -> list[str]:
-    """The command for another such interpreter, which imports from the current directory only if this one does."""
+    """The command for another process of this interpreter. It imports from the current directory only if this one
+    does."""
     safe = sys.version_info >= (3, 11) and _working_dir() not in sys.path and "" not in sys.path
     return [sys.executable, "-P"] if safe else [sys.executable]
 
 
 def temporary_dir(longest: int) -> str:
-    """Where to make directories for sockets, whose paths may have SOCKET_PATH_BYTES: /tmp if the path of the directory
-    for temporary files has more than `longest` bytes."""
+    """The directory for temporary directories with sockets, whose paths may have SOCKET_PATH_BYTES: /tmp if the path of
+    the default one has more than `longest` bytes."""
     place = tempfile.gettempdir()
     return place if len(os.fsencode(place)) <= longest else "/tmp"
 
 
 def _working_dir() -> str | None:
-    """None if it has been deleted."""
+    """The current directory; None if it has been deleted."""
     try:
         return os.getcwd()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Descriptors of protobuf messages, from the files that `make proto` writes, each in a pool of its own.
+"""Descriptors of protobuf messages, from the files that `make proto` writes, each in a separate pool.
 
-Other packages register files of the same names in the process-wide pool, where duplicates fail at import.
+Other packages register files with the same names in the process-wide pool, where duplicates fail at import.
 """
 
 from __future__ import annotations

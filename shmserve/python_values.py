@@ -1,7 +1,7 @@
 """Converts Python numbers, strings and lists to arrays of a model's data type.
 
-Invariant: a value is never changed, except that a float is rounded to the model's precision. What does not fit is an
-error, which names the value.
+Invariant: values are never changed, except that floats are rounded to the model's precision. A value that does not fit
+raises an error that names it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _NUMBERS = {bool, int, float}
 _BOOL = (bool, np.bool_)
 _WHOLE = (int, np.integer)
 _EXACT = {"FP16": 1 << 11, "FP32": 1 << 24, "FP64": 1 << 53, "BF16": 1 << 8}
-"""Data types of floats, with the limit up to which they have every integer."""
+"""Float data types -> the limit up to which they represent every integer."""
 
 
 def is_python_value(value: Any) -> bool:
-    """Whether the value is a number, a text, or a list of them, so that its data type is that of the model. Arrays, and
-    lists of arrays, have a type of their own."""
+    """Whether the value is a number, a string, or a list of them, so that it takes the model's data type. Arrays, and
+    lists of arrays, have their own data type."""
     while isinstance(value, (list, tuple)):
         if not value:
             return True
@@ -34,7 +34,8 @@ def is_python_value(value: Any) -> bool:
 
 
 def to_array(value: Any, dtype: str) -> Array:
-    """The array of this wire data type; BF16 as its bits unless numpy has the type. Raises InvalidRequest."""
+    """Converts to an array of this wire data type; BF16 as its bits unless ml_dtypes is installed. Raises
+    InvalidRequest."""
     if dtype == "BYTES":
         return _texts(value)
     try:
@@ -65,7 +66,7 @@ def _integers(array: Array, value: Any, dtype: str) -> Array:
         odd = [item for item in _leaves(value) if not isinstance(item, _WHOLE)]
         if odd:
             raise InvalidRequest(f"{_shown(odd[0])} is not an integer, as {dtype} needs")
-        array = np.array(value, object)  # numpy makes floats of integers that need INT64 and UINT64
+        array = np.array(value, object)  # numpy converts mixed integers that need INT64 and UINT64 to floats
     wanted = to_numpy(dtype)
     info = np.iinfo(wanted)
     wrong = (array < info.min) | (array > info.max)
@@ -77,10 +78,10 @@ def _integers(array: Array, value: Any, dtype: str) -> Array:
 
 
 def _floats(array: Array, value: Any, dtype: str) -> Array:
-    """Floats are rounded; integers must be exact. `value`: None if it has no integers."""
+    """Rounds floats; integers must be exact. `value`: None if it has no integers."""
     wanted = to_numpy(dtype)
     with np.errstate(over="ignore"):
-        if wanted.kind == "u":  # BF16, which numpy does not have
+        if wanted.kind == "u":  # BF16 without ml_dtypes
             converted = bfloat16_bits(array.astype(np.float32))
             rounded = np.asarray(converted.astype(np.uint32) << 16, np.uint32).view(np.float32)
         else:
@@ -92,7 +93,7 @@ def _floats(array: Array, value: Any, dtype: str) -> Array:
         return converted
     large = (array >= _EXACT[dtype]) | (array <= -_EXACT[dtype])
     if large.any():
-        # Of integers and floats together, numpy makes floats; and to compare both, too.
+        # numpy converts mixed integers and floats to floats, and does the same to compare them.
         items = np.array(value, object) if array.dtype.kind == "f" else array
         for item, there in zip(items[large], rounded[large], strict=True):
             if isinstance(item, _WHOLE) and int(item) != int(there):
@@ -101,7 +102,7 @@ def _floats(array: Array, value: Any, dtype: str) -> Array:
 
 
 def bfloat16_bits(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """The upper half of each float, rounded to nearest, ties to even."""
+    """The upper 16 bits of each float, rounded to nearest, ties to even."""
     wide = values.view(np.uint32).astype(np.uint64)
     rounded = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
@@ -119,7 +120,7 @@ def _texts(value: Any) -> Array:
 
 
 def _types(value: Any) -> set[type]:
-    """The types of the numbers."""
+    """The types of the numbers in the value."""
     if not isinstance(value, (list, tuple)):
         return {value.dtype.type if isinstance(value, np.ndarray) else type(value)}
     types = set(map(type, value))
@@ -137,7 +138,7 @@ def _leaves(value: Any) -> Any:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Raises InvalidRequest for lists of different lengths."""
+    """The shape of nested lists. Raises InvalidRequest if their lengths differ."""
     if not isinstance(value, (list, tuple)):
         return ()
     uneven = _uneven(value)
@@ -147,7 +148,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _uneven(value: Any, place: str = "") -> str:
-    """Describes the first two lists of different lengths; "" if there are none."""
+    """Describes the first two lists whose lengths differ; "" if none do."""
     if not isinstance(value, (list, tuple)) or not value:
         return ""
     lengths = [len(item) if isinstance(item, (list, tuple)) else -1 for item in value]

@@ -1,4 +1,4 @@
-"""A real server for tests of programs that use shmserve.
+"""A server for tests of programs that use shmserve.
 
     import numpy as np
     import pytest
@@ -35,17 +35,17 @@ from shmserve.repo.storage.model_files import is_model_path
 _SHM = Path("/dev/shm")
 _KILLED_S = 30.0
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
-"""Options for free ports, chosen by the kernel."""
+"""Options with which the kernel chooses free ports."""
 
 
 class Server:
-    """A server in its own process, with sockets in a directory of its own; ready when the block begins.
+    """A server in a separate process, with its own directory for sockets; ready when the `with` block begins.
 
     `models` is a model repository, or a file that is served as a model, e.g. "model.onnx" or "app.py". `options` are
-    those of `shmserve serve`, e.g. `Server("models", "--exit-on-error", "true")`: without this one, a model that fails
-    to load does not stop the server from serving the others. With `runtime_dir` the sockets are there instead of in a
-    temporary directory. `start_timeout` and `stop_timeout` are seconds; a server that exceeds them is killed, and the
-    error contains its log. With `gateway=True` there are network endpoints too, on free ports, see `endpoints`.
+    those of `shmserve serve`, e.g. `Server("models", "--exit-on-error", "true")`; without this option, the server
+    starts even if a model fails to load. `runtime_dir` is the directory for the sockets (default: a temporary one).
+    `start_timeout` and `stop_timeout` are in seconds; a server that exceeds them is killed, and the error contains its
+    log. With `gateway=True`, the server also has network endpoints on free ports (see `endpoints`).
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        """The output of the server and its models, across restarts; also after the end."""
+        """The output of the server and its models, across restarts. Remains available after the server has stopped."""
         if self._temporary is not None:
             self._log = self._log_file().read_text(errors="replace")
         return self._log
@@ -109,7 +109,7 @@ class Server:
         return shmserve.Client(runtime_dir=self.runtime_dir, **options)
 
     def async_client(self, **options: Any) -> shmserve.AsyncClient:
-        """The same for asyncio."""
+        """The same as `client`, for asyncio."""
         return shmserve.AsyncClient(runtime_dir=self.runtime_dir, **options)
 
     # ------------------------------------------------------------------------------------- start and stop
@@ -245,7 +245,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _open(pids: list[int]) -> dict[int, int]:
-    """pid -> pidfd of processes that still run."""
+    """pid -> pidfd of processes that are still running."""
     opened = {}
     for pid in pids:
         try:

@@ -1,11 +1,12 @@
-"""How long to poll for input before sleeping, adapted to the traffic (as KVM's halt polling does).
+"""How long to poll for input before sleeping, adapted to the traffic (like KVM's halt polling).
 
-A process that sleeps when a message arrives costs its peer a system call that wakes it, 2 to 10 us on bare metal and 50
-to 150 us on a virtual machine, and starts late itself. Polling for a moment avoids both, and costs processor time:
+If a process sleeps when a message arrives, its peer spends a system call to wake it (2 to 10 us on bare metal, 50 to
+150 us on a virtual machine), and the process starts late. Polling briefly avoids both, but costs CPU time:
 
-- The budget grows if a message arrived soon after the process fell asleep, and shrinks to nothing if none did. An idle
+- The budget grows if a message arrives soon after the process fell asleep, and shrinks to zero otherwise. An idle
   process does not poll.
-- Each poll yields the core. If another process took it and no message came of that, polling is suspended for a while.
+- Each poll yields the core. If another process takes it and no message arrives in consequence, polling is suspended for
+  some time.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ import os
 from time import monotonic_ns
 
 LONGEST_US = 200
-"""Default of --busy-poll-us: longer waits are not worth polling, as the cost of a wake-up is small beside them."""
+"""Default of --busy-poll-us. Compared to longer waits, the cost of a wake-up is too small to justify polling."""
 LEAST_CORES = 4
-"""Polling is off by default with fewer: broker, worker and client then share cores, which saves the wake-ups anyway,
-and polling takes time from engines and clients."""
+"""With fewer cores, polling is off by default. The broker, workers and clients then share cores, which avoids wake-ups
+anyway, and polling takes CPU time from engines and clients."""
 FIRST_NS = 20_000
-"""The first step from zero."""
+"""The first budget above zero."""
 PREEMPTED_NS = 20_000
-"""A yield that takes longer than this gave the core to another process."""
+"""If a yield takes longer than this, another process took the core."""
 SUSPEND_NS = 10_000_000
 SUSPEND_MAX_NS = 640_000_000
-"""Polling is suspended for SUSPEND_NS after another process wanted the core, and for twice as long each further time
-until polling has received PAID_OFF messages."""
+"""Polling is suspended for SUSPEND_NS after another process took the core, and for twice as long each further time, up
+to SUSPEND_MAX_NS. Receiving PAID_OFF messages by polling resets this."""
 PAID_OFF = 100
 
 
@@ -42,8 +43,8 @@ class PollBudget:
         self._hits = 0
 
     def waited(self, ns: int, now: int, polled: bool) -> None:
-        """A message has arrived after `ns`, polling and sleeping together. `polled`: it was not there at once, and the
-        process polled for it."""
+        """Records that a message arrived after `ns` of polling and sleeping. `polled`: it was not available at once,
+        and the process polled for it."""
         if ns <= self.ns:
             self._hits += polled
             if self._hits >= PAID_OFF:
@@ -55,7 +56,7 @@ class PollBudget:
             self.ns = min(self._longest_ns, max(FIRST_NS, 2 * self.ns))
 
     def preempted(self, now: int) -> None:
-        """Another process wanted the core, and it was not the peer that sends the next message."""
+        """Records that another process took the core, other than the peer that sends the next message."""
         self.ns = 0
         self._hits = 0
         self._suspended_until = now + self._suspend_ns
@@ -63,6 +64,6 @@ class PollBudget:
 
 
 def core_is_free(since: int) -> bool:
-    """Yields the core. False if another process took it. `since`: the time by monotonic_ns, read just before."""
+    """Yields the core. False if another process took it. `since`: monotonic_ns() just before the call."""
     os.sched_yield()
     return monotonic_ns() - since < PREEMPTED_NS

@@ -1,4 +1,4 @@
-"""Keeps the event loop polling for a moment after a turn instead of sleeping, while that pays off."""
+"""Keeps the event loop polling briefly after a turn instead of sleeping, as long as that pays off."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shmserve.system.busy_poll import PollBudget, core_is_free
 
 
 class LoopPolling:
-    """An event loop with a scheduled callback polls its descriptors without waiting. So polling is a callback that
-    schedules itself until a turn comes or the budget is used up.
+    """An event loop with a scheduled callback polls its descriptors without waiting. Polling is therefore a callback
+    that schedules itself until a turn begins or the budget is used up.
 
-    There are two budgets, because waits while requests are in flight are shorter than those between requests.
+    There are two budgets, because waits are shorter while requests are in flight.
     """
 
     def __init__(self, loop: Any, longest_ns: int) -> None:
@@ -22,14 +22,14 @@ class LoopPolling:
         self._budget = self._idle
         self._since = 0
         self._polled = 0
-        """`_since` at the last poll: unchanged if no turn has come in between."""
+        """`_since` at the last poll. If they are equal, no turn has ended since then."""
         self._scheduled = False
         self._taken = False
         """Another process took the core at the last poll."""
         self._on = longest_ns > 0
 
     def wait(self, in_flight: bool) -> None:
-        """At the end of a turn: the loop is about to wait for input."""
+        """Call at the end of a turn, when the loop is about to wait for input."""
         if not self._on:
             return
         self._since = monotonic_ns()
@@ -39,7 +39,7 @@ class LoopPolling:
             self._call_soon(self._poll)
 
     def wake(self, now: int) -> None:
-        """At the start of a turn."""
+        """Call at the start of a turn."""
         if self._on:
             self._budget.waited(now - self._since, now, self._polled == self._since)
 

@@ -1,4 +1,4 @@
-"""On what kind of file system a file is."""
+"""Determines the file system of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 def is_tmpfs(fd: int) -> bool:
-    """Whether it is on tmpfs, which a memfd is, too. False for a memfd of huge pages."""
+    """Whether the file is on tmpfs. True for a memfd, but false for a memfd with huge pages."""
     answer = (ctypes.c_long * 32)()
     if _fstatfs(fd, answer) != 0:
         number = ctypes.get_errno()

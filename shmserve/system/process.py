@@ -20,10 +20,10 @@ def prctl(option: int, value: int | bytes) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Makes the allocator keep freed memory. By default it returns memory to the kernel after each packet and faults it
-    in again, many thousand times a second. Only for the server's own processes, never for processes of users.
+    """Makes the allocator keep freed memory. By default, it returns memory to the kernel after each packet and faults
+    it in again, thousands of times per second. Call it only in the server's processes, never in those of users.
 
-    False if the C library has no mallopt (musl); then nothing changes."""
+    Returns False, and changes nothing, if the C library has no mallopt (musl)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

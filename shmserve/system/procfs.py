@@ -1,6 +1,6 @@
 """CPU time and memory of processes and of the machine, from /proc.
 
-Invariant: a process that has exited counts as using nothing; it is not an error.
+Invariant: for a process that has exited, all values are 0; it is not an error.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def usage(pid: int) -> Usage:
     text = _read(pid, "stat")
     if not text:
         return NOTHING
-    fields = text.rpartition(b")")[2].split()  # the process name before it may contain anything
+    fields = text.rpartition(b")")[2].split()  # the process name before ")" may contain any character
     ticks = int(fields[11]) + int(fields[12])
     return Usage(ticks / TICKS, int(fields[21]) * PAGE, int(fields[19]) / TICKS)
 
 
 def own_bytes(pid: int) -> int:
-    """Private resident memory of a process: without files and shared memory."""
+    """Private resident memory of a process, without files and shared memory."""
     fields = _read(pid, "statm").split()
     return max(0, int(fields[1]) - int(fields[2])) * PAGE if fields else 0
 
 
 def anonymous_bytes(pid: int) -> tuple[int, int]:
-    """The memory of a process that is neither a file nor shared memory, and the most that it can have had so far. Pages
-    that it shares with the process from which it was forked count in part. Takes time for large processes."""
+    """The anonymous memory of a process, without files and shared memory, and an upper bound of its peak. Pages shared
+    with the process from which it was forked count proportionally. Takes time for large processes."""
     now = _kilobytes(_read(pid, "smaps_rollup"), b"Pss_Anon:")
     if now is None:  # an old kernel
         now = own_bytes(pid) // 1024
@@ -73,7 +73,7 @@ def _read(pid: int, name: str) -> bytes:
 
 def descriptors() -> int:
     """The number of open descriptors of this process."""
-    return len(os.listdir("/proc/self/fd")) - 1  # without that of the listing
+    return len(os.listdir("/proc/self/fd")) - 1  # without the descriptor of the listing
 
 
 def boot_time() -> float:
@@ -85,7 +85,7 @@ def boot_time() -> float:
 
 
 def memory() -> tuple[int, int]:
-    """The machine's memory in bytes, and how much of it is not available."""
+    """The machine's total and unavailable memory in bytes."""
     sizes: dict[str, int] = {}
     for line in (_PROC / "meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -95,7 +95,7 @@ def memory() -> tuple[int, int]:
 
 
 class Cores:
-    """Utilization of all cores together, between two samples."""
+    """Average utilization of all cores between two samples."""
 
     def __init__(self, interval_s: float = 0.0) -> None:
         """`interval_s`: minimum interval between samples; in between, the last result is returned."""
@@ -113,7 +113,7 @@ class Cores:
 
 
 def _times() -> tuple[int, int]:
-    """Ticks of all cores since boot: busy, total."""
+    """Ticks of all cores since boot: (busy, total)."""
     with (_PROC / "stat").open() as file:
         ticks = [int(text) for text in file.readline().split()[1:9]]
     total = sum(ticks)

@@ -1,7 +1,4 @@
-"""Notifications to the service manager that started this process, if any (sd_notify).
-
-Without a service manager, all calls do nothing.
-"""
+"""Notifications to the service manager that started this process (sd_notify). Without one, all calls do nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from collections.abc import MutableMapping
 log = logging.getLogger("shmserve")
 
 PATIENCE_MS = 1000
-"""How long to wait if the manager's queue is full, for a message that is not repeated."""
+"""How long a message that is not repeated waits if the manager's queue is full."""
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
@@ -29,7 +26,7 @@ class ServiceManager:
         self._socket: socket.socket | None = None
         self._address = ""
         self.watchdog_s = 0.0
-        """The manager kills this process after so long without a heartbeat; 0: no watchdog."""
+        """Time without a heartbeat after which the manager kills this process; 0: no watchdog."""
         address = variables["NOTIFY_SOCKET"]
         if not address:
             return
@@ -45,7 +42,8 @@ class ServiceManager:
         return self._socket is not None
 
     def notify(self, *fields: str, once: bool = False) -> None:
-        """Sends `NAME=VALUE` fields. `once`: not repeated soon, so wait up to PATIENCE_MS if the queue is full."""
+        """Sends `NAME=VALUE` fields. `once`: the message is not repeated, so wait up to PATIENCE_MS if the queue is
+        full."""
         if self._socket is None:
             return
         message = "\n".join(fields).encode()
