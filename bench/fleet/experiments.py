@@ -71,7 +71,7 @@ def size() -> list[Row]:
 
 
 def reports() -> list[Row]:
-    """Twenty balancers that know the servers' last reports, which are up to some time old."""
+    """Twenty balancers that know only the servers' last periodic reports, and what they have sent since."""
     return [
         numbers(
             short(gpus, 0.75, 40, policy=policy, balancers=20, report_ns=every * MS),

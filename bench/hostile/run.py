@@ -98,7 +98,7 @@ def compare(server: Served, before: ServerSnapshot, seconds: float = SETTLE) -> 
 def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, ...] = ("lane", "zmq")) -> Hostile:
     write_repository(repository)
     found = Hostile()
-    # otherwise it would soon be disconnected for good
+    # otherwise the client would soon be disconnected permanently
     with serving(repository, "--limit", "client_errors=0") as server:
         broker = server.broker_pid()
         paths = {"lane": str(server.runtime_dir / "lane.sock"), "zmq": str(server.runtime_dir / "broker.sock")}

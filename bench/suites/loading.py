@@ -45,7 +45,7 @@ def paced(
     """Durations of calls in ns; each result is passed to `check`, whose time does not count.
 
     A call that was due during the previous one counts from when it was due: a pause of the server affects all requests
-    that would have been sent meanwhile.
+    that would have been sent during it.
     """
     spacing = random.Random(models.SEED).randint
     taken: list[int] = []

@@ -45,7 +45,7 @@ class Garbled(Struct):
 
 
 class Answered(Struct):
-    """The last message of the answer to a query of this peer has been sent."""
+    """The last message of the response to a query of this peer has been sent."""
 
     peer: int
     request: int

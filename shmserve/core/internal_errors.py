@@ -17,7 +17,7 @@ from shmserve.errors import Internal
 SIGN = "an internal error of the server"
 """Marks each such error in the log."""
 MANY = 100
-"""More errors than this in one turn are raised."""
+"""Limit of internal errors in one turn; further ones are raised."""
 
 
 class InternalErrors:

@@ -37,7 +37,7 @@ class LedgerSegment(Struct, eq=False):
     blocks: list[int] = []
     """Offsets of held or pinned blocks, increasing."""
     uses: int = 0
-    """Requests in flight that refer to it."""
+    """Number of requests in flight that refer to the segment."""
     orphan: bool = False
 
     @property

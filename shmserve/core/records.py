@@ -89,7 +89,7 @@ class Request(Struct, eq=False, gc=False):
     queue_expires: int = 0
     delayed: bool = False
     suspect: Instance | None = None
-    """The instance whose worker died while it ran this request. The request is run once more, alone."""
+    """The instance whose worker died while it ran this request. The request is retried once, alone."""
     special: bool = False
     """Its response cannot take the fast path: it used shared memory, is a step, has several responses, or is traced."""
     parts: int = 0
@@ -124,7 +124,7 @@ class Request(Struct, eq=False, gc=False):
     passed: int = 0
     """Rows of later requests that the batcher has taken before this one, to reduce padding."""
     held: bool = False
-    """Its client is an instance that blocks until it is answered."""
+    """Its client is an instance that is blocked until this request is answered."""
     form: CheckedForm | None = None
     """Set for a request that came in an InferBatch: `inputs` is empty, and `data` contains the bytes of each input."""
     data: tuple[bytes, ...] = ()
@@ -170,7 +170,7 @@ class Instance(Struct, eq=False):
     """Batches that its version had completed at the first of these crashes. A higher count now means that other
     instances have completed batches since."""
     unexplained: bool = False
-    """Its worker died, and the request that caused it is not known yet."""
+    """Its worker died, and it is not known yet which request caused this."""
     lost: bool = False
     """Its last restart failed: it could not load, or reached the crash limit."""
     quarantined: bool = False
@@ -364,13 +364,13 @@ class Rest(Struct):
     idle_ns: int = 0
     """It goes to sleep after this time without requests; 0: never."""
     watched: bool = False
-    """The timer for this is set."""
+    """The idle timer is set."""
     stays_loaded: bool = False
     """It never goes to sleep."""
     woken: int = 0
     """While it is waking: when it was woken. 0: it is asleep or serves."""
     logged: bool = False
-    """The log has a line about this."""
+    """The current wake has been logged."""
     memory: MemoryEstimate = MemoryEstimate()
     """Estimate for an instance, used until it has been measured."""
     host: int = 0
@@ -483,10 +483,10 @@ class Version:
         self.padding: PaddingPolicy | None = None
         self.prefetch = True
         self.plain = True  # no priorities, queue policy or preserved order: requests take the fast path
-        self.cached = False  # its responses are
+        self.cached = False  # its responses are cached
         self.decoupled = False  # a request may have any number of responses
         self.order: deque[Request] | None = None
-        """With preserve_ordering: requests in order of arrival, each until all before it have been answered."""
+        """With preserve_ordering: requests in order of arrival, until all earlier ones have been answered."""
         self.order_swept = ORDER
         """Length at which requests that left early are removed."""
         self.idle: list[Instance] = []
@@ -501,8 +501,8 @@ class Version:
         """When to dispatch again if no event arrives; 0: never."""
         self.most_works = 1
         """Maximum number of requests in one message to a worker, given their size without tensors and options."""
-        self.lending: Lending | None = None  # its instances cannot be lent to clients
-        self.scaler: Scaler | None = None  # its number of instances does not follow its load
+        self.lending: Lending | None = None  # None: its instances cannot be lent to clients
+        self.scaler: Scaler | None = None  # None: its number of instances does not follow its load
         self.statistics = Statistics()
         self.deleted = False
         """It is no longer in the repository: forget it when it is unloaded."""

@@ -109,7 +109,7 @@ class State:
         self.readiness_changed = False
         """Re-evaluate the readiness of ensembles at the end of the turn: what it depends on may have changed."""
         self.wakes: dict[Version, int] = {}
-        """Version -> when to dispatch it again if no event does before, e.g. at the end of a queue delay."""
+        """Version -> when to dispatch it if no event does so earlier, e.g. at the end of a queue delay."""
         self._begin_lifecycle()
         self.blocked_instances: dict[Instance, None] = {}
         """Instances that are blocked until the models they called have answered."""
@@ -134,7 +134,7 @@ class State:
         self._timer_numbers = count()
 
     def _begin_lifecycle(self) -> None:
-        """Tables and work lists of versions and instances that come and go."""
+        """Initializes the tables and work lists for the lifecycle of versions and instances."""
         self.load_queue: deque[tuple[Version, Instance]] = deque()
         """Instances queued to load."""
         self.loading: dict[Instance, None] = {}

@@ -432,7 +432,7 @@ class OpenResponses:
     # ------------------------------------------------------------------------------------ waiting
 
     def _wait(self) -> None:
-        """Waits until something may have changed. Called with the turn, which is released meanwhile."""
+        """Waits until something may have changed. Called with the turn, which is released while waiting."""
         if self._reading or self.lost is not None:
             self._condition.wait()
             return

@@ -254,7 +254,7 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
                 request.near, request.aliases, request.labels,
             )
         )  # fmt: skip
-        if request.state is not _QUEUED:  # else the transition is legal
+        if request.state is not _QUEUED:  # otherwise the transition is legal
             request.move(_SENT)
         request.state = _SENT
         request.instance = instance
@@ -293,7 +293,7 @@ def _send_columns(
     if None in data:
         return False
     for request in requests:
-        if request.state is not _QUEUED:  # else the transition is legal
+        if request.state is not _QUEUED:  # otherwise the transition is legal
             request.move(_SENT)
         request.state = _SENT
         request.instance = instance

@@ -31,7 +31,7 @@ def plan_extension(version: Version, batch: Batch[Request], now: int) -> BatchPl
 
 
 def _urgent(version: Version, now: int) -> int:
-    """The time before which a request must expire to be urgent: it might be too late if another batch ran first."""
+    """Requests that expire before this time are urgent: they might be too late if another batch ran first."""
     return now + 2 * version.service_ns + 4 * version.spread_ns
 
 

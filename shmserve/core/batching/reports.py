@@ -100,7 +100,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
 
 
 def _recovered(state: State, version: Version, instance: Instance) -> None:
-    """Its batch succeeded: resets its crash counters."""
+    """Resets the crash counters of an instance whose batch succeeded."""
     instance.deaths = instance.crashes = 0
     if instance.quarantined:
         instance.quarantined = False

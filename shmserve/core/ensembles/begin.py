@@ -1,7 +1,7 @@
 """Begins a request to an ensemble: fixes the versions of its steps and stores its inputs.
 
-Invariant: all steps run on the versions found here, even if newer ones take over meanwhile. Sequences are the exception
-(`steps.follow`).
+Invariant: all steps run on the versions found here, even if newer versions take over during the run. Sequences are the
+exception (`steps.follow`).
 """
 
 from __future__ import annotations

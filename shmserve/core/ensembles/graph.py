@@ -30,7 +30,7 @@ _LENGTH = 4
 
 
 class StepInput(NamedTuple):
-    """`own` is its name for the model, `name` that in the ensemble. `dims` None: the model has no such input."""
+    """`own`: its name in the model; `name`: its name in the ensemble. `dims` None: the model has no such input."""
 
     own: str
     name: str
@@ -52,7 +52,7 @@ class StepPlan(Struct, eq=False):
     """The part of a step's request that is the same in each run with the same outputs and models."""
 
     policy: ModelPolicy
-    """Of the model."""
+    """The model's policy."""
     inputs: tuple[StepInput, ...]
     outputs: tuple[Wanted, ...]
     """Requested from the model, unless the caller wants some of them placed in its memory or as classes."""
@@ -173,7 +173,7 @@ class Levels:
 
 
 def _waits(step: StepPolicy) -> tuple[str, ...]:
-    """Without duplicates, in a deterministic order."""
+    """The tensors that a step waits for, without duplicates and in a deterministic order."""
     names = [name for _, name in step.inputs]
     return tuple(dict.fromkeys([*names, step.condition] if step.condition else names))
 

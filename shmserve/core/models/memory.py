@@ -29,7 +29,7 @@ BytesByPlace = Counter[int]
 
 
 def budget_of(state: State, place: int) -> int:
-    """0: no limit."""
+    """The budget of a place, in bytes; 0: no limit."""
     if place == HOST:
         return state.limits.memory_budget
     budgets = dict(state.limits.gpu_budgets)

@@ -16,10 +16,10 @@ class Operation(Struct, eq=False):
     """A Deploy or Restart in progress: what it waits for, and what is removed when it completes."""
 
     numbers: list[int]
-    """Operations to report to; several if the same change was requested again meanwhile."""
+    """Operations to report to; several if the same change was requested again while it was in progress."""
     targets: tuple[Target, ...]
     beside: bool
-    """The model is served meanwhile."""
+    """The model is served during the operation."""
     restart: bool = False
     """The served versions are replaced by new generations of the same source, which take over their requests."""
     loading: dict[Version, None] = {}
@@ -57,7 +57,7 @@ class Departure(Struct, eq=False):
     or streams are not waited for."""
 
     numbers: list[int]
-    """The operations to report to then."""
+    """The operations to report to when done."""
     instances: list[Instance]
 
 

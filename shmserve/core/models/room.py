@@ -1,4 +1,4 @@
-"""Memory grants: grants memory to instances that wait to load, and puts other versions to sleep to free it.
+"""Memory grants: decides which waiting instances get memory to load, and puts other versions to sleep to free it.
 
 Versions with requests come first, in the order in which they were woken, before versions that only load. The first in
 line for a place (the host, a GPU) gets its memory before all others. To free memory for it, idle versions go to sleep,

@@ -275,7 +275,7 @@ def cannot_wake(state: State, version: Version, instances: list[Instance], reaso
 
 
 def _sleep_on(state: State, version: Version, instance: Instance, reason: str, now: int) -> int:
-    """Returns the time for which the instance cannot be woken."""
+    """Keeps the instance asleep after a failed wake. Returns the time for which it cannot be woken."""
     limits = state.limits
     instance.deaths += 1
     instance.move(_I.ASLEEP)

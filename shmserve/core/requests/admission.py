@@ -90,7 +90,7 @@ class Admission:
             self._state.send(peer, Fail(number, error.code, error.message))
 
     def infer_batch(self, peer: int, message: InferBatch, now: int) -> None:
-        """Requests of one form. Their common properties are checked once, unless they need more than the usual
+        """Admits requests of one form. Common properties are checked once, unless they need more than the usual
         checks."""
         columns = message.columns
         if not columns.regular or len(columns.requests) > BATCH_REQUESTS:

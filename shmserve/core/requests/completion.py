@@ -95,7 +95,7 @@ def _record_outputs(state: State, request: Request, outputs: tuple[Tensor, ...])
 
 
 def copied_out(state: State, request: Request, outputs: tuple[Tensor, ...]) -> None:
-    """A client with frames receives copies of the outputs, so it holds nothing."""
+    """Returns the outputs to their owners if the client receives copies (frames), so that it holds nothing."""
     client = request.client
     if not request.step_of and client.outputs == "frames" and not client.gone:
         take_back(state, client, outputs)
@@ -224,7 +224,7 @@ def end(state: State, request: Request) -> None:
 
 
 def leaves(state: State, request: Request) -> None:
-    """The client is no longer waiting for it."""
+    """Called when the client no longer waits for the request."""
     request.client.requests.pop(request.client_number, None)
     if not request.step_of:  # a step counts until it ends
         request.client.bytes -= request.inline
@@ -254,7 +254,7 @@ def end_failed(state: State, request: Request, code: str, text: str, now: int) -
 
 
 def end_early(state: State, request: Request, code: str, text: str, now: int) -> None:
-    """Fails a request at once, without waiting for its turn. It has already been removed from the queue."""
+    """Fails a request at once, without waiting for earlier responses. It has already been removed from the queue."""
     version = request.version
     version.statistics.failed_as(code, text, now - request.arrived, now)
     send(state, request, Fail(request.client_number, code, text))
@@ -344,5 +344,5 @@ def is_stream(request: Request) -> bool:
 
 
 def _of_others(client: ClientState, handles: Iterable[Handle]) -> list[Handle]:
-    """Removes handles to the client's own memory, which the ledger does not track."""
+    """Returns the handles without those to the client's own memory, which the ledger does not track."""
     return [handle for handle in handles if not client.has_placed(handle)]

@@ -23,7 +23,7 @@ from shmserve.protocol.messages import Ask
 QUESTIONS = 4
 """Queries passed to the shell in one turn, for all peers together."""
 HEAVY = frozenset({"metrics", "statistics", "activity", "models", "config", "origins", "report", "logs"})
-"""Their responses may be large and take milliseconds to build."""
+"""Queries whose responses may be large and take milliseconds to build."""
 
 
 class Questions:
@@ -122,7 +122,7 @@ class Questions:
             self._next.remove(self._user(peer), peer)
 
     def _user(self, peer: int) -> str:
-        """Each worker counts as a user of its own."""
+        """The user of a peer. Each worker counts as a separate user."""
         client = self._state.clients.get(peer)
         return client.user if client is not None else str(peer)
 

@@ -35,7 +35,7 @@ class Recording:
         """Requests in records that were dropped because of the limit."""
 
     def batch_done(self, version: Version, instance: Instance, batch: Batch[Request], number: int, now: int) -> None:
-        """Call before the responses are processed."""
+        """Records a batch. Call before its responses are processed."""
         requests = [request for _, piece in batch.pieces for request in piece if request.batch is batch]
         if requests and self._wants(version, len(requests)):
             recorded = [self._request(request, request.state is not RequestState.SENT) for request in requests]
@@ -48,7 +48,7 @@ class Recording:
             )  # fmt: skip
 
     def leased(self, lease: Lease, records: Sequence[LeasedRequest], reason: Reason, numbers: Iterable[int]) -> None:
-        """`numbers`: new ones for these requests."""
+        """Records leased requests. `numbers`: new request numbers for them."""
         version = lease.version
         for (arrived, taken, ready, computed, placed, rows, failed), number in zip(records, numbers, strict=False):
             if not self._wants(version, 1):

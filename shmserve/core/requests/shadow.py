@@ -146,7 +146,7 @@ def ended(state: State, request: Request) -> None:
     """Called when any request has ended. Counts it if it was a shadow's, or was chosen for a shadow."""
     shadow = state.shadowed.pop(request.number, None)
     if shadow is not None:
-        _count(state, request.version, shadow, "skipped")  # it failed
+        _count(state, request.version, shadow, "skipped")  # the client's request failed
         return
     comparison = state.comparisons.pop(request.number, None)
     if comparison is None:
@@ -179,7 +179,7 @@ def _count(state: State, version: Version, shadow: Shadow, result: str) -> None:
 
 
 def _log(state: State, version: Version, shadow: Shadow, text: str) -> None:
-    """At most once a minute."""
+    """Logs at most one entry per minute."""
     if state.now >= shadow.log_at:
         shadow.log_at = state.now + LOG_NS
         state.log("warning", f"shadow of model '{version.model}': version {shadow.version} {text}", model=version.model)

@@ -261,7 +261,7 @@ def _inline(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _at_worker(request: Request) -> dict[str, Any]:
-    """The fields about instance and batch. Times are known only if the batch had completed before the answer."""
+    """The fields about instance and batch. Times are known only if the batch had completed before the response."""
     instance, batch = request.instance, request.batch
     if instance is None or batch is None:
         return {}

@@ -24,7 +24,7 @@ _REMEMBERED = 4096
 """Memoized shapes per model version. Further shapes are checked again each time."""
 
 _FORMS = 256
-"""Memoized forms per model version; beyond that, all are forgotten."""
+"""Memoized forms per model version; beyond that, the cache is cleared."""
 _MAX_BYTES = 1 << 46
 """Upper bound for tensors: more than a process can map. Larger products of dims are rejected before use."""
 
@@ -66,7 +66,8 @@ VALUE_BYTES = 9
 
 
 def options_bytes(options: Options) -> int:
-    """Their approximate size inside the message. Raises if a parameter's value exceeds the limit of a field."""
+    """The approximate size of options inside the message. Raises if a parameter's value exceeds the limit of a
+    field."""
     total = len(options.id) + VALUE_BYTES
     if type(options.sequence) is str:
         total += len(options.sequence)

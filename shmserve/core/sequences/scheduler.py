@@ -25,7 +25,7 @@ from shmserve.protocol.worker_messages import EndSequences
 _S = SequenceState
 
 _REMEMBERED = 4096
-"""Sequences that ended without END and are remembered, so that later requests get the reason."""
+"""Limit of remembered sequences that ended without END. Later requests to them get the reason."""
 
 _OWN_IDS = 1 << 30
 """First id for requests without a sequence id: far above the ids that callers count up, and still an int32."""

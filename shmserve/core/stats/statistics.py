@@ -152,7 +152,7 @@ class Statistics(Struct):
     scaled_down: int = 0
     """Instances removed because fewer were enough."""
     failures: list[int] = field(default_factory=_none)
-    """By Failure; the sum is fail_count."""
+    """By FailureKind; the sum is fail_count."""
     reasons: dict[Reason, int] = {}
     batches: dict[int, BatchCount] = {}
     """By rows."""
@@ -289,7 +289,7 @@ class Statistics(Struct):
         self.keep_error(code, text, now)
 
     def keep_error(self, code: str, text: str, now: int) -> None:
-        """Keeps an error for people to read. Refusals differ only in their numbers, so there is one for each code."""
+        """Keeps an error for operators to read. Refusals differ only in their numbers, so one is kept for each code."""
         if code == "CANCELLED":
             return
         text = text[:ERROR_CHARACTERS]
@@ -327,7 +327,7 @@ class Statistics(Struct):
             self.summaries.miss.add(ns, 1, now)
 
     def ensemble_done(self, rows: int, times: Sequence[int], now: int) -> None:
-        """Counts an ensemble request, as a batch of its own, with the total input, infer and output ns of its steps."""
+        """Counts an ensemble request, as a separate batch, with the total input, infer and output ns of its steps."""
         self._add_batch(rows, *times)
         self.input_ns += times[0]
         self.infer_ns += times[1]

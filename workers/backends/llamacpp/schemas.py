@@ -1,9 +1,9 @@
 """Limits of the JSON schemas of a request.
 
-llama.cpp makes a grammar of a schema in the thread that runs all sequences, and tries all alternatives of the grammar
-at each token. It has no limits of its own: some schemas would stop the texts of all callers, or end the process.
+llama.cpp compiles a schema to a grammar in the thread that runs all sequences, and tries all alternatives of the
+grammar at each token. It sets no limits: some schemas would stall all callers or end the process.
 
-Invariant: the cost of a schema is bounded before the engine gets it, with each `$ref` in place of what it refers to.
+Invariant: the cost of a schema, with each `$ref` expanded, is bounded before the engine gets it.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from typing import Any
 from shmserve.errors import InvalidRequest
 
 VALUES = 2000
-"""Most schemas and values of enums in a schema."""
+"""Maximum number of nested schemas and enum values in a schema."""
 DEPTH = 128
 PROPERTIES = 200
-"""Most properties of an object: any of them may come next."""
+"""Maximum number of properties of an object: at each token, any of them may come next."""
 ITEMS = 2000
 LENGTH = 1_000_000
 PATTERN = 200
-"""Most elements of a pattern, with groups as often as they are repeated."""
+"""Maximum number of elements of a pattern, counting groups as often as they are repeated."""
 _REPEATED = 8
-"""What a character counts that is repeated by numbers, which costs less than a group."""
+"""Maximum cost of a character with a numeric repetition. A repeated group costs more."""
 _BOUNDS = (
     ("minItems", "maxItems", ITEMS),
     ("minLength", "maxLength", LENGTH),
     ("minProperties", "maxProperties", ITEMS),
 )
 _DEFINITIONS = ("$defs", "definitions")
-"""Of the whole schema; they count only where they are referred to. Further inside, these may be names of properties."""
+"""Definitions at the root of a schema, which count only where they are referenced. At deeper levels, these can be names
+of properties."""
 _ELEMENT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*)(,?)(\d*)\}|.", re.DOTALL)
 
 
 def check_schema(schema: Any, where: str) -> None:
-    """Raises InvalidRequest. `where`: what the error calls the schema."""
+    """Raises InvalidRequest. `where`: the name of the schema in the error."""
     try:
         _Check(schema, where).schema(schema, 0)
     except RecursionError:
@@ -43,7 +44,7 @@ def check_schema(schema: Any, where: str) -> None:
 
 
 def check_chat(chat: dict[str, Any]) -> None:
-    """The schemas of a chat. What is not as in OpenAI's API is left to the engine, which refuses it."""
+    """Checks the schemas of a chat. Anything that differs from OpenAI's API is left to the engine, which refuses it."""
     form = chat.get("response_format")
     if isinstance(form, dict):
         named = form.get("json_schema")
@@ -62,10 +63,10 @@ class _Check:
         self._where = where
         self._left = VALUES
         self._open: set[str] = set()
-        """References that are being followed; one to itself costs no more."""
+        """References that are being followed. A reference to one of them costs nothing more."""
 
     def schema(self, value: Any, depth: int) -> None:
-        """Also for lists and objects of schemas."""
+        """Checks a schema, or a list or object of schemas."""
         if depth > DEPTH:
             raise InvalidRequest(f"{self._where} is nested more than {DEPTH} levels deep")
         if isinstance(value, list):
@@ -144,7 +145,7 @@ class _Check:
 
 
 def _target(root: Any, name: str) -> Any:
-    """What a reference such as `#/$defs/item` refers to; None: the engine cannot find it either."""
+    """The target of a reference such as `#/$defs/item`; None: the engine cannot find it either."""
     found = root
     for key in name[1:].split("/")[1:]:
         if isinstance(found, dict):
