@@ -1,8 +1,8 @@
-"""An arena: segments of one owner, in which only this owner allocates. Invariant: all bookkeeping is private to the
+"""An arena: the segments of one owner, in which only this owner allocates. Invariant: all bookkeeping is private to the
 owner. Other holders return a block by message, and the owner frees it here.
 
-An arena starts empty, creates a small first segment when needed, and doubles its size until segments have their full
-size. Only one thread at a time may call it.
+An arena starts empty. Its first segment is small, and each further segment doubles the size of the arena, up to the
+full segment size. Only one thread at a time may call it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Segment:
         return self.extent.fd
 
     def map(self, audience: str = "") -> Map:
-        """Returns the message that announces this segment to others; without a name, `fd` is sent with it."""
+        """Returns the message that announces this segment to other processes. If it has no name, send `fd` with it."""
         return Map(self.id, self.size, self.extent.name, audience)
 
 
@@ -85,8 +85,8 @@ class Block:
         *,
         on_drop: Callable[[Block], object] | None = None,
     ) -> views.Array:
-        """Returns a writable array over the block. `on_drop(block)` is called when its last view is gone
-        (see views)."""
+        """Returns a writable array over the block. `on_drop(block)` is called when its last view is dropped (see
+        views)."""
         size = views.byte_count(dtype, shape)
         if size > self.size:
             raise InvalidRequest(
@@ -97,8 +97,8 @@ class Block:
 
 class Arena:
     """`make(size)` creates an extent. `announce(segment)` is called before the first handle in a segment is returned,
-    `withdraw(id)` after the arena gave up a segment to make room. `knob` is the name of the setting of the limit.
-    `numbers` is the segment counter, for an owner with several arenas.
+    `withdraw(id)` after the arena gave up a segment to make room. `knob` names the setting of the limit in errors.
+    `numbers` is the segment counter that several arenas of an owner share.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes of allocated blocks, with alignment."""
+        """Bytes of allocated blocks, including alignment."""
         return sum(segment.blocks.used for segment in self._segments.values())
 
     @property
@@ -150,8 +150,8 @@ class Arena:
         return sum([segment.cold.bytes for segment in self._segments.values() if segment.cold is not None])
 
     def allocate(self, size: int, *, cold: bool = False) -> Block:
-        """Allocates an aligned block of `size` bytes. Raises Unavailable if the limit is reached or the machine has no
-        memory. With `cold`, its bytes must be warmed before use."""
+        """Allocates an aligned block of `size` bytes. With `cold`, its bytes must be warmed before use. Raises
+        Unavailable if the limit is reached or the machine has no memory left."""
         warm = self._warm
         offset = None if warm is None else warm.blocks.allocate(size)
         block = self._allocate_elsewhere(size) if warm is None or offset is None else Block(warm, offset, size)
@@ -164,7 +164,8 @@ class Arena:
         return block
 
     def warm(self, segment: int, begin: int, end: int) -> None:
-        """Makes bytes of a block usable. Raises Unavailable if the machine has no memory for them."""
+        """Reserves and touches bytes of a block, so that they can be used. Raises Unavailable if the machine has no
+        memory for them."""
         home = self._segments[segment]
         if home.cold is not None:
             home.cold.warm(begin, end)
@@ -191,7 +192,7 @@ class Arena:
 
     def split(self, block: Block, sizes: Sequence[int]) -> list[Block]:
         """Splits a block into adjacent blocks that are freed separately; `block` becomes invalid. Remaining bytes
-        belong to the last one. A size of 0 gets a block elsewhere, because each block needs its own offset."""
+        belong to the last block. A size of 0 gets a block elsewhere, because each block needs a distinct offset."""
         home = block.home
         if home.blocks.size_of(block.offset) < sum(sizes) or (sizes and min(sizes) < 0):
             raise InvalidRequest(f"a block of {block.size} bytes cannot be split into {list(sizes)}")
@@ -221,7 +222,7 @@ class Arena:
         return self._segments[handle.segment].memory[handle.offset : handle.offset + handle.size]
 
     def free(self, segment: int, offset: int, size: int | None = None) -> None:
-        """Frees a block. `size`, as in a returned handle, must not exceed the block's."""
+        """Frees a block. `size`, from a returned handle, must not exceed the size of the block."""
         home = self._segments.get(segment)
         if home is None:
             raise InvalidRequest(f"segment {segment} does not belong to this arena")
@@ -282,7 +283,7 @@ class Arena:
         segment.extent.close()
 
     def trim(self, *, keep_one: bool = True) -> list[int]:
-        """Frees the segments without allocated blocks, except one. Returns their ids, for Unmap."""
+        """Frees the segments without allocated blocks, except for one with `keep_one`. Returns their ids, for Unmap."""
         idle = [segment for segment in self._segments.values() if not segment.blocks.used]
         if not keep_one:
             pass
@@ -315,7 +316,7 @@ class Arena:
             raise Internal(f"the arena counts {self.committed} committed bytes, unlike its segments")
 
     def close(self) -> None:
-        """Gives up all segments. Arrays stay valid, because their pages stay mapped. May be called again."""
+        """Gives up all segments. Arrays stay valid, because their pages stay mapped. Idempotent."""
         self._closed = True
         for segment in self.segments:
             self._give_up(segment)

@@ -1,8 +1,8 @@
-"""An offset allocator. It works on numbers only and does not access memory.
+"""An offset allocator. It computes with numbers only and does not access memory.
 
-A freed block is first kept as it is, in a stack per size: the next request of that size gets the block that was freed
-last, whose pages are warm. Only if none fits, or many have accumulated, are these blocks settled: merged with their
-free neighbours into extents. Allocation from extents is best fit, at the lowest offset of the extent.
+A freed block is first kept unmerged, in a stack per size: the next request of that size gets the block that was freed
+last, whose pages are warm. If no block fits, or many have accumulated, these blocks are settled, that is, merged with
+their free neighbours into extents. Allocation from extents is best fit, at the lowest offset of the extent.
 
 Pieces of a split block may start and end anywhere. They are settled when they are freed, so that the whole block is
 free again when its last piece is freed. A free extent shorter than one aligned unit stays unused until it is merged
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from shmserve.errors import Internal, InvalidRequest
 
 RECENT_BLOCKS = 256
-"""The most freed blocks that are kept as they are before all of them are settled."""
+"""Maximum number of freed blocks that are kept unmerged; beyond it, all of them are settled."""
 
 
 class Blocks:
@@ -36,8 +36,8 @@ class Blocks:
         self._recent: dict[int, list[int]] = {}  # size -> offsets freed and not settled, latest last
         self._recent_count = 0
         self._free: dict[int, int] = {}  # start -> end of each free extent
-        self._ends: dict[int, int] = {}  # end -> start of the same
-        self._fits: list[tuple[int, int]] = []  # (aligned bytes, start) of those that can hold a block, sorted
+        self._ends: dict[int, int] = {}  # end -> start of each free extent
+        self._fits: list[tuple[int, int]] = []  # (aligned bytes, start) of free extents that can hold a block, sorted
         self._add_free(0, size)
 
     @property
@@ -94,7 +94,7 @@ class Blocks:
     def split(self, offset: int, sizes: Sequence[int]) -> list[int]:
         """Splits a block into adjacent pieces that are freed separately. Remaining bytes belong to the last piece.
 
-        Each size must be above 0: two pieces must not share an offset, because the offset identifies a piece.
+        Each size must be above 0, because the offset identifies a piece.
         """
         whole = self._live.get(offset)
         if whole is None:

@@ -3,8 +3,9 @@
 Invariants: a record is complete before the page's length includes it, and it never moves. A reader checks all values
 before it uses them.
 
-A page starts with the number of used bytes, 8 bytes. A record is its length and the length of its text, 4 bytes each;
-the text, JSON that describes the metric; and 8-byte floats, of which the first is 0 while the metric is not in use.
+A page starts with the number of used bytes (8 bytes). A record consists of its length and the length of its text (4
+bytes each), the text (JSON that describes the metric), and 8-byte floats, the first of which is 0 while the metric is
+not in use.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
     """The description of a metric. `edges` are the ascending upper bounds of a histogram's buckets, without the last
     bucket, which is unbounded.
 
-    Its numbers after the first: the value of a counter; the value of a gauge, and when it was set (CLOCK_MONOTONIC in
-    seconds, 0: never, only incremented); the sum and the count of each bucket of a histogram.
+    The numbers of a record after the first one are, by kind: the value of a counter; the value of a gauge and when it
+    was set (CLOCK_MONOTONIC in seconds; 0 if it was only incremented); the sum of a histogram and the count of each
+    bucket.
     """
 
     name: str
@@ -41,7 +43,7 @@ class Subject(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def count(self) -> int:
-        """The count of its numbers, including the first."""
+        """How many numbers the record has, including the first."""
         return {COUNTER: 2, GAUGE: 3}.get(self.kind, len(self.edges) + 3)
 
     def check(self) -> None:

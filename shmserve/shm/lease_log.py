@@ -1,8 +1,8 @@
-"""The log of a lease: a page in which a worker records the requests that a client has sent to it directly. The broker
-reads it while the lease lasts, and once more when it is over, even if the worker has died.
+"""The log of a lease: a page in which a worker records the requests that a client sent to it directly. The broker reads
+it during the lease and once after its end, even if the worker has died.
 
-The page holds 64-bit integers: the number of the running request (0: none), when it arrived, the counts of records ever
-written and ever read, and from `_HEAD` on a ring of records. Invariant: each word is written by one side only.
+The page contains 64-bit integers: the number of the running request (0: none), its arrival time, the total counts of
+records written and read, and, from `_HEAD` on, a ring of records. Invariant: each word is written by one side only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PAGE_BYTES = (_HEAD + RECORDS * _FIELDS) * 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 Record = tuple[int, int, int, int, int, int, int]
-"""When the request arrived and was taken, its inputs were ready, its outputs computed and placed (ns of the monotonic
-clock); its rows; 1 if it failed."""
+"""Five times in ns of the monotonic clock: when the request arrived, was taken, had its inputs ready, had its outputs
+computed, and had them placed; then its rows, and 1 if it failed."""
 
 
 def create() -> int:
@@ -35,7 +35,7 @@ def create() -> int:
 
 
 class LeaseLog:
-    """One side's mapping of a log. The descriptor stays the caller's."""
+    """One side's mapping of a log. The caller keeps the descriptor."""
 
     def __init__(self, fd: int) -> None:
         self._pages = mmap.mmap(fd, PAGE_BYTES)
@@ -48,13 +48,13 @@ class LeaseLog:
     # ------------------------------------------------------------------------------------ the worker
 
     def begin(self, number: int, arrived: int) -> None:
-        """The worker runs this request from now on."""
+        """Records that the worker starts to run this request."""
         words = self._words
         words[_SINCE] = arrived
         words[_RUNNING] = number
 
     def end(self, arrived: int, times: tuple[int, int, int, int], rows: int, failed: bool) -> int:
-        """Records the running request. Returns the number of unread records; at RECORDS the log is full."""
+        """Adds a record of the running request. Returns the number of unread records; at RECORDS, the log is full."""
         words = self._words
         written = words[_WRITTEN]
         at = _HEAD + written % RECORDS * _FIELDS
@@ -66,17 +66,17 @@ class LeaseLog:
         return written + 1 - words[_READ]
 
     def answered(self) -> None:
-        """The client has the answer of the recorded request."""
+        """Records that the client has the response of the recorded request."""
         self._words[_RUNNING] = 0
 
     # ------------------------------------------------------------------------------------ the broker
 
     def running(self) -> tuple[int, int]:
-        """Number and arrival of the running request, which may be recorded already; number 0: none."""
+        """The number and arrival time of the running request, which may already have a record. Number 0: none."""
         return self._words[_RUNNING], self._words[_SINCE]
 
     def take(self) -> list[Record]:
-        """The records since the last call. ValueError if the log is invalid."""
+        """The records since the last call. Raises ValueError if the log is invalid."""
         words = self._words
         read, written = words[_READ], words[_WRITTEN]
         if not 0 <= written - read <= RECORDS:

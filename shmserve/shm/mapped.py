@@ -1,8 +1,9 @@
-"""The segments of other processes that this process maps. Invariant: nothing that a peer reports about its memory is
-trusted: sizes, seals and bounds are checked here before any address is computed from them.
+"""Segments of other processes that this process maps. Invariant: values that a peer reports about its memory are not
+trusted; sizes, seals and bounds are checked here before any address is computed from them.
 
-A segment is mapped at once, read-only, and its descriptor closed. Its pages stay mapped until the last view is dropped,
-also after `remove`. Only one thread at a time may add and remove; views may be created and dropped in any thread.
+A segment is mapped read-only at once, and its descriptor is closed. Its pages stay mapped until the last view is
+dropped, even after `remove`. Only one thread at a time may add and remove segments; views may be created and dropped in
+any thread.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class DeviceSegments(Protocol):
 
 
 class OnDevice(HandleLost):
-    """The bytes are on a GPU; callers that can read GPU memory handle this."""
+    """The bytes are on a GPU. Callers that can read GPU memory handle this error."""
 
 
 class _Mapping:
@@ -46,7 +47,7 @@ class _Mapping:
         self.writable: Pages | None = None
 
     def for_writing(self) -> Pages:
-        """Returns a second mapping, so that an accidental write to an input array still faults."""
+        """Returns a second mapping for writing, so that accidental writes to input arrays still fault."""
         if self.writable is None:
             self.writable = self.pages.writable_twin()
         if self.writable is None:
@@ -60,11 +61,11 @@ class Mapped:
         self.on_device: dict[int, tuple[str, int]] = {}
         """Segments on a GPU, with their names and sizes. They are not mapped on the host."""
         self.on_gpu = True
-        """Whether this process may use its GPU at all: creating a context takes some hundred MiB of GPU memory."""
+        """Whether this process may use its GPU. A context takes hundreds of MiB of GPU memory."""
         self.device: DeviceSegments | None = None
-        """The reader of these segments, if there is one."""
+        """The reader of segments on the GPU, if any."""
         self.committed = 0
-        """Bytes of all segments that are mapped and not removed."""
+        """Bytes of all segments that are mapped and have not been removed."""
 
     def __contains__(self, segment: int) -> bool:
         return segment in self._segments or segment in self.on_device
@@ -82,8 +83,8 @@ class Mapped:
         writable: bool = False,
         uid: int | None = None,
     ) -> None:
-        """Maps a segment by its descriptor, which is closed in all cases, or by its name; with `uid`, a named segment
-        must belong to that user. `writable`: fail now, instead of at the first write, if it cannot be written."""
+        """Maps a segment by its descriptor, which is always closed, or by its name. With `uid`, a named segment must
+        belong to that user. `writable`: if the segment cannot be written, fail now and not at the first write."""
         if segment in self:
             if fd is not None:
                 os.close(fd)
@@ -153,8 +154,8 @@ class Mapped:
         *,
         on_drop: Callable[[Handle], object] | None = None,
     ) -> views.Array:
-        """Returns a read-only array over the handle's bytes. `on_drop(handle)` is called once, when the array and all
-        its views are gone, in any thread, and never in a forked child."""
+        """Returns a read-only array over the handle's bytes. `on_drop(handle)` is called once, in any thread, when the
+        array and all its views have been dropped; never in a forked child."""
         mapping = self._find(handle)
         if views.byte_count(dtype, shape) != handle.size:
             raise _wrong_size(handle, dtype, shape)
@@ -173,7 +174,7 @@ class Mapped:
         return self._find(handle).memory[handle.offset : handle.offset + handle.size]
 
     def address(self, handle: Handle) -> int:
-        """Returns the address of the handle's bytes, for engines that read by pointer. Writing there is not allowed."""
+        """Returns the address of the handle's bytes, for engines that read by pointer. The memory is read-only."""
         return self._find(handle).address + handle.offset
 
     def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
@@ -185,7 +186,7 @@ class Mapped:
         return None
 
     def locate_base(self, array: views.Array) -> Handle | None:
-        """Returns the complete handle of the view that the array is, or was cut from."""
+        """Returns the handle of the view that the array is, or is a part of; None if it is not from this mapping."""
         hold = views.hold_of(array)
         if hold is None or not isinstance(hold.what, Handle):
             return None

@@ -1,5 +1,4 @@
-"""Mapped pages: the only module that calls mmap. Invariant: pages stay mapped as long as there is a reference to them,
-and no longer.
+"""Mapped pages of segments. Invariant: pages stay mapped exactly as long as a reference to them exists.
 
 Python's mmap object is not used, because it keeps a duplicate of the descriptor as long as a view exists.
 """
@@ -56,7 +55,8 @@ class Pages:
             munmap(self.address, self.size)
 
     def warm(self, begin: int = 0, end: int | None = None) -> None:
-        """Touches each page once for writing. Only for the creator, before other processes write to these pages."""
+        """Touches each page once for writing. Only the creator may call this, before other processes write to these
+        pages."""
         size = (self.size if end is None else end) - begin
         if _madvise(self.address + begin, size, _MADV_POPULATE_WRITE) == 0:
             return
@@ -69,7 +69,7 @@ class Pages:
             byte.value = byte.value
 
     def writable_twin(self) -> Pages | None:
-        """Maps the same memory again, for writing; None if the memory does not allow it.
+        """Maps the same memory again for writing; None if the memory does not allow this.
 
         mremap with an old size of 0 creates a second mapping of the pages of a shared mapping, without a descriptor.
         """

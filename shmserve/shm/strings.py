@@ -23,8 +23,8 @@ Objects = np.ndarray[Any, np.dtype[np.object_]]
 
 
 def encode_bytes(array: Any, other: Callable[[Any], str] | None = None) -> bytes:
-    """Encodes the elements in C order: bytes, or str as UTF-8; also numpy arrays of kind S and U. `other` converts
-    elements of any other type to str; without it, they raise InvalidRequest."""
+    """Encodes the elements in C order: bytes, or str as UTF-8. Also accepts numpy arrays of kind S and U. `other`
+    converts elements of any other type to str; without it, they raise InvalidRequest."""
     if not isinstance(array, np.ndarray):
         array = np.array(array, dtype=object)
     items = array.ravel().tolist()
@@ -81,7 +81,7 @@ def decode_bytes(buffer: Any, shape: tuple[int, ...], what: str = "") -> Objects
     array[:] = items
     try:
         array = array.reshape(shape)
-    except (ValueError, OverflowError) as error:  # too many dims, or a dim of 0 and another one too large
+    except (ValueError, OverflowError) as error:  # too many dims, or a dim of 0 and a huge one
         raise InvalidRequest(f"invalid shape {list(shape)}: {error}") from error
     array.flags.writeable = False
     return array

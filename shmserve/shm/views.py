@@ -1,9 +1,8 @@
 """Arrays over mapped pages. Invariant: an array created here keeps its pages mapped, and `on_drop` is called when the
-array and all its views and slices are gone.
+array and all its views and slices have been dropped.
 
-numpy takes the memory from an ArrayHold, through the array interface, and keeps the hold as the last `base` of the
-array and of all its views. A read-only array cannot be made writable again, because its hold does not offer a writable
-buffer.
+numpy takes the memory from an ArrayHold through the array interface, and keeps the hold as the last `base` of the array
+and of all its views. A read-only array cannot be made writable, because its hold does not offer a writable buffer.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ _asarray = np.asarray
 _getpid = os.getpid
 _BYTE = np.dtype("uint8")
 _typestr: dict[np.dtype[Any], str] = {}
-"""Type strings of dtypes that were used before."""
+"""Type strings of dtypes that have been used before."""
 
 
 class ArrayHold:
-    """Lives as long as an array and all its views. `on_drop(what)` is called once, when the last of them is dropped.
+    """Lives as long as an array or any of its views. `on_drop(what)` is called once, when the last one is dropped.
 
-    That may happen in any thread, between any two instructions, so `on_drop` should only append to a deque. It is not
+    This may happen in any thread, between any two instructions, so `on_drop` should only append to a deque. It is not
     called in a forked child, because the parent still holds the memory.
     """
 
@@ -72,7 +71,7 @@ def make(
             array = _asarray(hold)
         else:
             array = _make_rare(hold, address, dtype, shape, writable)
-    except (ValueError, OverflowError) as error:  # too many dims, or a huge dim next to a dim of 0
+    except (ValueError, OverflowError) as error:  # too many dims, or a dim of 0 and a huge one
         raise InvalidRequest(f"invalid shape {list(shape)}: {error}") from error
     if on_drop is not None:
         hold.pid = _getpid()
@@ -81,8 +80,8 @@ def make(
 
 
 def _make_rare(hold: ArrayHold, address: int, dtype: np.dtype[Any], shape: tuple[int, ...], writable: bool) -> Array:
-    """Creates an array of a dtype that is used for the first time, or that the array interface cannot express, such as
-    bfloat16: then it is a view of an array of bytes."""
+    """Creates an array of a dtype that is used for the first time. If the array interface cannot express the dtype
+    (bfloat16), the array is a view of an array of bytes."""
     if dtype.hasobject or not dtype.itemsize:
         raise InvalidRequest(f"numpy dtype {dtype} cannot be read from shared memory: its elements have no fixed size")
     if dtype.isbuiltin == 1 and dtype.kind in "biufc":

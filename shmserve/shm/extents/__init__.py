@@ -1,4 +1,4 @@
 """The kinds of memory that processes can share, with the common interface in `base`.
 
-`memfd` is passed by descriptor, `posix` by name, and `cuda` by the name of an export.
+`memfd` extents are shared by descriptor, `posix` extents by name, and `cuda` extents by an exported handle in the name.
 """

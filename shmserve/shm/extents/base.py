@@ -1,7 +1,7 @@
-"""The interface and common code of extents: pieces of memory that processes can share. Invariant: an extent never
+"""The interface and common code of extents: ranges of memory that processes can share. Invariant: an extent never
 moves, grows or shrinks, and closing it never unmaps pages that a view uses.
 
-The kinds are in separate modules: memfd (descriptors), posix (names), cuda (GPU memory).
+Each kind has a module: memfd (shared by descriptor), posix (shared by name), cuda (GPU memory).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GROUP = re.compile(rb"^0::(/.*)$", re.MULTILINE)
 
 
 class Extent(Protocol):
-    """`fd` is -1 and `name` None if there is none. `memory` is writable only if `writable`."""
+    """`fd` is -1 without a descriptor, and `name` is None without a name. `memory` is writable only if `writable`."""
 
     kind: str
     name: str | None
@@ -42,11 +42,11 @@ class Extent(Protocol):
     def pages(self) -> Pages: ...
 
     def close(self) -> None:
-        """Closes the descriptor; the creator removes the name. Pages stay mapped for views. May be called again."""
+        """Closes the descriptor; in the creator, also removes the name. Pages stay mapped for views. Idempotent."""
 
 
 STEP_BYTES = 256 * 1024
-"""The step in which cold pages are reserved and touched: 0.2 to 0.4 ms."""
+"""Step in which cold pages are reserved and touched, which takes 0.2 to 0.4 ms."""
 
 
 class Cold:
@@ -77,7 +77,7 @@ class Cold:
 
 
 class MappedExtent:
-    """The common part of mapped kinds."""
+    """Common code of extents that are mapped on the host."""
 
     kind = "?"
 
@@ -128,7 +128,7 @@ def reserve(fd: int, size: int) -> None:
 
 
 def resize(fd: int, size: int, promised: int = 0) -> None:
-    """`promised`: bytes of other extents that are not reserved yet."""
+    """Sizes the object behind `fd`. `promised`: bytes of other extents that are not reserved yet."""
     _check_room(size + promised)
     try:
         os.ftruncate(fd, size)
@@ -144,8 +144,8 @@ def fill(fd: int, begin: int, size: int) -> None:
 
 
 def _check_room(size: int) -> None:
-    """Raises Unavailable if the machine has less memory. The kernel would not report it: it commits pages of a memfd
-    one by one, and then kills processes, possibly others than the one that allocated."""
+    """Raises Unavailable if less memory is available. The kernel would not report this: it commits pages of a memfd one
+    by one, then kills processes, possibly other ones."""
     room = _available()
     if size > room:
         raise Unavailable(
@@ -163,7 +163,7 @@ def _available() -> int:
         group = _GROUP.search(file.read())
     if group is not None:
         folder = "/sys/fs/cgroup" + os.fsdecode(group[1]).rstrip("/")
-        # The root group has no limit, and a group above the namespace is not visible.
+        # The root group has no limit, and groups above the namespace are not visible.
         with suppress(OSError), open(folder + "/memory.max", "rb") as file:
             limit = file.read().strip()
             if limit.isdigit():
@@ -172,7 +172,7 @@ def _available() -> int:
 
 
 def failed(doing: str, size: int, error: OSError | OverflowError, fd: int = -1) -> Unavailable:
-    """Returns the error for a refused operation on shared memory, with the numbers and advice."""
+    """Returns the error for a failed operation on shared memory, with sizes and advice."""
     number = error.errno if isinstance(error, OSError) else errno.EFBIG
     reason = _REASONS.get(number or 0) or str(error.strerror if isinstance(error, OSError) else error)
     if number == errno.ENOSPC and fd >= 0:

@@ -1,7 +1,7 @@
-"""Extents on a GPU: memory of one process that others on the same GPU open by its export. Invariant: the host never
-reads or writes it; addresses are numbers for the device.
+"""Extents on a GPU: memory that a process exports and other processes on the same GPU open. Invariant: the host never
+reads or writes it; addresses are device addresses.
 
-Callers pass the functions that allocate and open the memory, so this module needs no CUDA library.
+Callers pass the functions that allocate and export the memory, so this module needs no CUDA library.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def is_device(name: str) -> bool:
 
 
 def device_id(uuid: bytes) -> bytes:
-    """Returns a device's id as used in names, cut at the first zero byte: some libraries treat it as a C string."""
+    """Returns a device's ID as used in names, cut at the first zero byte, as some libraries treat it as a C string."""
     return uuid.partition(b"\0")[0][:UUID_BYTES].ljust(UUID_BYTES, b"\0")
 
 
 def uuid_bytes(text: str) -> bytes:
-    """Parses a uuid as printed by the driver's tools, "GPU-8f2c..."."""
+    """Parses a UUID as printed by the driver's tools, "GPU-8f2c..."."""
     try:
         return bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
     except ValueError:
@@ -37,12 +37,12 @@ def uuid_bytes(text: str) -> bytes:
 
 
 def name_of(exported: bytes, uuid: bytes) -> str:
-    """Returns the segment name for exported memory on that device."""
+    """Returns the segment name for an exported handle on that device."""
     return DEVICE + base64.b64encode(exported + device_id(uuid)).decode()
 
 
 def parts_of(name: str) -> tuple[bytes, bytes]:
-    """Returns the export and its device. Raises InvalidRequest if the name contains neither."""
+    """Returns the exported handle and the device ID. Raises InvalidRequest if the name does not contain both."""
     try:
         data = base64.b64decode(name.removeprefix(DEVICE), validate=True)
     except (binascii.Error, ValueError):

@@ -1,5 +1,5 @@
-"""Extents behind a descriptor: they have no name, and no crash leaves anything behind. Invariant: a sealed extent
-cannot be truncated under a reader, and an unsealed one is not mapped."""
+"""Extents that are shared by descriptor. They have no name, so a crash leaves nothing behind. Invariant: a sealed
+extent cannot be truncated while it is read, and an unsealed one is not mapped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shmserve.shm.pages import map_shared
 from shmserve.system.mounts import is_tmpfs
 
 SEAL_FUTURE_WRITE = 0x10
-"""Since kernel 5.1: existing mappings may write, new ones may not. Python's standard library has no constant for it."""
+"""Existing mappings may write, new ones may not (since Linux 5.1). Python's standard library has no constant for it."""
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NOEXEC_SEAL = 0x8
 
@@ -25,19 +25,19 @@ class MemfdExtent(MappedExtent):
 
 
 def create(size: int, seal_future_write: bool = False) -> MemfdExtent:
-    """Creates a sealed extent with warm pages. With `seal_future_write`, no other mapping can ever be written."""
+    """Creates a sealed extent with warm pages. With `seal_future_write`, no further mapping can be writable."""
     return _create(size, seal_future_write, None)
 
 
 def create_cold(size: int, promised: int) -> MemfdExtent:
-    """Creates a sealed extent whose pages must be warmed before use. `promised`: bytes of other extents still cold."""
+    """Creates a sealed extent whose pages must be warmed before use. `promised`: cold bytes of other extents."""
     made = _create(size, False, promised)
     made.cold = True
     return made
 
 
 def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdExtent:
-    """`promised`: see `create_cold`; None: with warm pages."""
+    """`promised`: see `create_cold`; None: warm the pages."""
     if size <= 0:
         raise Internal(f"invalid extent size: {size} bytes")
     fd = _open()
@@ -60,7 +60,7 @@ def _create(size: int, seal_future_write: bool, promised: int | None) -> MemfdEx
 
 
 def attach(fd: int, size: int, writable: bool) -> MemfdExtent:
-    """Maps another process's extent. Takes ownership of the descriptor, and closes it on errors."""
+    """Maps an extent of another process. Takes ownership of the descriptor, and closes it on errors."""
     try:
         verify(fd, size)
         pages = map_shared(fd, size, writable)
@@ -79,7 +79,7 @@ def attach(fd: int, size: int, writable: bool) -> MemfdExtent:
 def verify(fd: int, size: int) -> None:
     """Raises InvalidRequest unless `fd` is a memfd of exactly `size` bytes that can no longer be truncated."""
     status = os.fstat(fd)
-    # Huge pages are refused, because an access can fail although the size is sealed.
+    # Refuse huge pages, as accesses can fail even though the size is sealed.
     if not stat.S_ISREG(status.st_mode) or not is_tmpfs(fd):
         raise InvalidRequest("the descriptor of a segment must be a memfd")
     try:

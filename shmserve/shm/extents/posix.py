@@ -1,10 +1,10 @@
 """Extents with a name in /dev/shm, through posix_ipc.
 
-Invariant: a name contains the pid, start time and pid namespace of its creator, so that `sweep` removes segments of
-dead processes and no others. It leaves those that another process has claimed by a lock (`hold`).
+Invariant: a name contains the pid, start time and pid namespace of its creator, so that `sweep` only removes segments
+of dead processes. It skips segments that another process has locked (`hold`).
 
 The creator of a named segment can truncate it at any time; a process that then reads the missing pages dies by SIGBUS.
-So map named segments of other processes only in workers, which may die.
+Therefore, map named segments of other processes only in workers, which may die.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ class PosixExtent(MappedExtent):
     kind = "posix"
 
     def __init__(self, pages: Pages, *, fd: int, name: str, owner_pid: int | None = None) -> None:
-        """`owner_pid`: the process that removes the name, its creator. None: the name is not removed through this
-        object."""
+        """`owner_pid`: the creator, which removes the name. None: this object does not remove the name."""
         super().__init__(pages, fd=fd, name=name)
         self._owner_pid = owner_pid
 
     def unlink(self) -> None:
         """Removes the name; existing mappings stay valid. Idempotent. Does nothing in a process that attached to the
-        segment and in a forked child, because others may still need the name."""
+        segment or in a forked child, because other processes may still need the name."""
         owner_pid, self._owner_pid = self._owner_pid, None
         if self.name is None or owner_pid != os.getpid():
             return
@@ -48,7 +47,8 @@ class PosixExtent(MappedExtent):
             posix_ipc.unlink_shared_memory(self.name)
 
     def bequeath(self) -> None:
-        """Keeps the name after `close`, because others may not have opened it yet. The broker calls `remove` later."""
+        """Keeps the name after `close`, as other processes may not have opened it yet. The broker calls `remove`
+        later."""
         self._owner_pid = None
 
     def close(self) -> None:
@@ -57,8 +57,8 @@ class PosixExtent(MappedExtent):
 
 
 def create(size: int, mode: int = 0o600, group: int | None = None) -> PosixExtent:
-    """Creates a named extent, with all pages allocated and mapped. `group`: gid of the segment, to which `mode` (0o640,
-    0o660) gives access."""
+    """Creates a named extent, with all pages allocated and mapped. `group`: gid of the segment, whose access `mode`
+    defines (0o640, 0o660)."""
     if size <= 0:
         raise Internal(f"invalid extent size: {size} bytes")
     pid = os.getpid()
@@ -124,8 +124,8 @@ def remove(name: str) -> None:
 
 
 def hold(name: str) -> int | None:
-    """Keeps `sweep`, also that of another server, from removing the name when its creator ends, until the returned
-    descriptor is closed. None: nobody can open it."""
+    """Prevents `sweep`, in any server, from removing the name after its creator has exited, until the returned
+    descriptor is closed. None if the segment cannot be opened or locked."""
     try:
         return _locked(name.removeprefix("/"), fcntl.LOCK_SH)
     except OSError:
@@ -133,10 +133,10 @@ def hold(name: str) -> int | None:
 
 
 def sweep(pid: int = 0) -> int:
-    """Removes named segments of dead processes that nobody holds, and returns how many. `pid`: only those of this
-    process; 0: of any.
+    """Removes named segments of dead processes that no process holds, and returns how many. `pid`: only those of this
+    process; 0: of all.
 
-    Segments that were created in another pid namespace are left, because their pids are meaningless here.
+    Skips segments that were created in another pid namespace, because their pids are meaningless here.
     """
     here, removed = _namespace(), 0
     for entry in os.listdir(_DIRECTORY):
@@ -160,7 +160,8 @@ def sweep(pid: int = 0) -> int:
 
 
 def _locked(entry: str, lock: int) -> int:
-    """Opens and locks a segment without waiting: a worker could have made it a FIFO, or locked it. Raises OSError."""
+    """Opens and locks a segment without blocking, as a worker could have replaced it by a FIFO, or locked it. Raises
+    OSError."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(os.path.join(_DIRECTORY, entry), flags)
     try:
@@ -172,7 +173,8 @@ def _locked(entry: str, lock: int) -> int:
 
 
 def _start_time(pid: int) -> int:
-    """Returns the start time of a process in clock ticks since boot. It tells processes with a reused pid apart."""
+    """Returns the start time of a process in clock ticks since boot, which distinguishes processes with a reused
+    pid."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         text = file.read()
     fields = text[text.rindex(b")") + 2 :].split()
