@@ -169,7 +169,7 @@ class Extension:
     # ------------------------------------------------------------------------------------ around a request
 
     def read(self, gather: Gather, work: Work, length: int = 0) -> list[Array | None]:
-        """`Gather.read`, and the inputs that do not come from the caller."""
+        """Like `Gather.read`, plus the inputs that do not come from the caller."""
         arrays = gather.read(work, length)
         if self.sequences:
             members = (self._members[work.request],)

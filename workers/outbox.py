@@ -25,8 +25,8 @@ _RETURNED = 4096
 
 
 class Outbox:
-    """Messages that wait for `flush`. The caller keeps its descriptor: the outbox sends a duplicate, as the segment may
-    be closed before the flush."""
+    """Messages that wait for `flush`. The caller keeps its descriptor: the outbox sends a duplicate, because the
+    segment may be closed before the flush."""
 
     def __init__(self, link: BrokerLink) -> None:
         self._link = link

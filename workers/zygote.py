@@ -103,7 +103,8 @@ def _import() -> SetThreads:
 
 def _setter(path: str) -> SetThreads:
     """Returns the function of the OpenBLAS that the extension module `path` of numpy is linked with. No environment
-    variable can replace it: OpenBLAS reads them once, when numpy is imported, but each worker has its own number."""
+    variable can replace it: OpenBLAS reads its variables once, when numpy is imported, but each worker has its own
+    thread count."""
     library = ctypes.CDLL(path)
     for name in _SETTERS:  # dlsym also searches the libraries that a library depends on
         if hasattr(library, name):
@@ -184,8 +185,8 @@ def _set_command_line(command: list[str]) -> None:
     """Overwrites the command line in the process table.
 
     Without this, `ps -f` and `systemctl status` would show the same command for the zygote and all workers. PR_SET_NAME
-    sets only the short name of 15 bytes, which cuts long names of instances, and PR_SET_MM needs a privilege, or
-    thirteen addresses and an option of the kernel.
+    sets only the short name of 15 bytes, which truncates long instance names. PR_SET_MM needs a privilege, or thirteen
+    addresses and a kernel option.
     """
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()

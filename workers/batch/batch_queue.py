@@ -64,7 +64,8 @@ class BatchQueue:
 
     @property
     def complete(self) -> bool:
-        """Whether the next batch is here and cannot change: the broker closed it, as it would start at once."""
+        """Whether the next batch is complete and cannot change: the broker closed it, because it would start at
+        once."""
         batches = self._batches
         return len(batches) == 1 and not (batches[0].open or batches[0].more)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 LIMIT = 1_000_000
-"""The most elements of an output to classify; each class becomes a string."""
+"""Maximum number of elements of an output to classify. Each class becomes a string."""
 _NOT_NUMBERS = ("BYTES", "BOOL")
 
 

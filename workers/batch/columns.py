@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class ColumnWorks(Sequence[Work]):
-    """The requests of a batch whose inputs are of one form: `data[n]` has the bytes of each input of the n-th."""
+    """The requests of a batch whose inputs are of one form: `data[n]` has the bytes of each input of the n-th
+    request."""
 
     __slots__ = ("_works", "audiences", "data", "forms", "requests", "rows")
 
@@ -87,8 +88,8 @@ def shares_of(works: Sequence[Work]) -> Sequence[int]:
 
 
 class InlineColumn(Sequence["Tensor | None"]):
-    """An output of several requests, inside the message: `blobs[n]` has the n-th one's share. `dims`: the shape of a
-    share without axis 0, whose length is in `shares`."""
+    """An output of several requests, inside the message: `blobs[n]` has the share of the n-th request. `dims`: the
+    shape of a share without axis 0, whose length is in `shares`."""
 
     __slots__ = ("blobs", "dims", "shares", "spec")
 

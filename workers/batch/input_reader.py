@@ -122,7 +122,7 @@ class InputReader:
         return texts.reshape(shape)
 
     def _view(self, part: Handle, dtype: Any, shape: tuple[int, ...]) -> Array:
-        """Returns a view, or a copy if the caller's data is not aligned, as engines require alignment."""
+        """Returns a view, or a copy if the caller's data is not aligned, because engines require alignment."""
         try:
             view = self._mapped.view(part, dtype, shape)
         except OnDevice:

@@ -31,9 +31,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Key = int | str
 
 FOLDER = "initial_state"
-"""The model's directory with the data files of initial states."""
+"""Directory of the data files of initial states, below the model's directory."""
 STATE_BYTES = 1 << 32
-"""The largest data file."""
+"""Maximum size of a data file."""
 WHOLE_BYTES = 4 * 1024 * 1024
 """The states of a batch up to this total size stay in one array as long as one of its sequences needs it, so that
 nothing is copied if the same sequences run together again. Larger states are copied into separate arrays."""

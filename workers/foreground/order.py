@@ -1,6 +1,7 @@
 """The order for a foreground run: its arguments, and the model that they name, found and read as in a server.
 
-Invariants: no code of the model is run here. Both can be serialised, because the model may run in another interpreter.
+Invariants: no model code runs here. Arguments and model can be serialised, because the model may run in another
+interpreter.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _find(order: RunOrder) -> tuple[ScannedModel, int]:
     """Returns the model in the directory and the version to run: the requested one, or the highest one served."""
     from shmserve.repo.storage.store import scan_model  # the same
 
-    # Not resolved: the model's name is the name of the link.
+    # Symlinks are not resolved: the model has the name of the link.
     path = Path(os.path.abspath(order.model_dir))
     if not path.is_dir():
         raise Misuse(f"{order.model_dir} is not a directory; name that of a model, with its config.pbtxt")

@@ -1,6 +1,6 @@
 """What a model sends on its own: calls to other models, responses at any time, and its counters.
 
-`calls` sends a model's calls and questions to the broker on the worker's link; `pending` is one such call with its
+`calls` sends a model's calls and queries to the broker on the worker's link; `pending` is one such call with its
 replies. `responses` lets a model answer requests from any thread and as often as it likes, and holds the lock (the
 turn) that all threads of the worker share; `stream` is one such request. `coroutines` runs the event loop of models
 with async methods.

@@ -41,7 +41,8 @@ class Answer(Struct, gc=False):
 
 
 def failure_of(error: Exception, instance: str, model_dir: str, trace: Trace) -> Failure:
-    """Converts an error to that for clients. Reports the traceback too, unless the request itself is the cause."""
+    """Converts an error to the error for clients. Also reports the traceback, unless the request itself is the
+    cause."""
     if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
         return Failure(error.code, public(str(error), model_dir))
     trace(f"model instance '{instance}' failed", error)

@@ -1,4 +1,4 @@
-"""A pending call or question of a model: its inputs, its replies, and the coroutines that wait for them.
+"""A pending call or query of a model: its inputs, its replies, and the coroutines that wait for them.
 
 Invariant: a handle from a reply is returned once, when its last array is freed, in any thread.
 """
@@ -60,7 +60,7 @@ class Gift:
 
 
 class Pending:
-    """A pending call or question. `over`: nothing more will arrive."""
+    """A pending call or query. `over`: nothing more will arrive."""
 
     __slots__ = (
         "abandoned", "answers", "blocks", "body", "kept", "number", "over", "taken", "waiters", "window",

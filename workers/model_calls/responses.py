@@ -127,7 +127,8 @@ class OpenResponses:
             self._drop_kept(stream)
 
     def stop(self, linked: bool) -> None:
-        """Ends all open streams and wakes all waiters; releases the turn for good. `linked`: the link is still open."""
+        """Ends all open streams, wakes all waiters, and releases the turn permanently. `linked`: the link is still
+        open."""
         if self._stopped:
             return
         self._stopped = True
@@ -320,7 +321,7 @@ class OpenResponses:
         return stream.over
 
     def _begin_to_send(self, stream: ResponseSender, answer: Answer | None, final: bool) -> bool:
-        """False: there is nothing to send now. Raises Closed if the model breaks the protocol."""
+        """False: there is nothing to send now. Raises StreamClosed if the model breaks the protocol."""
         if self._nothing_to_send(stream, answer):
             return False
         if self.decoupled:
