@@ -1,4 +1,4 @@
-"""The table of checks."""
+"""The table of all checks."""
 
 from __future__ import annotations
 

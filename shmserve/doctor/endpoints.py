@@ -1,4 +1,4 @@
-"""Checks of the places where a server with default settings listens: its directory and its ports."""
+"""Checks of the runtime directory and the ports of a server with default settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PORTS = ("http-port", "grpc-port", "metrics-port")
 
 
 def runtime_directory(machine: Machine) -> list[Finding]:
-    """As `make_runtime_dir` requires it, but without creating it."""
+    """Checks the requirements of `make_runtime_dir`, without creating the directory."""
     path = server_runtime_dir()
     fix, longest = "shmserve serve --runtime-dir DIRECTORY", len(os.fsencode(path / BROKER))
     if longest > SOCKET_PATH_BYTES:
@@ -33,7 +33,8 @@ def runtime_directory(machine: Machine) -> list[Finding]:
 
 
 def ports(machine: Machine) -> list[Finding]:
-    """Of the gateway. One in use stops the server from starting, unless it is used by the server that runs."""
+    """Checks the gateway's ports. A port in use prevents the server from starting; if a server of this user is running,
+    it is only a warning."""
     runs = machine.has_server(server_runtime_dir() / "lane.sock")
     findings = []
     for option in (option for option in OPTIONS if option.name in PORTS):

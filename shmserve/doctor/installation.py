@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, the packages of the server, engines, GPUs."""
+"""Checks of the installation: Python, the packages of the server, engines, GPUs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DISTRIBUTIONS = {
     "tensorrt": ("tensorrt",),
     "tflite": ("ai-edge-litert",),
 }
-"""The packages of the engine of each backend; () if it needs none."""
+"""Backend -> alternative packages with its engine; () if it needs none."""
 DRIVER = "proc/driver/nvidia/version"
 CONTROL = "dev/nvidiactl"
 ONE = ("onnxruntime", "onnxruntime-gpu")
-"""They install the same module."""
+"""Packages that install the same module."""
 
 
 def python(machine: Machine) -> list[Finding]:
@@ -50,7 +50,7 @@ def packages(machine: Machine) -> list[Finding]:
 
 
 def engines(machine: Machine) -> list[Finding]:
-    """One finding for each backend that has an engine. A missing one is no fault."""
+    """One finding for each backend that has an engine. A missing engine is not a fault."""
     findings = []
     for backend, names in sorted(DISTRIBUTIONS.items()):
         installed = [f"{name} {version}" for name in names if (version := machine.version(name))]

@@ -14,15 +14,15 @@ from shmserve.protocol.messages import PACKET_BYTES
 from shmserve.repo.storage.generation import ALL_DESCRIPTORS
 
 LINUX = (5, 3)
-"""The first release with pidfd_open, with which the server waits for processes."""
+"""The first release with pidfd_open, which the server needs to wait for processes."""
 SHM_BYTES = 1 << 30
-"""Segments with a name are here: tensors of ZeroMQ clients, and Triton's system shared memory."""
+"""Recommended space in /dev/shm, for named segments: tensors of ZeroMQ clients, and Triton's system shared memory."""
 MEMORY_BYTES = 1 << 30
-"""For the broker, a gateway and a few workers with small models (docs/operations.md, Sizing)."""
+"""Recommended memory for the broker, a gateway and a few workers with small models (docs/operations.md, Sizing)."""
 PROCESSES = 1024
-"""Threads count too, and an engine has one for each core."""
+"""Recommended limit. Threads count as well, and an engine has one per core."""
 OVERHEAD_BYTES = 32
-"""What the kernel subtracts from the send buffer of a packet."""
+"""Overhead of a packet in the send buffer."""
 
 
 def linux(machine: Machine) -> list[Finding]:
@@ -50,7 +50,7 @@ def shared_memory(machine: Machine) -> list[Finding]:
 
 
 def memory(machine: Machine) -> list[Finding]:
-    """What is available, or what the control group allows if that is less."""
+    """Checks the available memory, or the limit of the control group if that is less."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", machine.read("proc/meminfo"), re.MULTILINE)
     if match is None:
         text = "/proc/meminfo does not contain MemAvailable"
@@ -65,7 +65,7 @@ def memory(machine: Machine) -> list[Finding]:
 
 
 def descriptors(machine: Machine) -> list[Finding]:
-    """The broker raises the soft limit to what its own limits add up to, as far as the hard limit allows."""
+    """Checks the hard limit. The broker raises the soft limit to the sum of its own limits, up to the hard limit."""
     limits, hard = Limits(), machine.descriptors()
     wanted = limits.connections + limits.segments + OWN_DESCRIPTORS + ALL_DESCRIPTORS
     found = _count(hard)
@@ -76,7 +76,7 @@ def descriptors(machine: Machine) -> list[Finding]:
 
 
 def processes(machine: Machine) -> list[Finding]:
-    """Of the user, and of the control group; both count threads."""
+    """Checks the limits of the user and of the control group, which both count threads."""
     user, group = machine.processes(), _group_limit(machine, "pids.max")
     found = f"user {_count(user)}, control group {_count(group)}"
     if min(user, group) >= PROCESSES:
@@ -88,7 +88,7 @@ def processes(machine: Machine) -> list[Finding]:
 
 
 def socket_buffers(machine: Machine) -> list[Finding]:
-    """The kernel doubles a buffer's size, up to this limit, and refuses packets that do not fit."""
+    """Checks the maximum send buffer. The kernel doubles a requested size, and refuses packets that do not fit."""
     text, needed = machine.read("proc/sys/net/core/wmem_max").strip(), PACKET_BYTES // 2 + OVERHEAD_BYTES
     if not text.isdecimal():
         return [Finding("socket buffers", INFO, "not shown by this kernel", f"{needed} bytes")]
@@ -107,7 +107,7 @@ def cores(machine: Machine) -> list[Finding]:
 
 
 def control_groups(machine: Machine) -> list[Finding]:
-    """Without a delegated group, memory limits of workers are enforced by polling."""
+    """Checks for a delegated group, without which memory limits of workers are enforced by polling."""
     try:
         cgroups.check_own(machine.path("proc/self/cgroup"), machine.path("proc/self/mounts"))
     except cgroups.CannotHave as reason:
@@ -117,7 +117,7 @@ def control_groups(machine: Machine) -> list[Finding]:
 
 
 def _group_limit(machine: Machine, name: str) -> int:
-    """The lowest limit of this process's group and the groups above it that can be seen."""
+    """The lowest limit of this process's group and its visible ancestors."""
     try:
         folder = cgroups.own(machine.path("proc/self/cgroup"), machine.path("proc/self/mounts"))
     except cgroups.CannotHave:

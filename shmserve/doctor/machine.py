@@ -1,4 +1,4 @@
-"""The machine as the checks see it, and what they report about it."""
+"""The machine as the checks see it, and the findings that they report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from pathlib import Path
 from msgspec import Struct, field
 
 OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
-"""Of a finding. info: nothing to do. warning: the server runs, but not as well. error: the server does not start."""
+"""States of a finding. info: no action needed. warning: the server runs, with restrictions. error: the server does not
+start."""
 UNLIMITED = sys.maxsize
 
 
 class Finding(Struct, frozen=True):
-    """`found` and `needed` with their units. `fix`: a command or a setting, "" if nothing is to be done."""
+    """`found` and `needed` include units. `fix`: a command or a setting; "" if no action is needed."""
 
     check: str
     state: str
@@ -31,7 +32,7 @@ class Finding(Struct, frozen=True):
 
 
 def _limit(which: int) -> int:
-    """The hard limit, up to which the server raises its own."""
+    """The hard limit, up to which the server can raise its soft limit."""
     hard = resource.getrlimit(which)[1]
     return UNLIMITED if hard == resource.RLIM_INFINITY else hard
 
@@ -44,7 +45,7 @@ def _version(package: str) -> str:
 
 
 def _is_free(port: int) -> bool:
-    """Whether 127.0.0.1 has a free port of this number. SO_REUSEADDR as the gateway, so that closed connections do not
+    """Whether this port of 127.0.0.1 is free. Uses SO_REUSEADDR like the gateway, so that closed connections do not
     count."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -67,7 +68,7 @@ def _has_server(path: Path) -> bool:
 
 
 class Machine(Struct, frozen=True):
-    """Fields that are functions ask the kernel or this Python; tests replace them, and `root` by a tree of files."""
+    """Fields that are functions query the kernel or this interpreter. Tests replace them, and `root` by a directory."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -83,7 +84,7 @@ class Machine(Struct, frozen=True):
     has_server: Callable[[Path], bool] = _has_server
 
     def path(self, name: str) -> Path:
-        """`name` without the leading slash."""
+        """The path of a file below `root`; `name` has no leading slash."""
         return self.root / name
 
     def read(self, name: str) -> str:

@@ -1,7 +1,7 @@
-"""The queue of records that are to be exported, and the thread that does it.
+"""The queue of records to export, and the thread that exports them.
 
-Invariant: the queue has at most `bsp_max_queue_size` spans; what does not fit is dropped and counted, however long the
-collector takes.
+Invariant: the queue has at most `bsp_max_queue_size` spans, regardless of how long the collector takes. Spans beyond
+that are dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from shmserve.otel.records import ExportStatus, SpanRecord
 from shmserve.otel.settings import OtelSettings
 
 Export = Callable[[Sequence[SpanRecord]], bool]
-"""Exports the spans of these records. False: the collector did not take them."""
+"""Exports the spans of these records. False: the collector did not accept them."""
 
 
 class ExportQueue:
-    """`report(text)` is told when exports begin to fail, and when they succeed again."""
+    """`report(level, text)` is called when exports begin to fail (with an empty text), and when they succeed again."""
 
     def __init__(self, settings: OtelSettings, export: Export, report: Callable[[str, str], None]) -> None:
         self._most = settings.bsp_max_queue_size
@@ -29,11 +29,11 @@ class ExportQueue:
         self._report = report
         self._records: deque[SpanRecord] = deque()
         self._spans = 0
-        """Of these records."""
+        """Number of spans of the queued records."""
         self._changed = threading.Condition()
         self._ending = False
         self._failing_since = 0
-        """Failed and dropped spans when the current outage began; only used while `_is_failing`."""
+        """Number of failed and dropped spans when the current outage began; only valid while `_is_failing`."""
         self._is_failing = False
         self.status = ExportStatus()
         self._thread = threading.Thread(target=self._run, name="export", daemon=True)
@@ -53,7 +53,7 @@ class ExportQueue:
                 self._changed.notify()
 
     def close(self, timeout: float) -> bool:
-        """Exports what is left, within that time. False: some is left."""
+        """Exports the remaining records. False if that takes longer than `timeout`."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -71,7 +71,7 @@ class ExportQueue:
                 self._send(records)
 
     def _take(self) -> list[SpanRecord]:
-        """The oldest records, up to the size of an export, at least one."""
+        """Takes the oldest records: at least one, up to the maximum size of an export."""
         taken: list[SpanRecord] = []
         count = 0
         while self._records and (not taken or count + self._records[0].spans <= self._batch):
@@ -98,5 +98,5 @@ class ExportQueue:
 
 
 def now_offset() -> int:
-    """ns from the monotonic clock to the time since 1970."""
+    """Offset in ns from the monotonic clock to the time since 1970."""
     return time.time_ns() - time.monotonic_ns()

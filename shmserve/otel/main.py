@@ -1,4 +1,4 @@
-"""The process that exports spans: `python -m shmserve.otel.main FD SEED SETTINGS`. It ends when the broker closes the
+"""The process that exports spans: `python -m shmserve.otel.main FD SEED SETTINGS`. It exits when the broker closes the
 socket."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shmserve.otel.spans import SpanMaker
 from shmserve.version import version
 
 PACKET_BYTES = 1 << 18
-"""The largest packet of the broker."""
+"""Maximum size of a packet from the broker."""
 LAST_S = 1.5
-"""How long to export what is left when the broker has stopped."""
+"""Time to export the remaining spans after the broker has stopped."""
 STATUS_S = 0.5
-"""How often the broker is told the counts, if they have changed."""
+"""Interval at which changed counts are sent to the broker."""
 NICE = 5
-"""Requests go first."""
+"""Lowers the priority, so that requests take precedence."""
 
 
 class _LastError(logging.Handler):
@@ -41,7 +41,7 @@ class _LastError(logging.Handler):
 
 
 def exporter(settings: OtelSettings) -> Any:
-    """The SDK's exporter. It takes certificates, headers and compression from the variables OTEL_EXPORTER_OTLP_*."""
+    """The SDK's exporter, which gets certificates, headers and compression from variables OTEL_EXPORTER_OTLP_*."""
     module = import_module(f"opentelemetry.exporter.otlp.proto.{settings.protocol}.trace_exporter")
     return module.OTLPSpanExporter(**({"endpoint": settings.url} if settings.url else {}))
 
@@ -49,7 +49,7 @@ def exporter(settings: OtelSettings) -> Any:
 def main(arguments: Sequence[str]) -> int:
     number, seed, text = arguments
     settings = msgspec.json.decode(text, type=OtelSettings)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the broker decides when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the broker decides when this process exits
     os.nice(NICE)
     errors = _LastError()
     logging.getLogger("opentelemetry").addHandler(errors)
@@ -69,11 +69,11 @@ def main(arguments: Sequence[str]) -> int:
     queue.start()
     with socket.socket(fileno=int(number)) as link:
         _serve(link, queue)
-    os._exit(0 if queue.close(LAST_S) else 1)  # an export that hangs must not keep the process
+    os._exit(0 if queue.close(LAST_S) else 1)  # a hanging export must not keep the process alive
 
 
 def _serve(link: socket.socket, queue: ExportQueue) -> None:
-    """Passes records on until the broker closes the socket."""
+    """Queues the broker's records until it closes the socket."""
     decode = msgspec.msgpack.Decoder(list[SpanRecord]).decode
     told = b""
     link.settimeout(STATUS_S)
@@ -87,7 +87,7 @@ def _serve(link: socket.socket, queue: ExportQueue) -> None:
         status = msgspec.msgpack.encode(queue.status)
         if status != told:
             told = status
-            with contextlib.suppress(OSError):  # the broker has ended, as the next read shows
+            with contextlib.suppress(OSError):  # the broker has exited, which the next read detects
                 link.send(status)
         if packet == b"":
             return

@@ -1,4 +1,4 @@
-"""The messages between the broker and the process that exports spans: MessagePack, in the packets of a socket pair."""
+"""The messages between the broker and the process that exports spans: MessagePack in packets of a socket pair."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from msgspec import Struct
 
 
 class SpanRecord(Struct, array_like=True, gc=False):
-    """A traced request. `number`: of its trace, unique while the server runs. `parent`: the number of the trace of the
-    request for which it was made, 0 for a client's; `root`: that of the client's request.
+    """A traced request. `number` identifies its trace while the server runs. `parent`: the number of the request that
+    caused it, 0 for a request of a client. `root`: the number of the client's request.
 
-    `trace`, `caller` and `state`: the trace context that the client gave, or "". `times`: ns of the monotonic clock at
-    which its batch was taken, its inputs were ready, its outputs computed and placed; empty if no batch has run."""
+    `trace`, `caller` and `state`: the trace context of the client, or "". `times` (ns of the monotonic clock): when its
+    batch was taken, its inputs were ready, its outputs were computed, and its outputs were placed; empty if no batch
+    ran."""
 
     number: int
     parent: int
@@ -36,13 +37,13 @@ class SpanRecord(Struct, array_like=True, gc=False):
 
     @property
     def spans(self) -> int:
-        """How many spans are made of it: the request, and with a batch the queue and the batch."""
+        """The number of its spans: request, and, if a batch ran, queue and batch."""
         return 3 if self.times else 1
 
 
 class ExportStatus(Struct, array_like=True):
-    """Spans since the process was started: exported, refused by the collector or not delivered, and dropped because the
-    queue was full."""
+    """Numbers of spans since the process started: exported, failed (rejected by the collector or not delivered), and
+    dropped because the queue was full."""
 
     exported: int = 0
     failed: int = 0

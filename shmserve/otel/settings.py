@@ -14,7 +14,7 @@ KEYS = ("url", "resource", "protocol", *_NUMBERS)
 
 
 class OtelSettings(Struct, frozen=True):
-    """`bsp_schedule_delay` is in ms. An empty `url`: that of OTEL_EXPORTER_OTLP_ENDPOINT, or of a collector on this
+    """`bsp_schedule_delay` is in ms. An empty `url` means OTEL_EXPORTER_OTLP_ENDPOINT, or a collector on this
     machine."""
 
     url: str = ""

@@ -1,11 +1,11 @@
-"""The spans of a traced request, as OpenTelemetry's SDK has them.
+"""Creates the spans of a traced request, as objects of OpenTelemetry's SDK.
 
-A request is a span with two children: `queue`, while it waits, and `batch`, while its batch runs. Steps of ensembles
-and calls of models are requests too, and children of the request that they were made for. The batch has a link to each
-other traced request in it.
+A request is a span with two children: `queue` while it waits, and `batch` while its batch runs. Steps of ensembles and
+calls of models are also requests, and children of the request that caused them. The batch has a link to each other
+traced request in it.
 
-Ids are hashes of a seed and the number of the trace: parts of a trace that arrive at different times, or at another
-process after a restart, belong together without a table of open traces.
+IDs are hashes of a seed and the number of the trace. Parts of a trace that arrive at different times, or at another
+process after a restart, therefore belong together without a table of open traces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REQUEST, _QUEUE, _BATCH, _TRACE = b"r", b"q", b"b", b"t"
 
 
 class SpanMaker:
-    """`seed`: the same for all processes of a server."""
+    """`seed` is the same for all exporter processes of a server."""
 
     def __init__(self, seed: bytes, resource: Mapping[str, str], version: str) -> None:
         self._seed = seed
@@ -37,7 +37,7 @@ class SpanMaker:
         self._scope = InstrumentationScope(SERVICE, version)
 
     def spans(self, records: Sequence[SpanRecord], offset: int) -> list[ReadableSpan]:
-        """`offset`: ns from the monotonic clock to the time since 1970."""
+        """The spans of these records. `offset`: see `now_offset`."""
         batches: dict[tuple[str, int, int], list[SpanRecord]] = defaultdict(list)
         for record in records:
             if record.batch and record.times:
@@ -97,7 +97,7 @@ class SpanMaker:
         return SpanContext(self._trace(record), span, False, _SAMPLED, _state(record))
 
     def _parent(self, record: SpanRecord) -> SpanContext | None:
-        """The request that it was made for, or what its client named."""
+        """The context of the request that caused it, or the one that its client sent."""
         if record.parent:
             span, remote = self._hash(_REQUEST, record.parent, 8), False
         elif record.caller:
@@ -110,7 +110,7 @@ class SpanMaker:
         return int(record.trace, 16) if record.trace else self._hash(_TRACE, record.root, 16)
 
     def _hash(self, part: bytes, number: int, size: int) -> int:
-        """Not 0, which would be invalid: with a probability of 2^-64."""
+        """An ID from the hash. 0, which is invalid, is replaced by 1."""
         found = blake2b(part + number.to_bytes(8, "big"), digest_size=size, key=self._seed).digest()
         return int.from_bytes(found, "big") or 1
 

@@ -1,8 +1,7 @@
 """Text for the terminal: colour, and tables that fit its width.
 
-Without a terminal the text has neither colour nor a maximum width, so that programs read whole lines; the same holds
-without `rich`, which the extra `cli` installs. Invariant: `rich` is imported only for text that has a colour or a
-limited width.
+Without a terminal, text has no colour and no maximum width, so that programs read whole lines. The same applies without
+`rich`, which the extra `cli` installs. Invariant: `rich` is imported only for text with colour or a limited width.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EMPTY = ("", "-")
-"""Cells that have no text."""
+"""Cells that count as empty."""
 WIDEST = 100_000
-"""The width of text that is coloured but not for a terminal."""
+"""Width of coloured text that is not for a terminal."""
 LEAST_NAME = 8
-"""The least width of a column of names, even if the terminal is narrower."""
+"""Minimum width of a column of names, even if the terminal is narrower."""
 NARROWEST = 20
-"""The least width of a column of free text; below it, the text gets lines of its own."""
+"""Minimum width of a column of free text; below it, the text is placed on separate lines."""
 HOME, CLEAR, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[2J", "\x1b[K", "\x1b[J"
 NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 HEAD, FAINT, GOOD, WARN, BAD = "bold", "dim", "green", "yellow", "bold red"
@@ -39,7 +38,7 @@ STATES: Mapping[str, str] = {
 
 
 def is_colored(choice: bool | None, stream: TextIO) -> bool:
-    """Precedence: --color and --no-color, NO_COLOR, FORCE_COLOR, whether `stream` is a terminal that has colours."""
+    """Precedence: --color and --no-color, NO_COLOR, FORCE_COLOR, whether `stream` is a terminal with colours."""
     if not _has_rich():
         return False
     if choice is not None:
@@ -61,8 +60,8 @@ def _has_rich() -> bool:
 
 
 class Column(NamedTuple):
-    """`rank`: columns of the highest rank are left out first if the terminal is too narrow. `free`: free text, which
-    is wrapped, or shown below the row. `style`: the style of a cell, by its text."""
+    """`rank`: if the terminal is too narrow, columns with the highest rank are omitted first; 0: never. `free`: free
+    text, which is wrapped or shown below the row. `style` returns the style of a cell for its text."""
 
     name: str
     right: bool = False
@@ -72,14 +71,14 @@ class Column(NamedTuple):
 
 
 def state_style(text: str) -> str:
-    """READY (degraded) is a warning, READY (asleep) is not."""
+    """The style of a state. READY (degraded) is a warning, READY (asleep) is not."""
     word, _, note = text.partition(" (")
     style = STATES.get(word) or STATES.get(text, "")
     return WARN if note not in ("", "asleep)") and style == GOOD else style
 
 
 def nonzero(style: str) -> Callable[[str], str]:
-    """The style of a cell that is neither 0 nor empty."""
+    """Styles cells that are neither 0 nor empty."""
     return lambda text: "" if text in ("0", "-", "") else style
 
 
@@ -88,7 +87,7 @@ def faint(text: str) -> str:
 
 
 class Screen:
-    """What one command prints to, standard output if not given. `color`: the choice by --color or --no-color."""
+    """The output of a command, by default standard output. `color`: the choice by --color or --no-color."""
 
     def __init__(self, color: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -105,7 +104,7 @@ class Screen:
 
     @property
     def can_redraw(self) -> bool:
-        """Whether it is a terminal on which the cursor can be moved."""
+        """Whether the output is a terminal on which the cursor can be moved."""
         return self.is_terminal and _has_capabilities()
 
     @property
@@ -118,7 +117,7 @@ class Screen:
         return self.size()[0] if self.is_terminal and _has_rich() else None
 
     def size(self) -> tuple[int, int]:
-        """Columns and rows: COLUMNS and LINES, else those of the terminal."""
+        """Columns and rows, from COLUMNS and LINES, else from the terminal."""
         try:
             known = os.get_terminal_size(self.stream.fileno())
         except (OSError, ValueError):
@@ -128,7 +127,7 @@ class Screen:
         return known.columns or 80, known.lines or 24
 
     def console(self) -> Console:
-        """A console of rich with these colours, for what this class has no method for: progress, live displays."""
+        """A console of rich with these colours, for progress and live displays, for which this class has no method."""
         from rich.console import Console
 
         return Console(
@@ -143,7 +142,7 @@ class Screen:
         )
 
     def styled(self, text: str, style: str) -> str:
-        """The text with the escape sequences of a style, e.g. "bold red"; without colour, the text."""
+        """The text with the escape sequences of a style, e.g. "bold red". Without colour, returns it unchanged."""
         if not style or not text or not self.color:
             return text
         from rich.style import Style
@@ -155,7 +154,7 @@ class Screen:
         return self.styled(text, state_style(text))
 
     def wrapped(self, text: str, first: str, then: str, style: str = "") -> list[str]:
-        """The lines of a text after `first`, those that follow after `then`. On a terminal they are wrapped."""
+        """The lines of a text, wrapped on a terminal: the first prefixed with `first`, the others with `then`."""
         lines, width = text.split("\n"), self.width
         if width is not None:
             room = max(NARROWEST, width - max(len(first), len(then)))
@@ -163,8 +162,8 @@ class Screen:
         return [(then if number else first) + self.styled(line, style) for number, line in enumerate(lines)]
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
-        """The table as text. On a terminal it fits the width: free text that is empty everywhere is left out; then
-        free text moves below its row; then columns are left out, by rank, with a note about them."""
+        """The table as text. On a terminal, columns of free text that are empty in all rows are omitted. If the table
+        is still too wide, free text moves below its row; then columns are omitted by rank, with a note about them."""
         shown = list(range(len(columns)))
         if self.width is not None:
             shown = [at for at in shown if not columns[at].free or any(row[at] not in EMPTY for row in rows)]
@@ -174,8 +173,8 @@ class Screen:
         return self._fitted(columns, [[visible(cell) for cell in row] for row in rows], shown)
 
     def frame(self, text: str, again: bool) -> str:
-        """The text as one picture of a display that is refreshed in place. `again`: an earlier one is overwritten, so
-        that nothing flickers. Lines that are too long or too many are cut."""
+        """The text as one frame of a display that is refreshed in place. `again`: overwrite the previous frame without
+        clearing the screen, to avoid flicker. Cuts long lines, and lines beyond the height."""
         height = self.size()[1]
         lines = text.split("\n")
         if len(lines) >= height:
@@ -202,7 +201,7 @@ class Screen:
                 if columns[at].rank and _least(columns, widths, shown) > limit:
                     shown.remove(at)
                     hidden.append(at)
-        if limit is not None:  # free text gets what is left; otherwise names are folded
+        if limit is not None:  # free text gets the remaining width; without free text, the first column is folded
             flexible = next((at for at in shown if columns[at].free), shown[0])
             others = [at for at in shown if at != flexible]
             room = limit - sum(widths[at] + len(GAP) for at in others)
@@ -221,7 +220,7 @@ class Screen:
         widths: Sequence[int],
         below: int | None,
     ) -> list[str]:
-        """`below`: the column whose cells get lines of their own."""
+        """The lines of the table. `below`: the column whose cells are placed on separate lines."""
         from rich.padding import Padding
         from rich.table import Table
         from rich.text import Text
@@ -245,8 +244,8 @@ class Screen:
         return lines
 
     def _lines(self, renderable: Any, trailing: int = 0) -> list[str]:
-        """The lines of what rich renders, without trailing spaces, of which each line may have `trailing`: rich also
-        counts the gap after the last column.
+        """The lines that rich renders, without trailing spaces. `trailing`: additional width for spaces that are cut,
+        as rich counts the gap after the last column.
         """
         console = self._rich()
         options = console.options.update(width=(self.width or WIDEST) + trailing)
@@ -262,7 +261,7 @@ class Screen:
 
 
 def _least(columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int]) -> int:
-    """The least width of these columns."""
+    """The minimum total width of these columns."""
     least = [min(widths[at], NARROWEST) if columns[at].free else widths[at] for at in shown]
     return sum(least) + len(GAP) * (len(least) - 1)
 

@@ -1,4 +1,4 @@
-"""Errors of commands: each is shown as one line, without a traceback."""
+"""Errors of commands, which are shown as one line without a traceback."""
 
 
 class Failed(Exception):

@@ -1,6 +1,6 @@
-"""Files with the value of an input: arrays, JSON, images, raw bytes.
+"""Reads the value of an input from a file: an array, JSON, an image, or raw bytes.
 
-Invariant: the suffix of a file decides how it is read, never its content.
+Invariant: only the suffix of a file decides how it is read, never its content.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ RAW = (".bin", ".raw")
 
 
 def from_file(path: Path, spec: Spec) -> Any:
-    """By the file's suffix: .npy, .json (the value), an image, or raw bytes (.bin, .raw). For a BYTES input, every file
-    but .npy and .json is one string.
+    """Reads a file by its suffix: .npy, .json (the value), an image, or raw bytes (.bin, .raw). For a BYTES input, any
+    other file than .npy and .json is one string.
     """
     suffix = path.suffix.lower()
     readers: dict[str, Callable[[Path, Spec], Any]] = {".npy": _npy, ".json": _json}
@@ -58,7 +58,7 @@ def _raw(path: Path, spec: Spec) -> Any:
 
 
 def from_stdin(spec: Spec) -> Any:
-    """Raw bytes: one string for a BYTES input, else the tensor's bytes."""
+    """Reads raw bytes: one string for a BYTES input, otherwise the bytes of the tensor."""
     data = sys.stdin.buffer.read()
     if spec["datatype"] == "BYTES":
         return fit(objects([data], (1,)), spec)
@@ -66,7 +66,7 @@ def from_stdin(spec: Spec) -> Any:
 
 
 def _numbers(data: bytes, where: str, spec: Spec) -> Any:
-    """A tensor from its bytes, little-endian."""
+    """Converts little-endian bytes to a tensor."""
     dtype = np.dtype(np.uint16) if spec["datatype"] == "BF16" else to_numpy(spec["datatype"])
     if len(data) % dtype.itemsize:
         raise Misuse(f"input '{spec['name']}': {where} has {len(data)} bytes, not a multiple of {dtype.itemsize}")
@@ -74,7 +74,8 @@ def _numbers(data: bytes, where: str, spec: Spec) -> Any:
 
 
 def _image(path: Path, spec: Spec) -> Any:
-    """Pixels in the layout and size of the input: [.., 3, H, W] or [.., H, W, 3], 1 for grey; floats from 0 to 1."""
+    """Reads pixels in the layout and size of the input: [.., 3, H, W] or [.., H, W, 3], with 1 instead of 3 for grey.
+    Floats are from 0 to 1."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:

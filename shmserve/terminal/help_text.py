@@ -1,4 +1,4 @@
-"""Help that fits a terminal of 24 lines and 80 columns: what each option does, in one line."""
+"""Help texts for a terminal of 24 lines and 80 columns, with one line for each option."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 WIDTH = 80
 WIDEST = 100
 LEFT = 29
-"""The most columns for the names of options."""
+"""Maximum number of columns for option names."""
 
 
 def width() -> int:
@@ -17,7 +17,7 @@ def width() -> int:
 
 
 def rows(pairs: Sequence[tuple[str, str]], indent: int = 2) -> list[str]:
-    """Names and what they mean, in two columns. The lines of a longer text are indented like its first."""
+    """Names and their descriptions in two columns. Wrapped lines are indented like the first."""
     left = min(LEFT, max((len(name) for name, _ in pairs), default=0)) + indent + 2
     lines: list[str] = []
     for name, text in pairs:
@@ -31,8 +31,8 @@ def rows(pairs: Sequence[tuple[str, str]], indent: int = 2) -> list[str]:
 
 
 def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    """`; did you mean ...?`, or nothing if no known word is like this one."""
-    from difflib import get_close_matches  # only after a mistake
+    """`; did you mean ...?`, or "" if no known word is similar."""
+    from difflib import get_close_matches  # needed only after a mistake
 
     near = get_close_matches(word, known, 1, cutoff)
     return f"; did you mean {near[0]}?" if near else ""

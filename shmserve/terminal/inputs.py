@@ -1,4 +1,4 @@
-"""Inputs of a model from arguments, from files, and from a random generator.
+"""Inputs of a model, from arguments, files, or a random generator.
 
 Invariant: dtype and shape come from the model's metadata; a value that does not fit is an error, never converted.
 """
@@ -24,14 +24,14 @@ from shmserve.terminal.tables import bytes_text, shape_text
 from shmserve.terminal.values import FLOATS, Spec, from_text, from_value, matches, number, objects, rounded
 
 Arrays = dict[str, NDArray[Any]]
-"""Input name -> array. BF16 as its bits, uint16."""
+"""Input name -> array; BF16 as uint16 bits."""
 
 RANDOM_BELOW = 100
 RANDOM_LETTERS = 8
 WIDE_BYTES = 8
-"""Bytes of a random number, before it is converted to the input's dtype."""
+"""Size of a random number before it is converted to the input's dtype."""
 STRING_BYTES = 8 + RANDOM_LETTERS + 33
-"""Bytes of a random string, as an object, and of the reference to it."""
+"""Size of a random string as a Python object, with a reference to it."""
 
 
 class InputSource(NamedTuple):
@@ -45,7 +45,7 @@ class InputSource(NamedTuple):
     seed: int | None = None
 
     def check(self) -> None:
-        """Checks what does not depend on the model."""
+        """Checks the arguments that do not depend on the model."""
         if self.file == "-" and any(text.endswith("=@-") for text in self.texts):
             raise Misuse("standard input can be read only once: give either - or --input NAME=@-")
         if not self.random:
@@ -73,7 +73,7 @@ def _spec(known: Mapping[str, Spec], name: str) -> Spec:
 
 
 def inputs(source: InputSource, model: str, known: Mapping[str, Spec], largest: Callable[[], int]) -> Arrays:
-    """All inputs of one request. `largest` returns the model's max_batch_size; it is only called if needed."""
+    """All inputs of one request. `largest` returns the model's max_batch_size, and is called only if needed."""
     arrays: Arrays = {}
     if source.file is not None:
         arrays.update(from_json(source.file, known))
@@ -136,7 +136,7 @@ def from_json(file: str, known: Mapping[str, Spec]) -> Arrays:
 def random(
     known: Mapping[str, Spec], batch: int | None, shapes: Mapping[str, tuple[int, ...]], seed: int | None
 ) -> Arrays:
-    """Random data for these inputs. Variable dims are 1, the first one `batch`."""
+    """Random data for these inputs. Variable dims are 1, but a variable first dim is `batch` if given."""
     generator = np.random.default_rng(seed)
     return {name: _random(spec, shapes.get(name) or _shape(spec, batch), generator) for name, spec in known.items()}
 
@@ -181,7 +181,7 @@ def _random(spec: Spec, shape: tuple[int, ...], generator: np.random.Generator) 
 
 
 def _check_size(name: str, shape: tuple[int, ...], item_bytes: int) -> None:
-    """Misuse if the data cannot fit into this machine's memory."""
+    """Raises Misuse if the data cannot fit into this machine's memory."""
     size = math.prod(shape) * item_bytes
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > machine:

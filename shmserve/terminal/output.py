@@ -1,6 +1,7 @@
 """Prints the outputs of a model as a table or as JSON, or writes them to files.
 
-Invariant: no value is changed silently. What .npy cannot hold is an error; what JSON cannot express becomes a string.
+Invariant: no value is changed silently. Values that .npy cannot hold are errors; values that JSON cannot express become
+strings.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from shmserve.terminal.tables import duration_text, plain_text, shape_text, tabl
 
 Outputs = Mapping[str, NDArray[Any]]
 Dtypes = Mapping[str, str]
-"""Output name -> data type, as in the model's metadata. numpy has no BF16, so the array alone is not sufficient."""
+"""Output name -> data type from the model's metadata. The array alone is not sufficient, as numpy has no BF16."""
 Files = Mapping[str, Path]
-"""Output name -> the file that has its values; empty: the values are printed."""
+"""Output name -> the file with its values. If empty, the values are printed."""
 
 
 def _dtype(name: str, array: NDArray[Any], dtypes: Dtypes) -> str:
@@ -31,7 +32,7 @@ def _dtype(name: str, array: NDArray[Any], dtypes: Dtypes) -> str:
 
 
 def _plain(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The array for printing: BF16 is converted to float32, as numpy would print its bits."""
+    """The array to print. Converts BF16 to float32, as numpy would print its bits."""
     return from_bfloat16(array) if dtype == "BF16" else array
 
 
@@ -45,7 +46,7 @@ def outputs_table(outputs: Outputs, dtypes: Dtypes, files: Files) -> str:
 
 
 def timing(seconds: Sequence[float]) -> str:
-    """One line about the duration of one request, or about median and 99th percentile of several."""
+    """One line with the duration of one request, or with the median and 99th percentile of several."""
     if len(seconds) == 1:
         return duration_text(seconds[0])
     median, p99 = statistics.median(seconds), percentile(seconds, 99)
@@ -53,7 +54,7 @@ def timing(seconds: Sequence[float]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank percentile: the smallest value v so that at least `share` percent of the values are <= v."""
+    """The nearest-rank percentile: the smallest value v such that at least `share` percent of the values are <= v."""
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
 
 
@@ -76,7 +77,7 @@ def document(
 
 
 def as_json(value: Any) -> Any:
-    """Converts NaN, infinities and bytes to strings, as JSON has none of them."""
+    """Converts NaN, infinities and bytes, which JSON lacks, to strings."""
     if isinstance(value, list):
         return [as_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -85,7 +86,8 @@ def as_json(value: Any) -> Any:
 
 
 def file_name(output: str) -> str:
-    """The file of an output. Slashes and other special characters are replaced, so that it stays in its directory."""
+    """The file name for an output. Replaces slashes and other special characters, so that the file stays in its
+    directory."""
     return re.sub(r"[^\w.-]", "_", output).lstrip(".") + ".npy"
 
 

@@ -1,4 +1,4 @@
-"""Standard streams of a command that are closed, cannot be written, or cannot encode a text."""
+"""Handles standard streams of a command that are closed, cannot be written, or cannot encode a text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def prepare() -> None:
-    """Opens /dev/null for each standard stream that is closed (`>&-`): otherwise the next file or socket would get its
-    number, and receive what a child process prints. Escapes characters that the encoding of the terminal lacks."""
+    """Opens /dev/null for each standard stream that is closed (`>&-`). Otherwise the next file or socket would get its
+    number, and the output of child processes. Escapes characters that the encoding of the terminal lacks."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -27,8 +27,8 @@ def prepare() -> None:
 
 @contextmanager
 def errors_in_one_line(command: str) -> Iterator[None]:
-    """Ends the program with code 1 and one line at an error of the operating system, such as a full disk; without the
-    line if the reader of a pipe has closed it, as `head` does. Flushes standard output at the end of the block."""
+    """On an OSError, such as a full disk, prints one line and exits with code 1. Prints nothing if the reader of a pipe
+    has closed it, as `head` does. Flushes standard output at the end of the block."""
     try:
         try:
             yield
@@ -42,7 +42,7 @@ def errors_in_one_line(command: str) -> Iterator[None]:
 
 
 def error_text(error: OSError) -> str:
-    """The error without its number, after the name of its file."""
+    """The text of the error without its number, prefixed with its file name, if any."""
     text = error.strerror or str(error)
     return text if error.filename is None else f"{os.fsdecode(error.filename)}: {text}"
 
@@ -56,7 +56,7 @@ def _of_command(error: OSError) -> str:
 
 
 def _flush_or_discard() -> None:
-    """Text that standard output has not taken is discarded: the interpreter would try again at exit."""
+    """Flushes standard output, or discards text that it does not accept, which the interpreter would write at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -17,7 +17,7 @@ STRING = 40
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
-    """Align the columns; those in `right` are right-aligned. Lines have no trailing spaces."""
+    """Aligns the columns, those in `right` to the right. Lines have no trailing spaces."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     texts = []
@@ -36,7 +36,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def values_text(array: np.ndarray[Any, Any], first: int = FIRST) -> str:
-    """The first values in row-major order, and the total number if there are more."""
+    """The first values in row-major order, and the total number if not all are shown."""
     shown = " ".join(value_text(value) for value in array.reshape(-1)[:first].tolist())
     return f"{shown} ... ({array.size:,} values)" if array.size > first else shown or "(no values)"
 
@@ -65,7 +65,7 @@ def plain_text(value: bytes | str) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """In s with two decimals, or in ms or us with up to three significant digits."""
+    """A duration in s with two decimals, or in ms or us with up to three significant digits."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     if seconds >= 0.001:
@@ -75,7 +75,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(size: int) -> str:
-    """Up to three significant digits, in bytes or binary units up to TiB."""
+    """A size with up to three significant digits, in bytes or binary units up to TiB."""
     value, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while value >= 999.5 and len(units) > 1:
         value /= 1024

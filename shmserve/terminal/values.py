@@ -1,4 +1,4 @@
-"""Values of a model's inputs: from text, from JSON, and arrays that are adapted to the model's shape.
+"""Converts text and JSON to values of a model's inputs, and adapts arrays to the model's shape.
 
 Invariant: dtype and shape come from the model's metadata; a value that does not fit is an error, never converted.
 """
@@ -21,14 +21,14 @@ from shmserve.terminal.errors import Misuse
 from shmserve.terminal.tables import shape_text
 
 Spec = Mapping[str, Any]
-"""A tensor in the metadata: name, datatype, shape."""
+"""A tensor's entry in the metadata: name, datatype, shape."""
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
 SHOWN = 60
-"""The most characters of a refused value to show."""
+"""Maximum number of characters shown of an invalid value."""
 
 
 def from_text(text: str, spec: Spec) -> Any:
-    """A JSON literal, or values separated by commas or spaces; for BYTES, the text itself if it is not JSON."""
+    """Parses a JSON literal, or values separated by commas or spaces. For BYTES, text that is not JSON is the value."""
     try:
         value = json.loads(text, parse_float=number)
     except (ValueError, RecursionError):
@@ -53,7 +53,7 @@ def _word(word: str, spec: Spec) -> int | float | bool:
 
 
 def number(text: str) -> float:
-    """ValueError if a finite number overflows to infinity."""
+    """Parses a float. Raises ValueError if a finite number overflows to infinity."""
     value = float(text)
     if math.isinf(value) and "inf" not in text.lower():
         raise ValueError(f"{_short(text)} is too large for a number")
@@ -96,7 +96,7 @@ def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> An
 
 
 def _flatten(value: Any, flat: list[Any], name: str, dims: int) -> tuple[int, ...]:
-    """Appends the leaves to `flat` and returns the shape. Misuse if lists have different lengths."""
+    """Appends the leaves to `flat` and returns the shape. Raises Misuse if lists have different lengths."""
     if not isinstance(value, list):
         flat.append(value)
         return ()
@@ -128,7 +128,7 @@ def _integers(flat: list[Any], spec: Spec) -> NDArray[Any]:
 
 
 def rounded(values: NDArray[np.float64], spec: Spec) -> Any:
-    """Converts to the model's precision; Misuse if a finite number overflows."""
+    """Converts to the model's precision. Raises Misuse if a finite number overflows."""
     dtype = spec["datatype"]
     single = np.dtype(np.float32) if dtype == "BF16" else to_numpy(dtype)
     with np.errstate(over="ignore"):
