@@ -35,7 +35,7 @@ class ServeError(Exception):
 
 
 class InvalidRequest(ServeError):
-    """The request is invalid. A retry fails again."""
+    """The request is invalid. Retrying it does not help."""
 
     code = "INVALID_ARG"
 
