@@ -1,7 +1,7 @@
 """Fault injection: kinds of faults and their frequencies.
 
-Invariant: each fault has its own random number generator, so adding a fault to a plan does not change arrivals or
-service times.
+Invariant: faults are drawn from separate random number generators, so adding a fault to a plan does not change arrivals
+or service times.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Load(Struct, frozen=True):
 
     `rows` and `lengths` are ranges from which the number of rows and the size of each -1 dim of the inputs are drawn
     uniformly. With `sequence` (min, max), each arrival starts a sequence of that many requests, each sent `gap_ns`
-    after the previous response. `distinct`: number of different inputs, which matters for the response cache only; 0:
+    after the previous response. `distinct`: number of different inputs, which matters only for the response cache; 0:
     all differ.
     """
 

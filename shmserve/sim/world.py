@@ -119,7 +119,7 @@ class World:
         self._turn(inbox)
 
     def take_empty_turn(self) -> None:
-        """The broker was woken by its timer."""
+        """Accounts for the time of a turn without messages, when the broker was woken by its timer."""
         self.free = max(self.free, self.now + self.plan.turn_ns)
 
     # ------------------------------------------------------------------------------------ the load

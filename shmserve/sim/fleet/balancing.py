@@ -17,7 +17,7 @@ POINTS = 64
 """Points of each server on the ring."""
 _MASK = (1 << 64) - 1
 AGAIN = 4
-"""Draws to avoid a server that just failed a request."""
+"""Number of extra draws to avoid a server that just failed a request."""
 
 
 class Ring:

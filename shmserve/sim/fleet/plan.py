@@ -48,7 +48,7 @@ class Autoscale(Struct, frozen=True):
 
 class FleetPlan(Struct, frozen=True, kw_only=True):
     """`model` has the instances of one server. Arrivals end after `seconds` or `requests`, whichever is first (0: no
-    limit), and the simulation when all have been answered.
+    limit). The simulation ends when all requests have been answered.
 
     `balancers`: each gets its share of the requests, and knows its own requests in flight. With `report_ns`, servers
     report their requests in flight at this interval, and a balancer adds those that it has sent since.

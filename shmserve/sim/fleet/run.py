@@ -57,7 +57,7 @@ class Node(Struct, eq=False):
 
 
 def simulate_fleet(plan: FleetPlan, progress: Progress | None = None) -> FleetResult:
-    """Runs the plan. `progress` is called now and then."""
+    """Runs the plan. `progress` is called every PROGRESS_EVERY arrivals."""
     plan.check()
     with _no_collector():
         return Fleet(plan, progress).run()

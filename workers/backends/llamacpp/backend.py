@@ -62,9 +62,9 @@ class LlamaCpp(SeparateBackend):
         super().__init__(context)
         self._engine: Engine | None = None
         self._free = 0
-        """Slots without a request. With the turn."""
+        """Number of free slots. Guarded by the turn."""
         self._threads: set[threading.Thread] = set()
-        """Threads that run a request. With the turn."""
+        """Threads that run a request. Guarded by the turn."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         inputs, outputs = {entry.name for entry in config.input}, {entry.name for entry in config.output}

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import xllamacpp
 
 _SILENT, _ERRORS = 0, 1
-"""How much the engine logs."""
+"""Log levels of the engine."""
 
 
 class Engine:

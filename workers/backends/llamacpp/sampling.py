@@ -16,7 +16,7 @@ TEXT_MAX_TOKENS = 16
 LOGPROBS = 20
 """Maximum number of alternatives for a token."""
 CHOICES = 1000
-"""The most texts of `choice`: the engine tries each at each token."""
+"""Maximum number of texts in `choice`: the engine tries each of them at each token."""
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 

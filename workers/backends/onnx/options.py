@@ -1,7 +1,7 @@
 """Converts a model's configuration to a plan for ONNX Runtime: providers, session options, run options.
 
 Invariant: pure functions from texts to a plan. The engine is not imported; its capabilities are arguments. Each
-parameter has a row in the table, with the check of its value; the tables of docs/onnx.md are made from these rows.
+parameter has a row in a table, with the check of its value; the tables in docs/onnx.md are generated from these rows.
 """
 
 from __future__ import annotations
@@ -127,8 +127,7 @@ def plan(
     setting: Callable[[str], str] = lambda key: "",
 ) -> SessionPlan:
     """`available`: the providers of this engine. `threads`: the CPU limit of this instance. `setting`: returns a value
-    of
-    --backend-config, or ""."""
+    of --backend-config, or ""."""
     given = {key: entry.string_value for key, entry in config.parameters.items()}
     values = {key: _value(given, key) for key in PARAMETERS}
     for key in SETTINGS:
