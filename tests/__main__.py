@@ -1,4 +1,5 @@
-"""`python -m tests` runs the whole suite, with three pytest-xdist workers on two cores; with arguments it is pytest."""
+"""`python -m tests` runs the whole suite, with three pytest-xdist workers on two cores. Arguments are passed to
+pytest."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from tests import ROOT
 
 CODE = ("shmserve", "workers", "repo", "clients", "bench", "tests")
 MOST = 8
-"""Workers: tests start servers, some with engines that need a gigabyte."""
+"""Maximum number of workers: tests start servers, some with engines that need a gigabyte."""
 ELSEWHERE = ("--ignore=tests/browser", "--ignore=tests/fleet", "--ignore=tests/deploy", "--ignore=tests/package")
-"""They need a browser, balancers, containers or interpreters, and have targets of their own."""
+"""These need a browser, balancers, containers or interpreters, and have separate make targets."""
 PYTEST = [sys.executable, "-m", "pytest"]
 
 
 def compile_all() -> None:
-    """Otherwise, if PYTHONDONTWRITEBYTECODE is set, each of some thousand processes compiles a hundred files."""
+    """Compiles all files. Otherwise, with PYTHONDONTWRITEBYTECODE, each of some thousand processes compiles a hundred
+    files."""
     for name in CODE:
         compileall.compile_dir(ROOT / name, quiet=1)
 
@@ -26,7 +28,8 @@ def compile_all() -> None:
 def parallel() -> list[str]:
     # More than cores: a test that starts a server waits about as long as it computes.
     workers = max(2, min(len(os.sched_getaffinity(0)) * 3 // 2, MOST))
-    # In order: conftest.py puts the long tests first. The timeout is a safety net that shows the stacks of a test.
+    # Without reordering, because conftest.py puts the long tests first. The timeout is a safety net that shows the
+    # stacks of a test.
     return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--timeout", "300", *ELSEWHERE]
 
 

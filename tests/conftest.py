@@ -1,4 +1,4 @@
-"""What every test of the suite has: the leak check, and pytester for the tests of the leak check itself."""
+"""Shared by all tests: the leak check, and pytester for the tests of the leak check itself."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 from tests.support.hypothesis_profiles import load_profile
 
-# Read when onnxruntime is imported: without it the engine keeps a database and an uploading thread in this process.
+# Read when onnxruntime is imported. Without it, the engine keeps a database and an upload thread in this process.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
-# What commands print is compared with text without colours.
+# Expected output has no colours.
 for variable in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"):
     os.environ.pop(variable, None)
 
-# A job that a shell starts in the background ignores SIGINT, and so would every server that a test interrupts.
+# A background job of a shell ignores SIGINT, and so would every server that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # With PYTHONDONTWRITEBYTECODE, each worker would rewrite the assertions of all files: 15 s of processor time.
@@ -31,20 +31,20 @@ pytest_plugins = ("tests.support.leaks", "pytester")
 
 
 def pytest_collection_finish() -> None:
-    """The suite itself stays to the end: no collection need go through its objects, and tests make many."""
+    """The objects of the suite live until the end, so garbage collections need not scan them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long tests first: at the end they would keep one worker busy alone."""
+    """Runs the long tests first: at the end, a single worker would be busy with them."""
     items.sort(key=lambda item: item.get_closest_marker("stress") is None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """The tests of one file stay on one worker, for the fixtures they share; so do files with one `xdist_group`."""
+    """Keeps the tests of a file on one worker, because they share fixtures; also files with the same `xdist_group`."""
     from xdist.scheduler import LoadGroupScheduling
 
     class ByFile(LoadGroupScheduling):  # type: ignore[misc]  # xdist has no types

@@ -1,7 +1,8 @@
-"""`python -m tests.faults`: puts known faults into a copy of the source, one at a time; reports which the tests detect.
+"""`python -m tests.faults`: injects known faults into a copy of the source, one at a time, and reports which of them
+the tests detect.
 
-Run it before and after a change of the tests. A fault that was detected before must be detected afterwards. Each is
-run with the tests that `WHERE` selects for its package, until the first failure.
+Run it before and after a change to the tests: a fault that was detected before must still be detected. For each fault,
+the tests that `WHERE` selects for its package run until the first failure.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import NamedTuple
 from tests import ROOT
 
 LIMIT_S = 900
-"""For the tests of one fault. A fault that makes them hang is detected as well."""
+"""Time limit for the tests of one fault. A fault that makes them hang counts as detected."""
 
 
 class Fault(NamedTuple):
     name: str
     file: str
     old: str
-    """Occurs once in the file."""
+    """The text to replace, which occurs once in the file."""
     new: str
 
 
@@ -93,7 +94,7 @@ FAULTS = (
 
 
 def detected(fault: Fault, tree: Path) -> str:
-    """How; "" if all tests pass."""
+    """How the fault was detected; "" if all tests pass."""
     path = tree / fault.file
     text = path.read_text()
     if text.count(fault.old) != 1:
@@ -116,7 +117,7 @@ def detected(fault: Fault, tree: Path) -> str:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """The copy's packages come before those that are installed."""
+    """The copy's packages take precedence over installed ones."""
     return {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 

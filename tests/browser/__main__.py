@@ -1,7 +1,7 @@
 """`python -m tests.browser`: installs Chromium where that is permitted, and runs the tests here.
 
-Arguments are for pytest. Without a browser the tests are skipped, and pytest says so. It is driven directly, so no
-driver is needed.
+Arguments are passed to pytest. Without a browser the tests are skipped, and pytest says so. The tests control the
+browser directly, so no driver is needed.
 """
 
 from __future__ import annotations

@@ -20,11 +20,12 @@ from tests.support.gateway.running_gateway import Gateway
 
 SCREENSHOTS = ROOT / "build" / "screenshots"
 EVIL = "evil.example"
-"""A name that its owner has rebound to this machine."""
+"""A host name that its owner has rebound to this machine."""
 
 
 class Site(NamedTuple):
-    """The server with its gateway. `token`: with all roles; without one, callers may run models and see the page."""
+    """The server with its gateway. `token`: a token with all roles. Without a token, callers may run models and see the
+    page."""
 
     server: Server
     gateway: Gateway
@@ -71,6 +72,6 @@ def tab(browser: Chromium, site: Site) -> Iterator[Tab]:
 
 
 def take(tab: Tab, name: str) -> None:
-    """A picture of the page for people: in build/screenshots, or the folder SHMSERVE_SCREENSHOTS."""
+    """Saves a screenshot of the page in build/screenshots, or in the folder SHMSERVE_SCREENSHOTS."""
     folder = Path(os.environ.get("SHMSERVE_SCREENSHOTS", SCREENSHOTS))
     tab.screenshot(folder / f"{name}.png")

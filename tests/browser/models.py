@@ -1,4 +1,4 @@
-"""The models of the browser tests. Each answers in a way that a test can compute by itself."""
+"""The models of the browser tests. A test can compute the response of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TritonPythonModel:
                 sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", words[at : at + 1])]))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-"""Answers with each word of the request, one after another."""
+"""Responds with the words of the request, one after another."""
 LABELS = ("red", "green", "blue")
 HOSTILE = "<img id=injected src=x onerror=alert(1)> & 'no'"
 

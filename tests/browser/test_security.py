@@ -1,5 +1,5 @@
-"""What a hostile page can do to the server through a user's browser: in a real browser, with pages of other origins on
-a web server of the test."""
+"""What a hostile page can do to the server through a user's browser. Uses a real browser, and a web server with pages
+of other origins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ REQUEST = json.dumps({"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP3
 
 @pytest.fixture(scope="module")
 def evil(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a web server with a hostile page. A process of its own, as browsers open connections in advance."""
+    """The port of a web server with a hostile page. It is a separate process, because browsers open connections in
+    advance."""
     command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"]
     folder = tmp_path_factory.mktemp("evil")
     (folder / "index.html").write_text("<!doctype html><title>evil</title>")
@@ -38,14 +39,14 @@ def evil(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @pytest.fixture
 def page(browser: Chromium) -> Iterator[Tab]:
-    """A page whose faults are expected."""
+    """A page whose errors are expected."""
     tab = Tab(browser, "")
     yield tab
     tab.close()
 
 
 def send(tab: Tab, method: str, url: str, body: str | None, kind: str, mode: str) -> str:
-    """The status that the page sees, or what kept it from seeing one."""
+    """The status that the page sees, or the error that kept it from seeing one."""
     options = {"method": method, "mode": mode, "body": body, "headers": {"Content-Type": kind} if body else {}}
     seen = "(answer) => answer.type + ' ' + answer.status"
     return str(tab.evaluate(f"fetch({json.dumps(url)}, {json.dumps(options)}).then({seen}, String)"))
@@ -65,7 +66,7 @@ def is_ready(site: Site) -> bool:
 @pytest.mark.parametrize("name", [EVIL, "localhost"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json"])
 def test_a_page_of_another_origin_changes_nothing(page: Tab, site: Site, evil: int, name: str, kind: str) -> None:
-    """Also one on another port of the same host, which browsers take for the same site."""
+    """This includes a page on another port of the same host, which browsers treat as the same site."""
     page.open(f"http://{name}:{evil}/")
     before = successes(site)
     for mode in ("no-cors", "cors"):
@@ -95,7 +96,7 @@ def test_a_form_of_another_origin_changes_nothing(page: Tab, site: Site, evil: i
 
 
 def test_a_name_that_was_rebound_to_this_machine_reaches_nothing(page: Tab, site: Site) -> None:
-    """The browser takes the server for the page's own origin, and would show it all answers."""
+    """The browser treats the server as the page's own origin, and would show all responses to the page."""
     rebound = f"http://{EVIL}:{site.gateway.http}"
     for path in ("/", "/page/app.js", "/v2", "/v2/models/numbers/config"):
         page.open(rebound + path)

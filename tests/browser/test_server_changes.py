@@ -1,4 +1,4 @@
-"""The page while the server under it changes: a thousand models, and gateways and servers that go and come back."""
+"""The page while its server changes: a thousand models, and gateways and servers that stop and return."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ask(server: Server, model: str) -> None:
 
 @pytest.fixture(scope="module")
 def thousand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Gateway]]:
-    """Ensembles of one model, so that there are not as many processes."""
+    """A thousand ensembles of one model, which need only a few processes."""
     repository = tmp_path_factory.mktemp("thousand") / "models"
     write_numbers(repository)
     for number in range(MODELS):

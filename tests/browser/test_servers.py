@@ -1,5 +1,5 @@
-"""The page for several servers: two that know each other, one that needs a token, one that is not there, and one that
-takes connections but never answers."""
+"""The page for several servers: two that know each other, one that needs a token, one that does not run, and one that
+accepts connections but never answers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Try it: the form that the page makes from a model's metadata, what it shows of the answer, and the code for the same
-call, which is run."""
+""" "Try it": the form that the page makes from a model's metadata, how it shows the response, and the code for the same
+call, which the tests run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOP, BOTTOM = (250, 60, 20), (10, 40, 130)
 
 @pytest.fixture
 def picture(tmp_path: Path) -> Path:
-    """Twice as wide and high as the model `colours` wants it, with other colours in its lower half."""
+    """A picture twice as wide and high as the input of the model `colours`, with other colours in its lower half."""
     pixels = np.empty((64, 48, 3), np.uint8)
     pixels[:32], pixels[32:] = TOP, BOTTOM
     path = tmp_path / "two colours.png"
@@ -45,7 +45,7 @@ def run(tab: Tab, result: str) -> None:
 
 
 def code(tab: Tab, language: str, *parts: str) -> str:
-    """The code, once it has these parts."""
+    """The displayed code, once it has these parts."""
     wanted = json.dumps(parts)
     return str(
         tab.wait(
@@ -63,7 +63,7 @@ def execute(command: list[str], folder: Path, site: Site) -> str:
 
 
 def shares() -> list[float]:
-    """What the model `colours` answers for the picture."""
+    """The response of the model `colours` for the picture."""
     return list((np.array(TOP, np.float64) + np.array(BOTTOM)) / 2 / 255)
 
 
@@ -135,7 +135,7 @@ def test_numbers_are_answered_by_a_table(tab: Tab, site: Site, tmp_path: Path) -
 
 
 def test_texts_and_their_code(tab: Tab, site: Site, tmp_path: Path) -> None:
-    """Quotes of all kinds, backslashes and other alphabets, which shells and Python read in their own ways."""
+    """All kinds of quotes, backslashes and other alphabets, which shells and Python parse differently."""
     words = ["it's", 'a "quoted" \\n', "Größe 大きさ", "$HOME `id` <b>&amp;"]
     show(tab, "words")
     tab.write("[data-input=x]", json.dumps(words))

@@ -1,4 +1,4 @@
-"""What the page shows of versions that share requests, of numbers of instances that follow the load, and of sleep."""
+"""How the page shows versions that share requests, autoscaled instances, and sleeping models."""
 
 from __future__ import annotations
 

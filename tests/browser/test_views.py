@@ -1,4 +1,4 @@
-"""The views of the page in a real browser: what they show of a server at work, by mouse, keyboard and screen reader."""
+"""The views of the page in a real browser, with a server under load: by mouse, keyboard and screen reader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask(site: Site, model: str = "numbers", first: float = 1.0) -> None:
 
 
 def until(tab: Tab, condition: str, act: Callable[[], None]) -> None:
-    """Acts until the condition is true in the page."""
+    """Calls `act` until the condition is true in the page."""
     while not tab.evaluate(condition):
         act()
 

@@ -33,7 +33,7 @@ WAYS = [
 
 
 def ways(*links: str) -> pytest.MarkDecorator:
-    """Runs a test over these links only."""
+    """Runs a test over these links."""
     return pytest.mark.parametrize("way", [way for way in WAYS if way.split()[1] in links], indirect=True)
 
 

@@ -1,6 +1,6 @@
 """Models with an optional input, and slow models, for each backend.
 
-`adding` is a + b, or a + 100 without b; `slow` is y = x after a while.
+`adding` computes a + b, or a + 100 without b; `slow` returns y = x after a while.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Make = Callable[[Path], ModelConfig]
 X = {"x": ("FP32", (-1,))}
 Y = {"y": ("FP32", (-1,))}
 CHAIN, CHAINS = 2000, 100
-"""Nodes in a tree, and trees, of the slow tree model."""
+"""Nodes per tree, and number of trees, of the slow tree model."""
 TIMES, SIDE = 24, 512
 """A slow model multiplies TIMES diagonal matrices of this side, so that the result is known."""
 
@@ -103,7 +103,7 @@ def openvino_slow(folder: Path) -> ModelConfig:
 
 
 def openvino_adding(folder: Path) -> ModelConfig:
-    """Refused: a model of OpenVINO has no optional inputs."""
+    """Refused: models of OpenVINO has no optional inputs."""
     from openvino import opset13
 
     a, b = openvino_input("a", "FP32", [-1, 2]), openvino_input("b", "FP32", [-1, 2])
@@ -136,7 +136,7 @@ def torch_slow(folder: Path) -> ModelConfig:
 
 
 def trees_slow(folder: Path) -> ModelConfig:
-    """Adds nothing by many trees, each a chain of nodes."""
+    """A sum of zeros over many trees, each a chain of nodes."""
     import treelite
     from treelite.model_builder import Metadata, ModelBuilder, PostProcessorFunc, TreeAnnotation
 
@@ -185,7 +185,7 @@ def tensorflow_slow(folder: Path) -> ModelConfig:
 
 
 def tflite_adding(folder: Path) -> ModelConfig:
-    """Refused: a model of LiteRT has no optional inputs."""
+    """Refused: models of LiteRT has no optional inputs."""
     tflite_models.adding(folder)
     return adding_config("tflite")
 
@@ -198,7 +198,7 @@ def tflite_slow(folder: Path) -> ModelConfig:
 
 
 def paddle_adding(folder: Path) -> ModelConfig:
-    """Refused: a model of PaddlePaddle has no optional inputs."""
+    """Refused: models of PaddlePaddle has no optional inputs."""
     paddle_models.adding(folder)
     return replace(adding_config("paddle"), default_model_filename="model.json")
 

@@ -42,7 +42,7 @@ def values(worker: WorkerProcess, row: Row) -> list[Any]:
 
 
 def ended(worker: WorkerProcess) -> int:
-    """The exit code, also if the worker exited before it read all messages."""
+    """The exit code, even if the worker exited before it read all messages."""
     try:
         return worker.ended()
     except ConnectionResetError:
@@ -56,7 +56,7 @@ def test_every_backend_is_in_every_table() -> None:
 
 @kinds(ADDING)
 def test_an_optional_input(kind: Kind, tmp_path: Path) -> None:
-    """Requests with and without it in one batch, and a stop while batches wait."""
+    """Requests with and without the input in one batch, and a stop while batches wait."""
     needs(kind)
     with WorkerProcess(ADDING[kind.name](tmp_path), tmp_path) as worker:
         worker.loaded()

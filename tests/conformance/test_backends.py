@@ -1,4 +1,4 @@
-"""What every backend must do, through a real worker process. Expected values come from numpy.
+"""Requirements for every backend, tested through a real worker process. Expected values come from numpy.
 
 Each backend has a model whose outputs are its inputs, with all data types in one model.
 """
@@ -39,7 +39,7 @@ class Echo:
         self.numbers = itertools.count(1)
 
     def arrays(self, shape: tuple[int, ...], seed: int = 0) -> dict[str, Array]:
-        """Inputs of this shape, with the width that the model has if it has only one."""
+        """Inputs of this shape, with the model's width if it supports only one."""
         return arrays_of(self.dtypes, (*shape[:-1], self.kind.width or shape[-1]), seed)
 
     def grow(self, shape: tuple[int, ...], rows: int) -> None:
@@ -71,7 +71,7 @@ class Echo:
             assert tensor.shape == expected.shape
             found = self.worker.array(tensor, to_numpy(dtype))
             assert np.array_equal(found, expected), tensor.name
-            # Small outputs are in the message; memory of the worker is returned.
+            # Small outputs are in the message; memory of the worker must be returned.
             if isinstance(tensor.data, bytes):
                 assert len(tensor.data) <= INLINE_BYTES
             else:
@@ -107,7 +107,7 @@ def batched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module", params=ECHOES)
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Echo]:
-    """Without a batch dimension."""
+    """A model without a batch dimension."""
     kind, dtypes = request.param
     needs(kind)
     folder = tmp_path_factory.mktemp("model")
@@ -145,7 +145,7 @@ def test_shared_and_inline_inputs_in_one_batch(batched: Echo) -> None:
 
 
 def test_requests_that_do_not_stack_run_apart(batched: Echo) -> None:
-    """The broker does not send them together; if it did, each would still get its own outputs."""
+    """The broker never batches such requests. If it did, each would still get its own outputs."""
     batched.round_trip(*[batched.arrays((1, width)) for width in (3, 4, 3, 1200)])
 
 
@@ -237,7 +237,7 @@ def test_each_audience_has_its_own_memory(plain: Echo) -> None:
             assert audiences[segment].audience == audience
             name = audiences[segment].name
             assert (name is not None) == audience.startswith("posix")
-            if name is not None:  # another user's, who may read it as a member of the server's group
+            if name is not None:  # owned by another user, who may read it as a member of the server's group
                 found = Path("/dev/shm", name.lstrip("/")).stat()
                 assert stat.S_IMODE(found.st_mode) == 0o640
                 assert found.st_gid == os.getegid()
@@ -283,7 +283,7 @@ WIDTH = 4
 
 
 def bad_tensors(dtype: str, size: int, handle: Handle) -> list[tuple[Tensor, str, str]]:
-    """Wrong descriptions of one input of shape (1, WIDTH), whose bytes are at a handle."""
+    """Wrong descriptions of an input of shape (1, WIDTH) whose bytes are at a handle."""
     wrong = "FP64" if dtype != "FP64" else "FP32"
     segment, offset = handle.segment, handle.offset
 

@@ -144,7 +144,7 @@ def test_an_unanswered_request_is_sent_again(
     if link == "lane":
         result = client.infer("die", inputs)
         assert broker.deaths == 1
-    else:  # ZeroMQ: a connection ends only with the server
+    else:  # with ZeroMQ, a connection ends only with the server
         future = client.submit("hold", inputs)
         broker.parked.get(timeout=20)
         broker.stop()
@@ -159,7 +159,7 @@ def test_an_unanswered_request_is_sent_again(
     if link in ("lane", "ipc"):
         owners = {place_of(tensor).segment >> OWNER_SHIFT for tensor in broker.requests[-1].inputs}
         assert owners == {broker.owners}, "all in segments of the new connection"
-    del received  # of the old connection: it is not returned on the new one
+    del received  # belongs to the old connection: it is not returned on the new one
     gc.collect()
     client.flush()
     client.infer("echo", {"own": own})

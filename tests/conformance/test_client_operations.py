@@ -133,7 +133,7 @@ def test_an_operation_is_not_repeated_after_the_connection_is_lost(client: Any, 
 def test_requests_of_other_threads_continue_during_an_operation(
     client: Any, operations: Operations, broker: FakeBroker
 ) -> None:
-    """While its body is sent, and while its answer is awaited."""
+    """Tested while the body is sent, and while the client waits for the answer."""
     client.live()
     broker.pongs = False
     found: list[Any] = []

@@ -113,7 +113,7 @@ def test_many_requests_in_flight(client: Any) -> None:
 
 
 def test_more_requests_than_buffers_hold_before_a_result_is_read(client: Any) -> None:
-    """4 KiB in each direction; the broker does not read while it cannot write."""
+    """Sends 4 KiB in each direction. The broker does not read while it cannot write."""
     x = np.zeros(1024, np.float32)
     futures = [client.submit("echo", {"x": x + number}) for number in range(1500)]
     for number, future in enumerate(futures):
@@ -209,7 +209,7 @@ def test_dropped_outputs_are_returned_once(client: Any, broker: FakeBroker) -> N
     assert len(broker.held_handles) == 2, "a slice keeps its output"
     del part, keep
     gc.collect()
-    client.infer("echo", {"x": np.int64(1)})  # returns go with the next message
+    client.infer("echo", {"x": np.int64(1)})  # returns are sent with the next message
     assert broker.held_handles == []
     assert [type(message).__name__ for message in broker.packets[-1]] == ["Return", "Infer"]
 

@@ -1,4 +1,4 @@
-"""What every kind of extent must do, and what the kinds with a descriptor or a name must do besides."""
+"""Requirements for every kind of extent, and additional ones for the kinds with a descriptor or a name."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_dropping_an_extent_closes_it(make: Callable[[int], Extent]) -> None:
 def test_more_than_the_machine_has_is_refused_before_allocation(
     make: Callable[[int], Extent], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel would allocate all memory, and then kill processes."""
+    """Otherwise the kernel would allocate all memory and then kill processes."""
 
     def never(*_: int) -> None:
         raise AssertionError("this test must not fill the machine")

@@ -87,7 +87,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[Path]:
-    """The runtime directory of a server for one test whose workers create named segments, which must end with it."""
+    """The runtime directory of a server for one test. Its workers create named segments, which must be removed with
+    it."""
     models.write(tmp_path, "identity", models.identity(), {})
     with serving(tmp_path) as served:
         yield served.runtime_dir
@@ -113,7 +114,7 @@ def test_inline_tensors_come_back_inline(server: Path, outputs: str) -> None:
 
 
 def results(client: WireClient, count: int) -> dict[int, Message]:
-    """The answers to that many requests, those in a ReplyBatch as Replies."""
+    """The answers to this many requests; those in a ReplyBatch are converted to Replies."""
     found: dict[int, Message] = {}
     while len(found) < count:
         message = client.read()
@@ -134,7 +135,7 @@ def results(client: WireClient, count: int) -> dict[int, Message]:
 
 
 def test_requests_in_a_batch_have_the_answers_of_requests_one_by_one(server: Path) -> None:
-    """Several batches, so that requests run together. Some have errors of their own."""
+    """Sends several batches, so that requests run together. Some requests are invalid."""
     with WireClient(server, "frames") as client:
         most = client.limits["batch_requests"]
         assert most > 1
@@ -232,7 +233,7 @@ def test_a_response_too_large_for_frames_is_refused(server: Path) -> None:
 
 
 def test_tensors_in_named_segments(own_server: Path) -> None:
-    """The input lies in the client's segment, the output in one of the server. It can be returned once."""
+    """The input is in the client's segment, the output in a segment of the server, which can be returned once."""
     x = floats(1_000_000)
     with WireClient(own_server, "posix") as client, Segment(client, x.tobytes()) as segment:
         for request in range(1, 4):

@@ -24,7 +24,7 @@ Message = list[Any]
 
 class WireClient:
     """One DEALER. `frames`: the frames after the last packet; `named`: the segments that the server has announced;
-    `batched`: how many ReplyBatches were read."""
+    `batched`: number of ReplyBatches read."""
 
     def __init__(self, server: Path, outputs: str, *, greet: bool = True) -> None:
         self._context: zmq.Context[Any] = zmq.Context()

@@ -34,7 +34,7 @@ def built() -> str:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository: samples, and the model "waits", which takes as many seconds as its input says."""
+    """A repository with samples and the model "waits", which takes as many seconds as its input says."""
     root = tmp_path_factory.mktemp("models")
     for name in samples.build(root, lambda text: None):
         if name not in SAMPLES:

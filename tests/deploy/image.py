@@ -1,6 +1,6 @@
 """The image, built by Podman from deploy/container/Dockerfile, without a network and without an image registry.
 
-The base is made of Debian's packages; wheels come from pip. Everything is in build/fleet.
+The base image is built from Debian's packages; wheels come from pip. Everything is in build/fleet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.system.apt import DEBIAN, run
 BASE = "localhost/debian-python"
 IMAGE = "localhost/shmserve"
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "setup.cfg", "shmserve", "workers", "repo", "clients", "wheels")
-"""As .dockerignore lists them."""
+"""The same files as in .dockerignore."""
 BUILD_S = 900
 RELEASE = Path("/etc/os-release")
 CONTEXT = PLACE / "context"
@@ -43,7 +43,7 @@ network_config_dir = "{networks}"
 
 
 class Unavailable(Exception):
-    """Containers cannot be built or run here, and why."""
+    """Containers cannot be built or run on this machine; the text says why."""
 
 
 class Failed(Exception):
@@ -51,7 +51,7 @@ class Failed(Exception):
 
 
 def podman(*words: str) -> list[str]:
-    """A command, with storage of its own."""
+    """A Podman command, with separate storage."""
     program = programs.podman()
     if program is None:
         raise Unavailable("Podman is not installed; `make test-fleet` installs it")
@@ -61,7 +61,7 @@ def podman(*words: str) -> list[str]:
 
 @cache
 def podman_environment() -> dict[str, str]:
-    """The configuration is found by HOME and a variable, as /etc is left alone."""
+    """The configuration is found through HOME and a variable, so that /etc stays unchanged."""
     unpacked, home = PLACE / "podman", PLACE / "home"
     folder = home / ".config" / "containers"
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,8 +82,8 @@ def call(*words: str, timeout_s: float = BUILD_S) -> str:
 
 @cache
 def build() -> str:
-    """The name of the image, which is built if its sources have changed. Unavailable if this machine lacks something;
-    Failed if the recipe does not work.
+    """The name of the image, which is built if its sources have changed. Raises Unavailable if this machine lacks
+    something, Failed if the Dockerfile does not work.
     """
     try:
         _make_base()
@@ -106,7 +106,8 @@ def build() -> str:
 
 
 def _make_base() -> None:
-    """Debian with the Python of this machine's release; the official image of Python is made of the same packages."""
+    """Makes the base: Debian with the Python of this machine's release, the same packages as in Python's official
+    image."""
     if not call("images", "--quiet", BASE):
         mmdebstrap, tar = programs.mmdebstrap(), PLACE / "base.tar"
         if mmdebstrap is None or not DEBIAN.is_file():
@@ -121,7 +122,7 @@ def _make_base() -> None:
 
 
 def _digest() -> str:
-    """Of what the recipe may copy."""
+    """A digest of all files that the Dockerfile may copy."""
     found = hashlib.sha256()
     for name in ("deploy/container", ".dockerignore", *SOURCES):
         for path in sorted([CONTEXT / name, *(CONTEXT / name).rglob("*")]):
@@ -136,7 +137,7 @@ def _release() -> dict[str, str]:
 
 
 def _make_context() -> None:
-    """What a fresh clone has, and wheels."""
+    """Makes the build context: the files of a fresh clone, and wheels."""
     requirements = hashlib.sha256((ROOT / "setup.cfg").read_bytes()).hexdigest()[:16]
     wheels = PLACE / f"wheels-{requirements}"
     if not wheels.exists():
@@ -156,7 +157,8 @@ def _make_context() -> None:
 
 
 def limits(memory: str = "2g", cpus: str = "2") -> list[str]:
-    """Those of processes too, as Podman's defaults are above what root may set without CAP_SYS_RESOURCE."""
+    """Resource limits. They include the number of processes, because Podman's default exceeds what root may set without
+    CAP_SYS_RESOURCE."""
     wanted = {"nofile": (resource.RLIMIT_NOFILE, 65536), "nproc": (resource.RLIMIT_NPROC, 4096)}
     words = ["--memory", memory, "--cpus", cpus]
     for name, (kind, most) in wanted.items():

@@ -44,7 +44,7 @@ def one(overlay: str, kind: str, name: str = "") -> Thing:
 
 
 def container(thing: Thing) -> Thing:
-    """The server's, of a Deployment."""
+    """The container of the server in a Deployment."""
     (found,) = thing["spec"]["template"]["spec"]["containers"]
     assert isinstance(found, dict)
     return found

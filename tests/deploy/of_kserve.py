@@ -1,4 +1,4 @@
-"""Run by the Python of `programs.CLUSTER`: calls a server with KServe's own clients.
+"""Calls a server with KServe's own clients; run by the Python of `programs.CLUSTER`.
 
 Arguments: the URL for HTTP, and address and port for gRPC. Prints a JSON object with what each call returned.
 """

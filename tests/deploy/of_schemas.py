@@ -1,7 +1,7 @@
-"""Run by the Python of `programs.CLUSTER`: checks Kubernetes objects, a JSON list on standard input, against schemas.
+"""Checks Kubernetes objects, a JSON list on standard input, against schemas; run by the Python of `programs.CLUSTER`.
 
-Prints a JSON list with the problems of each object: Kubernetes' own kinds against the schemas of the API versions that
-the arguments name, others against the models of their operators.
+Prints a JSON list with the problems of each object: Kubernetes' own kinds are checked against the schemas of the API
+versions in the arguments, others against the models of their operators.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def problems(thing: dict[str, Any], versions: list[str]) -> list[str]:
 
 
 def unknown(given: Any, read: Any, where: str) -> list[str]:
-    """Fields that a model did not read, which would be an error for the API server."""
+    """Fields that a model did not read. The API server would reject them."""
     if isinstance(given, dict) and isinstance(read, dict):
         missing = [f"{where}.{name}: unknown field" for name in given if name not in read]
         return missing + [

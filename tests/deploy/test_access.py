@@ -1,4 +1,4 @@
-"""A pod with the components tls and tokens: secrets are mounted as a cluster does, and updated like that."""
+"""A pod with the components tls and tokens. Secrets are mounted and updated as in a cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("tls.crt", "tls.key", "ca.crt")
 
 
 class Secret:
-    """A volume with the files of a secret: readable for the pod's group, replaced as a whole by an update."""
+    """A volume with the files of a secret: readable by the pod's group, and replaced as a whole by an update."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,9 +62,9 @@ def certificate(authority: trustme.CA) -> dict[str, bytes]:
 
 @pytest.fixture
 def secured(built: str, models: Path, tmp_path: Path) -> Iterator[tuple[Pod, Secret, str, str]]:
-    """A pod, the secret with the tokens, a line of it, and its token."""
+    """A pod, the secret with the tokens, a line of that secret, and the line's token."""
     spec = one("overlays/production", "Deployment")["spec"]["template"]["spec"]
-    # The models are a volume here, as the store of the overlay cannot be reached.
+    # The models are a volume, because the store of the overlay cannot be reached.
     base = one("base", "Deployment")["spec"]["template"]["spec"]
     (container,), (of_base,) = spec["containers"], base["containers"]
     container["args"], container["envFrom"] = of_base["args"], []
@@ -88,7 +88,7 @@ def ask(pod: Pod, path: str, port: str, token: str = "") -> int:
 
 
 def test_tokens_and_tls(secured: tuple[Pod, Secret, str, str]) -> None:
-    """Probes need no token, and all else does. A token that is added to the secret is known after SIGHUP."""
+    """Only probes need no token. A token added to the secret is known after SIGHUP."""
     pod, secret, line, token = secured
     assert [pod.probe(name) for name in ("startupProbe", "readinessProbe", "livenessProbe")] == [200, 200, 200]
     for path, port in (("/v2/models/mlp", "http"), ("/metrics", "metrics")):

@@ -1,4 +1,4 @@
-"""The queries by which pods are added and removed: on series with known results, and on a server that is overloaded."""
+"""The autoscaling queries, on series with known results and on an overloaded server."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def triggers() -> dict[str, tuple[str, float]]:
 
 
 def histogram(model: str, fast: int, all_: int, pod: str = "a", job: str = "shmserve") -> list[dict[str, str]]:
-    """Requests per 15 s: in the queue for at most 131 ms, and in total, all of which for at most 262 ms."""
+    """Requests per 15 s: `fast` are in the queue for at most 131 ms; all are for at most 262 ms."""
     name = f'shmserve_queue_duration_seconds_bucket{{job="{job}",pod="{pod}",model="{model}",version="1",le="%s"}}'
     counts = {"0.131072": fast, "0.262144": all_, "+Inf": all_}
     return [{"series": name % le, "values": f"0+{count}x40"} for le, count in counts.items()]
 
 
 def instances(model: str, ready: int, seconds: float, pod: str = "a") -> list[dict[str, str]]:
-    """Ready instances, and for how long they run batches in 15 s."""
+    """Ready instances, and how long they run batches in 15 s."""
     labels = f'job="shmserve",pod="{pod}",model="{model}",version="1"'
     return [
         {"series": f"shmserve_batch_duration_seconds_sum{{{labels}}}", "values": f"0+{seconds}x40"},
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, list[dict[str, str]], float]] = {
     ),
     "the servers are one fleet": (
         "queue-p99",
-        # 98 of 100 again, which is no mean of the pods' percentiles.
+        # 98 of 100 again, which is not the mean of the pods' percentiles.
         [*histogram("m", 49, 50, "a"), *histogram("m", 49, 50, "b")],
         (0.131072 + 0.262144) / 2,
     ),
@@ -94,7 +94,7 @@ def test_queries(case: str, tmp_path: Path) -> None:
     }
     tests = [{"interval": "15s", "input_series": series, "promql_expr_test": [checked]}]
     file = tmp_path / "test.json"
-    # Rounded as in the expected values, which have no exact representation.
+    # Rounded like the expected values, which have no exact representation.
     checked["expr"] = f"round({checked['expr']}, 0.000001)"
     checked["exp_samples"][0]["value"] = round(expected, 6)
     file.write_text(json.dumps({"evaluation_interval": "15s", "tests": tests}))

@@ -1,4 +1,4 @@
-"""The serving runtime, run as KServe would: models in /mnt/models, and KServe's clients."""
+"""The serving runtime, run as KServe runs it: models in /mnt/models, and KServe's clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOLUME = "kserve-provision-location"
 
 
 def test_clients_of_kserve(built: str, models: Path, tmp_path: Path) -> None:
-    """The results are those of the engine."""
+    """The results equal those of the engine."""
     interpreter = programs.cluster()
     if interpreter is None:
         pytest.skip("KServe's client is not installed; `make test-fleet` installs it")
@@ -28,7 +28,7 @@ def test_clients_of_kserve(built: str, models: Path, tmp_path: Path) -> None:
     spec = runtime["spec"]
     (container,) = spec["containers"]
     assert f"--grpc-port={GRPC_PORT}" in container["args"]
-    # What KServe adds: the volume into which its storage initializer has downloaded storageUri.
+    # KServe adds the volume into which its storage initializer has downloaded storageUri.
     container["volumeMounts"].append(
         {"name": "kserve-provision-location", "mountPath": "/mnt/models", "readOnly": True}
     )

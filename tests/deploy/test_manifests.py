@@ -13,14 +13,14 @@ from tests.deploy import manifests
 from tests.deploy.manifests import KSERVE, KUBERNETES, OVERLAYS, Thing, container, one, read, things
 
 VERSIONS = ("1.29", "1.33", "1.37")
-"""Of Kubernetes. 1.29 is the oldest with all that the manifests use."""
+"""Versions of Kubernetes. 1.29 is the oldest that supports everything in the manifests."""
 PATHS = {"startupProbe": "/v2/health/live", "readinessProbe": "/v2/health/ready", "livenessProbe": "/v2/health/live"}
 KILL_S = 4.0
-"""Of the server, after exit-timeout-secs: docs/operations.md."""
+"""Time until the server kills its processes, after exit-timeout-secs: docs/operations.md."""
 
 
 def broken() -> list[Thing]:
-    """Objects with an error each, of the kinds whose schemas differ."""
+    """Objects with one error each, of the kinds whose schemas differ."""
     deployment = one("base", "Deployment")
     container(deployment)["readinesProbe"] = {}
     monitor = one("overlays/production", "PodMonitor")
@@ -61,7 +61,7 @@ def test_probes_and_ports(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_selectors_select_the_pods(overlay: str) -> None:
-    """And nothing else: an empty selector would be all pods of the namespace."""
+    """Selectors select no other pods: an empty selector would select all pods of the namespace."""
     labels = one(overlay, "Deployment")["spec"]["template"]["metadata"]["labels"]
     for kind, key in (
         ("PodDisruptionBudget", "selector"),
@@ -91,7 +91,7 @@ def test_every_mount_has_its_volume(overlay: str) -> None:
 
 
 def settings_of(overlay: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
-    """What the server reads: the arguments, the variables and the file of the ConfigMap."""
+    """The server's settings, from the arguments, the variables and the file of the ConfigMap."""
     made = container(one(overlay, "Deployment"))
     file = tmp_path / "shmserve.toml"
     file.write_text(one(overlay, "ConfigMap")["data"]["shmserve.toml"].replace("/models", str(tmp_path)))
@@ -105,7 +105,7 @@ def settings_of(overlay: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_server_accepts_the_settings(overlay: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """And a pod has the time that its server may take to stop."""
+    """The pod's grace period covers the time that its server may take to stop."""
     settings = settings_of(overlay, monkeypatch, tmp_path)
     spec = one(overlay, "Deployment")["spec"]["template"]["spec"]
     command = container(one(overlay, "Deployment"))["lifecycle"]["preStop"]["exec"]["command"]
@@ -115,7 +115,7 @@ def test_the_server_accepts_the_settings(overlay: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_are_restricted(overlay: str) -> None:
-    """As the profile "restricted" of Kubernetes' pod security standards demands, and more."""
+    """As required by the profile "restricted" of Kubernetes' pod security standards, and more."""
     spec = one(overlay, "Deployment")["spec"]["template"]["spec"]
     shared, own = spec["securityContext"], spec["containers"][0]["securityContext"]
     assert (shared["runAsNonRoot"], shared["runAsUser"]) == (True, 10001)
@@ -130,7 +130,7 @@ def test_pods_are_restricted(overlay: str) -> None:
 
 
 def test_gpus_and_slices() -> None:
-    """A pod has a GPU or a slice, and a rollout needs no more than there are."""
+    """A pod has a GPU or a slice, and a rollout needs no more than exist."""
     asked = {}
     for name in ("gpu", "mig"):
         deployment = one(f"overlays/{name}", "Deployment")

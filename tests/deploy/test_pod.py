@@ -1,4 +1,5 @@
-"""The image, run as the Deployment says: what a kubelet asks of it, and what its clients notice when it stops."""
+"""The image, run as the Deployment specifies: a kubelet's probes and hooks, and what clients notice when the pod
+stops."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ ALWAYS = ("add_sub", "mlp", "waits")
 
 @pytest.fixture(scope="module")
 def volumes(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Those that are not empty."""
+    """The volumes that are not empty."""
     config = tmp_path_factory.mktemp("config")
     config.chmod(0o755)
     (config / "shmserve.toml").write_text(one("base", "ConfigMap")["data"]["shmserve.toml"])
@@ -33,7 +34,7 @@ def volumes(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def lasting(built: str, volumes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
-    """A pod that every test leaves as it is."""
+    """A pod that tests do not change."""
     spec = one("base", "Deployment")["spec"]["template"]["spec"]
     with running(tmp_path_factory.mktemp("lasting"), spec, volumes) as pod:
         yield pod
@@ -92,7 +93,7 @@ def test_every_process_is_restricted(lasting: Pod) -> None:
 
 
 def test_only_the_volumes_are_written_to(lasting: Pod) -> None:
-    """The root file system is read-only, and nothing has been tried there: it would be in the log."""
+    """The root file system is read-only. Nothing has tried to write to it, or the log would show an error."""
     tried = lasting.execute("sh", "-c", "touch /new /etc/new /opt/shmserve/new /models/new /etc/shmserve/new")
     said, _ = tried.communicate(timeout=PATIENCE_S)
     assert said.count("Read-only file system") == 5, said
@@ -115,7 +116,7 @@ def test_the_command_line_in_the_pod(lasting: Pod) -> None:
 
 
 def test_the_image(built: str) -> None:
-    """It has the program and no more: neither sources nor tests nor pip."""
+    """The image has the program only: no sources, no tests, no pip."""
     (found,) = json.loads(image.call("image", "inspect", built))
     assert found["User"] == "10001:10001"
     assert set(found["Config"]["ExposedPorts"]) == {"8000/tcp", "8001/tcp", "8002/tcp"}
@@ -128,7 +129,7 @@ def test_the_image(built: str) -> None:
 
 
 class Calls(threading.Thread):
-    """Requests one after the other over one connection, as of a client that has not noticed the drain yet."""
+    """Sends requests one after the other over one connection, like a client that has not noticed the drain yet."""
 
     def __init__(self, pod: Pod) -> None:
         super().__init__()
@@ -162,8 +163,8 @@ class Calls(threading.Thread):
 
 
 def test_drain_before_the_end(mortal: Pod) -> None:
-    """preStop takes the pod out of service. What still arrives is answered, also long requests; then it is empty, and
-    SIGTERM ends it at once."""
+    """preStop takes the pod out of service. Requests that still arrive are answered, including long ones. Then the pod
+    is empty, and SIGTERM ends it at once."""
     calls = [Calls(mortal) for _ in range(3)]
     answers: list[int] = []
     long = threading.Thread(target=lambda: answers.append(mortal.ask("/v2/models/waits/infer", 8000, body(3.0)).status))
@@ -174,10 +175,10 @@ def test_drain_before_the_end(mortal: Pod) -> None:
             thread.until_more(5)
         long.start()
         stopping = mortal.pre_stop()
-        while mortal.probe("readinessProbe") == 200:  # as a kubelet asks, in longer intervals
+        while mortal.probe("readinessProbe") == 200:  # as a kubelet does, at longer intervals
             assert stopping.poll() is None, "preStop has ended, and the pod is ready"
         for thread in calls:
-            thread.until_more(20)  # the endpoints still have this pod
+            thread.until_more(20)  # this pod is still among the endpoints
     finally:
         for thread in calls:
             thread.over.set()
@@ -193,7 +194,7 @@ def test_drain_before_the_end(mortal: Pod) -> None:
 
 
 def test_a_request_in_flight_at_sigterm(mortal: Pod) -> None:
-    """Without a drain, as if preStop had failed: it is answered, and the pod ends by itself."""
+    """Without a drain, as if preStop had failed, the request is answered and the pod ends by itself."""
     answers: list[int] = []
     long = threading.Thread(target=lambda: answers.append(mortal.ask("/v2/models/waits/infer", 8000, body(2.0)).status))
     long.start()

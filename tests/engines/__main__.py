@@ -1,7 +1,7 @@
-"""`python -m tests.engines [NAME...]`: installs engines and runs their tests, all of them or those that are named.
+"""`python -m tests.engines [NAME...]`: installs the named engines, or all, and runs their tests.
 
-An engine that cannot be installed is skipped, and the summary says so. One that was installed must be importable, and
-its tests must pass. While the tests of one engine run, the next one is installed.
+An engine that cannot be installed is skipped, and the summary says so. An installed engine must be importable, and its
+tests must pass. While the tests of one engine run, the next one is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.engines.catalog import CONFORMANCE, ENGINES, Engine
 
 ENVIRONMENTS = ROOT / "build" / "engines"
 MADE = ".made"
-"""A file in an environment that is complete, with what was installed."""
+"""File that marks an environment as complete; it lists the installed packages."""
 INSTALL_S = 400
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Pools of OpenMP threads stay until the process ends, which the leak check would report."""
@@ -31,7 +31,7 @@ NOTHING_RAN = 5
 
 
 def requirements(engine: Engine) -> list[str]:
-    """Without those of the server, which the environment has."""
+    """The requirements of the engine without those of the server, which the environment already has."""
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg")
     extra = setup["options.extras_require"][engine.extra] if engine.extra else ""
@@ -44,7 +44,7 @@ def python_of(engine: Engine) -> Path:
 
 
 def install(engine: Engine) -> str:
-    """Creates the environment, unless it is there. Returns why that failed, or "".
+    """Creates the environment, unless it exists. Returns why that failed, or "".
 
     It sees the packages of the environment of this process, so that only the engine is downloaded; a package that the
     engine needs in another version is installed over it.
@@ -69,7 +69,7 @@ def install(engine: Engine) -> str:
 
 
 def run(command: list[str]) -> None:
-    """Raises SubprocessError with the last line of what a command wrote if it fails or takes too long."""
+    """Runs a command. If it fails or takes too long, raises SubprocessError with the last line of its output."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
@@ -77,7 +77,7 @@ def run(command: list[str]) -> None:
 
 
 def test(engine: Engine) -> list[str]:
-    """Runs the tests of an installed engine. Returns what failed."""
+    """Runs the tests of an installed engine. Returns the failures."""
     python = str(python_of(engine))
     failed = []
     for module in engine.modules:

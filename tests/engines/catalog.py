@@ -12,21 +12,21 @@ CONFORMANCE = (
 
 
 class Engine(NamedTuple):
-    """An engine, and the environment with its name."""
+    """An engine and its environment, which has the same name."""
 
     name: str
     extra: str
-    """The extra in setup.cfg whose requirements are installed; "": what is installed is in `more`."""
+    """The extra in setup.cfg whose requirements are installed; "": only `more` is installed."""
     modules: tuple[str, ...]
-    """What can be imported once it is installed."""
+    """Modules that can be imported once the engine is installed."""
     kind: str = ""
-    """Its name in the conformance suite (tests/support/workers/models/worker_models.py); "": it has none there."""
+    """Its name in the conformance suite (tests/support/workers/models/worker_models.py); "": not part of that suite."""
     tests: tuple[str, ...] = ()
     """Files and directories with its own tests."""
     more: tuple[str, ...] = ()
     """Further requirements and arguments for pip: oracles of its tests, an index of packages without a GPU."""
     variable: str = ""
-    """The environment variable with the path of files that its tests need; if it is not set, the engine is skipped."""
+    """The environment variable with the path of files that its tests need. If not set, the engine is skipped."""
 
 
 ENGINES: tuple[Engine, ...] = (

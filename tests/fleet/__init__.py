@@ -1,6 +1,6 @@
-"""Several servers behind a real HAProxy and a real Envoy, and watched by a real Prometheus, as deploy/ configures them:
-`make test-fleet`.
+"""Several servers behind a real HAProxy and a real Envoy, and monitored by a real Prometheus, with the configurations
+in deploy/: `make test-fleet`.
 
-`programs` finds the programs or puts them into build/fleet, `balancers` runs a balancer, `load` is what clients send,
-`rules` are the cases of promtool for the rules and alerts.
+`programs` finds the programs or installs them in build/fleet, `balancers` runs a balancer, `load` generates the
+clients' requests, and `rules` has promtool's test cases for the rules and alerts.
 """

@@ -1,7 +1,7 @@
-"""`python -m tests.fleet`: puts the programs into build/fleet and Ray into build/engines, unless they are there, and
-runs the tests here, in tests/deploy and in tests/ray.
+"""`python -m tests.fleet`: installs missing programs in build/fleet and Ray in build/engines, and runs the tests of
+this folder, of tests/deploy and of tests/ray.
 
-Arguments are for pytest. What cannot be installed is skipped, and the output says so.
+Arguments are passed to pytest. Tests of programs that cannot be installed are skipped, and the output says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTALLS = {
 }
 RAY = Engine("ray", "ray", ("ray",))
 OF_RAY = ("tests/ray", "-p", "no:tests.support.leaks", "-W", "ignore::Warning")
-"""Ray starts and ends processes and threads as it likes, and warns of itself."""
+"""Ray starts and ends processes and threads at any time, and emits warnings about itself."""
 
 
 def main(arguments: list[str]) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     for name, install in INSTALLS.items():
         if reason := install():
             print(f"{name} could not be installed, its tests are skipped: {reason}", flush=True)
-    # To build an image takes minutes, the first time.
+    # The first build of an image takes minutes.
     options = ["-p", "no:xdist", "-rs", "--timeout", "1200", *arguments]
     statuses = [subprocess.call([*PYTEST, "tests/fleet", "tests/deploy", *options], cwd=ROOT)]
     if reason := install_engine(RAY):

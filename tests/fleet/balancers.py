@@ -1,4 +1,4 @@
-"""A balancer that runs with its configuration of deploy/balancers, in which only addresses and files are replaced."""
+"""Runs a balancer with its configuration from deploy/balancers, in which only addresses and files are replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HTTP, GRPC, TLS = 8000, 8001, 8443
 SERVERS = ("10.0.0.11", "10.0.0.12", "10.0.0.13")
 """Addresses in the configurations."""
 HERE = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
-"""Those of the servers of the tests."""
+"""Addresses of the servers in the tests."""
 
 
 class Ports(NamedTuple):
@@ -44,7 +44,7 @@ class Balancer(NamedTuple):
 
 
 def free_ports(addresses: tuple[str, ...], count: int) -> list[int]:
-    """Ports that are free at all of the addresses now."""
+    """Ports that are currently free at all of the addresses."""
     found: list[int] = []
     with contextlib.ExitStack() as held:
         while len(found) < count:
@@ -87,7 +87,7 @@ KINDS = {
     "haproxy": (programs.haproxy, haproxy, ("-db", "-f")),
     "envoy": (programs.envoy, envoy, ("--log-level", "warning", "--concurrency", "2", "--disable-hot-restart", "-c")),
 }
-"""The program, its configuration, and its arguments before the file."""
+"""Name -> the program, its configuration, and its arguments before the file."""
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def running(name: str, place: Path, servers: Ports, certificate: Path) -> Iterat
 
 
 def _await_ready(balancer: Balancer) -> None:
-    """Until a server is ready, as the balancer sees it."""
+    """Waits until the balancer sees a ready server."""
     end = time.monotonic() + PATIENCE_S
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):

@@ -1,4 +1,4 @@
-"""Three servers at addresses of their own, and a balancer before them."""
+"""Three servers at separate addresses, behind a balancer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.fleet import balancers, load
 from tests.fleet.balancers import HERE, Balancer, Ports
 
 SERVED_TO_ONE_ADDRESS = ("--address-share", "1", "--connection-share", "1")
-"""As the configurations say."""
+"""As recommended in the configurations."""
 STOPS_SOON = ("--exit-timeout-secs", "8")
-"""Sequences that have lost their clients would be waited for."""
+"""The server would otherwise wait long for sequences that have lost their clients."""
 
 
 class Fleet(NamedTuple):
     servers: list[Server]
     ports: Ports
-    """The same at each address."""
+    """The ports, the same at each address."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For 127.0.0.1, with its key in the same file."""
+    """A certificate for 127.0.0.1, with its key in the same file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fleet")])
     now = datetime.now(timezone.utc)
@@ -79,7 +79,7 @@ def skip_without(name: str) -> None:
 def balancer(
     request: pytest.FixtureRequest, lasting: Fleet, certificate: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Balancer]:
-    """Before servers that every test leaves as they are."""
+    """A balancer in front of servers that tests do not change."""
     skip_without(request.param)
     with balancers.running(request.param, tmp_path_factory.mktemp(request.param), lasting.ports, certificate) as made:
         yield made
@@ -89,7 +89,7 @@ def balancer(
 def own_servers(
     request: pytest.FixtureRequest, certificate: Path, tmp_path: Path
 ) -> Iterator[tuple[list[Server], Balancer]]:
-    """Servers that the test may end, and a balancer."""
+    """Servers that the test may stop, behind a balancer."""
     skip_without(request.param)
     with (
         started(tmp_path) as fleet,

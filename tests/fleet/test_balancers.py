@@ -1,5 +1,5 @@
-"""Three servers behind each balancer of deploy/balancers, and what clients notice when one goes: nothing, unless they
-have a sequence there."""
+"""Three servers behind each balancer of deploy/balancers. When a server stops, clients notice nothing, unless they have
+a sequence on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def drain(server: Server, *options: str) -> subprocess.Popen[str]:
 
 
 def test_kill_9_of_a_server(own_servers: tuple[list[Server], Balancer]) -> None:
-    """No request without a sequence fails. A sequence of that server fails, with an error that says why."""
+    """Only requests of sequences on that server fail, with an error that says why."""
     fleet, balancer = own_servers
     with Load(balancer) as load, over_http(balancer) as send:
         load.until_each_serves(len(fleet))
@@ -47,7 +47,7 @@ def test_kill_9_of_a_server(own_servers: tuple[list[Server], Balancer]) -> None:
 
 
 def test_drain_and_upgrade_of_a_server(own_servers: tuple[list[Server], Balancer]) -> None:
-    """No request fails. HAProxy lets the sequences of that server end there."""
+    """No request fails. HAProxy lets the sequences on that server end there."""
     fleet, balancer = own_servers
     sticks = balancer.name == "haproxy"
     with Load(balancer, sequences=sticks) as load, over_http(balancer) as send:
@@ -70,7 +70,7 @@ def test_drain_and_upgrade_of_a_server(own_servers: tuple[list[Server], Balancer
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sequences_stay_on_their_servers(way: str, balancer: Balancer) -> None:
-    """All servers have some."""
+    """Every server has some sequences."""
     with WAYS[way](balancer) as send:
         sequences = [Sequence(send) for _ in range(30)]
         for value in (1.0, 2.0, 3.0):
@@ -80,7 +80,7 @@ def test_sequences_stay_on_their_servers(way: str, balancer: Balancer) -> None:
 
 
 def test_streams_and_large_requests(balancer: Balancer) -> None:
-    """Several requests of one stream, and a tensor that no buffer of the balancer holds."""
+    """Several requests in one stream, and a tensor that exceeds the balancer's buffers."""
     rows = 200_000
     with Rpcs(balancer.ports.grpc) as rpcs:
         with talk(rpcs) as stream:
@@ -97,7 +97,7 @@ def test_streams_and_large_requests(balancer: Balancer) -> None:
 
 
 def test_what_is_for_one_server(balancer: Balancer) -> None:
-    """Operations are refused; what only reads is passed on."""
+    """Operations are refused; read-only queries are passed on."""
     for path in (
         "/v2/repository/models/twice/load",
         "/v2/repository/models/twice/unload",

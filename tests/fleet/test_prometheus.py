@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes two real servers: the rules record, the dashboards show, and an alert fires."""
+"""A real Prometheus scrapes two real servers: rules record series, dashboards show data, and an alert fires."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WITHOUT_DATA = (
     "nv_gpu_", "shmserve_requests_refused_total", "shmserve_model_instances_m", "shmserve_model_wakes_total",
     "shmserve_shadow_requests_total", "shmserve_gateway_grpc_answers_total", 'state=~"lost|quarantined"',
 )  # fmt: skip
-"""Of these the servers of this test have no samples, or none that are shown."""
+"""The servers of this test have no samples of these, or none that are shown."""
 
 
 class Watched(NamedTuple):
@@ -35,7 +35,7 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """With requests to both servers, in more than one scrape, so that there are rates."""
+    """Prometheus after requests to both servers in more than one scrape, so that rates exist."""
     if programs.prometheus() is None:
         pytest.skip("Prometheus is not installed; `make test-fleet` installs it")
     root = tmp_path_factory.mktemp("watched")
@@ -66,7 +66,7 @@ def send(server: Server, count: int) -> None:
 
 
 def test_rules_record(watched: Watched) -> None:
-    """Every rule has been evaluated and has no error; the fixture has seen a result of each that records."""
+    """Every rule has been evaluated without error; the fixture has seen a result of each recording rule."""
     prometheus = watched.prometheus
     rules = [rule for group in prometheus.ask("/api/v1/rules")["groups"] for rule in group["rules"]]
     assert {rule["name"] for rule in rules} == set(recorded()) | set(alerts())
@@ -86,7 +86,7 @@ def test_metrics_of_a_scrape_are_those_that_rules_may_name(watched: Watched) -> 
 
 @pytest.mark.parametrize("name", dashboards())
 def test_panels_show_something(watched: Watched, name: str) -> None:
-    """Each query is valid and, as Grafana sends it, has results."""
+    """Each query is valid and has results in the form that Grafana sends it."""
     empty = []
     for expression in expressions(dashboards()[name]):
         query = expression.replace("$__rate_interval", "1m")
@@ -98,7 +98,7 @@ def test_panels_show_something(watched: Watched, name: str) -> None:
 
 
 def test_an_alert_fires(watched: Watched) -> None:
-    """A server is killed. It fires for that one, and says what to do."""
+    """After a server is killed, the alert fires for that server and says what to do."""
     prometheus = watched.prometheus
     gone = watched.address(1)
     watched.servers[1].kill()

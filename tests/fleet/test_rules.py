@@ -29,7 +29,7 @@ def test_rules_are_valid(name: str) -> None:
 
 
 def test_the_configuration_is_valid() -> None:
-    """With the files that it names."""
+    """The configuration and the files that it names are valid."""
     assert "2 rule files found" in promtool("check", "config", DEPLOY / "prometheus.yml")
 
 
@@ -39,7 +39,7 @@ def test_cases(case: Path) -> None:
 
 
 def test_promtool_sees_a_wrong_expectation(tmp_path: Path) -> None:
-    """A case that expects no alert where one fires is a failure."""
+    """A case that expects no alert fails if one fires."""
     program = programs.promtool()
     if program is None:
         pytest.skip("promtool is not installed; `make test-fleet` installs it")

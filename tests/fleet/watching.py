@@ -1,4 +1,4 @@
-"""A Prometheus that runs with the files of deploy/prometheus, in which only addresses and intervals are replaced."""
+"""Runs Prometheus with the files of deploy/prometheus, in which only addresses and intervals are replaced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Prometheus(NamedTuple):
     log: Path
 
     def ask(self, path: str, **arguments: str) -> Any:
-        """The data of an answer. A refused query is an AssertionError with its reason."""
+        """The data of a response. A refused query raises AssertionError with the reason."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             connection.request("GET", f"{path}?{urlencode(arguments)}")
             answer = connection.getresponse()
@@ -37,12 +37,12 @@ class Prometheus(NamedTuple):
         return document["data"]
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of each sample, of now."""
+        """Labels and current value of each sample."""
         found = self.ask("/api/v1/query", query=expression)["result"]
         return [(sample["metric"], float(sample["value"][1])) for sample in found]
 
     def until(self, holds: Callable[[], Any]) -> Any:
-        """What `holds` returns as soon as it is true. Prometheus has no event for that."""
+        """Polls until `holds` returns something true, and returns it. Prometheus has no event for that."""
         end = time.monotonic() + PATIENCE_S
         while not (found := holds()):
             assert self.process.poll() is None, self.log.read_text()
@@ -51,7 +51,8 @@ class Prometheus(NamedTuple):
 
 
 def configure(place: Path, targets: list[str]) -> Path:
-    """Writes the files with these targets, scraped and evaluated each second. What lasts a minute fires after one."""
+    """Writes the files with these targets, scraped and evaluated every second. An alert for a minute fires after a
+    second."""
     listed = ", ".join(f'"{server}:{METRICS}"' for server in SERVERS)
     changes = {
         "rules.yml": {},

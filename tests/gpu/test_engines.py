@@ -1,7 +1,7 @@
-"""The other engines on a real GPU: ONNX Runtime with CUDA, a Python model with CuPy, PyTorch, DALI. Each is skipped
-if its package is missing or is not the one for CUDA.
+"""The other engines on a real GPU: ONNX Runtime with CUDA, a Python model with CuPy, PyTorch, DALI. Each test is
+skipped if its package is missing or was built without CUDA.
 
-The oracle is numpy, and each model reports the GPU that it has seen.
+The oracle is numpy, and each model reports the GPU that it has used.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_every_request_gets_its_rows(server: Server) -> None:
 
 
 def test_names_of_the_libraries() -> None:
-    """What workers/gpu/api.py calls exists in the cupy that is installed."""
+    """The functions that workers/gpu/api.py calls exist in the installed cupy."""
     pytest.importorskip("cupy")
     if not discover().found:
         pytest.skip("there is no GPU here, or nvidia-ml-py is not installed")

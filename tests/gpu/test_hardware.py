@@ -1,4 +1,4 @@
-"""What the stand-ins cannot show: the same through the real libraries, on a real GPU. The oracle is ONNX Runtime on the
+"""Tests with the real libraries on a real GPU, for behaviour that fakes cannot show. The oracle is ONNX Runtime on the
 CPU.
 
 Skipped without a GPU, or if a package of the extra `gpu` is missing. Nothing is timed.
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.process]
 
 WIDTH = 256
 WIDE = 16 * 1024 * 1024
-"""Elements of a row of 64 MiB."""
+"""Number of elements in a row of 64 MiB."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -127,7 +127,7 @@ def test_an_ensemble_hands_over_on_the_gpu(server: Server) -> None:
 
 
 def test_tensors_of_clients_on_the_gpu(server: Server) -> None:
-    """Memory of the client's own, a library's array in the middle of its pool, and one that is not written yet."""
+    """The client's own memory, a library's array in the middle of its pool, and an array that is not written yet."""
     cupy = importlib.import_module("cupy")
     random = np.random.default_rng(6).standard_normal((1, WIDE)).astype(np.float32)
     with server.client() as client:
@@ -147,7 +147,7 @@ def test_tensors_of_clients_on_the_gpu(server: Server) -> None:
 
 
 def test_who_a_device_is(server: Server) -> None:
-    """The same for CuPy and for the driver's management library, as far as a uuid without a zero can show it."""
+    """CuPy and NVML return the same uuid, as far as a uuid without a zero byte can show."""
     from shmserve.workers.gpu.api import Cuda
 
     (first, *_) = discover().found
@@ -155,7 +155,7 @@ def test_who_a_device_is(server: Server) -> None:
 
 
 def test_how_large_memory_of_another_process_is() -> None:
-    """What the driver knows of memory that was opened."""
+    """The size that the driver reports for memory opened from another process."""
     from shmserve.workers.gpu.api import Cuda
 
     cuda = Cuda()
@@ -180,7 +180,7 @@ def test_what_processes_have_on_the_gpu(server: Server) -> None:
 
 
 def test_shared_memory_is_pinned_and_copied() -> None:
-    """Also where it is mapped for reading only, if the device can do that."""
+    """Includes memory that is mapped read-only, if the device supports that."""
     from shmserve.workers.gpu.api import Cuda
 
     cuda = Cuda()

@@ -1,5 +1,5 @@
 """The packages of a release, in environments without the source tree: `make test-package`.
 
 `python -m tests.package` finds or installs the interpreters (pythons.py), builds the packages in build/packages as a
-release does, and runs the tests here. They need the environment build/release-env and an index of packages.
+release does, and runs these tests. They need the environment build/release-env and a package index.
 """

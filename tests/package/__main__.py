@@ -1,6 +1,6 @@
-"""`python -m tests.package`: puts what can be had of the interpreters into build/pythons, and runs the tests here.
+"""`python -m tests.package`: installs the available interpreters in build/pythons and runs the tests of this folder.
 
-Arguments are for pytest. An interpreter that cannot be had is skipped, and pytest says why.
+Arguments are passed to pytest. An unavailable interpreter is skipped, and pytest says why.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ BUILD_S = 240
 
 
 def run(*command: str | Path, cwd: Path, variables: Mapping[str, str] | None = None, umask: int = -1) -> str:
-    """Without what the environment says about this checkout."""
+    """Runs a command without the environment variables that refer to this checkout."""
     ours = ("PYTHON", "VIRTUAL_", "SHMSERVE")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(

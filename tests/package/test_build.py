@@ -1,4 +1,4 @@
-"""What `deploy.release.build` writes: complete, and the same from the same commit."""
+"""The output of `deploy.release.build` is complete and reproducible."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.package.conftest import TOOLS, run
 
 NOT_IN_SDIST = (".github/", ".gitignore", ".pre-commit-config.yaml", ".editorconfig")
 LINKS = {"shmserve/workers", "shmserve/repo", "shmserve/clients"}
-"""For tools in a checkout; `package_dir` of setup.cfg names the folders."""
+"""Links for tools in a checkout; `package_dir` in setup.cfg names the folders."""
 
 
 def test_two_builds_are_the_same(packages: Path, tmp_path: Path) -> None:
-    """In another folder, with other modes and times of the files."""
+    """The second build is in another folder, with other file modes and times."""
     run("git", "clone", "--quiet", ROOT.as_uri(), tmp_path / "clone", cwd=tmp_path, umask=0o077)
     run(TOOLS, "-m", "deploy.release.build", tmp_path / "dist", cwd=tmp_path / "clone", umask=0o077)
     first, second = (

@@ -62,7 +62,7 @@ class Installed(NamedTuple):
 
 @pytest.fixture(scope="module", params=pythons.VERSIONS)
 def client(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """With the wheel and what it requires."""
+    """An environment with the wheel and its requirements."""
     version: str = request.param
     python = pythons.find(version)
     if python is None:
@@ -89,7 +89,7 @@ def running() -> Iterator[Server]:
 
 
 def expected(x: NDArray[np.floating]) -> list[float]:
-    """What the engine computes without shmserve."""
+    """The result of the engine without shmserve."""
     found: list[float] = (
         onnxruntime.InferenceSession(str(MODEL)).run(["y"], {"x": x.astype(np.float32).reshape(1, 64)})[0][0].tolist()
     )
@@ -121,6 +121,6 @@ def test_the_server(server: Installed, tmp_path: Path) -> None:
 
 
 def test_the_hint_of_a_missing_extra_installs_it_from_the_installed_package(server: Installed, tmp_path: Path) -> None:
-    """What texts say works for a package that no index has, as pip takes the installed one."""
+    """The command in the hint works for a package that no index has, because pip takes the installed one."""
     server.install("shmserve[server]")
     assert "0.1.0" in run(server.python.with_name("shmserve"), "version", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Fixtures of several tests with real processes."""
+"""Fixtures for tests with real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import ROOT
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a clean clone of HEAD beside it; the environment has no variable that refers to the checkout."""
+    """The wheel, built from a clean clone of HEAD. The environment has no variable that refers to the checkout."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     place = tmp_path_factory.mktemp("wheel")

@@ -1,4 +1,4 @@
-"""`shmserve check` as its user runs it: what it prints, how it ends, and that it leaves nothing."""
+"""`shmserve check` from a user's view: its output, its exit code, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def python(root: Path, name: str, initialize: str = "pass", source: str = "", co
 
 
 def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
-    """Its standard output and standard error."""
+    """Runs the command. Returns standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         ended = main.main(["check", *map(str, words)])
@@ -85,7 +85,7 @@ def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
 
 @pytest.fixture
 def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Named from where it stands, as a person would."""
+    """A repository named relative to the current directory, as a user would."""
     root = tmp_path / "models"
     identity(root, "good")
     identity(root, "typo")
@@ -151,7 +151,7 @@ def test_several_repositories(mixed: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Where the private server puts its things; in the end there is nothing."""
+    """The temporary folder of the private server, which must be empty in the end."""
     with tempfile.TemporaryDirectory() as name:
         with mock.patch.dict(os.environ, {"TMPDIR": name}), mock.patch("tempfile.tempdir", None):
             yield Path(name)
@@ -211,7 +211,7 @@ def test_json_of_what_could_not_be_loaded(tmp_path: Path, temporary: Path) -> No
 
 @contextlib.contextmanager
 def waits(root: Path, fifo: Path) -> Iterator[int]:
-    """A model that loads for ever. The descriptor can be read when it has come so far."""
+    """A model that loads forever. The descriptor becomes readable once the model is loading."""
     os.mkfifo(fifo)
     python(root, "slow", f'open({str(fifo)!r}, "w").close(); __import__("threading").Event().wait()')
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -275,7 +275,7 @@ def test_interrupted_while_the_server_is_started(
 
 
 def test_a_live_line_for_people(tmp_path: Path, temporary: Path) -> None:
-    """On a terminal there is one line that changes, and it is gone in the end."""
+    """On a terminal, one line is updated, and removed in the end."""
     identity(tmp_path / "models", "good")
     ours, theirs = pty.openpty()
     try:
@@ -306,7 +306,7 @@ def test_a_server_that_does_not_start(tmp_path: Path, temporary: Path) -> None:
 
 @pytest.mark.parametrize("command", pages.commands("check"))
 def test_commands_of_the_page(command: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the samples where the page has them. They are right, so each command ends well."""
+    """The samples are at the page's paths and are valid, so each command succeeds."""
     samples.build(tmp_path / "build" / "samples", lambda text: None)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command, comments=True)

@@ -1,4 +1,4 @@
-"""The command as its user runs it, against a real server."""
+"""The command from a user's view, against a real server."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def environment(server: Server | None, **more: str) -> dict[str, str]:
 
 
 def run(server: Server | None, *words: str, code: int = 0, text: str = "") -> str:
-    """Runs in this process, so the leak check covers it. Returns the output: standard output, or if it must fail the
-    one line on standard error, without any standard output. The tests of the page run every command in a process of its
-    own."""
+    """Runs in this process, so the leak check covers it. Returns standard output; if the command must fail, its one
+    line on standard error, and no standard output is allowed. The tests of the page run every command in a separate
+    process."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, environment(server), clear=True),
@@ -97,7 +97,7 @@ def run(server: Server | None, *words: str, code: int = 0, text: str = "") -> st
 
 
 def run_apart(server: Server | None, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    """In a process of its own."""
+    """Runs the command in a separate process."""
     command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
     return subprocess.run(command, env=environment(server), text=True, check=False, timeout=END_S, **options)
@@ -276,7 +276,7 @@ def test_ctrl_c_is_no_traceback(server: Server) -> None:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "infer", "slow", "--random", "--repeat", "1000"]
     with server.client() as client:
         while client.statistics("slow")["model_stats"][0]["queued"]:
-            pass  # what an earlier test has given up
+            pass  # the request that an earlier test has abandoned
         before = _asked(client, "slow")
         with subprocess.Popen(command, env=environment(server), stderr=subprocess.PIPE) as process:
             while _asked(client, "slow") == before:  # each question is a round trip to the server
@@ -400,7 +400,7 @@ def test_the_server_imports_nothing_from_the_current_directory(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with what the page's commands read, and the program."""
+    """A directory with the files that the page's commands read, and the program."""
     found = tmp_path_factory.mktemp("place")
     np.save(found / "x.npy", np.ones((2, 64), np.float32))
     shutil.copy(next((ROOT / "repo" / "examples").glob("*.png")), found / "photo.png")
@@ -436,7 +436,7 @@ CHANGING = ("load", "unload", "restart", "traffic", "drain")
 OPERATING = [line for line in COMMANDS if line.split()[1] in CHANGING]
 LIFECYCLE = [line for line in pages.commands("lifecycle") if line.split()[1:2][0] in CHANGING]
 ELSEWHERE = ("serve", "gateway", "build")
-"""Those that run until they are stopped, and the one that needs a GPU, have their own tests."""
+"""Commands that run until they are stopped, and one that needs a GPU, have their own tests."""
 
 
 ELSEWHERE_SHOWN = [
@@ -445,7 +445,7 @@ ELSEWHERE_SHOWN = [
     for line in pages.commands(page)
     if line.startswith("shmserve ") and line.split()[1] in ("models", "stats", "ready", "config", "logs", "version")
 ]
-"""Commands of other pages that only read."""
+"""Read-only commands of other pages."""
 ENDLESS = [line for line in COMMANDS if {"--watch", "-f", "--follow"} & set(line.split())]
 
 
@@ -477,7 +477,7 @@ def test_every_command_of_the_page_that_runs_until_ctrl_c(line: str, server: Ser
 
 
 def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> None:
-    """In their order, on a server of their own."""
+    """In order, on a separate server."""
     options = ["--model-control-mode", "explicit", "--load-model", "*"]
     mlp = place / "build" / "samples" / "mlp"
     with Server(mlp.parent, *options) as server:
@@ -492,7 +492,7 @@ def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> Non
 
 
 def test_the_page_has_every_command() -> None:
-    """Except tune, which takes long: test_tune.py runs the commands of its own page."""
+    """Except tune, which takes long: test_tune.py runs the commands of its page."""
     used = {line.rpartition("shmserve ")[2].split()[0] for line in COMMANDS}
     understood = next(action for action in parser.parser()._actions if action.dest == "command").choices
     assert used | {"tune"} == set(understood or ())

@@ -1,4 +1,4 @@
-"""`shmserve init`: what it writes is served and answers as written, for every kind, on one server."""
+"""`shmserve init`: for every kind, the generated model is served and answers as described, on one server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Site(NamedTuple):
 
 
 TRAINED = ["trained"] if find_spec("torch") else []
-"""The template with weights of its own."""
+"""The template that includes weights."""
 needs_torch = pytest.mark.skipif(not find_spec("torch"), reason="PyTorch is not installed")
 needs_sklearn = pytest.mark.skipif(not find_spec("sklearn"), reason="scikit-learn is not installed")
 

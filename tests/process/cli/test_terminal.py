@@ -1,4 +1,4 @@
-"""What the commands print on a terminal: it fits the width, and has colours unless they are not wanted."""
+"""Output of the commands on a terminal: it fits the width, and has colours unless these are disabled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server(root: Path) -> Iterator[Server]:
 
 
 def on_a_terminal(words: list[str], columns: int, variables: Mapping[str, str] = {}) -> str:
-    """What the command prints on a terminal of this size."""
+    """The command's output on a terminal of this size."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     ignored = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM")
@@ -79,7 +79,7 @@ def test_it_fits_the_terminal(server: Server, root: Path, command: str, columns:
     lines = ESCAPE.sub("", text).splitlines()
     assert max(map(len, lines)) <= columns
     assert LONG[:12] in text
-    if command == "check":  # other commands show the processes of models, and this one has none
+    if command == "check":  # other commands show the processes of models, of which check has none
         assert "did you mean" in " ".join("".join(lines).split())
     assert "\x1b[" in text
     assert ("not shown in" in text) is (columns < 100 and command != "check")

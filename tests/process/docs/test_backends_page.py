@@ -1,4 +1,4 @@
-"""Backends of the backend directory: the one of docs/backends.md in a server, and what can be wrong with others."""
+"""Backends in the backend directory: the example of docs/backends.md in a server, and invalid backends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a backend that is imported in this process changes."""
+    """Restores what importing a backend changes in this process."""
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "beside", raising=False)

@@ -1,4 +1,4 @@
-"""The OCR samples against the package that their networks come from: the same lines, in the same order.
+"""The OCR samples find the same lines, in the same order, as the package that their networks come from.
 
 The oracle is that package's own pipeline on the same bytes. Without it these tests are skipped.
 """
@@ -51,7 +51,8 @@ Oracle = Callable[[bytes], Found]
 
 
 def drawn(texts: list[tuple[int, int, str]], size: tuple[int, int], form: str = "PNG", **changes: Any) -> bytes:
-    """Texts at places. `turn`: by so many degrees; `mode`: of the file's pixels; `letters`: their height."""
+    """A picture with texts at these positions. `turn`: rotation in degrees; `mode`: pixel mode of the file; `letters`:
+    height of the letters."""
     from PIL import Image, ImageDraw, ImageFont
 
     image = Image.new("RGB", size, PAPER)
@@ -89,7 +90,8 @@ PAGES = pages()
 
 @pytest.fixture(scope="module")
 def oracle() -> Oracle:
-    """The package as it is. It reads up to 6 lines together, we all of a picture, each padded to the widest one."""
+    """The unchanged package. It reads up to 6 lines together; the sample reads all lines of a picture, padded to the
+    widest."""
     import cv2
     from rapidocr_onnxruntime import RapidOCR
 
@@ -114,7 +116,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def step_by_step(client: shmserve.Client, data: bytes) -> Found:
-    """What the ensemble does, done by a client."""
+    """Performs the steps of the ensemble from a client."""
     prepared = client.infer("ocr_prepare", {"IMAGE": np.array([data], object)})
     found = client.infer("ocr_det", {"x": prepared["X"][None]})["sigmoid_0.tmp_0"][0]
     cut = client.infer("ocr_boxes", {"MAP": found, "PICTURE": prepared["PICTURE"], "PLACE": prepared["PLACE"]})
@@ -186,7 +188,7 @@ def test_the_ensemble(server: Server, oracle: Oracle, name: str) -> None:
 
 
 def test_pages_at_once(server: Server, oracle: Oracle) -> None:
-    """Lines of several pages run together, each line once, and each page gets its own."""
+    """Lines of several pages are batched, each line runs once, and each page gets its own lines."""
     names = ["turned, grey", "nothing", "many lines", "downwards", "turned, grey"]
     lines = sum(PAGES[name].lines for name in names)
     with server.client() as client:

@@ -1,4 +1,4 @@
-"""The page on the samples: its instructions are run in their order, with all samples served."""
+"""The page on the samples: its instructions are run in order, with all samples served."""
 
 from __future__ import annotations
 

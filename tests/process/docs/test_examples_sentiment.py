@@ -1,6 +1,6 @@
 """The sentiment samples: the words of a text, their weights, and the resulting label.
 
-The oracle sums the weights of the list that the classifier was made from.
+The oracle sums the weights of the word list that the classifier was made from.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def by_hand(text: str, weights: dict[str, float]) -> tuple[str, float]:
     words = re.findall(r"[a-z']+", text.lower())[:32]
     total = 0.0
     for before, word in zip(["", *words], words, strict=False):
-        turned = weights.get(before) == 0  # only words that turn the next one round weigh nothing
+        turned = weights.get(before) == 0  # only words that negate the next one have weight 0
         total += -weights.get(word, 0) if turned else weights.get(word, 0)
     powers = np.exp([-total, 0.8, total])
     return LABELS[int(powers.argmax())], float(powers.max() / powers.sum())
@@ -89,7 +89,7 @@ def test_the_ensemble(server: Server, weights: dict[str, float]) -> None:
 
 
 def test_callers_of_the_ensemble_and_of_a_step_at_once(server: Server) -> None:
-    """Each gets its own response, whichever texts share a batch."""
+    """Each caller gets its own response, whichever texts share a batch."""
     words = np.zeros((1, 32), np.int64)
     texts = [text for text in TEXTS for _ in range(8)]
     with server.client() as client, server.client() as other:

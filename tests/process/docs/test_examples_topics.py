@@ -1,6 +1,6 @@
 """The sample `topics`: texts of different lengths, 64 in one request, against the published weights computed by numpy.
 
-The oracle uses the package's tokenizer and weights, and no ONNX: the layers of a BERT, written down a second time.
+The oracle uses the package's tokenizer and weights, but not ONNX: it reimplements the layers of a BERT in numpy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLEAR = {
 
 
 def texts() -> list[str]:
-    """64 texts of 0 to 25 words, 20 of them different."""
+    """64 texts of 0 to 25 words, 20 of them distinct."""
     random = np.random.default_rng(3)
     words = " ".join(CLEAR).split()
     lengths = [0, 1, *random.integers(1, 25, 18 - len(CLEAR))]
@@ -56,7 +56,7 @@ def weights() -> dict[str, NDArray[np.float32]]:
     found = {}
     for name, entry in shapes.items():
         flat = np.frombuffer(data, "<f4", int(np.prod(entry["shape"])), start + entry["data_offsets"][0])
-        found[name] = flat.reshape(entry["shape"]).copy()  # aligned, which numpy multiplies much faster
+        found[name] = flat.reshape(entry["shape"]).copy()  # aligned arrays, which numpy multiplies much faster
     return found
 
 
@@ -77,7 +77,7 @@ def erf(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def embedding(ids: list[int]) -> NDArray[Any]:
-    """Of one text alone, so that there is no padding."""
+    """The embedding of a single text, so that there is no padding."""
     names = ("word", "position", "token_type")
     places = (ids, range(len(ids)), [0] * len(ids))
     x = sum(weights()[f"embeddings.{name}_embeddings.weight"][list(at)] for name, at in zip(names, places, strict=True))
@@ -106,7 +106,7 @@ def _tokenizer() -> Any:
 
 
 TOKENIZER: Any = _tokenizer() if WEIGHTS is not None else None
-"""Made before any test is watched for threads that it leaves: the library starts one that lasts."""
+"""Created before the leak check watches any test: the library starts a thread that stays."""
 
 
 @cache

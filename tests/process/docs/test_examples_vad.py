@@ -1,4 +1,4 @@
-"""The voice detector as a sequence model: many streams at once, each as if it were alone.
+"""The voice detector as a sequence model: many concurrent streams, each with the result that it would have alone.
 
 The oracle runs one stream after the other through the unchanged network of the package: with the bare engine, as the
 package's own wrapper does, and with that wrapper if it can be imported.
@@ -33,7 +33,7 @@ Sound = NDArray[np.float32]
 
 
 def voice(seed: int) -> Sound:
-    """Chunks [n, 512] of what sounds like vowels with pauses: harmonics of a pitch that wavers, through formants."""
+    """Chunks [n, 512] of a sound like vowels with pauses: harmonics of a varying pitch, filtered by formants."""
     generator = np.random.default_rng(seed)
     chunks = 12 + seed % 7
     at = np.arange(chunks * samples.VAD_CHUNK) / samples.VAD_RATE
@@ -86,7 +86,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_voices_are_heard(expected: list[Sound]) -> None:
-    """The oracle has something to say: what is compared is not the same everywhere."""
+    """The expected values vary, so that comparing them is meaningful."""
     assert max(found.max() for found in expected) > 0.8
     assert min(found.min() for found in expected) < 0.2
     assert len({found.round(4).tobytes() for found in expected}) == STREAMS
@@ -119,7 +119,7 @@ def heard(futures: list[Future[shmserve.Result]]) -> Sound:
 @pytest.mark.parametrize("model", ["vad", "vad_direct"])
 @pytest.mark.parametrize("names", ["numbers", "texts"])
 def test_streams_at_once(server: Server, model: str, names: str, voices: list[Sound], expected: list[Sound]) -> None:
-    """Chunks in any order across streams, many in flight; in their order within each."""
+    """Chunks are sent in any order across streams, many in flight, but in order within each stream."""
     turns = [stream for stream, chunks in enumerate(voices) for _ in chunks]
     random.Random(f"{model} {names}").shuffle(turns)
     futures: list[list[Future[shmserve.Result]]] = [[] for _ in voices]
@@ -133,13 +133,13 @@ def test_streams_at_once(server: Server, model: str, names: str, voices: list[So
 
 def test_a_stream_of_a_caller_that_waits(server: Server, voices: list[Sound], expected: list[Sound]) -> None:
     with server.client() as client:
-        for _ in range(2):  # the second time everything is forgotten
+        for _ in range(2):  # the second time, all state has been reset
             found = [step(client, "vad", 7, voices[3], at).result()["PROBABILITY"] for at in range(len(voices[3]))]
             np.testing.assert_allclose(np.concatenate(found)[:, 0], expected[3], atol=1e-5)
 
 
 def test_more_streams_than_places(server: Server, voices: list[Sound], expected: list[Sound]) -> None:
-    """Those that find no place wait for one to end."""
+    """Streams beyond the slots wait for one to end."""
     many = [stream for _ in range(3) for stream in range(STREAMS)]
     with server.client() as client:
         futures = [

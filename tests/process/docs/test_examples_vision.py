@@ -1,7 +1,7 @@
 """The samples `scan` and `lanes`: an image for two networks in one ensemble, and a dense output in FP16.
 
 The oracles are the package that the networks of `scan` come from, numpy for `lanes`, and the pictures themselves: text
-and lane lines are where the test has drawn them.
+and lane lines must be where the test has drawn them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_classification_and_segmentation(server: Server, package: Any, turned: b
     assert (mask[0] > 0.3)[~inside].mean() < 0.02
 
 
-@pytest.mark.usefixtures("package")  # without it the set is not built
+@pytest.mark.usefixtures("package")  # without the package, the samples are not built
 def test_what_is_not_an_image_is_refused(server: Server) -> None:
     with server.client() as client, pytest.raises(shmserve.ServeError, match="its 7 bytes are not a PNG or JPEG file"):
         client.infer("scan", {"IMAGE": np.array([b"nothing"], object)})
@@ -123,7 +123,7 @@ ROADS: list[list[float | None]] = [
 
 
 def columns_of(image: Array) -> tuple[Array, Array, Array]:
-    """What the network computes, by numpy in double precision."""
+    """Computes the network's result with numpy in double precision."""
     made = runpy.run_path(str(samples.EXAMPLES / "make_models.py"))
     brightness = np.tensordot([0.299, 0.587, 0.114], image.astype(np.float64), 1)
     padded = np.pad(brightness, ((0, 0), (6, 6)))
@@ -146,7 +146,7 @@ def test_lanes_are_where_they_were_drawn(server: Server) -> None:
         together = client.infer("lanes", {"IMAGE": np.stack(images)})
         futures = [client.submit("lanes", {"IMAGE": image[None]}) for image in images]
         alone = [{name: value[0].copy() for name, value in future.result().items()} for future in futures]
-    near = STRIPS >= 72  # nearer than that, lines are further apart than the network looks
+    near = STRIPS >= 72  # closer than that, lines are further apart than the network's receptive field
     depth = (STRIPS - HORIZON) / (HEIGHT - 1 - HORIZON)
     for index, (image, lines) in enumerate(zip(images, ROADS, strict=True)):
         expected = dict(zip(("COLUMN", "PRESENT", "MASK"), columns_of(image), strict=True))

@@ -1,5 +1,5 @@
-"""The page on the OpenAI-compatible endpoints: its models are served, its commands and programs do what it shows, and
-its lists are complete."""
+"""The page on the OpenAI-compatible endpoints: its models are served, its commands and programs give the results shown,
+and its lists are complete."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_programs(server: Server) -> None:
 
 
 def test_fields_and_limits() -> None:
-    """Each field of a request is on the page."""
+    """The page lists each field of a request."""
     fields = {*bodies.CompletionRequest.__struct_fields__, *bodies.ChatRequest.__struct_fields__}
     fields |= {*bodies.EmbeddingRequest.__struct_fields__}
     named = set(re.findall(r"`([a-z_]+)[`.]", PAGE))

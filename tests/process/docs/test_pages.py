@@ -1,4 +1,4 @@
-"""Pages whose commands and programs are run from the first to the last."""
+"""Pages whose commands and programs are all run, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on transformers: its files are written, its commands run, and its ensemble held against the bare engine."""
+"""The page on transformers: its files are written, its commands run, and its ensemble compared with the bare engine."""
 
 from __future__ import annotations
 

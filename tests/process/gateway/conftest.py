@@ -1,4 +1,4 @@
-"""Fixtures of several tests of the gateway. A module may define its own."""
+"""Fixtures for tests of the gateway. A module may override them."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gate(repository: Path) -> Path:
-    """The named pipe that lets requests to the model `gated` pass."""
+    """The named pipe that releases requests to the model `gated`."""
     return gated(repository)

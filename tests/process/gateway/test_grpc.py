@@ -1,4 +1,4 @@
-"""The gRPC endpoint of a real gateway, with grpcio and stubs made of the .proto as its client."""
+"""The gRPC endpoint of a real gateway, with grpcio and stubs generated from the .proto as its client."""
 
 from __future__ import annotations
 
@@ -267,14 +267,14 @@ def test_errors(rpcs: Rpcs) -> None:
 
 
 def ended(call: Any) -> tuple[str, str]:
-    """How a call ends, and its text."""
+    """The status and text with which a call ends."""
     with contextlib.suppress(grpc.RpcError):
         list(call)
     return call.code().name, call.details() or ""
 
 
 def test_malformed_messages_change_nothing(rpcs: Rpcs) -> None:
-    """Noise, and real requests with a changed byte, for every method."""
+    """Sends noise, and real requests with a changed byte, to every method."""
     chance = random.Random(7)
     good = row(4, id="me", parameters={"x": 1}).SerializeToString()
     for method in POOL.FindServiceByName(INFERENCE).methods:
@@ -348,7 +348,7 @@ def test_a_caller_that_goes_away_cancels_its_requests(gateway: Gateway, server: 
             if way == "cancel":
                 for call in calls:
                     call.cancel()
-    wait_in_flight(server, 1, 2)  # the worker has one that runs and one that waits, and reads orders when it is done
+    wait_in_flight(server, 1, 2)  # the worker has one running and one waiting request, and reads orders when it is done
     open_gate(gate)
     wait_in_flight(server, 0, 0)
 
@@ -357,7 +357,7 @@ def test_a_caller_that_goes_away_cancels_its_requests(gateway: Gateway, server: 
 
 
 def test_a_stream_of_many_requests(rpcs: Rpcs) -> None:
-    """More than may be in flight at a time, small and large, with one error; answered in order."""
+    """More requests than may be in flight, small and large, with one error, are answered in order."""
     with talk(rpcs) as stream:
         widths = [20_000 if number % 7 == 0 else 4 for number in range(600)]
         for number, width in enumerate(widths):
@@ -373,7 +373,7 @@ def test_a_stream_of_many_requests(rpcs: Rpcs) -> None:
 
 
 def numbers(answers: list[Any]) -> list[tuple[int | str | None, bool]]:
-    """The number or error of each answer, and whether it is the final one."""
+    """The number or error of each response, and whether it is the final one."""
     found: list[tuple[int | str | None, bool]] = []
     for one in answers:
         raw = one.infer_response.raw_output_contents

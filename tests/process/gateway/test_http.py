@@ -87,7 +87,7 @@ def test_health_and_documents(gateway: Gateway) -> None:
 
 
 def test_roles_that_are_not_granted_and_unknown_paths(gateway: Gateway) -> None:
-    """The default roles are infer and observe. A refusal does not read the body."""
+    """The default roles are infer and observe. A refused request's body is not read."""
     for path in ("/v2/repository/models/row/load", "/v2/repository/models/row/unload", "/v2/logging"):
         status, body = gateway.ask("POST", path, b"{}")
         assert status == 403
@@ -118,7 +118,7 @@ def test_load_and_unload_with_the_role_operate(server: Server) -> None:
     assert "failed to load 'nothing', failed to poll from model repository" in json.loads(answer)["error"]
     gateway.stop()
     with server.client() as client:
-        client.unload("sent")  # which returns when its process has ended
+        client.unload("sent")  # returns when the model's process has ended
 
 
 def test_metrics(gateway: Gateway) -> None:
@@ -137,7 +137,7 @@ def test_metrics(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3), (40, 300), (0, 4)], ids=str)
 def test_all_types_as_binary_data(gateway: Gateway, shape: tuple[int, int]) -> None:
-    """Small tensors travel in messages, large ones in shared memory."""
+    """Small tensors are sent in messages, large ones in shared memory."""
     given: dict[str, tuple[str, np.ndarray[Any, Any], bytes]] = {}
     for name in NUMBERS:
         array = data(name, shape)
@@ -163,7 +163,7 @@ def test_json_inputs_and_outputs(gateway: Gateway) -> None:
 
 
 def test_many_requests_on_one_connection(gateway: Gateway) -> None:
-    """Large and small ones in turn; they use the same memory again."""
+    """Large and small requests alternate and reuse the same memory."""
     with contextlib.closing(gateway.connection()) as made:
         for number in range(30):
             given = rows(16 if number % 3 else 300_000, number)
@@ -231,7 +231,7 @@ def test_a_model_name_with_a_comma_and_spaces(gateway: Gateway) -> None:
 
 
 def test_generate_stream(gateway: Gateway) -> None:
-    """Several streams over one connection, each with an end of its own."""
+    """Several streams over one connection, each with its own end."""
     with contextlib.closing(gateway.connection()) as made:
 
         def stream(body: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
@@ -328,7 +328,7 @@ def test_closing_the_connection_cancels_its_request(gateway: Gateway, server: Se
     wait_in_flight(server, 6, 6)
     for made in callers[1:]:
         made.close()
-    wait_in_flight(server, 1, 2)  # the worker has a second one, and reads that it is cancelled after the first
+    wait_in_flight(server, 1, 2)  # the worker has a second request, and reads its cancellation after the first
     open_gate(gate)
     assert callers[0].recv(65536).startswith(b"HTTP/1.1 200 ")
     callers[0].close()
@@ -381,7 +381,7 @@ def test_a_port_in_use(server: Server, gateway: Gateway) -> None:
 
 
 def test_its_modules_are_frozen_for_the_collector(tmp_path: Path) -> None:
-    """A full collection of them would delay all requests."""
+    """A full collection would delay all requests."""
     reader, writer = os.pipe()
     code = "import gc, sys; from shmserve.clients.cli.main import main; main(); print(gc.get_freeze_count())"
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--ready-fd", str(writer)]

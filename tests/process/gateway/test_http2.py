@@ -1,6 +1,6 @@
 """The gRPC listener on real sockets, with grpcio as the client.
 
-test_grpc.py has the streams, deadlines and errors of a whole gateway, test_tls.py its certificates.
+test_grpc.py tests streams, deadlines and errors of a complete gateway, test_tls.py its certificates.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_a_completion(client: Any) -> None:
 
 
 def test_prompts_times_choices(client: Any) -> None:
-    """More prompts than are sent at once, in the order of OpenAI, and echoed."""
+    """More prompts than are sent at once; choices are in OpenAI's order, with the prompts echoed."""
     prompts = [f"a{number} b c" for number in range(80)]
     found = client.completions.create(model="talk", prompt=prompts, n=2, echo=True, max_tokens=2)
     assert [choice.index for choice in found.choices] == list(range(160))
@@ -237,7 +237,7 @@ def test_tool_calls(client: Any) -> None:
 
 
 def test_a_model_in_the_style_of_triton(client: Any) -> None:
-    """The gateway renders the chat template of its configuration."""
+    """The gateway renders the chat template of the model's configuration."""
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]},
                      {"role": "assistant", "content": "PARAMETERS"}]  # fmt: skip
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
@@ -278,7 +278,7 @@ def test_a_model_with_nothing_but_texts(client: Any) -> None:
 
 
 def test_a_model_that_is_not_decoupled(client: Any) -> None:
-    """One response, also for a stream; prompts and choices share batches."""
+    """A single response, even for a stream; prompts and choices share batches."""
     found = client.completions.create(model="once", prompt=["a", "b"], n=2)
     assert [choice.text for choice in found.choices] == ["A", "A", "B", "B"]
     chunks = list(client.completions.create(model="once", prompt="a", stream=True))
@@ -361,7 +361,7 @@ def test_errors(client: Any, gateway: Gateway) -> None:
 
 
 def test_an_error_in_the_middle_of_a_stream(client: Any) -> None:
-    """The client raises it; the stream has no end mark, so nothing looks complete."""
+    """The client raises the error; the stream has no end mark, so it does not look complete."""
     stream = client.completions.create(model="talk", prompt="a b FAIL c", stream=True)
     assert [next(stream).choices[0].text for _ in range(2)] == ["a", " b"]
     with pytest.raises(openai.APIError, match="a word that fails"):
@@ -371,7 +371,7 @@ def test_an_error_in_the_middle_of_a_stream(client: Any) -> None:
 
 
 def test_one_of_several_prompts_fails(client: Any, server: Server, files: LanguageModels) -> None:
-    """The others are cancelled."""
+    """The other prompts are cancelled."""
     before = cancelled(files)
     stream = client.completions.create(model="talk", prompt=["FOREVER a", "GATE FAIL"], stream=True)
     assert next(stream).choices[0].text == "a "

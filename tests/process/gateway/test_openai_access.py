@@ -1,4 +1,4 @@
-"""Who may use the OpenAI-compatible endpoints: TLS, tokens, restricted APIs, browsers; and what is passed on."""
+"""Access to the OpenAI-compatible endpoints: TLS, tokens, restricted APIs, browsers; and forwarded headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's client and the engine for GGUF files. The oracle is the bare engine (`llm_oracle`)."""
+"""OpenAI's client with the engine for GGUF files. The oracle is the bare engine (`llm_oracle`)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_chats(client: Any, expected: dict[str, str]) -> None:
 
 
 def test_log_probabilities(client: Any) -> None:
-    """The tokens are the text, each is the most probable, and a stream has the same."""
+    """The tokens make up the text, each is the most probable one, and a stream has the same."""
     (choice,) = client.completions.create(prompt="Hello", logprobs=3, **SAMPLING).choices
     found = choice.logprobs
     assert "".join(found.tokens) == choice.text

@@ -1,4 +1,4 @@
-"""--page-servers at a real gateway: its response headers for pages of other servers, byte for byte."""
+"""--page-servers with a real gateway: exact response headers for pages of other servers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gateway(server: Server, token: tuple[str, str]) -> Iterator[Gateway]:
 
 
 def head(gateway: Gateway, method: str, path: str, **headers: str) -> tuple[int, HTTPMessage]:
-    """Status and headers of the answer, of which no more is read."""
+    """Status and headers of the response; the body is not read."""
     with contextlib.closing(gateway.connection()) as made:
         made.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         answer = made.getresponse()

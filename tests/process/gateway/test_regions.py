@@ -1,4 +1,5 @@
-"""Shared memory that callers register at the gateway: workers read and write it in place, or the gateway copies it."""
+"""Shared memory that callers register with the gateway: workers read and write it in place, or the gateway copies
+it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ HELD = (
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model `held` answers when it is opened for writing."""
+    """A named pipe. The model `held` answers when it is opened for writing."""
     gate = tmp_path_factory.mktemp("held") / "gate"
     os.mkfifo(gate)
     return gate
@@ -81,7 +82,7 @@ def copying(server: Server) -> Iterator[Gateway]:
 
 
 class Memory:
-    """A registered region: an input at 64, and behind it room for an output."""
+    """A registered region: an input at offset 64, followed by space for an output."""
 
     def __init__(self, gateway: Gateway, width: int = WIDTH) -> None:
         self.key = f"/h-{os.getpid()}-{secrets.token_hex(8)}"
@@ -108,7 +109,8 @@ class Memory:
         return status, json.loads(body)
 
     def check_output(self) -> None:
-        """The model has written x + 1, but for the last element. Clears it for the next request."""
+        """Checks that the model has written x + 1, except for the last element. Clears the output for the next
+        request."""
         count = len(self.x) - 1
         found = np.frombuffer(os.pread(self.file.fd, 4 * count, 64 + self.size), np.float32)
         assert np.array_equal(found, self.x[:-1] + 1)
@@ -142,7 +144,7 @@ def until_unmapped(server: Server, key: str) -> None:
 
 
 def test_workers_read_and_write_it_in_place(server: Server, gateway: Gateway) -> None:
-    """Outputs from the second request on: the gateway learns with the first one which model it is."""
+    """Outputs are written in place from the second request on: the first one tells the gateway about the model."""
     with registered(gateway) as memory:
         for _ in range(3):
             status, answer = memory.infer("add")
@@ -194,7 +196,8 @@ def test_outputs_of_ensembles_and_small_outputs_are_copied(gateway: Gateway, nam
 
 
 def test_a_region_that_workers_cannot_open_is_copied(server: Server, gateway: Gateway) -> None:
-    """Its name is removed after the gateway has opened it. A gateway copies until it is connected to the server."""
+    """The region's name is removed after the gateway has opened it. A gateway also copies until it is connected to the
+    server."""
     assert gateway.ask("GET", "/v2/health/ready")[0] == 200
     with registered(gateway) as memory:
         memory.file.unlink()
@@ -208,7 +211,7 @@ def test_truncating_a_region_fails_only_the_owners_request(server: Server, gatew
     with registered(gateway) as memory:
         assert memory.infer("add")[0] == 200
         os.ftruncate(memory.file.fd, 64)
-        status, answer = memory.infer("add")  # it is run once more, by a worker that cannot map it any more
+        status, answer = memory.infer("add")  # the request is run again, by a worker that can no longer map the region
         assert status in (500, 503), answer
         with server.client() as client:
             assert np.array_equal(client.infer("add", {"x": memory.x})["y"], memory.x[:-1] + 1)

@@ -54,7 +54,7 @@ def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it
             (first,) = server.gateways()
             os.kill(first, signal.SIGKILL)
             server.until(r"ERROR gateway 0 exited \(signal SIGKILL\); restarting it immediately")
-            assert client.ready("same")  # no other process has noticed
+            assert client.ready("same")  # no other process was affected
             assert int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1]) == port
             assert int(server.until(r"Prometheus on 127.0.0.1, port (\d+)")[1]) == metrics
         status, body = ask(port, "/v2/models/same/infer", WAITING_REQUEST)
@@ -96,7 +96,7 @@ def test_at_a_stop_the_gateway_answers_what_it_has_before_the_server_goes(tmp_pa
         server.until("ready: serving 1 of 1")
         caller = threading.Thread(target=lambda: answers.append(ask(port, "/v2/models/waits/infer", WAITING_REQUEST)))
         caller.start()
-        with gate.open("w"):  # it is opened when the model is at it
+        with gate.open("w"):  # opens once the model waits at the gate
             server.process.send_signal(signal.SIGTERM)
             server.until(r"\[gateway\] shutting down: new requests are refused")
             assert server.process.poll() is None  # it waits for its gateway
@@ -150,7 +150,7 @@ def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) 
     found = json.loads(file.read_text())
     assert [line["request_id"] for line in found if "model_name" in line] == ["mine"] * 3
     times = {line["timestamps"][0]["name"]: line["timestamps"][0]["ns"] for line in found if "timestamps" in line}
-    assert sorted(times, key=lambda name: times[name]) == list(times)  # they are in their order
+    assert sorted(times, key=lambda name: times[name]) == list(times)  # they are in order
     assert {"COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"} <= times.keys()
 
 
@@ -170,7 +170,7 @@ def test_r15_only_the_gateway_has_ports_and_only_on_loopback(repository: Path) -
 
 
 def listening(pid: int) -> set[str]:
-    """Where the process listens for TCP, as the kernel has it."""
+    """The TCP addresses at which the process listens, according to the kernel."""
     owned = set(descriptors_of(pid))
     found = set()
     for table in ("tcp", "tcp6"):

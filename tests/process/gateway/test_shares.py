@@ -1,4 +1,4 @@
-"""Callers of one slow model leave room in the gateway for callers of other models."""
+"""Callers of a slow model cannot use up the gateway's capacity for callers of other models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def request(name: str) -> Any:
 
 
 def attack(port: int) -> socket.socket:
-    """Many calls to the slow model at once. Returns when the gateway has taken them all in."""
+    """Sends many calls to the slow model at once. Returns when the gateway has received all of them."""
     made = socket.create_connection(("127.0.0.1", port), 30)
     head = [(":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer"),
             (":authority", "here"), ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
@@ -152,7 +152,7 @@ def test_a_token_has_one_share_over_http_and_grpc(server: Server, gate: Path, tm
         alice = [("authorization", header["alice"])]
         first = rpcs.ModelInfer.future(request("gated"), metadata=alice)
         wait_in_flight(server, 1, 1)
-        # A connection with nothing in flight has one call beside a full share, and the same one no second.
+        # When a share is full, a connection with nothing in flight may still send one call, but no second one.
         second = rpcs.ModelInfer.future(request("gated"), metadata=alice)
         assert "of this token are in flight, its share (--token-share)" in second.exception().details()
         for name in ("bob", "alice"):

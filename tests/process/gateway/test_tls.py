@@ -1,4 +1,4 @@
-"""A real gateway that not everybody may come in at: TLS, certificates of callers, tokens, restricted APIs."""
+"""Access control of a real gateway: TLS, client certificates, tokens, restricted APIs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SecureGateway(Gateway):
         return http.client.HTTPSConnection("127.0.0.1", port or self.http, timeout=30, context=self.context)
 
     def rpc(self, *calls: tuple[str, Any, dict[str, str]], own: trustme.LeafCert | None = None) -> list[Any]:
-        """Code and text of each call, and its answer."""
+        """Code, text and response of each call."""
         told = {
             "port": self.grpc,
             "root": self.root,
@@ -137,7 +137,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 def test_large_bodies_both_ways_on_one_connection(gateway: SecureGateway) -> None:
-    """Straight into shared memory and out of it, and small ones between them."""
+    """Large bodies are received straight into shared memory and sent from it, with small ones in between."""
     with contextlib.closing(gateway.connection()) as made:
         for width in (1_000_000, 4, 300_000, 4):
             given = rows(width)
@@ -160,7 +160,8 @@ def test_only_tls_is_spoken(gateway: SecureGateway) -> None:
 
 
 def test_who_does_not_go_on_is_let_go(place: Place, server: Server) -> None:
-    """Before the handshake, and in the middle of a request. Its own gateway, as the timeout is too short for others."""
+    """Stalled clients are disconnected before the handshake, and in the middle of a request. Uses a separate gateway,
+    because the timeout is too short for other tests."""
     gateway = SecureGateway(place, server, "--http-read-timeout", "1")
     with gateway.socket() as silent, gateway.socket() as half, gateway.secure() as slow:
         half.sendall(b"\x16\x03\x01\x02\x00\x01")

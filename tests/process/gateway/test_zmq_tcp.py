@@ -1,5 +1,5 @@
-"""ZeroMQ over tcp as it is run: keys from the command, a server that starts its gateway, clients in Python and on the
-command line.
+"""ZeroMQ over tcp as users run it: keys from the command, a server that starts its gateway, clients in Python and on
+the command line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.process
 
 
 class Door:
-    """Of a server, with keys for `alice`, who may operate, and `bob`, who infers."""
+    """The endpoint of a server, with keys for `alice` (role operate) and `bob` (role infer)."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.folder = folder
@@ -40,7 +40,7 @@ class Door:
         return {"server_key": self.folder / "server.pub", "key_file": self.folder / f"{name}.key"}
 
     def where(self, name: str) -> list[str]:
-        """The same for a command."""
+        """The same for a command: its options."""
         keys = self.keys(name)
         return ["--url", self.url, "--server-key", str(keys["server_key"]), "--key-file", str(keys["key_file"])]
 

@@ -1,4 +1,4 @@
-"""A server in mode explicit that the tests of a module share; each test has models of its own."""
+"""A server in mode explicit that the tests of a module share; each test has its own models."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest, root: Path) -> Iterator[Server]:
-    """A module may define OPTIONS of its server."""
+    """The shared server. A module may define its OPTIONS."""
     with Server(root, "--model-control-mode", "explicit", *getattr(request.module, "OPTIONS", ())) as server:
         yield server
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.Client]:
-    """After the test, no model is served, and no worker is left."""
+    """A client. After the test, no model is served and no worker is left."""
     with server.client() as client:
         yield client
         unload_all(client)

@@ -1,4 +1,4 @@
-"""The server that the tests of a file share, and generators of load in threads."""
+"""The server that the tests of a file share, and load generators in threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchServer]:
 
 
 class GeneratorThread:
-    """Stands in for the `Popen` of a generator process: the same code in a thread, without the start of Python."""
+    """Replaces the `Popen` of a generator process: runs the same code in a thread, without starting Python."""
 
     def __init__(self, command: list[str], pass_fds: list[int], stdin: int) -> None:
         self._thread = threading.Thread(target=asyncio.run, args=[process.serve(os.dup(pass_fds[0]))])
@@ -56,8 +56,8 @@ class GeneratorThread:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generators are threads that report often: for tests about what they send. Their processor time is that of the
-    whole test process, so it must not call for more of them.
+    """Makes generators threads that report often, for tests about what they send. Their processor time is that of the
+    whole test process, so it must not cause more generators to be added.
     """
     start = subprocess.Popen
 
@@ -73,7 +73,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def secure(served: BenchServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, Path]]:
-    """A gateway that wants certificates of its clients, and a folder with those that belong to it."""
+    """A gateway that requires client certificates, and a folder with its certificates."""
     folder = tmp_path_factory.mktemp("certificates")
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(folder / "ca"))

@@ -68,7 +68,7 @@ def test_ctrl_c_ends_the_load(served: BenchServer) -> None:
             process.kill()
     assert (process.returncode, errors) == (130, "shmserve bench: interrupted\n")
     with served.server.client() as client:
-        await_connections(client, 2)  # of the gateway and of this test: the end of the others has been noticed
+        await_connections(client, 2)  # those of the gateway and of this test: the end of the others has been noticed
         until(client, lambda: client.statistics("id")["model_stats"][0]["in_flight"] == 0)
     after = served.requests("id")
     assert served.requests("id") == after
@@ -111,7 +111,7 @@ def test_the_command_writes_what_it_measured(served: BenchServer, tmp_path: Path
 
 @pytest.mark.usefixtures("threads")
 def test_plan_reads_what_was_measured(served: BenchServer, tmp_path: Path) -> None:
-    """From a saved run, from the server's statistics over HTTP and over its socket, and from a file of them."""
+    """Reads a saved run, the server's statistics over HTTP and over its socket, and a file with statistics."""
     run, statistics = tmp_path / "run.json", tmp_path / "stats.json"
     assert command("bench", "slow", "--url", served.server.url, *SHORT, "--save", str(run))[0] == 0
     with served.server.client() as client:
@@ -203,7 +203,7 @@ def test_tls(scheme: str, secure: tuple[Gateway, Path]) -> None:
 
 @pytest.mark.parametrize("kind", ["unix", "http"])
 def test_ctrl_c_leaves_the_echo_server_to_its_owner(kind: str, tmp_path: Path) -> None:
-    """A terminal sends the signal to all processes; none but the command itself may answer it."""
+    """A terminal sends the signal to all processes; only the command itself may react to it."""
     reader, writer = os.pipe()
     words = [sys.executable, "-m", "shmserve.clients.load.echo", kind, str(tmp_path), str(writer)]
     with (
@@ -234,8 +234,8 @@ def test_results_are_printed_even_if_a_file_cannot_be_written(served: BenchServe
 
 @pytest.mark.usefixtures("threads")
 def test_the_commands_of_the_page(served: BenchServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In their order, as later ones read what earlier ones have written, but for a short time, and with a limit that
-    also a busy machine meets. Only a comparison may find a difference.
+    """In order, because later commands read the files of earlier ones, but with short durations and a limit that even a
+    busy machine meets. Only a comparison may find a difference.
     """
     np.save(tmp_path / "x.npy", np.ones((2, 64), np.float32))
     (tmp_path / "inputs").mkdir()

@@ -1,6 +1,6 @@
 """Loads of `shmserve bench` on a real server, over each transport.
 
-No assertion depends on how fast anything is, except for what a model that needs 20 ms can do at most.
+No assertion depends on speed, except for the maximum rate of a model that needs 20 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_closed_loop_over_each_transport(kind: str, served: BenchServer, capfd: pytest.CaptureFixture[str]) -> None:
-    """Two processes send; what they report is what the server has counted, but for warm-up and end."""
+    """Two processes send; their report equals the server's counts, except for warm-up and end."""
     before = served.requests("id")
     seen: list[Progress] = []
     plan = Plan(
@@ -64,7 +64,7 @@ def test_latencies_are_at_least_the_time_of_the_model(served: BenchServer) -> No
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http"])
 def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, served: BenchServer) -> None:
-    """200 requests per second to a model that answers 50: they pile up, and their latencies grow."""
+    """Sends 200 requests per second to a model that answers 50, so they pile up and latencies grow."""
     settings = replace(QUICK, window_ns=SECOND // 6, min_windows=3, max_windows=6)
     plan = Plan(
         model="slow", endpoint=served.endpoints[kind], loads=(Open(200.0, "constant"),), settings=settings, in_flight=4
@@ -81,7 +81,7 @@ def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, served: BenchS
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http"])
 def test_the_backlog_of_a_load_is_not_left_to_the_next(kind: str, served: BenchServer) -> None:
-    """After the first load, hundreds of requests wait for a model that answers 50 per second."""
+    """After the first load, hundreds of requests are queued for a model that answers 50 per second."""
     settings = replace(QUICK, window_ns=SECOND // 5)
     loads = (Open(1000.0, "constant"), Closed(1))
     plan = Plan(model="slow", endpoint=served.endpoints[kind], loads=loads, settings=settings, in_flight=500)
@@ -106,7 +106,7 @@ def test_recorded_times(served: BenchServer) -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_a_deadline_that_cannot_be_kept(served: BenchServer) -> None:
-    """A response may still arrive after the deadline, but none in time."""
+    """Responses may arrive after the deadline, but none in time."""
     plan = Plan(model="slow", endpoint=served.endpoints["lane"], deadline_ns=SERVICE_NS // 4, settings=QUICK)
     point = one_point(plan)
     assert point.goodput is not None
@@ -149,7 +149,7 @@ def test_sequences(kind: str, load: Any, served: BenchServer) -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_the_search_for_a_limit(served: BenchServer) -> None:
-    """With N callers every request takes N times 20 ms, or longer on a busy machine."""
+    """With N callers, every request takes N times 20 ms, or longer on a busy machine."""
     run = measure(
         Plan(
             model="slow",
@@ -170,8 +170,8 @@ def _kept(point: record.Point) -> bool:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_larger_than_any_window(kind: str, served: BenchServer) -> None:
-    """Over gRPC, 800 KB need many frames, and windows that the server opens again. Over ipc as frames: named segments
-    of the worker would stay until the server ends.
+    """Over gRPC, 800 KB need many frames, and windows that the server replenishes. Over ipc, outputs are sent as
+    frames, because named segments of the worker would remain until the server ends.
     """
     endpoint = replace(served.endpoints[kind], memory="frames" if kind == "ipc" else None)
     plan = Plan(model="wide", endpoint=endpoint, loads=(Closed(2),), settings=QUICK)
@@ -192,7 +192,7 @@ def test_strings_and_files_reach_the_model(served: BenchServer, tmp_path: Path) 
 
 @pytest.mark.usefixtures("threads")
 def test_processes_are_added_while_they_are_busy(served: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until each caller has a process of its own; a number that was given stays."""
+    """Processes are added until each caller has one; an explicit number is kept."""
     monkeypatch.setattr(one_load, "BUSY", -1.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
     plan = Plan(model="id", endpoint=served.endpoints["lane"], loads=(Closed(3), Closed(1)), settings=QUICK)
@@ -204,7 +204,7 @@ def test_processes_are_added_while_they_are_busy(served: BenchServer, monkeypatc
 
 @pytest.mark.usefixtures("threads")
 def test_errors_of_streams(served: BenchServer) -> None:
-    """A negative count makes the model fail after its answers."""
+    """A negative count makes the model fail after its last response."""
     for kind in ("lane", "http", "grpc"):
         plan = Plan(
             model="talker", endpoint=served.endpoints[kind], stream=True, inputs=Inputs(texts=("count=-2",)),

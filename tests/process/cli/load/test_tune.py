@@ -1,6 +1,6 @@
-"""`shmserve tune` as its user runs it: the commands of its page, what they write, and that they leave nothing.
+"""`shmserve tune` from a user's view: the commands of its page, what they write, and that they leave nothing behind.
 
-The model waits for 5 ms, and the target is 200 ms, so that a busy machine does not decide what is found.
+The model waits for 5 ms, and the target is 200 ms, so that a busy machine does not affect the result.
 """
 
 from __future__ import annotations

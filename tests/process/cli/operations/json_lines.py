@@ -11,7 +11,8 @@ END_S = 60
 
 
 def first_lines(command: list[str], count: int) -> tuple[list[Any], int, bytes]:
-    """Interrupts the command after that many lines: they, its exit code, and what it printed to standard error."""
+    """Interrupts the command after this many lines. Returns the lines, the exit code and the output on standard
+    error."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout is not None

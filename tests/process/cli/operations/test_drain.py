@@ -1,4 +1,4 @@
-"""`shmserve drain` and what clients and balancers see of it, against a real server."""
+"""`shmserve drain` against a real server, and how clients and balancers see it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def http_status(server: Server, path: str) -> int:
 
 
 def shown(server: Server) -> dict[str, Any]:
-    """What the endpoints say."""
+    """The state according to each endpoint."""
     with Rpcs(int(server.endpoints["grpc"].rpartition(":")[2])) as rpcs:
         return {
             "http": http_status(server, "/v2/health/ready"),
@@ -114,7 +114,7 @@ def test_out_of_service_and_back(server: Server, client: shmserve.Client, run: R
 
 
 def test_what_it_waits_for(client: shmserve.Client, run: Run) -> None:
-    """An open sequence, which goes on, and one that begins while the server is out of service."""
+    """An open sequence, which continues, and one that begins while the server is out of service."""
     client.infer("talks", ONE, sequence=1, sequence_start=True)
     code, out, error = run("drain", *QUIET, "--timeout", "0.5")
     assert (code, out) == (1, "")
@@ -138,7 +138,7 @@ def test_what_it_waits_for(client: shmserve.Client, run: Run) -> None:
 
 
 def test_another_operator_puts_it_back(server: Server, client: shmserve.Client) -> None:
-    """On a terminal, where the progress is shown."""
+    """Runs on a terminal, where the progress is shown."""
     client.infer("talks", ONE, sequence=1, sequence_start=True)
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "drain", "--runtime-dir", str(server.runtime_dir)]
     with Terminal(command, 80, 10, {}) as terminal:
@@ -158,7 +158,7 @@ def test_wrong_usage(client: shmserve.Client, run: Run) -> None:
 
 
 def test_a_request_in_flight_is_waited_for(tmp_path: Path) -> None:
-    """Also by a server whose clients stay away. A restart puts it back."""
+    """This also applies without clients. A restart puts the server back into service."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     waits = f"""

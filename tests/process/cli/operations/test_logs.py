@@ -1,4 +1,4 @@
-"""`shmserve logs`: of a model, of all, of a restarted server, and for operators only."""
+"""`shmserve logs`: for one model, for all, after a server restart, and for operators only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shmserve.clients.cli.main import main
 base.CONNECT_S = 0.2
 sys.exit(main(sys.argv[1:]))
 """
-"""The command, with a shorter wait for a server that is gone."""
+"""The command, with a shorter wait for an unavailable server."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """It logs to a file, and is found by its directory."""
+    """A server that logs to a file and is found by its directory."""
     place = tmp_path_factory.mktemp("place")
     with Server(repository, "--log-file", str(place / "log"), runtime_dir=place / "run") as server:
         yield server
@@ -67,7 +67,7 @@ def command(server: Server, *words: str) -> list[str]:
 
 
 def read_until(stream: IO[str], text: str) -> list[str]:
-    """The lines up to the one with this text."""
+    """Returns the lines up to the one with this text."""
     lines = []
     for line in stream:
         lines.append(line.rstrip("\n"))
@@ -86,7 +86,7 @@ def test_records_of_a_model(server: Server, capsys: pytest.CaptureFixture[str]) 
     say(server, 1)
     with subprocess.Popen(command(server, "talks", "-f"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        read_until(process.stdout, "heard 1")  # the worker's output takes its own way to the broker
+        read_until(process.stdout, "heard 1")  # the worker's output reaches the broker on a separate path
         process.kill()
     everything, talks, silent = (printed(server, capsys, *words) for words in ([], ["talks"], ["silent"]))
     assert any("ready: serving 2 of 2 models" in line for line in everything)
@@ -152,7 +152,7 @@ def test_follow_a_server_that_is_restarted(repository: Path, tmp_path: Path) -> 
 
 
 def test_few_records_are_kept(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A follower that is too slow gets a notice. Another one that starts later has missed nothing."""
+    """A follower that is too slow gets a notice. One that starts later has missed nothing."""
     with Server(repository, "--log-recent-bytes", "1000", runtime_dir=tmp_path / "run") as server:
         lines = printed(server, capsys)
         assert 1 <= len(lines) <= 2

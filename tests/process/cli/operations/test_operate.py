@@ -1,4 +1,4 @@
-"""Models come and go by command and by client, against a real server. The oracles are /proc and bare numpy."""
+"""Loading and unloading by command and by client, against a real server. The oracles are /proc and bare numpy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shared(repository: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """With nothing loaded."""
+    """The server without loaded models."""
     monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", str(shared.runtime_dir))
     monkeypatch.delenv("SHMSERVE_URL", raising=False)
     yield shared
@@ -110,7 +110,7 @@ def test_names_that_are_misspelled(server: Server, capsys: pytest.CaptureFixture
     ):
         assert main.main(words.split()) == 1, words
         assert capsys.readouterr().err == f"shmserve {words.split()[0]}: {text}; did you mean 'mlp'?\n"
-    for _ in range(2):  # of what is in the repository, there may be nothing left to unload
+    for _ in range(2):  # models of the repository may already be unloaded
         assert main.main(["unload", "mlp"]) == 0
     assert main.main(["load", "mlp"]) == 0
 
@@ -146,7 +146,7 @@ def test_failures(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: 
 
 @pytest.mark.parametrize(("face", "link"), [("sync", "url"), ("sync", "zmq_url"), ("uvloop", "url")])
 def test_a_model_that_is_sent(face: str, link: str, server: Server, repository: Path) -> None:
-    """Megabytes of it, and its answers are those of the file."""
+    """Sends megabytes; the responses equal those of the file."""
     model = repository / "mlp" / "1" / "model.onnx"
     config = {
         "backend": "onnxruntime",

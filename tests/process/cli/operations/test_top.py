@@ -1,4 +1,4 @@
-"""`shmserve top` as its user runs it: on terminals of 80 and 250 columns, and in scripts."""
+"""`shmserve top` from a user's view: on terminals of 80 and 250 columns, and in scripts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW_US = "600000000"
 COLOR = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
 """A colour that is not the terminal's default one."""
 DIRECT = re.compile(rb"\x1b\[(?:\d+;)*[34]8;2;")
-"""One of 24 bits."""
+"""A 24-bit colour."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def printed(server: Server | None, *words: str, code: int = 0) -> str:
 @pytest.mark.parametrize("columns", [80, 250])
 @pytest.mark.parametrize("color", [True, False])
 def test_the_screen(server: Server, columns: int, color: bool) -> None:
-    """Numbers that are known: a batch that does not end, and what waits behind it."""
+    """Shows known numbers: a batch that does not end, and the requests queued behind it."""
     with server.client() as client, top(server, columns, **({} if color else {"NO_COLOR": "1"})) as terminal:
         for _ in range(9):
             client.submit("stuck", {"x": np.ones((2, 3), np.float32)})
@@ -94,7 +94,7 @@ def test_the_screen(server: Server, columns: int, color: bool) -> None:
 
 
 def restarted(server: Server) -> None:
-    """Without the batch that does not end."""
+    """Restarts the model, which removes the endless batch."""
     with server.client() as client:
         client.unload("stuck", force=True)
         client.load("stuck")
@@ -211,7 +211,7 @@ def test_wrong_use(server: Server, words: str, code: int, text: str) -> None:
 
 
 def test_without_textual(server: Server) -> None:
-    """A snapshot does not need it; without it, a live view prints how to install it."""
+    """A snapshot does not need textual. Without it, a live view prints how to install it."""
     missing = (
         "import sys\n"
         "class Missing:\n"
@@ -244,7 +244,7 @@ def test_a_terminal_that_can_only_print(server: Server) -> None:
 # ------------------------------------------------------------------------------------------ the page
 
 LINES = [line for line in pages.commands("top") if "host1" not in line]
-"""Those of several servers are in test_top_fleet.py."""
+"""Commands for several servers are tested in test_top_fleet.py."""
 LIVE = [line for line in LINES if not {"--once", "--json"} & set(line.split())]
 PRINTING = [line for line in LINES if line not in LIVE]
 

@@ -1,4 +1,4 @@
-"""`shmserve top` of several servers as its user runs it."""
+"""`shmserve top` of several servers from a user's view."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 COMMAND = [sys.executable, "-m", "shmserve.clients.cli.main", "top", "--interval", "0.1"]
 END_S = 60
 END = "\x1b[F"
-"""The key: the last row."""
+"""The End key, which selects the last row."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 
 def named(*servers: Server | str) -> list[str]:
-    """The words that name them: a server over HTTP, or an address."""
+    """The arguments that name the servers: a server's HTTP address, or a given address."""
     words, options = [], []
     for server in servers:
         http, metrics = (server, server) if isinstance(server, str) else map(server.endpoints.get, ("http", "metrics"))
@@ -76,7 +76,7 @@ def infer(servers: list[Server], model: str, count: int) -> None:
 
 
 def test_sources_of_all_kinds_tell_the_same(fleet: list[Server]) -> None:
-    """HTTP, the lane and ZeroMQ, also mixed."""
+    """Tests HTTP, the lane and ZeroMQ, also mixed."""
     infer(fleet, "mlp", 5)
     one, two = fleet
     http = snapshot(*named(*fleet))
@@ -97,7 +97,7 @@ def test_sources_of_all_kinds_tell_the_same(fleet: list[Server]) -> None:
 
 
 def test_a_drained_server_and_one_that_is_gone(fleet: list[Server], nothing: str) -> None:
-    """They do not keep the others from being shown. A silent server is waited for only so long."""
+    """Neither keeps the others from being shown. The wait for a silent server is limited."""
     with fleet[0].client() as client:
         client.drain()
         try:
@@ -155,7 +155,7 @@ def test_a_line_of_json_at_each_refresh(fleet: list[Server]) -> None:
 
 
 def test_a_word_that_is_a_model() -> None:
-    """A label of a host name has at most 63 characters, so this one is not looked up anywhere."""
+    """A label of a host name has at most 63 characters, so no name server is asked for this one."""
     word = "m" * 64
     assert printed("--once", word, code=1).endswith(f"; of a model: did you mean --filter {word}?\n")
 

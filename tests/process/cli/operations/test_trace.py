@@ -27,7 +27,7 @@ pytestmark = pytest.mark.process
 PAIRS = "max_batch_size: 2 dynamic_batching { preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 60000000 }\n"
 """Requests wait for each other."""
 LONE = 100
-"""Requests in a row of one client: the last of them go over a lease."""
+"""Number of consecutive requests of one client; the last of them are sent over a lease."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def counts(client: shmserve.Client) -> Counter[str]:
-    """Requests of each model, whether they failed or not."""
+    """Number of requests to each model, successful or failed."""
     found = client.statistics()["model_stats"]
     kinds = ("success", "fail")
     return Counter({one["name"]: sum(one["inference_stats"][kind]["count"] for kind in kinds) for one in found})
@@ -92,7 +92,7 @@ def test_requests_batches_steps_and_leases(server: Server, tmp_path: Path) -> No
 
 
 def traced(server: Server, capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
-    """What the command prints to stderr."""
+    """The output of the command on stderr."""
     assert main(["trace", "--runtime-dir", str(server.runtime_dir), "--seconds", "0.01", *words]) == code
     return capsys.readouterr().err
 

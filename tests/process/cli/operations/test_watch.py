@@ -1,4 +1,5 @@
-"""`shmserve models`: of some models, and again and again. What it prints on a terminal is read from its other end."""
+"""`shmserve models` for some models, and with --watch. Output on a terminal is read from the other end of the
+terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from shmserve.clients.cli.main import main
 base.CONNECT_S = 2
 sys.exit(main(sys.argv[1:]))
 """
-"""The command, but for how long it waits for a server to come back."""
+"""The command, with a shorter wait for a server to come back."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_again_and_again(server: Server, terminal: bool) -> None:
 
 @pytest.mark.parametrize("command", ["models", "stats", "config first", "ready", "ready second"])
 def test_a_document_per_line(server: Server, command: str) -> None:
-    """With --json, for programs. The documents are those that the command prints without --watch."""
+    """With --json, the documents equal those that the command prints without --watch."""
     words = ["shmserve.clients.cli.main", *command.split(), "--url", server.url, "--json"]
     once = subprocess.run([sys.executable, "-m", *words], capture_output=True, check=True).stdout
     again = [sys.executable, "-m", *words, "--watch", "0.05"]
@@ -95,7 +96,7 @@ def test_a_document_per_line(server: Server, command: str) -> None:
 
 
 def test_check_again_and_again(tmp_path: Path) -> None:
-    """The repository is read each time."""
+    """The repository is read at each refresh."""
     identity(tmp_path, "m")
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "check", str(tmp_path), "--watch", "0.05", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

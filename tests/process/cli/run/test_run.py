@@ -1,4 +1,4 @@
-"""`shmserve run` as its user runs it, from a shell or a script, on models that work and that fail."""
+"""`shmserve run` from a user's view, from a shell or a script, with models that work and models that fail."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def onnx_model(folder: Path) -> onnx.ModelProto:
 
 
 def test_an_onnx_model_against_the_bare_engine(tmp_path: Path) -> None:
-    """Without a configuration, and with tensors that do not fit into messages."""
+    """The model has no configuration, and the tensors do not fit into messages."""
     model = onnx_model(tmp_path / "matrix")
     x = np.random.default_rng(5).random((4, 2048), np.float32)
     np.save(tmp_path / "x.npy", x)
@@ -141,7 +141,8 @@ def test_an_onnx_model_against_the_bare_engine(tmp_path: Path) -> None:
 
 
 def here(capfd: pytest.CaptureFixture[str], code: int = 0, **order: Any) -> tuple[str, str]:
-    """In this process, which only models without code of their own may be in: standard output and error."""
+    """Runs in this process, which is only allowed for models without Python code. Returns standard output and standard
+    error."""
     assert solo.run(RunOrder(**order)) == code
     out, err = capfd.readouterr()
     return out, err

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 
 class Conversation:
-    """A command whose terminal is ours, which it has as its own too."""
+    """A command on a pseudo-terminal of the test, which is also the command's controlling terminal."""
 
     def __init__(self, *words: str, cwd: Path, before: Sequence[str] = ()) -> None:
         """`before`: a command that ends by running the words that follow it."""
@@ -40,7 +40,7 @@ class Conversation:
         self.text = ""
 
     def until(self, text: str) -> str:
-        """What was shown up to and with this text."""
+        """The output up to and including this text."""
         while text not in self.text:
             assert self._read(), f"never said {text!r}:\n{self.text}"
         shown, _, self.text = self.text.partition(text)
@@ -119,7 +119,7 @@ def test_pdb_stops_where_loading_failed(models: Path) -> None:
 
 
 def test_the_debugger_has_the_terminal_when_inputs_came_from_a_pipe(models: Path, tmp_path: Path) -> None:
-    """Like `cat request.json | shmserve run greeter -`: the terminal is there, but it is not standard input."""
+    """Like `cat request.json | shmserve run greeter -`: there is a terminal, but standard input is a pipe."""
     request = tmp_path / "request.json"
     request.write_text('{"inputs": {"x": [1002, 2]}}')
     piped = f"import os, sys; os.dup2(os.open({str(request)!r}, os.O_RDONLY), 0); os.execv(sys.argv[1], sys.argv[1:])"

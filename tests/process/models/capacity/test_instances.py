@@ -1,4 +1,4 @@
-"""The instances of a model: in what order they load, which of them serve, and on which cores they run."""
+"""The instances of a model: load order, which instances serve, and the cores on which they run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = ("--host-policy", f"first,cpu-cores={OURS[0]}", "--host-policy", f"las
 
 
 def write_journaling(root: Path, name: str, config: str = "", *versions: int, gate: bool = False) -> Path:
-    """A model that responds with its pid. With a gate, each instance loads until its gate has been opened."""
+    """A model that responds with its pid. With a gate, each instance keeps loading until its gate is opened."""
     folder = identity(root, name, config, *versions)
     if gate:
         os.mkfifo(gate_of(root, name))
@@ -44,7 +44,7 @@ def write_journaling(root: Path, name: str, config: str = "", *versions: int, ga
 
 
 def configure(folder: Path, config: str) -> None:
-    """Paths are parameters, as a model is loaded from a copy of its folder."""
+    """Paths are passed as parameters, because a model is loaded from a copy of its folder."""
     root = folder.parent
     paths = {"journal": str(root.parent / "journal")}
     if gate_of(root, folder.name).exists():
@@ -62,7 +62,7 @@ def journal(root: Path) -> list[str]:
 
 
 def turns(root: Path) -> list[str]:
-    """The instances in the order of loading; fails if two have loaded at the same time."""
+    """The instances in load order. Fails if two have loaded at the same time."""
     lines = journal(root)
     names = [line.removeprefix("begin ") for line in lines[::2]]
     assert lines == [line for name in names for line in (f"begin {name}", f"end {name}")]
@@ -70,7 +70,7 @@ def turns(root: Path) -> list[str]:
 
 
 def open_gate(gate: Path) -> None:
-    """Waits until an instance waits at the gate, and opens it."""
+    """Waits until an instance is at the gate, and opens the gate."""
     os.close(os.open(gate, os.O_WRONLY))
 
 
@@ -153,7 +153,7 @@ def responding_pids(client: shmserve.Client, model: str) -> set[float]:
 
 
 def test_passive_instances(root: Path, client: shmserve.Client) -> None:
-    """They are loaded, but get no requests. A change of this setting does not restart them."""
+    """Passive instances are loaded but get no requests. Changing the setting does not restart them."""
     config = 'instance_group [ {{ name: "works" kind: KIND_CPU }}, {{ name: "waits" kind: KIND_CPU {} }} ]\n'
     folder = write_journaling(root, "two", config.format("passive: true"))
     client.load("two")

@@ -1,4 +1,4 @@
-"""More models than fit into memory: all answer, and their processes never have more than the budget."""
+"""More models than fit into memory: all of them answer, and their processes never exceed the budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 MODELS = 16
 BUDGET = 100 << 20
-"""Memory for about six."""
+"""Memory for about six models."""
 REQUESTS = 80
 CLIENTS = 4
 LARGE = """
@@ -47,7 +47,8 @@ def write_models(root: Path) -> None:
 
 
 def memory_of(pid: int) -> int:
-    """As the kernel counts it: without files, and pages of several processes in part. 0: it has ended."""
+    """A process's memory according to the kernel: without files, and with a share of pages that several processes use.
+    0: the process has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -56,7 +57,7 @@ def memory_of(pid: int) -> int:
 
 
 class Monitor:
-    """Adds up the memory of all workers, again and again, until it is closed."""
+    """Repeatedly sums the memory of all workers until it is closed."""
 
     def __init__(self, client: shmserve.Client) -> None:
         self._client = client
@@ -117,7 +118,7 @@ def all_answer(server: Server, client: shmserve.Client) -> None:
 
 
 def a_large_one_gets_the_memory_of_small_ones(client: shmserve.Client) -> None:
-    """It is measured when it has loaded: its size was not known."""
+    """The large model is measured once loaded, because its size was not known."""
     assert (client.infer("large", {"x": ONE})["y"] == ONE).all()
     until(client, lambda: charge(client, "large") >= 60 << 20)
     for number in range(6):

@@ -1,5 +1,5 @@
-"""Models whose number of instances follows their load. Their instances wait for a byte for each request, so the tests
-decide when a request is answered."""
+"""Models whose number of instances follows the load. Their instances wait for a byte per request, so the tests decide
+when a request is answered."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def scaled(**given: str) -> str:
 
 
 class Gated:
-    """A model, and a client that lets its requests pass."""
+    """A model, and a client that releases its requests."""
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "models"
@@ -47,11 +47,11 @@ class Gated:
         self.config = write_model(self.root, "m", scaled(max_instances="3"), source) / "config.pbtxt"
 
     def ask(self, count: int) -> None:
-        """Requests that wait."""
+        """Sends requests, which wait."""
         self._futures += [self.client.submit("m", {"x": ONE}) for _ in range(count)]
 
     def answer(self) -> None:
-        """They are all answered."""
+        """Releases all requests and checks the answers."""
         os.write(self._gate, b"." * len(self._futures))
         for future in self._futures:
             assert (future.result()["y"] == ONE).all()
@@ -61,7 +61,7 @@ class Gated:
         return index(self.client, "m")["m/1"]
 
     def await_size(self, count: int) -> dict[str, int]:
-        """Until there are so many processes, and the ends of others are over. Returns the pids of the instances."""
+        """Waits until this many processes exist and all others have ended. Returns the pids of the instances."""
         until(self.client, lambda: [one["state"] for one in self.entry()["instances"]] == ["ready"] * count)
         return pids(self.client, "m")
 
@@ -110,7 +110,7 @@ def test_instances_come_with_the_queue_and_go_without_it(server: tuple[Server, G
 
 
 def test_no_request_is_lost_when_instances_come_and_die(gated: Gated) -> None:
-    """The instance that was added crashes with a request, which another instance runs again."""
+    """The added instance crashes with a request, which another instance runs again."""
     gated.await_size(1)
     gated.ask(20)
     there = gated.await_size(3)

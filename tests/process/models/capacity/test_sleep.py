@@ -89,7 +89,7 @@ def entry(client: shmserve.Client, name: str) -> dict[str, Any]:
 
 
 def fall_asleep(client: shmserve.Client, *names: str) -> None:
-    """Waits until all their processes have ended."""
+    """Waits until all processes of these models have ended."""
 
     def all_asleep() -> bool:
         index = {entry["name"]: entry for entry in client.models()}
@@ -127,7 +127,7 @@ def test_what_must_stay_loaded_does(client: shmserve.Client) -> None:
 
 
 def test_it_wakes_as_what_was_loaded(client: shmserve.Client, root: Path) -> None:
-    """Not what the repository has by then."""
+    """Not the repository's current state."""
     assert answer(client, "m") == 1
     fall_asleep(client, "m")
     renew(root / "m", 2)

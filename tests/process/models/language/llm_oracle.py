@@ -1,6 +1,6 @@
 """The bare engine: `python -m tests.process.models.language.llm_oracle MODEL`, with a JSON list of requests on stdin.
 
-Prints the list of their texts. The requests run one after the other, in one slot.
+Prints a JSON list of the generated texts. The requests run one after the other, in one slot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests import ROOT
 
 
 def texts(model: Path, requests: list[dict[str, object]]) -> list[str]:
-    """What the engine generates for requests of its own form."""
+    """The texts that the engine generates for requests in its own format."""
     command = [sys.executable, "-m", "tests.process.models.language.llm_oracle", str(model)]
     done = subprocess.run(
         command, input=json.dumps(requests), capture_output=True, text=True, timeout=240, check=False, cwd=ROOT

@@ -34,12 +34,13 @@ PROMPTS = [f"{number}: prompt {'abc' * number}" for number in range(32)]
 TOKENS = 24
 CONTEXT = 1024
 ENDLESS = 1 << 17
-"""The context of the model `one`. To fill it takes minutes, so what follows a long request shows that it has ended."""
+"""Context size of the model `one`. Filling it takes minutes, so a response after a long request shows that the long one
+has ended."""
 PATIENCE_S = 40.0
 
 
 class Text:
-    """A server with language models, and how the bare engine continues PROMPTS."""
+    """A server with language models, and the bare engine's continuations of PROMPTS."""
 
     def __init__(self, server: Server, client: shmserve.Client, expected: Mapping[str, str]) -> None:
         self.server, self.client, self.expected = server, client, expected
@@ -47,7 +48,7 @@ class Text:
     def stream(
         self, prompt: str, model: str = "text", *, sampling: Mapping[str, Any] | None = None, **more: Any
     ) -> shmserve.Stream:
-        """`more`: inputs, and `timeout` and `window`."""
+        """`more`: inputs, `timeout` and `window`."""
         options = {name: more.pop(name) for name in ("timeout", "window") if name in more}
         given = {"text_input": prompt, "stream": True, **more}
         given["sampling_parameters"] = json.dumps({"temperature": 0, "max_tokens": TOKENS, **(sampling or {})})
@@ -60,7 +61,7 @@ class Text:
 
 
 def tensors(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of inputs, as arrays of one element."""
+    """Converts values of inputs to arrays of one element."""
     return {
         name: np.array([value], object if isinstance(value, str) else None) if np.isscalar(value) else value
         for name, value in values.items()
@@ -116,7 +117,7 @@ def test_texts_are_those_of_the_engine(text: Text) -> None:
 
 
 def test_streams_share_a_batch(text: Text) -> None:
-    """32 streams for 8 slots, which are read in turn: each is what it would be alone."""
+    """32 streams for 8 slots, read in turn. Each has the text that it would have alone."""
     streams = {prompt: text.stream(prompt) for prompt in PROMPTS}
     found = dict.fromkeys(PROMPTS, "")
     while streams:
@@ -204,14 +205,14 @@ def test_the_generate_extension(text: Text) -> None:
 
 
 def endless(text: Text, **more: Any) -> shmserve.Stream:
-    """A stream that has begun and does not end by itself while the test runs."""
+    """A stream that has begun and does not end by itself during the test."""
     stream = text.stream("endless", "one", sampling={"max_tokens": ENDLESS, "ignore_eos": True}, **more)
     next(stream)
     return stream
 
 
 def assert_free(text: Text) -> None:
-    """The model `one` has a single slot."""
+    """Checks that the single slot of the model `one` is free."""
     assert len(text_of(text.complete("next", "one", sampling={"max_tokens": 5}))) == 5
 
 
@@ -253,7 +254,7 @@ def test_the_stream_of_a_client_that_dies_leaves_the_engine(text: Text) -> None:
 
 
 def test_a_slow_reader_delays_nobody_else(text: Text) -> None:
-    """Nor does it lose anything, although the engine has long generated it."""
+    """The slow reader also loses nothing, although the engine generated the text long before."""
     slow = text.stream(PROMPTS[6], window=1)
     first = text_of(next(slow))
     streams = [text.stream(prompt) for prompt in PROMPTS]

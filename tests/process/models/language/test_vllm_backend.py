@@ -1,7 +1,8 @@
 """Triton's vLLM backend, unchanged: its model.py and the modules beside it, with vLLM on the CPU.
 
-The network is a small one with random weights. The oracle is the same network in another library (`vllm_network`). The
-backend is not part of this repository: these tests need the path of `src` in a checkout of it, see docs/backends.md.
+The network is small, with random weights. The oracle is the same network in another library (`vllm_network`). The
+backend is not part of this repository: these tests need the path of `src` in a checkout of the backend, see
+docs/backends.md.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ OPTIONS = ("--model-control-mode", "explicit", "--model-environment", "VLLM_*", 
 
 
 class Text:
-    """A server with the model "text", and how its texts continue."""
+    """A server with the model "text", and the expected continuations."""
 
     def __init__(self, server: Server, client: shmserve.Client, expected: dict[str, str]) -> None:
         self.server, self.client, self.expected = server, client, expected
@@ -65,7 +66,7 @@ class Text:
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """The directory of a network, and how it continues TEXTS."""
+    """The directory of a network, and its continuations of TEXTS."""
     folder = tmp_path_factory.mktemp("network")
     command = [sys.executable, "-m", "tests.process.models.language.vllm_network", str(folder)]
     given = json.dumps([(text, TOKENS) for text in TEXTS])
@@ -149,7 +150,7 @@ def test_errors_of_a_request(text: Text) -> None:
 def test_a_cancelled_request_ends_in_the_engine(text: Text) -> None:
     def is_cancelled() -> bool:
         for _ in text.stream("hello", LENGTH - 10, stream=True):
-            break  # which cancels it, unless the engine is already done
+            break  # leaving the loop cancels the request, unless the engine is already done
         return "Successfully cancelled the request" in text.server.log
 
     until(text.client, is_cancelled)

@@ -1,8 +1,9 @@
-"""`python -m tests.process.models.language.vllm_network FOLDER`: a small language model, and how it continues texts.
+"""`python -m tests.process.models.language.vllm_network FOLDER`: makes a small language model and continues texts with
+it.
 
 Writes a network with random weights and its tokenizer to FOLDER, reads a JSON list of [text, number of tokens] from the
 standard input, and prints a JSON list of the continuations, always by the most likely token. A token is a printable
-character of ASCII. It is a program of its own because the libraries leave threads behind.
+character of ASCII. It is a separate program because the libraries leave threads behind.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = 2048
-"""Most tokens of a text and its continuation."""
+"""Maximum number of tokens of a text and its continuation."""
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 
 

@@ -1,6 +1,6 @@
-"""A version stays as it was loaded while its files change, and a load can be rolled back.
+"""A version keeps its loaded state while its files change, and a load can be rolled back.
 
-A model answers with the number that it reads when it is loaded.
+A model answers with the number that it read when it was loaded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.process
 
 EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "*")
 ALL_LINKED = ("--generation-file-bytes", "0")
-"""As if every file were large."""
+"""Treats every file as large."""
 ONNX = IDENTITY.replace("identity", "onnxruntime")
 CHANGED = "1/generation changed on disk since it was loaded"
 
@@ -134,7 +134,7 @@ def test_a_restarted_worker_reads_the_loaded_files(rereading: tuple[Server, Path
 
 
 def test_all_instances_of_a_generation_read_the_same_files(root: Path, client: shmserve.Client) -> None:
-    """Also an instance that is added later, as the rest of the version stays."""
+    """Including an instance that is added later, while the rest of the version stays."""
     folder = generation(root, "same", 1, group(1))
     client.load("same")
     state = (folder / "1" / "generation").stat()
@@ -147,7 +147,7 @@ def test_all_instances_of_a_generation_read_the_same_files(root: Path, client: s
 
 
 def test_a_large_file_that_was_written_to_is_refused(tmp_path: Path) -> None:
-    """One that was replaced is kept."""
+    """A replaced file is kept."""
     folder = generation(tmp_path, "m", 1)
     with Server(tmp_path, *EXPLICIT, *ALL_LINKED) as server, server.client() as client:
         renew(folder, 2)
@@ -196,7 +196,7 @@ def test_weights_that_are_replaced_are_kept_until_the_next_load(tmp_path: Path, 
 
 
 def test_the_files_of_a_version_are_removed_with_it(tmp_path: Path) -> None:
-    """By the server, or if it was killed, by the next one."""
+    """The server removes them; if it was killed, the next server does."""
     folder = generation(tmp_path, "m", 1)
     with Server(tmp_path, *EXPLICIT, *ALL_LINKED) as server:
         place = server.runtime_dir / "generations"
