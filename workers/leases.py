@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.dtypes import ITEM_BYTES, elements
 from shmserve.errors import ProtocolError
-from shmserve.protocol.codec import Codec, encode
+from shmserve.protocol.codec import Codec, encode_of_model
 from shmserve.protocol.messages import OWNER_SHIFT, PACKET_BYTES, ClientMessage, Fail, Infer, Reply, Tensor
 from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend, Revoke, Row, Work, rows_of
 from shmserve.shm.lease_log import RECORDS, LeaseLog
@@ -170,7 +170,7 @@ class LeaseHolder:
             self._streams.read()
         unread = log.end(arrived, times, rows, type(answer) is Fail)
         try:
-            self._sock.send(encode([answer]), _SEND)
+            self._sock.send(encode_of_model([answer]), _SEND)
         except OSError:  # the client has disconnected, or does not read its responses
             self._ending = True
         log.answered()

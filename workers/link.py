@@ -109,7 +109,7 @@ class BrokerLink:
 
     def send(self, messages: list[Any], descriptors: Sequence[int] = ()) -> None:
         """Sends messages; the n-th descriptor goes with the n-th message that needs one (`carries_descriptor`)."""
-        packet = codec.encode(messages)
+        packet = codec.encode_of_model(messages)
         if len(packet) <= PACKET_BYTES and len(descriptors) <= DESCRIPTORS:
             self.send_packet(packet, descriptors)
             return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from shmserve.protocol.codec import encode
+from shmserve.protocol.codec import encode_of_model
 from shmserve.protocol.messages import CHUNK_BYTES, Cancel, Handle, Return
 from shmserve.protocol.worker_messages import Done, Row, Rows, rows_of
 
@@ -48,7 +48,7 @@ class Outbox:
             return
         self._messages, self._descriptors = [], []
         try:
-            packet = encode(messages)
+            packet = encode_of_model(messages)
             if len(packet) <= CHUNK_BYTES:
                 self._link.send_packet(packet, descriptors)
             else:

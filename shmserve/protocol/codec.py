@@ -38,6 +38,25 @@ _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw], strict=True)
 _integer = msgspec.msgpack.Decoder(int)
 
 
+def encode_of_model(batch: Sequence[Message]) -> bytes:
+    """Like `encode`, for texts that a model made: characters that UTF-8 does not have become '?', such as half of a
+    surrogate pair in an error about a client's JSON."""
+    try:
+        return encode(batch)
+    except UnicodeEncodeError:
+        return encode(_encodable(msgspec.to_builtins(batch, builtin_types=(bytes,))))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list | tuple):
+        return [_encodable(one) for one in value]
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(one) for name, one in value.items()}
+    return value
+
+
 class Codec:
     """Decodes the messages of one direction, e.g. `Codec(messages.ClientMessage)`. `most`: maximum number of messages
     per packet."""

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Failure
-from shmserve.workers.process.log import public
+from shmserve.workers.process.log import public, text_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,9 +44,11 @@ def failure_of(error: Exception, instance: str, model_dir: str, trace: Trace) ->
     """Converts an error to the error for clients. Also reports the traceback, unless the request itself is the
     cause."""
     if isinstance(error, ServeError) and not isinstance(error, ModelFailed):
-        return Failure(error.code, public(str(error), model_dir))
+        return Failure(error.code, public(text_of(error), model_dir))
     trace(f"model instance '{instance}' failed", error)
-    what = str(error) if isinstance(error, ModelFailed) else f"{type(error).__name__}: {error}"
+    what = text_of(error)
+    if not isinstance(error, ModelFailed):
+        what = f"{type(error).__name__}: {what}"
     return Failure(ModelFailed.code, public(failure_text(instance, what), model_dir))
 
 

@@ -59,6 +59,14 @@ def _cut(trace: traceback.TracebackException) -> bool:
     return bool(frames) or any(left)
 
 
+def text_of(error: BaseException) -> str:
+    """Returns the text of an error, whatever its class does to make it."""
+    try:
+        return str(error)
+    except Exception:
+        return f"<{type(error).__name__} without a readable text>"
+
+
 def escaped(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 

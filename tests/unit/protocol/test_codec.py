@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from msgspec import inspect
+from msgspec.structs import replace
 
 from shmserve.errors import ProtocolError
 from shmserve.protocol import codec, messages, worker_messages
@@ -284,3 +285,23 @@ def test_one_invalid_message_too_many_refuses_the_packet() -> None:
     assert len(CODECS["client"].decode(msgpack.packb([invalid] * codec.REFUSED))) == codec.REFUSED
     with pytest.raises(ProtocolError, match=f"more than {codec.REFUSED} messages of the packet are invalid"):
         CODECS["client"].decode(msgpack.packb([invalid] * (codec.REFUSED + 1)))
+
+
+def test_texts_of_models_are_always_encoded() -> None:
+    row = worker_messages.Row(
+        7,
+        (messages.Tensor("y\udcff", "FP32", (1,), b"\xff" * 4),),
+        messages.Failure("C", "a\ud800b"),
+        {"\udfff": "\ud8ff", "é": 1.5},
+    )
+    with pytest.raises(UnicodeEncodeError):
+        codec.encode([row])
+    (found,) = msgpack.unpackb(codec.encode_of_model([row]), strict_map_key=False)
+    expected = replace(
+        row,
+        outputs=(messages.Tensor("y?", "FP32", (1,), b"\xff" * 4),),
+        error=messages.Failure("C", "a?b"),
+        parameters={"?": "?", "é": 1.5},
+    )
+    assert found == msgpack.unpackb(codec.encode([expected]))[0]
+    assert codec.encode_of_model([expected]) == codec.encode([expected])

@@ -88,6 +88,22 @@ class TritonPythonModel:
     def plain_error(self, request):
         return pb_utils.InferenceResponse(error=pb_utils.TritonError("said no"))
 
+    def surrogate(self, request):
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError("said \\udcff"))
+
+    def surrogate_parameter(self, request):
+        return self.answer(np.zeros((1, 1), np.float32), parameters={"a\\udcff": "\\udcff"})
+
+    def surrogate_raised(self, request):
+        raise ValueError("half: \\ud800")
+
+    def unreadable(self, request):
+        class Unreadable(Exception):
+            def __str__(self):
+                return 5
+
+        raise Unreadable
+
     def where(self, request):
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"see {__file__}:12"))
 
@@ -217,6 +233,7 @@ def test_a_request_without_options(scripted: WorkerProcess) -> None:
     [
         ("error", "NOT_FOUND", "said no"),
         ("plain_error", "MODEL_FAILED", "said no"),
+        ("surrogate", "MODEL_FAILED", "said ?"),
         (
             "none",
             "MODEL_FAILED",
@@ -242,6 +259,8 @@ def test_mistakes_that_fail_one_request(scripted: WorkerProcess, wish: str, code
     [
         ("write", "read-only"),
         ("metrics", "TritonModelException: metric family 'nv_mine': names that begin with"),
+        ("surrogate_raised", "ValueError: half: ?"),
+        ("unreadable", "Unreadable: <Unreadable without a readable text>"),
         ("no_such_wish", "AttributeError: 'TritonPythonModel' object has no attribute 'no_such_wish'"),
     ],
 )
@@ -269,6 +288,10 @@ def test_wrong_results_of_execute(scripted: WorkerProcess, wish: str, text: str)
 
 def test_paths_in_errors_are_relative_to_the_model(scripted: WorkerProcess) -> None:
     assert assert_failed(ask(scripted, "where"), "MODEL_FAILED").text == "see <model>/1/model.py:12"
+
+
+def test_a_parameter_that_cannot_be_encoded(scripted: WorkerProcess) -> None:
+    assert ask(scripted, "surrogate_parameter").parameters == {"a?": "?"}
 
 
 def test_arrays_that_are_not_contiguous(scripted: WorkerProcess) -> None:

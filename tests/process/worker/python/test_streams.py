@@ -93,6 +93,9 @@ class TritonPythonModel:
     def error(self, request):
         self.send(request, pb_utils.InferenceResponse(error=pb_utils.TritonError("said no", 3)))
 
+    def surrogate(self, request):
+        self.send(request, pb_utils.InferenceResponse(error=pb_utils.TritonError("said \\udcff", 3)))
+
     def data_type(self, request):
         self.send(request, pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), complex))]))
 
@@ -162,6 +165,7 @@ def faulty(faulty_worker: WorkerProcess) -> Iterator[WorkerProcess]:
     [
         ("run_again", "INVALID_ARG", "while the model is not configured to handle such a flag"),
         ("error", "INVALID_ARG", "said no"),
+        ("surrogate", "INVALID_ARG", "said ?"),
         ("data_type", "MODEL_FAILED", "wrong data type: expected FP32, found complex128"),
         ("no_response", "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute function return list"),
     ],
