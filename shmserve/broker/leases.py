@@ -48,7 +48,7 @@ class Leases:
                 try:
                     self._logs[number] = LeaseLog(fd), effect.worker
                     client.send_now([effect.of_client], [theirs.fileno()])
-                    worker.send_now([effect.of_worker], [ours.fileno(), fd])  # last: a worker ends its leases
+                    worker.send_now([effect.of_worker], [ours.fileno(), fd])  # last, as the worker then ends the lease
                 finally:
                     os.close(fd)
         except OSError:

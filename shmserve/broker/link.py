@@ -123,7 +123,7 @@ class PeerLink:
         self.close(LOST)
 
     def _stop_reading(self) -> None:
-        """Stops reading for good."""
+        """Stops reading permanently."""
         self._loop.remove_reader(self._fd)
 
     def drain(self) -> None:
@@ -217,7 +217,7 @@ class PeerLink:
                 self.close("")
 
     def cut_off(self, behind: str) -> None:
-        """Replaces unsent packets by a Goodbye with the reason, and ends the link."""
+        """Replaces unsent packets with a Goodbye that contains the reason, and ends the link."""
         self._drop_unsent()
         text = f"this client does not read its responses: {behind}; read them, and connect again"
         self._unsent.append((wire.encode([Goodbye(Unavailable.code, text)]), []))

@@ -246,7 +246,8 @@ class Broker:
             self._loop.call_soon(self._turn)
 
     def _deliver(self, peer: int, messages: list[Any], descriptors: list[int]) -> None:
-        """Queues the messages of a packet. Takes their descriptors, and replaces invalid messages by Garbled events."""
+        """Queues the messages of a packet. Takes their descriptors, and replaces invalid messages with Garbled
+        events."""
         inbox = self._inbox
         for message in messages:
             kind = type(message)

@@ -212,7 +212,7 @@ class ServerProcess:
         return RemoteChanges(remote, self._repositories, self._operations, self._disk_changes, self._downloaded)
 
     def _is_downloading(self) -> bool:
-        """Whether models that are served from the start are being downloaded."""
+        """Whether models to serve from the start are being downloaded."""
         return self._remote_changes is not None and self._remote_changes.starting
 
     def _tidy_soon(self) -> None:
@@ -470,7 +470,7 @@ class ServerProcess:
         log.warning("SIGINT again: failing the %d request(s) in flight", len(self._core.state.requests))
         self._stop_until = self._loop.time()
         if self._gateways.pids:
-            self._gateways.hurry()  # `_drain` follows when they have answered their clients
+            self._gateways.hurry()  # calls `_drain` after they have answered their clients and exited
         else:
             self._drain()
 

@@ -68,7 +68,7 @@ def _has_server(path: Path) -> bool:
 
 
 class Machine(Struct, frozen=True):
-    """Fields that are functions query the kernel or this interpreter. Tests replace them, and `root` by a directory."""
+    """Fields that are functions query the kernel or this interpreter. Tests replace these functions and `root`."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)

@@ -110,7 +110,7 @@ class SpanMaker:
         return int(record.trace, 16) if record.trace else self._hash(_TRACE, record.root, 16)
 
     def _hash(self, part: bytes, number: int, size: int) -> int:
-        """An ID from the hash. 0, which is invalid, is replaced by 1."""
+        """An ID from the hash. Returns 1 instead of 0, which is invalid."""
         found = blake2b(part + number.to_bytes(8, "big"), digest_size=size, key=self._seed).digest()
         return int.from_bytes(found, "big") or 1
 

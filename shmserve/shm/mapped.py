@@ -142,7 +142,7 @@ class Mapped:
         return mapping
 
     def has(self, handle: Handle) -> bool:
-        """Can it be read on the host?"""
+        """Whether the handle's bytes can be read on the host."""
         mapping = self._segments.get(handle.segment)
         return mapping is not None and handle.offset >= 0 and 0 <= handle.size <= mapping.size - handle.offset
 

@@ -1,6 +1,6 @@
 """CPU time and memory of processes and of the machine, from /proc.
 
-Invariant: for a process that has exited, all values are 0; it is not an error.
+Invariant: a process that has exited is not an error; all its values are 0.
 """
 
 from __future__ import annotations

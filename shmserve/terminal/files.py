@@ -25,7 +25,7 @@ RAW = (".bin", ".raw")
 
 def from_file(path: Path, spec: Spec) -> Any:
     """Reads a file by its suffix: .npy, .json (the value), an image, or raw bytes (.bin, .raw). For a BYTES input, any
-    other file than .npy and .json is one string.
+    file other than .npy and .json is one string.
     """
     suffix = path.suffix.lower()
     readers: dict[str, Callable[[Path, Spec], Any]] = {".npy": _npy, ".json": _json}

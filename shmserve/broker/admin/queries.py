@@ -127,8 +127,8 @@ class Control:
     # ------------------------------------------------------------------------------------ queries
 
     def server_ready(self) -> bool:
-        """Strict: every version is READY. Otherwise: loading has finished. Ignores versions that are unloaded or being
-        unloaded, and versions that load while other versions of their model are served."""
+        """Whether the server is ready. Strict: every version is READY; otherwise: loading has finished. Ignores
+        versions that are unloaded or being unloaded, and versions that load while others of their model are served."""
         states = [
             version.state
             for model in self._core.state.models.values()
@@ -468,7 +468,7 @@ def _has_failed(model: Model) -> bool:
 
 
 def _scaled(version: Version) -> list[int] | None:
-    """The minimum and maximum number of instances of a version that is scaled automatically, otherwise None."""
+    """The minimum and maximum number of instances of a version that is scaled automatically; None for others."""
     return list(sizes.bounds(version, version.scaler.policy)) if version.scaler is not None else None
 
 

@@ -56,7 +56,7 @@ else:
 OUTPUT_LIMIT = "worker-output-bytes"
 NEAR_LIMIT = "cuda-memory-pool-byte-size"
 PINNED_LIMIT = "pinned-memory-pool-byte-size"
-"""Key of the worker setting with this limit."""
+"""Keys of the worker settings with these limits."""
 _OTHERS = frozenset(
     (
         "SHMSERVE_URL", "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE", "SHMSERVE_THREADS", "SHMSERVE_REWRITE",
@@ -240,7 +240,7 @@ def _is_passed_on(flag: Flag, settings: argparse.Namespace) -> bool:
 
 
 def _more(settings: argparse.Namespace) -> list[str]:
-    """Raises ValueError."""
+    """The options in --gateway-args. Raises ValueError."""
     return shlex.split(settings.gateway_args or "")
 
 
@@ -262,7 +262,7 @@ def _is_bare(word: str) -> bool:
 
 
 def _files_apart(argv: Sequence[str]) -> list[str]:
-    """Replaces a boolean flag before a file by FLAG=true, so that the file is not parsed as the flag's value."""
+    """Replaces a boolean flag before a file with FLAG=true, so that the file is not parsed as the flag's value."""
     words = list(argv)
     for index, word in enumerate(argv[:-1]):
         flag = BY_NAME.get(word.removeprefix("--")) if word.startswith("--") else None

@@ -1,7 +1,7 @@
 """Roles of local users: the table that the broker's listeners consult for each connection.
 
-Invariant: names of users and groups are resolved once, at start; later lookups use only the numeric IDs that the kernel
-reports. Network clients and their keys are handled by the gateway.
+Invariant: names of users and groups are resolved once, at startup; later lookups use only the numeric IDs that the
+kernel reports. The gateway handles network clients and their keys.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class ClientLink(PeerLink):
             self._wait()
 
     def _take_share(self) -> bool:
-        """Delivers this link's share of the turn. True: there is more input."""
+        """Delivers this link's share of the turn. True if it has more input."""
         turns = self._turns
         share = turns.share()
         if not share:

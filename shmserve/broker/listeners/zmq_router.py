@@ -106,7 +106,7 @@ class ZmqOutbox:
             self.close("")
 
     def send_with_frames(self, message: Any, frames: list[bytes]) -> None:
-        """Sends the outbox, then this message in a packet of its own, as frames belong to a single message."""
+        """Sends the outbox, then this message in a separate packet, as frames belong to a single message."""
         before, self.outbox = self.outbox, []
         for packet in codec.pack(before) if before else []:
             self._router.send(self, [packet])
@@ -286,7 +286,7 @@ class ZmqRouter:
         self.drop(outbox, text)
 
     def _with_frames(self, infer: Infer, frames: Sequence[bytes]) -> Any:
-        """Replaces frame numbers in the inputs by handles, or by the bytes of small frames."""
+        """Replaces frame numbers in the inputs with handles, or with the bytes of small frames."""
         total = sum(map(len, frames))
         if total > FRAME_BYTES:
             text = f"{total} bytes of frames in one message exceed the limit of {FRAME_BYTES}; use shared memory"

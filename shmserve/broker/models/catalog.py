@@ -93,8 +93,8 @@ class Catalog:
         resources: Sequence[tuple[str, int, int]] | None = None,
         terms: Terms = NOTHING,
     ) -> None:
-        """`settings` are passed to workers; `cores` are divided among them. `resources` of the rate limiter; None: it
-        is off. `terms`: defaults for worker processes."""
+        """`settings` are passed to workers; `cores` are divided among them. `resources`: those of the rate limiter;
+        None: the limiter is off. `terms`: defaults for worker processes."""
         self.repositories = repositories
         self._cores = cores
         self._terms = terms

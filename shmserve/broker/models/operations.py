@@ -336,7 +336,7 @@ class ClientOperations:
         """Removes a directory that is no longer used. May be called from any thread."""
         self.reader.submit(lambda: shutil.rmtree(folder, ignore_errors=True))
 
-    # ------------------------------------------------------------------------------------ deployment of what was read
+    # ------------------------------------------------------------------------------------ deployment
 
     def begin(self, readings: Collection[Reading], needed: Collection[tuple[str, Reading]] = ()) -> None:
         """Deploys the models to serve from the start. `needed`: models that ensembles among them need."""
@@ -360,7 +360,7 @@ class ClientOperations:
         self._put_all(adopted)
         return {event.operation for event in adopted if isinstance(event, events.Deploy)}
 
-    # ------------------------------------------------------------------------------------ what is on disk now
+    # ------------------------------------------------------------------------------------ models on disk
 
     @property
     def explicit(self) -> bool:

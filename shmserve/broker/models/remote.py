@@ -119,7 +119,7 @@ class RemoteModels:
     # ------------------------------------------------------------------------------------ requests
 
     def fetch(self, model: str, then: Fetched) -> None:
-        """Downloads the changes of the model."""
+        """Downloads the model, or its changes."""
         self._request({"do": "fetch", "model": model}, then)
 
     def fetch_all(self, then: Fetched) -> None:

@@ -1,4 +1,4 @@
-"""Metrics, traces, logs and notifications of the service manager.
+"""Metrics, traces, logs, and notifications to the service manager.
 
 `metrics` builds the Prometheus text on request, with the families of `metric_definitions` and the metrics that models
 define (`model_metrics`). `logs` writes the log, and `log_throttle` limits the output of child processes. The core

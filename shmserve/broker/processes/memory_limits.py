@@ -67,8 +67,7 @@ class MemoryLimits:
             self._arm(POLL_S)
 
     def ended(self, peer: int) -> str:
-        """Stops watching the worker. Returns the reason if the kernel killed it for exceeding its limit, otherwise
-        ""."""
+        """Stops watching the worker. Returns a reason if the kernel killed it for exceeding its limit; otherwise ""."""
         self._watched.pop(peer, None)
         group = self._groups_of.pop(peer, None)
         if group is None:

@@ -302,7 +302,7 @@ def worker_environment(more: Sequence[str] = ()) -> dict[str, str]:
 
 
 def _reason(code: int, killed: str) -> str:
-    """The reason of an exit. `killed`: why the broker killed the process, if it did."""
+    """The reason for an exit. `killed`: why the broker killed the process, if it did."""
     if killed:
         return f"killed: {killed}"
     return children.ended_with(code) + (", perhaps out of memory" if -code == signal.SIGKILL else "")

@@ -1,4 +1,4 @@
-"""The broker's side of the zygote, from which workers are forked. They start faster and share memory, in contrast to
+"""The broker's side of the zygote, from which workers are forked. Forked workers start faster and use less memory than
 fresh interpreters.
 
 Invariant: if anything fails here, the worker is started as a fresh interpreter instead.

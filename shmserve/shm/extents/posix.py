@@ -160,7 +160,7 @@ def sweep(pid: int = 0) -> int:
 
 
 def _locked(entry: str, lock: int) -> int:
-    """Opens and locks a segment without blocking, as a worker could have replaced it by a FIFO, or locked it. Raises
+    """Opens and locks a segment without blocking, as a worker could have replaced it with a FIFO, or locked it. Raises
     OSError."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(os.path.join(_DIRECTORY, entry), flags)
