@@ -24,7 +24,7 @@ class Lease(Struct, eq=False):
     recorded: int = 0
     """When the last request in its log arrived."""
     resumed: int = 0
-    """When its worker last resumed after calls to other models. The execution limit does not include these calls, so it
-    applies from then on."""
+    """When its worker last resumed after calls to other models. The execution limit excludes these calls, so it applies
+    from then on."""
     error: Failure | None = None
     """The error of the request that its worker was running when it died; None: the client may send it again."""

@@ -14,8 +14,8 @@ from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, TensorForm
 ALONE = 16
 """Consecutive requests that a client must have sent alone before it gets a lease."""
 ALONE_MOST = 256
-"""Upper limit for `ALONE` after leases that were ended because others needed the instance: granting and ending a lease
-costs about as much as two requests."""
+"""Upper limit of `Lending.needed`, which doubles when a lease is ended because others need the instance: granting and
+ending a lease costs about as much as two requests."""
 
 
 class Lending(Struct, eq=False):

@@ -77,7 +77,7 @@ def _path(state: State, request: Request, stuck: Stuck) -> tuple[list[Request], 
 
 
 def _blocked_by(state: State, request: Request, stuck: Stuck) -> Instance | None:
-    """A deadlocked instance that this request needs to be answered."""
+    """A deadlocked instance that keeps this request from being answered."""
     order = request.version.order
     if order is not None:
         for before in order:

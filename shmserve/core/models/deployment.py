@@ -114,7 +114,7 @@ def _set_scaling(state: State, version: Version, target: Target) -> None:
     elif scaler is None or scaler.policy != policy:
         version.scaler = Scaler(policy) if scaler is None else scaler
         version.scaler.change(policy)
-        state.to_dispatch[version] = None  # which measures it
+        state.to_dispatch[version] = None  # dispatching starts the measurement
 
 
 def _lacks(version: Version, specs: Iterable[InstanceSpec]) -> bool:

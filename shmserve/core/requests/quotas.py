@@ -4,10 +4,10 @@ Invariant: when a total is exhausted, only clients that have at least their equa
 needs little is served while another one floods the server. A total can therefore be exceeded, at most twofold.
 
 This module alone handles misbehaving clients. Each client has a token bucket of protocol errors (`fine`): a client
-above the rate is paused, and at BURST_S times the rate it is disconnected. Because it could reconnect and start with a
-full bucket, each user has a bucket of disconnects (`expelled`), which delays the user's new connections. The broker
-only executes `Pause`: it stops reading a lane, so that the client's sends block. The ZeroMQ socket is shared by all
-clients and must be read, so there the client's input is queued, up to a limit.
+above the rate is paused, and a client with BURST_S seconds' worth of errors is disconnected. Because it could reconnect
+and start with a full bucket, each user has a bucket of disconnects (`expelled`), which delays the user's new
+connections. The broker only executes `Pause`: it stops reading a lane, so that the client's sends block. The ZeroMQ
+socket is shared by all clients and must be read, so there the client's input is queued, up to a limit.
 """
 
 from __future__ import annotations
