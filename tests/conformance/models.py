@@ -103,7 +103,7 @@ def openvino_slow(folder: Path) -> ModelConfig:
 
 
 def openvino_adding(folder: Path) -> ModelConfig:
-    """Refused: models of OpenVINO has no optional inputs."""
+    """Refused: models of OpenVINO have no optional inputs."""
     from openvino import opset13
 
     a, b = openvino_input("a", "FP32", [-1, 2]), openvino_input("b", "FP32", [-1, 2])
@@ -185,7 +185,7 @@ def tensorflow_slow(folder: Path) -> ModelConfig:
 
 
 def tflite_adding(folder: Path) -> ModelConfig:
-    """Refused: models of LiteRT has no optional inputs."""
+    """Refused: models of LiteRT have no optional inputs."""
     tflite_models.adding(folder)
     return adding_config("tflite")
 
@@ -198,7 +198,7 @@ def tflite_slow(folder: Path) -> ModelConfig:
 
 
 def paddle_adding(folder: Path) -> ModelConfig:
-    """Refused: models of PaddlePaddle has no optional inputs."""
+    """Refused: models of PaddlePaddle have no optional inputs."""
     paddle_models.adding(folder)
     return replace(adding_config("paddle"), default_model_filename="model.json")
 

@@ -1,4 +1,4 @@
-"""Ray clusters of several nodes on this machine, and the sudden end of one."""
+"""Ray clusters of several nodes on this machine, and the sudden loss of a node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Place:
         return next(node for node in self.cluster.list_all_nodes() if node is not self.cluster.head_node)
 
     def kill(self, node: Any) -> None:
-        """All processes of a node at once, as if its power had failed."""
+        """Kills all processes of a node at once, as in a power failure."""
         for pid in processes_of(node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -40,14 +40,14 @@ class Place:
 
 
 def processes_of(node: Any) -> set[int]:
-    """The node's own processes, Ray's workers, and the servers that these have started."""
+    """The node's own processes, Ray's workers, and the servers that the workers have started."""
     raylet = node.all_processes["raylet"][0].process.pid
     found = {one.process.pid for kind in node.all_processes.values() for one in kind}
     return found | {pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if raylet_of(pid) == raylet}
 
 
 def raylet_of(pid: int) -> int:
-    """The raylet that the process belongs to, as Ray's workers and what they start have it in their environment."""
+    """The raylet of a process. Ray's workers and their children have it in their environment."""
     while pid > 1:
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -62,7 +62,7 @@ def raylet_of(pid: int) -> int:
 
 
 def kill_server(model: int) -> None:
-    """The server that has started this process of a model."""
+    """Kills the server that has started this process of a model."""
     pid = model
     while b"shmserve.broker.main" not in Path(f"/proc/{pid}/cmdline").read_bytes():
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -77,7 +77,7 @@ def started(nodes: int) -> Iterator[Place]:
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as sessions:
-        os.environ["RAY_TMPDIR"] = sessions  # also for the file that says which cluster runs
+        os.environ["RAY_TMPDIR"] = sessions  # also for the file that names the running cluster
         Path(sessions, "ray").mkdir()
         head = {"num_cpus": 2, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": sessions}
         cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -11,7 +11,7 @@ from tests.ray import cluster, models
 
 REASON = "Ray is not installed; `make test-fleet` installs it"
 LOAD_S = 1.0
-"""So long a restarted server accepts connections, but cannot serve yet."""
+"""How long a restarted server accepts connections before it can serve."""
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""What callers send to an application meanwhile, over handles, HTTP and gRPC. Each answer is checked, and nothing is
-sent again."""
+"""Background load on an application, over handles, HTTP and gRPC. Each response is checked, and callers do not
+retry."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.load import Failed, Send
 
 PAUSE_S = 0.01
-"""Between an answer and the next request of a thread, so that the nodes have time for other work."""
+"""Pause between a response and a thread's next request, so that the nodes have time for other work."""
 
 
 @contextlib.contextmanager
@@ -85,11 +85,12 @@ WAYS = {"handle": over_handle, "http": over_http, "grpc": over_grpc}
 
 
 class Load(load.Load):
-    """Requests of `clients` threads over each way, until the block ends. Who serves is the pid of the model."""
+    """Sends requests from `clients` threads over each way, until the block ends. The pid of the model identifies the
+    server."""
 
     def __init__(self, place: Any, clients: int = 2, factors: tuple[float, ...] = (2.0,)) -> None:
         self.factors: Counter[float] = Counter()
-        """Factor -> answers in a row with it, up to now."""
+        """Factor -> number of consecutive latest responses with it."""
         self._place = place
         self._expected = factors
         works = {f"{way} {number}": partial(self._requests, way) for way in WAYS for number in range(clients)}
@@ -102,7 +103,8 @@ class Load(load.Load):
         return *super().summary(), self.factors
 
     def until_served_by(self, count: int, without: frozenset[int] = frozenset()) -> set[int]:
-        """Until so many processes, without these, have given some answers over each way from now on. Returns them."""
+        """Waits until this many processes, except those in `without`, have sent some responses over each way. Returns
+        the processes."""
         before = self.served.copy()
 
         def busy() -> set[int]:

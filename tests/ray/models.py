@@ -1,4 +1,4 @@
-"""The models of these tests. Each answer names the process that gave it, so one knows the node."""
+"""The models of these tests. Each response names its process, which identifies the node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ return self.respond(np.array([[self.sums[name], os.getpid()]], np.float32))
 SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 64 } }\n"
 NO_SLEEP = 0.0
 WORK_S = 0.002
-"""Of a request, so that there are always some in flight."""
+"""Duration of a request, so that some are always in flight."""
 
 
 def write_times(

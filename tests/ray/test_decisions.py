@@ -1,4 +1,4 @@
-"""What the application decides: replicas for requests, and how many there are. These tests need no cluster."""
+"""Decisions of the application: the replica for a request, and the number of replicas. These tests need no cluster."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def test_models_that_arrive_together_are_spread() -> None:
 
 
 def test_a_report_from_before_a_choice_does_not_count() -> None:
-    """Neither one that arrives later, nor one that Ray sends again; a report counts when it shows the model."""
+    """This includes a report that arrives later, and one that Ray sends again. A report counts once it shows the
+    model."""
     placements = Placements(lambda: 0.0)
     assert names(placements.choose([replica("a", 20.0), replica("b", 30.0)], "m1")) == ["b"]
     before = [replica("a", 20.0), replica("b", 30.0, loaded=("m1",))]

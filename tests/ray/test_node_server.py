@@ -1,4 +1,4 @@
-"""A server that belongs to processes of a node. These tests need no Ray."""
+"""Servers that are owned by processes of a node. These tests do not need Ray."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def hosts() -> Iterator[Path]:
-    """Not below tmp_path: there the paths of sockets become too long."""
+    """A directory for sockets, not below tmp_path, where their paths would be too long."""
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder:
         yield Path(folder)
 
@@ -109,7 +109,7 @@ def test_a_server_that_crashes_is_restarted(config: ServerConfig, hosts: Path) -
 
 
 def test_a_killed_host_takes_the_server_with_it(config: ServerConfig, hosts: Path) -> None:
-    """The owner notices, and can start another one. What the first has left is removed at the next start of any."""
+    """The owner notices and can start another one. The next start of any host removes the files of the killed one."""
     server = NodeServer(config, "key", hosts)
     server.start(START_S)
     left = server.runtime_dir.parent

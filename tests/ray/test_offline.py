@@ -1,4 +1,4 @@
-"""`Predictor` in `map_batches` on three nodes: every row exactly once, also when a server is killed meanwhile."""
+"""`Predictor` in `map_batches` on three nodes: every row is processed exactly once, even if a server is killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if x[0, 0] <= {row} < x[0, 0] + len(x) and not os.path.exists({marker!r}):
     select.select([], [], [])
 return self.respond(np.concatenate([x * 2, np.full_like(x, os.getpid())], axis=1))
 """
-"""Kills the host of its own server once."""
+"""A predictor that kills the host of its own server once."""
 
 
 def numbers(blocks: int = 12) -> Any:
@@ -37,7 +37,7 @@ def numbers(blocks: int = 12) -> Any:
 
 
 def checked(dataset: Any, column: str = "y") -> set[int]:
-    """Every row is there once, with the right output. Returns the processes of the model that answered."""
+    """Checks that every row occurs once, with the right output. Returns the processes of the model that answered."""
     rows = dataset.to_pandas()
     assert sorted(rows["id"]) == list(range(ROWS))
     outputs = np.stack(rows[column].to_numpy())

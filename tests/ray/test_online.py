@@ -1,4 +1,4 @@
-"""The Ray Serve application on three nodes: all ways to it, and the loss of a node under load."""
+"""The Ray Serve application on three nodes: all access paths, and the loss of a node under load."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_sequence_stays_on_its_replica(way: str, served: Any) -> None:
 
 
 def test_arrays_over_a_handle(served: Any) -> None:
-    """In the request, in the object store, and from a program with an event loop."""
+    """Arrays in the request, in the object store, and from a program with an event loop."""
     import ray
 
     from shmserve.ray import Handle
@@ -125,7 +125,7 @@ def test_a_stream_of_grpc(served: Any) -> None:
 
 
 def test_a_body_that_is_too_large(served: Any) -> None:
-    """The answer comes before the body."""
+    """The response is sent before the body has arrived."""
     with contextlib.closing(HTTPConnection("127.0.0.1", served.http, timeout=60)) as connection:
         connection.putrequest("POST", "/v2/models/twice/infer")
         connection.putheader("Content-Length", str((64 << 20) + 1))
@@ -135,7 +135,7 @@ def test_a_body_that_is_too_large(served: Any) -> None:
 
 
 def test_a_server_is_killed_under_load(served: Any) -> None:
-    """Its host starts it again, and no request fails."""
+    """The host restarts the server, and no request fails."""
     with Load(served) as load:
         before = load.until_served_by(3)
         model = min(before)
@@ -145,7 +145,7 @@ def test_a_server_is_killed_under_load(served: Any) -> None:
 
 
 def test_a_node_is_killed_under_load(served: Any) -> None:
-    """No request fails but those of a sequence, and a new node takes its place."""
+    """Only requests of sequences fail, and a new node replaces the lost one."""
     with Load(served) as load, contextlib.ExitStack() as stack:
         before = load.until_served_by(3)
         victim = served.worker_node()

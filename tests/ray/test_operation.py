@@ -1,4 +1,4 @@
-"""What an operator has of the application: rolling updates, models on demand, more replicas for more load."""
+"""Operation of the application: rolling updates, models on demand, autoscaling."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_a_rolling_update_loses_no_request(place: Any, deployed: Any, tmp_path: 
 
 
 def test_models_on_demand(place: Any, deployed: Any, tmp_path: Path) -> None:
-    """Six models, of which each of three replicas has room for two, are soon awake at the same time: none is started
-    again in a round of requests. More models need others to sleep."""
+    """Three replicas have memory for two models each. Six models are soon awake at the same time: none is started again
+    in a round of requests. With more models, some must sleep."""
     for number in range(MODELS + 3):
         write_times(tmp_path, f"m{number}", number + 2.0, 0.0, parameters(memory_mb="60"))
     deployed(models=str(tmp_path), replicas=3, multiplexed=True, options="--model-memory-budget 150MiB")
@@ -68,7 +68,7 @@ def test_models_on_demand(place: Any, deployed: Any, tmp_path: Path) -> None:
 
 
 def test_models_on_demand_after_a_crash(place: Any, deployed: Any, tmp_path: Path) -> None:
-    """The restarted server has none of them, until a request needs one."""
+    """The restarted server has no models until a request needs one."""
     write_times(tmp_path, "twice")
     deployed(models=str(tmp_path), replicas=1, multiplexed=True)
     for way in WAYS.values():
@@ -82,7 +82,7 @@ def test_models_on_demand_after_a_crash(place: Any, deployed: Any, tmp_path: Pat
 
 
 def test_a_queue_brings_another_replica(place: Any, deployed: Any, tmp_path: Path) -> None:
-    """One instance that takes 50 ms, and six callers who wait for it."""
+    """One instance that takes 50 ms per request, and six callers that wait for it."""
     write_times(tmp_path, "slow", 2.0, 0.05)
     faster = {"upscale_delay_s": 1.0, "look_back_period_s": 4.0}
     deployed(models=str(tmp_path), replicas=1, max_replicas=2, queue_ms=20, autoscaling=faster)

@@ -30,7 +30,7 @@ def block(language: str, containing: str) -> str:
 
 
 def run_block(text: str, folder: Path) -> dict[str, Any]:
-    """Runs Python here, where Ray is connected. Returns its variables."""
+    """Runs Python code in this process, which is connected to Ray. Returns its variables."""
     file = folder / "example.py"
     file.write_text(text)
     return runpy.run_path(str(file))
@@ -73,7 +73,7 @@ def test_serve_run_and_the_handle(place: Any, samples: Path, tmp_path: Path) -> 
 
 
 def test_serve_run_without_a_cluster(samples: Path, tmp_path: Path) -> None:
-    """Ray starts one on this machine only when the application has been made."""
+    """Ray starts a cluster on this machine only after the application was built."""
     pytest.importorskip("ray", reason=REASON)
     code = f"from shmserve.ray import app; import ray; app({{'models': {str(samples)!r}}}); print(ray.is_initialized())"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -84,7 +84,7 @@ def test_serve_run_without_a_cluster(samples: Path, tmp_path: Path) -> None:
 
 
 def test_the_configuration_file(place: Any, samples: Path) -> None:
-    """It is one of Serve's, and its arguments deploy the application."""
+    """The file is valid for Serve, and its arguments deploy the application."""
     import yaml
     from ray import serve
     from ray.serve.schema import ServeDeploySchema

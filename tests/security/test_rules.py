@@ -1,4 +1,5 @@
-"""The rules of docs/security.md that no other file tests, each named in its test; and the page's table of tests."""
+"""The rules of docs/security.md that no other file tests; test names contain the rule. Also checks the page's table of
+tests."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Launched]:
-    """With what an operator may have in the environment."""
+    """A server with variables that an operator may have in the environment."""
     os.environ["DATABASE_PASSWORD"] = "hunter2"
     try:
         server = Launched(
@@ -93,7 +94,7 @@ def server(repository: Path) -> Iterator[Launched]:
 
 
 def private(repository: Path) -> re.Pattern[str]:
-    """What no caller may see: paths, names of segments, addresses."""
+    """Text that no caller may see: paths, names of segments, addresses."""
     return re.compile(rf"{SECRETS.pattern}|{re.escape(str(repository))}|/dev/shm| at 0x")
 
 
@@ -102,9 +103,9 @@ def private(repository: Path) -> re.Pattern[str]:
 
 @pytest.mark.process
 def test_r1_error_texts_contain_no_internal_names(server: Launched, repository: Path, tmp_path: Path) -> None:
-    """Everything that can be asked wrongly on the wire, and every way in which a model can fail.
+    """Sends every kind of invalid request, and makes models fail in every way.
 
-    Process ids look like any other number, so two servers are compared: what belongs to one of them would differ."""
+    Process ids look like any other number, so the texts of two servers are compared: internal values would differ."""
     texts = error_texts(server)
     assert len(texts) > 60
     assert [text for text in texts if private(repository).search(text)] == []
@@ -155,7 +156,7 @@ def test_r1_the_pattern_sees() -> None:
 
 @pytest.mark.process
 def test_r5_the_server_listens_only_on_its_two_sockets(server: Launched) -> None:
-    """No port of any kind, and no socket without a name in the file system."""
+    """The server opens no port, and no socket without a name in the file system."""
     owned = set()
     for pid in (server.process.pid, *server.workers()):
         owned |= {target[8:-1] for target in descriptors_of(pid) if target.startswith("socket:[")}
@@ -173,7 +174,7 @@ def test_r5_the_server_listens_only_on_its_two_sockets(server: Launched) -> None
 
 
 def test_r5_defaults(tmp_path: Path) -> None:
-    """Loading and files by call, and roles for others, must be asked for."""
+    """Load calls, files in them, and roles for other users must be enabled explicitly."""
     found = settings.parse(["--model-repository", str(tmp_path)])
     assert found.model_control_mode == "none"
     assert (found.access, found.socket_group) == ([], None)
@@ -202,7 +203,7 @@ def test_r5_features_that_are_off_by_default(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_r6_limits_by_flag(repository: Path, tmp_path: Path) -> None:
-    """A real server enforces its settings: the third connection is refused, and a packet full of requests."""
+    """A real server enforces its settings: it refuses the third connection, and a packet full of requests."""
     options = ["--model-control-mode", "explicit", "--load-model", "identity", "--limit", "uid_connections=2"]
     with (
         Launched(repository, tmp_path / "run", *options, "--limit", "client_requests=3") as server,
@@ -212,7 +213,7 @@ def test_r6_limits_by_flag(repository: Path, tmp_path: Path) -> None:
     ):
         assert one.hello("memfd").limits["client_requests"] == 3
         assert isinstance(two.hello("memfd"), messages.Welcome)
-        goodbye = three.receive_kind(messages.Goodbye)  # without a word of ours
+        goodbye = three.receive_kind(messages.Goodbye)  # without any message from this client
         assert goodbye.code == "UNAVAILABLE"
         assert "2 connections, the limit (uid_connections)" in goodbye.text
         ones = [messages.Infer(n, "identity", 0, (Tensor("x", "FP32", (1, 1), b"1234"),)) for n in range(1, 20)]
@@ -256,7 +257,7 @@ def test_r9_model_names_cannot_leave_the_repository(server: Launched, name: str)
 
 @given(st.lists(st.sampled_from(EDGES) | st.integers(0, 70), max_size=6), st.sampled_from(sorted(ITEM_BYTES)))
 def test_r7_shapes_at_integer_limits(dims: list[int], dtype: str) -> None:
-    """A tensor is taken only if its bytes are the product that Python's unbounded numbers give."""
+    """A tensor is accepted only if its size equals the product computed with Python's unbounded integers."""
     specs = TensorSpec("x", dtype, (-1,) * len(dims))
     policy = ModelPolicy("m", 1, 0, (specs,), (TensorSpec("y", "FP32", (-1,)),), BatchPolicy())
     true = ITEM_BYTES[dtype]
@@ -322,7 +323,7 @@ def _environment(pid: int) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.process
 def test_r12_a_worker_has_only_its_own_descriptors(server: Launched) -> None:
-    """No socket but its link, nothing of a client's but memory, and it cannot gain privileges."""
+    """A worker has no socket except its link, only memory from clients, and cannot gain privileges."""
     with Lane(server.lane) as lane, shmserve.Client(f"unix://{server.lane}") as client:
         lane.hello("memfd")
         infer(client, "identity")
@@ -345,11 +346,12 @@ BOMBS = (
     b"\x80\x04\x95\x16\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x05abort\x94\x93\x94)R\x94.",
     b"\x80\x05\x95\x16\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x05abort\x94\x93\x94)R\x94.",
 )
-"""Pickles, in all protocols, that abort the process that unpacks them."""
+"""Pickles, in all protocols, that abort the process that loads them."""
 
 
 def test_r14_a_pickle_is_just_bytes() -> None:
-    """As a packet, as a field, and as a tensor: nothing looks inside. The hook sees every class that is looked up."""
+    """Sent as a packet, as a field, and as a tensor, pickles are never loaded. The audit hook sees every class
+    lookup."""
     seen: list[Any] = []
     armed = [True]
 
@@ -357,7 +359,7 @@ def test_r14_a_pickle_is_just_bytes() -> None:
         if armed[0] and event == "pickle.find_class":
             seen.append(arguments)
 
-    sys.addaudithook(hook)  # for good, so it is switched off below
+    sys.addaudithook(hook)  # permanent, so it is switched off below
     try:
         decode = codec.Codec(messages.ClientMessage).decode
         for bomb in BOMBS:
@@ -386,7 +388,7 @@ def test_r15_no_port_is_open_to_the_network_by_default(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_r17_a_response_has_exactly_its_own_bytes(server: Launched) -> None:
-    """A shorter answer in the place of a longer one: what is given out is exactly as long as what was written."""
+    """A shorter response reuses the memory of a longer one: clients get exactly the bytes that were written."""
     with Lane(server.lane) as lane:
         lane.hello("memfd")
         segment = Segment(lane, 1 << 20)
@@ -426,7 +428,7 @@ def test_r19_equal_bytes_in_other_shapes_are_not_a_cache_hit() -> None:
 
 @pytest.mark.process
 def test_r20_an_idle_client_with_held_memory_blocks_no_other(server: Launched) -> None:
-    """It holds responses without returning them, has sent half of a request, and reads nothing."""
+    """The client holds responses without returning them, has sent half of a request, and does not read."""
     with Lane(server.lane) as idle, Lane(server.lane) as silent, Lane(server.lane) as other:
         idle.hello("memfd")
         segment = Segment(idle, 1 << 20)

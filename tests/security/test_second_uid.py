@@ -1,5 +1,5 @@
-"""Other users of the machine, against a real server: they connect only where access was granted, do only what their
-roles allow, and get no access to the tensors of others with the descriptors and names that they can see."""
+"""Other users of the machine, against a real server: they can connect only where access was granted, do only what their
+roles allow, and cannot access tensors of others through descriptors and names that they can see."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GROUP = some_group() if os.geteuid() == 0 else ""
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """Everybody may enter: what is closed here was closed by the server."""
+    """A directory that everybody may enter, so any restriction comes from the server."""
     folder = Path(tempfile.mkdtemp(prefix="shmserve-test-"))
     folder.chmod(0o755)
     identity(folder / "models", "m")
@@ -47,7 +47,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def private(place: Path) -> Iterator[Launched]:
-    """As it is by default, under the most careless umask."""
+    """A server with default settings, and umask 0."""
     before = os.umask(0)
     try:
         server = Launched(place / "models", place / "private")
@@ -66,7 +66,7 @@ def shared(place: Path) -> Iterator[Launched]:
     finally:
         os.umask(before)
     with server:
-        with shmserve.Client(f"unix://{server.lane}") as client:  # others cannot read what it imports
+        with shmserve.Client(f"unix://{server.lane}") as client:  # other users cannot read the files that it imports
             client.infer("m", {"x": np.ones((1, 3), np.float32)})
         yield server
 
@@ -109,7 +109,7 @@ def test_r15_modes_with_a_group(shared: Launched) -> None:
 
 
 def test_r15_another_user_cannot_connect(private: Launched) -> None:
-    """Neither through the directory nor, if its mode is changed, through the sockets."""
+    """Neither through the directory nor, if the directory's mode is changed, through the sockets."""
     for mode in (0o700, 0o755):
         private.runtime_dir.chmod(mode)
         try:
@@ -154,7 +154,7 @@ def _stream(path: str) -> None:
 
 
 def told(task: Any) -> str:
-    """The code of what it ended with, or OK."""
+    """The error code with which the task ended, or OK."""
     try:
         task()
     except shmserve.ServeError as error:
@@ -187,7 +187,7 @@ def test_r8_members_infer_and_observe(shared: Launched) -> None:
 
 
 def test_r8_a_rule_adds_roles(shared: Launched) -> None:
-    """Bob may operate too. The group is what lets him in at all."""
+    """Bob may also operate. Access itself comes from his group."""
 
     def use() -> list[Any]:
         with shmserve.Client(f"unix://{shared.lane}") as client:
@@ -233,7 +233,7 @@ class Holder:
 
 
 def test_r4_r16_a_response_cannot_be_written_or_truncated(shared: Launched) -> None:
-    """By the descriptor that was passed, by opening it again in /proc, or by a hole."""
+    """Attempts use the passed descriptor, the file reopened through /proc, and punching a hole."""
 
     def use() -> list[str]:
         holder = Holder(shared.lane)
@@ -271,13 +271,13 @@ def test_r4_r16_a_response_cannot_be_written_or_truncated(shared: Launched) -> N
 
 
 def test_r4_users_share_no_memory(shared: Launched) -> None:
-    """Two users, the same model, answers at the same time: each knows of a segment of its own, and only its handles
-    count. What the one holds the other can neither read, use, give back nor unmap."""
+    """Two users get responses of the same model at the same time, each in its own segment, with its own handles.
+    Neither can read, use, return or unmap what the other holds."""
     mine = Holder(shared.lane)
     secret = (mine.handle.segment, mine.handle.offset, mine.handle.size)
 
     def use() -> dict[str, Any]:
-        mine.lane._socket.close()  # the fork's double
+        mine.lane._socket.close()  # the copy made by the fork
         for fd in mine.fds.values():
             os.close(fd)
         holder = Holder(shared.lane)
@@ -312,7 +312,7 @@ def test_r4_users_share_no_memory(shared: Launched) -> None:
 
 
 def test_r17_responses_contain_no_bytes_of_other_users(shared: Launched) -> None:
-    """Two users take turns at one instance; in all of the memory that a user can map are only its own bytes."""
+    """Two users take turns at one instance. All memory that a user can map contains only that user's bytes."""
 
     def use(pattern: int) -> list[int]:
         mine = np.full(LARGE.size, pattern, np.float32)
@@ -330,7 +330,7 @@ def test_r17_responses_contain_no_bytes_of_other_users(shared: Launched) -> None
 
     for round_ in range(3):
         for number, uid in enumerate((ALICE, BOB), 1):
-            # Negative, as the memory of a user may still hold LARGE of an earlier test.
+            # Negative, because the memory of a user may still hold LARGE from an earlier test.
             pattern = -(10 * round_ + number)
             seen = as_user(uid, partial(use, pattern), member())
             assert pattern in seen
@@ -339,7 +339,7 @@ def test_r17_responses_contain_no_bytes_of_other_users(shared: Launched) -> None
 
 
 def test_r4_server_processes_cannot_be_inspected(shared: Launched) -> None:
-    """Descriptors and memory of broker and workers cannot be had from /proc, nor can their signals be sent."""
+    """Other users can neither get descriptors and memory of broker and workers from /proc nor send them signals."""
     processes = [shared.process.pid, *shared.workers()]
     opened = {pid: os.listdir(f"/proc/{pid}/fd") for pid in processes}
 
@@ -363,7 +363,7 @@ def test_r4_server_processes_cannot_be_inspected(shared: Launched) -> None:
 
 
 def test_r2_r4_only_the_server_can_open_named_segments(place: Path) -> None:
-    """Answers for ZeroMQ clients have names, which everybody can list."""
+    """Responses for ZeroMQ clients are in named segments, whose names everybody can list."""
     with Launched(place / "models", place / "named") as server, Zmq(server.zmq) as client:
         client.send(Hello(1, os.getpid(), "raw", "posix"))
         client.receive_kind(messages.Welcome)

@@ -1,4 +1,4 @@
-"""Real other users of the machine: a forked child changes its user, runs a task and reports the result.
+"""Tasks as other users of the machine: a forked child changes its user, runs a task and reports the result.
 
 Invariant: the child uses only the code of its parent, and exits without any of the parent's clean-up.
 """
@@ -22,7 +22,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def some_group() -> str:
-    """A group that no user of the tests has by itself."""
+    """A group that no user of the tests belongs to by default."""
     taken = {0, ALICE, BOB, os.getegid(), *(user.pw_gid for user in pwd.getpwall() if user.pw_uid in (ALICE, BOB))}
     return next(group.gr_name for group in grp.getgrall() if group.gr_gid not in taken)
 
@@ -53,7 +53,7 @@ def as_user(uid: int, task: Callable[[], Any], groups: Iterable[int] = ()) -> An
 
 
 def attempt(*tasks: Callable[[], Any]) -> list[str]:
-    """For each what it ended with: the name of an error's number, or what it gave."""
+    """The result of each task: its value, or the name of its errno."""
     found = []
     for task in tasks:
         try:

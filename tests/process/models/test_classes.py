@@ -1,4 +1,4 @@
-"""Classes and warm-up through a whole server, with the example of the page on models as it stands there."""
+"""Classes and warm-up through a complete server, with the unchanged example of the page on models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ensemble_scheduling { step {
   input_map { key: "x" value: "x" } output_map { key: "y" value: "y" }
 } }
 """
-"""Without a batch dimension, of a model that has one."""
+"""A configuration without a batch dimension, for a model that has one."""
 
 
 def section(title: str) -> list[str]:
@@ -91,7 +91,7 @@ def test_classes_of_an_ensemble_without_batches(server: Server) -> None:
 
 
 def test_labels_of_ensembles(tmp_path: Path) -> None:
-    """Those of the outermost ensemble that has some; else those of the step. A cache keeps them apart."""
+    """The labels of the outermost ensemble that has any, else those of the step. The cache distinguishes them."""
     labels = 'label_filename: "labels.txt" }'
     for name, step, own in (("inner", "many", True), ("none", "inner", False), ("outer", "none", True)):
         text = FLAT.replace('"many"', f'"{step}"')
@@ -126,7 +126,7 @@ def test_the_page(server: Server) -> None:
     assert first == expected
     assert others == ["dog 0.610296 1", "rabbit 0.224515 3"]
     sample = "warm-up sample '{}' of model 'pets' took "
-    with server.client() as client:  # what a worker prints may be logged after its answers
+    with server.client() as client:  # output of a worker may be logged after its answers
         until(client, lambda: sample.format("a real one") in server.log)
     assert sample.format("full batch") in server.log
     assert "2 run(s) of 8 request(s)" in server.log

@@ -38,7 +38,7 @@ instance_group { count: 1 }
 
 
 XS = [np.random.default_rng(1).random(shape, np.float32) for shape in ((1, 2, 3), (1, 70, 90), (1, 1, 1))]
-"""A batch starts when it is full: after three requests, each with another shape."""
+"""A batch starts when it is full: after three requests with different shapes."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def client(server: Server) -> Iterator[shmserve.Client]:
 
 
 def test_identity_repeats_ragged_inputs(client: shmserve.Client) -> None:
-    """Without batch_output, as with Triton's backend of that name."""
+    """It needs no batch_output, like Triton's backend of that name."""
     futures = [client.submit("same", {"x": x, "plain": np.array([[number]], np.int32)}) for number, x in enumerate(XS)]
     for number, (future, x) in enumerate(zip(futures, XS, strict=True)):
         found = future.result()

@@ -1,4 +1,4 @@
-"""Shadows through a real server: inputs of every kind of client, and what operators see."""
+"""Shadow requests through a real server: inputs of every kind of client, and the results for operators."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODEL = python_model(
     'self.version = int(args["model_version"])',
 )
 LARGE = 50_000
-"""Elements of an input that is placed in shared memory."""
+"""Number of elements of an input that is placed in shared memory."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def client(server: Server) -> Iterator[shmserve.Client]:
 
 
 def counts(client: shmserve.Client, shadow: int) -> dict[str, int]:
-    """Result -> requests that version 1 has answered, as the metrics have them."""
+    """Result -> number of requests that version 1 has answered, according to the metrics."""
     wanted = {"model": "m", "version": "1", "shadow": str(shadow)}
     return {
         sample.labels["result"]: int(sample.value)
@@ -98,7 +98,7 @@ def cli(server: Server, *words: str) -> str:
 
 
 def test_every_answer_is_compared(client: shmserve.Client) -> None:
-    """One request after the other, so that there is always room; floats are equal within the tolerance."""
+    """Sends one request after the other, so that no comparison is skipped. Floats are equal within the tolerance."""
     client.traffic("m", shadow={2: 100})
     for number in range(20):
         x = np.full((1, 8), number, np.float32)
@@ -125,8 +125,8 @@ def test_differences_and_failures(server: Server, client: shmserve.Client) -> No
 
 
 def test_large_tensors(server: Server, client: shmserve.Client) -> None:
-    """The gateway keeps its inputs until the shadow has read them, and the broker's frames are kept, too. Those in the
-    memory of an application are not compared, as it may change them after the answer."""
+    """Inputs from the gateway, and frames in the broker, are kept until the shadow has read them. Inputs in the memory
+    of an application are not compared, because the application may change them after the answer."""
     client.traffic("m", shadow={2: 100})
     x = np.arange(LARGE, dtype=np.float32).reshape(1, LARGE)
     for count in (1, 2, 3):

@@ -145,8 +145,8 @@ def counted(client: shmserve.Client, metric: str, **labels: str) -> float:
 
 @pytest.mark.parametrize("fault", [RAISES, CRASHES, HANGS])
 def test_a_failing_canary_is_visible_and_rolled_back(server: Server, hold: Path, fault: float) -> None:
-    """Every request is answered, by version 2 or, if version 3 fails it, with the reason. After the rollback no request
-    fails, also while requests that version 3 has accepted still hang."""
+    """Every request is answered by version 2 or, if version 3 fails it, with the reason. After the rollback no request
+    fails, even while requests that version 3 has accepted still hang."""
     sent = [0]
     answers: Counter[float | str] = Counter()
 
@@ -241,7 +241,7 @@ def test_aliases(server: Server, client: shmserve.Client) -> None:
 
 
 def test_traffic_of_the_configuration(server: Server, client: shmserve.Client, repository: Path) -> None:
-    """Changed in place by a load, until an operator sets another."""
+    """A load changes it in place, unless an operator has set another."""
 
     def load(**parameters: str) -> dict[str, Any]:
         lines = (

@@ -134,7 +134,7 @@ def test_the_deadline_of_the_client_ends_the_call(client: shmserve.Client, gate:
 
 
 def test_the_server_stops_after_the_call(server: Launched, client: shmserve.Client, gate: Gate) -> None:
-    """After the requests in flight, including the calls that they still make."""
+    """The server stops after the requests in flight, including the calls that they still make."""
     future = under_way(client, gate)
     server.signal(signal.SIGTERM)
     while client.ready():

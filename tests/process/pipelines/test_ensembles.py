@@ -59,7 +59,7 @@ TENSORS = 'input { name: "x" data_type: TYPE_FP32 dims: -1 } output { name: "y" 
 
 
 def write(root: Path) -> None:
-    """Some ensembles come before the models that they need, in the order of names."""
+    """Some ensembles precede the models that they need in the order of names."""
     for index in range(3):
         model(root, f"pass{index}")
     ensemble(root, "chain", "x", "z", "pass0(x:x)->(y:a)", "pass1(x:a)->(y:b)", "pass2(x:b)->(y:z)")
@@ -90,7 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     write(root)
     with Server(root, "--exit-on-error", "true") as running:
-        # Named segments stay while their workers live: make all that the tests need before the leak check starts.
+        # Named segments stay while their workers live: create all that the tests need before the leak check starts.
         with shmserve.Client(running.zmq_url) as client:
             x = np.zeros(1 << 20, np.float32)
             for _ in range(2):  # while the previous results are still held
@@ -126,7 +126,7 @@ def test_the_broker_neither_copies_nor_maps_large_tensors(server: Server, way: s
         assert (both["u"] == x + 1).all()
         assert (both["v"] == x + 20).all()
         assert arena(client) == 0
-        again = client.infer("all", {"x": both["u"]}, outputs=["u"])  # an output of an ensemble as the input of one
+        again = client.infer("all", {"x": both["u"]}, outputs=["u"])  # an ensemble's output as an ensemble's input
         assert set(again) == {"u"}
         assert (again["u"] == x + 2).all()
     maps = Path(f"/proc/{server.pid}/maps").read_text().splitlines()
@@ -230,7 +230,7 @@ def test_conditional_steps_of_rows(client: shmserve.Client) -> None:
 
 
 def test_classes_of_ensemble_outputs(client: shmserve.Client) -> None:
-    """Computed by the step that produces the output."""
+    """The step that produces the output computes the classes."""
     x = np.array([3, 9, 5], np.float32)
     best = client.infer("chain", {"x": x}, outputs={"z": TopK(2)})["z"]
     assert best.tolist() == [b"9.000000:1", b"5.000000:2"]
@@ -239,7 +239,7 @@ def test_classes_of_ensemble_outputs(client: shmserve.Client) -> None:
 
 
 def test_sequences_through_an_ensemble(client: shmserve.Client) -> None:
-    """Two at a time, each with its own sum; every element goes through two other steps."""
+    """Two sequences at a time, each with its own sum. Every element goes through two other steps."""
     xs = {7: numbers(5, 1, 3), 8: numbers(5, 1, 3) * 2}
     for at in range(5):
         for key, x in xs.items():
@@ -302,11 +302,11 @@ def test_a_worker_dies_in_a_step(client: shmserve.Client) -> None:
 
 
 def test_a_worker_dies_between_rows(client: shmserve.Client) -> None:
-    """The rows of its batch are retried, each alone."""
+    """The rows of the worker's batch are retried, each alone."""
     before = pids(client, "row1")
     (pid,) = before.values()
     x = numbers(500, 30)
-    os.kill(pid, signal.SIGSTOP)  # with one batch, and another one that waits
+    os.kill(pid, signal.SIGSTOP)  # with one batch running and another one waiting
     future = client.submit("each", {"x": x})
     client.metadata("each")  # answered after the rows were sent
     os.kill(pid, signal.SIGKILL)
@@ -335,7 +335,7 @@ def explicit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
 
 
 def own_segments(server: Server, name: str) -> int:
-    """The number of segments that a worker has made: it alone keeps their descriptors."""
+    """The number of segments that a worker has created: only the worker keeps their descriptors."""
     for pid in workers_of(server.pid):
         if f"{name}_0_0" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
             return sum("memfd:shmserve" in target for target in descriptors_of(pid))
@@ -343,7 +343,7 @@ def own_segments(server: Server, name: str) -> int:
 
 
 def test_identities_copy_nothing_between_steps(explicit: tuple[Server, Path]) -> None:
-    """Only the last one makes memory, for the result."""
+    """Only the last step allocates memory, for the result."""
     server, _ = explicit
     with server.client() as client:
         client.load("chain")
@@ -355,7 +355,7 @@ def test_identities_copy_nothing_between_steps(explicit: tuple[Server, Path]) ->
 
 
 def test_an_ensemble_is_loaded_and_unloaded_with_its_models(explicit: tuple[Server, Path]) -> None:
-    """It is served only while all of them are."""
+    """The ensemble is served only while all of its models are."""
     server, root = explicit
     with server.client() as client:
         client.load("all")
@@ -384,7 +384,7 @@ def test_an_ensemble_is_loaded_and_unloaded_with_its_models(explicit: tuple[Serv
 
 
 def test_the_load_of_an_ensemble_waits_for_all_versions_of_its_models(explicit: tuple[Server, Path]) -> None:
-    """Also if another version already makes the ensemble ready. Each version is counted."""
+    """Even if another version already makes the ensemble ready. Each version is counted."""
     server, root = explicit
     folder = write_model(root, "member", f'backend: "python" {BATCHES} {TENSORS} version_policy {{ all {{ }} }}', WAITS)
     shutil.copytree(folder / "1", folder / "3")
@@ -437,7 +437,7 @@ def write_page(root: Path, old: str = "", new: str = "") -> Path:
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
-    """Its repository can be served, and its program prints what the page says."""
+    """The page's repository can be served, and its program prints the output shown on the page."""
     models = write_page(tmp_path)
     assert len(list(models.iterdir())) == 3
     assert main.main(["check", str(models)]) == 0

@@ -1,6 +1,6 @@
 """Sequences: many at once over several instances, crashes, reloads, timeouts and cancellation.
 
-The responses to a sequence are compared with what numpy computes of it alone.
+The responses to a sequence are compared with numpy's result for that sequence alone.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def test_interleaved_sequences(server: Server, model: str, link: str) -> None:
 
 
 def test_an_id_can_be_reused(client: shmserve.Client) -> None:
-    """Whole sequences with one id, submitted without waiting; each starts from zero."""
+    """Complete sequences with the same id are submitted without waiting; each starts from zero."""
     futures = [
         client.submit(
             "sums",
@@ -223,7 +223,7 @@ def test_a_start_flag_restarts_a_sequence(client: shmserve.Client) -> None:
 
 
 def test_sequences_of_a_killed_worker_end(client: shmserve.Client) -> None:
-    """Its sequences end and can be started again; those of the other worker continue."""
+    """The killed worker's sequences end and can be started again; those of the other worker continue."""
     sequences = [Summed(client, "mortal", number) for number in range(1, 9)]
     for sequence in sequences:
         sequence.step(sequence.name, "start")  # type: ignore[arg-type]
@@ -283,7 +283,7 @@ def test_a_removed_instance_finishes_its_sequences(client: shmserve.Client, repo
 
 
 def test_an_idle_sequence_loses_its_place(client: shmserve.Client) -> None:
-    """Its place is given to the sequence that waits."""
+    """Its slot is given to the waiting sequence."""
     idle, waiting = Summed(client, "narrow", "idle"), Summed(client, "narrow", "waiting")
     idle.step(1, "start")
     waiting.step(1, "start end")
@@ -307,7 +307,7 @@ def test_a_cancelled_request_ends_its_sequence(client: shmserve.Client) -> None:
 
 
 def test_requests_are_rescheduled_until_the_model_responds(client: shmserve.Client) -> None:
-    """Without an id, each request is a sequence of its own."""
+    """Without an id, each request is a separate sequence."""
     wanted = [7, 1, 30, 2, 2, 11, 1, 5]
     futures = [client.submit("again", {"x": np.full((1, 1), runs, np.float32)}) for runs in wanted]
     assert [future.result()["y"].item() for future in futures] == wanted

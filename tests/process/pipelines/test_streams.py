@@ -96,7 +96,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         )
     write_model(repository, "once", CONFIG.format(name="once", backend="identity", more=""))
     with Server(repository, "--exit-on-error", "true") as running:
-        # Named segments stay while their workers live: make all that the tests need before the leak check starts.
+        # Named segments stay while their workers live: create all that the tests need before the leak check starts.
         with shmserve.Client(running.zmq_url) as client:
             for name in ("repeat", "tokens", "mortal"):
                 streams = [ask(client, name, 20, size=LARGE) for _ in range(8)]
@@ -289,7 +289,7 @@ def test_infer_without_stream_is_refused_for_a_decoupled_model(server: Server) -
 
 
 def some_streams(server: Server, number: int) -> dict[str, int]:
-    """Reads streams to the end, closes them early, or has too short a timeout; at random."""
+    """At random, reads streams to the end, closes them early, or lets them time out."""
     chance = random.Random(number)
     url, memory = [(server.url, None), (server.zmq_url, "posix"), (server.zmq_url, "frames")][number % 3]
     ended = {"read": 0, "left": 0, "late": 0}

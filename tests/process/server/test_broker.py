@@ -1,4 +1,4 @@
-"""The broker's process with real workers: start, signals, crashes, floods of messages, and clients that do not read."""
+"""The broker process with real workers: start, signals, crashes, floods of messages, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def answer_of(number: int) -> tuple[Tensor, ...]:
 
 
 def gated_infer(number: int, timeout_us: int = 0) -> Infer:
-    """For the model that answers one request each time its gate is opened."""
+    """A request to the model that answers one request each time its gate is opened."""
     return Infer(number, "gated", 0, (Tensor("i_FP32", "FP32", (1, 1), bytes(4)),), None, timeout_us)
 
 
@@ -67,7 +67,7 @@ def gate(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def running(place: Path, gate: Path) -> Iterator[Launched]:
-    """With one model that cannot be loaded."""
+    """A server with one model that cannot be loaded."""
     identity(place / "models", "echo")
     write_model(place / "models", "broken", BROKEN)
     with Launched(place / "models", place / "run") as server:
@@ -97,8 +97,8 @@ def test_a_server_starts_answers_and_stops_on_sigint(repository: Path, tmp_path:
 
 
 def test_orders_reach_a_worker_in_the_order_of_turns(running: Launched) -> None:
-    """Sending the answer to a question polls ZeroMQ in the middle of a turn; requests that arrive then must wait until
-    the orders of this turn have been sent."""
+    """Sending the answer to a question polls ZeroMQ in the middle of a turn. Requests that arrive at that point must
+    wait until the orders of this turn have been sent."""
     before = len(running.log)
     with Lane(running.lane) as lane, Zmq(running.zmq) as other:
         lane.hello("memfd")
@@ -176,7 +176,7 @@ def test_a_second_server_in_the_same_directory_is_refused(running: Launched, rep
 
 
 def test_programs_that_clean_temporary_directories_see_a_lock(running: Launched) -> None:
-    """systemd-tmpfiles takes this lock before it removes anything."""
+    """systemd-tmpfiles acquires this lock before it removes anything."""
     directory = os.open(running.runtime_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with pytest.raises(BlockingIOError):
@@ -186,7 +186,8 @@ def test_programs_that_clean_temporary_directories_see_a_lock(running: Launched)
 
 
 def test_a_server_leaves_the_files_of_its_successor(repository: Path, tmp_path: Path) -> None:
-    """A program that cleans temporary directories removed those of the first server, and a second one was started."""
+    """A program that cleans temporary directories has removed the first server's files, and a second server was
+    started."""
     with Launched(repository, tmp_path / "run") as first:
         shutil.rmtree(tmp_path / "run")
         with Launched(repository, tmp_path / "run") as second:
@@ -272,7 +273,7 @@ def test_a_client_that_does_not_read_is_paused_until_it_reads(running: Launched)
 
 
 FLOOD = (Unmap(1),) * 40
-"""Each is an error."""
+"""Each message causes an error."""
 
 
 def test_a_flood_of_errors_on_the_lane_is_throttled(strict: Launched) -> None:

@@ -1,4 +1,4 @@
-"""A server whose repository is missing, started with --exit-on-error=false: it runs, and is neither live nor ready."""
+"""A server whose repository is missing, started with --exit-on-error=false: it runs, but is neither live nor ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Requests to a server that is killed are answered by the next one, also while this is still loading its models."""
+"""Requests to a killed server are answered by the next one, even if they arrive while that server is still loading its
+models."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ MODEL = python_model(
 
 
 def test_requests_outlive_the_server(tmp_path: Path) -> None:
-    """Their models have begun to run them. The next server receives them while its models are still loading."""
+    """The models have begun to run the requests. The next server receives them while its models are still loading."""
     cases = [(link, size) for link in ("lane", "zmq") for size in (3, 30_000)]
     folders = [tmp_path / "models" / f"{link}_{size}" for link, size in cases]
     for folder in folders:

@@ -1,7 +1,8 @@
-"""What users get: a wheel built from a clean clone of HEAD, installed into an empty environment outside the checkout.
+"""The installed package: a wheel built from a clean clone of HEAD, installed into an empty environment outside the
+checkout.
 
-Its dependencies are not downloaded again: a .pth file shows the new environment those of this one. A .pth file in a
-folder that a .pth file names is not followed, so that the editable install of the checkout is not seen there.
+Dependencies are not downloaded again: a .pth file makes those of this environment visible. A .pth file in a folder that
+a .pth file names is not followed, so the editable install of the checkout is not visible.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ PATIENCE_S = 120
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Outside the checkout, and knowing nothing of it from the environment."""
+    """Runs a command outside the checkout, without environment variables that refer to it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_"))}
     ended = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True, check=False
@@ -104,7 +105,7 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
 
 
 def test_importing_the_client_is_light(python: Path, tmp_path: Path) -> None:
-    """What is imported is what `pip install .` installs, and of shmserve the client's parts."""
+    """Only the packages that `pip install .` installs are imported and, from shmserve, only the client's modules."""
     found = json.loads(run(python, "-c", MODULES, cwd=tmp_path))
     assert Path(found["file"]).is_relative_to(python.parents[1])
     assert found["version"] == "0.1.0"
@@ -153,8 +154,8 @@ def test_configurations_can_be_read_there(python: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def newcomer(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str]]:
-    """The source directory with a model.onnx, and a shell's variables. An empty environment is on the path, for which
-    pip finds the dependencies installed and does not download them; the ports are free ones.
+    """The source directory with a model.onnx, and a shell's variables. An empty environment is on the path, in which
+    pip finds the dependencies installed; the ports are free.
     """
     place = tmp_path_factory.mktemp("newcomer")
     run(sys.executable, "-m", "venv", "--without-pip", place / "venv", cwd=place)
@@ -179,7 +180,7 @@ def newcomer(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 @contextmanager
 def started(command: str, place: Path, variables: Mapping[str, str]) -> Iterator[str]:
-    """Runs a server in the foreground, as in a terminal. Gives the address of its page, once it is ready."""
+    """Runs a server in the foreground, as in a terminal. Yields the address of its page once it is ready."""
     with subprocess.Popen(
         ["sh", "-c", f"exec {command}"],
         cwd=place,
@@ -229,7 +230,7 @@ def test_the_three_commands_of_the_readme(newcomer: tuple[Path, Mapping[str, str
 
 
 def look_at(executable: str, folder: Path, address: str) -> None:
-    """The model on the page, and an answer from it there."""
+    """Checks that the page shows the model, and a response of the model."""
     browser = chromium.Chromium(executable, folder / "profile")
     try:
         tab = Tab(browser, address)

@@ -1,4 +1,5 @@
-"""The first command of a newcomer, `make serve`, in the environment that make has made; `shmserve demo` beside it."""
+"""A newcomer's first command, `make serve`, in the environment that make has created, with `shmserve demo` beside
+it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def served(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """The running `make serve`, in a process group of its own as in a terminal, and its output until it is ready."""
+    """The running `make serve`, in its own process group as in a terminal, and its output until it is ready."""
     with subprocess.Popen(
         ["make", "serve", "ARGS=--http-port 0 --grpc-port 0 --metrics-port 0"],
         cwd=ROOT,
@@ -62,7 +63,7 @@ def served(environment: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str],
 
 
 OWN = next(block for block in pages.blocks((ROOT / "README.md").read_text(), "sh") if "--model-repository" in block)
-"""How the README serves a model of the reader."""
+"""The README's commands for serving the reader's own model."""
 
 
 def in_a_shell(place: Path, environment: dict[str, str], lines: str, more: str = "") -> subprocess.Popen[str]:
@@ -112,13 +113,13 @@ def test_serve_demo_and_ctrl_c(
     assert second.returncode == 1
     assert "stop it, with Ctrl-C in its terminal, or give this one another --runtime-dir" in why
 
-    os.killpg(process.pid, signal.SIGINT)  # what the terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
     assert process.stdout
     rest = process.stdout.read()
     assert "stopped" in rest
     assert "Traceback" not in rest
     assert "Error" not in rest
-    # make itself was interrupted too, and prints that; the server under it has exited with 0.
+    # make itself was also interrupted, and prints that; the server that it runs has exited with 0.
     assert process.wait() == -signal.SIGINT
     assert not list((Path(environment["SHMSERVE_RUNTIME_DIR"])).glob("*.sock"))
 

@@ -1,5 +1,5 @@
-"""The service under systemd: a systemd of its own is booted, `make install-systemd` is run on it, and then all that
-operators do, and the failures that they must expect.
+"""The service under systemd: the tests boot a separate systemd, run `make install-systemd`, then the operators'
+commands, and the failures to expect.
 
 The tests wait for events (the end of a job, a line of the journal, an opened pipe), never for time.
 """
@@ -25,7 +25,7 @@ from tests.support.system.machine import CannotBoot, Machine, python, why_not
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
 EXPOSURE = 3.0
-"""What `systemd-analyze security` may say at most, of 10."""
+"""Maximum result of `systemd-analyze security`, out of 10."""
 MODELS = "/srv/shmserve/models"
 GATES = "/run/gates"
 
@@ -86,7 +86,7 @@ needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """As it is installed, with something to start where the command would be."""
+    """The unit as installed, with a program in place of the command."""
     for name in ("bin", "share/doc/shmserve"):
         (tmp_path / "opt" / name).mkdir(parents=True)
     command = tmp_path / "opt" / "bin" / "shmserve"
@@ -199,7 +199,7 @@ def machine(wheel: Path, tmp_path: Path) -> Iterator[Machine]:
 
 
 def install(machine: Machine, wheel: Path) -> None:
-    """As docs/operations.md says. The packages that it needs are those of this environment."""
+    """Installs it as docs/operations.md says. Required packages are those of this environment."""
     source = machine.path("/opt/source")
     source.mkdir()
     shutil.copy(wheel, source)
@@ -230,7 +230,7 @@ def shown(machine: Machine, name: str, unit: str = "shmserve") -> str:
 
 @contextmanager
 def gate(machine: Machine, name: str) -> Iterator[None]:
-    """Begins when the model waits at this gate, and opens it in the end."""
+    """Begins when the model waits at this gate, and opens the gate at the end."""
     hold = f"exec 3> {GATES}/{name}; echo there; read line || true"
     with machine.start("bash", "-c", hold) as process:
         assert process.stdout is not None
@@ -243,10 +243,10 @@ def gate(machine: Machine, name: str) -> Iterator[None]:
 
 @contextmanager
 def journal(machine: Machine, text: str, unit: str = "shmserve") -> Iterator[None]:
-    """Ends when a line with this text has been written, which was not there at the beginning."""
+    """Ends when a new line with this text has been written."""
     with machine.start("journalctl", "-u", unit, "-f", "-n", "1", "-o", "cat") as process:
         assert process.stdout is not None
-        process.stdout.readline()  # from now on it listens
+        process.stdout.readline()  # from now on journalctl follows
         yield
         assert any(text in line for line in process.stdout), f"nothing like '{text}' in the journal"
 
@@ -308,7 +308,7 @@ def test_the_service_from_install_to_uninstall(machine: Machine) -> None:
 
 
 def sees_when_it_is_ready(machine: Machine) -> None:
-    """Active when the last model has loaded, and not before; the one that failed has a name."""
+    """The service becomes active when the last model has loaded, and not before. The failed model is named."""
     with gate(machine, "load"):
         assert shown(machine, "ActiveState") == "activating"
         assert re.fullmatch(r"loading [12] of 3 models: gate(, number)?; failed: bad", shown(machine, "StatusText"))
@@ -321,7 +321,7 @@ def sees_when_it_is_ready(machine: Machine) -> None:
 
 
 def is_shut_in(machine: Machine) -> None:
-    """What systemd has promised, as the kernel sees it; for the workers too."""
+    """systemd's restrictions are in effect in the kernel, including for the workers."""
     main = shown(machine, "MainPID")
     pids = machine.run("cat", f"/proc/{main}/task/{main}/children").split()
     assert len(pids) == 3, "the workers of two models, and the process that they are made of"
@@ -340,7 +340,7 @@ def is_shut_in(machine: Machine) -> None:
 
 
 def holds_them_to_their_memory(machine: Machine, main: str, pids: list[str]) -> None:
-    """Where the kernel can: each worker in a group of its own, in that of the service."""
+    """Where the kernel supports it, each worker is in its own cgroup, inside the service's."""
     groups = {pid: machine.run("cat", f"/proc/{pid}/cgroup").strip().rpartition("::")[2] for pid in (main, *pids)}
     place = f"{shown(machine, 'ControlGroup')}/"
     controllers = machine.run("cat", f"/sys/fs/cgroup{place}cgroup.controllers").split()
@@ -361,7 +361,7 @@ def holds_them_to_their_memory(machine: Machine, main: str, pids: list[str]) -> 
 
 
 def lets_in_whom_it_should(machine: Machine) -> None:
-    """R15: a stranger cannot even connect; members of the group may ask, and not operate; root may."""
+    """R15: other users cannot even connect; members of the group may query but not operate; root may operate."""
     said = machine.run(*STRANGER, SHMSERVE, "ready", "--runtime-dir", "/run/shmserve", code=1)
     print(said)
     assert "permission denied on its socket" in said
@@ -373,7 +373,7 @@ def lets_in_whom_it_should(machine: Machine) -> None:
 
 
 def can_be_watched(machine: Machine) -> None:
-    """By the commands of the page."""
+    """Runs the commands of the page."""
     page = (ROOT / "docs" / "operations.md").read_text()
     block = page.partition("\n## Monitor\n")[2].partition("```sh\n")[2].partition("```")[0]
     said = {line: machine.run(*line.split()) for line in block.splitlines()}
@@ -383,12 +383,13 @@ def can_be_watched(machine: Machine) -> None:
 
 
 def asked(machine: Machine, path: str) -> str:
-    """The status that the gateway answers with."""
+    """The status of the gateway's response."""
     return machine.run("/opt/shmserve/bin/python", "-c", CALLER, path).strip()
 
 
 def speaks_with_the_network(machine: Machine) -> None:
-    """Active when it listens, as a user of its own who may not operate; killed, it is back."""
+    """The gateway is active when it listens, runs as a separate user who may not operate, and is restarted when
+    killed."""
     assert shown(machine, "StatusText", GATEWAY).startswith("listening: http on port 8000")
     assert asked(machine, "/v2/models/number/ready") == "200"
     first = shown(machine, "MainPID", GATEWAY)
@@ -405,7 +406,7 @@ def speaks_with_the_network(machine: Machine) -> None:
 
 
 def outlives_the_server(machine: Machine) -> None:
-    """Without the server, callers get an error; with the next one they are served again."""
+    """Without the server, callers get an error; with the next server they are served again."""
     assert shown(machine, "ActiveState", GATEWAY) == "active"
     assert asked(machine, "/v2/models/number") == "503"
     machine.run("systemctl", "start", "shmserve")

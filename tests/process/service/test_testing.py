@@ -152,7 +152,7 @@ def test_an_error_of_the_block_is_not_lost(models: Path) -> None:
 
 
 def test_its_page_example_works(models: Path) -> None:
-    """The fixture of the module's docstring, as it stands there."""
+    """The unchanged fixture of the module's docstring."""
     example = "\n".join(
         line[4:] for line in (testing.__doc__ or "").splitlines() if line.startswith("    ") or not line
     )

@@ -18,6 +18,7 @@ def sending(sender: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
 
 @pytest.fixture
 def worker(sending: WorkerProcess) -> Iterator[WorkerProcess]:
-    """With the decoupled model that the mark `senders` names. A test must end its requests and read all reports."""
+    """A worker with the decoupled model that the mark `senders` names. A test must end its requests and read all
+    reports."""
     yield sending
     quiet(sending)

@@ -77,7 +77,7 @@ def test_wrong_python_models(tmp_path: Path, source: str, code: str, text: str) 
 def relu(
     folder: Path, inputs: Tensors = X, outputs: Tensors = Y, *, dims: Sequence[int] = (-1, 3), max_batch: int = 4
 ) -> ModelConfig:
-    """A model of dims `dims`, with a configuration that may not match it."""
+    """A model with dims `dims`, and a configuration that may not match it."""
     Graph().input("x", "FP32", dims).output("y", "FP32", dims).node("Relu", ["x"], ["y"]).save(folder)
     return config("onnxruntime", inputs, outputs, max_batch=max_batch)
 
@@ -89,14 +89,14 @@ def two_inputs(folder: Path) -> ModelConfig:
 
 
 def other_default(folder: Path) -> ModelConfig:
-    """An input that has a default value in the model, of another data type."""
+    """An input with a default value of another data type in the model."""
     graph = Graph().input("x", "FP32", [-1, 3]).input("w", "FP32", [1, 3]).output("y", "FP32", [-1, 3])
     graph.weight("w", np.ones((1, 3), np.float32)).node("Add", ["x", "w"], ["y"]).save(folder)
     return config("onnxruntime", {**X, "w": ("INT32", (3,))}, Y, max_batch=4)
 
 
 def unknown_dim(folder: Path) -> ModelConfig:
-    """An output that the configuration gives another rank; the model knows only the rank before it runs."""
+    """An output with a different rank in the configuration. Only its rank is known before the model runs."""
     graph = Graph().input("x", "FP32", [-1, 3]).output("y", "FP32", [-1, -1])
     graph.weight("keep", np.array([True, False, True])).node("Compress", ["x", "keep"], ["y"], axis=1).save(folder)
     return config("onnxruntime", X, {"y": ("FP32", (-1, -1))}, max_batch=4)
@@ -155,7 +155,7 @@ class Point:
 
 
 class Other(StackedBackend):
-    """A backend that another package brings."""
+    """A backend from another package."""
 
 
 def test_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Batches at a real worker: which requests join, wait or are withdrawn, and the order of the reports.
 
-A model waits at a gate, a named pipe that the test opens, so that what happens during a batch happens during it.
+A model waits at a gate, a named pipe that the test opens, so the test controls what happens during a batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Gated:
         return work(number, x, options=Options(parameters={"gate": str(self.gate)}) if gated else None)
 
     def wait(self) -> int:
-        """Returns when the worker has come to the gate: a descriptor, which opens the gate when it is closed."""
+        """Returns, once the worker waits at the gate, a descriptor; closing the descriptor opens the gate."""
         return os.open(self.gate, os.O_WRONLY)
 
 
@@ -183,7 +183,7 @@ def test_stop_lets_everything_finish(gated: Gated) -> None:
 
 
 def test_many_small_outputs_of_one_request_fit_into_a_packet(tmp_path: Path) -> None:
-    """Each may be in the message, all of them together may not: the rest goes to shared memory."""
+    """Each output may be in the message, but not all of them together: the rest is placed in shared memory."""
     count = 100
     x = {f"x{number}": ("FP32", (-1,)) for number in range(count)}
     y = {f"y{number}": ("FP32", (-1,)) for number in range(count)}

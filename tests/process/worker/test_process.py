@@ -93,7 +93,7 @@ def test_what_a_worker_runs_with(tmp_path: Path) -> None:
         assert found["cpus"] == cpu
         assert found["privileges"] == "1"
         assert found["name"] == "m_0_0"
-        # stdin, stdout and stderr, and the link; /proc/self/fd itself has gone by the time it is looked at.
+        # stdin, stdout and stderr, and the link; the descriptor of /proc/self/fd itself is already closed.
         links = [name for name in str(found["descriptors"]).split(",") if name.startswith("socket:")]
         assert len(links) == 1
         assert worker.stop() == Exit.STOPPED
@@ -144,7 +144,7 @@ sys.stdin.read()
 
 
 def test_a_worker_exits_with_its_parent() -> None:
-    """Even where its link is still open, and while it runs a batch that does not end."""
+    """Even if its link is still open, and while it runs an endless batch."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(60)
     parent = subprocess.Popen(
@@ -172,7 +172,7 @@ def test_a_worker_exits_with_its_parent() -> None:
     try:
         os.waitpid(pid, 0)
     except ChildProcessError:
-        return  # another process has inherited it
+        return  # another process has inherited the link
 
 
 @pytest.mark.parametrize(

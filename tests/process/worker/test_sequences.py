@@ -72,7 +72,7 @@ def recurrent(folder: Path, width: int, states: int) -> Path:
 
 @pytest.mark.parametrize(("width", "states", "shown"), [(4, 8, False), (3000, 1500, True)])
 def test_interleaved_sequences_are_independent(tmp_path: Path, width: int, states: int, shown: bool) -> None:
-    """Small outputs with a hidden state, and large ones, in shared memory, with a state that is an output as well."""
+    """Small outputs with a hidden state, and large outputs in shared memory with a state that is also an output."""
     path = recurrent(tmp_path, width, states)
     outputs: dict[str, tuple[str, Sequence[int]]] = {"y": ("FP32", (width,))}
     if shown:
@@ -168,7 +168,7 @@ def test_controls_that_the_model_does_not_have(tmp_path: Path, case: str) -> Non
 
 
 def test_warm_up_leaves_the_initial_states(tmp_path: Path) -> None:
-    """Samples contain the controls, and the states that they leave are dropped."""
+    """Samples contain the controls, and the states after them are dropped."""
     given = counting(tmp_path)
     (tmp_path / "initial_state").mkdir()
     (tmp_path / "initial_state" / "s.bin").write_bytes(np.array([1000], np.float32).tobytes())
@@ -254,8 +254,8 @@ def batch_input(kind: str, name: str, dtype: str) -> BatchInput:
 
 
 def test_ragged_batches(tmp_path: Path) -> None:
-    """x of any length doubled, and what the model gets of the batch: a vector, a matrix, and a shape. The unit tests
-    have all kinds of batch inputs."""
+    """Doubles x of any length, and returns the batch inputs: a vector, a matrix, and a shape. The unit tests cover all
+    kinds of batch inputs."""
     graph = Graph().input("x", "FP32", [-1]).input("starts", "INT32", [-1])
     graph.input("shapes", "INT32", [-1, 2]).input("widest", "FP32", [-1])
     graph.output("y", "FP32", [-1]).output("count", "INT32", [-1, 1]).output("shapes_out", "INT32", [-1, 2])

@@ -1,4 +1,4 @@
-"""Warm-up and labels: samples that run before a model is ready, and what makes a load fail."""
+"""Warm-up and labels: samples that run before a model is ready, and samples that make the load fail."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def file(folder: Path, name: str, content: bytes) -> None:
 
 
 def calls(worker: WorkerProcess, dtype: str = "FP32") -> Any:
-    """What the recorder was called with."""
+    """The calls of the recorder."""
     request = work(1, Tensor("x", dtype, (1, 1), bytes(4)), options=Options(parameters={"tell": True}), outputs=[])
     (row,) = worker.run(request)
     assert row.error is None, row.error
@@ -104,7 +104,7 @@ def test_samples_run_before_the_model_is_ready(tmp_path: Path) -> None:
     )
     with WorkerProcess(given, tmp_path) as worker:
         worker.loaded()
-        assert not worker.maps  # nothing was announced, so nothing can stay
+        assert not worker.maps  # nothing was announced, so nothing can remain
         found = calls(worker)
         shapes = [[request["x"][0] for request in call] for call in found]
         assert shapes == [[[1, 3]], [[1, 2000]] * 4, [[1, 2000]] * 4, [[1, 3000]] * 2]
@@ -119,8 +119,8 @@ def test_samples_run_before_the_model_is_ready(tmp_path: Path) -> None:
 
 
 def test_nothing_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answer with a large output is the first time that a segment is announced, and it is the only block.
-    Nothing that was compiled is in the repository, whatever the model imports, and when."""
+    """The first segment is announced with the first large output, and that output is its only block. No compiled file
+    is in the repository, whatever the model imports, and when."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "helper.py").write_text("SIZE = 5000")
@@ -144,7 +144,7 @@ def test_nothing_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [pytest.param(kind, dtypes, id=f"{kind.name}-{len(dtypes)}") for kind in KINDS for dtypes in kind.dtypes],
 )
 def test_all_types_at_once(tmp_path: Path, kind: Kind, dtypes: tuple[str, ...]) -> None:
-    """Small and large, in every backend."""
+    """Small and large tensors, in every backend."""
     needs(kind)
     given = kind.echo(tmp_path, dtypes, (-1,), 8)
     samples = [
@@ -180,7 +180,7 @@ def test_strings(tmp_path: Path) -> None:
 
 
 def test_onnx_is_warm_and_right(tmp_path: Path) -> None:
-    """A model whose batch dimension and sizes come from its file; what it answers is what the bare engine does."""
+    """A model whose batch dimension and sizes come from its file. Its answers equal those of the bare engine."""
     weights = np.random.default_rng(5).standard_normal((64, 2000)).astype(np.float32)
     graph = Graph().input("x", "FP32", [-1, 64]).output("y", "FP32", [-1, 2000]).weight("w", weights)
     path = graph.node("MatMul", ["x", "w"], ["y"]).save(tmp_path)
@@ -199,7 +199,7 @@ def test_onnx_is_warm_and_right(tmp_path: Path) -> None:
         assert " ms: 3 run(s) of 4 request(s)" in worker.said()
         (row,) = worker.run(work(1, worker.tensor("x", x)))
         np.testing.assert_allclose(worker.array(row.outputs[0], np.float32), expected, rtol=1e-4, atol=1e-5)
-        # And its classes, of rows that are computed in shared memory otherwise.
+        # Also classes of rows that are otherwise computed in shared memory.
         both = worker.run(
             work(2, worker.tensor("x", x), outputs=[Wanted("y", None, 2)]), work(3, worker.tensor("x", x))
         )
@@ -264,7 +264,7 @@ BAD: dict[str, tuple[ModelWarmup, str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_samples(tmp_path: Path, case: str) -> None:
-    """Without a process, as none of them comes as far as the model."""
+    """Runs without a process, because none of the samples reaches the model."""
     bad, text = BAD[case]
     folder = tmp_path / "m"
     folder.mkdir()

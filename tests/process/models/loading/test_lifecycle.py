@@ -1,8 +1,7 @@
-"""Operators at work while clients are: random loads, unloads, reloads, versions added and removed, and bad configs,
-under constant load.
+"""Operations under constant load: random loads, unloads, reloads, versions added and removed, and bad configurations.
 
-The oracle is the repository itself: an answer names the generation that gave it, and that must have been on disk as a
-whole, in a version that was served, at some time between the request and its answer.
+The oracle is the repository itself: an answer names its generation, which must have been complete on disk, in a served
+version, at some time between the request and the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.process
 OPERATIONS = int(os.environ.get("SHMSERVE_LIFECYCLE_OPERATIONS", "200"))
 CLIENTS = 4
 PAUSE_S = 0.05
-"""Between the rounds of a client: its load is to be constant, not to take the cores from what is to be tested."""
+"""Pause between the rounds of a client: its load must be constant, but must not starve the code under test."""
 STEADY = "steady"
 """No operation affects it: none of its requests may fail."""
 NAMES = ("red", "green", "blue")
@@ -71,7 +70,7 @@ def configure(repository: Path, name: str, text: str) -> None:
 
 
 class Load(threading.Thread):
-    """One client that asks without a pause, and checks each answer."""
+    """A client that sends requests continuously and checks each answer."""
 
     def __init__(self, server: Server, number: int) -> None:
         super().__init__(name=f"load-{number}")
@@ -82,7 +81,7 @@ class Load(threading.Thread):
         self._url = server.url if number % 2 else server.zmq_url
         self._random = random.Random(number)
         self.must_serve: dict[str, int] = {}
-        """Models that are served all the time, as far as operators know; and the least mark that may come."""
+        """Models that are served throughout, as far as operators know -> the lowest mark that is allowed."""
 
     def run(self) -> None:
         with shmserve.Client(self._url) as client:
@@ -116,7 +115,7 @@ class Load(threading.Thread):
 
 
 class Operator:
-    """What is on disk, what should be served, and one random operation after another."""
+    """Performs random operations; knows what is on disk and what should be served."""
 
     def __init__(self, repository: Path, client: shmserve.Client, loads: list[Load], seed: int) -> None:
         self.repository = repository
@@ -126,7 +125,7 @@ class Operator:
         self.marks = iter(range(1, 10**6))
         self.versions: dict[str, dict[int, int]] = {name: {} for name in NAMES}
         self.served: dict[str, dict[int, int]] = {}
-        """What the last load that went well has found: version -> mark."""
+        """Result of the last successful load: version -> mark."""
         self.done: dict[str, int] = {}
 
     def act(self) -> None:
@@ -180,7 +179,7 @@ class Operator:
             self.load(name)
 
     def bad_config(self, name: str) -> None:
-        """The error names the wrong place, and the served version stays."""
+        """The error names the invalid field, and the served version stays."""
         if not self.versions[name]:
             return
         good = (self.repository / name / "config.pbtxt").read_text()
@@ -217,7 +216,7 @@ class Operator:
             self.client.restart(name)
 
     def look(self, name: str) -> None:
-        """What is asked after an operation is answered by what the operation has left."""
+        """Requests after an operation are answered by the state that the operation has left."""
         for version, mark in self.served[name].items():
             y = self.client.infer(name, {"x": np.zeros((1, 4), np.float32)}, version=version)["y"]
             assert y[0, 4] == mark, f"version {version} of {name} answers {y[0, 4]} after a load of {mark}: {self.done}"

@@ -48,7 +48,7 @@ def test_mode_none_ignores_changes_and_refuses_operations(tmp_path: Path) -> Non
 
 
 def test_deleted_versions_are_not_listed_for_ever(tmp_path: Path) -> None:
-    """One that the version policy leaves out is still listed, as Triton does."""
+    """A version that the version policy leaves out is still listed, as in Triton."""
     config = "version_policy { all { } }"
     for version in (1, 2, 3):
         generation(tmp_path, "m", version, config, version=version)
@@ -198,7 +198,7 @@ def test_a_model_is_not_read_before_it_has_settled(tmp_path: Path) -> None:
         (served / "1" / "model.py").write_text("def half_a_")
         generation(tmp_path, "copied", 3)
         shutil.rmtree(tmp_path / "removed")
-        until(client, lambda: not index(client, "removed"))  # by a poll that has seen the other changes too
+        until(client, lambda: not index(client, "removed"))  # by a poll that has also seen the other changes
         assert answer(client, "served") == 1
         assert ready(client, "copied") == []
         assert not re.search(r"ERROR|WARNING", server.log), server.log
@@ -217,7 +217,7 @@ def test_models_are_added_changed_and_removed_by_polling(polled: tuple[Server, P
         counted = identity(root, "counted", group(1))
         identity(root, "goes")
         for name in ("files", "config", "counted", "goes"):
-            # A poll may read a model that is half written, so wait even if it has failed to load.
+            # A poll may read a half-written model, so wait even if the model has failed to load.
             until(client, lambda name=name: ready(client, name))  # type: ignore[misc]
         assert answer(client, "files") == 1
         untouched = pids(client, "counted")

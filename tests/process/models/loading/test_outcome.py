@@ -1,4 +1,4 @@
-"""What went wrong with a model is shown where people look: models, ready and its --wait."""
+"""The reason why a model failed is shown by `models`, `ready` and `ready --wait`."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_a_failed_reload_is_shown_until_one_succeeds(root: Path, polled: Launche
 
 
 def test_waiting_ends_when_the_outcome_is_known(root: Path, polled: Launched, command: Command, tmp_path: Path) -> None:
-    """No matter how long one would wait: an hour here."""
-    # Complete at once, as the poll could read a model that is half written.
+    """However long the timeout is: here an hour."""
+    # Moved into place in one step, because the poll could read a half-written model.
     generation(tmp_path / "aside", "bad", "nothing").rename(root / "bad")
     code, out, err = command("ready", "bad", "--wait", "3600")
     assert (code, out) == (1, "")
@@ -105,7 +105,7 @@ def test_waiting_ends_when_the_outcome_is_known(root: Path, polled: Launched, co
 
 
 def test_what_was_unloaded_is_waited_for(root: Path, tmp_path: Path, command: Command) -> None:
-    """It may be loaded again."""
+    """The wait continues after an unload, because the model may be loaded again."""
     identity(root, "m")
     options = ("--model-control-mode", "explicit", "--load-model", "m")
     with (

@@ -45,7 +45,7 @@ def client(client: shmserve.Client) -> shmserve.Client:
 
 
 def kept(server: Server) -> list[str]:
-    """Files and folders that the server keeps of load calls."""
+    """Files and folders that the server keeps for load calls."""
     places = (server.runtime_dir / "generations").glob("model-*")
     return [name for place in places for _, folders, files in os.walk(place) for name in (*folders, *files)]
 
@@ -120,7 +120,7 @@ def test_a_wrong_configuration_is_refused(client: shmserve.Client) -> None:
 
 
 def test_a_configuration_that_fails_in_the_worker_does_not_replace_the_model(client: shmserve.Client) -> None:
-    """Its successor fails in the worker. A load of the files that are served changes nothing."""
+    """The new generation fails in the worker. Loading the served files changes nothing."""
     before = pids(client, "m")
     broken = CONFIG | {"parameters": {"delay_us": {"string_value": "soon"}}}
     for _ in range(2):
@@ -228,7 +228,7 @@ def lane(server: Server) -> Iterator[Lane]:
 
 
 def begin(lane: Lane, request: int, size: int) -> None:
-    """Sends a load call whose body does not end; returns when the server has received it so far."""
+    """Sends a load call with an incomplete body. Returns when the server has received this part."""
     lane.send(Ask(request, "load", "sent", 0, b"", True))
     for _ in range(size // FIELD_BYTES):
         lane.send(Ask(request, "", "", 0, bytes(FIELD_BYTES), True))

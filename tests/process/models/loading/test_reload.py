@@ -1,4 +1,4 @@
-"""Models that change under load: their answers name their generation; processes and memory come from /proc."""
+"""Models that change under load. Answers name their generation; processes and memory are read from /proc."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.living import answer, generation, group, identity, index, pid
 pytestmark = pytest.mark.process
 
 LARGE = np.ones((2, 30_000), np.float32)
-"""Its answer comes through shared memory: memfd on the lane, by name over ZeroMQ."""
+"""Its answer is in shared memory: memfd on the lane, by name over ZeroMQ."""
 HELD = 24
 IN_FLIGHT = 3
 WARMUP = """
@@ -79,9 +79,9 @@ class Asking(threading.Thread):
 
 
 class Load:
-    """Clients over both links, during a block. Answers between `least` and `most` are right.
+    """Clients over both links for the duration of a block. Answers between `least` and `most` are right.
 
-    `least` applies to the requests that are sent from then on.
+    `least` applies to requests sent from then on.
     """
 
     def __init__(self, server: Server, model: str, number: float) -> None:
@@ -104,7 +104,7 @@ class Load:
         assert kind is not None or not wrong, wrong[:5]
 
     def await_answers(self) -> None:
-        """Waits for another answer to each client."""
+        """Waits until each client has received another answer."""
         for asking in self._clients:
             asking.await_answer()
 
@@ -113,7 +113,7 @@ class Load:
 
 
 def processes(server: Server) -> set[int]:
-    """The pids of its workers."""
+    """The pids of the server's workers."""
     return set(workers_of(server.pid))
 
 
@@ -137,7 +137,7 @@ def test_reload_under_load(server: Server, root: Path, client: shmserve.Client) 
 
 
 def test_concurrent_loads(server: Server, root: Path, client: shmserve.Client) -> None:
-    """The last one determines what is served; earlier ones succeed or fail, and do not hang."""
+    """The last load determines what is served; earlier ones succeed or fail, but do not hang."""
     folder = generation(root, "hasty", 1)
     client.load("hasty")
     outcomes: list[str] = []
@@ -381,7 +381,7 @@ def test_unload_finishes_requests_in_flight(server: Server, root: Path, client: 
         with shmserve.Client(url) as other:
             futures = [other.submit("leaving", {"x": LARGE}) for _ in range(20)]
             futures[0].result(living.PATIENCE_S)
-            assert other.live(), "the connection is lost"  # behind the others, which the unload must not overtake
+            assert other.live(), "the connection is lost"  # sent after the others, which the unload must not overtake
             client.unload("leaving")
             answers = [future.result(living.PATIENCE_S)["y"] for future in futures]
             assert all((y == 1).all() for y in answers)
@@ -394,7 +394,7 @@ def test_unload_finishes_requests_in_flight(server: Server, root: Path, client: 
 def test_outputs_of_an_unloaded_model_survive_the_start_of_another_server(
     server: Server, root: Path, client: shmserve.Client
 ) -> None:
-    """It removes segments of dead processes, but not those that clients have yet to open by name."""
+    """The starting server removes segments of dead processes, but not those that clients have yet to open by name."""
     generation(root, "swept", 1)
     client.load("swept")
     with shmserve.Client(server.zmq_url) as other:
@@ -403,12 +403,12 @@ def test_outputs_of_an_unloaded_model_survive_the_start_of_another_server(
         other.flush()
         until(client, lambda: client.statistics("swept")["model_stats"][0]["execution_count"])
         client.unload("swept")
-        posix.sweep()  # as it does
+        posix.sweep()  # as a starting server does
         assert (future.result(living.PATIENCE_S)["y"] == 1).all()
 
 
 def test_unload_of_a_model_that_is_loading(server: Server, root: Path, client: shmserve.Client, tmp_path: Path) -> None:
-    """It never becomes READY, and the load call fails."""
+    """The model never becomes READY, and the load call fails."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     folder = identity(root, "slow")

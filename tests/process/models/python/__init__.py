@@ -1,1 +1,1 @@
-"""Models written in Python, in all three forms: model.py, Python-based backend, function."""
+"""Models written in Python, in three forms: model.py, Python-based backend, function."""

@@ -99,7 +99,7 @@ def unfinished(x) -> int:
 
 
 def matmul(path: Path, factor: float) -> None:
-    """y = x * factor, with the factor in a file of its own."""
+    """y = x * factor, with the factor in a separate file."""
     weight = numpy_helper.from_array(np.eye(2, dtype=np.float32) * np.float32(factor), "w")
     graph = helper.make_graph(
         [helper.make_node("MatMul", ["x", "w"], ["y"])],
@@ -233,7 +233,7 @@ def test_errors_of_functions(client: shmserve.Client) -> None:
 
 
 def test_changes_are_followed(folder: Path, client: shmserve.Client) -> None:
-    """Last, as it changes the files. A file that cannot be read changes nothing, and its models say why."""
+    """Runs last, because it changes the files. An unreadable file changes nothing, and its models report the reason."""
     app = folder / "app.py"
     write(app, "def broken(:\n")
     until(client, lambda: "app.py, line 1" in str([entry["last_failed_change"] for entry in client.models()]))

@@ -1,8 +1,8 @@
-"""Python-based backends: one model.py in the backend directory that runs all models of its name, as Triton's do.
+"""Python-based backends: one model.py in the backend directory runs all models with its name, as in Triton.
 
-The backend of these tests is built like those for language models. It has modules beside it, completes the
-configuration, reads its settings from model.json of the model, runs an engine on an event loop and in a process of its
-own, and answers from other threads. The engine answers with the words of the text.
+The backend of these tests resembles those for language models. It has modules beside it, completes the configuration,
+reads its settings from the model's model.json, runs an engine on an event loop and in a separate process, and answers
+from other threads. The engine answers with the words of the text.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def test_a_cancelled_request_reaches_the_engine(place: Place) -> None:
     place.model("cancelled")
     place.client.load("cancelled")
     for _ in place.client.stream("cancelled", {"text": np.array(["wait"], object), "stream": np.array([True])}):
-        break  # which cancels it
+        break  # leaving the loop cancels the request
     until(place.client, lambda: "[cancelled_0_0] the request was cancelled" in place.server.log)
     assert place.words("cancelled", "next") == ["next"]
     place.client.unload("cancelled")
@@ -320,7 +320,7 @@ def test_an_engine_that_is_not_healthy_unloads_its_model(place: Place) -> None:
 
 
 def test_an_engine_in_a_process_that_is_spawned(place: Place) -> None:
-    """Such a process imports the module of the function that it runs, which is beside the model.py."""
+    """A spawned process imports the module of its function, which is beside the model.py."""
     place.model("spawned", CONFIG.replace("words", "spawning"), prefix="s-")
     place.client.load("spawned")
     assert place.words("spawned", "one") == ["s-one"]
@@ -375,7 +375,7 @@ def test_a_package_that_is_missing(place: Place, what: str, reason: str) -> None
 
 
 def test_the_environment_of_a_backend(place: Place) -> None:
-    """The archive with the environment is beside the model.py, as Triton's PyTorch backend has it."""
+    """The archive with the environment is beside the model.py, as in Triton's PyTorch backend."""
     environment = place.folder / "environment"
     venv.create(environment, symlinks=True, with_pip=False)
     (packages,) = (environment / "lib").glob("python*/site-packages")

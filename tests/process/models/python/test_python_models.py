@@ -55,7 +55,7 @@ def add(repository: Path, name: str, source: str, more: str = "") -> None:
 
 
 def on_the_page(repository: Path) -> None:
-    """Writes the models of the page, and the one that they call."""
+    """Writes the models of the page, and the model that they call."""
     blocks = pages.blocks(pages.page("python"), "python")
     for name, sign, batch, given, dtype, made, made_dtype, more in (
         ("centred", "x.mean", 8, "X", "TYPE_FP32", "Y", "TYPE_FP32", IS_STACKED),
@@ -96,7 +96,7 @@ def client(server: Launched) -> Iterator[shmserve.Client]:
 
 
 def maker(array: np.ndarray[Any, Any]) -> int:
-    """The number of the process that owns the memory."""
+    """The pid of the process that owns the memory."""
     hold = views.hold_of(array)
     assert hold is not None
     return int(hold.what.segment) >> 32
@@ -111,7 +111,7 @@ def test_outputs_are_copied_once_and_inputs_not_at_all(client: shmserve.Client) 
         assert found.parameters["shared"] is True
         copies.append(json.loads(found.parameters["copied"]))
     assert [LARGE.nbytes] in copies
-    assert all(sizes in ([], [LARGE.nbytes]) for sizes in copies)  # it reports what was copied before
+    assert all(sizes in ([], [LARGE.nbytes]) for sizes in copies)  # it reports the copies made before
 
 
 def test_a_call_copies_nothing(client: shmserve.Client) -> None:
@@ -154,7 +154,7 @@ def test_a_decoupled_model_calls_models(client: shmserve.Client) -> None:
 
 
 def test_responses_are_relayed_as_they_come(client: shmserve.Client) -> None:
-    """For a slow reader and for one that closes the stream early; nothing is copied or kept."""
+    """Tested with a slow reader, and with one that closes the stream early. Nothing is copied or kept."""
     (made,) = {maker(answer["y"]) for answer in client.stream("wide", {"x": np.full((1, 1), 3, np.float32)})}
     with client.stream("relay", {"x": np.full((1, 1), 300, np.float32)}, window=2) as answers:
         for number, answer in enumerate(answers):
@@ -192,7 +192,7 @@ def test_many_calls_at_once(server: Launched, client: shmserve.Client) -> None:
         if random.random() < 0.1:
             found.pop()[2].cancel()
     with client.stream("sums", {"x": np.ones((1, 500), np.float32)}) as answers:
-        assert float(next(answers)["y"][0, 0]) == 1  # and no more of them
+        assert float(next(answers)["y"][0, 0]) == 1  # but no further ones
     for name, x, future in found:
         y = future.result()["y"]
         assert y.shape == x.shape
@@ -234,7 +234,7 @@ def test_a_model_reports_whether_it_is_ready(server: Launched, client: shmserve.
         client.infer("moody", {"x": np.full((1, 1), number, np.float32)})
         assert client.ready("moody") is ready
         assert client.ready()
-    # What a worker prints may be logged after its answers.
+    # Output of a worker may be logged after its answers.
     until(client, lambda: "is_ready of model instance 'moody_0_0' gave int, not True or False" in server.log)
     until(client, lambda: "ValueError: it broke" in server.log)
 

@@ -1,1 +1,1 @@
-"""Where models come from: object stores, mirrors and repository agents."""
+"""Sources of models: object stores, mirrors and repository agents."""

@@ -1,4 +1,4 @@
-"""Repository agents of a real server: loads, reloads, rollbacks, restarts, and a server that is killed."""
+"""Repository agents in a real server: loads, reloads, rollbacks, restarts, and a killed server."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_what_was_downloaded_before_a_failure_is_kept_unless_it_is_damaged(
         assert not mirror.folder().exists()
     partial_files = [path for path in (tmp_path / "servers/0/partial").iterdir() if path.suffix != ".pieces"]
     (part,) = [path for path in partial_files if path.stat().st_size == len(data)]
-    with part.open("r+b") as file:  # a crash of the machine, say: the journal was written, the piece was not
+    with part.open("r+b") as file:  # as after a crash of the machine: the journal was written, the piece was not
         file.seek(PIECE + 3)
         file.write(bytes([data[PIECE + 3] ^ 255]))
     proxy.reset()
@@ -120,7 +120,7 @@ def test_a_changed_answer_is_never_served(
 def test_an_object_that_changes_during_the_download(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Never a mix of both: the first piece of the old one is followed by all of the new one."""
+    """The download never mixes both: after the first piece of the old object, all of the new one is downloaded."""
     old, new = data_of(3 * PIECE), data_of(3 * PIECE)
     url = repository(store, proxy, request, **{"1/model.bin": old})
     changed: list[str] = []
@@ -192,7 +192,8 @@ def test_a_store_that_goes_away(
         assert mirror.sync().state == "published"
         for path in ("config.pbtxt", "1/model.bin"):
             store.delete(f"{prefix(url)}/m/{path}")
-        # The repository has nothing at all any more, which is no listing: it may have been moved.
+        # The repository is completely empty. This does not count as a listing, since the repository may have been
+        # moved.
         assert mirror.sync().state == "kept"
         store.put(f"{prefix(url)}/n/config.pbtxt", "")
         assert mirror.sync().state == "absent"
@@ -259,8 +260,8 @@ def test_names_that_are_no_paths(
 
 
 class _Files(SimpleHTTPRequestHandler):
-    """Python's web server: listings in HTML, and no ranges. `gets`: the paths of its GET requests, and which codings
-    of the content the client accepts."""
+    """Python's web server: listings in HTML, and no ranges. `gets`: the paths of its GET requests, and the content
+    codings that the client accepts."""
 
     gets: list[tuple[str, str]] = []
 
@@ -273,7 +274,7 @@ class _Files(SimpleHTTPRequestHandler):
 
 
 class _Json(_Files):
-    """Listings as by nginx's `autoindex_format json`, and each first answer is cut."""
+    """Listings as in nginx's `autoindex_format json`. Each first response is cut."""
 
     cut: set[str] = set()
 

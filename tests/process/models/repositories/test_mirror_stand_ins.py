@@ -1,4 +1,4 @@
-"""Mirroring from stand-ins of the APIs of Hugging Face, Google Cloud Storage and Azure, through the real clients."""
+"""Mirroring from fakes of the APIs of Hugging Face, Google Cloud Storage and Azure, through the real clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _StandIn(BaseHTTPRequestHandler):
     content_type = "application/json"
     files: ClassVar[dict[str, bytes]] = {}
     damaged: ClassVar[set[str]] = set()
-    """Those of `files` that are sent as zeros."""
+    """Names of `files` that are sent as zeros."""
 
     def send_range(self, data: bytes, damaged: bool) -> None:
         span = self.headers.get("Range") or self.headers.get("x-ms-range")
@@ -63,7 +63,7 @@ def stand_in(kind: type[_StandIn]) -> Iterator[str]:
 
 
 def mirror_changes(kind: type[_StandIn], url: str, cache: Path) -> None:
-    """The content of a model is compared with the store's MD5, and a change of it is followed."""
+    """A model's content is compared with the store's MD5, and a change is followed."""
     data = data_of(3 * PIECE)
     kind.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "served/n/config.pbtxt": b""}
     kind.damaged = {"served/m/1/model.bin"}
@@ -83,7 +83,7 @@ def mirror_changes(kind: type[_StandIn], url: str, cache: Path) -> None:
 
 
 class _Hub(_StandIn):
-    """The part of the hub's API that is needed, with the repository `owner/models`: one small file, one in LFS."""
+    """The required part of the hub's API, with the repository `owner/models`: one small file, one in LFS."""
 
     tokens: ClassVar[set[str]] = set()
 
@@ -126,7 +126,7 @@ class _Hub(_StandIn):
 
 
 def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a stand-in of its API. The content is compared with git's hash, or the SHA-256 of a large file."""
+    """Uses a fake of the API. The content is compared with git's hash, or with the SHA-256 of a large file."""
     pytest.importorskip("huggingface_hub")
     data = data_of(3 * PIECE)
     _Hub.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "README.md": b"x"}
@@ -153,7 +153,7 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Google(_StandIn):
-    """The part of the JSON API of Google Cloud Storage that is needed, with the bucket `b`."""
+    """The required part of the JSON API of Google Cloud Storage, with the bucket `b`."""
 
     def do_GET(self) -> None:
         path, query = unquote(urlsplit(self.path).path), parse_qs(urlsplit(self.path).query)
@@ -197,7 +197,7 @@ _LISTING = """<?xml version="1.0" encoding="utf-8"?><EnumerationResults ServiceE
 
 
 class _Azure(_StandIn):
-    """The part of the API of Azure Blob Storage that is needed, with the container `c` of the account `acc`."""
+    """The required part of the API of Azure Blob Storage, with the container `c` of the account `acc`."""
 
     content_type = "application/xml"
 

@@ -103,7 +103,7 @@ ensemble_scheduling { step [ { model_name: "step" model_version: -1
 def test_a_killed_download_is_resumed_and_nothing_shows_the_secret(
     store: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
-    """The model has two pieces, and a step of an ensemble needs it, which is loaded by itself."""
+    """The model has two pieces, and is loaded automatically because an ensemble needs it."""
     put(store, tmp_path, "step", 3)
     store.put("repo/step/1/weights.bin", os.urandom(PIECE_BYTES + 1000))
     local = tmp_path / "local"
@@ -135,7 +135,7 @@ def test_a_killed_download_is_resumed_and_nothing_shows_the_secret(
             load.result()
         assert answer(client, "both") == 3
         assert mirror_pid(server) != first
-        # The first piece was read once; the second again, by the process that was killed and by the next one.
+        # The first piece was read once; the second one by the killed process and again by the next one.
         assert proxy.ranges("weights") == [f"bytes=0-{PIECE_BYTES - 1}", *[f"{last}{PIECE_BYTES + 999}"] * 2]
 
         proxy.rule = lambda method, path: "refuse"
@@ -169,7 +169,7 @@ def test_an_unloaded_model_makes_room_for_another(store: ObjectStore, proxy: Pro
 
 @pytest.fixture
 def failing(store: ObjectStore) -> Iterator[Proxy]:
-    """One that the test closes."""
+    """A proxy that the test closes."""
     with proxy_of(store) as proxy:
         yield proxy
 

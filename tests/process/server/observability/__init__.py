@@ -1,1 +1,1 @@
-"""Logs, metrics and traces of a whole server."""
+"""Logs, metrics and traces of a complete server."""

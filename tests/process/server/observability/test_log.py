@@ -53,7 +53,7 @@ def records(text: str) -> list[str]:
 
 
 def test_a_failed_load_is_logged_once_with_a_traceback(tmp_path: Path) -> None:
-    """Also if both instances fail, with retries, and if a reload fails."""
+    """Even if both instances fail, with retries, and if a reload fails."""
     root = write(tmp_path, FAILS)
     options = ("--model-control-mode", "explicit", "--load-model", "m", "--model-load-retry-count", "1")
     with (
@@ -114,7 +114,7 @@ def test_a_segfault_is_logged_as_an_error(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
-    """On the console; the models are served."""
+    """It is reported on the console, and the models are served."""
     with (
         Launched(write(tmp_path, PRINTS), tmp_path / "run", "--log-file", "/dev/full") as server,
         shmserve.Client(runtime_dir=server.runtime_dir) as client,

@@ -42,7 +42,7 @@ def client(server: Server) -> Iterator[shmserve.Client]:
 
 
 def records(server: Server) -> list[dict[str, Any]]:
-    """Every line of the log is an object."""
+    """The log's records; every line must be a JSON object."""
     found = [json.loads(line) for line in server.log.splitlines()]
     assert all({"time", "level", "message"} <= set(record) for record in found)
     return found
@@ -112,7 +112,7 @@ def test_counters_survive_a_restart_of_workers(client: shmserve.Client) -> None:
 
 
 def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Server, client: shmserve.Client) -> None:
-    """In the log and in `models`; not in the error of the request."""
+    """It is in the log and in `models`, but not in the error of the request."""
     with pytest.raises(ModelFailed) as caught:
         client.infer("frail", {"x": DEADLY})
     assert LAST_WORDS not in str(caught.value)

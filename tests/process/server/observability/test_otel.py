@@ -45,12 +45,12 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.get_output_tensor_by_name(call.exec(), "y")])
 """
 TOGETHER = "max_batch_size: 20 dynamic_batching { preferred_batch_size: 20 max_queue_delay_microseconds: 600000000 }\n"
-"""Waits until there are 20 rows."""
+"""Batches wait until there are 20 rows."""
 SPAN = 0x00F067AA0BA902B7
 
 
 def parent_of(number: int) -> tuple[str, str]:
-    """A trace id of a test's own, and a sampled traceparent with it."""
+    """A trace id that only one test uses, and a sampled traceparent with it."""
     found = f"{number:032x}"
     return found, f"00-{found}-{SPAN:016x}-01"
 
@@ -78,7 +78,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, collector: Collector) -> Iterator[Server]:
-    """Traces requests with a context, and hardly any others."""
+    """A server that traces requests with a context, and hardly any others."""
     with Server(repository, *options(collector, "rate=1000000"), "--exit-on-error", "true", gateway=True) as server:
         yield server
 
@@ -103,7 +103,7 @@ def counted(client: shmserve.Client, result: str) -> int:
 
 
 def test_the_context_of_the_native_client(server: Server, collector: Collector) -> None:
-    """From its parameters, or from the current span of the application."""
+    """The context comes from parameters, or from the application's current span."""
     trace_id, parent = parent_of(1)
     with server.client() as client:
         client.infer("add1", {"x": numbers(1, 4)}, parameters={"traceparent": parent, "tracestate": "a=1"})
@@ -178,7 +178,7 @@ def test_a_batch_and_a_failure(server: Server, collector: Collector) -> None:
 
 
 def test_a_collector_that_hangs_refuses_or_is_down(repository: Path) -> None:
-    """Requests are answered regardless, and what is lost is counted. Later spans arrive again."""
+    """Requests are answered regardless, and lost spans are counted. Later spans arrive again."""
     with collecting() as collector:
         more = ("rate=1", "opentelemetry,bsp_max_queue_size=30", "opentelemetry,bsp_max_export_batch_size=3")
         with Server(repository, *options(collector, *more)) as server, server.client(timeout=60) as client:
@@ -268,7 +268,7 @@ def test_a_collector_over_grpc(repository: Path) -> None:
 
 
 def test_a_missing_package_is_named(repository: Path, tmp_path: Path) -> None:
-    """In an interpreter that does not find it."""
+    """Tested in an interpreter that does not find the package."""
     source = (
         "import sys; sys.modules['opentelemetry'] = None; from shmserve.broker.main import main; "
         "sys.exit(main(sys.argv[1:]))"

@@ -1,4 +1,4 @@
-"""A worker that the broker starts has the cores and the number of threads of its instance."""
+"""Workers run on the cores and with the number of threads of their instance."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environment_of_worker(spec: InstanceSpec, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The cores and variables of a worker at the point where it would start to serve."""
+    """The cores and environment variables of a worker at the point where it would start to serve."""
     folder.joinpath("look.py").write_text(LOOK % (VARIABLES,) + "sys.exit(worker.main(sys.argv[1:]))\n")
     popen = subprocess.Popen
 

@@ -57,7 +57,7 @@ def chained(repository: Path, name: str, *models: str) -> None:
 
 @contextmanager
 def serving_on_gpus(repository: Path, journal: Path) -> Iterator[Server]:
-    """A server on a machine with two GPUs, whose stand-ins write to `journal` what is copied."""
+    """A server on a machine with two fake GPUs, which log copies to `journal`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
         patch.setenv("CUDA_STANDIN_JOURNAL", str(journal))
@@ -151,7 +151,7 @@ def test_metrics_and_the_log_name_the_gpus(server: Server, client: shmserve.Clie
 
 
 def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shmserve.Client) -> None:
-    """Tensors between steps on the same GPU do not leave it. The result does not depend on the way."""
+    """Tensors between steps on the same GPU stay on it. The result does not depend on the path."""
     x = np.arange(80_000, dtype=np.float32).reshape(2, 40_000)
     models = ("first", "second", "other", "third")
     for ensemble in ("apart", "same"):
@@ -162,9 +162,9 @@ def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shms
         found = {model: copies(journal, model) for model in models}
         if ensemble == "apart":
             assert found == {"first": {"1", "2"}, "second": set(), "other": {"1", "2"}, "third": {"1", "2"}}
-    # Copies within the device collect the requests of a batch.
+    # Copies within the device gather the requests of a batch.
     assert [found[model] - {"3"} for model in models] == [{"1"}, set(), set(), {"2"}]
-    # Each segment is opened once, whatever number of tensors lies in it.
+    # Each segment is opened once, however many tensors it contains.
     for maker, reader in (("first", "second"), ("second", "third")):
         opened = calls(journal, reader).count("ipcOpenMemHandle ")
         assert opened == calls(journal, maker).count("ipcGetMemHandle ") >= 1

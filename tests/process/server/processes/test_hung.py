@@ -39,7 +39,7 @@ class Hung:
         self.flag = flag
 
     def hang(self, client: shmserve.Client) -> list[shmserve.Future]:
-        """Submits requests of which the first hangs, and the others are queued."""
+        """Submits requests: the first hangs, the others are queued."""
         self.flag.touch()
         first = client.submit("m", ONE)
         until(client, lambda: not self.flag.exists())

@@ -1,4 +1,5 @@
-"""The priority of workers: low while they load, and afterwards that of the server, also for what a model has started.
+"""The priority of workers: low while they load, afterwards that of the server, including the processes that a model has
+started.
 
 Nice values and autogroups are read from the kernel. Whether a process may restore its nice value depends on its
 privileges, so the tests that need root drop them in a child process.
@@ -65,8 +66,8 @@ apart.communicate()
 
 
 def looks(*words: str | int, new_session: bool = True) -> list[tuple[list[int], list[int]]]:
-    """Nice values and autogroup before, while and after loading: of the process itself, then also of a thread, a child,
-    and a child in a session of its own."""
+    """Nice values and autogroup before, during and after loading: of the process itself, a thread, a child, and a child
+    in its own session."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *map(str, words)],
         stdout=subprocess.PIPE,
@@ -145,7 +146,7 @@ instance_group [ { count: 1 kind: KIND_CPU } ]
 
 @pytest.mark.parametrize("prepared", ["true", "false"])
 def test_a_model_loads_with_low_priority_and_serves_with_the_servers(tmp_path: Path, prepared: str) -> None:
-    """Those of the start load with the server's priority."""
+    """Models that load at the server's start have the server's priority."""
     for name in ("first", "later"):
         write_model(tmp_path / "models", name, CONFIG, MODEL)
     options = ("--load-nice", str(LOWERED), "--prepared-process", prepared, "--model-control-mode", "explicit")

@@ -1,4 +1,4 @@
-"""Settings of worker processes: a memory limit, and an interpreter of the model's own (EXECUTION_ENV_PATH)."""
+"""Settings of worker processes: a memory limit, and a separate interpreter for a model (EXECUTION_ENV_PATH)."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_interpreter_of_a_directory(place: Place, environment: Path, monkeyp
 
 
 def packed(path: Path, environment: Path) -> None:
-    """An archive as of conda-pack: it contains the interpreter itself, not a link to one."""
+    """An archive like those of conda-pack: it contains the interpreter itself, not a link."""
     folder = path.with_suffix(".folder")
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python3").write_text(f'#!/bin/sh\nexec {environment}/bin/python "$@"\n')
@@ -231,7 +231,7 @@ def first_message(environment: Path, suffix: str) -> tuple[LoadFailed, str, int]
 
 
 def test_packages_that_an_interpreter_lacks_are_named(environment: Path) -> None:
-    """Such as one of another version, which cannot use our compiled packages."""
+    """For example an interpreter of another version, which cannot use this one's compiled packages."""
     message, said, code = first_message(environment, ".cpython-27-of-long-ago.so")
     version = ".".join(map(str, sys.version_info[:3]))
     lacking = ", ".join(f"{name}>={least}" for name, least in NEEDED.items())

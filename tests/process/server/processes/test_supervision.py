@@ -87,7 +87,7 @@ def running(folder: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def server(running: Server) -> Iterator[Server]:
-    """Waits for all workers at the end: the leak check of a later test would report one that restarts then."""
+    """Waits for all workers at the end: the leak check of a later test would report a worker that restarts."""
     yield running
     with running.client() as client:
         until(client, lambda: all(is_complete(entry) for entry in client.models()), "every instance ready")
@@ -124,7 +124,7 @@ def test_only_the_crashing_request_fails(server: Server, name: str, link: str) -
 
 
 def test_consecutive_crashes_delay_restarts(server: Server) -> None:
-    """Even if it is known which request caused them. The first answer resets the counter."""
+    """Even if the request that caused the crashes is known. The first answer resets the counter."""
     with server.client() as client:
         for _ in range(3):
             with pytest.raises(ModelFailed, match="ran this request alone"):
@@ -170,7 +170,7 @@ def test_idle_workers_that_are_killed_are_replaced(server: Server) -> None:
         killed = set(pids(client, "pair").values())
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        # A request that is sent to both before the server notices their end would fail.
+        # A request that is sent to both before the server notices that they ended would fail.
         until(client, lambda: killed.isdisjoint(pids(client, "pair").values()), "the server has noticed both")
         assert ask(client, "pair", [1, 2, 3]) == [2.0, 4.0, 6.0]
 
@@ -196,7 +196,7 @@ def entry_of(client: shmserve.Client, name: str) -> dict[str, Any]:
 
 
 def test_an_instance_that_always_crashes_is_quarantined(server: Server, folder: Path) -> None:
-    """No request fails meanwhile, and the quarantine ends with its first answer."""
+    """No request fails during the quarantine, which ends with the instance's first answer."""
     crash = folder / "three.crash"
     crash.touch()
     with server.client() as client:

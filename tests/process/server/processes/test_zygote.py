@@ -1,6 +1,7 @@
-"""Workers that are forked from a prepared process: they equal fresh interpreters, and do not depend on it afterwards.
+"""Workers forked from a prepared process: they behave like fresh interpreters, and do not depend on that process
+afterwards.
 
-A model reports what its worker is; the rest comes from /proc.
+A model reports the state of its worker; the rest is read from /proc.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def test_a_forked_worker_equals_a_fresh_process(place: Place) -> None:
 
 
 def test_a_worker_inherits_no_descriptors_and_no_random_state(place: Place) -> None:
-    """Of the prepared process that it was forked from."""
+    """A forked worker gets none from the prepared process."""
     opened = descriptors_of(place.look()["pid"])
     assert len([target for target in opened if target.startswith("socket:")]) == 1
     before = place.look()["random"]
@@ -159,7 +160,7 @@ def test_a_prepared_process_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 def test_the_prepared_process_imports_only_what_every_worker_needs() -> None:
-    """No engine, no parser of configurations, and nothing that has threads or random numbers."""
+    """No engine, no configuration parser, and no module with threads or random state."""
     text = "import os, sys\nfrom shmserve.workers import zygote\nzygote._import()\nprint(*sys.modules)\n"
     modules = set(
         subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()

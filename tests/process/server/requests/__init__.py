@@ -1,1 +1,1 @@
-"""Requests of clients to a whole server: transports, leases, the cache, and invalid ones."""
+"""Client requests to a complete server: transports, leases, the cache, and invalid requests."""

@@ -53,7 +53,8 @@ def test_inputs_in_frames_are_cached(server: Server, size: int) -> None:
 
 
 def test_inputs_in_shared_memory_are_cached(server: Server) -> None:
-    """Requests are equal if the bytes are, in any array; if the owner changes them, the request is another one."""
+    """Requests are equal if their bytes are, in any array. If the owner changes the bytes, the request is a different
+    one."""
     with server.client() as client, server.client() as other:
         before = hits(client)
         x = client.empty((100_000,), np.float32)

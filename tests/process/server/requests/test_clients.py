@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model(repository, "impatient", ["FP32"], "[ -1 ]", 1, queue + parameters(delay_us="200000"))
     with Server(repository, "--exit-on-error", "true") as running:
         with shmserve.Client(running.zmq_url) as client:
-            # Named segments stay while their workers live: make all that the tests need before the leak check starts.
+            # Named segments stay while their workers live: create all that the tests need before the leak check starts.
             x = np.zeros((2, 150_000), np.float32)
             futures = [client.submit("batched", {"i_FP32": x}) for _ in range(24)]
             futures += [client.submit(name, {"i_FP32": x[:1]}) for name in ("slow", "impatient")]

@@ -1,4 +1,4 @@
-"""Many requests of one form in flight at a real server: they travel in columns, and each gets its own result."""
+"""Many requests of one form in flight at a real server: they are sent in columns, and each gets its own result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def columns(monkeypatch: pytest.MonkeyPatch) -> dict[type, int]:
-    """How many requests this process has sent, and how many results it has received, in columns."""
+    """Counts the requests that this process has sent in columns, and the results that it has received in columns."""
     counts: dict[type, int] = {InferBatch: 0, RowReply: 0}
     receive = sessions.Session._on_reply_batch
 
@@ -125,7 +125,7 @@ def test_two_clients_get_their_own_results_and_every_request_is_counted_once(
 def test_two_threaded_clients_get_their_own_results_and_every_request_is_counted_once(
     server: Server, link: str
 ) -> None:
-    """Each submits a request for every result that it collects: the client then sends several together."""
+    """Each client submits a request for every result that it collects, so it sends several together."""
     before = counted(server, "pair")
     count = 5 * COUNT
     with shmserve.Client(url_of(server, link)) as one, shmserve.Client(url_of(server, link)) as other:
@@ -191,7 +191,7 @@ def test_a_failed_batch_fails_each_request_once(server: Server) -> None:
     ids=["unequal rows", "data type", "a missing input", "too many rows"],
 )
 def test_wrong_requests_fail_alone_with_the_error_that_they_get_alone(server: Server, wrong: dict[str, Any]) -> None:
-    """Of every eight requests, two in a row are wrong."""
+    """Of every eight requests, two consecutive ones are wrong."""
     given = [wrong if number % 8 in (3, 4) else inputs(number) for number in range(COUNT)]
     results = failures(server, "pair", given)
     with server.client() as client, pytest.raises(shmserve.InvalidRequest) as alone:

@@ -74,7 +74,7 @@ def test_a_client_announces_its_segments_again_over_a_new_connection(server: Lau
         with no_descriptors(server.process.pid):
             with pytest.raises(shmserve.Unavailable, match="too many open files"):
                 identity(client, 2)
-            identity(other, 3)  # its segments are known
+            identity(other, 3)  # its segments are now known
         for value in (4, 5):
             identity(client, value)
         identity(client, 6, 4 * SIZE)
@@ -97,7 +97,7 @@ def test_a_connection_that_cannot_be_accepted_is_refused_with_the_reason(server:
 def test_clients_and_workers_close_a_connection_that_lost_descriptors(
     end: Callable[[socket.socket], Any],
 ) -> None:
-    """A client connects again on ConnectionLost; a worker ends, and is started again."""
+    """A client reconnects after ConnectionLost; a worker ends and is restarted."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = end(ours)
     with theirs, contextlib.closing(link), open(os.devnull) as file:

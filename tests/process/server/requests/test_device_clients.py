@@ -1,6 +1,6 @@
-"""Tensors on a GPU from clients and back to them, through a real server with stand-ins for the driver and for CUDA.
+"""GPU tensors from clients and back, through a real server with fakes of the driver and of CUDA.
 
-The result does not depend on where the model runs; the journal of the stand-ins shows what was copied.
+The result does not depend on where the model runs; the journal of the fakes shows the copies.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def test_models_elsewhere_get_tensors_through_the_host(runtime: Any, client: shm
         found: Any = client.infer(model, {"x": x}, outputs={"y": y})["y"]
         assert found is y
         np.testing.assert_array_equal(y.read(), given + more)
-    # The client remembers it: the second request is not tried with a copy within the device first.
+    # The client remembers this: the second request is not tried with a copy within the device first.
     kinds = [call[4] for call in runtime.state.named("memcpyAsync")]
     sent = runtime.memcpyDeviceToDevice if model == "both" else runtime.memcpyDeviceToHost  # its first step is there
     assert kinds == [sent, runtime.memcpyHostToDevice]
@@ -340,7 +340,7 @@ REGION = "/v2/cudasharedmemory/region/g"
 
 
 def infer_over_http(gateway: Gateway, model: str, output: int = SIZE) -> tuple[int, Any]:
-    """Infers with the input in the first half of the region, and the output in the second."""
+    """Infers with the input in the first half of the region and the output in the second."""
 
     def place(offset: int, size: int) -> dict[str, Any]:
         return {"shared_memory_region": "g", "shared_memory_offset": offset, "shared_memory_byte_size": size}

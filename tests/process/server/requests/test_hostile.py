@@ -1,7 +1,7 @@
 """Invalid requests and packets over both links.
 
-Each gets its own error, with a code and the name of the wrong value; the connection continues wherever packets can
-still be distinguished; and nothing remains in the server.
+Each gets its own error, with a code and the name of the wrong value. The connection continues if packet boundaries are
+still known, and nothing remains in the server.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def link(server: Served, request: pytest.FixtureRequest) -> Iterator[Link]:
 
 
 def refused(link: Link, packet: Any, request: int = 5) -> Fail:
-    """The one Fail that answers a message; the Ping behind it is answered too."""
+    """The single Fail that answers a message. The following Ping is also answered."""
     link.send(packet, Ping(3))
     got = [link.receive(), link.receive()]
     fails = [answer for answer in got if isinstance(answer, Fail)]
@@ -204,7 +204,7 @@ def test_each_broken_packet_is_reported(link: Link, case: str) -> None:
 
 
 def test_a_packet_over_the_limit_is_refused(link: Link) -> None:
-    """The kernel itself may refuse to carry it over the lane; where it arrives, the limit is in the text."""
+    """Over the lane, the kernel itself may refuse to send the packet. If it arrives, the error text has the limit."""
     packet = msgpack.packb([[4, 1]] * ((messages.PACKET_BYTES + 100) // 3))
     if isinstance(link, Lane):
         try:
@@ -246,7 +246,7 @@ def test_a_connection_needs_exactly_one_hello(server: Served, kind: str) -> None
         link.send(Infer(5, "identity", 0, ONE))
         assert "Hello" in link.receive_kind(Goodbye).text
     with connect(server, kind, greet=False) as link:
-        # As a ZeroMQ client does that has not detected a restart of the server yet.
+        # As a ZeroMQ client does that has not yet detected a server restart.
         link.send(Ping(5))
         assert "Hello" in link.receive_kind(Goodbye, Pong).text
     with connect(server, kind) as link:
@@ -311,7 +311,7 @@ def large(link: Lane, segment: Segment) -> tuple[Tensor, Handle]:
 
 
 def test_a_handle_of_another_client_is_refused(server: Served, lane: Lane, segment: Segment) -> None:
-    """Neither what the other one owns nor what it holds can be read, given back, or written to."""
+    """Segments and handles of the other client cannot be read, returned or written to."""
     output, held = large(lane, segment)
     with connect(server, "lane") as other:
         for handle in (Handle(segment.id, 0, 16), Handle(held.segment, held.offset, 16)):
@@ -337,7 +337,7 @@ def test_a_handle_must_be_returned_once_and_whole(lane: Lane, segment: Segment) 
 
 
 def test_an_unsealed_segment_is_refused(lane: Lane) -> None:
-    """One that could be cut short under a worker."""
+    """An unsealed segment could be truncated while a worker uses it."""
     made = Segment(lane, SIZE, 1, seals=0)
     try:
         assert "seal" in lane.receive_kind(Fail).text.lower()
@@ -379,7 +379,7 @@ def test_descriptors_that_are_not_memory_are_refused(lane: Lane, tmp_path: Path,
 
 @pytest.mark.parametrize("name", ["", "/", "..", "../x", "/a/b", "n" * 100, "/shmserve-nothing", "\x00"])
 def test_invalid_segment_names_are_refused(server: Served, name: str) -> None:
-    """Only a worker maps a named segment: the request that needs it fails, and the server goes on."""
+    """Only a worker maps a named segment: the request that needs it fails, and the server continues."""
     with connect(server, "zmq", greet=False) as link:
         link.hello("posix")
         number = link.owner << 32 | 1

@@ -1,5 +1,5 @@
-"""A client that sends one request at a time is lent an instance: the same results, errors and statistics as through the
-broker, whichever side ends the lease."""
+"""A client that sends one request at a time is lent an instance. Results, errors and statistics are the same as through
+the broker, whichever side ends the lease."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def models(client: Any) -> set[str]:
 
 
 def borrow(client: Any, model: str = "m", width: int = 2) -> int:
-    """Sends requests until the client has a lease; returns how many."""
+    """Sends requests until the client has a lease. Returns their number."""
     for count in range(1, 4096):
         assert client.infer(model, inputs(width=width))["y"].tolist()[0][0] in (1.0, 2.0, 3.0)
         if model in models(client):
@@ -120,8 +120,8 @@ def borrow(client: Any, model: str = "m", width: int = 2) -> int:
 def test_an_answer_that_is_read_with_a_packet_of_the_lane(
     leases: Leases, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """Both arrive before the same turn of the event loop, the packet first. The lease goes on, and its socket is still
-    watched."""
+    """Both arrive before the same iteration of the event loop, the packet first. The lease continues, and its socket is
+    still watched."""
 
     def await_input(descriptor: int) -> None:
         poll = select.poll()
@@ -164,7 +164,7 @@ def test_requests_over_a_lease_are_counted_as_all_others(leases: Leases, face: s
     with FACES[face](leases.server.url) as client:
         sent = borrow(client, model)
         rows = 0
-        for number in range(600):  # more than the log of a lease has room for
+        for number in range(600):  # more than the log of a lease can hold
             size = 1 + number % 8
             result = client.infer(model, inputs(number + 1.0, size))["y"]
             factor = 2 if model == "m" else 1
@@ -177,7 +177,7 @@ def test_requests_over_a_lease_are_counted_as_all_others(leases: Leases, face: s
 
 
 WIDE = 50_000
-"""Elements of an input of 200 KB."""
+"""Number of elements of an input of 200 KB."""
 
 
 def used(client: Any) -> float:
@@ -188,7 +188,7 @@ def used(client: Any) -> float:
 
 @pytest.mark.parametrize("face", FACES)
 def test_inputs_in_shared_memory_go_over_a_lease(leases: Leases, face: str) -> None:
-    """Each from memory that the one before has used, beside small ones."""
+    """Each input reuses the memory of the previous one; small inputs are in between."""
     before = leases.counts("large")
     with FACES[face](leases.server.url) as client:
         sent = borrow(client, "large", WIDE)
@@ -203,7 +203,7 @@ def test_inputs_in_shared_memory_go_over_a_lease(leases: Leases, face: str) -> N
 
 
 def test_an_input_is_not_overwritten_while_a_worker_reads_it(leases: Leases) -> None:
-    """Its client has cancelled it, and its worker crashes."""
+    """The client has cancelled the request, and the worker crashes."""
     with leases.server.client() as client, leases.server.client() as other:
         for way in ("answer", "death"):
             borrow(client, "large", WIDE)
@@ -242,7 +242,7 @@ def test_large_bodies_of_http_go_over_the_lease_of_the_gateway(leases: Leases) -
         for number in range(100):
             ask(number)
             assert "\nshmserve_leases 1\n" in observer.metrics(), "it went to the broker, which needed the instance"
-        observer.infer("large", inputs())  # which ends the lease
+        observer.infer("large", inputs())  # this ends the lease
         until(observer, lambda: "\nshmserve_leases 0\n" in observer.metrics())
     caller.close()
 

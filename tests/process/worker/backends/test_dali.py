@@ -50,7 +50,7 @@ def decoding(fn: Any, types: Any) -> Any:
 
 
 def image_config(kind: str, dims: tuple[int, ...]) -> ModelConfig:
-    """Its outputs have other names than in the pipeline: their order counts."""
+    """The outputs have other names than in the pipeline, since only their order matters."""
     found = config(
         "dali",
         {"image": (kind, dims)},
@@ -124,7 +124,7 @@ def test_images_as_bytes_of_different_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_outputs_of_different_shapes(tmp_path: Path) -> None:
-    """They are possible between requests, but not within one."""
+    """Shapes may differ between requests, but not within one."""
 
     def whole(fn: Any, types: Any) -> Any:
         return fn.decoders.image(source(fn, types, "image", "UINT8", 1), device="cpu")
@@ -230,7 +230,7 @@ def test_a_missing_input(tmp_path: Path) -> None:
 
 
 def test_operators_of_a_gpu_on_the_cpu(tmp_path: Path) -> None:
-    """A pipeline as it is made on a machine with a GPU: the device of its operator is changed in the file."""
+    """A pipeline as built on a machine with a GPU: the device of its operator is changed in the file."""
     path = pipeline(tmp_path, lambda fn, types: fn.copy(source(fn, types, "x", "FP32", 1)))
     operator = b"\n\x06device\x12\x06string*\x03cpu"
     data = path.read_bytes()
@@ -257,7 +257,8 @@ def scaled():
 
 @pytest.mark.process
 def test_a_pipeline_in_python_served(tmp_path: Path) -> None:
-    """From dali.py without a configuration. It was written for a GPU, and its inputs differ in length."""
+    """Served from dali.py without a configuration. The pipeline was written for a GPU, and its inputs differ in
+    length."""
     version = tmp_path / "scaled" / "1"
     version.mkdir(parents=True)
     (version / "dali.py").write_text(SCRIPT)
@@ -303,7 +304,7 @@ dynamic_batching { }
 
 @pytest.mark.process
 def test_the_first_step_of_an_ensemble(tmp_path: Path) -> None:
-    """Files of different lengths in one request; the scores are those of the bare engine on the pixels."""
+    """Files of different lengths in one request. The scores equal those of the bare engine on the pixels."""
     onnxruntime = pytest.importorskip("onnxruntime")
 
     def make(fn: Any, types: Any) -> Any:
@@ -358,7 +359,7 @@ def test_a_file_without_one_pipeline(script: str, number: int, tmp_path: Path) -
 
 
 def test_an_instance_for_a_gpu_gets_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here there is none, so DALI itself refuses."""
+    """There is no GPU, so DALI itself refuses."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     pipeline(tmp_path, lambda fn, types: source(fn, types, "x", "FP32", 1))
     given = config("dali", X, Y, max_batch=8)

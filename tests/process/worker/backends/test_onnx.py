@@ -35,7 +35,7 @@ def mlp(folder: Path, width: int, classes: int) -> Path:
 
 @pytest.mark.parametrize("classes", [10, 3000])
 def test_batches_give_what_the_bare_engine_computes(tmp_path: Path, classes: int) -> None:
-    """Outputs of 10 go into messages, those of 3,000 are computed in shared memory."""
+    """Outputs of 10 elements are sent in messages; those of 3,000 are computed in shared memory."""
     path = mlp(tmp_path, 200, classes)
     given = config("onnxruntime", {"x": ("FP32", (200,))}, {"y": ("FP32", (classes,))}, max_batch=16)
     random = np.random.default_rng(4)
@@ -126,7 +126,7 @@ def test_dims_of_1_stand_for_a_scalar(tmp_path: Path, dims: tuple[int, ...]) -> 
 
 
 def test_an_input_with_a_default_value_is_optional(tmp_path: Path) -> None:
-    """Requests with it and without it are in one batch."""
+    """Requests with and without the input are in one batch."""
     graph = Graph().input("x", "FP32", [-1, 2]).input("w", "FP32", [1, 2]).output("y", "FP32", [-1, 2])
     graph.weight("w", np.array([[10, 20]], np.float32)).node("Add", ["x", "w"], ["y"]).save(tmp_path)
     inputs = {"x": ("FP32", (2,)), "w": ("FP32", (2,))}
@@ -156,7 +156,7 @@ def test_outputs_of_a_size_that_only_the_run_tells(tmp_path: Path) -> None:
 
 
 def test_an_output_of_another_shape_than_configured_fails_its_requests(tmp_path: Path) -> None:
-    """The model does not know the second dimension before it runs, so its load succeeds."""
+    """The second dimension is unknown before the model runs, so loading succeeds."""
     graph = Graph().input("x", "FP32", [-1, 2]).output("y", "FP32", [-1, -1]).weight("keep", np.array([True, False]))
     graph.node("Compress", ["x", "keep"], ["y"], axis=1).save(tmp_path)
     given = config("onnxruntime", {"x": ("FP32", (2,))}, {"y": ("FP32", (3,))}, max_batch=4)

@@ -52,7 +52,7 @@ def refused(given: ModelConfig, folder: Path) -> str:
 
 
 def test_the_engine_needs_no_memory_for_tensors_that_are_bound(tmp_path: Path) -> None:
-    """4 MiB in and out with 1 MiB for all that the engine allocates: nothing is copied on either side."""
+    """4 MiB in and out, with a limit of 1 MiB for the engine's allocations: nothing is copied on either side."""
     negative(tmp_path, LARGE)
     vector = {"x": ("FP32", (LARGE,))}, {"y": ("FP32", (LARGE,))}
     with WorkerProcess(config("onnxruntime", *vector, parameters={"cpu_mem_limit": str(1 << 20)}), tmp_path) as worker:
@@ -64,8 +64,8 @@ def test_the_engine_needs_no_memory_for_tensors_that_are_bound(tmp_path: Path) -
 
 
 def test_a_limit_of_host_memory(tmp_path: Path) -> None:
-    """The engine allocates an output of unknown size. The request fails, and the next one does not. Further settings
-    of the session and of its runs are accepted, and a likely typo is logged."""
+    """The engine allocates an output of unknown size. That request fails, the next one does not. Other settings of the
+    session and its runs are accepted, and a likely typo is logged."""
     negative(tmp_path)
     parameters = {
         "cpu_mem_limit": str(1 << 20),
@@ -148,7 +148,7 @@ def save(folder: Path, graph: onnx.GraphProto) -> None:
 
 
 def classifier(folder: Path) -> None:
-    """y = -x, and a sequence that holds it, as exporters of classifiers make them."""
+    """y = -x, and a sequence that contains it, as exporters of classifiers write them."""
     nodes = [helper.make_node("Neg", ["x"], ["y"]), helper.make_node("SequenceConstruct", ["y"], ["all"])]
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, 2]) for name in "xy")
     sequence = helper.make_tensor_sequence_value_info("all", TensorProto.FLOAT, None)

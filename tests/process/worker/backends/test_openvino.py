@@ -1,4 +1,4 @@
-"""Models of OpenVINO: what they say of themselves, batches of a fixed size, parameters, and where outputs go."""
+"""OpenVINO models: inputs and outputs from the model, batches of a fixed size, parameters, and placement of outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tensor(values: Any) -> Tensor:
 
 @pytest.mark.process
 def test_a_model_says_its_inputs_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not send telemetry: that would create a directory."""
+    """The engine must not send telemetry, which would create a directory."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     double(tmp_path, (-1, 3, -1))
@@ -64,7 +64,7 @@ def test_a_model_says_its_inputs_and_outputs(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.process
 def test_outputs_of_a_known_shape(tmp_path: Path) -> None:
-    """Whatever is wanted, and wherever, the engine writes there only, and only then."""
+    """Whatever outputs are requested, and wherever, the engine writes only those, and only there."""
     from openvino import opset13
 
     x = openvino_input("x", "FP32", (1, 2000))  # its batch is made dynamic
@@ -124,7 +124,7 @@ def test_a_batch_of_one_size_only(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("choice", ["", "NO"])
 def test_a_batch_that_an_operator_fixes(tmp_path: Path, choice: str) -> None:
-    """As in models of Triton's own tests: the inputs could have any number of rows, and the output not."""
+    """As in models of Triton's tests: the inputs could have any number of rows, but the output could not."""
     from openvino import opset13
 
     x = openvino_input("x", "FP32", (4, 3))

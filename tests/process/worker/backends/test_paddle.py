@@ -1,4 +1,4 @@
-"""Models of PaddlePaddle: both formats, names, and what they say of themselves. Expected values come from numpy."""
+"""PaddlePaddle models: both formats, names, and inputs and outputs from the model. Expected values come from numpy."""
 
 from __future__ import annotations
 

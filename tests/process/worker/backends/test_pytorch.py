@@ -1,4 +1,4 @@
-"""Models of PyTorch: which tensor is which argument, what a program may write to, and what its parameters do.
+"""PyTorch models: mapping of tensors to arguments, writes to inputs, and parameters.
 
 The oracle is numpy, since bare PyTorch is too similar to the code under test.
 """
@@ -143,7 +143,7 @@ class Model(torch.nn.Module):
 
 
 def test_names_of_a_program(tmp_path: Path) -> None:
-    x, q, k = (torch.zeros(2, 3) for _ in range(3))  # what is the same for the export stays the same
+    x, q, k = (torch.zeros(2, 3) for _ in range(3))  # sizes that are equal in the export must stay equal
     program = opened(export(tmp_path, TREE, x, True, {"q": q}, k=k))
     names = ("KWARGS[k]", "ARGS[0]", "ARGS[2][q]")
     assert programs.arrange("m", program, specs(*names)) == [1, None, 2, 0]
@@ -230,7 +230,7 @@ def test_inputs_are_not_copied_and_outputs_are_views(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
-    """Its clients have their bytes as before."""
+    """The clients' bytes stay unchanged."""
     torch_forward(tmp_path, "x", "x.add_(1)", "return x")
     outputs = {"y": ("FP32", (2000,))}
     parameters = {"INTRA_OP_THREAD_COUNT": "3", "INFERENCE_MODE": "false", "DISABLE_OPTIMIZED_EXECUTION": "true"}
@@ -346,7 +346,7 @@ def test_a_script_does_not_say_its_inputs(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("program", [False, True], ids=["script", "program"])
 def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
-    """The same answers as on the CPU, and it has run there."""
+    """The answers equal those of the CPU, and the model has run on the GPU."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     lines = ("y = x * 2", "return y, torch.full((x.shape[0], 1), float(x.is_cuda))")

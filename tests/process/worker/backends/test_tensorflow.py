@@ -1,7 +1,7 @@
-"""Models of TensorFlow: graphs and signatures of a SavedModel, frozen graphs, parameters, and what is refused.
+"""TensorFlow models: graphs and signatures of a SavedModel, frozen graphs, parameters, and refused models.
 
-The SavedModel with variables, a table and a file is written by TensorFlow itself, in a process of its own, because
-that starts threads.
+TensorFlow itself writes the SavedModel with variables, a table and a file, in a separate process, because TensorFlow
+starts threads.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_a_model_without_a_configuration_in_a_server(trained: Path, tmp_path: Pa
 
 @pytest.mark.process
 def test_another_signature_with_scalars(trained: Path) -> None:
-    """Dims of 1 stand for none, as in Triton."""
+    """Dims [1] stand for a scalar, as in Triton."""
     parameters = {"TF_SIGNATURE_DEF": "scale", "TF_NUM_INTRA_THREADS": "2", "TF_USE_PER_SESSION_THREADS": "1"}
     given = config("tensorflow", {}, {}, parameters=parameters)
     with WorkerProcess(given, trained / "m") as worker:
@@ -136,7 +136,7 @@ def test_another_signature_with_scalars(trained: Path) -> None:
 
 
 def choosing(folder: Path, **parameters: str) -> list[str]:
-    """The inputs of the signature that the parameters choose, of a SavedModel with three graphs."""
+    """The inputs of the signature that the parameters select, for a SavedModel with three graphs."""
     given = config("tensorflow", {}, {}, parameters=parameters)
     return [entry.name for entry in TensorFlow(context(folder)).complete(given).input]
 
@@ -225,7 +225,7 @@ def test_a_tensor_with_any_number_of_dims_has_those_of_the_configuration(tmp_pat
 
 @pytest.mark.process
 def test_a_frozen_graph_with_operators_to_run_first(tmp_path: Path) -> None:
-    """Any tensor can be an input or output, also one in the middle; what is behind it is not needed."""
+    """Any tensor can be an input or output, even one in the middle; nodes behind an input are not needed."""
 
     def make() -> None:
         keys = tf.constant(["a", "b"])

@@ -1,4 +1,5 @@
-"""Models of LiteRT: batches of models that have a fixed one, signatures, what follows an error, and what is refused."""
+"""LiteRT models: batches for models with a fixed batch size, signatures, requests after an error, and refused
+models."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def test_a_model_says_its_inputs_and_outputs(tmp_path: Path, batch: int) -> None
 
 @pytest.mark.process
 def test_a_model_goes_on_after_an_error(tmp_path: Path) -> None:
-    """An error of the engine, in a run or before it, and an output of the wrong shape."""
+    """Errors of the engine, in a run or before it, and an output of the wrong shape."""
     graph = Graph()
     x, shape = graph.input("x", "FP32", [-1]), graph.weight("shape", np.array([2, -1], np.int32))
     table, place = graph.weight("table", np.zeros(4, np.float32)), graph.tensor("place", "INT32", [-1])

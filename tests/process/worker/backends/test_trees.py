@@ -1,4 +1,5 @@
-"""Tree models: predictions are those of the libraries that made them, and the parameters of Triton's FIL backend."""
+"""Tree models: predictions equal those of the libraries that made them; parameters are those of Triton's FIL
+backend."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ CLOSE = 2e-6
 
 
 def data(missing: bool = True) -> tuple[Array, Array]:
-    """Rows, and a sum of their features, which is what the models learn."""
+    """Rows, and the sum of their features, which the models learn."""
     random = np.random.default_rng(1)
     x = random.normal(size=(ROWS, FEATURES)).astype(np.float32)
     total = x.sum(axis=1)
@@ -114,7 +115,8 @@ def test_the_formats_of_xgboost(kind: str, file: str, tmp_path: Path) -> None:
 
 
 def test_the_binary_format_of_xgboost(tmp_path: Path) -> None:
-    """Written by XGBoost 2.1, whose JSON of the same model is the oracle; newer versions do not know the format."""
+    """The file was written by XGBoost 2.1, whose JSON of the same model is the oracle; newer versions cannot read the
+    format."""
     import xgboost
 
     stored = Path(__file__).with_name("legacy_xgboost.txt").read_text().split()
@@ -187,7 +189,7 @@ def test_lightgbm(objective: str, count: int, tmp_path: Path) -> None:
     ],
 )
 def test_predictions_of_the_library_itself(kind: str, objective: str, count: int, tmp_path: Path) -> None:
-    """They are the same to the last bit."""
+    """The predictions are equal to the last bit."""
     if kind == "lightgbm":
         oracle = lightgbm(tmp_path, objective, count)
     else:
@@ -210,7 +212,7 @@ def test_predictions_of_the_library_itself(kind: str, objective: str, count: int
 
 @pytest.mark.parametrize("name", ["RandomForestClassifier", "GradientBoostingRegressor", "ExtraTreesRegressor"])
 def test_scikit_learn(name: str, tmp_path: Path) -> None:
-    """As a checkpoint of Treelite, and as scikit-learn's own file, which only an operator can allow."""
+    """Tested as a Treelite checkpoint, and as scikit-learn's own file, which only an operator can allow."""
     import joblib
     import treelite
     from sklearn import ensemble
@@ -281,7 +283,7 @@ def test_one_row_without_a_batch_dimension_and_a_number_for_each_row(tmp_path: P
 
 
 def test_a_wrong_number_of_features(tmp_path: Path) -> None:
-    """At load if the configuration has it, else in the request."""
+    """It is detected at load if the configuration has the number, else in the request."""
     xgboost(tmp_path, "xgboost.json", "reg:squarederror")
     failure = load_failure(fil("xgboost_json", 1, features=5), tmp_path)
     assert f"has 5 features in the configuration and {FEATURES} in the model" in failure.text
@@ -328,7 +330,7 @@ def test_what_is_not_supported(tmp_path: Path) -> None:
 
 
 def test_parameters_of_triton_without_effect(tmp_path: Path) -> None:
-    """More threads than there can be are not an error."""
+    """Too many threads are not an error."""
     oracle = xgboost(tmp_path, "xgboost.json", "reg:squarederror")
     x, _ = data()
     ignored = {"storage_type": "AUTO", "algo": "ALGO_AUTO", "blocks_per_sm": "0", "transfer_threshold": "2"}

@@ -1,4 +1,5 @@
-"""Models that call models, in a worker whose broker is the test: calls, their answers, and the return of all memory."""
+"""Models that call models, in a worker for which the test acts as broker: calls, answers, and the return of all
+memory."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 pytestmark = pytest.mark.process
 
 LARGE = 5000
-"""An array of so many floats is too large for a message."""
+"""An array of this many floats is too large for a message."""
 OTHER = 9
 """The number of the worker that answers the calls."""
 
@@ -101,7 +102,7 @@ class Broker:
         return self.requests
 
     def call(self, wish: str = "", array: Array = ZERO, **more: Any) -> Call:
-        """The next call of the model; with `wish`, the one that this request makes it send."""
+        """The model's next call; with `wish`, the call that this request triggers."""
         if wish:
             self.send(wish, array, **more)
         return self.worker.expect(Call)
@@ -346,7 +347,7 @@ def test_a_thread_calls_when_there_is_no_request(broker: Broker) -> None:
 
 
 def test_a_forked_child_cannot_use_the_link(broker: Broker) -> None:
-    """The broker would take the messages of a child for those of the worker."""
+    """The broker would treat a child's messages as the worker's."""
     call = broker.call("forked")
     broker.reply(call, small(5))
     assert floats(broker.row()) == [5]
@@ -393,7 +394,7 @@ def test_calls_that_cannot_be_made(broker: Broker, wish: str, text: str) -> None
 
 
 def test_a_model_asks_the_server_while_it_is_loaded(tmp_path: Path) -> None:
-    """Orders that arrive meanwhile wait."""
+    """Orders that arrive in the meantime wait."""
     python_model(tmp_path, LOADING)
     with WorkerProcess(replace(CONFIG, name="early"), tmp_path) as process:
         ask = process.expect(Ask)
@@ -410,7 +411,7 @@ def test_a_model_asks_the_server_while_it_is_loaded(tmp_path: Path) -> None:
 
 @pytest.fixture
 def ending(tmp_path: Path) -> Iterator[Broker]:
-    """With a worker that the test ends."""
+    """A broker with a worker that the test ends."""
     python_model(tmp_path, CALLER)
     with WorkerProcess(CONFIG, tmp_path) as process:
         process.loaded()

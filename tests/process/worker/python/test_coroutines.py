@@ -59,7 +59,7 @@ def test_an_exception_of_a_coroutine_ends_its_stream(worker: WorkerProcess) -> N
 
 
 def test_responses_of_a_coroutine_that_does_not_await_are_queued_up_to_a_limit(tmp_path: Path) -> None:
-    """They are queued as they were when they were sent."""
+    """They keep the values that they had when they were sent."""
     source = """\
 class TritonPythonModel:
     async def execute(self, requests):
@@ -121,7 +121,7 @@ def test_a_sender_that_waits_for_its_window_is_cancelled(worker: WorkerProcess, 
 
 @senders()
 def test_a_request_that_is_withdrawn_just_before_it_runs_is_cancelled(worker: WorkerProcess) -> None:
-    """The broker takes it for running; it runs, and its responses are dropped."""
+    """The broker considers the request running; it runs, and its responses are dropped."""
     worker.number += 1
     worker.send(Execute(worker.number, 0, (asks(1, 1000, window=1),)), Withdraw((1,)))
     messages = [worker.next()[0] for _ in range(3)]

@@ -60,7 +60,7 @@ def worker_of(folder: Path, **parameters: str) -> WorkerProcess:
 
 
 def ask(worker: WorkerProcess, wish: str, outputs: list[Wanted] | None = None) -> Row:
-    """One request of a batch of three, whose others want nothing special and must get it."""
+    """Sends a request in a batch of three. The others are ordinary and must succeed."""
     x = worker.tensor("x", np.array([[1, 2]], np.float32))
     options = Options(parameters={"wish": wish})
     before, row, after = worker.run(work(1, x), work(2, x, options=options, outputs=outputs), work(3, x))
@@ -277,7 +277,7 @@ class OwnMemory:
 
 
 def test_a_place_of_another_data_type() -> None:
-    """It was written there by the worker, which knows only the size of the place."""
+    """The worker, which only knows the size of the place, has written the output there."""
     memory = cast(SessionMemory, OwnMemory())
     tensor = Tensor("y", "FP64", (1, 2), (Handle(1, 0, 16),))
     good = np.zeros((1, 2))

@@ -1,4 +1,4 @@
-"""Python models in a worker: the requests they get, the responses they may return, and mistakes."""
+"""Python models in a worker: the requests that they get, the responses that they may return, and errors."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess
 
 
 def ask(worker: WorkerProcess, wish: str, **how: Any) -> Row:
-    """One request with a wish, between two ordinary ones, which must succeed unless the batch fails."""
+    """Sends a request with a wish between two ordinary ones, which must succeed unless the batch fails."""
     options = Options(parameters={"wish": wish}, **how)
     rows = worker.run(work(1, tensor(1, 2)), work(2, tensor(3, 4), options=options), work(3, tensor(5)))
     if rows[0].error is None:
