@@ -215,7 +215,7 @@ class Workers:
             self._zygote.replace("does not respond")
 
     def _link_ended(self, peer: int, reason: str) -> None:
-        """Kills the process if it does not exit by itself, which usually happens and gives a better reason."""
+        """Kills the process after GRACE_S. Usually it exits earlier by itself, which gives a better reason."""
         self._loop.call_later(GRACE_S, self.kill, peer, "it closed its connection and did not exit")
 
     def _log(self, name: str, about: dict[str, Any], level: str, text: str) -> None:
