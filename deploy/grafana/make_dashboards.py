@@ -1,4 +1,4 @@
-"""The dashboards for Grafana: `make dashboards` writes dashboards/*.json from this file.
+"""The Grafana dashboards: `make dashboards` writes dashboards/*.json from this file.
 
 Positions and ids follow from the order of the panels. docs/alerts.md shows how to install them.
 """
@@ -38,7 +38,7 @@ class Panel(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Of a table. Its query has a result for each row."""
+    """A column of a table. Its query has a result for each row."""
 
     name: str
     expr: str
@@ -259,7 +259,7 @@ COLUMNS = (
     Column("gpu memory", f"max by (instance) (nv_gpu_memory_used_bytes{{{FLEET}}} "
            f"/ nv_gpu_memory_total_bytes{{{FLEET}}})", "percentunit"),
 )  # fmt: skip
-"""Of the table of servers. Grafana merges the results of these queries by `instance`."""
+"""Columns of the server table. Grafana merges the results of their queries by `instance`."""
 
 
 def of_servers(metric: str) -> Query:
@@ -412,7 +412,7 @@ def panel_document(number: int, panel: Panel, place: dict[str, int]) -> dict[str
 
 
 def table_of_columns() -> dict[str, Any]:
-    """Grafana names the value of query A `Value #A`. That of the release is always 1; its label is what is shown."""
+    """Grafana names the value of query A `Value #A`. The release is always 1; its label is shown instead."""
     values = {f"Value #{letter}": column for letter, column in zip(LETTERS, COLUMNS, strict=False)}
     renamed = {value: column.name for value, column in values.items() if column.name != "release"}
     arranged = {

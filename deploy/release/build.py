@@ -1,8 +1,8 @@
 """`python -m deploy.release.build DIRECTORY`: the sdist and the wheel of HEAD, and the file SHA256SUMS.
 
-Both depend on the commit only: they are built from `git archive`, with the commit's time and fixed modes, by the pinned
-setuptools of requirements.txt. The wheel is built from the sdist, so a release cannot have a wheel that its sdist does
-not make.
+Both depend only on the commit: they are built from `git archive`, with the commit's time and fixed modes, by the pinned
+setuptools of requirements.txt. The wheel is built from the sdist, so a release cannot have a wheel that does not match
+its sdist.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build(target: Path, root: Path = ROOT) -> list[Path]:
 
 
 def normalized(sdist: Path, epoch: int) -> bytes:
-    """The archive with sorted members that have one time, owner and mode; setuptools keeps those of the disk."""
+    """Sort the members and set the same time, owner and mode for all; setuptools keeps those on disk."""
     packed, compressed = io.BytesIO(), io.BytesIO()
     with tarfile.open(sdist) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda member: member.name):
@@ -54,14 +54,14 @@ def normalized(sdist: Path, epoch: int) -> bytes:
 
 
 def write_sums(target: Path) -> None:
-    """In the format of `sha256sum --check`."""
+    """Write SHA256SUMS in the format of `sha256sum --check`."""
     files = sorted(path for path in target.iterdir() if path.name != SUMS)
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
     (target / SUMS).write_text("".join(lines))
 
 
 def _unpack(file: io.BufferedIOBase, folder: Path) -> Path:
-    """With the modes of a umask of 022, as a wheel has the modes of the files that it is built from."""
+    """Extract with the modes of umask 022, because a wheel gets the modes of the files that it is built from."""
     before = os.umask(0o022)
     try:
         with tarfile.open(fileobj=file, mode="r:*") as archive:

@@ -1,4 +1,4 @@
-"""`python -m deploy.release.check VERSION`: what still stands against a release of HEAD as this version."""
+"""`python -m deploy.release.check VERSION`: reports what prevents a release of HEAD as this version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _of_metadata(text: str, version: str) -> list[str]:
 
 
 def _of_changes(text: str, version: str) -> list[str]:
-    """The section of the version is dated and has entries, and everything has left *Unreleased*."""
+    """Check that the version's section is dated and has entries, and that *Unreleased* is empty."""
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     dated = re.compile(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d")
     title = next(filter(dated.fullmatch, sections), None)

@@ -1,7 +1,7 @@
-"""`python -m deploy.release.sbom DIRECTORY`: the SBOM of the wheel in it (CycloneDX, JSON), from an installation.
+"""`python -m deploy.release.sbom DIRECTORY`: the SBOM (CycloneDX, JSON) of the wheel in it, from an installation.
 
-The wheel is installed with the extra `server` in an environment of its own, so the versions are those that pip selects
-today. The wheel itself contains no code of other projects. SHA256SUMS is written again.
+The wheel is installed with the extra `server` in a separate environment, so the SBOM has the versions that pip selects
+today. The wheel itself contains no code of other projects. SHA256SUMS is rewritten.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sbom(wheel: Path) -> str:
 
 
 def about(document: dict[str, Any], wheel: Path) -> dict[str, Any]:
-    """The document with the wheel as its subject, and without the path that the wheel was installed from."""
+    """Set the wheel as the document's subject, and remove the path from which it was installed."""
     name, version = wheel.name.split("-")[:2]
     (subject,) = (component for component in document["components"] if component["name"] == name)
     subject["purl"] = f"pkg:pypi/{name}@{version}"

@@ -1,4 +1,4 @@
-"""Embeddings of texts -> the closest label, and softmax(sharpness x cosine similarity) of all labels at it."""
+"""Embeddings of texts -> the closest label, and its value of softmax(sharpness x cosine similarity) over all labels."""
 
 from __future__ import annotations
 

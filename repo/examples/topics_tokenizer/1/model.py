@@ -1,4 +1,4 @@
-"""Texts -> word numbers and their mask. The package `tokenizers` takes all texts of a request at once."""
+"""Texts -> token ids and their mask. The package `tokenizers` takes all texts of a request at once."""
 
 from __future__ import annotations
 
