@@ -1,4 +1,4 @@
-"""Plans for tests: simple ones, and random ones of everything that can be planned."""
+"""Plans for tests: simple ones, and random ones that cover all features."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def served(known: ModelPolicy, instances: int = 1, service: Service | None = Non
 
 
 def pipeline(cached: bool = False) -> tuple[SimModel, ...]:
-    """cut -> find (for each cut, if asked) -> out: an ensemble with a condition and a step that is mapped over rows."""
+    """cut -> find (for each cut, if requested) -> out: an ensemble with a condition and a step mapped over rows."""
     cut = policy("cut", 0, outputs=(tensor("rows", (-1, 4)), tensor("go", (1,), "BOOL")))
     find = policy("find", 4)
     steps = (
@@ -175,7 +175,7 @@ def some_models(draw: Random) -> tuple[SimModel, ...]:
 
 
 def calling(draw: Random) -> tuple[SimModel, ...]:
-    """Models that call each other, also in circles, and an ensemble that one of them may call."""
+    """Models that call each other, also in cycles, and an ensemble that one of them may call."""
     wide, small = ((tensor("x", (2000,)),), (tensor("y", (2000,)),)), ((tensor("x"),), (tensor("y"),))
     names = ("m", "n", "k")
     found = []
@@ -192,7 +192,7 @@ def calling(draw: Random) -> tuple[SimModel, ...]:
 def some_plan(
     seed: int, seconds: float = 0.5, check_every: int = 1, kind: Callable[[Random], tuple[SimModel, ...]] = some_models
 ) -> Plan:
-    """Anything, with anything going wrong."""
+    """A random plan with random failures."""
     draw = Random(seed)
     models = kind(draw)
     loads = tuple(some_load(draw, models[-1]) for _ in range(draw.randint(1, 2)))

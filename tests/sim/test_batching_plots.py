@@ -1,4 +1,4 @@
-"""The figures of the page on batching theory are those of the saved results, which the simulator still gives."""
+"""The figures on the page about batching theory match the saved results, which the simulator still reproduces."""
 
 from __future__ import annotations
 

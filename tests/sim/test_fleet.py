@@ -1,6 +1,7 @@
-"""The fleet simulator: its queues against the core and against theory, what balancers know, and what failures cost.
+"""The fleet simulator: its queues compared with the core and with theory, the balancers' information, and the cost of
+failures.
 
-Everything is drawn from a seed, so no result here depends on the machine.
+All randomness comes from a seed, so no result depends on the machine.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def accounted(result: FleetResult) -> int:
     ids=["single", "batches", "lognormal", "cache", "overload"],
 )  # fmt: skip
 def test_queues_are_like_the_core(given: dict[str, Any], p99_within: float) -> None:
-    """At 100 servers, the queues have the latencies of the core, and answer as much."""
+    """With 100 servers, the queues have the same latencies and throughput as the core."""
     core, queues = [simulate_fleet(plan(servers=100, requests=8000, fast=fast, **given)) for fast in (False, True)]
     assert queues.latency.quantile(0.5) == pytest.approx(core.latency.quantile(0.5), rel=0.03)
     assert queues.latency.quantile(0.99) == pytest.approx(core.latency.quantile(0.99), rel=p99_within)
@@ -124,7 +125,7 @@ def test_hashing_moves_only_the_keys_of_a_server_that_goes() -> None:
     after = {key: balancer.choose(key) for key in range(4000)}
     assert all(after[key] == server for key, server in before.items() if server != 3)
     assert len({after[key] for key, server in before.items() if server == 3}) > 10
-    ring.add(20, 3)  # it comes back as a new server with its name
+    ring.add(20, 3)  # it returns as a new server with the same name
     balancer.add(20)
     assert all(balancer.choose(key) == (20 if server == 3 else server) for key, server in before.items())
 
@@ -148,7 +149,7 @@ def test_a_retry_goes_elsewhere() -> None:
 
 
 def test_old_information_makes_a_herd() -> None:
-    """Balancers that all believe the same old report send to the same servers; two random choices do not mind."""
+    """Balancers with the same outdated report send to the same servers; two random choices avoid that."""
     given = {"servers": 100, "rate": 26_000.0, "balancers": 20, "report_ns": 50 * MS, "requests": 15_000}
     p99 = {name: simulate_fleet(plan(policy=name, **given)).latency.quantile(0.99) for name in ("least", "two-choices")}
     fresh = simulate_fleet(plan(policy="least", **given | {"balancers": 1, "report_ns": 0}))
@@ -156,7 +157,7 @@ def test_old_information_makes_a_herd() -> None:
 
 
 def test_affinity_fills_the_caches() -> None:
-    """A key's responses are cached at one server, instead of at all."""
+    """A key's responses are cached on one server instead of on all."""
     given = {"keys": 5000, "cached": 300, "requests": 20_000, "rate": 2000.0}
     hits = {name: simulate_fleet(plan(policy=name, **given)).hits for name in ("hash", "bounded-hash", "random")}
     assert hits["hash"] > 1.4 * hits["random"]
@@ -171,7 +172,7 @@ ZONE = Outage(200 * MS, 300 * MS, zone=1)
 
 @ENGINES
 def test_a_zone_fails(fast: bool) -> None:
-    """What it had is lost; what is sent there afterwards goes elsewhere, until balancers leave it out."""
+    """Requests in the zone are lost. Later requests to it are redirected, until balancers exclude the zone."""
     given = {"outages": (ZONE,), "detect_ns": 100 * MS, "connect_ns": 20 * MS, "rate": 2000.0, "fast": fast}
     result = simulate_fleet(plan(**given))
     assert accounted(result) == result.sent == 2000
@@ -205,8 +206,8 @@ def test_servers_fail_all_the_time() -> None:
 
 
 def test_the_autoscaler_comes_late() -> None:
-    """The load doubles at 1 s. The next decision adds servers, which are ready after `start`; when it halves again,
-    they stay for `down`."""
+    """The load doubles at 1 s. The next decision adds servers, which are ready after `start`. When the load halves
+    again, they stay for `down`."""
     scale = Autoscale(10, 40, 1.0, every_ns=200 * MS, start_ns=1000 * MS, down_ns=1500 * MS)
     surge = Surge(2.5, 1000 * MS, 1500 * MS)
     result = simulate_fleet(plan(requests=0, seconds=8.0, surges=(surge,), autoscale=scale, windows=40))
@@ -223,7 +224,7 @@ def test_the_autoscaler_comes_late() -> None:
 
 
 def test_costs() -> None:
-    """40 instances for a second at 3600 an hour cost 40 a second."""
+    """40 instances at 3600 per hour cost 40 per second."""
     result = simulate_fleet(plan(requests=0, seconds=1.0, rate=1000.0))
     cost = result.cost(3600.0)
     assert cost == pytest.approx(40 / result.good * 1e6)

@@ -1,4 +1,4 @@
-"""Leases in the simulator: what they save a client that sends one request at a time, and what they cost the others."""
+"""Leases in the simulator: their benefit for a client that sends one request at a time, and their cost for others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WITHOUT = Limits(leases=0)
 
 
 def both(model: SimModel, *loads: Load, **more: Any) -> tuple[Result, Result]:
-    """The same with leases and without."""
+    """The results with and without leases."""
     plan = Plan((model,), loads, check_every=50, **more)
     return simulate(plan), simulate(replace(plan, limits=WITHOUT))
 
@@ -57,7 +57,7 @@ def test_a_lone_caller_saves_two_messages_and_two_turns() -> None:
 
 
 def test_the_core_counts_what_clients_have_been_answered() -> None:
-    """Across leases that others end, and logs that are read when they are half full."""
+    """Also across leases that others end, and logs that are read when half full."""
     model = served(policy(), 2, Constant(100 * US))
     loads = Load("m", Closed(1)), Load("m", Closed(1, 50 * MS)), Load("m", Regular(40))
     simulation = Simulation(Plan((model,), loads, seconds=2.0, seed=1, check_every=10))
@@ -73,7 +73,7 @@ def test_the_core_counts_what_clients_have_been_answered() -> None:
 
 @pytest.mark.parametrize("phase", range(12))
 def test_another_client_waits_for_one_leased_request_and_the_revocation(phase: int) -> None:
-    """Wherever in a leased request of the caller in a closed loop its own arrives."""
+    """At whatever point of a leased request the other client's request arrives."""
     service = 2 * MS
     model = served(policy(max_batch=1), 1, Constant(service))
     at = 300 * MS + phase * 200 * US
@@ -88,7 +88,7 @@ def test_another_client_waits_for_one_leased_request_and_the_revocation(phase: i
 @pytest.mark.parametrize(("instances", "batch"), [(1, 1), (2, 1), (2, 8), (3, 4)])
 @pytest.mark.parametrize("others", [Poisson(150.0), Closed(1, 40 * MS), Closed(2)], ids=["poisson", "one", "two"])
 def test_others_get_as_much_as_without_leases(instances: int, batch: int, others: Poisson | Closed) -> None:
-    """The model of the caller with leases is also used by others, in a second load of their own."""
+    """Others also use the model of the caller with leases, in a second load."""
     model = served(policy(max_batch=batch), instances, Constant(2 * MS))
     loads = Load("m", Closed(1)), Load("m", others, clients=2)
     plan = Plan((model,), loads, seconds=5.0, seed=5, check_every=100)
@@ -100,7 +100,7 @@ def test_others_get_as_much_as_without_leases(instances: int, batch: int, others
 
 
 def of_each_load(plan: Plan) -> tuple[Simulation, list[ModelResult]]:
-    """The results of each load, which a simulation otherwise adds up."""
+    """The results of each load, which a simulation otherwise sums."""
     simulation = Simulation(plan)
     simulation.deploy()
     make, found = simulation._make_sources, []

@@ -1,4 +1,4 @@
-"""Simulations of versions whose number of instances follows their load: enough of them soon, and no oscillation."""
+"""Simulations of autoscaled versions: enough instances soon, and no oscillation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scaled(service: Service, least: int = 1, most: int = 8, start: int = 1, load
 
 
 def steps(*phases: tuple[float, float], seed: int = 1) -> Replay:
-    """Random arrivals of these (seconds, rate) one after the other."""
+    """Random arrivals for consecutive phases (seconds, rate)."""
     random, arrivals, begins = Random(seed), [], 0.0
     for seconds, rate in phases:
         at = begins
@@ -55,7 +55,7 @@ def changes_between(found: ModelResult, begin: float, end: float) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_of_the_load_is_followed_up_and_down(seed: int) -> None:
-    """100 ms for each request: 3 a second need one instance, 35 a second need four or more."""
+    """A request takes 100 ms: 3 per second need one instance, 35 per second four or more."""
     load = Load("m", steps((60, 3), (120, 35), (180, 3), seed=seed), clients=4)
     found = run(scaled(Lognormal(100 * MS, 0.3)), load, 360)
     assert size_at(found, 60) <= 2
@@ -68,7 +68,7 @@ def test_a_step_of_the_load_is_followed_up_and_down(seed: int) -> None:
 
 
 def test_a_steady_load_does_not_make_it_oscillate() -> None:
-    """About two instances' worth of work. The number settles, however long that goes on."""
+    """About two instances' worth of work. The number of instances settles, however long the load lasts."""
     found = run(scaled(Lognormal(100 * MS, 0.5), start=4), Load("m", Poisson(18.0), clients=4), 600)
     assert changes_between(found, 200, 600) <= 4, found.sizes
     assert 2 <= size_at(found, 599) <= 5
@@ -87,7 +87,7 @@ def test_short_requests_of_one_caller_need_one_instance() -> None:
 
 
 def test_bounds_and_slow_loads() -> None:
-    """Far too much work, and an instance takes 5 s to load: one at a time, and never more than the most."""
+    """Far too much work, and an instance takes 5 s to load: instances are added one at a time, up to the maximum."""
     found = run(scaled(Constant(100 * MS), least=2, most=4, start=2, load=Constant(5 * SECOND)),
                 Load("m", steps((20, 45.0)), clients=4), 20)  # fmt: skip
     sizes = [count for _, count in found.sizes]

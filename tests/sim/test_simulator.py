@@ -1,4 +1,4 @@
-"""The simulator against what is known without it: formulas of queueing theory, laws of counting, a plain queue."""
+"""The simulator compared with independent results: formulas of queueing theory, conservation laws, a plain queue."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_plain_queue_does_too(load: float) -> None:
 
 @pytest.mark.parametrize(("instances", "batch"), [(1, 1), (3, 1), (1, 8)])
 def test_without_deadlines_it_is_a_plain_queue(instances: int, batch: int) -> None:
-    """To the nanosecond, where batches do not wait at workers: a batch is formed when an instance is idle."""
+    """Exact to the nanosecond if batches do not wait at workers: a batch is formed when an instance is idle."""
     known = policy(max_batch=batch)
     service = Affine(2 * MS, MS // 2)
     load = Load("m", Poisson(300.0 * instances * (3 if batch > 1 else 1)), rows=(1, min(batch, 2)))
@@ -91,7 +91,7 @@ def test_without_deadlines_it_is_a_plain_queue(instances: int, batch: int) -> No
         assert model.latency.counts == plain.latency.counts
         assert model.batches == plain.batches
         assert model.busy_ns == plain.busy_ns
-    else:  # with several, a batch may wait at the one that is not done first
+    else:  # with several, a batch may wait at an instance that is not the first to finish
         assert model.latency.mean == pytest.approx(plain.latency.mean, rel=0.2)
 
 
@@ -114,7 +114,7 @@ def test_regular_arrivals_below_capacity_never_wait() -> None:
 
 
 def test_messages_and_turns_take_their_time() -> None:
-    """There: a link, a turn, a link. Back: a link, a turn, a link."""
+    """Request: a link, a turn, a link. Response: a link, a turn, a link."""
     single = served(policy(max_batch=1), 1, Constant(MS))
     plan = Plan((single,), (Load("m", Replay(((5, 1),))),), link_ns=1000, turn_ns=100, message_ns=10)
     assert simulate(plan).models["m"].latency.mean == MS + 4 * 1000 + 2 * 110
@@ -131,7 +131,8 @@ def test_twice_the_load_with_deadlines_keeps_the_goodput() -> None:
 
 
 def test_twice_the_load_of_a_model_whose_batches_take_now_longer_now_less() -> None:
-    """What would just be in time, if its batch took no longer than usual, is often late: others have its place."""
+    """Requests that would just be in time, if their batch took the usual time, are often late; others get their
+    place."""
     load = Load("m", Poisson(1600), 8, timeout_ns=100 * MS)
     model = simulate(Plan((served(policy(), 1, Lognormal(10 * MS, 0.2)),), (load,), seconds=3.0, seed=2)).models["m"]
     assert model.goodput >= 0.92 * 800
@@ -177,7 +178,7 @@ def test_checking_changes_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_whatever_goes_wrong_nothing_is_lost_and_nothing_answered_twice(seed: int) -> None:
-    """Twice is an assertion of the clients; `check` of the core runs after every turn."""
+    """The clients assert that no request is answered twice; the core's `check` runs after every turn."""
     result = simulate(some_plan(seed, 0.25))
     accounted(result)
     wrong = {"INVALID_REQUEST", "INTERNAL", "UNSUPPORTED", "NOT_FOUND", "PROTOCOL"}
@@ -185,7 +186,7 @@ def test_whatever_goes_wrong_nothing_is_lost_and_nothing_answered_twice(seed: in
 
 
 def test_with_deaths_alone_only_those_fail_that_ran_alone() -> None:
-    """Others in the batch are run again; and no request is to blame, so none fails twice."""
+    """Other requests of the batch are run again. No request causes the deaths, so none fails twice."""
     plan = Plan(
         (served(policy(), 3),),
         (Load("m", Poisson(1500), 4),),
@@ -266,7 +267,7 @@ def test_expiry_is_told_within_5_ms_also_at_twice_the_load() -> None:
 
 
 def test_tensors_in_shared_memory_all_come_back() -> None:
-    """The end of every simulation asserts that the ledger is empty; slow clients hold some of it meanwhile."""
+    """The end of every simulation asserts that the ledger is empty; slow clients hold memory until then."""
     large = policy("m", 8, None, (tensor("x", (4000,)),), (tensor("y", (4000,)),))
     faults = Faults(slow_share=0.5, hold_ns=100 * MS, client_every_s=0.3)
     load = Load("m", Poisson(400), 4, (1, 3))
@@ -313,7 +314,7 @@ def test_an_ensemble_with_a_decoupled_step_answers_as_often() -> None:
 
 
 def test_a_model_that_calls_takes_as_long_as_all_of_it() -> None:
-    """One request after the other: its own time, and that of both that it calls."""
+    """Requests are sent one after the other: each takes its own time plus that of both calls."""
     models = (
         replace(served(policy("m"), 1, Constant(MS)), calls=("n", "k")),
         served(policy("n"), 1, Constant(3 * MS)),
@@ -327,7 +328,7 @@ def test_a_model_that_calls_takes_as_long_as_all_of_it() -> None:
 
 
 def test_while_one_waits_another_instance_runs_what_it_has() -> None:
-    """Two instances of a caller, and a model that takes long: batches are not run one behind the other."""
+    """Two instances of a calling model, and a slow called model: batches are not run one after the other."""
     caller = replace(served(policy("m", 1), 2, Constant(MS)), calls=("n",))
     models = caller, served(policy("n", 1), 2, Constant(9 * MS))
     result = simulate(at_once(models, (Load("m", Closed(2)),), requests=100, check_every=1))
@@ -347,7 +348,7 @@ def test_bursts_come_at_once_and_share_batches() -> None:
 
 
 def test_requests_of_different_lengths_share_batches_where_they_are_padded() -> None:
-    """A batch takes 1 ms, and 5 us for each element."""
+    """A batch takes 1 ms plus 5 us per element."""
     found = {}
     for padding in (None, PaddingPolicy((("x", (0,)),), batch_cost=200)):
         known = replace(policy(max_batch=32, inputs=(tensor("x", (-1,)),)), padding=padding)
@@ -373,7 +374,7 @@ def test_a_cache_answers_what_was_asked_before() -> None:
 
 
 def test_instances_that_share_a_resource_take_turns() -> None:
-    """One place for two models: together they are as busy as one instance can be."""
+    """One resource unit for two models: together they are as busy as one instance can be."""
     models = []
     for name in ("a", "b"):
         known = served(policy(name, 1), 1, Constant(4 * MS))

@@ -1,4 +1,4 @@
-"""Service times, recordings and the command, as people write them; and docs/simulator.md, command by command."""
+"""Service times, recordings and the command in the form that users write; and docs/simulator.md, command by command."""
 
 from __future__ import annotations
 

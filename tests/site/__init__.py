@@ -1,1 +1,1 @@
-"""The documentation site: its environment, its pages, and checks of what was built. mkdocs.yml is its configuration."""
+"""The documentation site: its environment, its pages, and checks of the built site. mkdocs.yml is its configuration."""

@@ -1,7 +1,7 @@
 """`python -m tests.site`: builds the site in build/site and checks its links.
 
-The generator is installed in build/site-env, unless it is there. If it cannot be installed, nothing is built, and the
-reason is printed.
+The generator is installed in build/site-env, if missing. If it cannot be installed, nothing is built, and the reason is
+printed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTALL_S = 400
 
 
 def install() -> str:
-    """Creates the environment, unless it is there. Returns why that failed, or ""."""
+    """Creates the environment, if missing. Returns why that failed, or ""."""
     wanted = "\n".join(PACKAGES)
     if MADE.is_file() and MADE.read_text() == wanted:
         return ""

@@ -1,4 +1,4 @@
-"""Copies the pages of the site to a folder of their own, with links that work there.
+"""Copies the pages of the site to a separate folder, with links that work there.
 
 On the site docs/ is the root. A file outside docs/ that a page links to is in source/, with its own links rewritten if
 it is a page; a link to a folder becomes plain text.
@@ -25,7 +25,7 @@ def page_names(root: Path) -> list[str]:
 
 
 def stage(root: Path, target: Path) -> None:
-    """Replaces `target` by the pages and the files that they link to."""
+    """Replaces `target` with the pages and the files that they link to."""
     shutil.rmtree(target, ignore_errors=True)
     waiting, done = _pages(root), set()
     while waiting:

@@ -1,6 +1,6 @@
 """The management library of NVIDIA's driver, for the devices that STANDIN_GPUS describes as JSON.
 
-Each is an object with uuid, pci, and whatever else differs from what is given here; `missing` are calls that fail.
+Each is an object with uuid, pci, and other values that differ from the defaults; `missing` lists calls that fail.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def nvmlDeviceGetPciInfo(handle: int) -> Any:
 
 
 def nvmlDeviceGetComputeRunningProcesses(handle: int) -> list[Any]:
-    """Those of the file that STANDIN_PROCESSES names: a JSON object of uuids, with bytes by pid."""
+    """The processes in the file that STANDIN_PROCESSES names: a JSON object uuid -> pid -> bytes."""
     place = os.environ.get("STANDIN_PROCESSES", "")
     if not place or not os.path.exists(place):
         return []

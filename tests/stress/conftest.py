@@ -1,4 +1,5 @@
-"""Marks everything here as `stress`: `make test` runs it in its short form, `make stress` for half an hour."""
+"""Marks all tests of this folder as `stress`: `make test` runs their short form, `make stress` runs them for half an
+hour."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Clients to be killed: one warm process forks them, as a fresh interpreter for each takes too long.
+"""Clients to be killed. A running process forks them, because starting an interpreter for each takes too long.
 
-A client works until it is killed, and ignores all errors.
+A client sends requests until it is killed, and ignores all errors.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shmserve.protocol.messages import Infer, Tensor
 
 MODELS = ("identity", "slow")
 LARGEST = 60_000
-"""Values of one tensor, 4 bytes each."""
+"""Number of values in one tensor, 4 bytes each."""
 FLIGHT = 8
 HELD = 4
 
 
 def _ask(url: str, seed: int) -> None:
-    """Inputs in its own memory, outputs partly there too; some answers are held."""
+    """Sends inputs in its own memory, gets some outputs there too, and holds some answers."""
     roll = random.Random(seed)
     client = Client(url)
-    client.live()  # memory that is made before the server knows of its maker stays until the next start
+    client.live()  # memory created before the server knows its owner stays until the next start
     held: deque[Any] = deque(maxlen=HELD)
     while True:
         calls = []

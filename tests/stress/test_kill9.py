@@ -1,7 +1,7 @@
 """kill -9 at random points: of clients, of workers, of the broker. All that they held is released.
 
-Leaks are detected from outside. Workers may have so little memory for outputs, and the broker for frames,
-that one answer takes nearly all of it; if anything were still held for a killed process, it would not fit.
+Leaks are detected from outside. Workers have so little memory for outputs, and the broker for frames, that one answer
+takes nearly all of it: it would not fit if anything were still held for a killed process.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def server(repository: Path) -> Iterator[Server]:
 
 
 def fill(server: Server) -> None:
-    """Answers that need all the memory there is. What is left behind is one segment of each worker."""
+    """Requests answers that need all available memory. One segment of each worker remains."""
     whole = np.ones((1, (OUTPUT_BYTES - 4096) // 4), np.float32)
     for url in (server.zmq_url, server.url):  # named segments, then nameless ones
         with Client(url) as client:
@@ -131,7 +131,7 @@ def fill(server: Server) -> None:
 
 
 def kill(pid: int) -> None:
-    """And waits for the end."""
+    """Kills a process and waits for its end."""
     descriptor = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -141,7 +141,7 @@ def kill(pid: int) -> None:
 
 
 def let_pass(seconds: float) -> None:
-    """A random time: until the next kill, not until an expected event."""
+    """Waits a random time: until the next kill, not until an expected event."""
     select.select([], [], [], seconds)
 
 
@@ -175,7 +175,7 @@ def test_r13_memory_of_killed_clients_is_released(server: Server) -> None:
 
 
 def test_what_waits_for_the_dead_is_not_run(server: Server, repository: Path) -> None:
-    """One request is in the model, fifty wait behind it; then their client is killed."""
+    """One request runs and fifty wait behind it; then their client is killed."""
     path = server.url.partition("://")[2]
     with (
         Child("tests.stress.test_kill9:waiting_client", path=path) as child,
@@ -186,7 +186,7 @@ def test_what_waits_for_the_dead_is_not_run(server: Server, repository: Path) ->
         before = executions(client)
         child.ask(count=51)
         kill(child.pid)
-        await_connections(client, 2)  # the server has noticed the death
+        await_connections(client, 2)  # the server has noticed that the client ended
         lane.send(Infer(1, "gate", 0, (Tensor("x", "FP32", (1,), b"1234"),)))
         with (repository / "gate" / "gate").open("wb", buffering=0) as gate:
             gate.write(b"22")
@@ -202,7 +202,7 @@ def executions(client: Client) -> int:
 
 
 def waiting_client(path: str) -> Any:
-    """For the test above: so many requests, and all have arrived when it answers."""
+    """For the test above: sends this many requests, and answers when all have arrived."""
     lane = Lane(path)
     lane.hello("memfd")
 
@@ -220,7 +220,7 @@ def waiting_client(path: str) -> Any:
 
 
 def ready_pids(client: Client) -> dict[str, int]:
-    """Model -> its worker's process, of those that can be killed now."""
+    """Model -> pid of its worker, for workers that can be killed now."""
     return {
         entry["name"]: instance["pid"]
         for entry in client.models()
@@ -240,7 +240,7 @@ def test_r13_killed_workers_leave_nothing(server: Server, link: str) -> None:
     with Client(server.url if link == "lane" else server.zmq_url) as client:
         for number in range(KILLS // 10):
             name = NAMES[number % 2]
-            infer_right(client, name, number)  # its worker is there
+            infer_right(client, name, number)  # its worker is ready
             pid = ready_pids(client)[name]
             processes.seen(pid)
             arrays = [np.full((1, int(60_000 ** roll.random())), roll.random(), np.float32) for _ in range(40)]
@@ -256,13 +256,13 @@ def test_r13_killed_workers_leave_nothing(server: Server, link: str) -> None:
                     failed.append(str(error))
                 else:
                     held.append((x, y))
-            # Views of the memory of a dead worker stay as they were.
+            # Views of a dead worker's memory stay unchanged.
             assert all(np.array_equal(x, y) for x, y in held)
             del held[:-20], arrays, calls
         held.clear()
         infer_right(client, "identity", 1)
         infer_right(client, "slow", 1)
-    # Only those that were alone in their batch, in which their worker was killed.
+    # Only requests that were alone in the batch in which their worker was killed.
     assert len(failed) <= 2 * len(killed)
     assert all("SIGKILL" in text for text in failed)
     assert not [path.name for pid in killed for path in SHM.glob(f"shmserve-{pid}-*")]
@@ -281,7 +281,7 @@ def test_a_worker_killed_while_it_creates_a_segment_leaves_no_name(server: Serve
         with pytest.raises(ModelFailed, match="SIGKILL"):
             client.infer("dies", {"x": np.zeros(20_000, np.float32)})
         assert not named([pid])
-        lane.infer("dies", {"x": np.ones(4, np.float32)})  # its next worker is there
+        lane.infer("dies", {"x": np.ones(4, np.float32)})  # its next worker is ready
 
 
 # ------------------------------------------------------------------------------------------------- the broker
@@ -292,7 +292,7 @@ def named(pids: list[int]) -> set[str]:
 
 
 def test_r13_only_leftovers_of_a_killed_broker_are_removed(repository: Path) -> None:
-    """Beside it: another server with named segments of its own, and a name that is not ours."""
+    """There are also another server with its own named segments, and a name that is not shmserve's."""
     x = np.arange(20_000, dtype=np.float32).reshape(1, -1)
     stranger = SHM / f"stranger-{os.getpid()}"
     stranger.write_bytes(b"mine")
@@ -309,9 +309,9 @@ def test_r13_only_leftovers_of_a_killed_broker_are_removed(repository: Path) -> 
             dead = [server.pid, *processes.descendants(server.pid)]
             assert theirs
             assert named(dead), "else the sweep has nothing to do"
-            for pid in dead[1:]:  # else they might be quick enough to clear up
+            for pid in dead[1:]:  # otherwise they might be quick enough to clean up
                 os.kill(pid, signal.SIGSTOP)
-            server.kill()  # and its workers have ended; a server of another test that starts now sweeps as well
+            server.kill()  # its workers have also ended; a server of another test that starts now also sweeps
             server.start()
             assert not named(dead)
             assert named([other.pid, *processes.descendants(other.pid)]) == theirs

@@ -1,5 +1,5 @@
-"""Eight client processes at once, every dtype, random sizes, batches, cancels and timeouts: each request gets one
-right answer, and nothing is left. The full minute is one of the measures of bench."""
+"""Eight client processes at once, every dtype, random sizes, batches, cancels and timeouts: each request gets one right
+answer, and nothing is left. The full minute is a measure of bench."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_mixed_soak(tmp_path: Path) -> None:
     assert found.twice == 0, found.text()
     assert found.wrong == 0, found.text()
     assert found.left == 0, found.text()
-    # It was not idle, and the ways to end were all taken.
+    # The server was not idle, and requests ended in every way.
     assert found.counts["right"] > 0, found.text()
     assert found.counts["cancelled"] > 0, found.text()
     assert found.counts["timed out"] > 0, found.text()

@@ -1,1 +1,1 @@
-"""What tests share, by subject."""
+"""Code that tests share, by subject."""

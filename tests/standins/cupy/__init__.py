@@ -1,4 +1,4 @@
-"""As much of cupy as is used here: its binding of the CUDA runtime, and arrays as far as others make them."""
+"""The required part of cupy: its binding of the CUDA runtime, and arrays as far as others create them."""
 
 from types import SimpleNamespace
 from typing import Any

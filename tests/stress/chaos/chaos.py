@@ -1,5 +1,5 @@
-"""The chaos soak: fourteen clients of all kinds at work, while processes are killed and stopped, the gateway among
-them, models are loaded and unloaded, and the broker itself is killed once.
+"""The chaos soak: fourteen clients of all kinds send requests while processes, including the gateway, are killed and
+stopped, models are loaded and unloaded, and the broker itself is killed once.
 
 The seed determines the events and their times. Every failure reports the last 200 events.
 """
@@ -30,25 +30,25 @@ from tests.stress.chaos.clients import WIDTH
 
 DTYPES = ("FP32", "INT8", "BYTES", "FP64")
 AWAY = "identity_INT8"
-"""The model that is unloaded and loaded again: only its requests may fail because it is missing."""
+"""The model that is unloaded and reloaded: only its requests may fail because it is missing."""
 LONE = {"lone": 1, "pair": 2, "own": 1}
 """Models and their instances. Their requests fit into messages, so that clients get leases."""
 MODELS = (*(f"identity_{dtype}" for dtype in DTYPES), "slow", *LONE, *scheduled.MODELS)
 LARGEST = 1 << 20
 OUTPUT_BYTES = 6 << 20
-"""Of one worker: little enough that answers which are held fill it now and then."""
+"""Output memory of one worker: small enough that held answers fill it now and then."""
 EVENTS = 200
 GAP_S = 0.6
 """The mean time between two events."""
 GROWTH_BYTES = 24 << 20
 PATIENCE = 60.0
-"""Seconds that clients give a server to come back, and that all get to end."""
+"""Seconds that clients wait for a server to come back, and that all processes get to end."""
 VICTIMS = (1, 3, 4, 8, 11, 13)
-"""Who of them may be killed, one of each public kind. The others account for all their requests in the end."""
+"""Clients that may be killed, one of each public kind. The others account for all their requests at the end."""
 CONNECT_S = 3.0
-"""After so long, who is at work has connected."""
+"""After this time, running clients have connected."""
 END_S = 5.0
-"""Without events at the end, so that what was begun can be answered."""
+"""Time without events at the end, so that requests in flight can be answered."""
 
 ALLOWED = {
     "MODEL_FAILED": r"worker process of instance .* ended (while it|after \d+ responses? to this request) .*SIGKILL",
@@ -69,15 +69,15 @@ ALLOWED_TO_OPERATORS = {
 
 @dataclass
 class Member:
-    """One of the clients. It may be killed, and then another takes its place."""
+    """One of the clients. If it is killed, another one replaces it."""
 
     target: str
     setup: dict[str, Any]
     child: Child
     told: bool = False
-    """It has been set up and is at work."""
+    """The client has been set up and is running."""
     since: float = 0.0
-    """When it was reported."""
+    """When that was reported."""
 
     @property
     def name(self) -> str:
@@ -87,13 +87,13 @@ class Member:
 
 @dataclass
 class Chaos:
-    """What came out. `faults` should be empty."""
+    """The results. `faults` should be empty."""
 
     seed: int
     began: float = field(default_factory=monotonic)
     counts: Counter[str] = field(default_factory=Counter)
     leased: Counter[str] = field(default_factory=Counter)
-    """Requests that were sent over leases, and those that had to be sent again."""
+    """Counts of requests sent over leases, and of those that had to be sent again."""
     happened: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     events: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=EVENTS))
@@ -207,7 +207,7 @@ class Director:
         kill_at, look_at = begin + 0.4 * self._seconds, begin + 0.6 * self._seconds
         resident = 0
         acts, weights = zip(*self._acts(), strict=True)
-        first = self._random.sample(acts, len(acts))  # however few there will be time for, all of them happen
+        first = self._random.sample(acts, len(acts))  # each act happens at least once, however short the time
         while self._pause() and monotonic() < last:
             if kill_at and monotonic() > kill_at and self._all_connected():
                 kill_at = 0.0
@@ -224,7 +224,7 @@ class Director:
             self.found.fault(f"the broker has grown by {grown >> 10} KiB to {(resident + grown) >> 10} KiB")
 
     def close(self) -> None:
-        """Whatever has happened, all of them end."""
+        """Ends all processes, whatever has happened."""
         self._let_go(float("inf"))
         for child in (self._operator, *(member.child for member in self._members)):
             self._end_of(child)
@@ -238,7 +238,7 @@ class Director:
         return [*zip(workers, (5, 5), strict=True), *zip(clients, (2, 4), strict=True), (self._kill_gateway, 2)]
 
     def _pause(self) -> bool:
-        """Until the next event. A client that ends meanwhile has failed, as none may end before the soak."""
+        """Waits until the next event. A client that ends in between has failed, since none may end before the soak."""
         until = monotonic() + self._random.expovariate(1 / GAP_S)
         while (left := until - monotonic()) > 0 and not self.found.faults:
             due = min((when for when, _, _ in self._held), default=until) - monotonic()
@@ -288,7 +288,7 @@ class Director:
 
     def _stop_client(self) -> None:
         member = self._random.choice(self._members)
-        if not member.told:  # connecting has a timeout, and one that stands still for so long fails
+        if not member.told:  # connecting has a timeout, so a client stopped for this long fails
             return
         self.found.note("stopped client", member.name)
         self._send(os.pidfd_open(member.child.pid), signal.SIGSTOP, member.name, 4.0)
@@ -320,7 +320,7 @@ class Director:
         self._members[place] = self._start(member.target, **member.setup)
 
     def _all_connected(self) -> bool:
-        """As far as it is known: no client connects again to a server that was never there."""
+        """Whether all clients have connected, as far as known: no client reconnects to a server that never ran."""
         return all(member.told and monotonic() - member.since > CONNECT_S for member in self._members)
 
     def _kill_broker(self) -> None:
@@ -384,7 +384,7 @@ def gateways(server: int) -> set[int]:
 
 
 def free_port() -> str:
-    """One that the kernel does not give to who asks for any, so that it stays free while the gateway is away."""
+    """A port outside the kernel's ephemeral range, so that it stays free while the gateway is down."""
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     for port in (*range(first - 1 - os.getpid() % 8192, 1024, -1), *range(last + 1, 65536)):
         with socket.socket() as found, suppress(OSError):
@@ -394,7 +394,7 @@ def free_port() -> str:
 
 
 def ask_gateway(server: Server) -> None:
-    """From then on it has its connection to the server."""
+    """Sends a request, after which the gateway is connected to the server."""
     endpoint = HTTPConnection(server.endpoints["http"], timeout=PATIENCE)
     try:
         endpoint.request("GET", "/v2/health/ready")
@@ -404,7 +404,7 @@ def ask_gateway(server: Server) -> None:
 
 
 def run_chaos(root: Path, seconds: float, seed: int, sleeping: bool = False) -> Chaos:
-    """`sleeping`: models go to sleep when they are idle, and because there is memory for some of them only."""
+    """`sleeping`: models sleep when idle, and because there is memory for only some of them."""
     write_repository(root)
     segments = processes.segments()
     options = ["--worker-output-bytes", str(OUTPUT_BYTES), "--model-control-mode", "explicit"]
@@ -431,12 +431,12 @@ def run_chaos(root: Path, seconds: float, seed: int, sleeping: bool = False) -> 
 
 
 def worse(server: Server, before: ServerSnapshot, sleeping: bool) -> list[str]:
-    """What there is more of, when all clients have gone, than before the first one came. Worker processes and their
-    memory are others by now; if models sleep, there are fewer."""
+    """Resources of which there are more after all clients have gone than before the first one came. Worker processes
+    and their memory have changed by then; if models sleep, there are fewer."""
     end = monotonic() + PATIENCE
     with server.client() as client:
         while True:
-            client.live()  # a round trip: what ended before it has been noticed
+            client.live()  # a round trip: the server has noticed everything that ended before
             now = ServerSnapshot.of(server.pid)
             extra = now.descriptors - before.descriptors - Counter({"socket": 1})
             found = [f"{count} x {kind}" for kind, count in extra.items() if not kind.startswith("/memfd:")]

@@ -1,7 +1,7 @@
-"""The clients of the soak and the errors that are allowed to them: library clients, raw ones that connect again, one of
-the gateway, and an operator.
+"""The clients of the soak and the errors that are allowed to them: library clients, raw clients that reconnect, a
+client of the gateway, and an operator.
 
-An error is allowed by its code and its text together, so that a new error is a finding.
+An error is allowed by its code and text together, so that any new error is a finding.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from shmserve.protocol.messages import (
 )
 
 WIDTH = 16
-"""Values of a tensor of the models that are asked for one request at a time."""
+"""Number of values in a tensor of the models that get one request at a time."""
 PAUSE_S = 0.05
-"""Between two attempts to connect, as the broker may be away."""
+"""Pause between two attempts to connect, as the broker may be down."""
 
 
 class _Lane(LaneAsker):
@@ -55,7 +55,7 @@ class _Lane(LaneAsker):
 
 
 class _Zmq(ZmqAsker):
-    """A ZeroMQ socket does not show that the server was replaced meanwhile; a query does."""
+    """A ZeroMQ socket does not show that the server was replaced; a query does."""
 
     def receive(self) -> Any:
         for _ in range(int(PATIENCE)):
@@ -72,7 +72,7 @@ class _Zmq(ZmqAsker):
 
 
 def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed) -> Handler:
-    """What was in flight when the connection ended counts as `connection lost`; `ends` counts how connections ended."""
+    """Requests in flight when the connection ends count as `connection lost`; `ends` counts how connections ended."""
 
     def connect() -> Asker:
         made: Any = Lane(path) if link == "lane" else Zmq(path)
@@ -109,7 +109,8 @@ def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed
 
 
 def gateway(url: str, seed: int, allowed: Allowed) -> Handler:
-    """Through the gateway, which may be killed at any time: requests in flight then count as `connection lost`."""
+    """Sends requests through the gateway, which may be killed at any time: requests in flight then count as `connection
+    lost`."""
     roll, texts = random.Random(seed), "|".join(allowed.values())
     address = url.removeprefix("http://")
 
@@ -154,8 +155,8 @@ _decode = codec.Codec(BrokerMessage).decode
 
 
 class _Alone:
-    """One connection that sends one request at a time, over a lease where it has one. Each is answered once, on the
-    lease or on the lane, whichever process is killed meanwhile."""
+    """A connection that sends one request at a time, over a lease if it has one. Each request is answered once, on the
+    lease or on the lane, whichever process is killed."""
 
     def __init__(self, path: str, roll: random.Random) -> None:
         self.link = Lane(path)
@@ -226,7 +227,7 @@ class _Alone:
         return None
 
     def is_over(self, lease: int) -> bool:
-        """Whether the socket has ended, so that it is ready for ever."""
+        """Whether the socket has ended and is therefore always readable."""
         try:
             return not self.link.leases[lease].recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -235,7 +236,7 @@ class _Alone:
             return True
 
     def _take(self, lease: int) -> Reply | Fail | None:
-        """What has arrived over the lease."""
+        """The answer that has arrived over the lease."""
         try:
             packet = self.link.leases[lease].recv(PACKET_BYTES, socket.MSG_DONTWAIT)
         except OSError:
@@ -248,7 +249,8 @@ class _Alone:
 
 
 def alone(link: str, path: str, seed: int, models: Sequence[str], allowed: Allowed) -> Handler:
-    """One request at a time, with a rest now and then so that others get a turn. `over leases` counts the ways."""
+    """Sends one request at a time, with a pause now and then so that others get a turn. `over leases` counts requests
+    over leases."""
     assert link == "lane", "only a lane has leases"
     roll = random.Random(seed)
 
@@ -296,7 +298,7 @@ def alone(link: str, path: str, seed: int, models: Sequence[str], allowed: Allow
 
 
 def alone_in_public(url: str, seed: int, model: str, allowed: Allowed, reconnect_timeout: float) -> Handler:
-    """As `alone`, with the public clients in turn."""
+    """Like `alone`, alternating between the public clients."""
 
     def handle(seconds: float) -> Answer:
         return asyncio.run(_alone_in_public(url, random.Random(seed), model, allowed, reconnect_timeout, seconds))
@@ -337,7 +339,7 @@ async def _alone_in_public(
 
 
 class Operator:
-    """Random operations on the models, and in the end all of them are served. `log`: (when, what)."""
+    """Random operations on the models; at the end, all of them are served. `log`: (when, what)."""
 
     def __init__(self, url: str, seed: int, root: str, models: Sequence[str], away: str, allowed: Allowed) -> None:
         from shmserve import Client
@@ -389,7 +391,7 @@ class Operator:
             self._one()
             wait(self._random.random() * 2 * pause)
         for model in self._models:
-            # What it was killed in the middle of may have failed; without kills it succeeds.
+            # An operation interrupted by a kill may have failed; without kills it succeeds.
             if not self._do(f"load {model}", lambda model=model: self._client.load(model)):  # type: ignore[misc]
                 self._do(f"load {model} again", lambda model=model: self._client.load(model))  # type: ignore[misc]
         served = {entry["name"] for entry in self._client.models() if entry["state"] == "READY"}

@@ -1,8 +1,8 @@
-"""Models with other schedules than one response for one request, and their clients in the soak: an ensemble with a
-mapped step, sequences with a state, decoupled models, and one that calls others.
+"""Models other than those with one response per request, and their clients in the soak: an ensemble with a mapped step,
+stateful sequences, decoupled models, and a model that calls others.
 
-Each response is compared with one computed here. A sequence that has lost a request is abandoned, as its model has
-lost the state.
+Each response is compared with one computed in the client. A sequence that has lost a request is abandoned, because the
+model has lost its state.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ CONFIGS = {
 
 _START = "must specify the START flag"
 ALLOWED = {
-    # A sequence that lost its worker or the server has ended; further requests of it fail.
+    # A sequence that lost its worker or the server has ended; its further requests fail.
     "INVALID_ARG": rf"^sums: .*{_START}",
     "CONNECTION_LOST": "^(repeat|sums): the connection ended (during the responses|in the middle)",
 }
@@ -151,7 +151,7 @@ def write(root: Path) -> None:
 
 
 class Caller:
-    """One request after the other."""
+    """Sends one request after the other."""
 
     def __init__(self, client: Any, seed: int) -> None:
         self.client = client
@@ -162,7 +162,7 @@ class Caller:
         return roll.choice([0.002, 0.05]) if roll.random() < 0.1 else None
 
     def ask(self, tally: Tally, call: Call, output: str = "y", cancel: bool = False, **options: Any) -> bool:
-        """Whether it was answered."""
+        """Returns whether the request was answered."""
         tally.sent += 1
         try:
             future = self.client.submit(call.model, {"x": call.x}, timeout=call.timeout, **options)
@@ -181,7 +181,7 @@ class Caller:
 
 
 class Rows(Caller):
-    """Calls of the ensemble: each row is a request of its own to identity_FP32, which all others call, too."""
+    """Calls of the ensemble: each row is a separate request to identity_FP32, which all others also call."""
 
     def one(self, tally: Tally) -> None:
         roll = self.random
@@ -192,7 +192,7 @@ class Rows(Caller):
 
 
 class Calls(Caller):
-    """Requests to a model that calls the models that all others call, too."""
+    """Requests to a model that calls the models that all others also call."""
 
     def one(self, tally: Tally) -> None:
         roll = self.random
@@ -201,7 +201,7 @@ class Calls(Caller):
 
 
 class Sums(Caller):
-    """A sequence after the other, each from its START to its END."""
+    """One sequence after the other, each from START to END."""
 
     def one(self, tally: Tally) -> None:
         roll = self.random
@@ -216,7 +216,7 @@ class Sums(Caller):
 
 
 class Repeat(Caller):
-    """Streams, of which some are left before their end."""
+    """Streams, some of which are closed before their end."""
 
     def one(self, tally: Tally) -> None:
         roll = self.random

@@ -1,6 +1,6 @@
-"""The chaos soak: half a minute of it here, ten with `make stress`, and ten with models that sleep.
+"""The chaos soak: half a minute here; with `make stress` ten minutes, and ten more with sleeping models.
 
-A failure shows its seed and the last 200 events; SHMSERVE_SEED makes the same choices again.
+A failure shows its seed and the last 200 events; SHMSERVE_SEED repeats the same choices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def test_every_request_is_answered_once_whatever_dies(tmp_path: Path, sleeping: 
     found = run_chaos(tmp_path, SECONDS, SEED, sleeping)
     print(found.text())
     assert not found.faults, found.report()
-    # It was not idle, and everything happened that can.
+    # The server was not idle, and every kind of event happened.
     assert found.counts["right"] > found.happened.total(), found.text()
     for kind in ("worker", "client", "gateway", "broker"):
         assert found.happened[f"killed {kind}"], found.text()

@@ -1,8 +1,7 @@
-"""A course of events for a real core: a hostile client, an honest one beside it, workers that finish, crash and
-restart.
+"""A series of events for a real core: a hostile client, an honest client, and workers that finish, crash and restart.
 
 All requests of the honest client are answered, as the fakes verify; every invariant of the core holds after every turn;
-and after the hostile client has disconnected, nothing of it is left.
+and after the hostile client has disconnected, none of its resources are left.
 """
 
 from __future__ import annotations
@@ -44,20 +43,20 @@ from tests.support.core.fakes.tensors import references
 from tests.support.core.world import World
 
 SECRETS = re.compile(r"/(?:tmp|run|dev|home|work|usr|proc|var|root)\b|0x[0-9a-f]{6,}|shmserve[-_][0-9a-f]{8}|Traceback")
-"""What no client may learn: paths, addresses of memory, names of segments."""
+"""Text that no client may get: paths, memory addresses, names of segments."""
 MODEL = ModelPolicy(
     "m", 1, 4, (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),), BatchPolicy(delay_ns=1000)
 )
 LENT = ModelPolicy("lent", 1, 4, (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),), BatchPolicy())
-"""Clients that send one request at a time get leases of it."""
+"""A model of which clients that send one request at a time get leases."""
 MOST = 200
-"""Events in one course."""
+"""Maximum number of events in one input."""
 ODD = (0, 1, 2, 16, 4096, 2**31, 2**32, 2**62, 2**63 - 1)
 _codec = codec.Codec(ClientMessage)
 
 
 class Hostile(FakeClient):
-    """Keeps what it was given, and expects nothing."""
+    """Keeps what it receives, and asserts nothing."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(peer, "hostile", "lane", "memfd")
@@ -165,7 +164,7 @@ class Course:
     # ------------------------------------------------------------------------------------ the honest client
 
     def _honest(self) -> None:
-        """Not more than its limit, so that it is never refused."""
+        """A request of the honest client, within its limit, so that it is never refused."""
         if len(self.honest.open) > 50:
             return
         self.asked += 1
@@ -175,7 +174,7 @@ class Course:
         self._from(self.honest, [Infer(self.asked, "m", 0, (Tensor("x", "FP32", (1, 4), data),))])
 
     def _alone_one(self) -> None:
-        """A request over the lease, if there is one."""
+        """Sends a request over the lease, if there is one."""
         self.asked += 1
         infer = Infer(self.asked, "lent", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),))
         for lease in self.alone.leases.values():
@@ -194,7 +193,7 @@ class Course:
     # ------------------------------------------------------------------------------------ leases
 
     def _lent(self) -> None:
-        """The hostile client asks alone, and over its lease too much or nothing."""
+        """The hostile client sends single requests, and invalid ones or nothing over its lease."""
         for lease in self.hostile.leases.values():
             for number in range(self.read.byte() % 3):
                 lease.send(Infer(number, "lent", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))
@@ -205,7 +204,7 @@ class Course:
             self._work()
 
     def _end_lease(self) -> None:
-        """A worker ends its lease, or begins to run a request of it."""
+        """A worker ends its lease, or begins to run one of its requests."""
         worker = self._worker()
         if worker is None or worker.lease is None:
             return
@@ -218,7 +217,8 @@ class Course:
     # ------------------------------------------------------------------------------------ the hostile one
 
     def _from(self, client: FakeClient, messages: list[Any]) -> None:
-        """As the shell passes them on: a Map without its name has a descriptor, of whom the shell knows the rest."""
+        """Passes messages on as the broker's shell does: a Map without a name has a descriptor, from which the shell
+        determines the rest."""
         happened: list[tuple[int, Any]] = []
         known = self.world.core.state.ledger.segments
         for message in messages:
@@ -232,7 +232,7 @@ class Course:
             self.world.turn(happened)
 
     def _packet(self) -> None:
-        """Any bytes at all."""
+        """A packet of arbitrary bytes."""
         try:
             found = _codec.decode(self.read.rest(200))
         except ProtocolError as error:

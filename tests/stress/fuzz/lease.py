@@ -1,6 +1,6 @@
-"""A packet that a client sends to a worker over its lease, past the broker and all of its checks.
+"""A packet that a client sends to a worker over its lease, which bypasses all checks of the broker.
 
-Invariant: a request that runs is one that Lend allows, and is answered once; anything else only ends the lease.
+Invariant: only requests that Lend allows are run, and each is answered once. Anything else just ends the lease.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Outbox(list[Any]):
         self.append(message)
 
     def flush(self) -> None:
-        """All is sent at once."""
+        """Everything is sent at once."""
 
 
 class _Runner:
@@ -91,7 +91,7 @@ class _Runner:
 
 
 def _memory() -> Mapped:
-    """A segment of the client, and one of another."""
+    """A segment of the client, and a segment of another client."""
     mapped = Mapped()
     for segment in (OWN, OTHERS):
         extent = memfd.create(PAGE)
@@ -104,7 +104,7 @@ _link, _outbox, _runner, _mapped = _Link(), _Outbox(), _Runner(), _memory()
 
 
 def run(data: bytes) -> None:
-    """Two bytes of the size, a packet, and the next one."""
+    """Input: a size of two bytes, a packet of this size, and a second packet."""
     holder: Any = LeaseHolder(_link, _outbox, _runner, _mapped)  # type: ignore[arg-type]
     client, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     fd = lease_log.create()

@@ -1,6 +1,6 @@
-"""Decisions out of bytes, so that a fuzzer's input is a whole course of events and the same bytes are the same course.
+"""Turns bytes into decisions, so that a fuzzer's input determines a complete series of events.
 
-Invariant: it never ends; after the last byte all decisions are 0.
+Invariant: the reader never ends; after the last byte, all decisions are 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Reader:
         return choices[self.byte() % len(choices)]
 
     def rest(self, most: int) -> bytes:
-        """The next bytes; the next value is their number, at most `most`."""
+        """The next bytes. Their number, at most `most`, is the next value."""
         size = self.byte() % (most + 1)
         found = self._data[self._at : self._at + size]
         self._at += size

@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing, one process per target: `python -m tests.stress.fuzz.run SEED DIR TARGET=RUNS...`.
 
 DIR/TARGET/code is the exit code of a target's process. It is not 0 after a finding: an error that the target does not
-allow, an input that takes longer than SECONDS, memory that grows, a descriptor that stays open. The input and the log
-are in DIR/TARGET too. The same seed is the same run.
+allow, an input that takes longer than SECONDS, growing memory, or a descriptor that stays open. The input and the log
+are also in DIR/TARGET. The same seed repeats the run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 30
-"""Of wall time, on a machine that may do much else."""
+"""Limit in wall time, for a machine that may be busy."""
 LONGEST = 2048
 LIMIT_MB = 4096
-"""What the process that started this one has had counts as this one's, too."""
+"""Memory limit, which includes the memory inherited from the parent process."""
 GROWTH_BYTES = 96 << 20
-"""What the process may grow by in the second half of a run: the fuzzer keeps every input that was new to it."""
+"""Maximum growth of the process in the second half of a run: the fuzzer keeps every input that was new to it."""
 
 
 def _resident() -> int:
@@ -28,7 +28,7 @@ def _resident() -> int:
 
 
 class Watched:
-    """The target, and what may not grow beside it."""
+    """The target, with checks that memory and descriptors do not grow."""
 
     def __init__(self, target: Any, runs: int) -> None:
         self._target = target
@@ -75,7 +75,7 @@ def redirect(log: Path) -> None:
 
 def main(seed: int, folder: Path, runs: dict[str, int]) -> None:
     atheris = importlib.import_module("atheris")
-    # Instrumenting the code takes longer than most targets, so it is done once, for all of them.
+    # Instrumenting the code takes longer than running most targets, so it is done once for all of them.
     with atheris.instrument_imports(include=["shmserve"]):
         targets = importlib.import_module("tests.stress.fuzz.targets")
     sys.stdout.flush()
@@ -88,7 +88,7 @@ def main(seed: int, folder: Path, runs: dict[str, int]) -> None:
         if not pid:
             redirect(place / "log")
             fuzz(atheris, targets, name, count, seed, place)
-            sys.exit()  # as without a fork: the fuzzer writes the input of a finding when the interpreter ends
+            sys.exit()  # as without a fork: the fuzzer writes the input of a finding when the interpreter exits
         running[pid] = place
     while running:
         pid, status = os.wait()

@@ -1,7 +1,7 @@
-"""What is fuzzed: functions of bytes, and the inputs that each begins with.
+"""The fuzz targets: functions of bytes, and the initial inputs of each.
 
-Invariant: a target returns for any bytes. It catches only the errors that its caller expects (ServeError, ConfigError
-among them); any other exception is a finding.
+Invariant: a target returns for any bytes. It catches only the errors that its caller expects (such as ServeError and
+ConfigError); any other exception is a finding.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ BACKENDS = ("identity", "python", "onnxruntime")
 
 
 def decode(data: bytes) -> None:
-    """The first byte is the direction of the rest."""
+    """The first byte selects the direction of the messages in the rest."""
     codec, kinds = _CODECS[data[0] % len(_CODECS) if data else 0]
     try:
         found = codec.decode(data[1:])
@@ -94,7 +94,7 @@ def config_override(data: bytes) -> None:
 
 
 def http(data: bytes) -> None:
-    """A request without a gateway: its lines, its body in chunks, compressed, and what is made of it."""
+    """An HTTP request without a gateway: its head, its body in chunks and compressed, and its parsed content."""
     block, _, body = data.partition(b"\r\n\r\n")
     try:
         head = heads.parse(block + b"\r\n\r\n", access=_EVERYBODY)
@@ -120,7 +120,7 @@ def http(data: bytes) -> None:
 
 
 def _openai(action: str, body: bytes) -> None:
-    """What is made of a request, as JSON and as tensors, and of its chat by a template."""
+    """Parses a request to JSON and tensors, and renders its chat with a template."""
     model = models.language_model("m", _LANGUAGE_MODEL)
     if action == "completions":
         completion = openai_bodies.completion(body)

@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing, seeded: 20,000 inputs here, SHMSERVE_FUZZ of them (a million) with `make stress`.
 
-An input of `lane` is a whole course of up to 200 events, so there are few of them. A failure shows the input
-in hex; once fixed, it becomes a test of its own beside those of the module with the bug.
+An input of `lane` is a series of up to 200 events, so fewer inputs are run. A failure shows the input in hex; once
+fixed, it becomes a separate test of the module with the bug.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMIT_S = 120 + INPUTS / 200
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of all targets, which have run at once, each in a process."""
+    """The directory of all targets, which have run in parallel, each in a process."""
     folder = tmp_path_factory.mktemp("fuzz")
     runs = [f"{name}={int(INPUTS * share)}" for name, share in SHARES.items()]
     with (folder / "log").open("wb") as log:

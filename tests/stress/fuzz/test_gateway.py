@@ -1,7 +1,7 @@
-"""What a caller may send to a running gateway: any bytes, requests that are nearly right, and requests that its own
-OpenAPI document allows. It keeps running, gives only documented responses, and reveals no internals.
+"""Sends random bytes, slightly invalid requests, and requests that the OpenAPI document allows to a running gateway. It
+must keep running, send only documented responses, and reveal no internals.
 
-A hundred requests here, more with `make stress`, as SHMSERVE_FUZZ says.
+A hundred requests here; `make stress` sends more, as SHMSERVE_FUZZ says.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.process
 
 EXAMPLES = max(100, int(os.environ.get("SHMSERVE_FUZZ", "50000")) // 200)
 ALSO = (501, 505)
-"""What is meant above 500."""
+"""Statuses above 500 that are intended."""
 patient = settings(
     max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -124,7 +124,7 @@ WORDS = [b"\r\n", b"\0", b"\xff", b" ", b":", b"{", b'"', b"9" * 20, b"-1", b"0"
 
 @st.composite
 def spoiled(draw: DrawFn) -> bytes:
-    """One or more requests, of which something was cut, doubled, or put in."""
+    """One or more requests with parts removed, duplicated or inserted."""
     data = b"".join(draw(st.lists(st.sampled_from([WHOLE, CHUNKED, BINARY]), min_size=1, max_size=3)))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(data)))
@@ -138,7 +138,7 @@ def spoiled(draw: DrawFn) -> bytes:
 @given(spoiled() | st.binary(max_size=200))
 def test_any_bytes(gateway: Gateway, data: bytes) -> None:
     with gateway.socket() as made:
-        with contextlib.suppress(ConnectionError):  # it may close the connection before it has read all
+        with contextlib.suppress(ConnectionError):  # the gateway may close the connection before it has read everything
             made.sendall(data)
             made.shutdown(socket.SHUT_WR)
         said = b""
@@ -184,7 +184,7 @@ KINDS: dict[str, Callable[[], SearchStrategy[Any]]] = {
 
 
 class Maker:
-    """Values as the schemas of the document say, and now and then anything else."""
+    """Generates values that fit the schemas of the document, and now and then anything else."""
 
     def __init__(self, document: Any) -> None:
         self._schemas = document["components"]["schemas"]
@@ -248,7 +248,7 @@ RIGHT: list[tuple[str, Any]] = [
 
 
 def spoil(draw: DrawFn, node: Any) -> Any:
-    """The same, but for one place."""
+    """The same value with one change."""
     if not isinstance(node, dict | list) or not node or draw(st.integers(0, 3)) == 0:
         return draw(st.one_of(ANY, st.sampled_from(NAMES), st.just([node, node]), st.just({"a": node})))
     if isinstance(node, dict):

@@ -1,7 +1,7 @@
-"""A process of another user that attacks the server over the lane, as the test orders.
+"""A process of another user that attacks the server over the lane, on the test's orders.
 
-Invariant: all imports are done before the user is changed, as the new one may not read the interpreter's files. An
-order returns plain values, which the test checks.
+Invariant: all imports precede the change of user, because the new user may not read the interpreter's files. An order
+returns plain values, which the test checks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shmserve.protocol.messages import (
 
 SIZE = 1 << 20
 ROW = 16 * 1024
-"""Values of a large tensor."""
+"""Number of values in a large tensor."""
 ERRORS = (Fail, FailHeld, Goodbye)
 
 
@@ -72,7 +72,7 @@ class Attacker:
         return self._lane.receive_kind(Reply, *ERRORS)
 
     def _told(self, count: int) -> dict[str, int]:
-        """The answers to so many requests by kind: Reply, or the code and the text."""
+        """Counts the answers to this many requests by kind: Reply, or code and text."""
         found: Counter[str] = Counter()
         for _ in range(count):
             answer = self._answer()
@@ -83,7 +83,7 @@ class Attacker:
         return dict(found)
 
     def _refused(self, *batch: Any) -> list[str]:
-        """All errors that these bring."""
+        """All errors that these messages cause."""
         self._lane.send(*batch)
         self._lane.send(Ping(99))
         found = []
@@ -94,7 +94,7 @@ class Attacker:
     # ------------------------------------------------------------------------------------ orders
 
     def flip(self, requests: int) -> Answer:
-        """Asks with memory that changes all the time: numbers, and strings whose lengths are what changes."""
+        """Sends requests with constantly changing memory: numbers, and strings whose lengths change."""
         own = self._own()
         strings = b"".join((12).to_bytes(4, "little") + bytes(12) for _ in range(1024))
 
@@ -106,7 +106,7 @@ class Attacker:
             view = np.frombuffer(own.memory, np.uint8)
             while not self._stop.is_set():
                 view[random.integers(0, len(strings), 512)] = random.integers(0, 256, 512)
-                own.memory[: len(strings)] = strings  # right again for a moment
+                own.memory[: len(strings)] = strings  # valid again for a moment
                 rounds += 1
 
         self._stop.clear()
@@ -129,7 +129,7 @@ class Attacker:
         return {"told": dict(found), "rounds": rounds}
 
     def cut_inputs(self) -> Answer:
-        """What can be done to memory that the server reads, in the middle of it."""
+        """Tries to shrink, grow and punch holes in memory while the server reads it."""
         own = self._own()
         tries: dict[str, Callable[[], Any]] = {
             "shrink": lambda: os.ftruncate(own.fd, 0),
@@ -141,7 +141,7 @@ class Attacker:
         return {"errors": self._try(tries), "told": self._told(4)}
 
     def _try(self, tries: dict[str, Callable[[], Any]]) -> dict[str, int]:
-        """The number of the error that each ended with, 0 for none."""
+        """The errno with which each attempt ended; 0 for none."""
         found = {}
         for name, attempt in tries.items():
             try:
@@ -152,7 +152,7 @@ class Attacker:
         return found
 
     def replay(self) -> Answer:
-        """A handle of its own, given back, and then used and given back again."""
+        """Returns one of its own handles, then uses it and returns it again."""
         own = self._own()
         tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes([1]) * 4 * ROW))
         self._lane.send(self._infer("identity", tensor))
@@ -167,7 +167,7 @@ class Attacker:
         return {"first": first, "again": again, "used": used}
 
     def look_for(self, mark: int) -> Answer:
-        """How often it is in all the memory that answers have come in, the parts included that are not answers."""
+        """How often the mark occurs in all memory in which answers arrived, including the parts outside of answers."""
         own = self._own()
         tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes(4 * ROW)))
         self._lane.send(self._infer("identity", tensor))
@@ -176,7 +176,7 @@ class Attacker:
         return {"marks": sum(bytes(memory).count(bytes([mark]) * 64) for memory in self._lane.maps.values())}
 
     def hold(self, most: int) -> Answer:
-        """Large answers, none of which is given back. Ends at the first refusal."""
+        """Requests large answers and returns none. Ends at the first refusal."""
         own = self._own()
         tensor = Tensor("x", "FP32", (1, SIZE // 4), own.put(0, bytes(SIZE)))
         for number in range(most):
@@ -187,14 +187,15 @@ class Attacker:
         return {"held": most, "told": ""}
 
     def flood(self, model: str, requests: int) -> Answer:
-        """All at once, and then it reads."""
+        """Sends all requests at once, then reads."""
         tensor = Tensor("x", "FP32", (1, 4), bytes(16))
         for _ in range(requests // 50):
             self._lane.send(*(self._infer(model, tensor) for _ in range(50)))
         return {"told": self._told(requests // 50 * 50)}
 
     def ask_at_once(self, connections: int, questions: int, what: str) -> Answer:
-        """Thousands of questions on each of many connections. Half of them end without reading; the others read on."""
+        """Sends thousands of queries on each of many connections. Half of them close without reading; the others
+        continue to read."""
         packets = [
             codec.encode([Ask(number, what) for number in range(start, start + 500)])
             for start in range(1, questions, 500)
@@ -203,7 +204,7 @@ class Attacker:
         for lane in made:
             lane.hello("memfd")
             lane.limit_sends(0.2)
-            with suppress(BlockingIOError):  # the server takes no more for now, which is what it should do
+            with suppress(BlockingIOError):  # the server accepts no more for now, as it should
                 for packet in packets:
                     lane.send_bytes(packet)
         for lane in made[::2]:
@@ -212,7 +213,7 @@ class Attacker:
         return {"sent": len(made)}
 
     def stuff(self) -> Answer:
-        """Sends without reading until the socket is full, or the connection has ended. Nothing is read after it."""
+        """Sends without reading until the socket is full or the connection has ended, and does not read afterwards."""
         lane = Lane(self._path)
         lane.hello("memfd")
         lane.limit_sends(3.0)
@@ -226,13 +227,14 @@ class Attacker:
         return {"sent": sent}
 
     def connect(self, count: int) -> Answer:
-        """Connections of which most say nothing, and the last one Hello: when that is answered, all have been seen."""
+        """Opens connections, most of which send nothing. The last one sends Hello: once that is answered, the server
+        has seen all."""
         told: Counter[str] = Counter()
         made = [Lane(self._path) for _ in range(count)]
         self._others += made
         silent, greeting = [lane for number, lane in enumerate(made) if number % 4 != 3], made[3::4]
         for lane in greeting:
-            with suppress(BrokenPipeError, ConnectionResetError):  # the reason of the disconnect comes below
+            with suppress(BrokenPipeError, ConnectionResetError):  # the reason for the disconnect is read below
                 lane.send(Hello(1, os.getpid(), "one of many", "memfd"))
         for lane in greeting + silent:
             try:
@@ -245,7 +247,8 @@ class Attacker:
         return {"told": dict(told)}
 
     def abuse_lease(self, what: str, hold: bool = False) -> Answer:
-        """Asks one by one until it has a lease, and misuses it until LeaseEnd. `hold`: it neither reads it nor ends."""
+        """Sends single requests until it has a lease, and misuses the lease until LeaseEnd. `hold`: neither reads the
+        lease nor ends it."""
         lane = Lane(self._path)
         lane.hello("memfd", leases=True)
         self._others.append(lane)
@@ -285,14 +288,14 @@ class Attacker:
                     found[type(codec.Codec(BrokerMessage).decode(answer)[0]).__name__] += 1
             del lane.leases[number]
             sock.close()
-            lane.send(request)  # the connection is as good as before
+            lane.send(request)  # the connection still works
             found["after it"] = isinstance(lane.receive_kind(Reply, *ERRORS), Reply)
             self._others.remove(lane)
             lane.close()
         return {"told": dict(found)}
 
     def misplace(self) -> Answer:
-        """Descriptors where none belong, too many of them, and too few."""
+        """Sends descriptors where none belong, too many of them, and too few."""
         own = self._own()
         fds = [os.memfd_create(f"spare{number}", os.MFD_CLOEXEC) for number in range(4)]
         inline = Tensor("x", "FP32", (1, 4), bytes(16))

@@ -1,7 +1,7 @@
 """A process of another user with the role infer attacks the server; honest clients beside it are not affected.
 
 After each attack the server has the same workers and no more descriptors, segments or memory than before.
-What such a user can see and open is in tests/security, invalid messages of any client are in tests/process.
+tests/security tests what such a user can see and open, tests/process the invalid messages of any client.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STRINGS = np.array([[f"{number}".encode() * (number % 7) for number in range(500
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Everybody may enter its directory, and the one user may connect."""
+    """A server whose directory everybody may enter, and to which this user may connect."""
     folder = Path(tempfile.mkdtemp(prefix="shmserve-test-"))
     folder.chmod(0o755)
     root = folder / "models"
@@ -62,7 +62,7 @@ def server() -> Iterator[Server]:
     with Server(root, *options, runtime_dir=folder / "run") as server:
         server.runtime_dir.chmod(0o755)
         (server.runtime_dir / "lane.sock").chmod(0o666)
-        for url in (server.url, server.zmq_url):  # what is needed once is there before anything is compared
+        for url in (server.url, server.zmq_url):  # memory that is allocated once exists before anything is compared
             with Client(url) as client:
                 honest(client)
         with attack(server) as child:
@@ -78,7 +78,7 @@ def attack(server: Server) -> Child:
 
 @pytest.fixture
 def attacker(server: Server) -> Iterator[Child]:
-    """Its end is part of each test: then nothing of it may be left."""
+    """The attacker, whose end is part of each test: nothing of it may be left then."""
     before = ServerSnapshot.of(server.pid)
     with attack(server) as child:
         child.ready()
@@ -88,7 +88,7 @@ def attacker(server: Server) -> Iterator[Child]:
 
 
 def honest(client: Client, rounds: int = 5) -> None:
-    """Requests of all kinds, many at a time, and each answer is right."""
+    """Sends requests of all kinds, many at a time, and checks each answer."""
     for number in range(rounds):
         sent: list[tuple[str, Any]] = [
             ("strings", STRINGS),
@@ -103,7 +103,7 @@ def honest(client: Client, rounds: int = 5) -> None:
 
 
 def only(told: dict[str, int], *allowed: str) -> dict[str, int]:
-    """The number of reports by pattern. All of them must be allowed, and contain no secrets."""
+    """The number of reports by pattern. Each report must be allowed and contain no secrets."""
     found = dict.fromkeys(allowed, 0)
     for text, count in told.items():
         assert not SECRETS.search(text), text
@@ -117,7 +117,7 @@ def only(told: dict[str, int], *allowed: str) -> dict[str, int]:
 
 
 def test_r3_bytes_that_change_while_they_are_read(server: Server, attacker: Child) -> None:
-    """Numbers, and the lengths of strings. Its own answers may be anything, or the right error."""
+    """Changes numbers and the lengths of strings. The attacker's own answers may be anything, or the right error."""
     attacker.tell(do="flip", requests=800)
     with server.client() as client:
         honest(client, 20)
@@ -130,7 +130,7 @@ def test_r3_bytes_that_change_while_they_are_read(server: Server, attacker: Chil
 
 def test_r16_memory_that_the_server_reads_cannot_be_truncated(server: Server, attacker: Child) -> None:
     found = attacker.ask(do="cut_inputs")
-    # A hole is zeros to who reads it, and no more harm than that.
+    # A hole only makes the reader see zeros.
     assert found["errors"] == {"shrink": errno.EPERM, "grow": errno.EPERM, "hole": 0}
     assert found["told"] == {"Reply": 4}
     with server.client() as client:
@@ -151,7 +151,7 @@ def test_r13_a_handle_that_was_given_back_is_nothing(server: Server, attacker: C
 
 
 def test_r17_what_a_handle_showed_is_not_shown_to_the_next(server: Server) -> None:
-    """A short answer in memory that a longer one was in: the rest of the mapping is this user's own, or empty."""
+    """A short answer reuses the memory of a longer one: the rest of the mapping is this user's own, or empty."""
     mark = bytes([0xA5]) * 64
     path = str(server.runtime_dir / "lane.sock")
     with server.client() as client:
@@ -167,7 +167,7 @@ def test_r17_what_a_handle_showed_is_not_shown_to_the_next(server: Server) -> No
 
 
 def test_r20_a_stopped_client_with_held_memory(server: Server, attacker: Child) -> None:
-    """Its own limit is what it meets; then it is stopped, with responses held and a socket that is not read."""
+    """The client reaches its own limit. Then it is stopped, while it holds responses and does not read its socket."""
     held = attacker.ask(do="hold", most=50)
     assert held["held"] <= HELD // (1 << 20) + 1
     assert held["told"].startswith("UNAVAILABLE")
@@ -195,7 +195,7 @@ def test_r20_a_flood(server: Server, attacker: Child) -> None:
 
 
 def test_r21_a_flood_of_questions(server: Server, attacker: Child) -> None:
-    """Thousands on each connection; half of the connections end without reading an answer."""
+    """Thousands of queries on each connection; half of the connections end without reading an answer."""
     attacker.tell(do="ask_at_once", connections=CONNECTIONS - 1, questions=20_000, what="metadata")
     with server.client() as client:
         honest(client, 20)
@@ -223,7 +223,7 @@ def test_r12_unexpected_descriptors(server: Server, attacker: Child) -> None:
         honest(client)
     with Lane(str(server.runtime_dir / "lane.sock")) as lane:
         lane.hello("memfd")
-        own = Segment(lane, 4096)  # and descriptors still arrive where they should
+        own = Segment(lane, 4096)  # and descriptors still arrive correctly
         lane.send(Infer(1, "identity", 0, (Tensor("x", "FP32", (1, 1024), own.put(0, bytes(4096))),)))
         assert isinstance(lane.receive_kind(Reply, Fail), Reply)
         own.close()
@@ -254,7 +254,7 @@ def test_whoever_misuses_a_lease_loses_it(server: Server, attacker: Child, what:
 
 @pytest.mark.parametrize("what", ["flood", "silence", "descriptors"])
 def test_one_who_keeps_a_lease_does_not_keep_others_waiting(server: Server, attacker: Child, what: str) -> None:
-    """It has sent as much as the socket takes and reads nothing, or sends nothing at all."""
+    """The client has filled the socket and reads nothing, or sends nothing at all."""
     attacker.ask(do="abuse_lease", what=what, hold=True)
     with server.client() as client:
         asks_lent(client, 40)
@@ -265,7 +265,7 @@ def test_one_who_keeps_a_lease_does_not_keep_others_waiting(server: Server, atta
 
 
 def test_r16_a_named_segment_that_was_cut_ends_the_worker_and_its_maker_is_named(server: Server) -> None:
-    """Named segments are for the server's own user. Other requests of the same batch succeed."""
+    """Only the server's own user may use named segments. Other requests of the same batch succeed."""
     count = 64 * 1024
     extent = posix.create(4 * count)
     try:
@@ -288,7 +288,7 @@ def test_r16_a_named_segment_that_was_cut_ends_the_worker_and_its_maker_is_named
                 told.append(f"{answer.code}: {answer.text}")
                 for x, call in zip(xs, calls, strict=True):
                     assert np.array_equal(call.result(30)["y"], x)
-            # If it shared its batch, or with the next worker, it meets one that does not even map it.
+            # If it shared its batch, it is run again by the next worker, which cannot even map the segment.
             assert re.match("MODEL_FAILED.*SIGBUS|HANDLE_LOST", told[0]), told
             assert all(text.startswith("HANDLE_LOST") for text in told[1:]), told
             (identity,) = (entry for entry in client.models() if entry["name"] == "identity")
@@ -299,7 +299,7 @@ def test_r16_a_named_segment_that_was_cut_ends_the_worker_and_its_maker_is_named
 
 
 def test_r16_a_name_that_was_taken_away(server: Server) -> None:
-    """Before a worker has opened it, the request fails. Afterwards it has no effect."""
+    """If the name is removed before a worker has opened the segment, the request fails. Afterwards it has no effect."""
     extent = posix.create(4096)
     with Zmq(server.zmq_url.removeprefix("ipc://")) as link, server.client() as client:
         link.hello("posix")

@@ -1,7 +1,7 @@
-"""A broker for tests of clients: it speaks the protocol, and the test decides what it does with each request.
+"""A fake broker for tests of clients: it speaks the protocol, and the test decides how it handles each request.
 
-It runs in a thread of the test's process. It answers Hello, Ask and requests to the models below by itself; `hold`
-keeps the request for the test to answer. It verifies and records every message.
+It runs in a thread of the test's process. It answers Hello, Ask and requests to the models below by itself; the model
+`hold` leaves the request for the test to answer. It verifies and records every message.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tests.support.broker.fake_parts import Parts, parts
 _BYTE = np.dtype("uint8")
 _INT = array.array("i").itemsize
 NOTHING = object()
-"""For a question that is never answered."""
+"""Marks a query that is never answered."""
 
 
 class Peer:
@@ -74,7 +74,7 @@ class Peer:
         self.announced: set[int] = set()
         self.held: list[Handle] = []
         self.streams: dict[int, Parts] = {}
-        """By request: those that are answered in parts."""
+        """Request -> its stream, for requests answered in parts."""
         self.closed = False
         make = posix.create if sock is None else lambda size: memfd.create(size, seal_future_write=True)
         self.arena = Arena(owner + 1000, make, limit_bytes=1 << 30)
@@ -85,7 +85,7 @@ class Peer:
         if self.sock is None:
             self.broker.router.send_multipart([self.identity, data, *frames])
             return
-        with contextlib.suppress(BrokenPipeError):  # it has disconnected; reading reports that
+        with contextlib.suppress(BrokenPipeError):  # the client has disconnected; reading reports that
             self.sock.sendmsg([data], rights)
 
     def bytes_of(self, tensor: Tensor, frames: list[bytes]) -> bytes:
@@ -97,7 +97,7 @@ class Peer:
                         for handle in tensor.data)  # fmt: skip
 
     def own(self, handle: Handle) -> bytes:
-        """An output of ours that the client passes on: it must hold it."""
+        """The bytes of an output of this broker that the client passes on; the client must hold it."""
         assert any(
             held.segment == handle.segment
             and held.offset <= handle.offset
@@ -108,7 +108,7 @@ class Peer:
         return bytes(segment.memory[handle.offset : handle.offset + handle.size])
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...], data: bytes, frames: list[bytes]) -> Tensor:
-        """An output as the client wants it: inline, in a frame, or in shared memory, announced first."""
+        """An output in the form that the client requests: inline, in a frame, or in shared memory, announced first."""
         if len(data) <= INLINE_BYTES:
             return Tensor(name, dtype, shape, data)
         if self.outputs == "frames":
@@ -138,7 +138,7 @@ Behaviour = Callable[["FakeBroker", Peer, Infer, "list[bytes]"], None]
 
 
 def echo(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
-    """Outputs are the inputs, under the same names; those that were asked for somewhere are written there."""
+    """Outputs are the inputs, under the same names. Outputs with a place are written there."""
     places = {wanted.name: wanted.place for wanted in infer.outputs or ()}
     out_frames: list[bytes] = []
     outputs = []
@@ -182,7 +182,7 @@ def held(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> N
 
 
 def die(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
-    """The connection ends; at the second try the request is answered."""
+    """Ends the connection; the second attempt is answered."""
     if broker.deaths:
         echo(broker, peer, infer, frames)
         return
@@ -191,7 +191,7 @@ def die(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> No
 
 
 def garble(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
-    """An answer whose bytes do not fit its shape."""
+    """Sends an answer whose bytes do not fit its shape."""
     peer.send(Reply(infer.request, 1, (Tensor("x", "FP32", (1000,), b"abc"),)))
 
 
@@ -220,18 +220,18 @@ class FakeBroker:
         self.path = path
         self.parked: queue.SimpleQueue[tuple[Peer, Infer, list[bytes]]] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        """Every message that came, except Infer."""
+        """Every received message, except Infer."""
         self.requests: list[Infer] = []
         self.packets: list[list[Any]] = []
         self.deaths = 0
         self.ready = True
         self.answers: dict[str, Any] = {}
-        """What is asked -> the answer, or a function of the model, the version and the body, which may raise one."""
+        """Query -> the answer, or a function of model, version and body that returns or raises one."""
         self.bodies: dict[tuple[Any, int], list[Ask]] = {}
-        """Those that have not come to their end."""
+        """Bodies that are not complete."""
         self.pongs = True
         self.pings: list[tuple[Peer, int]] = []
-        """Those that were not answered, as there were to be no pongs."""
+        """Pings not answered, because pongs are switched off."""
         self.peers: dict[Any, Peer] = {}
         self.owners = 0
         self.running = self.started = False
@@ -241,7 +241,7 @@ class FakeBroker:
 
     @property
     def keys(self) -> dict[str, str]:
-        """What a client over tcp needs."""
+        """The keys that a client over tcp needs."""
         return {"server_key": self.pair.public, "key_file": str(self.client_key)}
 
     @property
@@ -263,9 +263,9 @@ class FakeBroker:
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)
-        self.router.setsockopt(zmq.SNDHWM, 0)  # otherwise a ROUTER drops messages for a client that is slow
+        self.router.setsockopt(zmq.SNDHWM, 0)  # otherwise a ROUTER drops messages for a slow client
         self.router.bind(self.ipc)
-        self.router.setsockopt(zmq.CURVE_SERVER, 1)  # for what is bound from here on
+        self.router.setsockopt(zmq.CURVE_SERVER, 1)  # applies to endpoints bound from here on
         self.router.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret.encode())
         self.tcp = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
         self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -294,7 +294,7 @@ class FakeBroker:
         self.running = False
 
     def do(self, job: Callable[[], object]) -> None:
-        """Does it in the broker's thread; returns when it is done, with what it raised."""
+        """Runs `job` in the broker's thread, waits for its end, and raises what it raised."""
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
@@ -312,7 +312,7 @@ class FakeBroker:
             raise failure
 
     def wait_for(self, kind: type) -> Any:
-        """The next message of this kind that was received."""
+        """Returns the next received message of this kind."""
         while True:
             message = self.told.get(timeout=20)
             if isinstance(message, kind):
@@ -333,7 +333,7 @@ class FakeBroker:
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException as error:  # kept for `stop`; a client that waits for us must not wait for ever
+        except BaseException as error:  # kept for `stop`; a waiting client must not wait forever
             self.failure = error
             self.running = False
             for peer in list(self.peers.values()):
@@ -366,7 +366,7 @@ class FakeBroker:
                     self._take_lane(self.peers[descriptor])
 
     def drop(self, peer: Peer) -> None:
-        """Ends the connection without a word."""
+        """Ends the connection without a message."""
         key = peer.identity if peer.sock is None else peer.sock.fileno()
         if self.peers.pop(key, None) is not None:
             if peer.sock is not None and self.running:
@@ -425,7 +425,7 @@ class FakeBroker:
             if message.name is None:
                 peer.mapped.add(message.segment, message.size, fd=descriptors.pop(0))
             else:
-                with contextlib.suppress(NotFound):  # the client has closed meanwhile, and taken the name away
+                with contextlib.suppress(NotFound):  # the client has closed in the meantime, and removed the name
                     peer.mapped.add(message.segment, message.size, name=message.name)
         elif isinstance(message, Unmap):
             if message.segment in peer.mapped:
@@ -454,7 +454,7 @@ class FakeBroker:
                     peer.send(Fail(message.request, "CANCELLED", "it was cancelled"))
 
     def pong(self) -> None:
-        """From now on, and for what has come."""
+        """Sends pongs from now on, including for earlier pings."""
         self.pongs = True
         while self.pings:
             peer, number = self.pings.pop(0)

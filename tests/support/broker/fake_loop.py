@@ -18,7 +18,7 @@ class Timer:
 
 
 class Loop:
-    """Its time advances only when a test fires a timer."""
+    """A loop whose time advances only when a test fires a timer."""
 
     def __init__(self) -> None:
         self.now = 0.0

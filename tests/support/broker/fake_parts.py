@@ -1,4 +1,4 @@
-"""Responses in parts of the broker for tests of clients, never more than their window allows."""
+"""Streamed responses of the fake broker, never more than their window allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """A request that is answered with numbers, as many as it asks for and as there is room for."""
+    """A request that is answered with numbers: as many as it asks for, within its window."""
 
     def __init__(self, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
         assert infer.options is not None
@@ -26,7 +26,7 @@ class Parts:
         self.sent = 0
 
     def go_on(self) -> None:
-        """An end without outputs needs no room."""
+        """Sends as many parts as the window allows. An end without outputs needs no window."""
         send, frames = self.peer.send, list[bytes]()
         while self.room and self.sent < self.count:
             data = np.full(int(self.wish.get("size", 1)), self.sent, np.float32).tobytes()

@@ -1,4 +1,4 @@
-"""The metrics of a core as Prometheus's own parser reads them, and requests to be counted."""
+"""The metrics of a core, read by Prometheus's own parser, and requests to be counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Labels = frozenset[tuple[str, str]]
 
 
 class Seen:
-    """What the parser makes of a text. No sample is there twice, and each is of a metric in the table."""
+    """The parser's result for a text. No sample occurs twice, and each belongs to a metric in the table."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -1,4 +1,4 @@
-"""The broker for tests of clients while a test runs, in a folder of its own with a name short enough for a socket."""
+"""The fake broker for the duration of a test, in a separate folder whose name is short enough for a socket."""
 
 from __future__ import annotations
 

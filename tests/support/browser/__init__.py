@@ -1,1 +1,1 @@
-"""A real browser, driven by its own protocol: `chromium` starts it, `tab` is one page in it."""
+"""A real browser, controlled by its own protocol: `chromium` starts it, `tab` is one page in it."""

@@ -1,6 +1,6 @@
-"""Chromium without a window, driven over two pipes by the DevTools protocol: JSON messages that end with NUL.
+"""Headless Chromium, controlled over two pipes by the DevTools protocol: JSON messages that end with NUL.
 
-No driver, port or library lies in between, so the browser is all that the machine must have.
+It needs no driver, port or library: the machine only needs the browser.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLAGS = (
     "--disable-extensions", "--disable-sync", "--disable-default-apps", "--disable-breakpad",
     "--disable-crash-reporter", "--mute-audio", "--force-color-profile=srgb", "--lang=en-US",
 )  # fmt: skip
-"""Without the sandbox, as tests may run as root; it loads only pages of the server under test."""
+"""No sandbox, because tests may run as root; the browser loads only pages of the server under test."""
 
 
 def find() -> str | None:
@@ -38,7 +38,7 @@ def find() -> str | None:
 
 
 def _pipe() -> tuple[int, int]:
-    """With numbers that are not among those that the browser expects, 3 and 4."""
+    """A pipe whose descriptors are not 3 or 4, which the browser expects for other purposes."""
     ends = os.pipe()
     reader, writer = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
     for end in ends:
@@ -51,7 +51,7 @@ class ProtocolError(Exception):
 
 
 class Chromium:
-    """`names`: host names that resolve to this machine, beside localhost. No other name resolves."""
+    """`names`: host names, besides localhost, that resolve to this machine. No other name resolves."""
 
     def __init__(self, executable: str, profile: Path, names: tuple[str, ...] = ()) -> None:
         to_browser, self._write = _pipe()
@@ -84,7 +84,7 @@ class Chromium:
         return number
 
     def call(self, method: str, session: str = "", **parameters: Any) -> dict[str, Any]:
-        """Sends a command and waits for its result; events are passed on meanwhile."""
+        """Sends a command and waits for its result; events are passed on in the meantime."""
         number = self.post(method, session, **parameters)
         self.wait(lambda: number in self._answers, method)
         answer = self._answers.pop(number)
@@ -117,7 +117,7 @@ class Chromium:
                     listener(message["method"], message["params"])
 
     def close(self) -> None:
-        """Ends the browser with all of its processes."""
+        """Ends the browser and all of its processes."""
         processes = [os.pidfd_open(pid) for pid in self._family()]
         with contextlib.suppress(EOFError, BrokenPipeError):
             self.call("Browser.close")
@@ -129,16 +129,17 @@ class Chromium:
             ended, _, _ = select.select([process], [], [], PATIENCE_S)
             if not ended:
                 raise TimeoutError(f"a process of the browser is left after {PATIENCE_S:g} s")
-            with contextlib.suppress(ChildProcessError):  # an orphan, which comes to a subreaper
+            with contextlib.suppress(ChildProcessError):  # an orphan, which a subreaper inherits
                 os.waitid(os.P_PIDFD, process, os.WEXITED)
             os.close(process)
 
     def _family(self) -> list[int]:
-        """Its other processes, also those that are not below it: they name its folder."""
+        """The browser's other processes, including those that are not its descendants: their command lines name its
+        folder."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) not in (os.getpid(), self._process.pid):
-                with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+                with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                     if os.fsencode(self._folder) in (entry / "cmdline").read_bytes():
                         found.append(int(entry.name))
         return found

@@ -1,6 +1,6 @@
-"""One page in the browser. What a test waits for is seen in the page when it happens, by a MutationObserver.
+"""One page in the browser. A MutationObserver in the page detects what a test waits for.
 
-Faults are collected: exceptions of scripts, violations of the content security policy, and requests to other hosts.
+Errors are collected: exceptions of scripts, violations of the content security policy, and requests to other hosts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ INTERACTIVE = frozenset(
     ("button", "link", "textbox", "searchbox", "combobox", "checkbox", "radio", "spinbutton", "slider", "tab",
      "listbox", "menuitem", "switch", "image", "img", "table", "grid", "dialog")
 )  # fmt: skip
-"""Roles of what must have a name for a screen reader."""
+"""Roles of elements that must have a name for a screen reader."""
 
 
 class Tab:
-    """`origin`: where the page comes from. The page may send requests only there and to `others`."""
+    """`origin`: the origin of the page, which may send requests only there and to `others`."""
 
     def __init__(self, browser: Chromium, origin: str, others: Iterable[str] = ()) -> None:
         self._browser = browser
@@ -55,12 +55,12 @@ class Tab:
         self.faults: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.questions: list[str] = []
-        """What the page has asked its user with confirm()."""
+        """The texts that the page has shown with confirm()."""
         self.agrees = True
-        """What the user answers."""
+        """The user's answer to confirm()."""
         self._downloads: list[str] = []
         self.loaded = 0
-        """Documents so far."""
+        """Number of documents loaded so far."""
         browser.listeners[self._session] = self._event
         for domain in ("Page", "Runtime", "Log", "Network", "Accessibility", "DOM"):
             self.call(f"{domain}.enable")
@@ -92,7 +92,7 @@ class Tab:
     # ------------------------------------------------------------------------------------ documents
 
     def open(self, path: str = "/") -> None:
-        """Loads the page again, so that nothing of an earlier one is left."""
+        """Loads the page anew, so that no state of an earlier page is left."""
         self._navigate("about:blank")
         self._navigate(self.origin + path)
 
@@ -103,11 +103,11 @@ class Tab:
         self.wait_for_load(before)
 
     def wait_for_load(self, before: int) -> None:
-        """Waits until more than so many documents have been loaded."""
+        """Waits until more than this many documents have been loaded."""
         self._browser.wait(lambda: self.loaded > before, "a document to load")
 
     def go(self, fragment: str) -> None:
-        """Another view of the page."""
+        """Goes to another view of the page."""
         self.evaluate(f"location.hash = {json.dumps(fragment)}")
 
     def evaluate(self, expression: str) -> Any:
@@ -118,7 +118,8 @@ class Tab:
         return found["result"].get("value")
 
     def wait(self, expression: str) -> Any:
-        """Waits until the expression is true, and returns its value. It is looked at whenever the document changes."""
+        """Waits until the expression is true, and returns its value. The expression is evaluated whenever the document
+        changes."""
         try:
             return self.evaluate(_WAIT % expression)
         except TimeoutError as error:
@@ -129,14 +130,14 @@ class Tab:
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def wait_for(self, selector: str, text: str = "") -> None:
-        """Waits for an element, with this text in it."""
+        """Waits for an element that contains this text."""
         found, wanted = json.dumps(selector), json.dumps(text)
         self.wait(f"[...document.querySelectorAll({found})].some((one) => one.textContent.includes({wanted}))")
 
     # ------------------------------------------------------------------------------------ the user
 
     def click(self, selector: str) -> None:
-        """With the mouse, in the middle of the element."""
+        """Clicks with the mouse in the middle of the element."""
         self.wait_for(selector)
         place = self.evaluate(
             f"(() => {{ const one = document.querySelector({json.dumps(selector)});"
@@ -163,7 +164,7 @@ class Tab:
         self.call("DOM.setFileInputFiles", nodeId=node["nodeId"], files=[str(path)])
 
     def download(self, selector: str, folder: Path) -> None:
-        """Clicks a link to a file, which is saved under its own name."""
+        """Clicks a link to a file, which is saved under the link's file name."""
         self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder), eventsEnabled=True)
         before = len(self._downloads)
         self.click(selector)
@@ -209,18 +210,18 @@ class Tab:
         return [role for role, name in self.accessible() if role in INTERACTIVE and not name]
 
     def close(self) -> None:
-        """Closes it; commands still in flight in it end."""
+        """Closes the tab. Commands in flight in it end."""
         try:
             self._browser.call("Target.closeTarget", targetId=self._target)
         except ProtocolError:
-            return  # it is gone already
+            return  # it has already gone
         finally:
             self._browser.listeners.pop(self._session, None)
 
 
 @contextmanager
 def opened(browser: Chromium, origin: str, others: Iterable[str] = ()) -> Iterator[Tab]:
-    """A page that shows the overview. At the end, nothing may have gone wrong in it."""
+    """A page that shows the overview. At the end, it must have no errors."""
     tab = Tab(browser, origin, others)
     try:
         tab.size(1280)

@@ -1,1 +1,1 @@
-"""Clients and their sessions, and documents that clients show."""
+"""Clients and their sessions, and documents for the live views."""

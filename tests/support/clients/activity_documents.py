@@ -1,4 +1,4 @@
-"""Documents such as a server answers to the query `activity`, for tests of live views."""
+"""Documents like a server's answers to the query `activity`, for tests of live views."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ SECOND = 1_000_000_000
 
 
 def counters(success: int = 0, failed: int = 0, **more: Any) -> Document:
-    """Each request has one row and a batch of its own, waited 1 ms and ran 3 ms, unless `more` says otherwise."""
+    """Counters of requests with one row in a separate batch each, 1 ms in the queue and 3 ms of compute, unless `more`
+    says otherwise."""
     found: Document = {
         "success": success, "failed": failed, "rejected": 0, "cancelled": 0, "rows": success, "batches": success,
         "request_ns": success * 4_000_000, "queue_ns": success * 1_000_000, "input_ns": 0,

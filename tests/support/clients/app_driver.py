@@ -1,4 +1,4 @@
-"""An app of `shmserve top` on a terminal of textual's own."""
+"""Runs an app of `shmserve top` in textual's test terminal."""
 
 from __future__ import annotations
 

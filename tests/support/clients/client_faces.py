@@ -1,5 +1,5 @@
-"""Both clients behind one face, so that one test is for both. The coroutines of the async one run in the test's own
-thread, a call at a time.
+"""Both clients behind one interface, so that one test covers both. Coroutines of the async client run in the test's own
+thread, one call at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from shmserve import AsyncClient, Client
 from shmserve.testing import Server
 
 uvloop.new_event_loop().close()
-"""The first loop of a process makes a pipe for signals that stays; it is no leak of any test."""
+"""The first loop of a process creates a pipe for signals that stays open. Creating it here keeps it from being reported
+as a leak of a test."""
 
 
 class SyncFace:
@@ -48,7 +49,7 @@ class AsyncFace:
         return made
 
     def turn(self) -> None:
-        """Lets the loop do what is due, connecting included."""
+        """Runs one iteration of the loop, including connecting."""
 
         async def due() -> None:
             for _ in range(3):
@@ -145,7 +146,7 @@ FACES: dict[str, Callable[..., Any]] = {
 
 
 def connect(server: Server, way: str, **options: Any) -> Any:
-    """Opens a client. `way` names its face and its link: "sync lane", "asyncio ipc", "sync frames" (ZeroMQ)."""
+    """Opens a client. `way` names the client and its link: "sync lane", "asyncio ipc", "sync frames" (ZeroMQ)."""
     face, link = way.split()
     if link == "frames":
         options["memory"] = "frames"

@@ -19,7 +19,7 @@ class RecordingTicket(Ticket):
         self.answer: Any = None
         self.error: ServeError | None = None
         self.ends = 0
-        """How often it was settled or failed."""
+        """How many times the ticket was settled or failed."""
 
     def settle(self, answer: Any) -> None:
         self.ends += 1
@@ -38,7 +38,8 @@ def feed(session: Session, *messages: Any) -> int:
 
 
 def connect(session: Session, owner: int = 1, memory: str = "memfd", batch_requests: int = 0) -> Session:
-    """Hello and Welcome; also after a lost connection. `batch_requests` 0: the server does not know InferBatch."""
+    """Exchanges Hello and Welcome, also after a lost connection. `batch_requests` 0: the server does not know
+    InferBatch."""
     (hello,) = decode(session.hello(7, "test").data)
     assert hello == Hello(PROTOCOL, 7, "test", memory)
     limits = {"client_requests": 10} | ({"batch_requests": batch_requests} if batch_requests else {})
@@ -51,7 +52,7 @@ def connected(memory: str = "memfd", owner: int = 1) -> Session:
 
 
 def confirm_loaded(session: Session) -> None:
-    """Answer the question that a client asks after a lost connection, before it repeats its requests."""
+    """Answer the query that a client sends after a lost connection, before it resends its requests."""
     question = sent(session)[-1]
     assert question.what == "loaded"
     feed(session, Answer(question.request, b'{"loaded": true}'))

@@ -1,5 +1,5 @@
-"""The rules of Chrome's trace event format, as far as `shmserve trace` uses it: what a viewer silently drops or draws
-wrongly is an error here."""
+"""The rules of Chrome's trace event format, as far as `shmserve trace` uses it: events that a viewer silently drops or
+draws wrongly are errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(events: Iterable[Event]) -> list[Event]:
 
 
 def _nests(slices: list[Event]) -> None:
-    """The slices of a row lie one after the other or within each other."""
+    """Asserts that the slices of a row are disjoint or nested."""
     open_until: list[int] = []
     for event in sorted(slices, key=lambda event: (ns(event["ts"]), -ns(event["dur"]))):
         begin = ns(event["ts"])
@@ -58,7 +58,7 @@ def _nests(slices: list[Event]) -> None:
 
 
 def _arrows(events: list[Event], slices: dict[int, list[Event]]) -> None:
-    """Each has a start and an end, in time, inside of a slice of its row."""
+    """Asserts that each arrow has a start and a later end, both inside a slice of their row."""
     arrows: dict[int, dict[str, Event]] = defaultdict(dict)
     spans = {row: {(ns(one["ts"]), ns(one["ts"]) + ns(one["dur"])) for one in found} for row, found in slices.items()}
     for event in events:

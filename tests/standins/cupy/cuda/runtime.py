@@ -26,7 +26,7 @@ cudaIpcMemLazyEnablePeerAccess = 1
 _NAMES = {2: "cudaErrorMemoryAllocation: out of memory", 700: "cudaErrorIllegalAddress"}
 _UNKNOWN = "cudaErrorInvalidValue"
 JOURNAL = os.environ.get("CUDA_STANDIN_JOURNAL", "")
-"""A folder, in which each process writes what it calls; with the kind of each copy."""
+"""Folder in which each process logs its calls, with the kind of each copy."""
 
 
 class CUDARuntimeError(RuntimeError):
@@ -36,7 +36,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 class _Memory:
-    """An allocation. Its pages are a file's, so that another process can have them too."""
+    """An allocation, backed by a file so that another process can also map it."""
 
     def __init__(self, size: int, descriptor: int = -1) -> None:
         if descriptor < 0:
@@ -83,7 +83,7 @@ class _Stream:
 
 
 class State:
-    """What a test looks at and turns."""
+    """State that tests inspect and set."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -120,7 +120,7 @@ class State:
         return [call for call in self.calls if call[0] == name]
 
     def left(self) -> dict[str, int]:
-        """What was made and not given back."""
+        """Objects that were created and not freed."""
         found = {
             "device": len(self.device),
             "opened": len(self.opened),
@@ -169,7 +169,7 @@ def getDevice() -> int:
 
 
 def getDeviceProperties(device: int) -> dict[str, Any]:
-    """The uuid is that of NVML."""
+    """The properties of a device. The uuid equals that of NVML."""
     return {"uuid": state.uuid}
 
 
