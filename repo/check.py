@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,9 @@ from shmserve.repo.storage.layout import (
     inspect_root,
     is_model,
     may_complete_itself,
+    repository_of,
 )
+from shmserve.repo.storage.model_files import TARGETS
 from shmserve.repo.storage.store import (
     ScannedModel,
     check_config_name,
@@ -121,7 +124,7 @@ def check(
         check_config_name(config_name)
     for root in roots:
         if not root.is_dir():
-            raise InvalidRequest(f"{root} is not a directory")
+            raise InvalidRequest(_not_a_directory(root))
     host = frozenset(backends) if backends is not None else installed()
     repositories = _RepositoryCheck(host, gpus, config_name, completed or {})
     seen: set[Path] = set()
@@ -130,6 +133,19 @@ def check(
             seen.add(root.resolve())
             repositories.add_root(root)
     return repositories.done()
+
+
+def _not_a_directory(root: Path) -> str:
+    text = f"{root} is not a directory; `shmserve check` takes model repositories, with a directory for each model"
+    if not root.is_file():
+        return text
+    repository = repository_of(root)
+    if repository is not None:
+        return f"{text}. The repository of this model: shmserve check {shlex.quote(str(repository))}"
+    if root.suffix in TARGETS:
+        name = shlex.quote(str(root))
+        return f"{text}. `shmserve serve {name}` serves a file, and says what is wrong with it"
+    return text
 
 
 class _ModelCheck:

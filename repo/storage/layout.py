@@ -78,6 +78,17 @@ def is_model(root: Path) -> bool:
     return any((version / file).exists() for version in versions for file in _ENGINE_FILES)
 
 
+def repository_of(path: Path) -> Path | None:
+    """The repository of a model directory, of its configuration, or of a file in one of its version directories."""
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    if path.is_file() and folder.name.isdigit():
+        folder = folder.parent
+    try:
+        return folder.parent if is_model(folder) else None
+    except OSError:
+        return None
+
+
 # -------------------------------------------------------------------------------------------------- a model
 
 

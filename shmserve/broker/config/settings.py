@@ -45,6 +45,7 @@ from shmserve.repo.backends import DIRECTORY, backend_directory_problem
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
 from shmserve.repo.remote.stores import missing_package
+from shmserve.repo.storage.layout import repository_of
 from shmserve.repo.storage.model_files import ModelFile, is_model_path, model_file
 from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
 
@@ -120,13 +121,26 @@ def _defaults(compatible: bool) -> dict[str, Any]:
 
 
 def _missing_repositories(settings: argparse.Namespace, is_given: bool, problems: list[str]) -> list[str]:
-    """Adds missing repositories to `problems`. With an explicit --exit-on-error=false, returns them instead: then the
-    server runs without models, as Triton does."""
-    texts = [f"--model-repository {root} is not a directory" for root in settings.model_repository if not root.is_dir()]
+    """Adds missing repositories, and directories that are not repositories, to `problems`. With an explicit
+    --exit-on-error=false, returns them instead: then the server runs without models, as Triton does."""
+    texts = [text for root in settings.model_repository if (text := _not_a_repository(root))]
     if is_given and not settings.exit_on_error:
         return texts
     problems += texts
     return []
+
+
+def _not_a_repository(root: Path) -> str:
+    if not root.is_dir():
+        return f"--model-repository {root} is not a directory"
+    repository = repository_of(root)
+    if repository is None:
+        return ""
+    words = f"--model-repository {shlex.quote(str(repository))}"
+    return (
+        f"{root} is the directory of one model, not a repository. Serve its parent: {words}; or only this model of it: "
+        f"{words} --model-control-mode explicit --load-model {shlex.quote(root.resolve().name)}"
+    )
 
 
 def access(settings: argparse.Namespace) -> AccessRules:

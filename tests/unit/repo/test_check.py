@@ -71,6 +71,27 @@ def test_a_model_directory_is_not_a_repository(tmp_path: Path) -> None:
         assert checked.models == ()
 
 
+def test_a_file_instead_of_a_repository(tmp_path: Path) -> None:
+    folder = model(tmp_path, "net")
+    (folder / "1").mkdir(exist_ok=True)
+    takes = "is not a directory; `shmserve check` takes model repositories, with a directory for each model"
+    repository = f"The repository of this model: shmserve check {tmp_path}"
+    alone, other = tmp_path / "alone.onnx", tmp_path / "notes.md"
+    serve = f"`shmserve serve {alone}` serves a file, and says what is wrong with it"
+    for file in (folder / "1" / "model.onnx", alone, other):
+        file.write_bytes(b"x")
+    for root, text in {
+        folder / "config.pbtxt": f"{takes}. {repository}",
+        folder / "1" / "model.onnx": f"{takes}. {repository}",
+        alone: f"{takes}. {serve}",
+        other: takes,
+        tmp_path / "nowhere": takes,
+    }.items():
+        with pytest.raises(InvalidRequest) as refused:
+            check([root])
+        assert str(refused.value) == f"{root} {text}"
+
+
 def test_a_source_directory_is_one_error(tmp_path: Path) -> None:
     """As soon as one directory resembles a model, each has findings of its own."""
     for name in ("docs", "src", "tests"):

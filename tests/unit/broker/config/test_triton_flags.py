@@ -86,3 +86,24 @@ def test_a_missing_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             settings.parse([*base, *more])
         assert text in capsys.readouterr().err
     assert settings.parse([*base[2:], "--exit-on-error=false"]).failed == []
+
+
+@pytest.mark.parametrize("mode", ["none", "poll", "explicit"])
+@pytest.mark.parametrize("file", ["config.pbtxt", "1/model.onnx"])
+def test_a_model_directory_instead_of_a_repository(
+    file: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "net"
+    (folder / file).parent.mkdir(parents=True)
+    (folder / file).write_text("")
+    text = (
+        f"{folder} is the directory of one model, not a repository. Serve its parent: --model-repository {tmp_path}; "
+        f"or only this model of it: --model-repository {tmp_path} --model-control-mode explicit --load-model net"
+    )
+    options = ["--model-control-mode", mode]
+    for words in ([str(folder)], ["--model-repository", str(folder)]):
+        with pytest.raises(SystemExit):
+            settings.parse([*words, *options])
+        assert text in capsys.readouterr().err
+    assert settings.parse([str(folder), *options, "--exit-on-error=false"]).failed == [text]
+    assert settings.parse([str(tmp_path), *options]).failed == []
