@@ -57,7 +57,7 @@ def test_each_operation_and_its_options(client: Any, operations: Operations) -> 
         ("load", "m", 0, config),
         ("unload", "m", 0, b'{"unload_dependents": false, "wait": true}'),
         ("unload", "m", 0, b'{"unload_dependents": true, "wait": false}'),
-        ("unload", "m", 0, b'{"unload_dependents": false, "wait": true, "force": true, "timeout": 5}'),
+        ("unload", "m", 0, b'{"unload_dependents": false, "wait": true, "force": true, "timeout": 5.0}'),
         ("restart", "m", 0, b'{"instance": ""}'),
         ("restart", "m", 2, b'{"instance": "m_0_1"}'),
         ("origins", "m", 2, b""),
