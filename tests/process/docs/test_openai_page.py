@@ -70,10 +70,10 @@ def test_fields_and_limits() -> None:
     assert fields - named - {"input"} == set()
     limits = (
         f"up to {bodies.PROMPTS} prompts, with up to {bodies.CHOICES} choices",
-        f"up to {generation.AT_ONCE} of them are at the model at a time",
-        f"up to {embeddings.AT_ONCE} of them are at the model at a time",
+        f"up to {generation.AT_ONCE} of them are in flight at a time",
+        f"up to {embeddings.AT_ONCE} of them are in flight at a time",
         f"The limit is {bodies.TEXTS} texts",
-        f"that wait for their template have {templates.WAITING_BYTES >> 20} MiB",
+        f"Messages that wait for rendering may take {templates.WAITING_BYTES >> 20} MiB together",
         f"{templates.INPUT_BYTES >> 20} MiB of JSON, a prompt to {templates.TEXT_CHARACTERS >> 20} Mi characters",
     )
     text = " ".join(PAGE.split())
