@@ -16,6 +16,8 @@ class OnDemand:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks all that a test module contains for `__test__`, `_mock_name` and others
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 
 
