@@ -1,6 +1,7 @@
-"""Model files of PyTorch and scikit-learn, and what they answer: `python -m tests.support.foreign_models KIND FOLDER`.
+"""Model files of PyTorch and scikit-learn, and their expected results: `python -m tests.support.foreign_models KIND
+FOLDER`.
 
-In a process of their own, because both libraries keep threads. Answers are in FOLDER/NAME.npz, with the inputs.
+Runs in a separate process, because both libraries keep threads. Results are in FOLDER/NAME.npz, with the inputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How Hypothesis chooses examples.
 
-`make test` tries the same ones every time, so that it fails for a change and not by chance. SHMSERVE_EXPLORE=N, which
-`make stress` sets, searches for new faults: random examples, and N times as many.
+`make test` tries the same examples every time, so that it fails because of a change and not by chance.
+SHMSERVE_EXPLORE=N, which `make stress` sets, searches for new bugs with random examples, N times as many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TIMES = int(os.environ.get("SHMSERVE_EXPLORE", "0"))
 
 
 def examples(count: int = 100) -> int:
-    """For `max_examples`, which is all that a test sets."""
+    """The value for `max_examples`, the only setting that tests use."""
     return count * max(TIMES, 1)
 
 

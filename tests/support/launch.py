@@ -1,4 +1,4 @@
-"""A broker as a child process of a test: started, awaited by its ready pipe, and its end awaited too."""
+"""A broker as a child process of a test: started, awaited through its ready pipe, and awaited again at its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ instance_group [ {{ count: {count} kind: KIND_CPU }} ]
 
 
 def identity(repository: Path, name: str, batch: int = 8, count: int = 1, **parameters: str) -> None:
-    """Writes a model that gives back what it gets."""
+    """Writes a model that returns its inputs."""
     more = ("dynamic_batching { }\n" if batch else "") + model_files.parameters(**parameters)
     model_files.write_model(repository, name, IDENTITY.format(name=name, batch=batch, count=count, more=more))
 
@@ -88,11 +88,11 @@ class Launched:
         return self.wait()
 
     def kill(self) -> None:
-        """kill -9, and its workers' end too, which follows from it."""
+        """Kills the broker with SIGKILL and waits for the end of its workers, which follows."""
         workers = []
         if self.process.poll() is None:
             for pid in children_of(self.process.pid):
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                with contextlib.suppress(ProcessLookupError):  # the process has just ended
                     workers.append(os.pidfd_open(pid))
         self.process.kill()
         self.process.wait()
@@ -115,12 +115,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The children of a broker, without the one that workers are made of."""
+    """The children of a broker, without the process from which workers are forked."""
     return [child for child in children_of(pid) if _name_of(child) not in (PREPARED, "")]
 
 
 def descriptors_of(pid: int) -> list[str]:
-    """What the descriptors of a process refer to, without those that are closed while they are listed."""
+    """The targets of a process's descriptors, without those that are closed while they are listed."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -137,7 +137,7 @@ def _name_of(pid: int) -> str:
 
 
 def await_end(pid: int, seconds: float = 30.0) -> None:
-    """Until a process that is no child of ours has ended."""
+    """Waits for the end of a process that is not a child of this one."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,13 +1,13 @@
-"""A pytest plug-in: after every test nothing may be left behind. What is left is an error of that test.
+"""A pytest plug-in: no test may leave anything behind. Leftovers are an error of that test.
 
-Watched are open descriptors, threads (also those that native libraries start), descendant processes, names in
+It watches open descriptors, threads (including those that native libraries start), descendant processes, names in
 /dev/shm that this process or a descendant owns, and mappings of shared memory. Nothing else on the machine counts, so
-that several of these processes can run beside each other. It waits only for things that are already ending
-(it joins a thread, it polls the pidfd of a process), never for time to pass.
+several test processes can run in parallel. It waits only for things that are already ending (joins a thread, polls the
+pidfd of a process), never for time to pass.
 
-A test is compared from before its first function-scoped fixture to after the last one is torn down; a class, module
-or session likewise around the fixtures of that scope. What a fixture of a wider scope creates while a narrower node is
-being watched belongs to the wider one.
+For a test, the states before its first function-scoped fixture and after the teardown of the last one are compared; for
+a class, module or session, the states around the fixtures of that scope. What a fixture of a wider scope creates while
+a narrower node is being watched belongs to the wider one.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from tests.support.shared_mappings import shared_mappings
 
 SHM = Path("/dev/shm")
 OWNER = re.compile(r"shmserve-(\d+)-(\d+)-")
-"""A name of ours begins with the pid and the start time of its owner."""
+"""Names of shmserve begin with the pid and the start time of their owner."""
 STANDARD = ("0", "1", "2")
-"""pytest's capture turns these descriptors to and fro."""
+"""pytest's capture redirects these descriptors repeatedly."""
 
 ONCE = (
-    # multiprocessing starts one resource tracker per process at the first use of a semaphore and keeps it for good.
+    # multiprocessing starts one resource tracker per process at the first use of a semaphore, and keeps it.
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     # A browser starts it at any time, not as its child; Chromium.close waits for its end.
     "chrome_crashpad_handler",
 )
 PREPARED = "-m shmserve.workers.zygote"
-"""A server has it from the first worker on."""
+"""A server has this process from its first worker on."""
 BROWSER = " --headless"
 """A browser starts and ends processes at any time. Those that survive it are found as orphans."""
 LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
@@ -90,7 +90,7 @@ def _threads() -> Generator[Thing, None, None]:
         try:
             comm = Path(f"/proc/self/task/{tid}/comm").read_text().strip()
         except OSError:
-            continue  # ended meanwhile
+            continue  # ended in the meantime
         name = names.get(int(tid))
         yield Thing("thread", ("thread", tid), name or comm, f"thread {name!r}" if name else f"native thread {comm!r}")
 
@@ -113,7 +113,7 @@ def _stat(pid: str) -> tuple[str, int, int] | None:
 
 
 def _everybodys_children() -> Callable[[int], Iterable[int]]:
-    """For a kernel that does not list the children of a thread: from the parent of every process there is."""
+    """For a kernel that does not list the children of a thread: derived from the parents of all processes."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         found = _stat(name) if name.isdigit() else None
@@ -129,12 +129,12 @@ def _children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{tid}/children", "rb", 0) as file:
                 found += map(int, file.read().split())
     except OSError:
-        return found  # the thread or the process ended meanwhile
+        return found  # the thread or the process ended in the meantime
     return found
 
 
 def _processes() -> Generator[Thing, None, None]:
-    """All descendants. Orphans among them are ours too, as this process is a subreaper.
+    """All descendants. Orphans among them also belong to this process, which is a subreaper.
 
     The children of a server that runs for several tests replace each other: it restarts its workers."""
     if not _has_children():
@@ -154,7 +154,7 @@ def _processes() -> Generator[Thing, None, None]:
                     _family.add((pid, found[2]))
                     yield from _process(pid, parent, *found)
         if not todo and parent != os.getpid():
-            todo.append(os.getpid())  # processes that have lost their parent meanwhile
+            todo.append(os.getpid())  # processes that have lost their parent in the meantime
 
 
 def _process(pid: int, parent: int, state: str, _: int, started: int) -> Generator[Thing, None, None]:
@@ -200,8 +200,9 @@ def own_names() -> list[str]:
 _family: set[tuple[int, int]] = set()
 """Pid and start time of this process and of all descendants that were ever seen.
 
-Orphans come to this process, which waits for them only after it has looked, so that only a process whose parent has
-waited for it can be missed. A server checks the names of those itself, and so does `shmserve.testing.Server.stop`."""
+Orphans become children of this process, which waits for them only after it has listed them, so that only a process
+whose parent has waited for it can be missed. A server checks the names of those itself, as does
+`shmserve.testing.Server.stop`."""
 
 
 def _is_ours(pid: int, started: int) -> bool:
@@ -239,8 +240,8 @@ def snapshot() -> Things:
 
 
 def grown(before: Things, after: Things) -> list[Thing]:
-    """What is new. New things that stand in for vanished ones of their kind do not count: a fixture's client that
-    reconnects has another socket, but no more of them."""
+    """New things. Those that replace vanished ones of their kind do not count: a fixture's client that reconnects has
+    another socket, but not more sockets."""
     gone = Counter((thing.sort, thing.kind) for key, thing in before.items() if key not in after)
     new = []
     for key, thing in after.items():
@@ -255,8 +256,8 @@ def grown(before: Things, after: Things) -> list[Thing]:
 # --------------------------------------------------------------------------------- waiting for what is ending
 
 _spawned: set[tuple[int, int]] = set()
-"""The processes that this one started itself, as far as known: pid, which is used again, and start time. The other
-children are orphans that came to us."""
+"""The processes that this one started itself, as far as known: pid and start time, since pids are reused. All other
+children are inherited orphans."""
 
 
 def _note(pid: int) -> None:
@@ -287,7 +288,7 @@ def _note_spawns() -> None:
 
 
 def _reap_orphans() -> None:
-    """This process must wait for ended orphans: it is their parent."""
+    """Waits for ended orphans, whose parent this process now is."""
     for thing in list(_processes()):
         pid = thing.key[1]
         found = _stat(str(pid))
@@ -296,7 +297,7 @@ def _reap_orphans() -> None:
 
 
 def _wait(things: list[Thing], seconds: float) -> None:
-    """Until all these threads and processes have ended, or the next end takes longer than that."""
+    """Waits until all these threads and processes have ended, or until the next one takes longer than `seconds`."""
     poll = select.poll()
     opened = []
     for thing in things:
@@ -306,7 +307,7 @@ def _wait(things: list[Thing], seconds: float) -> None:
             elif thing.sort == "thread":
                 opened.append(os.pidfd_open(int(thing.key[1]), PIDFD_THREAD))
         except ProcessLookupError:
-            continue  # ended meanwhile
+            continue  # ended in the meantime
         except OSError:  # a kernel before 6.9 has no pidfd for a thread
             for thread in threading.enumerate():
                 if thread.native_id == int(thing.key[1]):
@@ -326,7 +327,7 @@ def _wait(things: list[Thing], seconds: float) -> None:
 
 
 def _settled(before: Things, seconds: float) -> tuple[list[Thing], Things]:
-    """What is left after everything that can still end has ended, and all that there is then."""
+    """The leftovers after everything that can still end has ended, and everything that exists then."""
     left, now = _look(before)
     if not left:
         return [], now
@@ -349,7 +350,8 @@ def _look(before: Things) -> tuple[list[Thing], Things]:
 
 
 def _is_ending(thing: Thing) -> bool:
-    """A process that has ended and that its parent, a server, has not waited for yet, or only since it was listed."""
+    """Whether it is a process that has ended, and for which its parent, a server, has not waited yet, or only since it
+    was listed."""
     if thing.sort != "process":
         return False
     found = _stat(str(thing.key[1]))
@@ -361,7 +363,7 @@ KILL_S = 10.0
 
 
 def _clear(left: list[Thing]) -> None:
-    """Leaked processes and names are reported, then removed: the machine stays clean, and the next test as well."""
+    """Reports and removes leaked processes and names, so that they affect neither the machine nor the next test."""
     for thing in left:
         if thing.sort == "process":
             try:
@@ -378,13 +380,13 @@ def _clear(left: list[Thing]) -> None:
 
 
 class Watch:
-    """What was there before each node that is being watched: the session, a module, a class, a test."""
+    """The state before each watched node: the session, a module, a class, a test."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.before: dict[Any, Things] = {}
         self.last: Things | None = None
-        """What there is, while nothing has run since it was looked at: after a test, before the next one."""
+        """The state when last listed, valid while nothing has run since: after a test, before the next one."""
 
     def begin(self, node: Any) -> None:
         if node in self.before:
@@ -403,7 +405,7 @@ class Watch:
         raise Leaked(f"{node.nodeid or 'the session'} left behind:\n" + "\n".join(f"  {thing.text}" for thing in left))
 
     def belongs_to_wider(self, node: Any, before: Things) -> None:
-        """What a fixture of `node` has created is none of the narrower nodes' business."""
+        """Attributes what a fixture of `node` has created to `node`, not to narrower nodes."""
         chain = node.listchain()
         now = snapshot()
         created = {key: thing for key, thing in now.items() if key not in before}

@@ -1,6 +1,6 @@
 """Models whose answers name their generation, for tests of loading and unloading, and waiting for a server.
 
-`write` replaces a file by renaming. Tests of files that are changed in place write them themselves.
+`write` replaces a file by renaming. Tests of files changed in place write them directly.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def ready(client: shmserve.Client, model: str) -> list[str]:
 
 
 def pids(client: shmserve.Client, model: str) -> dict[str, int]:
-    """Of the processes that serve: "version name" -> pid. Those of a generation that leaves come last: left out."""
+    """Processes that serve: "version name" -> pid. Those of an old generation, which are listed last, are left out."""
     found: dict[str, int] = {}
     for entry in index(client, model).values():
         for instance in entry.get("instances", ()):
@@ -117,7 +117,7 @@ def pids(client: shmserve.Client, model: str) -> dict[str, int]:
 
 
 def await_connections(client: shmserve.Client, count: int) -> None:
-    """Until the server has closed the connections of earlier tests, whose descriptors and memory would count."""
+    """Waits until the server has closed the connections of earlier tests, whose descriptors and memory would count."""
     text = f'\nshmserve_clients{{plane="lane"}} {count}\n'
     until(client, lambda: text in client.metrics(), f"{count} connections")
 
@@ -128,7 +128,7 @@ def unload_all(client: shmserve.Client) -> None:
 
 
 def until(client: shmserve.Client, holds: Callable[[], object], what: str = "") -> None:
-    """Asks again and again until it is so."""
+    """Polls until `holds` returns something true."""
     end = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end, f"{what or 'it'} has not come true: {client.models()}"

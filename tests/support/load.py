@@ -1,4 +1,4 @@
-"""Threads that send requests to a model "twice" until a block ends. What they get is checked and counted."""
+"""Threads that send requests to a model "twice" until a block ends. Responses are checked and counted."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 L = TypeVar("L", bound="Load")
 
 Send = Callable[..., tuple[float, int]]
-"""Sends a value to a model. Returns the first value of the answer, and who has given it."""
+"""Sends a value to a model. Returns the first value of the response, and the server that sent it."""
 
 
 class Failed(Exception):
-    """A request failed; with the text of the error."""
+    """A request failed; the text is that of the error."""
 
 
 class Load:
-    """`works`: name of a thread -> what it does. Nothing is sent again."""
+    """`works`: name of a thread -> its function. Nothing is sent again."""
 
     def __init__(self, works: Mapping[str, Callable[[], None]], patience_s: float, pause_s: float = 0.0) -> None:
         self.served: Counter[tuple[str, int]] = Counter()
-        """Way and server -> answers of the model "twice"."""
+        """Way and server -> number of responses of the model "twice"."""
         self.failed: list[str] = []
         self._patience_s = patience_s
         self._pause_s = pause_s
@@ -52,7 +52,7 @@ class Load:
         return sum(self.served.values())
 
     def until(self, holds: Callable[[], object]) -> None:
-        """Waits for answers until it is so."""
+        """Waits for responses until `holds` returns something true."""
         with self._news:
             reached = self._news.wait_for(lambda: holds() or self._errors, self._patience_s)
             assert reached, self.summary()
@@ -65,7 +65,7 @@ class Load:
         return self.served, self.failed[:5]
 
     def send_all(self, way: str, send: Send) -> None:
-        """Until the block ends."""
+        """Sends requests until the block ends."""
         for value in itertools.cycle(map(float, range(1, 100))):
             if self._over.is_set():
                 return
@@ -88,7 +88,7 @@ class Load:
         assert first == 2 * value, f"{way}: {value} became {first}"
 
     def count(self, value: float, first: float, server: int) -> None:
-        """For what else is known of an answer."""
+        """A hook for subclasses that record more about a response."""
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The mappings of shared memory that this process has: of memfds, and of files in /dev/shm."""
+"""This process's mappings of shared memory: of memfds, and of files in /dev/shm."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _NEXT_SHARED_FILE = 0x10 | 0x20 | 0x08
 
 
 def listed() -> Iterator[Mapping]:
-    """From the text of /proc/self/maps. With the libraries that tests import, it has a thousand lines."""
+    """Reads the text of /proc/self/maps, which has a thousand lines with the libraries that tests import."""
     text = MAPS.read_bytes()
     for start, inode, path in LINE.findall(text) if SHARED.search(text) else ():
         yield Mapping(int(start, 16), int(inode), path.decode(errors="replace"))
 
 
 def queried() -> Iterator[Mapping]:
-    """The same from a kernel that can be asked for shared mappings only, in a hundredth of the time.
+    """The same with a kernel query for shared mappings only, in a hundredth of the time.
 
     Raises OSError if the kernel is older than 6.11. A private mapping of a memfd is not found."""
     name = ctypes.create_string_buffer(NAME_BYTES)

@@ -28,7 +28,7 @@ Event = tuple[int, Any]
 
 
 class FakeCaller(FakeClient):
-    """A worker as a client: it knows the segments that the worker knows, and holds also what is in its own."""
+    """A worker as a client: it knows the segments that the worker knows, and also holds handles to its own."""
 
     def __init__(self, worker: FakeWorker) -> None:
         super().__init__(worker.peer, worker.name + "#", "worker", "memfd")
@@ -56,9 +56,9 @@ class Calling(World):
         raise NotImplementedError
 
     def do_call(self, name: str, number: str, model: str, *flags: str, **options: str) -> list[Event]:
-        """call m_0 1 n parent=a1: m_0, which runs a1, asks model n, as its call 1, and waits; with `aside`, it does
-        not wait. at=own, at=parent, at=parent+8, at=reply1: where the input is. Also size= window= timeout= version=
-        and place=own."""
+        """call m_0 1 n parent=a1: m_0, which runs a1, asks model n, as its call 1, and waits; with `aside`, it does not
+        wait. at=own, at=parent, at=parent+8, at=reply1: location of the input. Also size= window= timeout= version= and
+        place=own."""
         worker = self.worker(name)
         if worker.peer not in self.slow_to:
             worker.read()
@@ -89,7 +89,7 @@ class Calling(World):
         where, _, offset = text.partition("+")
         if where == "own":
             handle = worker.allocate("internal", size)
-            del worker.out[handle]  # no model gets it
+            del worker.out[handle]  # no model receives it
             return (handle,)
         if where == "parent":
             whole = references(self.core.state.requests[parent].inputs)[0]
@@ -110,7 +110,7 @@ class Calling(World):
         return self.heard(worker)
 
     def do_give_back(self, name: str, number: str) -> list[Event]:
-        """The worker returns what its call was answered with."""
+        """The worker returns the handles in the answer to its call."""
         worker, caller = self.worker(name), caller_of(self.worker(name))
         answers = caller.parts.get(int(number)) or [caller.answers[int(number)]]
         handles = tuple(handle for answer in answers for handle in references(answer.outputs))
@@ -121,7 +121,7 @@ class Calling(World):
         return self.heard(worker)
 
     def do_pass_on(self, name: str, output: str, number: str, size: str = "") -> None:
-        """The next batch gives this output as it was answered to the call: the whole, or its last bytes."""
+        """The next batch passes on the answer to the call as this output: all of it, or its last bytes."""
         worker = self.worker(name)
         handle = references(caller_of(worker).answers[int(number)].outputs)[0]
         if size:
@@ -129,7 +129,7 @@ class Calling(World):
         worker.passes[output] = handle
 
     def do_wants(self, name: str, what: str, model: str = "") -> list[Event]:
-        """The worker asks the server something."""
+        """The worker sends the server a query."""
         worker = self.worker(name)
         number = 1000 + len(caller_of(worker).open)
         caller_of(worker).sends(number)

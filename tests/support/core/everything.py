@@ -1,7 +1,7 @@
 """A world with every kind of model at once, whose workers compute, so that a response identifies its request.
 
-Every tensor is filled with one byte, and every model passes on the byte of its first input. So an answer that is
-another request's, a row that is another row's, and a cached one with a wrong key are detected by their client.
+Every tensor is filled with one byte value, and every model passes on the byte of its first input. Clients therefore
+detect answers or rows of other requests, and cached answers with a wrong key.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tests.unit.core.state_machines.test_machine_operations import Operated
 
 MS = 10**6
 FIRST_HOME = 1000
-"""The first segment of what the broker copies."""
+"""The first segment of memory for the broker's copies."""
 OWN_VALUE = 7
-"""Clients' own segments are full of it."""
+"""The byte that fills clients' own segments."""
 
 FIXED = (TensorSpec("x", "FP32", (1,)),)
 VARIES = (TensorSpec("x", "FP32", (-1,)),)
@@ -115,7 +115,7 @@ RESOURCES = {
 
 
 def with_members(names: list[str]) -> list[str]:
-    """The models of their steps come before ensembles."""
+    """The models with those of their steps, which precede ensembles."""
     found: dict[str, None] = {}
 
     def add(name: str) -> None:
@@ -133,7 +133,7 @@ class NoBlock(Exception):
 
 
 class OwnMemory:
-    """What the broker copies. Bytes of one value each; now and then there is no room."""
+    """The broker's memory for copies. Each block has one byte value; now and then an allocation fails."""
 
     def __init__(self, world: Everything) -> None:
         self._world = world
@@ -163,18 +163,18 @@ class OwnMemory:
 
 
 class Everything(Operated):
-    """`limited`: the rate limiter is on."""
+    """`limited`: with the rate limiter."""
 
     def __init__(self, limits: Limits, limited: bool) -> None:
         if limited:
             limits = replace(limits, rate_limit=True, resources=(("cpu", SHARED, 2), ("disk", 0, 1)))
         super().__init__(limits)
         self.expected: dict[tuple[int, int], int] = {}
-        """What a request must be answered with."""
+        """Request -> the byte that its answer must have."""
         self.contents: dict[int, list[tuple[int, int, int]]] = {}
-        """Of segments: offset, size and value of each block, rising."""
+        """Segment -> offset, size and value of each block, in ascending order."""
         self.going: dict[int, set[int | str]] = {}
-        """For each worker the sequences that it keeps something for."""
+        """Worker -> the sequences for which it keeps state."""
         self.own_memory = OwnMemory(self)
         self.core.copy_with(self.own_memory)
 
@@ -184,7 +184,7 @@ class Everything(Operated):
         self.contents.setdefault(segment, []).append((offset, size, value))
 
     def value(self, tensor: Tensor) -> int | None:
-        """None: there is nothing in it."""
+        """None: the tensor is empty."""
         if isinstance(tensor.data, bytes):
             assert len(set(tensor.data)) <= 1
             return tensor.data[0] if tensor.data else None
@@ -208,7 +208,7 @@ class Everything(Operated):
     def expect(self, peer: int, message: Infer) -> None:
         try:
             expected = self.first_value(message.inputs)
-        except NoBlock:  # it will be refused
+        except NoBlock:  # the request will be refused
             return
         if expected is not None:
             self.expected[peer, message.request] = expected
@@ -274,7 +274,7 @@ class Everything(Operated):
         return row
 
     def _follow(self, worker: FakeWorker, batch: WaitingBatch) -> None:
-        """Sequences have a beginning; what is kept for them is there until their end."""
+        """Asserts that sequences have a start, and that their state exists until their end."""
         sequence = worker.policy.sequence
         if sequence is None:
             return
@@ -285,11 +285,11 @@ class Everything(Operated):
             if options.sequence_start:
                 kept.add(options.sequence)
             assert options.sequence in kept, f"{worker.name} knows nothing of sequence {options.sequence}"
-            if options.sequence_end and not sequence.iterative:  # else it may be run again
+            if options.sequence_end and not sequence.iterative:  # otherwise the request may be run again
                 kept.remove(options.sequence)
 
     def kept_by(self, worker: FakeWorker) -> set[int | str]:
-        """Sequences whose end it has not been sent."""
+        """Sequences whose end the worker has not been sent."""
         kept = self.going.setdefault(worker.peer, set())
         for ended in worker.ended:
             kept.discard(ended)

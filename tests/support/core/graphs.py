@@ -1,6 +1,6 @@
-"""Random graphs of steps, models that compute, and the same computed directly: the oracle of ensembles.
+"""Random graphs of steps, models that compute, and direct computation of the same results: the oracle for ensembles.
 
-A model may answer a request any number of times (`many`), and with each answer all later steps are computed again.
+A model may send any number of responses to a request (`many`). For each response, all later steps are computed again.
 
 Tensors are vectors (dims [-1]), matrices ([-1, -1]), conditions (BOOL [1]) and rows of these (BOOL [-1, 1]).
 """
@@ -22,18 +22,18 @@ DIMS = {VECTOR: (-1,), MATRIX: (-1, -1), CONDITION: (1,), CONDITIONS: (-1, 1)}
 RANK = {VECTOR: 1, MATRIX: 2, CONDITION: 1, CONDITIONS: 2}
 DTYPES = {VECTOR: "INT32", MATRIX: "INT32", CONDITION: "BOOL", CONDITIONS: "BOOL"}
 ROWS = {VECTOR: MATRIX, CONDITION: CONDITIONS}
-"""What a mapped step makes of its rows; and what its rows can be of."""
+"""Kind of a row -> kind of the tensor of rows that a mapped step reads or makes."""
 NUMPY = {"INT32": np.dtype("<i4"), "BOOL": np.dtype("?")}
 PRIME = 1009
 
 
 class Failed(Exception):
-    """The model, or the graph, has no answer to this."""
+    """The model or the graph fails for this request."""
 
 
 @dataclass
 class Kind:
-    """A model: `inputs` and `outputs` are kinds of tensors, by name. `steps` empty: it computes by itself."""
+    """A model: `inputs` and `outputs` are kinds of tensors, by name. `steps` empty: it is not an ensemble."""
 
     name: str
     inputs: dict[str, str]
@@ -70,7 +70,7 @@ def _spec(name: str, kind: str, optional: bool) -> TensorSpec:
 
 
 def compute(kind: Kind, inputs: Mapping[str, Array]) -> list[dict[str, Array]]:
-    """What a model makes of a request, without the batch dimension: each of its answers."""
+    """All responses of a model to a request, without the batch dimension."""
     total = kind.salt + sum((index + 1) * int(inputs[name].sum()) for index, name in enumerate(sorted(inputs)))
     if kind.fragile and total % 5 == 0:
         raise Failed(f"{kind.name} cannot")
@@ -99,7 +99,7 @@ def is_many(kinds: Mapping[str, Kind], name: str) -> bool:
 def answers(
     kinds: Mapping[str, Kind], name: str, inputs: Mapping[str, Array], wanted: Sequence[str] | None = None
 ) -> Iterator[dict[str, Array]]:
-    """What the model, or the ensemble, answers; Failed if it cannot go on. What was skipped is left out."""
+    """The responses of the model or ensemble, without skipped outputs. Raises Failed if it cannot continue."""
     kind = kinds[name]
     if not kind.steps:
         for made in compute(kind, inputs):
@@ -110,7 +110,7 @@ def answers(
 
 
 class _Answers:
-    """Of one ensemble. Steps are of levels: those above wait for as many steps that answer many times."""
+    """The responses of one ensemble. The level of a step is the number of steps with many responses that precede it."""
 
     def __init__(self, kinds: Mapping[str, Kind], kind: Kind, outputs: Sequence[str]) -> None:
         self.kinds, self.kind, self.outputs = kinds, kind, outputs
@@ -199,7 +199,7 @@ def _given(
 def _step(
     kinds: Mapping[str, Kind], step: StepPolicy, there: Mapping[str, Array], read: set[str], makers: set[str]
 ) -> dict[str, Array]:
-    """Tensors of the ensemble that the step makes; none if it is skipped."""
+    """Tensors of the ensemble that the step computes; none if it is skipped."""
     given = _given(kinds, step, there, makers)
     if given is None:
         return {}
@@ -230,7 +230,7 @@ def _step(
 
 
 def models(random: Random, many: bool) -> dict[str, Kind]:
-    """Some models that compute; `many`: the first answers many times."""
+    """Some models that compute; `many`: the first one sends many responses."""
     found: dict[str, Kind] = {}
     for number in range(random.randint(2, 4)):
         batches = random.random() < 0.6
@@ -249,7 +249,7 @@ def models(random: Random, many: bool) -> dict[str, Kind]:
 
 
 def ensemble(random: Random, name: str, kinds: Mapping[str, Kind]) -> Kind | None:
-    """An ensemble of these; None if nothing of them fits together."""
+    """An ensemble of these models; None if they do not fit together."""
     made = {f"i{index}": random.choice([VECTOR, VECTOR, MATRIX]) for index in range(random.randint(1, 3))}
     if random.random() < 0.3:
         made["ic"] = CONDITION
@@ -258,7 +258,7 @@ def ensemble(random: Random, name: str, kinds: Mapping[str, Kind]) -> Kind | Non
     for _ in range(random.randint(1, 6)):
         model = random.choice(sorted(kinds))
         if is_many(kinds, model) and any(is_many(kinds, step.model) for step in steps) and random.random() < 0.9:
-            continue  # two of them seldom make sense
+            continue  # two of them seldom make sense in one ensemble
         step = _random_step(random, model, kinds, made, len(steps))
         if step is not None:
             steps.append(step)

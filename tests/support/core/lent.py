@@ -40,7 +40,7 @@ class Lent(World):
         self.effects.append(effect)
 
     def infer(self, client: FakeClient, rows: int = 1, model: str = "m", **more: Any) -> Infer:
-        """`data`: of its input, in place of bytes."""
+        """`data`: of its input, instead of inline bytes."""
         self.numbers += 1
         tensor = one_input(rows)
         tensor.data = more.pop("data", tensor.data)
@@ -54,7 +54,7 @@ class Lent(World):
         return message
 
     def alone(self, count: int = ALONE + 1, client: FakeClient | None = None, **more: Any) -> None:
-        """So many requests, one after the other."""
+        """Sends this many requests, one after the other."""
         for _ in range(count):
             self.ask(client or self.client, **more)
             self.finish_running()
@@ -103,7 +103,7 @@ class Lent(World):
         return self.version.lending
 
     def is_over(self) -> bool:
-        """No lease is left anywhere, and the instances are idle again."""
+        """Asserts that no lease is left anywhere and that the instances are idle again."""
         version, state = self.version, self.core.state
         workers = [worker for worker in self.workers.values() if worker.lease is not None]
         idle = all(instance in version.idle for instance in version.instances if instance.usable)

@@ -1,4 +1,4 @@
-"""What the state machines of the core share: events are collected into turns, and workers read and report."""
+"""The base of the core's state machines: collects events into turns, and lets workers read and report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_machine(machine: type[RuleBasedStateMachine], count: int) -> None:
 
 
 def not_a_rule(method: Callable[P, R]) -> Callable[P, R]:
-    """The method of a parent, for a machine that calls it and does not have it as a rule."""
+    """The method of a parent class, for a machine that calls it but does not have it as a rule."""
 
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
         return method(*arguments, **keywords)
@@ -40,7 +40,7 @@ def not_a_rule(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_batches(happened: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
-    """The same requests, consecutive ones as one InferBatch where a client may send them so."""
+    """The same requests, with consecutive ones as one InferBatch where a client may send that."""
     found: list[tuple[int, Any]] = []
     last: Any = None
     for peer, message in happened:
@@ -58,7 +58,7 @@ def in_batches(happened: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
 
 
 def _form_of(peer: int, message: Any) -> Any:
-    """What the requests of an InferBatch have in common; None if this one cannot be in any."""
+    """The form that all requests of an InferBatch share; None if this request cannot be in one."""
     if not isinstance(message, Infer) or message.options is not None or message.outputs is not None:
         return None
     if any(not isinstance(tensor.data, bytes) or not tensor.shape for tensor in message.inputs):
@@ -90,7 +90,7 @@ class WorldMachine(RuleBasedStateMachine):
         self.numbers = 0
 
     def send(self, happened: list[tuple[int, Any]], together: bool = False) -> None:
-        """In a turn of their own or, if `together`, in one with the next."""
+        """Sends events in a separate turn or, if `together`, in one turn with the next events."""
         self.unsent += happened
         if not together:
             happened, self.unsent = self.unsent, []
@@ -138,7 +138,7 @@ class WorldMachine(RuleBasedStateMachine):
         return self.world.core.deadline() is None and not state.requests and not state.sequences
 
     def finish_everything(self) -> None:
-        """All links become fast, and everything that runs or waits ends."""
+        """All links become fast, and all running and waiting requests end."""
         world = self.world
         for _ in range(400):
             world.slow_to.clear()

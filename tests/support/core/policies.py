@@ -1,4 +1,4 @@
-"""Models of unit tests, and the words of scenario files that describe a model."""
+"""Models for unit tests, and the parser of model descriptions in scenario files."""
 
 from __future__ import annotations
 

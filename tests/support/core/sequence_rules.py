@@ -1,7 +1,8 @@
-"""The rules of sequences in plain Python, for a machine that does whatever can be done to the core.
+"""The rules of sequences in plain Python, as the model for a state machine of the core.
 
-Its input is what clients send and receive, and what workers start, finish and are sent. It decides which requests must
-be accepted, and asserts what workers may see. It does not depend on slots, batches or queues.
+Its input are the messages that clients send and receive, and the requests that workers start, finish and are sent. It
+decides which requests must be accepted, and asserts what workers may see. It does not depend on slots, batches or
+queues.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Asked = tuple[int, int]
 
 @dataclass(eq=False)
 class Story:
-    """A sequence, from its START until nothing of it is left. Another START before its END belongs to it."""
+    """A sequence, from its START until no state of it is left. Another START before its END belongs to it."""
 
     name: int | str
     user: str
@@ -26,20 +27,20 @@ class Story:
     over: bool = False
     broken: bool = False
     begun: int = 0
-    """How many of `asked` a worker has begun."""
+    """Number of requests in `asked` that a worker has begun."""
     told: int | str | None = None
-    """The id that workers know it by: another one where a sequence of another user has the name."""
+    """The id under which workers know the sequence: a different one if a sequence of another user has the same id."""
     at: tuple[int, int] | None = None
-    """The worker, and the slot there."""
+    """Worker and slot."""
 
 
 @dataclass
 class Kept:
-    """What one worker process knows of an id."""
+    """The state of one worker process for an id."""
 
     story: Story
     ended: bool = False
-    """It was notified: by a request with END that has run, or by the broker."""
+    """The worker was notified of the end: by a request with END that has run, or by the broker."""
 
 
 class Rules:
@@ -47,7 +48,7 @@ class Rules:
         self.idle_ns, self.slots, self.direct = idle_ns, slots, direct
         self.generation = 0
         self.live: dict[tuple[str, int | str], Story] = {}
-        """By user and id."""
+        """Live sequences, by user and id."""
         self.of: dict[Asked, Story] = {}
         self.ends: set[Asked] = set()
         self.kept: dict[int, dict[int | str, Kept]] = {}
@@ -57,7 +58,7 @@ class Rules:
     # ------------------------------------------------------------------------------------ what clients do
 
     def must_take(self, asked: Asked, user: str, name: int | str, start: bool, end: bool, now: int) -> bool:
-        """Whether this request must be taken; if so it is part of a sequence from now on."""
+        """Whether this request must be accepted. If so, it is part of a sequence from now on."""
         story = self.live.get((user, name))
         if story is not None and not story.waits_for_answer and now >= story.active + self.idle_ns:
             del self.live[user, name]
@@ -136,7 +137,7 @@ class Rules:
             self.kept[worker][story.told].ended = True
 
     def told(self, worker: int, name: int | str) -> None:
-        """EndSequences. One that the worker has never begun is nothing to it."""
+        """Handles EndSequences. A sequence that the worker has never begun is ignored."""
         kept = self.kept.get(worker, {}).get(name)
         if kept is not None:
             story = kept.story
@@ -147,7 +148,7 @@ class Rules:
                 del self.live[story.user, story.name]  # it was idle
 
     def dies(self, worker: int, bound: list[Story]) -> None:
-        """`bound`: the sequences that had their place there."""
+        """`bound`: the sequences with a slot at this worker."""
         self.kept.pop(worker, None)
         for asked in [asked for asked, at in self.running.items() if at == worker]:
             del self.running[asked]
@@ -159,5 +160,5 @@ class Rules:
         return sum(not kept.ended for kept in self.kept[worker].values())
 
     def left_at_workers(self) -> list[int | str]:
-        """Ids that some worker keeps something for."""
+        """Ids for which some worker keeps state."""
         return [name for kept in self.kept.values() for name, one in kept.items() if not one.ended]

@@ -1,4 +1,4 @@
-"""A core whose requests come in columns or one by one, and all that it has done, to compare both.
+"""A core whose requests arrive in columns or one by one, with a record of its actions, to compare both.
 
 Twins get the same requests, one as InferBatch and the other as Infer, and everything else in the same way.
 """
@@ -95,7 +95,7 @@ class Listener(FakeClient):
         super().__init__(client.peer, client.name, client.plane, client.outputs)
         self.heard: list[str] = []
         self.in_batches: set[int] = set()
-        """Requests that it sent in columns, of which alone it may be answered in columns."""
+        """Requests that it sent in columns. Only these may be answered in columns."""
 
     def receive(self, message: Any) -> None:
         if isinstance(message, ReplyBatch):
@@ -111,7 +111,7 @@ class Listener(FakeClient):
 
 
 class OwnMemory:
-    """Where the broker keeps answers."""
+    """The memory in which the broker keeps answers."""
 
     def __init__(self) -> None:
         self._offset = 0
@@ -124,7 +124,7 @@ class OwnMemory:
 
 
 class Computing(World):
-    """Its workers answer each request with the first byte of its first input, and note what they were given."""
+    """A world whose workers answer each request with the first byte of its first input, and record their requests."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
@@ -152,7 +152,7 @@ class Computing(World):
 
 
 class Twin:
-    """One of the two worlds. `batched`: requests come to it as InferBatch."""
+    """One of the two worlds. `batched`: requests arrive as InferBatch."""
 
     def __init__(self, names: list[str], limits: Limits, batched: bool) -> None:
         self.batched = batched
@@ -217,7 +217,7 @@ class Twin:
             self.world.crash(workers[which % len(workers)])
 
     def slow(self, which: int, to: bool) -> None:
-        """What is on its way to or from a worker stays there, or goes on."""
+        """Holds back messages to or from a worker, or releases them."""
         if workers := self.workers():
             (self.world.slow_to if to else self.world.slow_from).symmetric_difference_update(
                 {workers[which % len(workers)].peer}
@@ -247,7 +247,7 @@ class Twin:
         self.world.advance(self.world.now + milliseconds * MS)
 
     def deploy(self, which: int, source: int) -> None:
-        """Another generation of a model."""
+        """Deploys another generation of a model."""
         name = self.names[which % len(self.names)]
         served, instances, _ = MODELS[name]
         self.turn([(0, events.Deploy(name, (self.world.target(served, source, instances),)))])
@@ -259,7 +259,7 @@ class Twin:
     # ------------------------------------------------------------------------------------ the end
 
     def end(self) -> None:
-        """All ends; nothing is left."""
+        """Ends everything, and asserts that nothing is left."""
         world = self.world
         world.slow_to.clear()
         world.slow_from.clear()
@@ -289,7 +289,7 @@ class Twin:
             assert not worker.out
 
     def seen(self) -> Any:
-        """All that must be equal."""
+        """Everything that must be equal for both."""
         state = self.world.core.state
         return {
             "heard": [sorted(client.heard) for client in self.clients],

@@ -1,6 +1,6 @@
 """A core, a clock that only the test advances, fake workers and clients, and the links between them.
 
-`check()` runs after every turn. What goes to or comes from a worker can be held back, so that messages cross.
+`check()` runs after every turn. Messages to and from a worker can be held back, so that messages cross.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ class World:
         self.policies: dict[tuple[str, int], ModelPolicy] = {}
         self.targets: dict[str, dict[int, events.Target]] = {}
         self.scalings: dict[str, ScalingPolicy] = {}
-        """How the number of instances of a model follows its load."""
+        """Model -> its autoscaling policy."""
         self.large: dict[str, frozenset[str]] = {}
         self.loads_itself: dict[str, bool] = {}
         self.sizes: dict[str, MemoryEstimate] = {}
         self.gpus: dict[str, int] = {}
-        """Models whose instances are on a GPU."""
+        """Model -> GPU of its instances."""
         self.slow_to: set[int] = set()
         self.slow_from: set[int] = set()
         self.freed: list[Any] = []
         self.paused: dict[int, int] = {}
-        """Clients that are paused -> until when. They are read all the same."""
+        """Paused clients -> end of the pause. They are read nevertheless."""
         self.leases: dict[int, FakeLease] = {}
-        """Those whose log the broker still has."""
+        """Leases whose log the broker still has."""
         self.out_of_descriptors = False
         """No lease can be started."""
         self.forgotten: list[int] = []
         self.misfits: dict[str, str] = {}
-        """Ensembles whose steps do not fit together, and why."""
+        """Ensembles whose steps do not fit together -> the reason."""
         self.drained = False
         self._last_client = 0
         self._pending: list[tuple[int, Any]] = []
@@ -76,15 +76,15 @@ class World:
     # ------------------------------------------------------------------------------------ for subclasses that print
 
     def tell(self, effect: Any) -> None:
-        """An effect is about to be carried out."""
+        """Called before an effect is carried out."""
 
     def tell_start(self, worker: FakeWorker) -> None:
-        """An open batch has started at the worker."""
+        """Called when an open batch has started at the worker."""
 
     # ------------------------------------------------------------------------------------ turns and time
 
     def turn(self, happened: list[tuple[int, Any]]) -> None:
-        """These events, in one turn, and whatever follows from them without time passing."""
+        """Processes these events in one turn, and everything that follows from them without time passing."""
         self._handle(happened)
         self.settle()
 
@@ -143,7 +143,7 @@ class World:
         self.now = max(self.now, until)
 
     def change(self, what: Callable[[State], Any]) -> None:
-        """A turn in which a part of the core decides to change something."""
+        """Runs a turn in which a part of the core changes something."""
         effects = self.core.state.begin()
         self.core.state.now = self.now
         what(self.core.state)
@@ -248,7 +248,7 @@ class World:
             worker.outbox.append(events.Compiled(policy))
 
     def name_of(self, effect: Spawn) -> str:
-        """The instance's; with a ~ if another process of that name is still there, as in a reload."""
+        """The name of the instance, with a ~ if another process of that name still runs, as in a reload."""
         name = effect.instance.name
         while any(worker.name == name and not worker.dead for worker in self.workers.values()):
             name += "~"
@@ -259,7 +259,7 @@ class World:
         return [worker for worker in self.workers.values() if worker.name == name][-1]
 
     def die(self, worker: FakeWorker, reason: str, loading_error: str = "") -> None:
-        """The process has ended; what it sent before is still read."""
+        """The process has ended; messages sent before are still read."""
         if not worker.dead:
             worker.dead = True
             self._pending += self.heard(worker)
@@ -285,7 +285,7 @@ class World:
             self.finish_running()
 
     def crash(self, worker: FakeWorker, reason: str = "signal SIGSEGV", loading_error: str = "") -> None:
-        """It crashes, and the broker notices."""
+        """The worker crashes, and the broker notices."""
         self.die(worker, reason, loading_error)
         self.settle()
 
@@ -305,7 +305,7 @@ class World:
         return client
 
     def gone(self, client: FakeClient) -> None:
-        """Its link has ended. Sends to it after this are wrong."""
+        """The client's link has ended. Sending to it after this is an error."""
         client.leave()
         self.turn([(0, events.Closed(client.peer))])
 

@@ -1,1 +1,1 @@
-"""The pages of docs/: their code blocks, who tests them, and the tables made from the source."""
+"""The pages of docs/: their code blocks, the tests of these, and the tables generated from the source."""

@@ -1,4 +1,4 @@
-"""The tables and diagrams of docs/ that are made from tables in the source.
+"""The tables and diagrams of docs/ that are generated from tables in the source.
 
 `make docs` (`python -m tests.support.docs.doc_tables`) writes them between the markers of their pages, and
 tests/unit/docs/test_doc_tables.py checks that they are current.
@@ -58,7 +58,7 @@ STATES = {
 
 
 class DocPart(NamedTuple):
-    """What is between the markers `begin of NAME` and `end of NAME` in a page."""
+    """The text between the markers `begin of NAME` and `end of NAME` in a page."""
 
     page: str
     name: str
@@ -157,7 +157,7 @@ def _support() -> str:
 
 
 def _states() -> str:
-    """The tables as diagrams that the pages of code hosts draw, and that people can read."""
+    """The tables as Mermaid diagrams, which code hosts render and which are also readable as text."""
     parts = []
     for kind, moves in cast("dict[Any, dict[Any, set[Any]]]", states.TABLES).items():
         lines = [f"{STATES[kind]}:", "", "```mermaid", "stateDiagram-v2"]

@@ -1,7 +1,7 @@
-"""What becomes of each fenced block of the documentation: it is run, read, or listed here with the reason why not.
+"""How each fenced block of the documentation is tested: it is run, checked, or listed here with the reason why not.
 
-tests/unit/docs/test_blocks.py holds the pages against these tables. Besides, tests/unit/docs/test_docs.py parses all
-commands and compiles all Python blocks. Blocks are named by their page and the words that they begin with.
+tests/unit/docs/test_blocks.py compares the pages with these tables. In addition, tests/unit/docs/test_docs.py parses
+all commands and compiles all Python blocks. Blocks are identified by their page and first words.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ WITH_SAMPLES = (
     "guides/upgrading",
     "http",
 )
-"""Those of them for which the sample models are served when they begin."""
+"""Pages of RUN that start with the sample models being served."""
 
 CONTINUED = ("clients",)
-"""Those of them whose Python blocks continue each other, and are run as one program."""
+"""Pages of RUN whose Python blocks are run together as one program."""
 
 NEEDS = {
     "guides/from-torchserve": ("torch",),
@@ -52,7 +52,7 @@ NEEDS = {
     "tutorials/onnx-model": ("onnx", "onnxruntime"),
     "tutorials/transformer": ("onnx", "onnxruntime", "tokenizers"),
 }
-"""Packages without which a page cannot be run."""
+"""Page -> packages that it needs."""
 
 TESTED = {
     ("bench", "sh"): "tests/process/cli/load/test_bench.py",
@@ -216,7 +216,7 @@ NOT_RUN = {
     ("wire", "import os, msgpack"): "tests/conformance/wire_client.py is a client like it",
     ("wire", "[12,"): PART,
 }
-"""Page and the words that a block begins with -> why it is not run. "" stands for all blocks of a page."""
+"""Page and first words of a block -> why it is not run. "" stands for all blocks of a page."""
 
 
 def reason_not_to_run(page: str, text: str) -> str:

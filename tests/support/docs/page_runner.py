@@ -1,10 +1,10 @@
-"""Runs a page of the documentation as its reader does: block by block, in an empty folder.
+"""Runs a page of the documentation as a reader would: block by block, in an empty folder.
 
 - A file is written if the paragraph above its block begins with its name, or ends with it, and a colon.
-- Each line of a shell block is run, except `pip install`. `shmserve serve` goes on in the background until the page
-  starts another one, or ends; `localhost:8000` stands for its HTTP endpoint, and so on.
-- A Python block is a program of its own.
-- A block `text` is what the block before it printed; `...` stands for anything, and white space does not count.
+- Each line of a shell block is run, except `pip install`. `shmserve serve` runs in the background until the page starts
+  another one, or ends; `localhost:8000` stands for its HTTP endpoint, and so on.
+- Each Python block is a separate program.
+- A block `text` is the output of the previous block; `...` stands for anything, and white space does not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START_S = 60
 RUN_S = 120
 _BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"(?s)`([\w./-]+\.\w+)`.*:|.*\s`([\w./-]+\.\w+)`:")
-"""A paragraph that names the file that follows it, as its first or its last words."""
+"""A paragraph whose first or last words name the following file."""
 RUN_OR_SHOWN = ("sh", "text")
 """Languages of blocks that are never files."""
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -80,12 +80,12 @@ class PageRunner:
         self._stop()
 
     def serve_samples(self, options: str = "") -> None:
-        """Does what a reader has done who comes from `make serve`: the samples are in build/samples, and are served."""
+        """The state of a reader who has run `make serve`: the samples are in build/samples, and are served."""
         samples.build(self._folder / SAMPLES, lambda text: None)
         self.command(f"shmserve serve --model-repository {SAMPLES}{options}")
 
     def run(self, block: Block) -> None:
-        """Runs a block, or compares it with what the one before it printed."""
+        """Runs a block, or compares it with the output of the previous one."""
         if block.file:
             path = self._folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def write_files(text: str, folder: Path) -> list[str]:
 
 
 def run_program(server: Server, program: str) -> str:
-    """What a Python program prints that finds the server by its environment."""
+    """The output of a Python program that finds the server through its environment."""
     environment = os.environ | {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout

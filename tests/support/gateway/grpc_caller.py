@@ -1,4 +1,4 @@
-"""Calls with grpcio in a process of their own, because grpcio keeps its threads.
+"""Calls with grpcio in a separate process, because grpcio keeps its threads.
 
 Each line of JSON names a function and its arguments; its result is printed as a line of JSON.
 """

@@ -1,4 +1,4 @@
-"""Two gRPC listeners in a process of their own, because uvloop keeps its threads.
+"""Two gRPC listeners in a separate process, because uvloop keeps its threads.
 
 The first compresses responses, the second closes its connections early. Prints the ports, and then answers each line
 of input with a line of JSON.

@@ -1,4 +1,4 @@
-"""Calls of gRPC over TLS, in a process of its own, as Google's library never ends its threads.
+"""gRPC calls over TLS in a separate process, because grpcio never ends its threads.
 
 It reads the calls as JSON from standard input, and prints the results as JSON; the test checks them.
 """

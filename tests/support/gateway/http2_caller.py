@@ -147,7 +147,7 @@ class Caller:
             self.turn()
 
     def feed(self, data: bytes) -> None:
-        """Feeds the connection, in as many iterations of the loop as it takes."""
+        """Feeds the connection, in as many iterations of the loop as necessary."""
         self.core.feed(data)
         while self.core.more or self.host.loop.soon:
             if self.core.more:
@@ -173,7 +173,7 @@ class Caller:
             self.bodies.setdefault(event.stream_id, bytearray()).extend(event.data)
             if self.acknowledge and event.flow_controlled_length:
                 self.h2.increment_flow_control_window(event.flow_controlled_length)
-                with suppress(h2.exceptions.StreamClosedError):  # the stream ended meanwhile
+                with suppress(h2.exceptions.StreamClosedError):  # the stream has ended in the meantime
                     self.h2.increment_flow_control_window(event.flow_controlled_length, event.stream_id)
         elif isinstance(event, (h2.events.ResponseReceived, h2.events.TrailersReceived)):
             self.ended.setdefault(event.stream_id, {}).update({str(name): str(text) for name, text in event.headers})

@@ -33,7 +33,7 @@ def message(data: bytes, flag: int = 0) -> bytes:
 
 
 def unary(stream: int, data: bytes) -> bytes:
-    """A whole unary call."""
+    """A complete unary call."""
     return frame(HEAD, END_HEADERS, stream, block()) + frame(DATA, END, stream, message(data))
 
 

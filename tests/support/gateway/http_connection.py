@@ -1,4 +1,4 @@
-"""HTTP connections of the gateway on a transport, an event loop and a handler that the test commands."""
+"""HTTP connections of the gateway on a transport, an event loop and a handler that the test controls."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Echo:
 def connected(
     at_once: bool = True, budget: Budget | None = None, **limits: int
 ) -> tuple[Any, Transport, Echo, ManualLoop]:
-    """A connection of a listener of its own. `at_once`, `limits`: as of `Echo` and `HttpLimits`."""
+    """A connection of a separate listener. `at_once`, `limits`: see `Echo` and `HttpLimits`."""
     echo, manual = Echo(at_once), ManualLoop()
     loop: Any = manual
     listener: Any = SimpleNamespace(
@@ -104,7 +104,7 @@ def connected(
 
 
 def receive(connection: Any, data: bytes) -> None:
-    """Passes `data` to the connection, as the event loop does it."""
+    """Passes `data` to the connection, as the event loop does."""
     while data:
         space = connection.get_buffer(-1)
         count = min(len(space), len(data))

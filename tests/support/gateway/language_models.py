@@ -1,6 +1,6 @@
 """Language models for tests of the OpenAI-compatible endpoints, with the tensors of Triton's vLLM backend.
 
-A model repeats the words of its prompt, one word per token; of choice i, it begins with word i. Some words do more:
+A model repeats the words of its prompt, one word per token; choice i begins with word i. Some words have an effect:
 
     PARAMETERS   the token is the JSON of the sampling parameters
     DOCUMENT     the token is the JSON of the messages
@@ -218,7 +218,7 @@ TEMPLATE = """
 {{ style or "" }}{{ eos_token }}
 """
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-"""Makes no text for hours."""
+"""A template that renders for hours without output."""
 EMBEDDING = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -273,7 +273,7 @@ def openai_client(address: str, token: str = "none", **more: Any) -> Any:
 
 
 class LanguageModels(NamedTuple):
-    """Files by which a test steers the models."""
+    """Files with which a test controls the models."""
 
     gate: Path
     log: Path

@@ -1,4 +1,4 @@
-"""An event loop that runs its callbacks when the test asks for it."""
+"""An event loop that runs its callbacks when the test tells it to."""
 
 from __future__ import annotations
 

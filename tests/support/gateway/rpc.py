@@ -1,4 +1,4 @@
-"""A client of gRPC made from the gateway's .proto, with grpcio and protobuf.
+"""A gRPC client generated from the gateway's .proto, with grpcio and protobuf.
 
 Invariant: it uses no code of the gateway except the descriptors.
 """
@@ -24,7 +24,7 @@ POOL = pool_of(Path(shmserve.gateway.__file__).with_name("grpc") / "grpc.binpb")
 
 
 def message(name: str, /, **fields: Any) -> Any:
-    """One of the package inference, or with its package before it."""
+    """A message of the package inference; names from other packages include the package."""
     full = name if name.startswith("grpc.") else f"inference.{name}"
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(full))(**fields)
 
@@ -74,7 +74,7 @@ def parameter(made: Any, value: Any) -> None:
 
 
 class Talk:
-    """A stream that the test feeds."""
+    """A stream to which the test sends requests."""
 
     def __init__(self, rpcs: Rpcs, **metadata: str) -> None:
         self._requests: queue.Queue[Any] = queue.Queue()

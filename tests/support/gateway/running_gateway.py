@@ -104,7 +104,7 @@ class TritonPythonModel:
 
 
 def gated(repository: Path) -> Path:
-    """A model that runs one request at a time, each when its gate is opened: a named pipe that is written to."""
+    """A model that runs one request at a time, each when its gate, a named pipe, is written to."""
     gate = repository.with_name(f"{repository.name}-gate")
     os.mkfifo(gate)
     model(repository, "gated", ["FP32"], "[ -1 ]", 1)
@@ -115,7 +115,7 @@ def gated(repository: Path) -> Path:
 
 
 def open_gate(gate: Path) -> None:
-    """Lets one request pass, once the model has it."""
+    """Releases one request, once the model has it."""
     gate.open("w").close()
 
 
@@ -126,7 +126,7 @@ def talker(repository: Path) -> None:
 
 
 def binary(inputs: dict[str, tuple[str, np.ndarray[Any, Any], bytes]], **more: Any) -> tuple[bytes, dict[str, str]]:
-    """A body of the binary data extension: JSON, and the tensors behind it."""
+    """A body of the binary data extension: JSON followed by the tensors."""
     document = {
         "inputs": [
             {"name": name, "datatype": dtype, "shape": array.shape, "parameters": {"binary_data_size": len(raw)}}
@@ -166,6 +166,6 @@ def metric(server: Server, name: str, **labels: str) -> float:
 
 
 def wait_in_flight(server: Server, least: int, most: int) -> None:
-    """Waits until the server has so many requests in flight."""
+    """Waits until the server has this many requests in flight."""
     while not least <= metric(server, "shmserve_requests_in_flight") <= most:
         continue

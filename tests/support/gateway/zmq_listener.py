@@ -24,8 +24,8 @@ HELLO = [6, 1, 0, "bare", "frames"]
 
 
 class ListenerThread:
-    """Of the clients with keys, `alice` has all roles, `bob` infers, `olga` observes, and `eve` is not in the file of
-    keys."""
+    """Clients with keys: `alice` has all roles, `bob` the role infer, `olga` observe, and `eve` is not in the key
+    file."""
 
     def __init__(
         self, folder: Path, url: str, limits: ZmqLimits | None = None, address: str = "tcp://127.0.0.1:0",
@@ -100,7 +100,7 @@ class ListenerThread:
 
 
 class Bare:
-    """A DEALER with CURVE. `kept`: messages that libzmq reads ahead."""
+    """A DEALER with CURVE. `kept`: number of messages that libzmq reads ahead."""
 
     def __init__(
         self, listener: ListenerThread, name: str, identity: bytes = b"", greet: bool = True, kept: int = 1000

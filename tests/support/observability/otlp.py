@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 
 class Collector:
-    """`spans`: all that were received, in order. While `gate` is clear, exports hang. `status`: of its answers."""
+    """`spans`: all received spans, in order. While `gate` is clear, exports hang. `status`: status of its responses."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -37,7 +37,7 @@ class Collector:
         return f"http://127.0.0.1:{self.port}/v1/traces"
 
     def listen(self) -> None:
-        """On the same port as before."""
+        """Listens on the same port as before."""
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -65,7 +65,7 @@ class Collector:
         self._thread.start()
 
     def close(self) -> None:
-        """From now on connections are refused."""
+        """Closes the socket: from now on connections are refused."""
         if self._server is not None:
             self.gate.set()
             self._server.shutdown()
@@ -88,7 +88,7 @@ class Collector:
             self._changed.notify_all()
 
     def wait(self, count: int) -> list[Any]:
-        """Until so many spans have been received."""
+        """Waits until this many spans have been received."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.spans) >= count, PATIENCE_S), len(self.spans)
             return list(self.spans)
@@ -99,7 +99,7 @@ class Collector:
 
 
 def attributes(holder: Any) -> dict[str, Any]:
-    """Of a span, resource or event."""
+    """The attributes of a span, resource or event."""
     return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in holder.attributes}
 
 

@@ -1,4 +1,4 @@
-"""What an expression of PromQL names. promtool and Prometheus check its syntax."""
+"""The names in a PromQL expression. promtool and Prometheus check the syntax."""
 
 from __future__ import annotations
 

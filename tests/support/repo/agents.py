@@ -1,4 +1,4 @@
-"""A repository agent that does what its parameters say and writes down how it was called."""
+"""A repository agent that is controlled by its parameters and records its calls."""
 
 from __future__ import annotations
 

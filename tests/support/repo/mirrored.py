@@ -1,4 +1,4 @@
-"""The process that mirrors a remote repository, driven by a test."""
+"""The process that mirrors a remote repository, controlled by a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real S3 server (moto) as a process, and a proxy before it that cuts, holds, changes or refuses answers."""
+"""A real S3 server (moto) as a process, and a proxy in front of it that cuts, delays, changes or refuses responses."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def object_store() -> Iterator[ObjectStore]:
 
 
 class Proxy:
-    """`rule` decides about each request; `requests` has those that have begun. While `gate` is clear, answers of
-    objects for which `holds(path)` wait, and `held` is set."""
+    """`rule` decides about each request; `requests` has the requests that have begun. While `gate` is clear, responses
+    for objects with `holds(path)` wait, and `held` is set."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -97,7 +97,7 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Of the repository `repo` in the bucket."""
+        """The url of the repository `repo` in the bucket."""
         return f"s3://127.0.0.1:{self.port}/{BUCKET}/repo"
 
     def reset(self) -> None:
@@ -111,7 +111,7 @@ class Proxy:
         return [headers["range"] for method, path, headers in self.requests if part in path and "range" in headers]
 
     def listen(self) -> None:
-        """On the same port as before."""
+        """Listens on the same port as before."""
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -161,7 +161,7 @@ class Proxy:
         handler.wfile.write(body[: len(body) // 2] if what == "cut" else body)
 
     def close(self) -> None:
-        """From now on connections are refused."""
+        """Closes the socket: from now on connections are refused."""
         if self._server is not None:
             self.gate.set()
             self._server.shutdown()
@@ -175,7 +175,7 @@ class QuietServer(ThreadingHTTPServer):
     block_on_close = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients of this server are killed."""
+        """Ignores errors, because tests kill clients of this server."""
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""The machine around a test: packages, terminals, and a systemd of its own."""
+"""The machine around a test: packages, terminals, and a separate systemd."""

@@ -1,4 +1,4 @@
-"""A machine of its own to test a service on: a real systemd in namespaces, over the file system of this one.
+"""A separate machine to test a service on: a real systemd in namespaces, over the file system of the real machine.
 
 Invariant: nothing of the real machine changes. The root is an overlay in memory, mounted in a private namespace;
 network, processes, shared memory and control groups are separate; all of it ends with the first process.
@@ -60,11 +60,11 @@ exec env -i container=test NOTIFY_SOCKET=/run/told PATH=/usr/sbin:/usr/bin:/sbin
 
 
 class CannotBoot(Exception):
-    """No machine can be made here, for this reason."""
+    """No machine can be booted here, for this reason."""
 
 
 def why_not() -> str:
-    """Why no machine can be made here; "" if it can be tried."""
+    """Why no machine can be booted here; "" if it may be possible."""
     if os.geteuid() != 0:
         return "only root can make the namespaces"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -76,7 +76,7 @@ def why_not() -> str:
 
 
 def python() -> Path | None:
-    """An interpreter of this version that every user can reach: our packages fit to it."""
+    """An interpreter of this version that every user can access, so that this environment's packages fit."""
     name = "python{}.{}".format(*sys.version_info)
     found = [Path(place, name).resolve() for place in ("/usr/bin", "/usr/local/bin")]
     return next((path for path in found if path.exists() and all(p.stat().st_mode & 1 for p in path.parents)), None)
@@ -102,7 +102,7 @@ class Machine:
         self._told = base / "told"
         self._process: subprocess.Popen[str] | None = None
         self.first = 0
-        """The pid of its systemd, as we see it."""
+        """The pid of its systemd, outside of its namespace."""
 
     def __enter__(self) -> Machine:
         try:
@@ -149,14 +149,14 @@ class Machine:
 
     def _end(self) -> None:
         if self._process is not None:
-            if self.first:  # and all others with it
+            if self.first:  # which ends all others
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.first, signal.SIGKILL)
             else:
                 self._process.kill()
             self._process.wait()
             assert self._process.stdout is not None
-            self._process.stdout.read()  # until the last process of the machine has closed it
+            self._process.stdout.read()  # returns when the last process of the machine has closed it
             self._process.stdout.close()
         if self._cgroup.exists():
             for folder, _, _ in os.walk(self._cgroup, topdown=False):
@@ -165,11 +165,11 @@ class Machine:
     # ------------------------------------------------------------------------------------------ what runs in it
 
     def command(self, *words: str | Path) -> list[str]:
-        """None runs for longer than a test is ready to wait: what it would print then does not come."""
+        """The command line to run in the machine, with a time limit."""
         return ["nsenter", "--all", f"--target={self.first}", "timeout", str(COMMAND_S), *map(str, words)]
 
     def run(self, *words: str | Path, code: int | None = 0, stdin: str = "") -> str:
-        """Its output. `code` None: any exit code."""
+        """Runs a command and returns its output. `code` None: any exit code."""
         ended = subprocess.run(
             self.command(*words), input=stdin, capture_output=True, text=True, env=CLEAN, check=False
         )
@@ -186,13 +186,13 @@ class Machine:
                 yield process
             finally:
                 if process.poll() is None:
-                    # Its child, which is in the machine: the other one ends when that has ended.
+                    # Its child, which is in the machine: the parent ends when the child has ended.
                     for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(int(pid), signal.SIGKILL)
 
     def path(self, name: str) -> Path:
-        """A file of the machine, for us."""
+        """The path of a file of the machine, outside of it."""
         return Path(f"/proc/{self.first}/root{name}")
 
 

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own: keys go in, and what it draws is a screen that tests can read."""
+"""A program on a pseudo-terminal: tests send keys and read the screen."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _UNKNOWN_TO_PYTE = re.compile(rb"\x1b\[[<>=][\d;]*[a-zA-Z]|\x1b\[\?[\d;]*\$p|\x1
 
 
 class Terminal:
-    """`environment`: variables of the program, beside those of this process that say nothing of its terminal."""
+    """`environment`: variables of the program, in addition to those of this process that do not concern the
+    terminal."""
 
     def __init__(self, command: Sequence[str], columns: int, rows: int, environment: dict[str, str]) -> None:
         self.screen = pyte.Screen(columns, rows)
         self.raw = b""
-        """All that it wrote."""
+        """The complete output."""
         self._stream = pyte.ByteStream(self.screen)
         self._rest = b""
         self._ours, theirs = os.openpty()
@@ -71,7 +72,7 @@ class Terminal:
         return self.text
 
     def ends(self) -> int:
-        """Its exit code."""
+        """Waits for the end of the program and returns its exit code."""
         end = time.monotonic() + PATIENCE_S
         while select.select([self._ours], [], [], max(0.0, end - time.monotonic()))[0] and self._read():
             continue

@@ -101,7 +101,7 @@ class Memory:
 
 
 class Parts(Memory):
-    """What surrounds a model of this configuration."""
+    """The parts around a model with this configuration."""
 
     def __init__(self, config: ModelConfig, labels: Sequence[tuple[str, ...]] = (), text: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model loaded in this process as a worker loads it, for libraries that take long to import and for loads that fail.
+"""A model loaded in this process as a worker loads it, for libraries that are slow to import and for loads that fail.
 
 It has no shared memory: use inputs and outputs that fit into messages, and a real worker for all others.
 """
@@ -24,7 +24,7 @@ from tests.support.workers.worker_harness import WORKER
 def loaded(given: ModelConfig, folder: Path, settings: dict[str, str] | None = None) -> Iterator[LoadedModel]:
     mapped = Mapped()
     threads = os.environ.get(THREADS)
-    os.environ[THREADS] = "1"  # an engine with more starts threads, which stay
+    os.environ[THREADS] = "1"  # an engine with more threads starts some that stay
     path, kept, modules = list(sys.path), sys.dont_write_bytecode, set(sys.modules)
     try:
         order = Load(WORKER, given.name, 1, "m_0_0", str(folder), settings or {})

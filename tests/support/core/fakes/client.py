@@ -1,4 +1,4 @@
-"""A client that records which replies it is owed, and asserts what the broker owes it."""
+"""A client that records which replies it expects, and asserts the broker's obligations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.core.fakes.tensors import one_input, references, replies_of
 
 
 class FakeClient:
-    """A client that records what it is owed."""
+    """A client that records which replies it expects."""
 
     def __init__(self, peer: int, name: str, plane: str, outputs: str) -> None:
         self.peer, self.name, self.plane, self.outputs = peer, name, plane, outputs
@@ -38,7 +38,7 @@ class FakeClient:
         self.held_inputs: set[int] = set()
         self.answers: dict[int, Any] = {}
         self.windows: dict[int, int] = {}
-        """For requests that may be answered many times: how many more answers it has room for."""
+        """For streamed requests: how many more responses the client has allowed."""
         self.parts: dict[int, list[Part]] = {}
         self.order: list[int] = []
         self.mapped: set[int] = set()
@@ -49,15 +49,15 @@ class FakeClient:
         self.leases: dict[int, FakeLease] = {}
         self.takes_leases = False
         self.lent: list[Lease] = []
-        """All leases that it got."""
+        """All leases that the client received."""
         self.leased: dict[int, Infer] = {}
-        """Lease -> the last request that it sent over it."""
+        """Lease -> the last request sent over it."""
         self.unsent: list[Infer] = []
         """Requests whose lease has ended without an answer: to be sent to the broker."""
         self.welcomed = self.ended = False
 
     def sends(self, request: int, window: int = 0) -> None:
-        """Before an Infer that is expected to get its own answer."""
+        """Called before an Infer that is expected to get its own answer."""
         if window:
             self.windows[request] = window
         assert request not in self.open
@@ -133,7 +133,7 @@ class FakeClient:
 
     def _lease_ended(self, message: LeaseEnd) -> None:
         lease = self.leases.pop(message.lease, None)
-        if lease is None:  # its socket pair could not be made
+        if lease is None:  # its socket pair could not be created
             return
         lease.client_open = False
         for answer in lease.take_answers():
@@ -147,7 +147,7 @@ class FakeClient:
             self._answered(request.request, Fail(request.request, message.error.code, message.error.text))
 
     def leave(self) -> None:
-        """Its process has ended."""
+        """Called when the client's process has ended."""
         self.ended = True
         for lease in self.leases.values():
             lease.client_open = False

@@ -1,4 +1,4 @@
-"""A lease as both its ends and the broker see it: a socket pair, and the log that the worker writes."""
+"""A lease from the view of both ends and of the broker: a socket pair, and the log that the worker writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shmserve.protocol.messages import Fail, Infer, Reply
 from shmserve.protocol.worker_messages import Row
 
 RECORDS = 8
-"""That fit into the log of a fake worker: few, so that it is full now and then."""
+"""Capacity of the log of a fake worker: small, so that it is full now and then."""
 
 
 class FakeLease:

@@ -41,7 +41,7 @@ def replies_of(message: Any) -> list[Any]:
 
 
 def in_columns(rows: tuple[Row, ...]) -> Columns | None:
-    """The results as a worker may give them if all are inside the message and of one form."""
+    """The results as columns, which a worker may send if all are inside the message and of one form."""
     if not rows or any(row.error is not None or row.parameters or not row.outputs for row in rows):
         return None
     tensors = [tensor for row in rows for tensor in row.outputs]

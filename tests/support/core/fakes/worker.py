@@ -1,4 +1,4 @@
-"""A worker of one instance that asserts what the broker owes it."""
+"""A worker of one instance that asserts the broker's obligations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tests.support.core.fakes.lease import RECORDS, FakeLease
 from tests.support.core.fakes.tensors import in_columns, references, works_of
 
 SEGMENT_BYTES = 1 << 40
-"""Arenas of fake workers never run out: blocks are numbered on, so that no place is ever used for two blocks."""
+"""Arenas of fake workers never run out: each block gets a new address, so that no address is used twice."""
 
 
 class WaitingBatch:
@@ -61,7 +61,8 @@ class WaitingBatch:
 
 
 class FakeWorker:
-    """A worker of one instance. `inbox` is what the broker has sent, `outbox` what the broker has not yet read."""
+    """A worker of one instance. `inbox` has the messages from the broker, `outbox` those that the broker has not read
+    yet."""
 
     def __init__(self, peer: int, name: str, policy: ModelPolicy, large: frozenset[str] = frozenset()) -> None:
         self.peer, self.name, self.policy, self.large = peer, name, policy, large
@@ -77,45 +78,45 @@ class FakeWorker:
         self.last = 0
         self.stopping = self.dead = False
         self.again: list[int] = []
-        """Requests of what runs that are to be run once more."""
+        """Requests of the running batch that must be run again."""
         self.ended: list[int | str] = []
-        """Sequences whose end it was sent."""
+        """Sequences whose end the broker has sent."""
         self.streams: dict[int, Work] = {}
         """Requests of a decoupled model whose last response has not been sent."""
         self.room: dict[int, int] = {}
-        """How many more responses each of them may have until its caller grants more."""
+        """Stream -> number of further responses that its caller has allowed."""
         self.cancelled: set[int] = set()
-        """Those whose client has cancelled."""
+        """Streams whose client has cancelled."""
         self.says: dict[str, str] = {}
-        """What the next batch makes of some outputs: a shape as [2,3], true, false, or none."""
+        """Output -> its value in the next batch: a shape such as [2,3], true, false, or none."""
         self.compute: Callable[[FakeWorker, Work], Row] | None = None
-        """Makes the answer to a request, where that matters."""
+        """Computes the answer to a request, in tests that need one."""
         self.aliasing = False
-        """It gives inputs on as outputs where it may, and copies nothing."""
+        """The worker passes inputs on as outputs where permitted, without copying."""
         self.passes: dict[str, Handle] = {}
-        """Outputs of the next answer that are what another model has made."""
+        """Outputs of the next answer that were made by another model."""
         self.caller: FakeClient | None = None
-        """As its model calls others: it is a client, too."""
+        """The worker as a client, for calls of its model."""
         self.waits_for: set[int] = set()
-        """Calls that its model does nothing before the end of."""
+        """Calls whose end its model waits for."""
         self.watch: Callable[[FakeWorker, WaitingBatch], None] | None = None
-        """Is called with each batch that starts."""
+        """Called with each batch that starts."""
         self.offered: dict[int, FakeLease] = {}
-        """Sockets and logs of leases whose Lend it has not read."""
+        """Sockets and logs of leases whose Lend the worker has not read."""
         self.lease: FakeLease | None = None
         self.leased = 0
-        """Requests that it has recorded in logs of leases."""
+        """Number of requests recorded in logs of leases."""
         self.expected: dict[int, Expect] = {}
-        """What outputs of requests are to be compared with."""
+        """Request -> the outputs to compare with."""
         self.differs: set[str] = set()
-        """Outputs that it finds to differ."""
+        """Outputs that are reported as different."""
         self.in_columns = False
-        """It answers in columns where it may, but not every third batch."""
+        """The worker answers in columns where permitted, except for every third batch."""
 
     # ------------------------------------------------------------------------------------ messages of the broker
 
     def read(self, count: int | None = None) -> None:
-        """Takes messages in; all of them, or the first few; but none while it runs a request of its lease."""
+        """Reads messages: all, or the first `count`; none while it runs a leased request."""
         if self.lease is not None and self.lease.running is not None:
             return
         messages, self.inbox = self.inbox[:count], self.inbox[len(self.inbox[:count]) :]
@@ -229,7 +230,7 @@ class FakeWorker:
         return None
 
     def start(self) -> WaitingBatch | None:
-        """If nothing runs, starts what waits, and reports that if it must."""
+        """If nothing runs, starts the waiting batch, and reports that if required."""
         batch = self.take_up() if self.running is None else None
         if batch is not None and batch.open:
             self.outbox.append(Started(batch.number, batch.through))
@@ -245,8 +246,8 @@ class FakeWorker:
     # ------------------------------------------------------------------------------------ its lease
 
     def run_leased(self, now: int, took: int = 0, error: tuple[str, str] | None = None, answer: bool = True) -> None:
-        """The request of its lease that runs, or else the next one, is run and answered. Not `answer`: it is only
-        recorded so far."""
+        """Runs and answers the running request of its lease, or else the next one. Without `answer`, the request is
+        only recorded."""
         lease = self.lease
         assert lease is not None
         if lease.running is None:
@@ -276,7 +277,7 @@ class FakeWorker:
             self._close_lease()
 
     def end_lease(self, number: int, now: int = 0) -> None:
-        """Its lease, if it has this number (0: any), ends with the answer to a request that has arrived."""
+        """Ends its lease, if it has this number (0: any), with the answer to a request that has arrived."""
         lease = self.lease
         if lease is not None and number in (0, lease.number):
             if lease.requests:
@@ -292,7 +293,7 @@ class FakeWorker:
         self.outbox.append(LeaseOver(lease.number))
 
     def _verify(self, batch: WaitingBatch) -> None:
-        """What a model may rely on."""
+        """Asserts what a model may rely on."""
         policy = self.policy
         works = batch.works
         if policy.sequence is not None:
@@ -321,15 +322,15 @@ class FakeWorker:
         assert len(kinds) == 1, f"a batch of {self.name} mixes {kinds}"
 
     def finish(self, now: int, took: int = 0, rows_first: int = 0, error: tuple[str, str] | None = None) -> None:
-        """The running batch is done: its results go out, and the next batch starts. Unless its model still waits for
-        another one."""
+        """The running batch is done: its results are sent, and the next batch starts, unless the model still waits for
+        a call."""
         assert self.running is not None, f"{self.name} runs nothing"
         if self.caller is not None and self.waits_for & self.caller.open:
             return
         done, self.running = self.running, None
         again, self.again = tuple(self.again), []
         answered = [work for work in done.works if work.request not in again]
-        if self.policy.decoupled:  # each by itself, unless all have failed
+        if self.policy.decoupled:  # each separately, unless all have failed
             answered = [work for work in answered if error is not None and work.request in self.streams]
         for request in {work.request for work in answered} | set(again):
             self._close(request)
@@ -350,7 +351,7 @@ class FakeWorker:
     def part(
         self, request: int, last: bool = False, empty: bool = False, error: tuple[str, str] | None = None
     ) -> Streamed:
-        """One answer to one request that is open, while its batch runs or later."""
+        """Sends one response to an open request, while its batch runs or later."""
         work = self.streams[request]
         last = last or error is not None
         row = Row(request, ()) if empty and error is None else self._row(work, error)
@@ -370,7 +371,7 @@ class FakeWorker:
             del self.room[request]
 
     def end_streams(self) -> None:
-        """It stops, and what it would still have answered ends here."""
+        """The worker stops: all open streams end."""
         for request in list(self.streams):
             self.part(request, error=("UNAVAILABLE", "the model is being unloaded"))
 
@@ -412,7 +413,8 @@ class FakeWorker:
         return Row(work.request, tuple(tensors))
 
     def _same(self, work: Work, dtype: str) -> Tensor | None:
-        """An input of this type that may be an output: it is in shared memory, of others and not the broker's."""
+        """An input of this type that may be passed on as an output: in shared memory of another process, not of the
+        broker."""
         for tensor in work.inputs:
             if tensor.dtype == dtype and isinstance(tensor.data, tuple):
                 if all(part.segment >> OWNER_SHIFT not in (0, self.peer) for part in tensor.data):

@@ -28,7 +28,7 @@ def _server(line: str) -> Scenario:
 
 
 def play(path: Path) -> tuple[str, str]:
-    """The text of the file, and the text as it should be: with what really came out."""
+    """The text of the file, and the same text with the actual results."""
     text = path.read_text()
     played: list[str] = []
     scenario = Scenario()

@@ -19,7 +19,7 @@ class Operating(World):
     model = ""
 
     def scale(self, name: str, text: str) -> None:
-        """1-3,up=50ms,down=2s: its bounds and when it changes."""
+        """1-3,up=50ms,down=2s: bounds and delays of autoscaling."""
         bounds, *more = text.split(",")
         options = dict(word.split("=") for word in more)
         self.scalings[name] = scaling_of(name, bounds, options.get("up", "50ms"), options.get("down", "2s"))
@@ -29,13 +29,13 @@ class Operating(World):
         self.scalings[name] = scaling_of(name, bounds, up, down)
 
     def do_by_hand(self, name: str) -> None:
-        """From now on its workers do not load by themselves."""
+        """From now on, the model's workers do not load by themselves."""
         self.loads_itself[name] = False
 
     def do_deploy(self, name: str, *versions: str, op: str = "0", present: str = "") -> list[Event]:
         """deploy m 1:7x2 3:8 op=1: version 1 of source 7 with 2 instances, version 3 of source 8 with one. `fresh`:
-        load what is served, too. `unloaded`: the workers do not load by themselves. `present=1,3`: the versions in
-        the repository, if they are known."""
+        also load what is already served. `unloaded`: the workers do not load by themselves. `present=1,3`: the versions
+        in the repository, if they are known."""
         flags = [word for word in versions if ":" not in word]
         targets = tuple(self._target(name, word) for word in versions if ":" in word)
         self.loads_itself[name] = "unloaded" not in flags
@@ -58,7 +58,7 @@ class Operating(World):
         self.deploy(replace(policy, steps=steps, ahead=int(options.get("ahead", 0))), 0)
 
     def do_misfit(self, name: str, problem: str = "") -> None:
-        """From now on the steps of this ensemble do not fit together; without a reason, they do."""
+        """From now on, the steps of this ensemble do not fit together, for this reason; without a reason, they fit."""
         self.misfits[name] = problem
 
     def do_unload(self, name: str, *flags: str, op: str = "0") -> list[Event]:
@@ -68,7 +68,7 @@ class Operating(World):
         return [(0, events.Restart(name, int(version), instance, int(op)))]
 
     def do_join(self, name: str, instance: str, *flags: str) -> None:
-        """join m m_1: as if the core had decided that m needs this instance, too. `unloaded`: it does not load."""
+        """join m m_1: as if the core had decided to add this instance to m. `unloaded`: it does not load."""
         self.loads_itself[name] = "unloaded" not in flags
         version = self.core.state.look_up(name, 0)
         self.change(lambda state: resizing.join(state, version, InstanceSpec(instance)))

@@ -65,7 +65,7 @@ class Scenario(Operating, Streaming, Calling):
             self.scale(name, options["scale"])
         before = len(self.lines)
         self.deploy(policy, int(options.get("instances", 1)), options.get("large", ""), "unloaded" not in flags)
-        if "unloaded" not in flags:  # keeps the start of the workers out of every scenario
+        if "unloaded" not in flags:  # keeps the start of workers out of the scenarios' output
             del self.lines[before:]
 
     def do_measure(self, name: str, host: str = "0", peak: str = "0", gpu: str = "0") -> list[Event]:
@@ -136,7 +136,7 @@ class Scenario(Operating, Streaming, Calling):
         return tensors
 
     def _place(self, client: FakeClient, text: str, size: int) -> Handle:
-        """A place that a client names: `s` or `s+64` in its segment s; `reply 3` what request 3 was answered with."""
+        """The handle for a client's text: `s` or `s+64` in its segment s; `reply 3` is the answer to request 3."""
         if text.startswith("reply"):
             number = int(text.removeprefix("reply"))
             return references(client.answers[number].outputs)[0]
@@ -164,7 +164,7 @@ class Scenario(Operating, Streaming, Calling):
         return [(self.named[client].peer, Unmap(self.segments[name].segment))]
 
     def do_return(self, client: str, number: str) -> list[Event]:
-        """The client gives back what request `number` was answered with."""
+        """The client returns the answer to request `number`."""
         who = self.named[client]
         answers = who.parts.get(int(number)) or [who.answers[int(number)]]
         handles = tuple(handle for answer in answers for handle in references(answer.outputs))
@@ -174,8 +174,8 @@ class Scenario(Operating, Streaming, Calling):
         return [(who.peer, Return(handles))]
 
     def do_done(self, name: str, took: str = "0s", rows: str = "0", error: str = "", **says: str) -> list[Event]:
-        """done m_0, after took= with error= or with rows= reported before; flag=true y=[2,3] z=none: what it makes;
-        again=a1: what it wants to run once more."""
+        """done m_0, after took= with error= or with rows= reported before; flag=true y=[2,3] z=none: its outputs;
+        again=a1: a request to run again."""
         worker = self.worker(name)
         code, _, text = error.partition(":")
         if worker.peer not in self.slow_to:
@@ -190,7 +190,7 @@ class Scenario(Operating, Streaming, Calling):
         return [] if worker.peer in self.slow_from else self.heard(worker)
 
     def do_slow(self, name: str, *ways: str) -> None:
-        """slow m_0 to, slow m_0 from: what is sent on that way waits until `deliver`."""
+        """slow m_0 to, slow m_0 from: messages in that direction wait until `deliver`."""
         peer = self.worker(name).peer
         self.slow_to |= {peer} if "to" in ways else set()
         self.slow_from |= {peer} if "from" in ways else set()
@@ -206,7 +206,7 @@ class Scenario(Operating, Streaming, Calling):
         return self.heard(worker, some)
 
     def do_quick(self, name: str) -> None:
-        """Both ways are as fast as light again."""
+        """Both directions are fast again."""
         peer = self.worker(name).peer
         self.slow_to.discard(peer)
         self.slow_from.discard(peer)
@@ -236,7 +236,7 @@ class Scenario(Operating, Streaming, Calling):
         return [(self.worker(name).peer, said[what])]
 
     def do_forget(self, name: str, client: str, number: str) -> None:
-        """The worker loses a request of what it runs."""
+        """The worker loses a running request."""
         running = self.worker(name).running
         assert running is not None
         lost = self.named[client].peer, int(number)
@@ -257,7 +257,7 @@ class Scenario(Operating, Streaming, Calling):
         return [(0, events.Drain(nanoseconds(limit)))]
 
     def do_show(self, *what: str) -> None:
-        """What is counted of the model, or where everything stands."""
+        """Shows the model's counters, or the current state."""
         failed = self.core.state.models[self.model].failed
         if "change" in what:
             self.line(

@@ -1,4 +1,4 @@
-"""Commands of scenario files for requests that are answered many times."""
+"""Commands of scenario files for streamed requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Streaming(Transcript):
     def do_part(
         self, name: str, label: str, *flags: str, count: str = "1", error: str = "", **says: str
     ) -> list[Event]:
-        """part m_0 a1 count=3: the worker gives so many answers; `last`, and `empty`: only the end; y=none and so on
-        as for `done`."""
+        """part m_0 a1 count=3: the worker sends this many responses; `last`, and `empty`: only the end; y=none and so
+        on as for `done`."""
         worker = self.worker(name)
         if worker.peer not in self.slow_to:
             worker.read()
@@ -28,7 +28,7 @@ class Streaming(Transcript):
         return [] if worker.peer in self.slow_from else self.heard(worker)
 
     def do_more(self, client: str, number: str, count: str) -> list[Event]:
-        """The client can take so many more."""
+        """The client allows this many more responses."""
         who = self.named[client]
         if int(number) in who.windows:
             who.windows[int(number)] += int(count)

@@ -57,7 +57,7 @@ class Transcript(World):
         self.lines.append(f"{clock(self.now - START)}: {text}")
 
     def reply(self, kind: str, label: str, what: str) -> None:
-        """Replies to be sent one after the other are one line."""
+        """Writes consecutive replies on one line."""
         last = self.lines[-1] if self.lines else ""
         if last.startswith(f"{clock(self.now - START)}: {kind} ") and last.endswith(f" {what}"):
             self.lines[-1] = f"{last.removesuffix(what)}{label} {what}"
@@ -99,7 +99,7 @@ class Transcript(World):
         self.line(f"{worker.name} starts {self._set(worker.started[-1])}")
 
     def _set(self, requests: Any, slots: list[int] | None = None) -> str:
-        """With the slots of their sequences, where they have any."""
+        """The requests, with the slots of their sequences, if any."""
         at = [f"@{slot}" if slot >= 0 else "" for slot in slots or [-1] * len(requests)]
         return "{" + " ".join(self._label(number) + slot for number, slot in zip(requests, at, strict=True)) + "}"
 
@@ -179,7 +179,7 @@ class Transcript(World):
             self.line(f"send {name} {type(message).__name__}")
 
     def sequences(self, version: Version) -> None:
-        """Where each sequence is."""
+        """The location of each sequence."""
         assert version.places is not None
         for sequence in version.places.all():
             worker = self.workers.get(sequence.instance.peer) if sequence.instance is not None else None

@@ -1,4 +1,4 @@
-"""Arrays on a GPU as other libraries have them, in the memory of the stand-in for CUDA."""
+"""Arrays on a GPU as in other libraries, in the memory of the fake CUDA."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Foreign:
-    """An array of a library, somewhere in its pool, written in one of its streams: not there before that is waited
-    for."""
+    """An array of a library, somewhere in its pool, written in one of its streams: its values exist only after waiting
+    for the stream."""
 
     def __init__(self, runtime: Any, array: Array, offset: int = 512, version: int = 3) -> None:
         self._runtime = runtime
@@ -30,7 +30,7 @@ class Foreign:
             self.__cuda_array_interface__["stream"] = self.stream
 
     def read(self) -> Array:
-        """What is there now."""
+        """The current values."""
         interface = self.__cuda_array_interface__
         self._runtime.streamSynchronize(self.stream)
         return read(interface)
@@ -42,7 +42,7 @@ class Foreign:
 
 
 def read(interface: dict[str, Any]) -> Array:
-    """The bytes that are there, by their address."""
+    """The bytes at the address of the interface."""
     dtype, shape = np.dtype(interface["typestr"]), interface["shape"]
     size = int(np.prod(shape)) * dtype.itemsize
     return np.frombuffer(ctypes.string_at(interface["data"][0], size), dtype).reshape(shape)
@@ -53,7 +53,8 @@ def write(interface: dict[str, Any], array: Array) -> None:
 
 
 def end(runtime: Any) -> None:
-    """Exports of clients stay, as the library cannot know when others have closed them; a test can."""
+    """Frees exports of clients. The library keeps them, because it cannot know when others have closed them; a test
+    can."""
     tensors._spare.clear()
     for address in list(runtime.state.device):
         runtime.free(address)

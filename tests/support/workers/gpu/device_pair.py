@@ -65,7 +65,7 @@ class Pair:
         return found
 
     def replace_consumer(self, backend: Any, folder: Path, consumer: ModelConfig) -> None:
-        """Takes a backend that computes on the host, whose memory is the device memory of the stand-in."""
+        """Uses a backend that computes on the host, whose memory is the fake's device memory."""
         self.consumer.close()
         group = ModelInstanceGroup(name="m_0", kind="KIND_CPU", count=1)
         self.consumer = Instance(backend, folder, replace(consumer, instance_group=(group,)), owner=8)
@@ -92,7 +92,7 @@ class Pair:
 
 
 def gathered(shares: Sequence[int]) -> list[tuple[int, int]]:
-    """The copies on the GPU that put the rows of several requests together; a single request is not copied."""
+    """The copies on the GPU that gather the rows of several requests; a single request is not copied."""
     return [(share, WITHIN) for share in shares] if len(shares) > 1 else []
 
 

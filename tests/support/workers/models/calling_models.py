@@ -1,4 +1,4 @@
-"""Models that call models, for the tests of a worker. A parameter of the request, `wish`, says what they do."""
+"""Models that call models, for the tests of a worker. The request parameter `wish` selects what they do."""
 
 from __future__ import annotations
 

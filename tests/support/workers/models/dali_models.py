@@ -49,7 +49,7 @@ def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: in
 
 
 def failing(folder: Path) -> ModelConfig:
-    """y = x; but it first looks up place x[0] of four, which fails where there is none."""
+    """y = x, after a lookup of element x[0] of four, which fails if it does not exist."""
 
     def make(fn: Any, types: Any) -> Any:
         x = source(fn, types, "x", "FP32", 1)

@@ -15,7 +15,7 @@ from shmserve.repo.config.schema import ModelConfig
 from tests.support.workers.worker_harness import config
 
 INSTALLED = importlib.util.find_spec("paddle") is not None
-if INSTALLED:  # now, because the import and the first run start threads, which would count as left by a test
+if INSTALLED:  # imported now: the import and the first run start threads, which would count as leaks of a test
     os.environ.setdefault("GLOG_minloglevel", "2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -79,7 +79,7 @@ def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: in
 
 
 def failing(folder: Path) -> ModelConfig:
-    """y = x; but it looks up all values in a table of four, which fails for others."""
+    """y = x, after a lookup of all values in a table of four, which fails for others."""
 
     def build() -> tuple[list[Any], list[Any]]:
         x = data("x", [-1, -1])

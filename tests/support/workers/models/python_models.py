@@ -1,4 +1,4 @@
-"""Python models for the tests of whole servers: they call others, ask, count and log."""
+"""Python models for the tests of complete servers: they call other models, query the server, count and log."""
 
 from __future__ import annotations
 

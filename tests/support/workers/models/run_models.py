@@ -1,6 +1,6 @@
 """Models for the tests of `shmserve run`, and how the command is started. An input chooses the failure.
 
-The model greets; the first value of `x` makes it fail in one way or another.
+The model greets; the first value of `x` selects a failure.
 """
 
 from __future__ import annotations

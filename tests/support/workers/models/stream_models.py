@@ -1,6 +1,7 @@
 """Decoupled models, and the requests and expectations of the tests of their workers.
 
-A model waits at a gate, a named pipe that the test opens, so that the test decides what happens before it goes on.
+A model waits at a gate, a named pipe that the test opens, so that the test decides what happens before the model
+continues.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class TritonPythonModel:
             print("closed", wishes(request).get("name"), request.is_cancelled(), flush=True)
 """
 SOURCES = {"execute": IN_EXECUTE, "threads": IN_THREADS, "coroutine": COROUTINE, "generator": GENERATOR}
-"""Each sends as many responses as the request asks for; they differ in where they send them from."""
+"""Each sends as many responses as requested; they differ in where they send from."""
 
 
 def senders(*names: str) -> pytest.MarkDecorator:
@@ -144,7 +145,7 @@ def row(worker: WorkerProcess) -> Row:
 
 
 def rows_and_done(worker: WorkerProcess, count: int) -> list[Row]:
-    """The next streamed rows, and the end of their batch, which may come before, between or after them."""
+    """The next streamed rows, and the end of their batch, which may arrive before, between or after them."""
     messages = [worker.next()[0] for _ in range(count + 1)]
     assert [message.rows for message in messages if isinstance(message, Done)] == [()]
     rows = [message.rows for message in messages if isinstance(message, Streamed)]
@@ -178,7 +179,7 @@ def done(worker: WorkerProcess) -> None:
 
 
 def quiet(worker: WorkerProcess) -> None:
-    """No report is left unread, and the worker reads its orders."""
+    """Asserts that no report is unread and that the worker reads its orders."""
     worker.send(Ping(77))
     assert worker.expect(Pong).number == 77
 
