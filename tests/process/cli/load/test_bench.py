@@ -235,7 +235,7 @@ def test_results_are_printed_even_if_a_file_cannot_be_written(served: BenchServe
 @pytest.mark.usefixtures("threads")
 def test_the_commands_of_the_page(served: BenchServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, because later commands read the files of earlier ones, but with short durations and a limit that even a
-    busy machine meets. Only a comparison may find a difference.
+    busy machine meets and can tell from a few responses. Only a comparison may find a difference.
     """
     np.save(tmp_path / "x.npy", np.ones((2, 64), np.float32))
     (tmp_path / "inputs").mkdir()
@@ -248,7 +248,7 @@ def test_the_commands_of_the_page(served: BenchServer, tmp_path: Path, monkeypat
     for kind in ("http", "grpc"):
         monkeypatch.setenv(f"{kind.upper()}_URL", served.endpoints[kind].url or "")
     for line in pages.commands("bench"):
-        words = shlex.split(os.path.expandvars(line.replace("p99=20ms", "p99=20s")))[1:]
+        words = shlex.split(os.path.expandvars(line.replace("p99=20ms", "p50=20s")))[1:]
         compares = "--compare" in words
         code, out, err = command(*words, *([] if compares else [*SHORT, "--window", "30ms"]))
         assert code == 0 or (code == 1 and compares), f"{line}: {err}"
