@@ -145,7 +145,7 @@ OPTIONS = (
     _number(GRPC, "grpc-http2-max-ping-strikes", "N", 2, "number of strikes tolerated before the connection is closed; "
             "0: no limit"),
     _seconds(GRPC, "grpc-stream-idle-timeout", 3600.0, "maximum idle time of a stream without requests in flight"),
-    _number(GRPC, "grpc-max-connection-age", "MS", 0, "age at which a connection takes no more calls; 0: no limit"),
+    _number(GRPC, "grpc-max-connection-age", "MS", 0, "age at which a connection accepts no more calls; 0: no limit"),
     _number(GRPC, "grpc-max-connection-age-grace", "MS", 0, "time for its calls to finish after that; 0: no limit"),
     _switch(METRICS, "allow-metrics", True, "enable the Prometheus endpoint"),
     _port(METRICS, "metrics-port", 8002, "Prometheus port"),

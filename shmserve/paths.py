@@ -46,7 +46,9 @@ def client_runtime_dir() -> Path:
         except FileNotFoundError:
             return found
         if owner != os.geteuid():
-            raise Denied(f"runtime directory {found} belongs to uid {owner}, not to you; name one by runtime_dir=")
+            raise Denied(
+                f"runtime directory {found} belongs to uid {owner}, not to you; choose another with runtime_dir="
+            )
     return found
 
 
@@ -84,9 +86,11 @@ def make_runtime_dir(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     if found.st_uid != os.geteuid():
-        raise PermissionError(f"runtime directory {path} belongs to uid {found.st_uid}; name another by --runtime-dir")
+        raise PermissionError(
+            f"runtime directory {path} belongs to uid {found.st_uid}; choose another with --runtime-dir"
+        )
     if stat.S_IMODE(found.st_mode) & stat.S_IWOTH:
-        raise PermissionError(f"runtime directory {path} may be written by everyone; chmod it, or name another")
+        raise PermissionError(f"runtime directory {path} is writable by everyone; chmod it, or choose another")
 
 
 def python() -> list[str]:

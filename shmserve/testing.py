@@ -215,7 +215,9 @@ class Server:
             raise RuntimeError(f"{text}:\n{self.log}") from None
         self._process = None
         if code or alone:
-            text = f"the server ended by itself with code {code}" if alone else f"the server stopped with code {code}"
+            text = (
+                f"the server exited unexpectedly with code {code}" if alone else f"the server stopped with code {code}"
+            )
             raise RuntimeError(f"{text}:\n{self.log}")
         left = [name for name in (LANE, BROKER) if (self.runtime_dir / name).exists()]
         left += [path.name for pid in pids for path in _SHM.glob(f"shmserve-{pid}-*")]

@@ -59,7 +59,7 @@ def validate_traffic(config: ModelConfig, problem: ProblemFunction) -> None:
             problem(f'parameters["{key}"]', f'{error}, expected VERSION=PERCENT, such as "3=10"')
             continue
         if sum(shares.values()) > 100:
-            problem(f'parameters["{key}"]', f"found {sum(shares.values())} % together, expected at most 100 %")
+            problem(f'parameters["{key}"]', f"the shares add up to {sum(shares.values())} %; the maximum is 100 %")
         if key == SHADOW and shares:
             if len(shares) > 1:
                 problem(f'parameters["{key}"]', f"found {len(shares)} versions, expected one")

@@ -26,7 +26,7 @@ def runtime_directory(machine: Machine) -> list[Finding]:
         return [Finding("runtime directory", ERROR, f"{path} belongs to uid {status.st_uid}", "your own", fix)]
     if place == path and status.st_mode & stat.S_IWOTH:
         fix = f"chmod 700 {path}"
-        return [Finding("runtime directory", ERROR, f"{path} may be written by everyone", "your own", fix)]
+        return [Finding("runtime directory", ERROR, f"{path} is writable by everyone", "your own", fix)]
     if not os.access(place, os.W_OK | os.X_OK):
         return [Finding("runtime directory", ERROR, f"{place} is not writable", "a writable directory", fix)]
     return [Finding("runtime directory", OK, str(path), "a writable directory")]

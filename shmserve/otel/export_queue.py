@@ -88,7 +88,7 @@ class ExportQueue:
             if self._is_failing:
                 self._is_failing = False
                 lost = status.failed + status.dropped - self._failing_since
-                self._report("info", f"the collector takes spans again; {lost:,} were lost")
+                self._report("info", f"the collector accepts spans again; {lost:,} were lost")
             return
         if not self._is_failing:
             self._is_failing = True

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         return bool(spans_to.export(maker.spans(records, now_offset())).name == "SUCCESS")
 
     def report(level: str, text: str) -> None:
-        text = text or f"the collector does not take spans: {errors.text or 'no reason is known'}; they are counted"
+        text = text or f"the collector does not accept spans: {errors.text or 'unknown reason'}; counting them"
         print(f"{level}: {text}", file=sys.stderr, flush=True)
 
     queue = ExportQueue(settings, export, report)

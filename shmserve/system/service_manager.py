@@ -31,7 +31,7 @@ class ServiceManager:
         if not address:
             return
         if address[0] not in "@/":
-            log.warning("NOTIFY_SOCKET is neither a path nor an abstract name: the service manager hears nothing")
+            log.warning("NOTIFY_SOCKET is neither a path nor an abstract name: not notifying the service manager")
             return
         self._address = "\0" + address[1:] if address[0] == "@" else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)

@@ -36,7 +36,7 @@ def from_file(path: Path, spec: Spec) -> Any:
         read = _image if suffix in IMAGES else _raw if suffix in RAW else None
     if read is None:
         known = ", ".join([*readers, *IMAGES, *RAW])
-        raise Misuse(f"input '{spec['name']}': cannot tell what {path} holds by its suffix; known are {known}")
+        raise Misuse(f"input '{spec['name']}': unknown suffix of {path}; expected one of: {known}")
     try:
         return read(path, spec)
     except OSError as error:
@@ -108,7 +108,7 @@ def _npy(file: Path, spec: Spec) -> Any:
     except (OSError, ValueError, EOFError) as error:
         raise Misuse(f"input '{spec['name']}': cannot read {file}: {_reason(error)}") from error
     if not isinstance(array, np.ndarray):
-        raise Misuse(f"input '{spec['name']}': {file} is no .npy file")
+        raise Misuse(f"input '{spec['name']}': {file} is not a .npy file")
     dtype = spec["datatype"]
     if dtype == "BYTES":
         if array.dtype.kind not in "SU":

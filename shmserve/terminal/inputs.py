@@ -89,7 +89,7 @@ def inputs(source: InputSource, model: str, known: Mapping[str, Spec], largest: 
         example = next(iter(known))
         raise Misuse(
             f"model '{model}' needs {describe(known)}: "
-            f"give --input {example}=VALUE, a JSON file, or --random for data without a meaning"
+            f"give --input {example}=VALUE, a JSON file, or --random for random data"
         )
     return arrays
 

@@ -99,7 +99,7 @@ def write(folder: Path, outputs: Outputs, dtypes: Dtypes) -> dict[str, Path]:
         for name, array in outputs.items():
             path = folder / file_name(name)
             if path in files.values():
-                raise Failed(f"outputs would share the file {path}; choose one of them by --outputs")
+                raise Failed(f"outputs would share the file {path}; choose one of them with --outputs")
             np.save(path, storable(name, array, _dtype(name, array, dtypes)), allow_pickle=False)
             files[name] = path
     except OSError as error:

@@ -70,7 +70,7 @@ def from_value(value: Any, spec: Spec, shape: Sequence[int] | None = None) -> An
     dims = _flatten(value, flat, spec["name"], DIMS)
     if shape is not None:
         if not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
-            raise Misuse(f"input '{spec['name']}': shape {shape} is no list of sizes")
+            raise Misuse(f"input '{spec['name']}': shape {shape} is not a list of sizes")
         if math.prod(shape) != len(flat):
             raise Misuse(f"input '{spec['name']}': {len(flat)} values do not fill shape {shape_text(shape)}")
         dims = tuple(shape)

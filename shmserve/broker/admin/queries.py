@@ -117,7 +117,7 @@ class Control:
         answer = self._answers.get(ask.what)
         if answer is None:
             known = ", ".join(self._answers)
-            raise InvalidRequest(f"unknown question '{ask.what}'; expected one of: {known}")
+            raise InvalidRequest(f"unknown query '{ask.what}'; expected one of: {known}")
         document = answer(ask)
         if not operator:
             remove_private(ask.what, document)

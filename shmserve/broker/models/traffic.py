@@ -63,7 +63,7 @@ class TrafficControl:
 def _check(model: Model, traffic: Traffic, changed: Mapping[str, Any]) -> None:
     total, entries = sum(traffic.shares.values()), max(len(traffic.shares), len(traffic.aliases))
     if total > 100:
-        raise InvalidRequest(f"the shares of model '{model.name}' are {total} % together, expected at most 100 %")
+        raise InvalidRequest(f"the shares of model '{model.name}' add up to {total} %; the maximum is 100 %")
     if entries > ENTRIES:
         raise InvalidRequest(f"{entries} shares or aliases, expected at most {ENTRIES} of each")
     if len(traffic.shadow) > 1:

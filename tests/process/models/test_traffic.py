@@ -265,7 +265,7 @@ def test_traffic_of_the_configuration(server: Server, client: shmserve.Client, r
     assert load(traffic="2=100")["shares"] == {"1": 100}
     client.unload("given")
     assert load(traffic="2=100", aliases="last=2")["shares"] == {"2": 100}
-    with pytest.raises(InvalidRequest, match="found 120 % together"):
+    with pytest.raises(InvalidRequest, match="the shares add up to 120 %"):
         load(traffic="1=60,2=60")
     assert client.traffic("given")["aliases"] == {"last": 2}
     client.unload("given")
@@ -274,7 +274,7 @@ def test_traffic_of_the_configuration(server: Server, client: shmserve.Client, r
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"shares": {1: 60, 3: 50}}, "the shares of model 'm' are 110 % together, expected at most 100 %"),
+        ({"shares": {1: 60, 3: 50}}, "the shares of model 'm' add up to 110 %; the maximum is 100 %"),
         ({"shares": {1: 101}}, "invalid body of 'set_traffic'"),
         ({"shares": {0: 10}}, "invalid body of 'set_traffic'"),
         ({"aliases": {"a@b": 1}}, "alias 'a@b': expected up to 64 letters"),

@@ -123,7 +123,7 @@ def test_a_server_that_crashed_is_an_error(models: Path) -> None:
             os.kill(server.pid, signal.SIGKILL)
             os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
 
-    with pytest.raises(RuntimeError, match=r"(?s)ended by itself with code -9:.*ready: serving 1 of 1 models"):
+    with pytest.raises(RuntimeError, match=r"(?s)exited unexpectedly with code -9:.*ready: serving 1 of 1 models"):
         crash()
 
 

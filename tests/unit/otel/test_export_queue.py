@@ -85,7 +85,7 @@ def test_an_outage_is_reported_once_and_so_is_its_end() -> None:
         made.answers.put(answer)
     assert made.queue.close(PATIENCE_S)
     assert made.counts() == (3, 2, 0)
-    assert made.reports == [("warning", ""), ("info", "the collector takes spans again; 2 were lost")]
+    assert made.reports == [("warning", ""), ("info", "the collector accepts spans again; 2 were lost")]
 
 
 @pytest.mark.parametrize("answers", [True, False])

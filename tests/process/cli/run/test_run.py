@@ -250,7 +250,7 @@ def test_wrong_use_ends_with_2(
 
 
 def test_exit_codes_and_the_next_step_come_through_the_command(models: Path) -> None:
-    assert "--random for data without a meaning" in Ran("identity", cwd=models, code=2).err
+    assert "--random for random data" in Ran("identity", cwd=models, code=2).err
     assert "'0' is not an integer of at least 1" in Ran("identity", "--repeat", 0, cwd=models, code=2).err
 
 

@@ -205,8 +205,8 @@ def test_a_collector_that_hangs_refuses_or_is_down(repository: Path) -> None:
             client.infer("add1", {"x": numbers(1, 4)})
             collector.wait(3)
             assert counted(client, "failed") <= 6
-        assert "[traces] the collector does not take spans: " in server.log
-        assert "[traces] the collector takes spans again; " in server.log
+        assert "[traces] the collector does not accept spans: " in server.log
+        assert "[traces] the collector accepts spans again; " in server.log
 
 
 def test_the_process_is_started_again_and_sends_the_rest_at_the_end(repository: Path) -> None:

@@ -252,7 +252,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     odd.write_bytes(bytes(7))
     for texts, match in (
         ([f"x=@{odd}"], "has 7 bytes, not a multiple of 4"),
-        ([f"x=@{tmp_path}/x.txt"], r"cannot tell what .*x.txt holds by its suffix; known are \.npy, \.json, \.png"),
+        ([f"x=@{tmp_path}/x.txt"], r"unknown suffix of .*x.txt; expected one of: \.npy, \.json, \.png"),
         (["x=@-", "photo=@-"], "can be read only once"),
     ):
         with pytest.raises(Misuse, match=match):
@@ -287,8 +287,8 @@ def test_json_documents(document: Any, tmp_path: Path, monkeypatch: pytest.Monke
         ('{"inputs": {"y": [1]}}', r"no input 'y'; it has x \(FP32 \[-1, 3\]\)"),
         ('{"inputs": [{"name": "x"}]}', "needs name, shape and data"),
         ('{"inputs": [{"name": "x", "shape": [2, 3], "data": [1]}]}', r"1 values do not fill shape \[2, 3\]"),
-        ('{"inputs": [{"name": "x", "shape": [-1, 3], "data": [1, 2, 3]}]}', "is no list of sizes"),
-        ('{"inputs": [{"name": "x", "shape": 3, "data": [1, 2, 3]}]}', "is no list of sizes"),
+        ('{"inputs": [{"name": "x", "shape": [-1, 3], "data": [1, 2, 3]}]}', "is not a list of sizes"),
+        ('{"inputs": [{"name": "x", "shape": 3, "data": [1, 2, 3]}]}', "is not a list of sizes"),
     ],
 )
 def test_json_documents_that_do_not_fit(text: str, match: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_documents_in_turn(tmp_path: Path) -> None:
         ("y=@file.npy", "the model has no input 'y'; it has x"),
         ("x=@{}/none.npy", "cannot read"),
         ("x=@{}/none.bin", "cannot read"),
-        ("x=@{}/file.txt", "cannot tell what .* holds by its suffix; known are .npy, .json, .png"),
+        ("x=@{}/file.txt", "unknown suffix of .*; expected one of: .npy, .json, .png"),
         ("x=@{}/odd.json", r"cannot read .*odd\.json: it is not text"),
         ("x=@{}/odd.bin", "has 3 bytes, not a multiple of 4"),
         ("x=@{}/odd.png", r"is \[-1, 2\], not \[.., 3, H, W\]"),
