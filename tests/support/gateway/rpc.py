@@ -78,8 +78,8 @@ class Talk:
 
     def __init__(self, rpcs: Rpcs, **metadata: str) -> None:
         self._requests: queue.Queue[Any] = queue.Queue()
-        said = iter(self._requests.get, None)
-        self.answers = rpcs.ModelStreamInfer(said, metadata=list(metadata.items()), timeout=60)
+        sent = iter(self._requests.get, None)
+        self.answers = rpcs.ModelStreamInfer(sent, metadata=list(metadata.items()), timeout=60)
 
     def say(self, *requests: Any) -> None:
         for request in requests:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shmserve.gateway.limits.turns import SlicedWork
 
@@ -17,3 +17,14 @@ def finished(work: SlicedWork[T]) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
+
+
+def slices_of(work: SlicedWork[Any]) -> int:
+    """Runs all slices and returns their number, without the last."""
+    count = 0
+    try:
+        while True:
+            next(work)
+            count += 1
+    except StopIteration:
+        return count

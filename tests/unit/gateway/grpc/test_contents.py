@@ -13,9 +13,8 @@ from shmserve.gateway.grpc import contents
 from shmserve.gateway.grpc.messages import message_class
 from shmserve.gateway.grpc.plans import RpcPlan, plan_in_slices, plan_of
 from shmserve.gateway.limits.turns import SLICE_BYTES
-from tests.support.gateway.sliced_work import finished
+from tests.support.gateway.sliced_work import finished, slices_of
 from tests.support.hypothesis_profiles import examples
-from tests.unit.gateway.kserve.test_json_slices import steps
 
 REQUEST = message_class("inference.ModelInferRequest")
 
@@ -87,7 +86,7 @@ def test_contents_of_another_type_are_refused() -> None:
 def test_the_elements_of_a_slice_are_limited() -> None:
     for dtype, values in (("INT8", [1] * 500_000), ("BYTES", [b""] * 250_000)):
         text = request((dtype, KINDS[dtype][0], values))
-        assert steps(plan_in_slices(text)) >= len(text) // SLICE_BYTES
+        assert slices_of(plan_in_slices(text)) >= len(text) // SLICE_BYTES
 
 
 def test_what_is_left_to_protobuf_is_limited() -> None:

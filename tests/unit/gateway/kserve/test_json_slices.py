@@ -21,7 +21,7 @@ from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
 from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, SlicedWork
 from tests.support.gateway.http_connection import answered, connected, post, receive
 from tests.support.gateway.manual_loop import ManualLoop
-from tests.support.gateway.sliced_work import finished
+from tests.support.gateway.sliced_work import finished, slices_of
 from tests.support.hypothesis_profiles import examples
 
 MIB = 1 << 20
@@ -166,16 +166,6 @@ def test_clients_cannot_write_the_placeholder_of_a_list(small: int) -> None:
 # ---------------------------------------------------------------------------------------- cost
 
 
-def steps(work: SlicedWork[Any]) -> int:
-    found = 0
-    try:
-        while True:
-            next(work)
-            found += 1
-    except StopIteration:
-        return found
-
-
 def test_the_cost_of_nesting_is_linear_in_its_bytes() -> None:
     """The number of slices is equal, and objects are made only for values, not for brackets."""
     size = MIB
@@ -183,7 +173,7 @@ def test_the_cost_of_nesting_is_linear_in_its_bytes() -> None:
     deep_count, flat_count = size // (len(unit) + 1), size // 2
     deep = body("[" + ",".join([unit] * deep_count) + "]", deep_count)
     flat = body("[" + ",".join(["1"] * flat_count) + "]", flat_count)
-    assert abs(steps(plan_in_slices(deep, MOST)) - steps(plan_in_slices(flat, MOST))) <= 2
+    assert abs(slices_of(plan_in_slices(deep, MOST)) - slices_of(plan_in_slices(flat, MOST))) <= 2
     outline = finished(json_outline.outline(deep))
     parts = [len(part) for part in json_values.flat("x", deep, outline.cuts[0])]
     assert sum(parts) == deep_count
@@ -232,7 +222,7 @@ def test_numbers_are_written_in_slices(dtype: str) -> None:
     assert msgspec.json.decode(finished(work)) == msgspec.json.decode(
         json_tensors.to_json("y", dtype, (100_000,), data)
     )
-    assert steps(json_tensors.to_json_in_slices("y", dtype, (100_000,), data)) >= len(data) // SLICE_BYTES
+    assert slices_of(json_tensors.to_json_in_slices("y", dtype, (100_000,), data)) >= len(data) // SLICE_BYTES
 
 
 def with_size(word: str) -> bytes:
@@ -252,7 +242,7 @@ def test_long_strings_are_written_in_slices() -> None:
     data = b"".join(map(with_size, words))
     work = json_tensors.to_json_in_slices("y", "BYTES", (6,), data)
     assert msgspec.json.decode(finished(work)) == words
-    assert steps(json_tensors.to_json_in_slices("y", "BYTES", (6,), data)) >= len(data) // SLICE_BYTES
+    assert slices_of(json_tensors.to_json_in_slices("y", "BYTES", (6,), data)) >= len(data) // SLICE_BYTES
     long = b"a" * MIB + b"\xc3"
     with pytest.raises(InvalidRequest, match="not UTF-8"):
         finished(json_tensors.to_json_in_slices("y", "BYTES", (1,), len(long).to_bytes(4, "little") + long))
@@ -269,7 +259,9 @@ def test_inflation_stops_at_the_limit() -> None:
     assert sum(held) <= MIB
     assert max(held) <= 4 * SLICE_BYTES
     held.clear()
-    assert steps(bodies.inflate_body("gzip", bomb, 64 * MIB, "--x", held.append)) >= 64 * MIB // (4 * SLICE_BYTES) - 1
+    assert (
+        slices_of(bodies.inflate_body("gzip", bomb, 64 * MIB, "--x", held.append)) >= 64 * MIB // (4 * SLICE_BYTES) - 1
+    )
     assert sum(held) == 64 * MIB
 
 
