@@ -184,6 +184,8 @@ class Instance(Struct, eq=False):
     """When its process was started."""
     watched: bool = False
     """The timer for the execution limit is set."""
+    responded: int = 0
+    """When it last sent a response to a request of an earlier batch."""
     hung: bool = False
     """Its process was killed because it exceeded the execution limit."""
     load_error: str = ""

@@ -126,7 +126,8 @@ def watch(state: State, version: Version, instance: Instance, now: int) -> None:
 
 def check_hang(state: State, version: Version, instance: Instance, now: int) -> None:
     """The execution limit timer: kills the instance if the batch has exceeded the limit. Time spent waiting for
-    other models does not count; the timer is set again when they have answered."""
+    other models does not count; the timer is set again when they have answered. Neither does time in which the instance
+    responds to requests of earlier batches, which may take all places that this batch waits for."""
     instance.watched = False
     if instance.lease and instance.state is not InstanceState.KILLED:
         leases.ask_for_log(state, instance)  # which shows what it runs, and since when
@@ -134,7 +135,7 @@ def check_hang(state: State, version: Version, instance: Instance, now: int) -> 
     running = instance.running
     if running is None or not version.limit_ns or instance.waits or instance.state is InstanceState.KILLED:
         return
-    left = running.began + running.waited + version.limit_ns - now
+    left = max(running.began + running.waited, instance.responded) + version.limit_ns - now
     if left > 0:
         instance.watched = True
         state.set_timer(now + left, Timer.HANG, instance)

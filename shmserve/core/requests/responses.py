@@ -42,6 +42,8 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
     if request is None or not here:
         kill_for_protocol_error(state, version, instance, f"response to request {row.request}")
         return
+    if row.request in instance.streams:
+        instance.responded = now
     taken = request.state is not _LINGERING and row.error is None and answers.take(state, instance, request, row)
     if not taken:
         answers.send_back(state, instance, row)
