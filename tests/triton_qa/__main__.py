@@ -1,7 +1,7 @@
 """`python -m tests.triton_qa CHECKOUT [SUITE ...]`: runs the Python tests of Triton's server against shmserve.
 
-CHECKOUT is a checkout of Triton's server repository. It is not changed, and nothing is downloaded. Each suite's own
-script is run, with a stand-in for `tritonserver`. Exit code 1: a test failed that is no known difference.
+CHECKOUT is a checkout of Triton's server repository. It is not changed, and nothing is downloaded. Runs each suite's
+own script, with a replacement for `tritonserver`. Exit code 1: a test failed that is not a known difference.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.triton_qa.catalog import LEFT_OUT, SUITES
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "triton-qa"
 PYTHON = Path(os.environ.get("SHMSERVE_TRITON_QA") or ROOT / "build" / "triton-qa-env" / "bin" / "python")
-"""Of the environment that `make triton-qa` makes."""
+"""The Python of the environment that `make triton-qa` creates."""
 PORTS = (8000, 8001, 8002)
-"""Written into the tests."""
+"""Ports hard-coded in the tests."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Suite:
     name: str
-    """Its folder below qa/."""
+    """The suite's folder below qa/."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What the script reads: which backends and which of its variants."""
+    """Variables that the script reads: backends and variants to run."""
     limit_s: int = 600
     layout: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Directory in the suite's folder -> models to put there: of docs/examples, of `parts`, or of its own models/.
     `simple/1 as simple/2` copies a version."""
     flags: tuple[str, ...] = ()
-    """More for the server."""
+    """Additional flags for the server."""
     script: str = "test.sh"
 
 
@@ -25,7 +25,7 @@ SIMPLE = ("simple", "simple_int8", "simple_string", "simple_sequence", "simple_d
 DECOUPLED = ("repeat_int32", "square_int32")
 ENSEMBLES = ("identity_int32", "repeat_square", "sequence_repeat", "fan_repeat", "nested_square", "simple_repeat")
 LENIENT = ("--exit-on-error=false", "--strict-readiness=false")
-"""A model that differs here fails its own tests, and not those of all the others."""
+"""With these, a model that differs in shmserve only fails its own tests."""
 PYTHON = """
     argument_validation async_execute bls custom_metrics decoupled ensemble io lifecycle logging model_control
     model_readiness parameters python_based_backends request_rescheduling response_sender restart

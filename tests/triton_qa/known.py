@@ -1,4 +1,4 @@
-"""The tests of Triton that fail here, and why. A test is named by suite, class and method; `*` is any text."""
+"""The tests of Triton that fail with shmserve, and why. A test is named by suite, class and method; `*` is any text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.triton_qa.runner import Result
 class Known:
     suite: str
     tests: str
-    """Patterns with blanks between them."""
+    """Patterns, separated by blanks."""
     reason: str
     here: bool = True
-    """Whether it can run here at all: what needs a GPU, a C++ backend or another service does not count."""
+    """Whether the tests can run here at all: tests that need a GPU, a C++ backend or another service do not count."""
     sometimes: bool = False
     """The test may also pass: its outcome depends on timing, or on which server of the suite it meets."""
 

@@ -23,7 +23,7 @@ class Generated:
     arguments: tuple[str, ...] = ()
     frameworks: tuple[str, ...] = ("onnx", "libtorch")
     ensembles: bool = True
-    """Whether it also writes the ensembles of these models."""
+    """Whether the generator also writes the ensembles of these models."""
 
 
 GENERATED = (
@@ -52,14 +52,14 @@ CHANGED = {
     },
     "libtorch_index_1_float32": {"OUTPUT__0": "OUTPUT__1"},
 }
-"""Models of CHANGED_REPOSITORY, which no generator of the checkout makes. The first is copied from the identity models;
-the others replace parts of its configuration."""
+"""Models of CHANGED_REPOSITORY, which no generator of the checkout writes. The first is copied from the identity
+models; the others replace parts of its configuration."""
 CHANGED_REPOSITORY = "libtorch_model_store2"
 SCALARS = ("gen_qa_ort_scalar_models.py", "qa_scalar_models")
 
 
 def commands(target: Path) -> Iterator[tuple[str, list[str]]]:
-    """What it makes, and the generator's command line."""
+    """Each repository and its generator's command line."""
     for one in GENERATED:
         for framework in one.frameworks:
             opset = ["--onnx_opset=0"] if framework == "onnx" else []
@@ -73,7 +73,7 @@ def commands(target: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def generate(common: Path, target: Path) -> None:
-    """Everything that can be made; what cannot is reported, and the suites that need it fail."""
+    """Generates all models. Failures are reported, and the suites that need those models fail."""
     done = target / ".made"
     if done.exists():
         return

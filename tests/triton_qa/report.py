@@ -1,4 +1,4 @@
-"""What a run comes to: the table, and whether it passes."""
+"""The result of a run: the table, and whether it passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tally:
     suite: str
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ORDER, 0))
     wrong: str = ""
-    """What went wrong with the suite's script as a whole."""
+    """The failure of the suite's script as a whole, if any."""
 
 
 def judge(result: Result) -> str:
@@ -40,14 +40,14 @@ def tally(suite: str, results: Iterable[Result], wrong: str = "") -> Tally:
 
 
 def percentage(counts: dict[str, int]) -> float:
-    """Of the tests that can run here; those that skip themselves do not count."""
+    """The percentage of passed tests among those that can run here; skipped tests do not count."""
     good = counts["passed"] + counts["unexpected"]
     ran = good + counts["known"] + counts["failed"]
     return 100 * good / ran if ran else 0.0
 
 
 def table(tallies: list[Tally]) -> Iterator[str]:
-    """In Markdown, as in the documentation."""
+    """The table in Markdown, as in the documentation."""
     yield "| Suite | Passed | Known differences | Failed | Passed % | Cannot run here |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     total = Tally("total")
@@ -62,7 +62,7 @@ def table(tallies: list[Tally]) -> Iterator[str]:
 
 
 def details(results: Iterable[Result]) -> Iterator[str]:
-    """Whatever is not as expected, a line each; then the reasons of the known differences that were seen."""
+    """A line for each unexpected result, then the reasons for the known differences that occurred."""
     reasons: dict[str, int] = {}
     for result in results:
         verdict = judge(result)

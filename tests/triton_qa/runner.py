@@ -38,7 +38,7 @@ class Result:
     file: str
     test: str
     server: int
-    """How many servers the script had started: which variant it was."""
+    """Number of servers that the script had started, which identifies the variant."""
     outcome: str
     reason: str
     seconds: float
@@ -49,7 +49,7 @@ class Result:
 
 
 def run(suite: Suite, place: Workplace, data: Path, packages: Path, log: Path) -> tuple[list[Result], str]:
-    """The results, and what went wrong with the script as a whole."""
+    """The results, and the failure of the script as a whole, if any."""
     results, starts = place.folder / "results.jsonl", place.folder / "starts.jsonl"
     folder = place.qa / suite.name
     environment = {
@@ -93,7 +93,7 @@ def run(suite: Suite, place: Workplace, data: Path, packages: Path, log: Path) -
 
 
 def _installed(suite: Suite, place: Workplace, data: Path) -> dict[str, str]:
-    """What the script of a suite exports for those in its subfolders, which are suites of their own here."""
+    """Variables that a suite's script exports for those in its subfolders, which are separate suites here."""
     if "/" not in suite.name:
         return {}
     server = place.folder / INSTALLED[1:]
@@ -117,7 +117,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read(suite: str, path: Path) -> Iterator[Result]:
-    """A test that started and has no outcome has taken its process with it, or was cut off."""
+    """Reads the results. A test that started but has no outcome has crashed its process, or was interrupted."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     open_tests: dict[tuple[str, str, int], Result] = {}
     for line in lines:

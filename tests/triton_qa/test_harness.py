@@ -1,4 +1,4 @@
-"""The harness itself, without a checkout: what it records, how it changes a script, and what counts as a pass."""
+"""Tests of the harness itself, without a checkout: its records, its changes to scripts, and what counts as a pass."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_scheduler_can_be_delayed_once_until_requests_have_gathered(
     client, worker = world.connect("a"), world.worker("m_0")
 
     def send(number: int) -> int:
-        """How many requests the worker has."""
+        """Number of requests that the worker has."""
         client.sends(number)
         options = Options(sequence=number, sequence_start=True, sequence_end=True) if sequence else None
         tensors = (Tensor("x", "FP32", (1, 1), bytes(4)),)

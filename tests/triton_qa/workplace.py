@@ -1,7 +1,7 @@
-"""A copy of one suite to run: the checkout itself stays as it is, and nothing outside the copy is written.
+"""A copy of one suite to run: the checkout itself stays unchanged, and nothing outside the copy is written.
 
-The scripts are run as they are, except that they find Triton's installation and models here, and go on after a failure:
-the checkout's own scripts end at the first, which would hide the rest.
+The scripts are unchanged, except that they find Triton's installation and models in the copy, and continue after a
+failure: the original scripts end at the first failure, which would hide the rest.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ UNVERSIONED = (
 TEXTS = {".sh", ".py", ".pbtxt", ".conf", ".txt"}
 SILENT = ("pip", "pip3", "apt-get", "apt", "wget", "docker", "ldconfig", "nvidia-smi", "service", "nginx", "aws",
           "conda", "cmake", "make")  # fmt: skip
-"""Commands that fetch, build or need what is not here: they do nothing."""
+"""Commands that download, build or need something unavailable: they do nothing."""
 PREAMBLE = """
 kill() { local word; for word in "$@"; do [ "$word" = 0 ] && return 1; done; builtin kill "$@"; }
 mkdir() { command mkdir -p "$@"; }
 """
-"""A server that has not started has the process id 0, and `kill 0` would end the script itself. Version directories are
-there already (`UNVERSIONED`), and scripts stop a chain of commands where they cannot make one.
+"""A server that has not started has the process id 0, and `kill 0` would end the script itself. Version directories
+already exist (`UNVERSIONED`), and scripts stop a chain of commands if they cannot create one.
 """
 _LIBRARY = re.compile(r'^default_model_filename: "libtriton_\w+\.so"\n', re.MULTILINE)
 """A C++ backend, which a Python one replaces."""
 _OTHER_SUITES = "(cd ${TEST} && bash -ex test.sh)"
-"""The script of L0_backend_python runs those in its subfolders, which are suites of their own here."""
+"""The script of L0_backend_python runs those in its subfolders, which are separate suites here."""
 _STOPS = re.compile(r"^(\s*)(set -e(x|o pipefail)?|exit (1|\$RET))\s*$", re.MULTILINE)
 _RETURNS = re.compile(r"^if \[ \$RET -eq 1 \]; then\n(?:(?!fi$).*\n)*?\s+exit \$RET\nfi$", re.MULTILINE)
 """A script that ends after a failure stops its server first. L0_client_timeout does so between two groups of tests."""
@@ -60,7 +60,7 @@ class Workplace:
 
 
 def prepare(folder: Path, checkout: Path, suite: Suite, data: Path, python: Path) -> Workplace:
-    """`folder` is emptied. `python`: of the environment for the tests."""
+    """Empties `folder`. `python`: the Python of the tests' environment."""
     shutil.rmtree(folder, ignore_errors=True)
     place = Workplace(folder)
     shutil.copytree(checkout / "qa", place.qa)
@@ -73,7 +73,7 @@ def prepare(folder: Path, checkout: Path, suite: Suite, data: Path, python: Path
 
 
 def _lay_out(place: Workplace, checkout: Path, suite: Suite) -> None:
-    """What the build of Triton's test image adds: example models, and the directories that git does not keep."""
+    """Adds what the build of Triton's test image adds: example models, and directories that git does not keep."""
     home = place.qa / suite.name
     for target, names in suite.layout.items():
         for entry in names:
@@ -106,12 +106,12 @@ def _rewrite(path: Path, place: Workplace, data: Path) -> None:
 
 
 def _on_cpu(line: str) -> str:
-    """There is no GPU: such instances run on the CPU. What a script gives to `sed` as a pattern stays."""
+    """Moves GPU instances to the CPU. Patterns that a script passes to `sed` stay unchanged."""
     return line if "sed " in line else line.replace("KIND_GPU", "KIND_CPU")
 
 
 def _install(place: Workplace, python: Path) -> None:
-    """The stand-ins for Triton's executable, its backends, and the commands of the scripts."""
+    """Installs replacements for Triton's executable, its backends, and commands of the scripts."""
     server = place.folder / INSTALLED[1:]
     (server / "bin").mkdir(parents=True)
     shutil.copytree(HERE / "backends", server / "backends", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""The public methods and functions of `tritonclient`, each of which has a case here.
+"""The public methods and functions of `tritonclient`, each of which has a case.
 
 Both environments import this module, so it contains only names. A test compares them with the package.
 """

@@ -15,7 +15,7 @@ from tests import ROOT
 from tests.tritonclient import models as client_models
 
 PYTHON = Path(os.environ.get("SHMSERVE_TRITONCLIENT") or ROOT / "build" / "tritonclient-env" / "bin" / "python")
-"""Of the environment that `make tritonclient` makes."""
+"""The Python of the environment that `make tritonclient` creates."""
 ABSENT = "no environment with tritonclient: run `make tritonclient`, which installs it from the package registry"
 ROLES = "infer,observe,operate"
 END_S = 60

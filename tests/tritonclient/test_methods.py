@@ -1,6 +1,6 @@
 """Every public method of `tritonclient` against a gateway.
 
-One process of the environment that has the package calls all of them; each is a test here.
+One process, in the environment with the package, calls all of them; each is a separate test.
 """
 
 from __future__ import annotations

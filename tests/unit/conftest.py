@@ -1,4 +1,4 @@
-"""Fixtures of several unit tests."""
+"""Fixtures shared by unit tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["broker", "client"]
 
 @pytest.fixture
 def own_log() -> Iterator[None]:
-    """The root's handlers are the test's: those that it had are the test runner's."""
+    """Replaces the root logger's handlers, which belong to the test runner."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []

@@ -1,4 +1,4 @@
-"""The plugin for scripts that run pytest: the same lines as `sitecustomize` writes for unittest."""
+"""The plugin for scripts that run pytest: it writes the same lines as `sitecustomize` for unittest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Loaded by every Python that a suite's script starts: appends the outcome of each unit test to a file, as JSON lines.
 
-It runs in the tests' environment, and in the server's workers for the unit tests inside of models. It imports nothing
-but the standard library.
+It runs in the tests' environment, and in the server's workers for unit tests inside of models. It only imports the
+standard library.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 RESULTS = os.environ.get("TRITON_QA_RESULTS", "")
 STARTS = os.environ.get("TRITON_QA_STARTS", "")
 MORE = os.environ.get("TRITON_QA_MORE", "")
-"""The server's packages. Scripts make models with PyTorch, which the environment of the tests lacks."""
+"""The server's packages: scripts create models with PyTorch, which the environment of the tests lacks."""
 TEXT = 400
 MODEL_FILE = "model.py"
-"""Where a unit test without a script is: inside of a model."""
+"""File of unit tests without a script: inside of a model."""
 NOBODY = str(2**22)
-"""No process has this id. Tests signal SERVER_PID, which is 0 for a server that has not started: their own group."""
+"""A pid that no process has. Tests signal SERVER_PID, which is 0 if the server has not started, and would be their own
+group."""
 
 
 def _starts() -> int:
@@ -34,7 +35,7 @@ def _starts() -> int:
 
 
 def _reason(error: Any) -> str:
-    """With the line in the test's own file; many tests turn every error into "False is not true"."""
+    """The reason with the line in the test's own file, because many tests turn every error into "False is not true"."""
     kind, value, trace = error
     causes = [trace, value.__context__.__traceback__ if value.__context__ else None]
     own = os.path.basename(sys.argv[0])

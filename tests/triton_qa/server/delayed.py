@@ -1,7 +1,7 @@
 """TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER, variables for Triton's own tests: the
 scheduler of each version runs nothing until that many requests wait, the second in the backlog of sequences.
 
-The product has no such setting, and its core is wrapped here.
+shmserve has no such setting, so this module wraps its core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Delay:
         self._over: set[Version] = set()
 
     def holds(self, version: Version) -> bool:
-        """Once enough requests have come it never holds again. Only batchers wait, as in Triton."""
+        """Whether the scheduler still waits. After enough requests it never waits again. Only batchers wait, as in
+        Triton."""
         if version in self._over:
             return False
         policy, places = version.policy, version.places

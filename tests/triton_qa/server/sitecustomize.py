@@ -1,5 +1,5 @@
-"""Loaded by the server's processes alone. Models get the packages of the environment for the tests, after the server's
-own. What unit tests inside of models come to is recorded as that of the scripts is.
+"""Loaded only by the server's processes. Models get the packages of the tests' environment, after the server's own.
+Results of unit tests inside of models are recorded like those of scripts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processor time of threads over time, and a process that takes the same."""
+"""The CPU time of threads over time, and a process that uses the same amount."""
 
 from __future__ import annotations
 

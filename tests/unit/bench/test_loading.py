@@ -1,4 +1,4 @@
-"""How the measure of loading counts: who was kept from asking has waited, and processor time is the kernel's."""
+"""How the loading benchmark counts: delayed requests count as waiting, and CPU time comes from the kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MS = 1_000_000
 
 
 class Clock:
-    """Time passes only where it is made to."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.ns = 5_000_000_000
@@ -28,7 +28,7 @@ class Clock:
         self.waited += 1
 
     def felt(self, took_ms: list[int], seconds: float) -> list[int]:
-        """The n-th call takes so many milliseconds, all after them one."""
+        """The n-th call takes this many milliseconds; all later ones take one."""
         times = iter(took_ms)
 
         def call() -> None:

@@ -98,7 +98,7 @@ def test_answers_are_read_in_each_form() -> None:
 
 
 def await_stop(pid: int) -> None:
-    """The kernel tells only parents when a process has stopped."""
+    """Polls, because the kernel only notifies parents when a process has stopped."""
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         select.select([], [], [], 0.01)
 

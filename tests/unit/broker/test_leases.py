@@ -43,7 +43,7 @@ class Lender:
         self.leases = Leases(self.links, lambda peer, event: self.events.append((peer, event)), _no)
 
     def fill(self, peer: int) -> None:
-        """What is sent to this peer from now on has to wait, and needs copies of its descriptors."""
+        """Fills the socket: later messages to this peer must wait, and need copies of their descriptors."""
         link = self.links[peer]
         while not link._unsent:
             link._send(LARGE, [])
@@ -79,7 +79,7 @@ def lender() -> Iterator[Lender]:
 
 
 def out_of_descriptors(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """os.dup fails after so many calls."""
+    """Makes os.dup fail after this many calls."""
     left = iter(range(after))
     dup = os.dup
 

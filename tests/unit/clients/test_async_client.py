@@ -1,4 +1,4 @@
-"""What only the client for asyncio has: tasks that are cancelled, timers, loops that come and go."""
+"""Behaviour specific to the asyncio client: cancelled tasks, timers, and changing event loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client for threads: threads that read for each other, and what goes into one packet."""
+"""The client for threads: threads that read for each other, and which requests share a packet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = np.arange(4, dtype=np.float32)
 
 
 def run_all(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """Each in a thread of its own; what they return, or the first error."""
+    """Runs each job in a separate thread. Returns their results, or raises the first error."""
     pool = concurrent.futures.ThreadPoolExecutor(len(jobs))
     futures = [pool.submit(job) for job in jobs]
     _, hanging = concurrent.futures.wait(futures, timeout=60)
@@ -143,7 +143,7 @@ def test_requests_go_at_once_unless_results_wait(broker: FakeBroker, monkeypatch
     parked: list[tuple[Peer, Infer]] = []
 
     def in_batches(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
-        """All answers of eight requests in one packet, as a batch of a model gives them."""
+        """Sends the answers to eight requests in one packet, as for a batch of a model."""
         parked.append((peer, infer))
         if len(parked) == 8:
             messages: list[Any] = []
@@ -169,7 +169,7 @@ def test_requests_go_at_once_unless_results_wait(broker: FakeBroker, monkeypatch
 
 def test_what_is_buffered_is_sent_by_any_other_call(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     def pair(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
-        """Nothing, but at the second time two answers in one packet."""
+        """Sends nothing at first, then two answers in one packet."""
         broker.parked.put((peer, infer, frames))
         if infer.request % 2 == 0:
             found = [broker.parked.get()[1] for _ in range(2)]

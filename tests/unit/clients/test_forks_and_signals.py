@@ -25,7 +25,7 @@ X = np.arange(4, dtype=np.float32)
 
 
 def in_child(job: Callable[[], Any]) -> int:
-    """Runs it in a forked child; its exit code."""
+    """Runs the job in a forked child. Returns its exit code."""
     pid = os.fork()
     if not pid:
         try:
@@ -84,7 +84,7 @@ def test_the_death_of_the_parent_is_seen_although_a_child_lives(broker: FakeBrok
     assert in_child(parent) == -signal.SIGKILL
     assert broker.wait_for(Hello).name == "parent"
     with shmserve.Client(broker.lane) as client:
-        while len(broker.peers) > 1:  # its end of file is in the broker's queue, at the latest with this answer
+        while len(broker.peers) > 1:  # its end of file is in the broker's queue by the time of this answer
             client.live()
     os.write(stop[1], b"1")
     os.waitpid(-1, 0)
@@ -93,7 +93,7 @@ def test_the_death_of_the_parent_is_seen_although_a_child_lives(broker: FakeBrok
 
 
 def test_a_callback_may_fork(client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child leaves the callback and ends; the reader thread of the parent reads on."""
+    """The child leaves the callback and ends; the parent's reader thread continues."""
     children: list[int] = []
     answered = threading.Event()
 
@@ -133,7 +133,7 @@ def test_interrupted_by_a_signal(client: shmserve.Client, broker: FakeBroker) ->
         while not client._link._leading:
             pass
         os.kill(os.getpid(), signal.SIGINT)
-        while not caught.wait(0.05):  # it came in the moment before the system call, where Python does not look for it
+        while not caught.wait(0.05):  # it came just before the system call, where Python does not check for signals
             os.kill(os.getpid(), signal.SIGINT)
 
     def once(number: int, frame: FrameType | None) -> None:
@@ -163,7 +163,8 @@ def test_interrupted_by_a_signal(client: shmserve.Client, broker: FakeBroker) ->
 
 @pytest.mark.parametrize("reader", [False, True], ids=["alone", "beside_the_reader_thread"])
 def test_interrupted_anywhere(broker: FakeBroker, reader: bool) -> None:
-    """KeyboardInterrupt, wherever the interpreter looks for signals during a call: the client can still be closed."""
+    """KeyboardInterrupt at every point where the interpreter checks for signals during a call: the client can still be
+    closed."""
     number = 0
     while True:
         client = shmserve.Client(broker.lane)
@@ -172,7 +173,7 @@ def test_interrupted_anywhere(broker: FakeBroker, reader: bool) -> None:
             client.submit("hold", {"x": X}).add_done_callback(lambda future: None)
         interrupt = _Interrupt(number)
         try:
-            gc.disable()  # finalizers of other clients would be interrupted too
+            gc.disable()  # finalizers of other clients would also be interrupted
             sys.settrace(interrupt.call)
             try:
                 client.infer("echo", {"x": X})

@@ -40,7 +40,7 @@ def test_done_alone_brings_the_answer(client: shmserve.Client, broker: FakeBroke
     """No other thread reads, so done() does."""
     future = client.submit("hold", {"x": X})
     broker.answer()
-    client.live()  # its answer comes behind that of the future
+    client.live()  # its answer arrives after that of the future
     assert future.done()
     other = client.submit("hold", {"x": X}, timeout=0.01)
     while not other.done():
@@ -102,7 +102,7 @@ def test_results_that_nobody_asks_for_are_given_back(client: shmserve.Client, br
 
 
 class Collecting:
-    """A socket of a link. Whenever it is read, the collector runs, as it may."""
+    """A socket of a link. The garbage collector runs at each read, as it may at any time."""
 
     def __init__(self, found: Any) -> None:
         self._found = found

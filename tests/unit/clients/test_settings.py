@@ -1,4 +1,4 @@
-"""Invalid arguments of the clients are refused when the client is made, with the argument's name and its value."""
+"""Invalid arguments of the clients are refused when the client is created, with the argument's name and value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread of the client for threads, which is there only for who wants to be called back."""
+"""The reader thread of the client for threads, which only exists for callbacks and other watchers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_callbacks_come_at_a_deadline(client: shmserve.Client) -> None:
 def test_a_deadline_is_kept_while_the_reader_is_about_to_wait(
     client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has given up the lock, and does not wait yet."""
+    """The reader has released the lock, and does not wait yet."""
     link: Any = client.live() and client._link._link
     about, go = threading.Event(), threading.Event()
     real = link.receive_or_event
@@ -78,7 +78,7 @@ def test_a_deadline_is_kept_while_another_thread_reads(client: shmserve.Client, 
     while not shared._leading:
         assert waiting.is_alive()
     client.submit("hold", {"x": X}).add_done_callback(lambda _: None)
-    while not shared._gates:  # the reader follows
+    while not shared._gates:  # until the reader is a follower
         assert waiting.is_alive()
     called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)

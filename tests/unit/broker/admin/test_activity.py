@@ -1,4 +1,4 @@
-"""The answer to `activity`, against what the core was made to do."""
+"""The answer to `activity`, compared with what the test made the core do."""
 
 from __future__ import annotations
 

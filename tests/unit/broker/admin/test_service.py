@@ -20,7 +20,7 @@ OUT, IN = b'{"out_of_service": true}', b'{"out_of_service": false}'
 
 
 class _Loop(Loop):
-    """Soon is at once."""
+    """A loop that runs callbacks at once."""
 
     def call_soon(self, call: Any) -> None:
         call()
@@ -111,7 +111,7 @@ def test_an_open_sequence_is_waited_for(operated: Operated) -> None:
 
 
 def test_timers_of_the_core_are_not_requests(operated: Operated) -> None:
-    """Such as those that measure a version which is scaled, about once a second."""
+    """For example timers that measure a scaled version, about once a second."""
     operated.control.change(OUT)
     state = operated.world.core.state
     for _ in range(5):

@@ -114,7 +114,7 @@ def test_who_comes_in(door: tuple[Loop, str, list[tuple[socket.socket, int, int]
     with connected(path):
         (accept,) = loop.readers.values()
         accept()
-        accept()  # no further connection waits
+        accept()  # no other connection is waiting
     ((sock, uid, roles),) = opened
     assert (uid, roles) == (os.geteuid(), EVERYTHING)
     assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())))
@@ -139,7 +139,7 @@ def no_descriptor_left() -> Iterator[None]:
 def test_out_of_descriptors_connections_are_refused_for_a_while(
     door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The waiting connection gets the reason, and the loop does not spin meanwhile."""
+    """The waiting connection gets the reason, and the loop does not spin."""
     loop, path, opened, _ = door
     (accept,) = loop.readers.values()
     with connected(path) as refused:
@@ -160,8 +160,7 @@ def test_out_of_descriptors_connections_are_refused_for_a_while(
 
 
 def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The groups do not fit into the buffer: only the first one counts, so that no user gets roles that are not
-    certain."""
+    """If the groups do not fit into the buffer, only the first one counts, so that no user gets uncertain roles."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
 

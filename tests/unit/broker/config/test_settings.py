@@ -42,7 +42,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def base(tmp_path: Path) -> list[str]:
-    """The only flag that is required."""
+    """The only required flag."""
     return ["--model-repository", str(tmp_path)]
 
 
@@ -338,7 +338,7 @@ def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_defaults_of_the_short_help() -> None:
-    """It writes them itself, as most of them are the gateway's."""
+    """The short help has its own text for defaults, because most of them belong to the gateway."""
     known = {flag.name: flag.default_text for flag in FLAGS}
     for name, text in command_line.SHORT.items():
         if found := re.search(r"\(default: (.*?)\)", text):

@@ -1,4 +1,4 @@
-"""Every flag of tritonserver: built, accepted with a line on what happens instead, or refused with the reason."""
+"""Every flag of tritonserver is supported, accepted with a line on what happens instead, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_triton_compatible(tmp_path: Path) -> None:
 
 
 def test_a_missing_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It ends the server unless that was asked for by --exit-on-error=false."""
+    """A missing repository ends the server, except with --exit-on-error=false."""
     base = ["--model-repository", str(tmp_path / "none"), "--model-repository", str(tmp_path)]
     text = f"--model-repository {tmp_path / 'none'} is not a directory"
     assert settings.parse([*base, "--exit-on-error=false"]).failed == [text]

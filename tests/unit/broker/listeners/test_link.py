@@ -1,4 +1,5 @@
-"""The broker's end of a link, against real sockets: all that a peer sent before it ended is read, however it ended."""
+"""The broker's end of a link, against real sockets: everything that a peer sent before it ended is read, however it
+ended."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from shmserve.protocol import codec
 from shmserve.protocol.messages import ClientMessage, Pong
 
 uvloop.new_event_loop().close()
-"""The first one of a process makes a pipe that stays."""
+"""The first loop of a process creates a pipe that stays open."""
 LAST = [Pong(number) for number in range(20)]
 
 
 class Ends:
-    """A link, its peer's socket, and what the broker hears."""
+    """A link, its peer's socket, and the messages that the broker receives."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -47,7 +48,7 @@ class Ends:
         self.link.flush(lambda _: None)
 
     def leave(self) -> None:
-        """The peer sends its last messages, each in a packet of its own, and ends."""
+        """The peer sends its last messages, each in a separate packet, and ends."""
         for message in LAST:
             self.theirs.send(codec.encode([message]))
         self.theirs.close()
@@ -99,8 +100,8 @@ def client(loop: asyncio.AbstractEventLoop) -> Iterator[ClientEnds]:
 @pytest.mark.parametrize("unread", [0, 1, 5])
 @pytest.mark.parametrize("more", [0, 1, 2])
 def test_last_words(ends: Ends, unread: int, more: int) -> None:
-    """Also if it left packets unread, which the kernel reports first, and if more is sent to it before its messages are
-    read."""
+    """Even if the peer left packets unread, which the kernel reports first, and if more is sent to it before its
+    messages are read."""
     for number in range(unread):
         ends.say(Pong(number))
     ends.leave()
@@ -115,7 +116,7 @@ def test_last_words(ends: Ends, unread: int, more: int) -> None:
 
 @pytest.mark.parametrize("unread", [0, 1])
 def test_last_words_of_a_process_that_has_ended(ends: Ends, unread: int) -> None:
-    """They are read at once, before its end counts."""
+    """Its last messages are read at once, before its end is processed."""
     for number in range(unread):
         ends.say(Pong(number))
     ends.leave()
@@ -125,7 +126,7 @@ def test_last_words_of_a_process_that_has_ended(ends: Ends, unread: int) -> None
 
 
 def test_a_pause(client: ClientEnds) -> None:
-    """Nothing is read before the pause is over; the longest pause counts; then all is read, in order."""
+    """Nothing is read before the pause is over; the longest pause counts; then everything is read in order."""
     for number in range(3):
         client.theirs.send(codec.encode([Pong(number)]))
     client.link.pause(time.monotonic_ns() + 1_000_000)

@@ -1,4 +1,5 @@
-"""Clients' links take turns: what each delivers in a turn is counted, with real sockets and a loop run by hand."""
+"""Clients' links take turns. Counts the messages that each delivers per turn, with real sockets and a loop that the
+test runs."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ ANSWERS = codec.Codec(BrokerMessage)
 
 
 class PolledLoop(Loop):
-    """One iteration at a time: the sockets that are watched and readable, then the turn."""
+    """Runs one iteration at a time: the callbacks of readable sockets, then the turn."""
 
     def __init__(self) -> None:
         super().__init__()
         self.watched = 0
-        """Calls of add_reader."""
+        """Number of calls of add_reader."""
         self.writers: dict[int, Callable[[], None]] = {}
 
     def add_reader(self, number: int, call: Callable[[], None]) -> None:
@@ -64,7 +65,7 @@ class World:
         self.inbox: list[tuple[int, Any]] = []
         self.descriptors = 0
         self.heard: list[tuple[int, Any]] = []
-        """While a client read."""
+        """Messages that the core received while a client read."""
         self.ended: list[int] = []
         self.theirs: dict[int, socket.socket] = {}
         self.links: dict[int, ClientLink] = {}
@@ -98,7 +99,7 @@ class World:
         self.theirs[peer].send(codec.encode([Ping(start + n) for n in range(count)]))
 
     def turn(self) -> list[tuple[int, Any]]:
-        """An iteration of the loop, and what the core gets in its turn."""
+        """Runs an iteration of the loop. Returns the messages that the core gets in its turn."""
         self.due = False
         readable = select.select(list(self.loop.readers), [], [], 0)[0]
         for call in [self.loop.readers[number] for number in readable]:
@@ -110,19 +111,19 @@ class World:
         return inbox
 
     def turns_until_delivered(self, peer: int) -> list[list[tuple[int, Any]]]:
-        """What the core gets in each turn, up to the first with a message of `peer`."""
+        """The messages that the core gets in each turn, up to the first turn with a message of `peer`."""
         turns: list[list[tuple[int, Any]]] = []
         while not turns or peer not in (sender for sender, _ in turns[-1]):
             turns.append(self.turn())
         return turns
 
     def answer(self, peer: int, size: int) -> None:
-        """In pieces of the usual size."""
+        """Sends an answer in pieces of the usual size."""
         self.links[peer].outbox += [Answer(1, bytes(32_768), True)] * (size // 32_768)
         self.links[peer].flush(lambda segment: None)
 
     def read(self, peer: int) -> list[Any]:
-        """What the client can read without waiting."""
+        """The messages that the client can read without waiting."""
         found: list[Any] = []
         while True:
             try:
@@ -134,7 +135,7 @@ class World:
             found += ANSWERS.decode(packet)
 
     def read_all(self, peer: int) -> list[Any]:
-        """Takes turns with the broker."""
+        """Reads, alternating with turns of the broker."""
         found: list[Any] = []
         while got := self.read(peer):
             found += got
@@ -220,7 +221,7 @@ def test_nothing_is_delivered_of_a_link_that_is_paused_or_closed(worlds: Callabl
 
 
 def test_the_last_packets_of_a_peer_that_reset_the_connection(worlds: Callable[..., World]) -> None:
-    """Also behind a large packet; event loops do not report such sockets any more."""
+    """Even behind a large packet. Event loops no longer report such sockets."""
     world = worlds(1)
     world.links[1]._sock.send(b"unread")  # type: ignore[union-attr]
     for start in (0, 1000, 2000):

@@ -1,4 +1,4 @@
-"""An InferBatch counts in a client's turn as many messages as it has requests."""
+"""In a client's turn, an InferBatch counts as as many messages as it has requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.broker.listeners.test_zmq_router import World as ZmqWorld
 __all__ = ["worlds"]
 FORMS = (TensorForm("x", "UINT8", ()),)
 MOST = SHARE + BATCH_REQUESTS
-"""By weight, in one turn: what exceeds the share is less than one InferBatch."""
+"""Maximum weight in one turn: the share is exceeded by less than one InferBatch."""
 
 
 def batch(first: int, count: int = BATCH_REQUESTS) -> InferBatch:
@@ -45,7 +45,7 @@ def numbers_of(messages: list[Any]) -> list[int]:
 
 
 def flood(count: int) -> list[Any]:
-    """InferBatches, and a Ping after each third one. Numbers rise."""
+    """InferBatches, and a Ping after every third one. Numbers ascend."""
     found: list[Any] = []
     number = 1
     for index in range(count):
@@ -59,14 +59,14 @@ def flood(count: int) -> list[Any]:
 
 @given(st.lists(st.integers(-1, 70), max_size=30), st.integers(1, 200))
 def test_a_share_is_split_off_by_weight_and_nothing_is_lost(sizes: list[int], share: int) -> None:
-    """-1: a Ping; 0: an InferBatch without requests, which is refused, but must be read all the same."""
+    """-1: a Ping; 0: an InferBatch without requests, which is refused but must still be read."""
     messages = [Ping(0) if size < 0 else batch(1, size) for size in sizes]
     weights = [max(size, 1) for size in sizes]
     assert weight(messages) == sum(weights)
     head, rest = split(messages, share)
     assert head + rest == messages
     assert bool(head) == bool(messages)
-    assert sum(weights[: max(len(head) - 1, 0)]) < share  # without its last message there is room left
+    assert sum(weights[: max(len(head) - 1, 0)]) < share  # without its last message, the share is not used up
     if rest:
         assert sum(weights[: len(head)]) >= share
 
@@ -81,7 +81,7 @@ def test_infer_batches_on_the_lane_are_delivered_in_shares_and_in_order(worlds: 
     while not heard or heard[-1] != 10**6:
         got = [message for _, message in world.turn()]
         assert got
-        assert weight(got) <= 2 * MOST  # what is readable at once, and what was left of the turn before
+        assert weight(got) <= 2 * MOST  # what is readable at once, plus the rest of the previous turn
         heard += numbers_of(got)
         turns += 1
     assert heard == [*numbers_of(sent), 10**6]
@@ -105,7 +105,7 @@ def test_a_flood_of_infer_batches_delays_other_clients_by_a_few_turns(
 
 
 def test_infer_batches_without_requests_count_as_messages(worlds: Callable[..., World]) -> None:
-    """They are refused, one by one. They neither are free nor make other messages free."""
+    """They are refused one by one. They count, and do not make other messages free."""
     world = worlds(1)
     world.theirs[1].send(codec.encode([*[batch(1, 0), Ping(1)] * (PACKET_MESSAGES // 2)]))
     heard = 0
@@ -116,7 +116,7 @@ def test_infer_batches_without_requests_count_as_messages(worlds: Callable[..., 
 
 
 def test_a_packet_with_descriptors_may_have_as_many_requests_as_messages(worlds: Callable[..., World]) -> None:
-    """As it is delivered whole."""
+    """Such a packet is always delivered as a whole."""
     world = worlds(1)
     most = PACKET_MESSAGES // BATCH_REQUESTS
     for count, refused in ((most, True), (most - 1, False)):
@@ -146,7 +146,7 @@ def zmq_world(folder: Path) -> ZmqWorld:
 
 
 def zmq_turns(world: ZmqWorld) -> list[list[Any]]:
-    """What the core gets, turn by turn."""
+    """The messages that the core gets, turn by turn."""
     world.delivered.clear()
     assert world.door._socket.poll(60_000)
     world.door.read_input()

@@ -1,4 +1,4 @@
-"""ZeroMQ clients: who is pinged, whose connection is given up, and what is kept for one that does not read."""
+"""ZeroMQ clients: pings, lost connections, and the messages kept for a client that does not read."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PATIENCE_MS = 60_000
 
 
 class World:
-    """A router with one connected client, which has sent Hello. `clients` are those of the core; `told` are the
-    reported disconnects, and clients that fall behind."""
+    """A router with one connected client, which has sent Hello. `clients` are the clients of the core; `told` has the
+    reported disconnects and clients that fall behind."""
 
     def __init__(self, folder: Path, client_outbox_bytes: int = LIMIT, outbox_bytes: int = LIMIT) -> None:
         self.told: list[Any] = []
@@ -76,7 +76,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def test_a_client_is_not_pinged_before_its_welcome(world: World) -> None:
-    """A client takes a server for another program if its first message is not Welcome."""
+    """A client assumes that the server is another program if its first message is not Welcome."""
     assert world.silent() == ([], [])
     world.clients[PEER] = ClientState(PEER, "uid:1", "zmq")
     assert world.silent() == ([], [])
@@ -87,7 +87,7 @@ def test_a_client_is_not_pinged_before_its_welcome(world: World) -> None:
 
 @pytest.mark.parametrize("limit", ["client_outbox_bytes", "outbox_bytes"])
 def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, limit: str) -> None:
-    """Of `outbox_bytes` one user may have a quarter. What libzmq and the socket take does not count."""
+    """One user may have a quarter of `outbox_bytes`. Bytes in libzmq and the socket do not count."""
     size = 4 * LIMIT
     limits = {"client_outbox_bytes": 4 * size, "outbox_bytes": 16 * size, limit: size}
     world = World(tmp_path, **limits)

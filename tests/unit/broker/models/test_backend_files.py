@@ -1,4 +1,5 @@
-"""Files of a backend in the backend directory belong to the versions that use it. The oracle is what was changed."""
+"""Files of a backend in the backend directory belong to the versions that use it. The oracle is the test's own
+changes."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def test_the_environment_of_a_backend(tmp_path: Path, backends: Path) -> None:
 
 
 def test_a_backend_that_keeps_changing(tmp_path: Path, backends: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reading finds the files changed by the time that they are copied."""
+    """At each reading, the files have changed by the time they are copied."""
     (tmp_path / "kept").mkdir()
     shared, readings = backends / "mine" / "utils" / "shared.py", 0
 
@@ -179,7 +180,7 @@ def test_a_backend_of_many_models_is_read_once(tmp_path: Path, backends: Path, m
     monkeypatch.setattr(poller, "take", counted)
 
     def found(readings: Sequence[Reading]) -> tuple[list[str], int]:
-        """The models that were read, and how often the files of their backend were listed."""
+        """The models that were read, and how many times the files of their backend were listed."""
         times = taken.count(backends / "mine")
         taken.clear()
         return [reading.scanned.name for reading in readings], times

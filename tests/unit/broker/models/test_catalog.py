@@ -1,4 +1,4 @@
-"""Which source a version is made of. The oracle is what has changed on disk, and whether it may matter to a worker."""
+"""Which source a version uses. The oracle is what has changed on disk, and whether it may affect a worker."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def sources(catalog: Catalog, given: LoadOverride | None = None) -> dict[int, in
 
 
 def loaded(catalog: Catalog, source: int) -> bytes:
-    """What a worker would be given."""
+    """The order that a worker would get."""
     _, descriptor = catalog.load_order(spawn(catalog, source))
     return read_descriptor(descriptor)
 
@@ -409,7 +409,7 @@ def test_a_misspelt_name(catalog: Catalog, root: Path) -> None:
 
 
 def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read again, until configuration and files belong together; what never rests is taken as it is."""
+    """The model is read again until configuration and files match. A model that keeps changing is used as it is."""
     changes = 1
     scans = 0
 
@@ -434,7 +434,7 @@ def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, mon
 
 
 def test_a_remote_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its version consists of the tree that was read last, which may not be dropped; the old one may."""
+    """Its version uses the tree that was read last, which must not be dropped; the old one may be."""
     for tree in ("1", "2"):
         model(tmp_path / "trees", tree, ALL)
     view = tmp_path / "views" / "key"

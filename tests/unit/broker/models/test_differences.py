@@ -1,4 +1,4 @@
-"""Which versions differ from the repository. The oracle is what was changed; the loop is called by hand."""
+"""Which versions differ from the repository. The oracle is the test's own changes; the test runs the loop."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_one_comparison_is_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callers wait only for so long, and the next comparison begins where this one ended."""
+    """Callers wait for a limited time, and the next comparison begins where this one ended."""
     comparisons: list[list[int]] = []
 
     def compared(entries: list[LoadedVersion]) -> dict[int, bool]:

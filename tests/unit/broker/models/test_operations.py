@@ -1,4 +1,4 @@
-"""Operations between the clients and the core: what is read in a thread, deployed, and forgotten again."""
+"""Operations between clients and core: reading in a thread, deploying, and forgetting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.repo.models import GOOD, model
 
 
 class Loop:
-    """Runs what the thread has done, when the test says so."""
+    """Runs the thread's callbacks when the test says so."""
 
     def __init__(self) -> None:
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -54,7 +54,7 @@ class Shell:
         )
 
     def ask(self, what: str, body: bytes = b"") -> None:
-        """Up to the event that is put for the core's next turn."""
+        """Runs an operation up to the event for the core's next turn."""
         self.operations.handle(1, Ask(1, what, "m", body=body))
         self.loop.run_one()
 
@@ -118,7 +118,7 @@ def test_what_a_spawn_needs_is_kept_until_the_core_has_seen_it(shell: Shell) -> 
     ],
 )
 def test_loading_in_other_modes(tmp_path: Path, mode: str, compatible: bool, why: str) -> None:
-    """Triton says that polling is enabled in mode none, too."""
+    """Triton says that polling is enabled in mode none as well."""
     shell = Shell(tmp_path, mode=mode, compatible=compatible)
     for what in ("load", "unload"):
         shell.operations.handle(1, Ask(1, what, "m"))

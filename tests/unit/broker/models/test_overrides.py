@@ -1,4 +1,5 @@
-"""Bodies of load calls, good and bad. The oracle is the tree: nothing outside one new directory comes into being."""
+"""Valid and invalid bodies of load calls. The oracle is the file tree: nothing is created outside of one new
+directory."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ LIMIT = 1 << 20
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """With something around it that must stay as it is."""
+    """A directory with surrounding files that must stay unchanged."""
     (tmp_path / "beside").write_text("mine")
     (tmp_path / "place").mkdir()
     return tmp_path / "place"
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """All that is below: files with what is in them, directories with None."""
+    """Everything below: files with their content, directories with None."""
     return {path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes() for path in root.rglob("*")}
 
 
@@ -69,7 +70,7 @@ def body_of(files: Iterable[Any] | None = None, data: bytes = b"", config: Any =
 
 
 def refused(place: Path, body: bytes, *texts: str, **more: Any) -> None:
-    """By an error for the caller, and nothing has come into being."""
+    """Asserts that the call fails with an error for the caller and creates nothing."""
     before = tree(place.parent)
     with pytest.raises(InvalidRequest) as caught:
         unpack(place, body, **more)
@@ -259,7 +260,7 @@ def test_too_many_bytes(place: Path) -> None:
 
 
 def test_many_files(place: Path) -> None:
-    """As many as there may be, deep down: neither slow nor large."""
+    """The maximum number of files, deeply nested, needs neither much time nor memory."""
     deep = "/".join("a" * (LEVELS - 2))
     found = unpack(place, body_of([[f"1/{deep}/{number}", 1] for number in range(FILES)], b"x" * FILES), limit=1 << 30)
     assert found is not None
@@ -280,7 +281,7 @@ def test_a_full_disk_while_it_comes(place: Path) -> None:
 
 
 def test_a_full_disk_at_the_end(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the files are there already."""
+    """Half of the files already exist."""
     write = module._write
     written: list[Path] = []
 
@@ -305,7 +306,7 @@ def test_a_directory_that_has_gone(place: Path) -> None:
 
 
 def test_existing_links_are_not_followed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link at the place of a file, made by a user who may write there, is not followed."""
+    """A link at the path of a file, made by a user who may write there, is not followed."""
     (place / "model-x" / "m" / "1").mkdir(parents=True)
     (place / "model-x" / "m" / "1" / "a").symlink_to(place.parent / "beside")
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(place / "model-x"))

@@ -1,4 +1,4 @@
-"""Looking for changes, with clocks that the test turns. The oracle is what the test has done to the repositories."""
+"""Polling for changes, with clocks that the test advances. The oracle is the test's own changes to the repositories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEVER = float("inf")
 
 
 class Meddled(Repositories):
-    """Something happens on disk just before and just after a model is read."""
+    """Repositories that change on disk just before and just after a model is read."""
 
     before: Callable[[], object] = staticmethod(lambda: None)
     after: Callable[[], object] = staticmethod(lambda: None)
@@ -42,7 +42,7 @@ class Meddled(Repositories):
 
 
 class World:
-    """One or more repositories, their poll, and its clocks. `written`: what is on disk was written now."""
+    """One or more repositories, their poller, and its clocks. `written`: the files on disk were written just now."""
 
     def __init__(self, *roots: Path) -> None:
         for root in roots:
@@ -83,7 +83,7 @@ def names(changes: Changes) -> list[str]:
 
 
 def quiet(changes: Changes) -> bool:
-    """Nothing has happened, and nothing is about to."""
+    """Whether nothing has changed and no change is pending."""
     return changes[:2] == ([], []) and changes.troubles == [] and changes.again_s == NEVER
 
 

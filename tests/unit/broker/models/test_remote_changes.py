@@ -1,4 +1,4 @@
-"""Loading at the start what has to be downloaded first. The loop is called by hand; the test publishes models."""
+"""Loading models at the start that must be downloaded first. The test runs the loop and publishes models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Loop:
 
 
 class Remote:
-    """Models are downloaded as soon as they are requested. `show` makes them what a view has."""
+    """A store whose models are downloaded as soon as they are requested. `show` makes them visible in a view."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -71,7 +71,7 @@ class Remote:
 
 
 class Started:
-    """Mode explicit, before anything is loaded."""
+    """A server in mode explicit, before anything is loaded."""
 
     def __init__(self, root: Path) -> None:
         self.loop, self.remote = Loop(), Remote(root)
@@ -107,7 +107,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
 
 
 def test_a_model_is_deployed_as_the_thread_has_read_it(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop reads no files, and does not notice that a step's model has been released since."""
+    """The loop reads no files, and does not notice that a step's model has been released in the meantime."""
     readers: set[threading.Thread] = set()
     read = started.catalog.repositories.read
 
@@ -143,7 +143,7 @@ def test_all_models_are_loaded(started: Started) -> None:
 def test_the_start_ends_although_the_disk_fails(
     started: Started, monkeypatch: pytest.MonkeyPatch, models: list[str]
 ) -> None:
-    """Otherwise the server would never be ready, and not say why."""
+    """Otherwise the server would never be ready, without saying why."""
 
     def failing(*_: Any) -> Any:
         raise OSError(EIO, "Input/output error")

@@ -43,7 +43,8 @@ def test_what_is_off_by_default() -> None:
 
 
 def test_summaries() -> None:
-    """Of the last minute, against durations that the world has made; sum and count are of all time."""
+    """Summaries of the last minute, compared with the durations of the simulated requests; sum and count cover all
+    time."""
     world = World(Limits(summaries=True))
     world.deploy(policy())
     client = world.connect("c")
@@ -98,7 +99,7 @@ def metrics_text(world: World, shown: MetricSettings) -> str:
 
 
 def test_times_to_the_first_response() -> None:
-    """In the buckets of the model, or Triton's."""
+    """Uses the buckets of the model, or Triton's."""
     world = World(Limits(first_responses=True))
     world.deploy(policy())
     world.deploy(replace(policy("n"), first_response_ms=(4.0, 1.0)))
@@ -116,7 +117,7 @@ def test_times_to_the_first_response() -> None:
 
 
 def test_times_between_responses() -> None:
-    """Of decoupled models only, with the same switch; cumulative, in buckets of powers of two."""
+    """For decoupled models only, with the same switch; cumulative, in power-of-two buckets."""
     world = World(Limits(first_responses=True))
     world.deploy(policy())
     world.deploy(replace(policy("s"), decoupled=True))

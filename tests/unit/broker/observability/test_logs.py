@@ -1,4 +1,4 @@
-"""The server's log: levels, forms, and that nothing can forge a record."""
+"""The server's log: levels, formats, and that nothing can forge a record."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_traceback_in_json() -> None:
 
 
 def test_last_words_are_for_programs(tmp_path: Path) -> None:
-    """People have read them already, line by line."""
+    """In the text format they have already been logged line by line."""
     made = record("ended")
     made.fields = {"last_words": "the last\nlines"}
     assert Formatter("default").format(made).endswith("INFO ended")
@@ -246,7 +246,7 @@ def test_repeats_are_not_lost_at_the_end(tmp_path: Path) -> None:
 
 
 class Disk:
-    """Stands in for os.write: `room` bytes can be written to files, more when it is freed."""
+    """Replaces os.write: `room` bytes can be written to files, and more when space is freed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.room = 1 << 30
@@ -307,7 +307,7 @@ def test_a_full_console_costs_nothing(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_reader_that_does_not_read_or_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
-    """A pipe that is full would block the server for ever."""
+    """A full pipe would block the server forever."""
     kept = os.dup(2)
     reader, writer = os.pipe()
     try:

@@ -1,4 +1,4 @@
-"""The metrics: read by Prometheus's own parser, and compared with the requests of the core and with the kernel."""
+"""The metrics, read by Prometheus's own parser and compared with the core's requests and with the kernel's counters."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_requests_and_batches() -> None:
 
 
 def test_the_state_of_models_that_should_be_served() -> None:
-    """Not of those that an operator has unloaded, so that an alert on UNAVAILABLE means a failure."""
+    """Models that an operator has unloaded are left out, so that an alert on UNAVAILABLE means a failure."""
     world = World()
     world.deploy(policy())
     world.deploy(policy("n"))

@@ -1,4 +1,4 @@
-"""How often the page of metrics is built: fresh for each question, within a share of the broker's time."""
+"""How often the metrics page is built: anew for each query, within a share of the broker's time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shmserve.protocol.messages import Ask
 
 
 class Built:
-    """Each page takes `took_s` of a clock that stands otherwise."""
+    """Building a page takes `took_s` on a clock that otherwise stands still."""
 
     def __init__(self, took_s: float) -> None:
         self.now = 0.0

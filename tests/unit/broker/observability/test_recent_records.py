@@ -1,4 +1,4 @@
-"""The latest records of the log: which are kept, how they are numbered, and what a reader gets."""
+"""The latest records of the log: which are kept, how they are numbered, and which a reader gets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_pages() -> None:
 
 
 def test_a_reader_of_the_server_before() -> None:
-    """A later start has larger numbers, so nothing is skipped, and nothing counts as lost."""
+    """A later server has larger numbers, so no record is skipped, and none counts as lost."""
     before, after = RecentRecords(1 << 20, START), RecentRecords(1 << 20, START + 500)
     put(before, "old")
     put(after, "new")
@@ -82,7 +82,7 @@ def test_a_reader_of_the_server_before() -> None:
     st.integers(0, 45),
 )
 def test_memory_is_bounded(limit: int, sizes: list[tuple[int, int]], seen: int) -> None:
-    """The records kept are the last ones that fit, and the reader gets the number of those that it has missed."""
+    """The last records that fit are kept, and the reader gets the number of records that it has missed."""
     recent = RecentRecords(limit, START)
     for number, (text, trace) in enumerate(sizes):
         put(recent, f"{number:04}" + "x" * text, "y" * trace)

@@ -1,4 +1,4 @@
-"""What the service manager hears. The oracle is a datagram socket of the test's own, at the manager's end."""
+"""Notifications to the service manager. The oracle is the test's own datagram socket at the manager's end."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def model(name: str, *states: VersionState, reason: str = "", coming: bool = Fal
 
 
 class Told:
-    """An announcer and the manager that hears it."""
+    """A notifier and the manager that receives its messages."""
 
     def __init__(self, loop: Any, address: str, ear: Ear, **environment: str) -> None:
         self.models: list[Model] = []

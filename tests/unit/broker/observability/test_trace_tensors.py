@@ -1,4 +1,5 @@
-"""Tensors in the file of traces: Triton's form, what can be read in the turn of the answer, and not too much of it."""
+"""Tensors in the trace file: Triton's format, only tensors that can be read in the turn of the answer, and bounded
+sizes."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ def test_what_a_request_was_asked_and_answered_with() -> None:
 
 
 def test_memory_of_earlier_parts_is_not_read() -> None:
-    """Their caller may have returned it, and another one's bytes may be there."""
+    """The caller may have returned the memory, and it may hold another caller's bytes."""
     world = Sampled(ModelPolicy("m", 1, 4, X, Y, BatchPolicy(), decoupled=True))
     client, worker = world.client, world.worker("m_0")
     client.sends(1, 5)

@@ -1,4 +1,4 @@
-"""Settings of the log and of traces, as they are changed while a server runs; and the file of traces."""
+"""Settings of the log and of traces, changed while a server runs; and the trace file."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_model_has_what_it_does_not_say_from_the_server_and_that_from_the_star
     assert settings.document("a")["trace_count"] == "8"
     changed(settings, "b", trace_level="OFF")
     assert not samples["b"].take(1)
-    assert samples["a"].left == 8  # it goes on
+    assert samples["a"].left == 8  # counting continues
     changed(settings, "a", trace_count=8)
     assert samples["a"] == Sample(1, 8)
     changed(settings, "a", trace_count=None, log_frequency=[])
@@ -304,7 +304,7 @@ def test_so_many_traces_fill_a_file_of_their_own(tmp_path: Path) -> None:
 
 
 def test_steps_and_calls_stand_in_the_file_of_their_request(tmp_path: Path) -> None:
-    """With its settings, not those of their own models."""
+    """The settings of the request apply, not those of the steps' own models."""
     asked = []
 
     def frequency(model: str) -> int:

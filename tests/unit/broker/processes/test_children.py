@@ -1,4 +1,4 @@
-"""The broker's child processes: their output becomes log lines within limits, their exit codes words."""
+"""The broker's child processes: their output becomes log lines within limits, their exit codes become texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.broker.fake_loop import Loop
 
 
 class Child:
-    """Writes to an Output; `take` gives what has been logged since the last call."""
+    """Writes to an Output; `take` returns what has been logged since the last call."""
 
     def __init__(self, rate: Rate | None = None) -> None:
         self.loop = Loop()
@@ -87,7 +87,7 @@ def test_a_segfault_is_an_error(child: Make) -> None:
 
 
 def test_frames_of_ours_are_left_out_of_a_crash(child: Make) -> None:
-    """And only there: a model may print any traceback."""
+    """They are only removed from a crash: a model may print any traceback."""
     ours = Path(log.__file__)
     printed = f'  File "{ours}", line 5, in say'
     lines = [
@@ -168,7 +168,7 @@ def test_lines_that_are_not_split_are_counted() -> None:
 
 
 def test_what_is_left_of_a_line_when_a_child_ends(child: Make) -> None:
-    """A process that it started keeps the pipe open, so there is no end of file."""
+    """A process that the child has started keeps the pipe open, so there is no end of file."""
     one = child()
     one.write(b"half a line")
     one.output.finish()

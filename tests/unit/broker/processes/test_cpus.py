@@ -1,4 +1,4 @@
-"""Which cores there are, read from trees like /sys, and how they are divided among instances."""
+"""The available cores, read from trees like /sys, and their assignment to instances."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_quota_of_control_groups(line: str, limits: dict[str, str], wanted: in
         (["4:cpu,cpuacct:/"], {"cpu": 150_000}, 2),
         (["5:cpuset:/a", "4:cpu:/a/b"], {"cpu": -1, "cpu/a": 400_000, "cpu/a/b": -1, "cpuset/a": 100_000}, 4),
         (["4:cpu,cpuacct:/a/b"], {"cpu,cpuacct": -1, "cpu,cpuacct/a": 400_000, "cpu,cpuacct/a/b": 50_000}, 1),
-        # A container, whose files are at the top.
+        # In a container, the files are at the top.
         (["4:cpu,cpuacct:/docker/1f", "1:name=systemd:/docker/1f", "0::/x:y"], {"cpu,cpuacct": 300_000}, 3),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which GPUs there are, which of them are seen, and what the metrics say of them, on a stand-in for the driver."""
+"""The available GPUs, the visible ones, and their metrics, with a fake driver."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_packages_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the driver is does anybody need to know."""
+    """The reason is only reported where a driver is installed."""
     control = tmp_path / "nvidiactl"
     assert discover({}, control) == Gpus()
     control.touch()
@@ -151,7 +151,7 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_is_only_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number here is not its number there."""
+    """The GPU's number in the server differs from its number in the driver."""
     set_up(monkeypatch, *TWO)
     made = GpuMetrics(discover({"CUDA_VISIBLE_DEVICES": "1"}).found)
     made.start()
@@ -185,7 +185,7 @@ def test_without_gpus_there_is_no_thread() -> None:
 
 
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end does not wait for it."""
+    """The server's exit does not wait for the driver."""
     set_up(monkeypatch, *TWO)
     made = GpuMetrics(discover({}).found, interval_s=0.001)
     made.start()

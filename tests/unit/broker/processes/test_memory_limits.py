@@ -1,6 +1,6 @@
-"""Limits of memory: which processes are checked when, and what is written to control groups.
+"""Memory limits: which processes are checked when, and what is written to cgroups.
 
-Control groups are plain directories here, with the files of the kernel; no kernel enforces them.
+Cgroups are plain directories with the kernel's files; no kernel enforces them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Place:
-    """A loop, what is used by each pid, and who was killed."""
+    """A loop, the memory of each pid, and the killed processes."""
 
     def __init__(self, groups: ControlGroups | None = None) -> None:
         self.loop = Loop()
@@ -91,7 +91,7 @@ def test_without_limits_nobody_looks() -> None:
 
 
 def test_what_a_process_has_for_itself() -> None:
-    """Against what smaps adds up; and nothing for one that has gone."""
+    """Compared with the sums of smaps; 0 for a process that has ended."""
     text = Path("/proc/self/smaps_rollup").read_text()
     found = re.search(r"^Anonymous:\s+(\d+) kB$", text, re.MULTILINE)
     assert found is not None
@@ -105,7 +105,8 @@ def test_what_a_process_has_for_itself() -> None:
 
 @pytest.fixture
 def top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Our group, as systemd has delegated it. Directories with files in them can be removed, as in a kernel's."""
+    """The server's cgroup, delegated by systemd. Directories that contain files can be removed, as in the kernel's file
+    system."""
     monkeypatch.setattr(os, "getxattr", lambda path, name: b"1")
     monkeypatch.setattr(Path, "rmdir", lambda path: shutil.rmtree(path))
     folder = tmp_path / "shmserve.service"
@@ -138,7 +139,7 @@ def test_the_kernel_is_told_the_limit_and_tells_who_went_over_it(top: Path) -> N
 
 @pytest.mark.parametrize("counts", [{}, {"oom": 0, "oom_kill": 0}, {"oom": 0, "oom_kill": 1}])
 def test_an_end_for_another_reason(top: Path, counts: dict[str, int]) -> None:
-    """Also that of a service that has too much as a whole."""
+    """Including the end of a service that exceeds its limit as a whole."""
     place = Place(ControlGroups.take_over(top))
     assert place.memory.group(7, MIB) is not None
     events(top / "instance-7", **counts)

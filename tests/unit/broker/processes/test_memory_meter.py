@@ -32,7 +32,7 @@ def test_the_memory_of_a_process() -> None:
 
 
 def test_workers_are_measured_and_changes_reported() -> None:
-    """All of them are this process."""
+    """All workers are represented by this process."""
     world = World(Limits(memory_budget=1 << 50))  # more than this process has
     world.deploy(plain(), 2)
     first, second = world.workers
@@ -51,7 +51,7 @@ def test_workers_are_measured_and_changes_reported() -> None:
         assert (one.gpu, other.gpu) == (0, 0), "they are not on a GPU"
         world.turn([(0, one), (0, other)])
         size = 16 * LEAST_CHANGE
-        # Not from malloc, which may still have as much memory of what was freed before.
+        # Not from malloc, which may reuse memory that was freed before.
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
             block.write(bytes(size))
             meter.measure()

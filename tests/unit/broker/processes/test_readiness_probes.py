@@ -1,4 +1,4 @@
-"""Workers asked whether their models are ready: one answer to each question, whatever they say or do."""
+"""Readiness probes of workers: one answer to each query, whatever the workers do."""
 
 from __future__ import annotations
 

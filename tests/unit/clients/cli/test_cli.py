@@ -1,4 +1,4 @@
-"""What the command understands, what it prints, and how it ends, without a server."""
+"""Arguments, output and exit codes of the command, without a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests import ROOT
 
 ASKING = ["models", "load", "unload", "restart", "infer", "stats", "top", "ready", "config", "version", "demo"]
 ALONE = ["run", "check", "init", "build", "completion"]
-"""Commands that ask no server."""
+"""Commands that do not connect to a server."""
 WITH_MODEL = ("load", "unload", "restart", "infer", "config")
 
 

@@ -1,4 +1,4 @@
-"""Help that fits a screen, and what is suggested for misspelled words."""
+"""Help that fits a screen, and suggestions for misspelled words."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("command", sorted(set(commands()) - {"serve"}))
 def test_all_of_the_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """--help leaves out only what --help-all has."""
+    """Everything that --help leaves out is in --help-all."""
     brief, full = said([command, "--help"], capsys), said([command, "--help-all"], capsys)
     actions = [action for action in commands()[command]._actions if action.help is not argparse.SUPPRESS]
     options = [name for action in actions for name in action.option_strings]

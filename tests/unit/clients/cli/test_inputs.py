@@ -1,4 +1,4 @@
-"""What a person types becomes the tensor that the model expects, of every dtype; what does not fit is refused."""
+"""Input texts become the tensor that the model expects, for every dtype; texts that do not fit are refused."""
 
 from __future__ import annotations
 

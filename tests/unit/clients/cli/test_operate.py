@@ -1,4 +1,4 @@
-"""The commands that operate models, and what completes them, against a broker with answers from the test."""
+"""The commands that operate models, and their completion, against a broker with answers from the test."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ INDEX: list[dict[str, Any]] = [
 
 
 class Operated(FakeBroker):
-    """Records the operations that it gets."""
+    """A fake broker that records the operations it receives."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""`shmserve plan`: what it understands and prints. tests/sim/test_fleet.py tests the simulation."""
+"""`shmserve plan`: arguments and output. tests/sim/test_fleet.py tests the simulation."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_policies_are_those_of_the_simulator() -> None:
 
 
 def test_all_policies(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those by key only if there are keys."""
+    """Policies by key are only included if there are keys."""
     assert [each["policy"] for each in results(f"{QUICK} --policy all", capsys)] == [
         "random", "round-robin", "two-choices", "least",
     ]  # fmt: skip

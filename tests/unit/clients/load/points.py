@@ -1,4 +1,4 @@
-"""Runs for tests of what is made of them."""
+"""Runs for tests of reports and comparisons."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def latencies(values: Sequence[int]) -> Latencies:
 
 
 def point(load: Load, windows: Sequence[Window], values: Sequence[int] = (), failed: int = 0) -> Point:
-    """`values`: the latencies; if not given, as many as to have the percentiles of the first window."""
+    """`values`: the latencies; by default, values with the percentiles of the first window."""
     if not values:
         p50, p99 = (int(windows[0].percentiles[name]) for name in ("p50", "p99"))
         values = (p50,) * 1960 + (p99,) * 40

@@ -51,7 +51,7 @@ def test_better_here_and_worse_there() -> None:
 
 
 def test_the_values_are_those_of_the_reports() -> None:
-    """Of all responses together, not means of windows; the windows only say how exactly they are known."""
+    """They cover all responses together and are not means of windows; the windows only determine the intervals."""
     windows = [window(number, 1000, p99=value) for number, value in enumerate((2e6, 4e6, 3e6))]
     one = point(Closed(1), windows, [1_000_000] * 1900 + [5_000_000] * 100)
     (_, _, p99) = compare(run(one), run(one)).changes
@@ -59,7 +59,7 @@ def test_the_values_are_those_of_the_reports() -> None:
 
 
 def test_the_more_rows_the_wider_the_intervals() -> None:
-    """A difference that is found in one load must be larger to be found in one of many."""
+    """With many loads, a difference must be larger to be found than with one load."""
     slower = [value * 975 // 1000 for value in OLD]
     rest = [steady(concurrency, OLD) for concurrency in range(2, 20)]
     one = compare(run(steady(1, OLD)), run(steady(1, slower)))

@@ -1,4 +1,4 @@
-"""The HTTP/2 of the generator, against a server made of the package h2."""
+"""The generator's HTTP/2, against a server built with the package h2."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def echo(server: Server, stream: int) -> None:
 
 
 def not_found(server: Server, stream: int) -> None:
-    """Trailers only, with a text that is percent-encoded."""
+    """Trailers only, with a percent-encoded text."""
     server.core.send_headers(
         stream, [(":status", "200"), ("grpc-status", "5"), ("grpc-message", "no %C3%A4 100%25")], end_stream=True
     )
@@ -146,7 +146,7 @@ def test_messages_of_all_sizes_through_windows_of_all_sizes(size: int, window: i
     ],
 )
 def test_failures(behave: Behaviour, kind: type[ServeError], text: str) -> None:
-    """Twice: the second header block comes from memory."""
+    """Runs twice: the second header block comes from the cache."""
 
     async def run() -> list[ServeError]:
         listener, connection, servers = await connected(behave)

@@ -30,7 +30,7 @@ class _Transport(asyncio.Transport):
 
 
 def chunked(events: list[bytes], size: int, status: str = "200 OK") -> bytes:
-    """A response whose chunks have nothing to do with its events."""
+    """A response whose chunk boundaries are unrelated to its events."""
     body = b"".join(event + b"\n\n" for event in events)
     parts = [body[at : at + size] for at in range(0, len(body), size)]
     head = f"HTTP/1.1 {status}\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -88,7 +88,7 @@ class _Body:
     ],
 )
 def test_a_stream_and_its_errors(answer: bytes, answers: int, kind: type[ServeError] | None, text: str) -> None:
-    """A response with an output of the name "error" is a response."""
+    """A response with an output named "error" is a normal response."""
     seen: list[int] = []
 
     async def stream() -> None:
@@ -111,7 +111,7 @@ def test_a_stream_and_its_errors(answer: bytes, answers: int, kind: type[ServeEr
 
 
 def test_no_descriptor_for_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the same as no server."""
+    """The error differs from that for a missing server."""
 
     async def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -1,4 +1,4 @@
-"""What is made of a saved run: JSON, table, CSV, HTML."""
+"""Reports of a saved run: JSON, table, CSV, HTML."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_rows_are_the_mean_of_all_files(tmp_path: Path) -> None:
 
 
 def test_tensors_as_generate_takes_them() -> None:
-    """One value, or all values in order; what JSON or the missing shape cannot say is refused."""
+    """One value, or all values in order. Tensors that JSON without a shape cannot express are refused."""
     known = facts(x=("FP32", [-1, 2]), s=("BYTES", [-1, 1]), h=("FP16", [-1, 1]), w=("INT64", [-1, -1, -1]))
 
     def values(name: str, array: Any) -> Any:

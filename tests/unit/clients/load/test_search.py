@@ -49,7 +49,8 @@ def test_noise_above_a_failure_is_not_believed() -> None:
     ],
 )  # fmt: skip
 def test_a_limit_is_judged_by_enough_responses(percentile: float, fast: int, slow: int, kept: bool | None) -> None:
-    """p99.9 needs 10,000, so that ten exceed it; ten that exceed the limit are enough to say that it is broken."""
+    """p99.9 needs 10,000 responses, so that ten exceed it; ten responses over the limit suffice to show that it is
+    exceeded."""
     one = point(Closed(1), [window(0, 1)], [1_000_000] * fast + [9_000_000] * slow)
     assert keeps(one, Limit(percentile, 5_000_000)) is kept
 

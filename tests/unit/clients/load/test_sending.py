@@ -1,4 +1,4 @@
-"""The closed and the open loop, in simulated time, against servers whose latencies are known."""
+"""The closed and the open loop, in simulated time, against servers with known latencies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shmserve.errors import ServeError, Unavailable
 from tests.support.hypothesis_profiles import examples
 
 TURNS = 20
-"""Iterations of the loop after which everything that can happen without time has happened."""
+"""Iterations of the loop after which everything that does not need time has happened."""
 
 
 class Time:
-    """A clock that moves when nothing else can."""
+    """A clock that advances when nothing else can happen."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -52,7 +52,7 @@ class Time:
 
 
 class Server:
-    """Serves one request after another, each as long as `services` says."""
+    """Serves one request after another; `services` has the durations."""
 
     def __init__(self, time: Time, services: Iterator[int], answers: int = 0) -> None:
         self.time, self.services, self.answers = time, services, answers
@@ -132,7 +132,7 @@ def test_latency_counts_from_the_intended_time(requests: list[tuple[int, int]], 
 
 def test_a_stall_is_not_hidden() -> None:
     """1000 requests per second, served in 0.1 ms, but the server stalls once for a second: a closed loop would see one
-    slow request, here all that should have been sent meanwhile are slow.
+    slow request; here, all requests that should have been sent in that second are slow.
     """
     arrivals = [number * 1_000_000 for number in range(3000)]
     services = [100_000] * 3000
@@ -143,7 +143,7 @@ def test_a_stall_is_not_hidden() -> None:
 
 
 def test_a_rate_out_of_reach_does_not_block_the_loop() -> None:
-    """All requests of the schedule are late at once; it never ends."""
+    """All requests of the schedule are late at once, and the schedule never ends."""
 
     async def run() -> int:
         time = Time()

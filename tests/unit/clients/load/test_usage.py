@@ -17,7 +17,7 @@ from shmserve.clients.load.targets.base import latest_statistics
 
 
 def test_use_is_a_difference_by_role() -> None:
-    """A process that started meanwhile counts from 0; one that ended no longer counts."""
+    """A process that started in between counts from 0; one that ended no longer counts."""
     before = Reading(10.0, {1: ("broker", 5.0), 2: ("models", 1.0), 3: ("models", 9.0)}, {"GPU 0": (0.9, 7)})
     middle = Reading(0.0, {}, {"GPU 0": (0.2, 30)})
     after = Reading(13.0, {1: ("broker", 6.0), 2: ("models", 1.5), 4: ("models", 0.5)}, {"GPU 0": (0.4, 20)})
@@ -36,7 +36,8 @@ def test_a_server_is_found_by_its_port() -> None:
 
 
 def test_processes_whose_descriptors_cannot_be_read_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As root of a user namespace sees a process outside it: its folder can be listed, its links not read."""
+    """As for the root user of a user namespace and a process outside of it: the folder can be listed, but its links
+    cannot be read."""
     readlink, listdir, own = os.readlink, os.listdir, str(os.getpid())
     hidden = f"/proc/{own}0/fd"
     folders = {"/proc": [f"{own}0", own], hidden: ["0"]}

@@ -138,7 +138,7 @@ def test_a_call_leads_from_the_batch_that_made_it() -> None:
 
 
 def test_an_iterative_model_runs_a_request_again() -> None:
-    """It waits again from the end of the batch before."""
+    """The request waits again from the end of the previous batch."""
     found = events(collected(batch(8, (10, 10, 20, 20), request(1, 5)), batch(9, (30, 30, 40, 40), request(1, 5))))
     waits = [(event["ts"], event["dur"]) for event in found if event["name"] == "request 1"]
     assert waits == [(0, 5), (15, 10)]
@@ -158,7 +158,7 @@ def test_what_exceeds_the_limit_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_request_counts_once() -> None:
-    """Also one with several records: a stream has its batch and its end, and an iterative model its batches."""
+    """Even one with several records: a stream has a batch and an end, and an iterative model has several batches."""
     found = collected(
         batch(8, (10, 10, 20, 20), request(1, 5), request(2, 5)),
         end("stream", "", 25, request(1, 5)),

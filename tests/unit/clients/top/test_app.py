@@ -1,4 +1,4 @@
-"""The live view on a terminal of textual's own: keys, dialogs and sizes."""
+"""The live view on textual's test terminal: keys, dialogs and sizes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Driver(AppDriver[TopApp]):
         await self.pilot.pause()
 
     async def until(self, accepts: Callable[[], object]) -> None:
-        """The app works through its messages until then, for as long as PATIENCE_S."""
+        """Lets the app process messages until then, for up to PATIENCE_S."""
         end = time.monotonic() + PATIENCE_S
         while not accepts():
             assert time.monotonic() < end, f"{self.app.screen} {self.app.focused}\n{self.text}"
@@ -99,7 +99,7 @@ class Driver(AppDriver[TopApp]):
         await self.until(lambda: isinstance(app.screen, ConfirmScreen) and app.focused and question in self.text)
 
     async def decided(self, key: str) -> None:
-        """Presses a key that ends the dialog, and waits until what follows has ended."""
+        """Presses a key that ends the dialog, and waits until the resulting operation has ended."""
         await self.press(key)
         await self.until(lambda: not isinstance(self.app.screen, ConfirmScreen))
         for worker in [one for one in self.app.workers if one.group == "operations"]:
@@ -400,7 +400,7 @@ def test_what_is_shown_at_first() -> None:
 
 
 def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is selected can still be seen."""
+    """The selection is still visible."""
     monkeypatch.setenv("NO_COLOR", "1")
 
     async def steps(top: Driver) -> None:

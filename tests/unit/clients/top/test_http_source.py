@@ -1,4 +1,4 @@
-"""Documents from statistics and metrics over HTTP, and what cannot be known so."""
+"""Documents from statistics and metrics over HTTP, and values that these do not provide."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not on standard error."""
+        """Suppresses output on standard error."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A Bench on the simulator, with service times that the tuner does not know: what it finds can be calculated."""
+"""A Bench on the simulator, with service times that the tuner does not know, so that the optimum can be calculated."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_the_search_for_the_highest_rate() -> None:
     none = confirmed(Candidate(1, 1, 8), point(1000, 30, False))
     assert none.next_rate() < 1000
     assert none.rate == 0
-    # From a prediction that is wrong by a factor of 2, the limit is bracketed after five measurements.
+    # If the prediction is wrong by a factor of 2, the limit is bracketed after five measurements.
     while not none.rate:
         rate = none.next_rate()
         none.points.append(point(rate, 10, rate < 500))
@@ -96,12 +96,13 @@ def test_the_search_for_the_highest_rate() -> None:
 
 def test_a_measurement_that_a_pause_has_spoiled() -> None:
     one = confirmed(Candidate(1, 1, 8), point(1000, 50, False))
-    # Half of the rate holds, and all up to 1200 but for that one measurement. It must not be the limit for ever.
+    # Half of the rate holds, and all up to 1200 but for that one measurement. That measurement must not determine the
+    # limit permanently.
     for _ in range(8):
         rate = one.next_rate()
         one.points.append(point(rate, 10, rate < 1200))
     assert 1000 < one.rate < 1200
-    # One that has held by luck is not the limit either.
+    # A rate that has held by chance is not the limit either.
     one = confirmed(Candidate(1, 1, 8), point(1000, 10, True))
     for _ in range(8):
         rate = one.next_rate()
@@ -138,7 +139,7 @@ def test_a_candidate_is_given_up_after_two_failures() -> None:
 
 
 def test_refused_requests_miss_the_target() -> None:
-    """They are no failures of the model, and do not end a measurement."""
+    """They do not count as failures of the model, and do not end a measurement."""
 
     def observed(error: ServeError, every: int) -> Observation:
         class Refusing:
@@ -177,7 +178,7 @@ def test_refused_requests_miss_the_target() -> None:
 
 
 def test_a_refused_caller_sends_no_more() -> None:
-    """Otherwise callers of a full queue would only be refused, again and again."""
+    """Otherwise callers of a full queue would be refused over and over."""
     sent = 0
 
     class Full:

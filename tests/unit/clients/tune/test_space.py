@@ -44,7 +44,7 @@ def completed(text: str) -> ModelConfig:
     ],
 )
 def test_the_text_means_the_candidate(text: str, candidate: Candidate) -> None:
-    """The edited text, parsed as a server does, is the configuration that the tuner has measured."""
+    """The edited text, parsed as by a server, is the configuration that the tuner has measured."""
     model = replace(tuned(text), largest=64)
     if not model.pads:
         candidate = replace(candidate, multiple=0, batch_cost=0)
@@ -149,7 +149,7 @@ def test_the_shortlist_differs_in_more_than_the_delay() -> None:
 
 
 def test_the_pool_keeps_the_order() -> None:
-    # In a process of its own, because multiprocessing keeps a helper process until the end.
+    # In a separate process, because multiprocessing keeps a helper process until the end.
     program = """
 from shmserve.clients.tune.pool import Pool
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from shmserve.terminal.console import Screen
 from tests.unit.clients.tune.simulated import CONFIG, EACH_MIB, MIB, MS, SimulatedBench, tuned
 
 QUICK = 300
-"""Requests of a simulation, where the differences are large."""
+"""Number of requests in a simulation, for tests with large differences."""
 SWEET = {1: 2.0, 2: 2.5, 4: 3.2, 8: 4.0, 16: 20.0, 32: 42.0}
 """ms for a batch: 8 rows are the most efficient, with 2000 rows/s for each instance."""
 
@@ -114,8 +114,8 @@ def test_what_is_reported(found: Outcome) -> None:
 
 @pytest.mark.parametrize("policy", ["max_queue_size: 24", "default_timeout_microseconds: 25000"])
 def test_limits_of_the_queue(policy: str) -> None:
-    """They reject requests of a saturated model, which is how times are measured. The optimum stays the same, and the
-    rate is the one up to which less than 1 % are rejected."""
+    """Queue limits reject requests of a saturated model, which is how times are measured. The optimum stays the same,
+    and the rate is the highest with less than 1 % rejected."""
     text = CONFIG.replace("dynamic_batching { }", f"dynamic_batching {{ default_queue_policy {{ {policy} }} }}")
     bench = SimulatedBench(sweet)
     outcome = Tuner(bench, tuned(text), Goal(30 * MS, instances=(1, 2), simulated=QUICK), Events()).run()
@@ -207,7 +207,7 @@ def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.Monkey
 
 
 def test_an_interrupt_as_a_step_begins() -> None:
-    """A user who sees that a step begins may press Ctrl-C before its work has begun."""
+    """The user may press Ctrl-C after a step is shown but before its work has begun."""
 
     class Interrupting(Events):
         def step(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""`form` against the rules written out once more, slowly and word for word; and what must hold of any plan."""
+"""`form` compared with a slow, literal implementation of its rules; and properties that every plan must have."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(waiting: list[Any], rules: BatchRules, *base: Any) -> BatchPlan:
 
 
 def rules(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> tuple[int, int]:
-    """(how many requests go now, when to look again), as the rules say it."""
+    """(number of requests to send now, time of the next check), according to the rules."""
     preferred = policy.preferred or (MAX,)
     pending: list[Waiting] = []
     best: int | None = None

@@ -61,7 +61,7 @@ def test_another_instance_runs_it() -> None:
 
 
 def test_a_request_that_kills_workers_kills_two() -> None:
-    """One while it is leased and one while it is retried by itself, which is the cause of both deaths."""
+    """One while the request is leased and one while it is retried alone; the request causes both deaths."""
     world = Lent(instances=3)
     world.alone()
     first = world.holder()
@@ -108,7 +108,7 @@ def test_not_if_the_model_forbids_it() -> None:
 
 
 def test_one_that_is_recorded_is_counted_once() -> None:
-    """And must not run again, as the client may have its answer."""
+    """It must not run again, because the client may have its answer."""
     world = Lent(model(retry=False), 2)
     world.alone()
     sent = dies(world, recorded=True)
@@ -144,7 +144,7 @@ def test_the_execution_limit_holds_for_leased_requests() -> None:
     world = Lent(instances=2, execution_ns=100 * MS)
     world.alone()
     holder = world.holder()
-    for _ in range(5):  # for longer than the limit, none of which takes so long
+    for _ in range(5):  # longer than the limit in total, although none takes that long
         world.leased()
         world.advance(world.now + 60 * MS)
         world.serve(60 * MS)
@@ -186,7 +186,7 @@ def test_the_execution_limit_does_not_count_calls_of_leased_requests() -> None:
 
 @pytest.mark.parametrize("read_before", [True, False])
 def test_calls_of_leased_requests_do_not_count_as_busy(read_before: bool) -> None:
-    """Nor does what the request did before them, which is not known any more."""
+    """Nor does the time of the request before them, which is not known any more."""
     world = Lent()
     world.deploy(model("n"), 1)
     world.alone()

@@ -1,4 +1,4 @@
-"""How leases end: nothing is lost or counted twice, and each instance comes back."""
+"""How leases end: nothing is lost or counted twice, and each instance is returned."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_request_that_comes_too_late_is_sent_to_the_broker() -> None:
 
 
 def test_work_behind_a_batch_of_another_instance_ends_leases() -> None:
-    """The broker would rather send ahead to the busy instance than wait for the one that is lent."""
+    """Otherwise the broker would send ahead to the busy instance instead of waiting for the lent one."""
     world = Lent(instances=2)
     other = world.connect("b")
     world.alone()
@@ -83,7 +83,7 @@ def test_work_behind_a_batch_of_another_instance_ends_leases() -> None:
 
 
 def test_a_revocation_may_cross_the_end() -> None:
-    """The worker ends the lease while it is revoked, and reports it twice; its next lease is another one."""
+    """The worker ends the lease while it is being revoked, and reports the end twice; its next lease is unaffected."""
     world = Lent()
     other = world.connect("b")
     world.alone()
@@ -161,7 +161,7 @@ def test_two_leases_that_end_together_count_once() -> None:
 
 
 def test_what_is_only_considered_costs_nothing() -> None:
-    """Another request waits when the lease would begin."""
+    """Another request is waiting when the lease would begin."""
     world = Lent()
     world.alone(ALONE)
     world.ask(world.client)
@@ -320,7 +320,7 @@ def test_what_was_sent_to_a_worker_that_stops_is_sent_to_its_successor() -> None
 
 
 def test_the_end_of_the_lease_is_told_before_the_server_stops() -> None:
-    """The request arrives after the worker has closed the socket, and fails as any other then."""
+    """The request arrives after the worker has closed the socket, and then fails like any other."""
     world = Lent()
     world.alone()
     holder = world.holder()
@@ -369,7 +369,7 @@ def test_leases_end_if_they_would_hide_what_is_traced(what: str) -> None:
 
 
 def test_out_of_service_all_requests_come_to_the_broker() -> None:
-    """They show that a server is not empty. When it is back in service, leases begin as before."""
+    """They show that the server is not empty. Once it is back in service, leases begin as before."""
     world = Lent()
     world.alone()
     world.turn([(0, events.SetService(True))])

@@ -1,4 +1,4 @@
-"""Which clients and models get leases, and that leased requests count as others."""
+"""Which clients and models get leases, and that leased requests are counted like others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_leased_requests_are_counted_as_others() -> None:
 
 
 def test_inputs_may_be_in_memory_of_the_client() -> None:
-    """In any segment without a name, until the client withdraws it or leaves."""
+    """Inputs may be in any segment without a name, until the client withdraws it or disconnects."""
     world = Lent(instances=2)
     used, unused = world.segment(), world.segment()
     named, foreign = world.segment(name="/named"), world.segment(world.connect("b"))
@@ -223,7 +223,7 @@ def test_other_requests_are_not_counted(what: str) -> None:
 
 
 def test_a_client_gets_one_lease_of_a_model_however_it_asks() -> None:
-    """A leased request runs; meanwhile others go through the broker, each alone there."""
+    """While a leased request runs, others go through the broker, each alone."""
     world = Lent(instances=3)
     world.alone()
     running = world.leased()

@@ -1,4 +1,5 @@
-"""Groups of requests of different lengths: against all ways to make them, and what must hold of any plan."""
+"""Groups of requests of different lengths: compared with all possible groupings, and properties that every plan must
+have."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ ITEMS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3)), min_size=1, m
 
 
 def cost_of(cuts: list[int], items: list[tuple[int, int]], most: int, batch_cost: int) -> int | None:
-    """Of the groups between these places; None if one has too many rows."""
+    """The cost of the groups between these cuts; None if a group has too many rows."""
     total = 0
     for first, end in pairwise(cuts):
         rows = sum(rows for _, rows in items[first:end])

@@ -20,7 +20,7 @@ OTHERS = [SimpleNamespace(number=number, user="bob" if number < 8 else "cid") fo
 
 
 def request(client: int = 1, cost: int = 1, level: int = 0, name: int = 0) -> Any:
-    """What the queue needs of a request."""
+    """A fake request with the attributes that the queue uses."""
     made = SimpleNamespace(
         inline=0,
         deadline=0,
@@ -138,7 +138,7 @@ def test_users_who_are_gone_take_no_memory() -> None:
 
 
 def test_cancelling_piles_up_no_refunds() -> None:
-    """Also while no caller asks for the order, as with a model that hangs."""
+    """Even while nothing is dequeued, as with a hanging model."""
     level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     level.add(request(1))
     for name in range(10_000):
@@ -186,7 +186,7 @@ def test_levels_that_are_empty_again_take_no_memory_and_a_request_put_back_stays
 
 
 def test_what_was_cancelled_is_not_charged() -> None:
-    """A client that sends a thousand and takes 999 of them back has its one turn like another's first request."""
+    """A client that sends a thousand requests and cancels 999 gets one turn, like another client's first request."""
     waiting = queue()
     piled = [request(1, name=name) for name in range(1000)]
     for each in piled:
@@ -201,7 +201,7 @@ def test_what_was_cancelled_is_not_charged() -> None:
 
 
 def test_cancelling_wins_nothing() -> None:
-    """Having sent and cancelled does not put a client before one that did not."""
+    """Sending and cancelling requests does not give a client precedence."""
     waiting = queue()
     mine = [request(1, name=name) for name in range(100)]
     for each in mine:
@@ -250,7 +250,7 @@ def test_reject_takes_it_out() -> None:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Against a plain list: who is there, each client's own order, levels in order, delayed last."""
+    """Compared with a plain list: contents, order per client, order of levels, delayed requests last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def test_queue_machine() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=30, max_size=60), st.integers(0, 2**32))
 def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: int) -> None:
-    """While all have something waiting, no two differ by more than two of the largest requests."""
+    """While all clients have waiting requests, no two differ by more than two of the largest requests."""
     waiting = queue()
     for client in (1, 2, 3):
         for cost in [cost for who, cost in offers if who == client] * 40:
@@ -336,7 +336,7 @@ def test_backlogged_clients_get_equal_rows(offers: list[tuple[int, int]], seed: 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=30, max_size=60), st.integers(1, 7))
 def test_backlogged_users_get_equal_rows(offers: list[tuple[int, int]], most: int) -> None:
-    """Whatever number of connections each has."""
+    """This holds for any number of connections per user."""
     waiting = queue()
     for client, cost in offers * 10:
         waiting.add(request(client, cost))

@@ -1,4 +1,4 @@
-"""The rate limiter: never more in use than there is, no starvation, and turns by priority."""
+"""The rate limiter: resources are never exceeded, no starvation, and turns by priority."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_each_device_has_its_own_unless_shared() -> None:
 
 
 def test_turns_of_two_models() -> None:
-    """Of turn 2: half as often."""
+    """With priority 2, a model runs half as often."""
     one = Resource("r", 1)
     world = Limited({"often": [spec("often_0", one)], "seldom": [spec("seldom_0", one, turn=2)]})
     world.turn(world.infers("often", 40) + world.infers("seldom", 40))
@@ -154,7 +154,7 @@ RESOURCES = st.lists(st.sampled_from([Resource("a", 1), Resource("a", 2), Resour
 def test_everything_runs_and_nothing_is_exceeded(
     instances: list[tuple[list[Resource], int, int]], wanted: list[int], random: Any
 ) -> None:
-    """check() after every turn says that no more is in use than there is."""
+    """check() asserts after every turn that no resource is exceeded."""
     unique = [(tuple({r.name: r for r in resources}.values()), turn, device) for resources, turn, device in instances]
     models = {
         f"m{index}": [spec(f"m{index}_0", *resources, turn=turn, device=device)]
@@ -171,8 +171,8 @@ def test_everything_runs_and_nothing_is_exceeded(
 
 
 def test_whoever_waits_for_another_model_lends_what_it_has() -> None:
-    """So the other model can run at all. When it continues, more may be in use than there is, and no other model
-    starts."""
+    """Otherwise the other model could not run. When the waiting model continues, resources may be exceeded temporarily,
+    and no other model starts."""
     disk = Resource("disk", 1, True)
     more = [spec(f"m_{index}", disk) for index in range(3)]
     world = Limited({"m": more, "n": [spec("n_0", disk)], "k": [spec("k_0")]})

@@ -1,4 +1,4 @@
-"""Steps of ensembles whose outputs are their inputs, as they are: nothing is copied, freed too early or twice."""
+"""Ensemble steps that return their inputs unchanged as outputs: nothing is copied, freed too early, or freed twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def step(model: str, source: str, target: str) -> StepPolicy:
 
 
 class Chained(World):
-    """Three models that give on what they get where they may, as `chain`, and `fork`, in which two read the same."""
+    """Three models that pass inputs on where permitted, as the ensemble `chain`, and as `fork`, in which two read the
+    same tensor."""
 
     def __init__(self, aliasing: tuple[str, ...] = NAMES) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Chained(World):
         self.turn([(self.client.peer, Infer(1, model, 0, (tensor,)))])
 
     def reads(self, name: str) -> tuple[Handle, ...]:
-        """Where the input is of what the model runs."""
+        """The handles of the inputs of the running batch."""
         worker = self.worker(f"{name}_0")
         assert worker.running is not None
         (work,) = worker.running.works
@@ -64,7 +65,7 @@ class Chained(World):
         return self.finish(f"{model}_0", error=error)
 
     def over(self) -> None:
-        """Nothing is held by anybody, and each worker has back what it gave."""
+        """Asserts that no handle is held, and that all memory is back with its worker."""
         client: FakeClient = self.client
         if not client.ended:
             for handle, count in list(client.holds.items()):
@@ -125,7 +126,7 @@ def test_two_readers_of_what_one_of_them_gives_on() -> None:
 
 
 def test_what_the_caller_holds_goes_through() -> None:
-    """An answer of before, which it gives back while the ensemble runs."""
+    """The input is an earlier answer, which the caller returns while the ensemble runs."""
     world = Chained()
     world.client.sends(2)
     tensor = Tensor("x", "FP32", (SIZE // 4,), (world.input,))
@@ -166,7 +167,7 @@ def test_ends_in_the_midst(end: str, at: str) -> None:
 
 
 def test_what_is_not_its_input_is_not_to_be_given() -> None:
-    """The worker is ended: it has named a place that it was not given."""
+    """The worker is stopped, because it has named memory that it did not receive."""
     world = Chained(())
     world.ask("chain")
     first = world.finish_step("one")

@@ -1,4 +1,5 @@
-"""Tensors between steps that stay on a GPU: when the core allows it, and what becomes of them when their maker ends."""
+"""Tensors between steps that stay on a GPU: when the core allows this, and what happens when the worker that made them
+ends."""
 
 from __future__ import annotations
 
@@ -20,8 +21,7 @@ FIRST, LAST = "first", "last"
 
 
 class Gpus(World):
-    """`places` are the devices of the instances of each model; outputs that those on a GPU leave `near` are in a
-    segment there."""
+    """`places` are the devices of each model's instances. Outputs in `near` are in a segment on the GPU."""
 
     def __init__(self, places: dict[str, list[tuple[str, int]]], limits: Limits | None = None) -> None:
         super().__init__(limits)
@@ -137,10 +137,10 @@ def test_a_plain_request_has_nothing_near() -> None:
 
 
 def begun(first: list[tuple[str, int]], last: list[tuple[str, int]], busy: bool) -> tuple[Gpus, FakeClient]:
-    """The first step is done. `busy`: the instance of the second one has another batch before."""
+    """The first step is done. `busy`: the second step's instance is still running another batch."""
     made, client = world(first, last)
     if busy:
-        for number in (100, 101):  # one that runs, one that waits behind it
+        for number in (100, 101):  # one that runs, and one that waits
             ask(made, client, number, "y", name=LAST)
     ask(made, client, 1, "y")
     done(made, "first")
@@ -149,7 +149,7 @@ def begun(first: list[tuple[str, int]], last: list[tuple[str, int]], busy: bool)
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_tensor_on_a_gpu_is_lost_with_its_maker(busy: bool) -> None:
-    """Whether it is read now or later; and the model that would have read it goes on."""
+    """Whether it is read now or later. The model that would have read it continues."""
     made, client = begun(ON_0, ON_0, busy)
     made.crash(made.worker("first_0"))
     answer = client.answers[1]
@@ -174,7 +174,7 @@ def test_a_tensor_on_the_host_is_not() -> None:
 
 
 def test_a_tensor_that_waits_for_another_one() -> None:
-    """Its step is not asked yet when the maker ends: it fails when it would be."""
+    """Its step has not started when the worker ends: it fails when it would start."""
     made = Gpus({FIRST: ON_0, LAST: ON_0, "other": ON_0})
     for name in (FIRST, "other"):
         made.deploy(model(name), large="y")
@@ -203,7 +203,7 @@ def test_a_tensor_that_waits_for_another_one() -> None:
 
 
 def test_what_was_given_to_a_caller_is_its_own_affair() -> None:
-    """No caller is ever given a tensor on a GPU, so nothing of it is lost."""
+    """Callers never get a tensor on a GPU, so nothing is lost."""
     made, client = begun(ON_0, ON_0, False)
     done(made, "last")
     reply = client.answers[1]
@@ -218,7 +218,7 @@ def test_what_was_given_to_a_caller_is_its_own_affair() -> None:
 
 
 class Tight(Gpus):
-    """With 100 bytes on GPU 0, of which each instance needs `size`."""
+    """A GPU with 100 bytes, of which each instance needs `size`."""
 
     def __init__(self, places: dict[str, list[tuple[str, int]]], size: int) -> None:
         super().__init__(places, Limits(gpu_budgets=((0, 100),)))
@@ -235,7 +235,7 @@ class Tight(Gpus):
 
 @pytest.mark.parametrize("size", [60, 40])
 def test_with_a_budget_only_what_stays_loaded_reads_there(size: int) -> None:
-    """The model that keeps a tensor there cannot sleep for the one that would read it."""
+    """The model that keeps a tensor on the GPU cannot sleep to make room for the reader."""
     for stays in (False, True):
         made = Tight({FIRST: ON_0, LAST: ON_0}, size)
         deploy(made, stays=stays)

@@ -1,7 +1,7 @@
-"""Random ensembles, driven by fake workers that compute, against the same computed directly.
+"""Random ensembles, run by fake workers that compute, compared with direct computation.
 
-A seed is a set of models, ensembles of them and of each other, requests, and an order in which things happen. The
-memory of workers is checked: blocks that are still read must exist, and all others must have been freed.
+A seed determines models, ensembles (also nested), requests, and the order of events. The memory of workers is checked:
+blocks that are still read must exist, and all others must have been freed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Place = tuple[int, int]
 
 
 class Computing(World):
-    """Workers that compute, and the memory that tensors are in."""
+    """Workers that compute, and the memory of tensors."""
 
     def __init__(self, random: Random) -> None:
         super().__init__(Limits(backoff_ns=MS, backoff_max_ns=MS, execution_ns=0, load_ns=0))
@@ -72,9 +72,9 @@ class Computing(World):
         self.made_by: dict[Place, list[tuple[Run, str]]] = {}
         """Blocks of workers: the tensors that they are, or are a part of, from the innermost run to the outermost."""
         self.given: dict[tuple[int, int], int] = {}
-        """How many answers a worker has given to a request."""
+        """Number of responses of a worker to a request."""
         self.inline = random.choice([0, 12, 1000])
-        """The largest tensors that stay in messages."""
+        """Maximum size of tensors in messages."""
 
     def deploy_kind(self, kind: Kind) -> None:
         self.kinds[kind.name] = kind
@@ -86,7 +86,7 @@ class Computing(World):
         self.workers[effect.peer].compute = self.compute
 
     def made(self, worker: FakeWorker, work: Work) -> list[dict[str, Array]]:
-        """All answers of the worker's model; Failed if it has none."""
+        """All responses of the worker's model; raises Failed if there are none."""
         kind = self.kinds[worker.policy.name]
         given = {tensor.name: self.read(tensor) for tensor in work.inputs}
         if kind.max_batch:
@@ -108,7 +108,7 @@ class Computing(World):
         return Row(work.request, tuple(tensors))
 
     def answer_again(self, worker: FakeWorker, request: int) -> bool:
-        """One more answer to a request that may have many. False: there is no room for it."""
+        """Sends one more response to a streamed request. False: its window is full."""
         work, key = worker.streams[request], (worker.peer, request)
         if request in worker.cancelled:
             worker.part(request, error=("CANCELLED", "given up"))
@@ -139,7 +139,7 @@ class Computing(World):
         return Tensor(output.name, dtype, array.shape, data)
 
     def _tensors(self, request: int, name: str) -> list[tuple[Run, str]]:
-        """What the output is called in the run of its step, in the run around that, and so on."""
+        """The names of the output in the run of its step, in the enclosing run, and so on."""
         state, found = self.core.state, []
         while state.requests[request].step_of:
             run = state.runs[state.requests[request].step_of]
@@ -184,13 +184,13 @@ class Computing(World):
             if self.core.state.runs.get(run.request.number) is run:
                 return run.failure is not None or self._is_read(run, name)
         held = [handle for client in self.clients.values() for handle in client.holds]
-        for request in self.core.state.requests.values():  # and what waits for its turn
+        for request in self.core.state.requests.values():  # and waiting requests
             if isinstance(request.reply, Reply):
                 held += references(request.reply.outputs)
         return any((handle.segment, handle.offset) == place for handle in held)
 
     def _is_read(self, run: Run, name: str) -> bool:
-        if run.levels.sources:  # made once, or with each answer: the end shows that nothing is forgotten
+        if run.levels.sources:  # made once, or with each response: the end shows that nothing is forgotten
             return True
         (iteration,) = run.iterations()
         out = {spot.step for spot in run.spots.values()}
@@ -220,7 +220,7 @@ class Story:
         self.places: dict[int, dict[str, Handle]] = {}
         self.offsets = 0
         self.found: dict[int, list[dict[str, Array]]] = {}
-        """Of requests that may be answered many times: all that has come."""
+        """All responses so far of streamed requests."""
 
     def ask(self) -> None:
         """A request to an ensemble, or to a model that is also a step's."""
@@ -264,7 +264,7 @@ class Story:
         return handle
 
     def _where(self, client: FakeClient, kind: Kind, name: str, number: int) -> Handle | None:
-        """Sometimes in its own memory; not what comes in parts, and no conditions."""
+        """Sometimes a place in the client's own memory; not for streamed outputs or conditions."""
         steps = [step for step in kind.steps for _, tensor in step.outputs if tensor == name]
         nested = any(self.world.kinds[step.model].steps for step in steps)
         if self.random.random() < 0.7 or nested or any(step.mapped for step in steps):
@@ -279,7 +279,8 @@ class Story:
         return place
 
     def go_on(self) -> bool:
-        """One worker finishes its batch, or answers once more; or a client takes more. False: nothing can go on."""
+        """One worker finishes its batch or sends another response, or a client extends its window. False: nothing can
+        continue."""
         alive = [worker for worker in self.world.workers.values() if not worker.dead]
         todo: list[tuple[Any, int]] = [(worker, 0) for worker in alive if worker.running is not None]
         todo += [(worker, request) for worker in alive for request in worker.streams]
@@ -310,7 +311,7 @@ class Story:
                 self.world.turn([(client.peer, Return(tuple(held)))])
 
     def look(self, calm: bool) -> None:
-        """Each answer is the right one."""
+        """Checks that each answer is correct."""
         for client in self.clients:
             for number, parts in client.parts.items():
                 found = self.found.setdefault(number, [])
@@ -335,7 +336,7 @@ class Story:
         except Failed:
             failed = True
         told = [{output: array.tolist() for output, array in arrays.items()} for arrays in found]
-        if isinstance(answer, Part):  # the end, and an answer that has nothing in it, look alike
+        if isinstance(answer, Part):  # the end and an empty response look alike
             told, expected = [one for one in told if one], [one for one in expected if one]
         if isinstance(answer, (Fail, FailHeld)):
             assert failed or not calm, f"{name} failed: {answer}"

@@ -1,4 +1,4 @@
-"""How versions that are scaled are measured, and what remains of them after a deployment."""
+"""How autoscaled versions are measured, and which state remains after a deployment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECOND = 10**9
 
 
 def erlang(service: float, busy: float, count: int) -> float:
-    """The mean time in the queue of random requests of random (exponential) times: Erlang's formula."""
+    """The mean queue time of random requests with exponential service times: Erlang's formula."""
     full = busy**count / factorial(count) * count / (count - busy)
     waits = full / (sum(busy**number / factorial(number) for number in range(count)) + full)
     return service * waits / (count - busy)
@@ -45,8 +45,8 @@ class Windows:
         self.scaler.begin(self.now)
 
     def pass_(self, busy: float, wait_ms: int, spare: bool, oldest_ms: int = 0, needed: int = 0) -> tuple[bool, bool]:
-        """A window in which 10 requests began, and `busy` instances were. Returns whether the version is too small, and
-        whether it is calm."""
+        """Ends a window in which 10 requests began and `busy` instances were busy. Returns whether the version is too
+        small, and whether it is calm."""
         now = self.now
         self.now = replace(
             now, at=now.at + WINDOW_NS, busy_ns=now.busy_ns + round(busy * WINDOW_NS),
@@ -123,7 +123,7 @@ def served(policy: ScalingPolicy, *specs: InstanceSpec) -> Version:
 
 
 def on_gpus(least: int, most: int) -> ScalingPolicy:
-    """A group with GPUs 0 and 1, and the names that it has with the most instances."""
+    """A group with GPUs 0 and 1, and its names with the maximum number of instances."""
     specs = [InstanceSpec(f"m_{index}", "KIND_GPU", index // most, threads=9) for index in range(2 * most)]
     groups = tuple(ScaledGroup("m", least, most, tuple(specs[gpu * most :][:most])) for gpu in range(2))
     return ScalingPolicy(groups, 1, 1, cores=8)

@@ -1,4 +1,4 @@
-"""When a version may go to sleep: what the scenarios cannot say."""
+"""When a version may go to sleep: cases that scenarios cannot express."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.core.world import World
 
 
 def test_tensors_on_a_gpu_keep_their_owner_awake() -> None:
-    """They end with its process. Those on the host do not."""
+    """They are lost with its process. Tensors on the host are not."""
     world = World(Limits(idle_unload_ns=10 * MS))
     world.gpus["m"] = 0
     world.deploy(plain())
@@ -40,7 +40,7 @@ def test_tensors_on_a_gpu_keep_their_owner_awake() -> None:
 
 
 class Spawning(World):
-    """Notes which processes are urgent."""
+    """Records which processes are urgent."""
 
     def __init__(self, limits: Limits) -> None:
         self.urgent: list[bool] = []
@@ -52,7 +52,7 @@ class Spawning(World):
 
 
 def test_what_requests_wait_for_is_urgent() -> None:
-    """A process that loads for an operator lowers its priority, in favour of requests."""
+    """A process that loads for an operator has lower priority than requests."""
     world = Spawning(Limits(idle_unload_ns=10 * MS))
     world.deploy(plain(), 2)
     world.advance(world.now + 10 * MS)

@@ -1,4 +1,4 @@
-"""Requests that name no version are divided as operators say, and aliases are names of versions."""
+"""Requests without a version are divided according to operators' shares, and aliases are names of versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Divided(Lent):
         self.turn([(0, events.SetTraffic("m", traffic.get("shares", {}), aliases))])
 
     def version_of(self, name: str = "m", version: int = 0) -> int | str:
-        """The version that answers a request, or the error."""
+        """The version that answers a request, or its error."""
         message = self.ask(self.client, model=name, version=version)
         self.finish_running()
         answer = self.client.answers[message.request]

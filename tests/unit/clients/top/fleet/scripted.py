@@ -1,4 +1,4 @@
-"""A server for tests of the view of several: it answers when the test releases it."""
+"""A fake server for tests of the view of several servers: it answers when the test releases it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE_S = 60.0
 
 
 class ScriptedSource:
-    """`answer(number)` makes the document of a read, or raises. With `held`, reads wait for `release` or the end."""
+    """`answer(number)` makes the document of a read, or raises. With `held`, reads wait for `release` or `close`."""
 
     operations = ()
 

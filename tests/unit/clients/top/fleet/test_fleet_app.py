@@ -1,4 +1,4 @@
-"""The live view of several servers, on a terminal of textual's own."""
+"""The live view of several servers, on textual's test terminal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Driver(AppDriver[FleetApp]):
         self.fleet = fleet
 
     async def until(self, holds: Callable[[], object]) -> None:
-        """Reads all servers until then."""
+        """Reads all servers until `holds` returns something true."""
         end = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < end, self.text

@@ -59,7 +59,7 @@ def test_a_silent_server_does_not_delay_the_others() -> None:
 
 
 def test_a_server_that_fails_is_tried_again() -> None:
-    """It keeps its last view, and rates begin with the first two answers after that."""
+    """It keeps its last view, and rates restart with the first two answers after the failure."""
 
     def sometimes(number: int) -> Document:
         return failing(number) if number == 3 else busy(number)
@@ -89,7 +89,7 @@ def test_a_server_that_fails_is_tried_again() -> None:
 
 @pytest.mark.parametrize("wrong", [{"server": []}, {"models": [{"name": 1}]}, {"time_ns": "now"}, {"gpus": 7}])
 def test_an_answer_that_makes_no_sense_is_a_problem_of_its_server(wrong: Document) -> None:
-    """The thread goes on: it may be another program that will be replaced."""
+    """The thread continues: another program may listen there temporarily."""
 
     def odd(number: int) -> Document:
         return busy(number) | (wrong if number == 2 else {})

@@ -21,7 +21,7 @@ FAST, SLOW = 20, 30
 
 
 def served(name: str, count: int, bucket: int, version: str = "1", **more: Any) -> tuple[Any, Any]:
-    """A model without requests, and with so many two seconds later."""
+    """A model without requests, and with this many two seconds later."""
     times: dict[str, Any] = {"request_times": {str(bucket): count}} if count else {}
     return model(name, version, counters()), model(name, version, counters(count, **times), **more)
 
@@ -159,7 +159,7 @@ def test_no_server_has_answered() -> None:
 
 
 def test_names_of_servers_can_be_told_apart() -> None:
-    """On 80 columns, and columns of GPUs take no space where there are none."""
+    """On 80 columns; GPU columns take no space without GPUs."""
     names = ("127.0.0.1:33757", "127.0.0.1:33758")
     view = view_of(*[snapshot(name, served("m", 10, FAST)) for name in names])
     for table in fleet_tables_of(None):
@@ -183,7 +183,7 @@ def test_text_and_documents() -> None:
 
 
 def test_every_column_has_a_value() -> None:
-    """Of a server and a model for which everything is known."""
+    """For a server and a model for which everything is known."""
     view = view_of(snapshot("a", served("m", 10, FAST, reason="note"), ready=False, gpus=[gpu(0)]))
     for table in (SERVERS, FLEET_MODELS, BY_SERVER):
         (found,) = view.table(table.name)
