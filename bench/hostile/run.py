@@ -15,7 +15,7 @@ from bench.lib import models, processes
 from bench.lib.child import Child, Team
 from bench.lib.raw_client import Lane
 from bench.lib.setting import Served, serving
-from shmserve.core.internal_errors import SIGN
+from shmserve.core.internal_errors import INTERNAL_ERROR
 
 SETTLE = 20.0
 """Seconds within which the server must have released everything. A limit to detect a hang, not a test of speed."""
@@ -117,7 +117,7 @@ def run_hostile(repository: Path, count: int, seconds: float, links: tuple[str, 
             now, worse = compare(server, before)
             if worse:
                 worse += [line for line in server.log().splitlines() if " ERROR " in line][:5]
-            worse += [line for line in server.log().splitlines() if SIGN in line][:5]
+            worse += [line for line in server.log().splitlines() if INTERNAL_ERROR in line][:5]
             after = honest.ask(seconds=0.5)[0]
     for link, answer in zip(links, answers, strict=True):
         found.sent += answer["sent"]

@@ -17,7 +17,7 @@ from shmserve.broker.processes.memory_meter import MemoryMeter
 from shmserve.broker.processes.workers import Workers, WorkerSettings
 from shmserve.core import events
 from shmserve.core.effects import Spawn
-from shmserve.core.internal_errors import SIGN
+from shmserve.core.internal_errors import INTERNAL_ERROR
 from shmserve.core.state import State
 from shmserve.errors import ServeError
 from shmserve.protocol.worker_messages import Counted, LoadFailed
@@ -67,7 +67,7 @@ class InstanceWorkers:
 
     def spawn(self, effect: Spawn) -> None:
         """Starts a worker. Any failure leads to an Exited event, because the core expects one for each Spawn."""
-        reason = f"{SIGN} while starting its process"
+        reason = f"{INTERNAL_ERROR} while starting its process"
         try:
             self._start(effect)
             reason = ""

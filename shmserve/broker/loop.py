@@ -41,7 +41,7 @@ from shmserve.core import effects, events
 from shmserve.core.core import Core
 from shmserve.core.effects import Effect, Send
 from shmserve.core.events import Event
-from shmserve.core.internal_errors import SIGN
+from shmserve.core.internal_errors import INTERNAL_ERROR
 from shmserve.core.state import WORKERS_FROM
 from shmserve.core.states import VersionState
 from shmserve.errors import ServeError
@@ -342,7 +342,9 @@ class Broker:
                     actions[type(effect)](effect)
                 return
             except Exception:
-                log.critical("%s, please report it: carrying out %s", SIGN, type(effect).__name__, exc_info=True)
+                log.critical(
+                    "%s, please report it: carrying out %s", INTERNAL_ERROR, type(effect).__name__, exc_info=True
+                )
 
     def _send(self, effect: Send) -> None:
         link = self._links.get(effect.peer)
@@ -369,8 +371,8 @@ class Broker:
             try:
                 link.flush(descriptor_of)
             except Exception:
-                log.critical("%s, please report it: sending to peer %d", SIGN, link.peer, exc_info=True)
-                link.close(f"{SIGN} while sending to it")
+                log.critical("%s, please report it: sending to peer %d", INTERNAL_ERROR, link.peer, exc_info=True)
+                link.close(f"{INTERNAL_ERROR} while sending to it")
         if self._zmq_used:
             self._zmq.read_input()
 

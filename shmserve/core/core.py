@@ -31,7 +31,7 @@ from shmserve.core.requests import completion, enqueue, responses
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.cache import Copies
 from shmserve.core.requests.connections import Connections
-from shmserve.core.requests.questions import Questions
+from shmserve.core.requests.questions import QueryQueue
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import WORKERS_FROM, State, Timer
@@ -76,12 +76,12 @@ class Core:
         self.state.tracing = tracing
         state = self.state
         quotas = Quotas(state)
-        questions = self._questions = Questions(state)
+        queries = self._queries = QueryQueue(state)
         self._ensembles = Ensembles(state, quotas)
-        self._connections = Connections(state, quotas, questions, server)
-        self._admission = Admission(state, quotas, questions, self._connections)
-        self._calls = ModelCalls(state, questions, quotas)
-        self._lifecycle = Lifecycle(state, questions)
+        self._connections = Connections(state, quotas, queries, server)
+        self._admission = Admission(state, quotas, queries, self._connections)
+        self._calls = ModelCalls(state, queries, quotas)
+        self._lifecycle = Lifecycle(state, queries)
         self._internal_errors = InternalErrors(state, self._connections, survive)
         self._of_clients = self._client_handlers()
         self._of_workers = self._worker_handlers()
@@ -108,8 +108,8 @@ class Core:
             events.Opened: connections.opened,
             events.Closed: connections.closed,
             events.Garbled: connections.garbled,
-            events.Answered: self._questions.answered,
-            events.Behind: self._questions.behind,
+            events.Answered: self._queries.answered,
+            events.Behind: self._queries.behind,
             events.OwnSegment: admission.own_segment,
             events.OwnSegmentGone: admission.own_segment_gone,
             events.Deploy: partial(deployment.deploy, state),
@@ -206,7 +206,7 @@ class Core:
         return effects
 
     def deadline(self) -> int | None:
-        return self.state.now if self._questions.waiting else self.state.deadline()
+        return self.state.now if self._queries.waiting else self.state.deadline()
 
     def tick(self, now: int) -> list[Effect]:
         effects = self.state.begin()
@@ -269,8 +269,8 @@ class Core:
         if state.leases:
             leases.revoke_unfit(state)
         state.ledger.flush()
-        if self._questions.waiting:
-            self._questions.pass_on()
+        if self._queries.waiting:
+            self._queries.pass_on()
         if state.draining:
             self._lifecycle.settle_drain()
 
@@ -301,7 +301,7 @@ class Core:
                     del state.to_dispatch[version]
                 if version.asleep and version.waits:
                     sleep.wake(state, version, now)
-                if version.places is None:
+                if version.sequence_slots is None:
                     dispatch.dispatch(state, version, now)
                 else:
                     dispatch.refuse_stranded(state, version, now)
@@ -326,4 +326,4 @@ class Core:
 
     def check(self) -> None:
         """Asserts all invariants that must hold between turns. Visits every request."""
-        invariants.check(self.state, self._questions)
+        invariants.check(self.state, self._queries)

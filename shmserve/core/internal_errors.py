@@ -14,9 +14,9 @@ from shmserve.core.requests.connections import Connections
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.errors import Internal
 
-SIGN = "an internal error of the server"
+INTERNAL_ERROR = "an internal error of the server"
 """Marks each such error in the log."""
-MANY = 100
+ERRORS_PER_TURN = 100
 """Limit of internal errors in one turn; further ones are raised."""
 
 
@@ -37,10 +37,10 @@ class InternalErrors:
         if peer >= WORKERS_FROM:
             known = self._state.instances.get(peer)
             if known is not None:
-                kill(self._state, *known, f"{SIGN} in its {what}")
+                kill(self._state, *known, f"{INTERNAL_ERROR} in its {what}")
         else:
             self._connections.disconnect_peer(
-                peer, Internal(f"{SIGN} ended this connection; reconnect, and see the server's log")
+                peer, Internal(f"{INTERNAL_ERROR} ended this connection; reconnect, and see the server's log")
             )
 
     def report(self, where: str) -> None:
@@ -49,6 +49,6 @@ class InternalErrors:
         if self._turn != self._state.now:
             self._turn, self._count = self._state.now, 0
         self._count += 1
-        if self._count > MANY:
+        if self._count > ERRORS_PER_TURN:
             raise
-        self._state.log("critical", f"{SIGN}, please report it: in {where}:\n{traceback.format_exc()}")
+        self._state.log("critical", f"{INTERNAL_ERROR}, please report it: in {where}:\n{traceback.format_exc()}")

@@ -9,19 +9,19 @@ from shmserve.core.models.model import Model
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.completion import is_stream
-from shmserve.core.requests.questions import Questions
+from shmserve.core.requests.questions import QueryQueue
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
 
 _I = InstanceState
 
 
-def check(state: State, questions: Questions) -> None:
+def check(state: State, queries: QueryQueue) -> None:
     """Asserts all invariants that must hold between turns. Only for tests and simulations: visits every request."""
     instances = state.instances.items()
     callers = {peer: instance.caller for peer, (_, instance) in instances if instance.caller is not None}
     state.ledger.check(state.clients | callers)
-    questions.check(state.clients.keys() | state.instances.keys())
+    queries.check(state.clients.keys() | state.instances.keys())
     for peer, caller in callers.items():
         held = [number for number in caller.requests.values() if state.requests[number].held]
         instance = state.instances[peer][1]
@@ -136,15 +136,15 @@ def _check_sequences(state: State) -> None:
     for key, sequence in state.sequences.items():
         assert sequence.key == key
         assert sequence.broken is None, sequence.story()
-        assert sequence in sequence.places.all(), sequence.story()
+        assert sequence in sequence.sequence_slots.all(), sequence.story()
     for instance, version in state.retiring_instances.items():
         assert instance.retiring, instance.story()
         assert instance in version.instances, instance.story()
     versions = [version for model in state.models.values() for version in model.generations()]
-    for places in [version.places for version in versions if version.places is not None]:
-        assert not places.changed
-        assert places.bytes == sum(request.inline for sequence in places.all() for request in sequence.requests)
-        for sequence in places.all():
+    for slots in [version.sequence_slots for version in versions if version.sequence_slots is not None]:
+        assert not slots.changed
+        assert slots.bytes == sum(request.inline for sequence in slots.all() for request in sequence.requests)
+        for sequence in slots.all():
             assert not (sequence.over and sequence.idle), sequence.story()
             assert (sequence.state is SequenceState.BOUND) == (sequence.instance is not None), sequence.story()
             assert sequence.broken is None or sequence.running is not None, sequence.story()
@@ -175,10 +175,10 @@ def _check_alive(state: State, version: Version) -> None:
     serving = [instance for instance in version.instances if not (instance.over or instance.spec.passive)]
     lost = [instance for instance in serving if instance.lost]
     if version.state is VersionState.READY and lost:
-        assert version.alive, f"{version.label} is READY: {version.trouble}"
+        assert version.alive, f"{version.label} is READY: {version.degraded_reason}"
     if version.state is VersionState.UNAVAILABLE:
         assert not version.waits, f"{version.label}: no instance will run its queued requests"
-        assert not any(instance.usable for instance in serving), f"{version.label}: {version.trouble}"
+        assert not any(instance.usable for instance in serving), f"{version.label}: {version.degraded_reason}"
     if version.state in (VersionState.READY, VersionState.UNAVAILABLE) and not state.draining:
         assert all(i.peer or i.state in (_I.BACKOFF, _I.WAITING, _I.ASLEEP) for i in serving), (
             f"{version.label} has an instance that is not restarted"

@@ -159,9 +159,9 @@ class ModelPolicy(Struct, frozen=True):
     """A request may have any number of responses."""
     cached: bool = False
     """Responses are cached and reused for identical requests."""
-    reads_there: bool = False
+    reads_device_memory: bool = False
     """The model's GPU instances can read inputs from device memory."""
-    leaves_there: bool = False
+    leaves_on_device: bool = False
     """The model's GPU instances can leave outputs in device memory."""
     ahead: int = 0
     """For an ensemble: how many responses a step may be ahead of those delivered to the caller; 0: the default."""

@@ -1,7 +1,7 @@
 """The records of the core that refer to each other: request, instance, sequence and model version.
 
 A record keeps its own fields consistent; the other packages of the core find records in `State` and decide what happens
-to them. Their containers are generic (`Batch`, `Places`, `RequestQueue`).
+to them. Their containers are generic (`Batch`, `SequenceSlots`, `RequestQueue`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shmserve.core.models.scaler import Scaler
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, PaddingPolicy
 from shmserve.core.requests.client import CallingWorker, ClientState
 from shmserve.core.requests.validation import CheckedForm, Checker
-from shmserve.core.sequences.places import Places
+from shmserve.core.sequences.places import SequenceSlots
 from shmserve.core.states import (
     INSTANCE_MOVES,
     REQUEST_MOVES,
@@ -166,7 +166,7 @@ class Instance(Struct, eq=False):
     """How many of these were crashes."""
     ready_since: int = 0
     """When its process finished loading; 0: not yet."""
-    row_began: int = 0
+    batches_at_first_crash: int = 0
     """Batches that its version had completed at the first of these crashes. A higher count now means that other
     instances have completed batches since."""
     unexplained: bool = False
@@ -330,7 +330,7 @@ class Sequence(Struct, eq=False):
     def drop(self, request: Request) -> None:
         """Removes a queued request, which leaves a gap and so fails the sequence."""
         self.requests.remove(request)
-        self.places.gone(request)
+        self.sequence_slots.gone(request)
         self.mark_changed()
         self.fail("CANCELLED", f"an earlier request of sequence {self.id!r} was cancelled, which ended the sequence")
 
@@ -341,17 +341,17 @@ class Sequence(Struct, eq=False):
         if request.options is not None and request.options.sequence_start:
             request.options = replace(request.options, sequence_start=False)
         self.requests.appendleft(request)
-        self.places.waiting(request)
+        self.sequence_slots.waiting(request)
         self.left(request)
 
     @property
-    def places(self) -> Places[Sequence, Instance]:
-        places = self.version.places
-        assert places is not None
-        return places
+    def sequence_slots(self) -> SequenceSlots[Sequence, Instance]:
+        slots = self.version.sequence_slots
+        assert slots is not None
+        return slots
 
     def mark_changed(self) -> None:
-        self.places.changed[self] = None
+        self.sequence_slots.changed[self] = None
 
     def left(self, request: Request) -> None:
         """The request has ended at its worker, or will run again."""
@@ -360,7 +360,7 @@ class Sequence(Struct, eq=False):
         self.mark_changed()
 
 
-class Rest(Struct):
+class SleepState(Struct):
     """Sleep state of a version: when it goes to sleep, and whether it is waking."""
 
     idle_ns: int = 0
@@ -413,17 +413,17 @@ class Version:
         "order",
         "order_swept",
         "padding",
-        "places",
         "plain",
         "policy",
         "prefetch",
         "queue",
         "reason",
         "reserved",
-        "rest",
         "retries",
         "scaler",
+        "sequence_slots",
         "service_ns",
+        "sleep_state",
         "source",
         "spread_ns",
         "state",
@@ -451,7 +451,7 @@ class Version:
         """The model's traceback of the last failed load; "" once it has been logged."""
         self.logged_traceback = ""
         self.asleep = False  # no instance serves or is about to; queued requests wake it
-        self.rest = Rest()
+        self.sleep_state = SleepState()
         self.yielding = False  # others wait for its memory: it starts nothing more, and sleeps once it has finished
         self.limit_ns = 0
         """Execution limit: a longer batch counts as hung; 0: no limit."""
@@ -469,7 +469,7 @@ class Version:
         """Runs the next suspect. Nothing is sent ahead to it, so that it becomes idle."""
         self.trial: Instance | None = None
         """The instance that is currently running a suspect."""
-        self.places: Places[Sequence, Instance] | None = None
+        self.sequence_slots: SequenceSlots[Sequence, Instance] | None = None
         """For models with sequence batching."""
         self.graph: EnsembleGraph | None = None
         """For ensembles."""
@@ -553,7 +553,7 @@ class Version:
         return any(not instance.over for instance in self.instances)
 
     @property
-    def returns(self) -> bool:
+    def will_recover(self) -> bool:
         """It is not READY, but will become READY by itself once its instances, or those of its steps, have
         restarted."""
         return self.recovering or self.member_recovering
@@ -565,7 +565,7 @@ class Version:
         return sum(i.state is InstanceState.READY and not i.quarantined for i in wanted), len(wanted)
 
     @property
-    def trouble(self) -> str:
+    def degraded_reason(self) -> str:
         """Why some of its instances do not serve; "" if all do."""
         return "; ".join(
             f"instance '{instance.spec.name}'{' is quarantined' if instance.quarantined else ''}: {instance.reason}"
@@ -585,14 +585,14 @@ class Version:
     @property
     def waits(self) -> int:
         """The number of queued requests, which no worker has."""
-        if self.places is not None:
-            return self.places.waits
+        if self.sequence_slots is not None:
+            return self.sequence_slots.waits
         return self.queue.count + len(self.suspects)
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes inside the messages of queued requests."""
-        return self.queue.bytes if self.places is None else self.places.bytes
+        return self.queue.bytes if self.sequence_slots is None else self.sequence_slots.bytes
 
     def drop(self, request: Request) -> None:
         """Removes a queued request."""
@@ -606,14 +606,14 @@ class Version:
     @property
     def finished(self) -> bool:
         """No request is queued, running or still being read, and no ensemble run needs the version."""
-        if self.waits or self.users or (self.places is not None and self.places.count):
+        if self.waits or self.users or (self.sequence_slots is not None and self.sequence_slots.count):
             return False
         return all(instance.idle and not instance.streams for instance in self.instances)
 
     def needs(self, instance: Instance) -> bool:
         """Does the instance have work that no other instance could continue?"""
-        if self.places is not None:
-            return bool(self.places.at(instance))
+        if self.sequence_slots is not None:
+            return bool(self.sequence_slots.at(instance))
         return self.decoupled and not (instance.idle and not instance.streams)
 
     @property
@@ -622,7 +622,7 @@ class Version:
         return not any(instance.peer or not instance.over for instance in self.instances)
 
     @property
-    def heir(self) -> Version:
+    def requeue_target(self) -> Version:
         """The generation that queues a request returned by one of this version's instances."""
         newest = self
         while newest.successor is not None:

@@ -29,7 +29,7 @@ _OPERATIONS = dict.fromkeys(
     ("load", "unload", "restart", "rollback", "set_log", "set_trace", "set_traffic", "set_service", "record"),
     OPERATE,
 )
-QUESTIONS = {
+QUERIES = {
     "live": _ANY,
     "ready": _ANY,
     "loaded": _ANY,
@@ -52,7 +52,7 @@ QUESTIONS = {
 """Value of `Ask.what`, for queries and operations -> the roles, any of which is sufficient."""
 OPERATIONS = frozenset(_OPERATIONS)
 """The values of `Ask.what` that change something and may have a body."""
-ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUESTIONS
+ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUERIES
 """All actions of clients -> the roles, any of which is sufficient. `map` announces memory by descriptor, which proves
 that the client may use it; `register` announces memory by name, which a worker opens with the server's rights."""
 
@@ -62,7 +62,7 @@ def allows(action: str, roles: int) -> bool:
 
 
 def unknown(question: str) -> ServeError:
-    return InvalidRequest(f"unknown query '{question}'; known queries: {', '.join(QUESTIONS)}")
+    return InvalidRequest(f"unknown query '{question}'; known queries: {', '.join(QUERIES)}")
 
 
 GIVEN_BY = "--access when the server is started"

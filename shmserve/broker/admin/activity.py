@@ -167,4 +167,4 @@ def _buckets(counts: Sequence[int]) -> dict[int, int]:
 
 
 def _sequences(version: Version) -> int:
-    return version.places.count if version.places is not None else 0
+    return version.sequence_slots.count if version.sequence_slots is not None else 0

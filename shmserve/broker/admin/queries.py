@@ -135,7 +135,7 @@ class Control:
             for version in model.versions.values()
             if version.reason != UNLOADED
             and version.state is not VersionState.UNLOADING
-            and not (version.state is VersionState.LOADING and model.is_served_meanwhile)
+            and not (version.state is VersionState.LOADING and model.loads_while_served)
         ]
         stopping = self._core.state.draining or self._core.state.out_of_service
         if self.failed or stopping or VersionState.LOADING in states or self.is_starting():
@@ -239,7 +239,7 @@ class Control:
                     "version": str(version.number),
                     "state": version.state.value,
                     "reason": version.reason or self._degraded(version) or downloads.get(model.name, ""),
-                    "degraded": version.state is VersionState.READY and bool(version.trouble),
+                    "degraded": version.state is VersionState.READY and bool(version.degraded_reason),
                     "asleep": version.asleep,
                     "scaled": _scaled(version),
                     "default": version is default,
@@ -263,9 +263,9 @@ class Control:
 
     def _degraded(self, version: Version) -> str:
         """For a READY version that lacks instances: how many serve, and why the others do not."""
-        trouble = version.trouble if version.state is VersionState.READY else ""
+        reason = version.degraded_reason if version.state is VersionState.READY else ""
         ready, wanted = version.counts
-        return f"degraded, {ready} of {wanted} instances: {trouble}" if trouble else ""
+        return f"degraded, {ready} of {wanted} instances: {reason}" if reason else ""
 
     def _is_of_interest(self, version: Version) -> bool:
         """Whether to list the version. An unloaded one is listed only while it could be loaded again."""

@@ -72,7 +72,7 @@ def _check(model: Model, traffic: Traffic, changed: Mapping[str, Any]) -> None:
         for version in model.versions.values():
             policy = version.policy
             ordered = version.order is not None
-            kinds = (version.graph is not None, version.places is not None, version.decoupled, ordered)
+            kinds = (version.graph is not None, version.sequence_slots is not None, version.decoupled, ordered)
             if policy is not None and traffic.shadow and (reason := why_no_shadow(*kinds)):
                 raise InvalidRequest(f"model '{model.name}' version {version.number}: {reason}")
     for alias in changed:

@@ -29,7 +29,9 @@ def refuse_stranded(state: State, version: Version, now: int) -> None:
     """Fails the requests queued for a version that no instance will run any more."""
     if version.state is not _READY and version.waits and not version.alive:
         what = f"'{version.model}' version {version.number} is not at ready state"
-        empty_queue(state, version, f"Request for unknown model: {what}: {version.reason or version.trouble}", now)
+        empty_queue(
+            state, version, f"Request for unknown model: {what}: {version.reason or version.degraded_reason}", now
+        )
 
 
 def dispatch(state: State, version: Version, now: int) -> None:
@@ -97,8 +99,8 @@ def empty_queue(state: State, version: Version, text: str, now: int) -> None:
     version.suspects.clear()
     for request in waiting:
         completion.end_early(state, request, "UNAVAILABLE", text, now)
-    if version.places is not None:
-        version.places.lose(None, text)
+    if version.sequence_slots is not None:
+        version.sequence_slots.lose(None, text)
     state.to_dispatch[version] = None
 
 

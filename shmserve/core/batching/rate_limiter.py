@@ -13,7 +13,7 @@ from shmserve.core.records import Instance, Version
 
 SHARED = -1
 ANY = -2
-Place = tuple[str, int]
+ResourceKey = tuple[str, int]
 """A resource's name and its device; SHARED: one for all devices."""
 
 
@@ -23,39 +23,39 @@ class Limiter:
 
     def __init__(self, given: Iterable[tuple[str, int, int]] = ()) -> None:
         self._given = {(name, device): count for name, device, count in given}
-        self._required: dict[Place, int] = {}
-        self._used: dict[Place, int] = {}
+        self._required: dict[ResourceKey, int] = {}
+        self._used: dict[ResourceKey, int] = {}
         self._running: dict[Instance, tuple[Resource, ...]] = {}
         self._executions: dict[Instance, int] = {}
         self._lenders: dict[Instance, None] = {}
         self.waiting: dict[Version, None] = {}
         """Versions with queued requests and an idle instance that lacks resources."""
 
-    def know(self, spec: InstanceSpec) -> None:
+    def register(self, spec: InstanceSpec) -> None:
         """Registers an instance. Resets all counters, so that the new instance does not get precedence for long."""
         for resource in spec.resources:
-            place = _place(spec, resource)
-            self._required[place] = max(self._required.get(place, 0), resource.count)
+            key = _key_of(spec, resource)
+            self._required[key] = max(self._required.get(key, 0), resource.count)
         self._executions.clear()
 
-    def total(self, place: Place) -> int:
-        name, device = place
-        given = self._given.get(place)
+    def total(self, key: ResourceKey) -> int:
+        name, device = key
+        given = self._given.get(key)
         if given is None and device != SHARED:
             given = self._given.get((name, ANY))
-        return self._required.get(place, 0) if given is None else given
+        return self._required.get(key, 0) if given is None else given
 
     def acquire(self, version: Version, instance: Instance) -> bool:
         """Takes all resources of the instance, or none."""
         spec = instance.spec
         for resource in spec.resources:
-            place = _place(spec, resource)
-            if self._used.get(place, 0) + resource.count > self.total(place):
+            key = _key_of(spec, resource)
+            if self._used.get(key, 0) + resource.count > self.total(key):
                 self.waiting[version] = None
                 return False
         for resource in spec.resources:
-            place = _place(spec, resource)
-            self._used[place] = self._used.get(place, 0) + resource.count
+            key = _key_of(spec, resource)
+            self._used[key] = self._used.get(key, 0) + resource.count
         self._running[instance] = spec.resources
         self._executions[instance] = self._executions.get(instance, 0) + 1
         return True
@@ -64,7 +64,7 @@ class Limiter:
         """Releases the resources of an idle instance. Returns the versions that may have enough resources now."""
         self._lenders.pop(instance, None)
         for resource in self._running.pop(instance, ()):
-            self._used[_place(instance.spec, resource)] -= resource.count
+            self._used[_key_of(instance.spec, resource)] -= resource.count
         found = list(self.waiting)
         self.waiting.clear()
         return found
@@ -74,8 +74,8 @@ class Limiter:
         limit is exceeded and no other instance starts."""
         resources = instance.spec.resources
         for resource in resources:
-            place = _place(instance.spec, resource)
-            self._used[place] = self._used.get(place, 0) + resource.count
+            key = _key_of(instance.spec, resource)
+            self._used[key] = self._used.get(key, 0) + resource.count
         self._running[instance] = resources
         self._lenders[instance] = None
 
@@ -89,20 +89,20 @@ class Limiter:
         return min(versions, key=lambda version: min(map(self.rank, version.idle), default=(0, 0)))
 
     def check(self) -> None:
-        used: dict[Place, int] = {}
-        again: dict[Place, int] = {}
+        used: dict[ResourceKey, int] = {}
+        again: dict[ResourceKey, int] = {}
         for instance, resources in self._running.items():
             assert instance.running is not None, instance.story()
             for resource in resources:
-                place = _place(instance.spec, resource)
-                used[place] = used.get(place, 0) + resource.count
-                again[place] = again.get(place, 0) + resource.count * (instance in self._lenders)
-        assert used == {place: count for place, count in self._used.items() if count}
-        for place, count in used.items():
-            assert count - again[place] <= self.total(place), f"{count} of {place} in use"
+                key = _key_of(instance.spec, resource)
+                used[key] = used.get(key, 0) + resource.count
+                again[key] = again.get(key, 0) + resource.count * (instance in self._lenders)
+        assert used == {key: count for key, count in self._used.items() if count}
+        for key, count in used.items():
+            assert count - again[key] <= self.total(key), f"{count} of {key} in use"
 
 
-def _place(spec: InstanceSpec, resource: Resource) -> Place:
+def _key_of(spec: InstanceSpec, resource: Resource) -> ResourceKey:
     return resource.name, SHARED if resource.shared else spec.device
 
 
@@ -111,10 +111,10 @@ def lacking(specs: Iterable[InstanceSpec], given: Iterable[tuple[str, int, int]]
     limiter = Limiter(given)
     found = list(specs)
     for spec in found:
-        limiter.know(spec)
+        limiter.register(spec)
     for spec in found:
         for resource in spec.resources:
-            total = limiter.total(_place(spec, resource))
+            total = limiter.total(_key_of(spec, resource))
             if total < resource.count:
                 return (
                     f"instance '{spec.name}' needs {resource.count} of resource '{resource.name}', but there are only "

@@ -37,13 +37,13 @@ def take_out(state: State, version: Version, instance: Instance, batch: Batch[Re
 
 def put_back(state: State, version: Version, request: Request) -> None:
     """Queues the request again in its version or, after a restart, in the next generation."""
-    heir = version.heir
-    if heir is not version:
-        request.version = heir
+    target = version.requeue_target
+    if target is not version:
+        request.version = target
         request.miss = None  # its key contains the generation
-        if version.order is not None and heir.order is not None:
+        if version.order is not None and target.order is not None:
             version.order.remove(request)
-            heir.order = deque(sorted([*heir.order, request], key=lambda other: other.number))  # by arrival
+            target.order = deque(sorted([*target.order, request], key=lambda other: other.number))  # by arrival
             completion.answer_in_order(state, version)
-    heir.queue.put_back(request)
-    state.to_dispatch[heir] = None
+    target.queue.put_back(request)
+    state.to_dispatch[target] = None

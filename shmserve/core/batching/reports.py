@@ -63,7 +63,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
             f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
             f"{count} requests, formed because: {batch.reason.value}",
         )
-    if message.again and version.places is not None:
+    if message.again and version.sequence_slots is not None:
         _again(state, version, batch, message.again)
     if batch.left and version.decoupled:
         responses.batch_done(state, version, instance, batch, taken)
@@ -95,7 +95,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         lending = version.lending
         if lending is not None and lending.alone >= lending.needed:
             leases.lend(state, version, lending, instance, now)
-    if version.queue.count or version.suspects or version.reserved is not None or version.places is not None:
+    if version.queue.count or version.suspects or version.reserved is not None or version.sequence_slots is not None:
         state.to_dispatch[version] = None
 
 

@@ -20,7 +20,7 @@ from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion, enqueue, responses
 from shmserve.core.requests.admission import count_refused
 from shmserve.core.requests.client import CallingWorker
-from shmserve.core.requests.questions import Questions
+from shmserve.core.requests.questions import QueryQueue
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
@@ -42,11 +42,11 @@ class ModelCalls:
     def __init__(
         self,
         state: State,
-        questions: Questions,
+        queries: QueryQueue,
         quotas: Quotas,
     ) -> None:
         self._state = state
-        self._questions = questions
+        self._queries = queries
         self._quotas = quotas
 
     # ------------------------------------------------------------------------------------ workers' messages
@@ -101,11 +101,11 @@ class ModelCalls:
         """A query from a model about the server, or an operation. An instance that waits for another model to load does
         not count as loading."""
         try:
-            if message.what and message.what not in roles.QUESTIONS:
+            if message.what and message.what not in roles.QUERIES:
                 raise roles.unknown(message.what)
             if instance.state is InstanceState.STARTING and message.what == "load":
                 loading.load_over(self._state, instance)
-            self._questions.put(instance.peer, message)
+            self._queries.put(instance.peer, message)
         except ServeError as error:
             self._state.send(instance.peer, Fail(message.request, error.code, error.message))
 

@@ -27,7 +27,7 @@ Stuck = dict[Instance, None]
 def closes_cycle(state: State, request: Request) -> str:
     """Why a new call that blocks its instance would wait forever, or ""."""
     version, waiting = request.version, state.blocked_instances
-    usual = version.graph is None and version.order is None and version.places is None
+    usual = version.graph is None and version.order is None and version.sequence_slots is None
     if usual and any(instance.usable and instance not in waiting for instance in version.instances):
         return ""
     stuck = _stuck(state)

@@ -361,7 +361,7 @@ class Ensembles:
             return
         completion.send_failure(self._state, request, code, text)
         request.move(_LINGERING)
-        completion.leaves(self._state, request)
+        completion.client_left(self._state, request)
 
     def _give_up(self, step: Request) -> None:
         if step.state is _QUEUED:

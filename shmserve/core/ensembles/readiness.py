@@ -87,7 +87,7 @@ def _member(state: State, name: str, number: int) -> tuple[Version | None, str, 
     candidates = [version] if version is not None else [] if number else list(model.versions.values())
     if any(other.state is _V.LOADING for other in candidates):
         return None, "", True
-    recovers = any(other.returns for other in candidates)
+    recovers = any(other.will_recover for other in candidates)
     reasons = [other.reason for other in candidates if other.reason not in ("", UNLOADED)] or [model.reason]
     if reasons[0]:
         return None, f". Model '{name}' loading failed with error: {reasons[0]}", recovers

@@ -74,7 +74,7 @@ def submit(
         quotas.check_queue(client, member, inline, now)
     level = 0
     if not member.plain:
-        step_options = _without_sequence(options) if member.places is None and member.graph is None else options
+        step_options = _without_sequence(options) if member.sequence_slots is None and member.graph is None else options
         level = enqueue.level(state, client, member, step.version, step_options, rows, now)
     segments = graph.check_parts(inputs)
     if segments:
@@ -90,7 +90,7 @@ def submit(
         signature, used, (), (), now, level, deadline=parent.deadline,
         audience=parent.audience if final else INTERNAL, step_of=parent.number,
         in_shared_memory=in_shared_memory or (final and parent.in_shared_memory),
-        special=True, near=_near(state, run, index, member) if plan.policy.leaves_there and not final else (),
+        special=True, near=_near(state, run, index, member) if plan.policy.leaves_on_device and not final else (),
         aliases=not (final or step.mapped or member.cached), length=length,
         labels=_labels(run, index) if classes else (),
     )  # fmt: skip
@@ -216,7 +216,7 @@ def _gpu_of(version: Version) -> int | None:
 
 
 def _reads_on(version: Version, device: int) -> bool:
-    return version.policy is not None and version.policy.reads_there and _gpu_of(version) == device
+    return version.policy is not None and version.policy.reads_device_memory and _gpu_of(version) == device
 
 
 def _passed_on(options: Options, window: int) -> Options:

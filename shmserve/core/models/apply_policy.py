@@ -11,7 +11,7 @@ from shmserve.core.ensembles.graph import EnsembleGraph
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy
 from shmserve.core.records import Version
 from shmserve.core.requests.validation import Checker
-from shmserve.core.sequences.places import Places
+from shmserve.core.sequences.places import SequenceSlots
 from shmserve.core.state import State
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_BYTES
@@ -29,7 +29,7 @@ def apply_policy(state: State, version: Version, policy: ModelPolicy) -> None:
     version.most_works = max(1, WORKS_BYTES // _work_bytes(policy))
     version.decoupled = policy.decoupled
     if policy.sequence is not None:
-        version.places = Places(policy.sequence)
+        version.sequence_slots = SequenceSlots(policy.sequence)
         version.plain = version.prefetch = False
         if policy.max_batch > 0:
             version.batch_rules = BatchRules.of(policy.max_batch, policy.sequence.batching, version.checker.varies)

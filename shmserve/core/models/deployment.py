@@ -53,7 +53,7 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
     operation = model.operation = Operation(
         [event.operation], event.targets, model.default() is not None, traffic=event.traffic
     )
-    if not operation.beside:  # versions may become READY before the others
+    if not operation.loads_while_served:  # versions may become READY before the others
         _set_traffic(state, model, event.traffic)
     for target in event.targets:
         served = model.versions.get(target.number)
@@ -89,7 +89,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
     if coming is not None:
         retirement.abandon(state, model, model.coming.pop(number))
     version = Version(model.name, number, [Instance(spec) for spec in target.instances], target.source, now)
-    version.rest.memory = memory.estimate_of(target, current)
+    version.sleep_state.memory = memory.estimate_of(target, current)
     _set_scaling(state, version, target)
     if current is not None and current.reason != retirement.UNLOADED:
         version.statistics = current.statistics
@@ -325,7 +325,7 @@ def settle(state: State, model: Model) -> None:
         why = "; ".join(dict.fromkeys(operation.failures))
         model.failed = FailedChange(why, state.now)
         text = f"load failed for model '{model.name}': {why}"
-        if operation.beside and model.default() is not None:
+        if operation.loads_while_served and model.default() is not None:
             text += "; the previous version is still served"
             more = {"traceback": operation.traceback} if operation.traceback else {}
             state.log("error", text, model=model.name, **more)
@@ -425,4 +425,4 @@ def _target_of(version: Version) -> Target:
     specs = tuple(sizes.kept(version))
     policy = version.policy if version.graph is not None else None
     scaling = version.scaler.policy if version.scaler is not None else None
-    return Target(version.number, version.source, specs, policy, version.rest.memory, scaling)
+    return Target(version.number, version.source, specs, policy, version.sleep_state.memory, scaling)

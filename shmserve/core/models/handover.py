@@ -42,7 +42,7 @@ def process(state: State, now: int) -> None:
 def _replace(state: State, old: Version, new: Version, now: int) -> None:
     """A new generation takes over. Queued requests stay with the version that validated them if the policies
     differ, and always for sequences and ensembles."""
-    if old.places is None and old.graph is None and old.policy == new.policy:
+    if old.sequence_slots is None and old.graph is None and old.policy == new.policy:
         old.successor = new
         later = new.queue.take(new.queue.count)  # requests of this turn, which queue behind the moved ones
         old.queue, new.queue = new.queue, old.queue
@@ -127,8 +127,8 @@ def _end(state: State, version: Version, now: int) -> None:
         chain = state.runs.get(request.number)
         if request.version is version or (chain is not None and version in chain.members.values()):
             _fail(state, request, "UNAVAILABLE", text, now)
-    if version.places is not None:
-        version.places.lose(None, text)
+    if version.sequence_slots is not None:
+        version.sequence_slots.lose(None, text)
     for instance in version.instances:
         leases.fail(state, instance, "UNAVAILABLE", text)
         if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):

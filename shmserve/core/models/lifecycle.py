@@ -13,7 +13,7 @@ from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion, responses
-from shmserve.core.requests.questions import Questions
+from shmserve.core.requests.questions import QueryQueue
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.errors import HandleLost, ServeError
@@ -30,9 +30,9 @@ def pause_ns(deaths: int, second: int, most: int) -> int:
 
 
 class Lifecycle:
-    def __init__(self, state: State, questions: Questions) -> None:
+    def __init__(self, state: State, queries: QueryQueue) -> None:
         self._state = state
-        self._questions = questions
+        self._queries = queries
 
     # ------------------------------------------------------------------------------------ loading
 
@@ -55,7 +55,7 @@ class Lifecycle:
         if instance.usable:
             version.idle.append(instance)
         if self._state.limiter is not None:
-            self._state.limiter.know(instance.spec)
+            self._state.limiter.register(instance.spec)
         if version.state is _V.LOADING and version.loaded:
             version.move(_V.READY)
             version.took_ns = max(now - version.began, 1)
@@ -146,7 +146,7 @@ class Lifecycle:
         self._state.retiring_instances.pop(instance, None)
         if instance in version.idle:
             version.idle.remove(instance)
-        self._questions.gone(event.peer)
+        self._queries.gone(event.peer)
         caller, instance.caller = instance.caller, None
         if caller is not None:
             caller.gone = True
@@ -243,8 +243,8 @@ class Lifecycle:
                 batch.end()
         if instance.streams:
             responses.lost(self._state, version, instance, reason, now)
-        if version.places is not None:
-            version.places.lose(instance, f"the worker process with its state ended ({reason})")
+        if version.sequence_slots is not None:
+            version.sequence_slots.lose(instance, f"the worker process with its state ended ({reason})")
         if version.order is not None:
             completion.answer_in_order(self._state, version)
         return explained
@@ -291,7 +291,7 @@ class Lifecycle:
         self._count_restart(version, instance)
         if not explained:
             if not instance.crashes:
-                instance.row_began = version.statistics.execution_count
+                instance.batches_at_first_crash = version.statistics.execution_count
             instance.crashes += 1
             instance.deaths += 1
         crashes, limit = instance.crashes, version.crash_limit
@@ -302,7 +302,7 @@ class Lifecycle:
             self._give_up(version, instance, f"instance '{instance.spec.name}' ended{again}, the last time: {reason}")
             return
         self._await_restart(version, instance, reason + again, now)
-        others_answer = version.statistics.execution_count > instance.row_began
+        others_answer = version.statistics.execution_count > instance.batches_at_first_crash
         if instance.lost and others_answer and not instance.quarantined:
             instance.quarantined = True
             ready, wanted = version.counts

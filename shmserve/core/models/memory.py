@@ -51,20 +51,22 @@ def megabytes(size: int) -> str:
 def estimate_of(target: Target, current: Version | None) -> MemoryEstimate:
     """The estimate for a new generation. A measurement of the current generation is better than a guess from the
     files."""
-    if current is None or target.memory.given or not current.rest.host:
+    if current is None or target.memory.given or not current.sleep_state.host:
         return target.memory
-    rest = current.rest
-    return MemoryEstimate(max(rest.host, rest.host_peak), max(rest.gpu, rest.gpu_peak))
+    sleep_state = current.sleep_state
+    return MemoryEstimate(max(sleep_state.host, sleep_state.host_peak), max(sleep_state.gpu, sleep_state.gpu_peak))
 
 
 def charge_of(version: Version, instance: Instance) -> BytesByPlace:
-    rest = version.rest
+    sleep_state = version.sleep_state
     loads = instance.state in (_I.WAITING, _I.STARTING, _I.ASLEEP)
     host, gpu = instance.memory
-    host = max(host, rest.host or rest.memory.host, rest.host_peak if loads else 0)
+    host = max(host, sleep_state.host or sleep_state.memory.host, sleep_state.host_peak if loads else 0)
     found = Counter({HOST: host})
     if instance.spec.kind == "KIND_GPU":
-        found[instance.spec.device] = max(gpu, rest.gpu or rest.memory.gpu, rest.gpu_peak if loads else 0)
+        found[instance.spec.device] = max(
+            gpu, sleep_state.gpu or sleep_state.memory.gpu, sleep_state.gpu_peak if loads else 0
+        )
     return found
 
 
@@ -89,7 +91,7 @@ def budgets(state: State) -> BytesByPlace:
 
 
 def is_measured(version: Version) -> bool:
-    return version.rest.host > 0 or version.rest.memory.given
+    return version.sleep_state.host > 0 or version.sleep_state.memory.given
 
 
 def used(state: State) -> BytesByPlace:
@@ -114,14 +116,14 @@ def measured(state: State, peer: int, event: Measured, now: int) -> None:
     if known is None:
         return
     version, instance = known
-    rest = version.rest
+    sleep_state = version.sleep_state
     state.memory_changed = True
     instance.memory = (event.host, event.gpu)
-    rest.host_peak = max(rest.host_peak, event.peak)
-    rest.gpu_peak = max(rest.gpu_peak, event.gpu)
+    sleep_state.host_peak = max(sleep_state.host_peak, event.peak)
+    sleep_state.gpu_peak = max(sleep_state.gpu_peak, event.gpu)
     if instance.state is _I.READY:
-        rest.host = max(rest.host, event.host)
-        rest.gpu = max(rest.gpu, event.gpu)
+        sleep_state.host = max(sleep_state.host, event.host)
+        sleep_state.gpu = max(sleep_state.gpu, event.gpu)
 
 
 # ------------------------------------------------------------------------------------ waiting for memory
@@ -171,13 +173,13 @@ def is_fixed(version: Version, instance: Instance) -> bool:
 def stays_loaded(version: Version) -> bool:
     """Does the version never sleep? A replaced generation may: ensemble runs that wait for memory may keep it in
     use."""
-    return version.rest.stays_loaded and version.state is not VersionState.UNLOADING
+    return version.sleep_state.stays_loaded and version.state is not VersionState.UNLOADING
 
 
 def guess_less(version: Version, place: int, size: int) -> None:
     """Reduces the estimate for an instance, which was too large to fit."""
-    known = version.rest.memory
-    version.rest.memory = replace(known, host=size) if place == HOST else replace(known, gpu=size)
+    known = version.sleep_state.memory
+    version.sleep_state.memory = replace(known, host=size) if place == HOST else replace(known, gpu=size)
 
 
 def fixed(state: State, but: Version | None = None) -> BytesByPlace:

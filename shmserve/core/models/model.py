@@ -18,7 +18,7 @@ class Operation(Struct, eq=False):
     numbers: list[int]
     """Operations to report to; several if the same change was requested again while it was in progress."""
     targets: tuple[Target, ...]
-    beside: bool
+    loads_while_served: bool
     """The model is served during the operation."""
     restart: bool = False
     """The served versions are replaced by new generations of the same source, which take over their requests."""
@@ -113,7 +113,7 @@ class Model(Struct, eq=False):
         broken = [version for version in self.versions.values() if version.reason]
         why = broken[0].reason if broken else self.reason
         loading = any(version.state is VersionState.LOADING for version in self.versions.values())
-        back = any(version.returns for version in self.versions.values())
+        back = any(version.will_recover for version in self.versions.values())
         shares = self.traffic.shares
         idle = any(version.state is VersionState.READY for version in self.versions.values())
         why = "its READY versions have a share of 0 % (shmserve traffic)" if idle and shares else why
@@ -133,9 +133,9 @@ class Model(Struct, eq=False):
         return version
 
     @property
-    def is_served_meanwhile(self) -> bool:
+    def loads_while_served(self) -> bool:
         """Does the model have served versions while others are loading?"""
-        return self.operation is not None and self.operation.beside
+        return self.operation is not None and self.operation.loads_while_served
 
     def generations(self) -> list[Version]:
         return [*self.versions.values(), *self.coming.values(), *self.leaving]

@@ -34,7 +34,7 @@ def retire(state: State, version: Version) -> None:
     if is_loading or version.state is _V.READY or version.recovering:
         version.move(_V.UNLOADING)
         state.unloading_versions[version] = None
-        if version.places is not None:
+        if version.sequence_slots is not None:
             state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, version)
     if is_loading:
         for instance in list(version.instances):
@@ -56,8 +56,8 @@ def stop(state: State, version: Version, instance: Instance, hurry: bool = True)
         pass
     elif instance.state is _I.READY:
         state.retiring_instances.pop(instance, None)
-        if version.places is not None and version.places.at(instance):
-            version.places.lose(instance, f"instance '{instance.spec.name}' is no longer served")
+        if version.sequence_slots is not None and version.sequence_slots.at(instance):
+            version.sequence_slots.lose(instance, f"instance '{instance.spec.name}' is no longer served")
             state.to_dispatch[version] = None
         if instance in version.idle:
             version.idle.remove(instance)
@@ -83,7 +83,7 @@ def _let_finish(state: State, version: Version, instance: Instance, hurry: bool)
         return False
     instance.retiring = True
     state.retiring_instances[instance] = version
-    if version.places is not None:
+    if version.sequence_slots is not None:
         if hurry:
             state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
     else:
@@ -100,12 +100,12 @@ def settle_lost(state: State, version: Version) -> bool:
         instance for instance in version.instances if instance.lost and not (instance.over or instance.spec.passive)
     ]
     if version.state is _V.READY and lost and not version.alive:
-        version.move(_V.UNAVAILABLE, version.trouble)
+        version.move(_V.UNAVAILABLE, version.degraded_reason)
         state.refresh(version.model)
         state.to_dispatch[version] = None
         return True
     if version.recovering:
-        version.reason = version.trouble
+        version.reason = version.degraded_reason
     return False
 
 
@@ -119,12 +119,12 @@ def leave(state: State, subject: Version | Instance | None, now: int) -> None:
             state.to_dispatch[sequence.version] = None
         return
     version = state.retiring_instances.get(subject) if isinstance(subject, Instance) else subject
-    if version is None or version.places is None:
+    if version is None or version.sequence_slots is None:
         return
     if isinstance(subject, Instance):
         stop(state, version, subject)
     else:
-        version.places.lose(None, "its version is no longer served")
+        version.sequence_slots.lose(None, "its version is no longer served")
         state.to_dispatch[version] = None
 
 

@@ -150,7 +150,7 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
         key = instance if instance.lost else (version, extra, instance.sleeping)
         claim = found.get(key)
         if claim is None:
-            claim = found[key] = _Claim(version, [], version.rest.woken or version.began, extra, serves)
+            claim = found[key] = _Claim(version, [], version.sleep_state.woken or version.began, extra, serves)
         claim.instances.append(instance)
     return sorted(
         found.values(), key=lambda one: (one.extra, one.version not in called, not one.version.waits, one.since)
@@ -225,9 +225,9 @@ def _missing(state: State, used: BytesByPlace, need: BytesByPlace) -> BytesByPla
 
 def _tell(state: State, claim: _Claim, need: BytesByPlace, sleeping: int = 0, waits: bool = False) -> None:
     version = claim.version
-    if not version.rest.woken or version.rest.logged:
+    if not version.sleep_state.woken or version.sleep_state.logged:
         return
-    version.rest.logged = True
+    version.sleep_state.logged = True
     size = " and ".join(f"{megabytes(size)} of {memory.name_of(place)}" for place, size in need.items() if size)
     more = f", {sleeping} model{'s go' if sleeping > 1 else ' goes'} to sleep" if sleeping else ""
     more += ", which busy models use" if waits else ""

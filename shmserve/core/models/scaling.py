@@ -93,10 +93,10 @@ def _read(version: Version, now: int) -> Reading:
         needed += bool(instance.streams)
     oldest = min(oldest, _oldest_queued(version, now))
     spare = bool(version.idle)
-    if version.places is not None:
-        slots = version.places.policy.slots
-        needed = -(-version.places.count // max(1, int(slots * FREE)))
-        spare = spare and not version.places.backlog
+    if version.sequence_slots is not None:
+        slots = version.sequence_slots.policy.slots
+        needed = -(-version.sequence_slots.count // max(1, int(slots * FREE)))
+        spare = spare and not version.sequence_slots.backlog
     return Reading(
         now, busy_ns, statistics.queue_ns, statistics.queued_requests, now - oldest, _count(version), spare, needed,
         version.service_ns,
@@ -109,8 +109,8 @@ def _count(version: Version) -> int:
 
 def _oldest_queued(version: Version, now: int) -> int:
     """Arrival time of the request that has been in the broker's queue the longest."""
-    if version.places is not None:
-        waiting = (sequence.requests[0].arrived for sequence in version.places.backlog if sequence.requests)
+    if version.sequence_slots is not None:
+        waiting = (sequence.requests[0].arrived for sequence in version.sequence_slots.backlog if sequence.requests)
         return min(waiting, default=now)
     found = [request.arrived for request in version.suspects]
     if version.queue.count:
@@ -193,7 +193,7 @@ def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool,
     """Sort key for removal. Removed first: an instance that does not serve, then one without sequences or streams, then
     an idle one, then the newest."""
     works = instance.state is _I.READY
-    held = len(version.places.at(instance)) if version.places is not None else len(instance.streams)
+    held = len(version.sequence_slots.at(instance)) if version.sequence_slots is not None else len(instance.streams)
     number = int(instance.spec.name.rpartition("_")[2])
     return works, not instance.quarantined and works, held, not instance.idle, bool(instance.lease), -number
 

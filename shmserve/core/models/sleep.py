@@ -31,9 +31,9 @@ hold it for a later step may be waiting for those versions."""
 
 
 def configure(state: State, version: Version, policy: ModelPolicy) -> None:
-    version.rest.stays_loaded = policy.stays_loaded
+    version.sleep_state.stays_loaded = policy.stays_loaded
     own = policy.idle_unload_ns
-    version.rest.idle_ns = 0 if policy.stays_loaded else state.limits.idle_unload_ns if own is None else own
+    version.sleep_state.idle_ns = 0 if policy.stays_loaded else state.limits.idle_unload_ns if own is None else own
 
 
 # ------------------------------------------------------------------------------------ to sleep
@@ -41,9 +41,9 @@ def configure(state: State, version: Version, policy: ModelPolicy) -> None:
 
 def serves(state: State, version: Version, now: int) -> None:
     """An instance has become READY: starts the idle timer, and wakes the other instances."""
-    if version.rest.idle_ns and not version.rest.watched:
-        version.rest.watched = True
-        state.set_timer(now + version.rest.idle_ns, Timer.UNUSED, version)
+    if version.sleep_state.idle_ns and not version.sleep_state.watched:
+        version.sleep_state.watched = True
+        state.set_timer(now + version.sleep_state.idle_ns, Timer.UNUSED, version)
     if version.asleep:  # the version has gone to sleep again, and the instance with it
         return
     for instance in version.instances:
@@ -54,19 +54,19 @@ def serves(state: State, version: Version, now: int) -> None:
 
 def check_idle(state: State, version: Version, now: int) -> None:
     """The idle timer: the version goes to sleep if it has not been used since the timer was set."""
-    version.rest.watched = False
+    version.sleep_state.watched = False
     if version.state is not _V.READY or version.asleep or state.draining:
         return
-    if not is_busy(state, version) and last_used(version) + version.rest.idle_ns <= now:
+    if not is_busy(state, version) and last_used(version) + version.sleep_state.idle_ns <= now:
         state.to_sleep[version] = False
     else:
         _watch(state, version, now)
 
 
 def _watch(state: State, version: Version, now: int) -> None:
-    version.rest.watched = True
-    due = last_used(version) + version.rest.idle_ns
-    state.set_timer(due if due > now else now + version.rest.idle_ns, Timer.UNUSED, version)
+    version.sleep_state.watched = True
+    due = last_used(version) + version.sleep_state.idle_ns
+    state.set_timer(due if due > now else now + version.sleep_state.idle_ns, Timer.UNUSED, version)
 
 
 def ready_since(version: Version) -> int:
@@ -79,14 +79,16 @@ def last_used(version: Version) -> int:
 
 def is_busy(state: State, version: Version) -> bool:
     """Are requests queued or running, or instances loading? Leases do not count."""
-    if version.waits or (version.places is not None and version.places.count):
+    if version.waits or (version.sequence_slots is not None and version.sequence_slots.count):
         return True
     return any(_is_busy(state, instance) for instance in version.instances)
 
 
 def is_running(state: State, version: Version) -> bool:
     """Like `is_busy`, but leases count and queued requests do not."""
-    if version.places is not None and any(version.places.at(instance) for instance in version.instances):
+    if version.sequence_slots is not None and any(
+        version.sequence_slots.at(instance) for instance in version.instances
+    ):
         return True
     if any(lease.version is version for lease in state.leases.values()):
         return True
@@ -121,14 +123,15 @@ def put_unused_to_sleep(state: State, now: int) -> None:
     for version, for_others in list(state.to_sleep.items()):
         if version.state not in STATES or version.asleep or state.draining:
             del state.to_sleep[version]
-        elif is_busy(state, version) or not (for_others or last_used(version) + version.rest.idle_ns <= now):
+        elif is_busy(state, version) or not (for_others or last_used(version) + version.sleep_state.idle_ns <= now):
             del state.to_sleep[version]
-            if version.rest.idle_ns and not version.rest.watched:
+            if version.sleep_state.idle_ns and not version.sleep_state.watched:
                 _watch(state, version, now)
         elif not any(lease.version is version for lease in state.leases.values()):
             del state.to_sleep[version]
             if not for_others:
-                idle = f"it had no request for {version.rest.idle_ns / 1e9:g} s (--idle-unload-secs, idle_unload_secs)"
+                idle_s = version.sleep_state.idle_ns / 1e9
+                idle = f"it had no request for {idle_s:g} s (--idle-unload-secs, idle_unload_secs)"
                 state.log("info", f"{version.label} goes to sleep: {idle}", model=version.model, version=version.number)
             put_to_sleep(state, version)
 
@@ -172,7 +175,7 @@ def back_to_sleep(state: State, version: Version, instance: Instance) -> None:
     instance.move(_I.ASLEEP)
     version.settle_sleep()
     if version.asleep:
-        version.rest.woken = 0
+        version.sleep_state.woken = 0
 
 
 def fell_asleep(state: State, version: Version, instance: Instance, reason: str) -> None:
@@ -201,9 +204,11 @@ def wake(state: State, version: Version, now: int) -> None:
         if not any(instance.usable for instance in version.instances):  # a leaving instance may still run its sequences
             _refuse(state, version, now)
         return
-    version.rest.woken = version.rest.woken or now
-    version.rest.logged = not state.memory_limited  # with budgets, logged once it is known which versions make room
-    if version.rest.logged:
+    version.sleep_state.woken = version.sleep_state.woken or now
+    version.sleep_state.logged = (
+        not state.memory_limited
+    )  # with budgets, logged once it is known which versions make room
+    if version.sleep_state.logged:
         text = f"model '{version.model}' is waking for a request"
         state.log("info", text, model=version.model, version=version.number)
     for instance in able:
@@ -230,9 +235,9 @@ def _refuse(state: State, version: Version, now: int) -> None:
 def has_woken(state: State, version: Version, instance: Instance, now: int) -> None:
     instance.sleeping = False
     instance.reason = ""
-    if version.rest.woken:
-        took = now - version.rest.woken
-        version.rest.woken = 0
+    if version.sleep_state.woken:
+        took = now - version.sleep_state.woken
+        version.sleep_state.woken = 0
         version.statistics.woken(took)
         text = f"{version.label} is READY after {took / 1e9:.3g} s"
         state.log("info", text, model=version.model, version=version.number)
@@ -250,7 +255,7 @@ def died_waking(state: State, version: Version, instance: Instance, reason: str,
         _start(state, version, instance)
         loading.start_waiting(state)
     elif not version.waits:  # the next request wakes it
-        version.rest.woken = 0
+        version.sleep_state.woken = 0
 
 
 def wake_failed(
@@ -285,7 +290,7 @@ def _sleep_on(state: State, version: Version, instance: Instance, reason: str, n
     state.set_timer(instance.retry_at, Timer.RETRY, instance)
     version.settle_sleep()
     if version.asleep:
-        version.rest.woken = 0
+        version.sleep_state.woken = 0
         version.statistics.failed_wakes += 1
     return pause
 

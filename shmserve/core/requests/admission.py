@@ -16,7 +16,7 @@ from shmserve.core.records import Request, Version
 from shmserve.core.requests import completion, enqueue, responses, shadow
 from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.connections import Connections
-from shmserve.core.requests.questions import Questions
+from shmserve.core.requests.questions import QueryQueue
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
@@ -61,12 +61,12 @@ def count_refused(state: State, model: str, error: ServeError) -> None:
 
 
 class Admission:
-    def __init__(self, state: State, quotas: Quotas, questions: Questions, connections: Connections) -> None:
+    def __init__(self, state: State, quotas: Quotas, queries: QueryQueue, connections: Connections) -> None:
         self._state = state
         self._quotas = quotas
-        self._questions = questions
+        self._queries = queries
         self._connections = connections
-        self._greeted = connections.greeted
+        self._require_hello = connections.require_hello
         self._client_requests = state.limits.client_requests
         self._busy = self._quotas.busy
         self._heavy = self._quotas.heavy
@@ -76,7 +76,7 @@ class Admission:
     def infer(self, peer: int, message: Infer, now: int, blocks: tuple[Handle, ...] = ()) -> None:
         client = self._state.clients.get(peer)
         if client is None or not client.outputs:
-            self._greeted(peer)
+            self._require_hello(peer)
             if blocks:
                 self._state.effects.append(Free(blocks))
             return
@@ -280,7 +280,7 @@ class Admission:
         raise Unavailable(text)
 
     def cancel(self, peer: int, message: Cancel, now: int) -> None:
-        client = self._greeted(peer)
+        client = self._require_hello(peer)
         if client is None:
             return
         request = self._state.request_of(client, message.request)
@@ -296,13 +296,13 @@ class Admission:
 
     def more(self, peer: int, message: More, now: int) -> None:
         """Extends the response window. Does nothing if the request has already been answered."""
-        client = self._greeted(peer)
+        client = self._require_hello(peer)
         request = self._state.request_of(client, message.request) if client is not None else None
         if request is not None and request.options is not None and request.options.window:
             responses.more(self._state, request, message.count)
 
     def map(self, peer: int, message: Map, now: int) -> None:
-        client = self._greeted(peer)
+        client = self._require_hello(peer)
         if client is None:
             self._drop_segment(peer, message.segment)
             return
@@ -349,7 +349,7 @@ class Admission:
                 raise InvalidRequest("a segment of this name has already been announced")
 
     def unmap(self, peer: int, message: Unmap, now: int) -> None:
-        client = self._greeted(peer)
+        client = self._require_hello(peer)
         if client is not None:
             try:
                 self._state.ledger.withdraw(peer, message.segment)
@@ -358,7 +358,7 @@ class Admission:
                 self._connections.refuse(client, 0, error, now)
 
     def give_back(self, peer: int, message: Return, now: int) -> None:
-        client = self._greeted(peer)
+        client = self._require_hello(peer)
         if client is None:
             return
         client.reclaiming = False
@@ -371,14 +371,14 @@ class Admission:
                     return
 
     def ask(self, peer: int, message: Ask, now: int) -> None:
-        client = self._greeted(peer)
+        client = self._require_hello(peer)
         if client is None:
             return
         try:
             if message.what:  # otherwise it continues the body of an operation that was already allowed
-                if message.what not in roles.QUESTIONS:
+                if message.what not in roles.QUERIES:
                     raise roles.unknown(message.what)
                 self._connections.check_role(client, message.what)
-            self._questions.put(peer, message)
+            self._queries.put(peer, message)
         except ServeError as error:
             self._connections.refuse(client, message.request, error, now)

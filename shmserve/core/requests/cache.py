@@ -103,7 +103,7 @@ class Cache:
             return None
         return self.copies.read(parts)
 
-    def hold_still(self, key: Key, request: Request) -> bool:
+    def use_private_copy(self, key: Key, request: Request) -> bool:
         """Makes the model read the compared copy of inputs that their owner could still overwrite. False: not
         possible."""
         bytes_of = {name: data for name, _, _, data in key[2]}

@@ -40,7 +40,7 @@ class ClientState(Struct, eq=False):
     """It accepts leases."""
     keeps: bool = False
     """It accepts ReplyHeld."""
-    fined_until: int = 0
+    error_level: int = 0
     """Level of its token bucket of protocol errors, as a time: each error advances it by 1 s / client_errors."""
 
     def has_placed(self, handle: Handle) -> bool:

@@ -205,7 +205,7 @@ def end(state: State, request: Request) -> None:
         request.client.bytes -= request.inline
         state.runs_to_advance[run] = None
     elif final is not _LINGERING:  # a lingering request has already left, and its number may be in use again
-        leaves(state, request)
+        client_left(state, request)
     request.move(_ENDED)
     del state.requests[request.number]
     if state.shadowed or state.comparisons:
@@ -223,7 +223,7 @@ def end(state: State, request: Request) -> None:
         _release_request(state, request)
 
 
-def leaves(state: State, request: Request) -> None:
+def client_left(state: State, request: Request) -> None:
     """Called when the client no longer waits for the request."""
     request.client.requests.pop(request.client_number, None)
     if not request.step_of:  # a step counts until it ends
@@ -305,7 +305,7 @@ def linger(state: State, request: Request) -> None:
         request.sequence.mark_changed()
         state.to_dispatch[request.version] = None
     if not request.step_of:
-        leaves(state, request)
+        client_left(state, request)
     instance = request.instance
     if instance is not None:  # the worker drops the request if it has not started, otherwise notifies the model
         state.send(instance.peer, Withdraw((request.number,)))

@@ -10,7 +10,7 @@ from shmserve.core.events import Closed, Garbled, Opened
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.requests import completion
 from shmserve.core.requests.client import ClientState
-from shmserve.core.requests.questions import Questions
+from shmserve.core.requests.questions import QueryQueue
 from shmserve.core.requests.quotas import SECOND, Quotas
 from shmserve.core.state import State
 from shmserve.errors import ConnectionLost, Internal, ProtocolError, ServeError, Unavailable
@@ -35,11 +35,11 @@ _PLANES = {"lane": ("memfd",), "zmq": ("posix", "frames")}
 
 
 class Connections:
-    def __init__(self, state: State, quotas: Quotas, questions: Questions, server: str) -> None:
+    def __init__(self, state: State, quotas: Quotas, queries: QueryQueue, server: str) -> None:
         """`server`: name and version, for clients."""
         self._state = state
         self._quotas = quotas
-        self._questions = questions
+        self._queries = queries
         self._server = server
         self._logged_at: dict[str, int] = {}
         """User -> time of the last log entry about its clients."""
@@ -99,7 +99,7 @@ class Connections:
 
     def closed(self, peer: int, event: Closed, now: int) -> None:
         """Releases everything of a disconnected client: requests, holds and segments."""
-        self._questions.gone(event.peer)
+        self._queries.gone(event.peer)
         client = self._state.clients.pop(event.peer, None)
         if client is None:
             return
@@ -112,15 +112,15 @@ class Connections:
         self._state.effects.append(Close(peer))
 
     def ping(self, peer: int, message: Ping, now: int) -> None:
-        if self.greeted(peer) is not None:
+        if self.require_hello(peer) is not None:
             self._state.send(peer, Pong(message.number))
 
     def disconnect(self, client: ClientState, error: ServeError) -> None:
         """Reports the error to the client and disconnects it."""
         if not isinstance(error, (Unavailable, ConnectionLost, Internal)):
-            self._quotas.expelled(client, self._state.now)
+            self._quotas.count_disconnect(client, self._state.now)
         client.disconnecting = True
-        self._questions.gone(client.number)
+        self._queries.gone(client.number)
         client.roles = roles.NOBODY
         self._log_client("info", client, f"disconnected: {error.message}")
         self._state.send(client.number, Goodbye(error.code, error.message))
@@ -140,9 +140,9 @@ class Connections:
             # A request in flight gets its own response instead of this error.
             number = 0 if event.request in client.requests else event.request
             self._state.send(peer, Fail(number, event.code, event.text))
-            self._fine(client, now)
+            self._count_error(client, now)
 
-    def greeted(self, peer: int) -> ClientState | None:
+    def require_hello(self, peer: int) -> ClientState | None:
         """Returns the client if it has sent Hello. Otherwise disconnects it with an error."""
         client = self._state.clients.get(peer)
         if client is None or client.disconnecting:
@@ -167,13 +167,13 @@ class Connections:
         """Rejects a request or, with number 0, another message."""
         self._state.send(client.number, Fail(number, error.code, error.message))
         if not isinstance(error, Unavailable):  # which is not the client's error
-            self._fine(client, now)
+            self._count_error(client, now)
 
-    def _fine(self, client: ClientState, now: int) -> None:
+    def _count_error(self, client: ClientState, now: int) -> None:
         """Counts a protocol error. Disconnects the client if there are too many in a short time."""
-        text = self._quotas.fine(client, now)
+        text = self._quotas.count_error(client, now)
         if text and not client.disconnecting:
-            self._quotas.expelled(client, now)
+            self._quotas.count_disconnect(client, now)
             self.disconnect(client, Unavailable(text))
 
     def _log_client(self, level: str, client: ClientState, text: str) -> None:

@@ -25,7 +25,7 @@ def level(
 ) -> int:
     """The priority level. Raises if the request is not acceptable or its queue is full. `number`: the requested
     version, 0 for the default."""
-    if version.places is not None:
+    if version.sequence_slots is not None:
         scheduler.check(state, client, version, number, options, rows)
         return 0
     if options is not None and options.sequence and version.graph is None:
@@ -52,9 +52,9 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     if version.graph is not None:
         begin(state, request)
         return
-    if request.step_of and (version.order is not None or version.places is not None):
+    if request.step_of and (version.order is not None or version.sequence_slots is not None):
         state.deadlock_possible = True
-    if version.places is not None:
+    if version.sequence_slots is not None:
         scheduler.put(state, version, number, request, now)
         return
     if not version.plain:
@@ -88,7 +88,7 @@ def _cached(state: State, version: Version, request: Request, now: int) -> bool:
         return False
     entry = cache.find(key)
     if entry is None:
-        if cache.hold_still(key, request):
+        if cache.use_private_copy(key, request):
             request.miss = Miss(key, cache.clock() - began)
         return False
     version.statistics.cache_hit(now - request.arrived + cache.clock() - began, now)

@@ -1,4 +1,4 @@
-"""The queue of queries (`Ask`): at most QUESTIONS are passed to the shell per turn, in the order of a FairQueue.
+"""The queue of queries (`Ask`): at most QUERIES_PER_TURN are passed to the shell per turn, in the order of a FairQueue.
 
 A query may take milliseconds (metrics, statistics of a thousand models), so it is queued instead of being answered on
 arrival. The heavy queries of one turn must be equal, so that they share the response. Operations bypass the queue: they
@@ -20,13 +20,13 @@ from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.protocol import roles
 from shmserve.protocol.messages import Ask
 
-QUESTIONS = 4
+QUERIES_PER_TURN = 4
 """Queries passed to the shell in one turn, for all peers together."""
 HEAVY = frozenset({"metrics", "statistics", "activity", "models", "config", "origins", "report", "logs"})
 """Queries whose responses may be large and take milliseconds to build."""
 
 
-class Questions:
+class QueryQueue:
     def __init__(self, state: State) -> None:
         self._state = state
         self._limit = state.limits.client_questions
@@ -95,7 +95,7 @@ class Questions:
     def pass_on(self) -> None:
         """Passes queries to the shell, once per turn."""
         built: tuple[str, str, int] | None = None
-        for _ in range(QUESTIONS):
+        for _ in range(QUERIES_PER_TURN):
             if not self._next:
                 return
             ask = self._queued[self._next.first()][0]

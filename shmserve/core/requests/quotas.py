@@ -3,11 +3,11 @@
 Invariant: when a total is exhausted, only clients that have at least their equal share are rejected, so a client that
 needs little is served while another one floods the server. A total can therefore be exceeded, at most twofold.
 
-This module alone handles misbehaving clients. Each client has a token bucket of protocol errors (`fine`): a client
-above the rate is paused, and a client with BURST_S seconds' worth of errors is disconnected. Because it could reconnect
-and start with a full bucket, each user has a bucket of disconnects (`expelled`), which delays the user's new
-connections. The broker only executes `Pause`: it stops reading a lane, so that the client's sends block. The ZeroMQ
-socket is shared by all clients and must be read, so there the client's input is queued, up to a limit.
+This module alone handles misbehaving clients. Each client has a token bucket of protocol errors (`count_error`): a
+client above the rate is paused, and a client with BURST_S seconds' worth of errors is disconnected. Because it could
+reconnect and start with a full bucket, each user has a bucket of disconnects (`count_disconnect`), which delays the
+user's new connections. The broker only executes `Pause`: it stops reading a lane, so that the client's sends block. The
+ZeroMQ socket is shared by all clients and must be read, so there the client's input is queued, up to a limit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shmserve.protocol.messages import PACKET_BYTES
 from shmserve.protocol.roles import OPERATE
 
 SECOND = 1_000_000_000
-EXPELLED_NS = SECOND // 4
-EXPULSIONS = 4
-"""Token bucket for disconnects of a user's clients: a burst of EXPULSIONS, refilled by one per EXPELLED_NS. When it is
-empty, new connections are delayed."""
+DISCONNECT_NS = SECOND // 4
+DISCONNECT_BURST = 4
+"""Token bucket for disconnects of a user's clients: a burst of DISCONNECT_BURST, refilled by one per DISCONNECT_NS.
+When it is empty, new connections are delayed."""
 LONGEST_NS = 2 * SECOND
 """Longest delay of a new connection."""
 
@@ -39,13 +39,14 @@ class Quotas:
         self._state = state
         self._limits = limits
         self._users: dict[str, int] = {}
-        self._expelled: dict[str, int] = {}
+        self._disconnect_levels: dict[str, int] = {}
+        """User -> level of the token bucket of disconnects, as a time."""
         self._queued = 0
         self._counted_at = -1
         least_bytes = min(limits.model_queue_bytes, limits.queue_bytes)
         self.busy = min(limits.requests, limits.model_queue, least_bytes // PACKET_BYTES)
         self.heavy = min(limits.client_held_bytes, limits.held_bytes // limits.connections)
-        self._fine = SECOND // limits.client_errors if limits.client_errors else 0
+        self._error_ns = SECOND // limits.client_errors if limits.client_errors else 0
 
     # ------------------------------------------------------------------------------------ connections
 
@@ -61,15 +62,15 @@ class Quotas:
                 f"this user has {mine} connections, the limit (uid_connections); close some, or share them"
             )
         self._users[client.user] = mine + 1
-        pause_until = self._expelled.get(client.user, 0) - EXPULSIONS * EXPELLED_NS
+        pause_until = self._disconnect_levels.get(client.user, 0) - DISCONNECT_BURST * DISCONNECT_NS
         if pause_until > self._state.now:
             self._state.effects.append(Pause(client.number, pause_until))
 
-    def expelled(self, client: ClientState, now: int) -> None:
+    def count_disconnect(self, client: ClientState, now: int) -> None:
         """Counts a disconnect for misbehaviour, which delays further connections of this user."""
-        until = max(self._expelled.get(client.user, 0), now) + EXPELLED_NS
-        if self._fine and until - now <= EXPULSIONS * EXPELLED_NS + LONGEST_NS:
-            self._expelled[client.user] = until
+        level = max(self._disconnect_levels.get(client.user, 0), now) + DISCONNECT_NS
+        if self._error_ns and level - now <= DISCONNECT_BURST * DISCONNECT_NS + LONGEST_NS:
+            self._disconnect_levels[client.user] = level
 
     def leave(self, client: ClientState) -> None:
         left = self._users[client.user] - 1
@@ -144,14 +145,14 @@ class Quotas:
 
     # ------------------------------------------------------------------------------------ protocol errors
 
-    def fine(self, client: ClientState, now: int) -> str:
+    def count_error(self, client: ClientState, now: int) -> str:
         """Counts a protocol error. Returns the reason if the client exceeds the limit, else ""."""
         rate = self._limits.client_errors
         if not rate:
             return ""
-        client.fined_until = max(client.fined_until, now) + self._fine
-        if client.fined_until - now <= BURST_S * SECOND:
-            pause_until = client.fined_until - PATIENCE_S * SECOND
+        client.error_level = max(client.error_level, now) + self._error_ns
+        if client.error_level - now <= BURST_S * SECOND:
+            pause_until = client.error_level - PATIENCE_S * SECOND
             if pause_until > now:
                 self._state.effects.append(Pause(client.number, pause_until))
             return ""

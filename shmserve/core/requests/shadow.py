@@ -34,7 +34,12 @@ EQUAL, OUTPUT, DIFFERENCE = "equal", "output", "difference"
 def choose(state: State, request: Request, shadow: Shadow) -> None:
     """Decides whether to repeat at the shadow a request that has just been admitted and names no version."""
     version = request.version
-    if version.number == shadow.version or version.graph is not None or version.decoupled or version.places is not None:
+    if (
+        version.number == shadow.version
+        or version.graph is not None
+        or version.decoupled
+        or version.sequence_slots is not None
+    ):
         return
     if shadow.choose():
         request.special = True
@@ -80,7 +85,7 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
 def _has_room(state: State, shadow: Shadow, target: Version, size: int) -> bool:
     """A shadow must not delay others: no client request is queued at the target, and the shadow's own requests are
     bounded."""
-    if state.draining or not target.healthy or target.places is not None or target.order is not None:
+    if state.draining or not target.healthy or target.sequence_slots is not None or target.order is not None:
         return False
     if target.decoupled or target.graph is not None or target.suspects or target.waits > shadow.pending:
         return False

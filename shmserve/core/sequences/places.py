@@ -10,7 +10,7 @@ from shmserve.core.states import SequenceState
 
 
 class Slotted(Protocol):
-    """The fields of a sequence that `Places` reads, and those in which it stores its own state."""
+    """The fields of a sequence that `SequenceSlots` reads, and those in which it stores its own state."""
 
     before: Any
     after: Any
@@ -53,7 +53,7 @@ SequenceT = TypeVar("SequenceT", bound=Slotted)
 InstanceT = TypeVar("InstanceT", bound=SlotInstance)
 
 
-class Places(Generic[SequenceT, InstanceT]):
+class SequenceSlots(Generic[SequenceT, InstanceT]):
     """The slots of one version's sequences: `bound` to instances, or waiting in the `backlog`."""
 
     def __init__(self, policy: SequencePolicy) -> None:

@@ -15,7 +15,7 @@ from shmserve.core.policy import SequencePolicy
 from shmserve.core.records import Instance, Key, Request, Sequence, Version
 from shmserve.core.requests import completion
 from shmserve.core.requests.client import ClientState
-from shmserve.core.sequences.places import Places
+from shmserve.core.sequences.places import SequenceSlots
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable
@@ -122,16 +122,16 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
         key = (version.model, number, options.sequence, user)
         worker_id = _worker_id(version, options.sequence, user, request)
         sequence = state.sequences[key] = Sequence(key, worker_id, version, now, own=own)
-        sequence.places.enter(sequence)
+        sequence.sequence_slots.enter(sequence)
         state.lost_sequences.pop(key, None)
-        state.set_timer(now + sequence.places.policy.idle_ns, Timer.IDLE, sequence)
+        state.set_timer(now + sequence.sequence_slots.policy.idle_ns, Timer.IDLE, sequence)
         if options.queue_timeout_us:
             state.set_timer(now + options.queue_timeout_us * 1000, Timer.BACKLOG, sequence)
     same = sequence.worker_id == options.sequence
     request.options = options if same else replace(options, sequence=sequence.worker_id)
     request.sequence = sequence
     sequence.requests.append(request)
-    sequence.places.waiting(request)
+    sequence.sequence_slots.waiting(request)
     sequence.over = options.sequence_end
     sequence.active = now
     state.to_dispatch[version] = None
@@ -139,8 +139,8 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
 
 def _with_id(state: State, version: Version, request: Request) -> Options:
     """For iterative models: a request without a sequence id becomes an implicit sequence."""
-    assert version.places is not None
-    control = version.places.policy.id_control
+    assert version.sequence_slots is not None
+    control = version.sequence_slots.policy.id_control
     key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
     made = Options() if request.options is None else replace(request.options)
     made.sequence, made.sequence_start, made.sequence_end = key, True, True
@@ -166,50 +166,50 @@ def _forget(state: State, sequence: Sequence) -> None:
 
 
 def dispatch(state: State, version: Version, now: int) -> None:
-    places = version.places
-    assert places is not None
+    slots = version.sequence_slots
+    assert slots is not None
     version.wake = 0
-    while places.changed:
-        changed, places.changed = places.changed, {}
+    while slots.changed:
+        changed, slots.changed = slots.changed, {}
         for sequence in changed:
-            _process_change(state, places, sequence, now)
-    if places.backlog and version.state is not VersionState.UNAVAILABLE and not version.yielding:
-        places.bind_waiting(version.instances)
+            _process_change(state, slots, sequence, now)
+    if slots.backlog and version.state is not VersionState.UNAVAILABLE and not version.yielding:
+        slots.bind_waiting(version.instances)
     for instance in list(version.idle):
         if instance.idle:
-            _run(state, version, places, instance, now)
+            _run(state, version, slots, instance, now)
     if version.wake:
         state.wakes[version] = version.wake
     else:
         state.wakes.pop(version, None)
 
 
-def _process_change(state: State, places: Places[Sequence, Instance], sequence: Sequence, now: int) -> None:
+def _process_change(state: State, slots: SequenceSlots[Sequence, Instance], sequence: Sequence, now: int) -> None:
     """Processes a change of the sequence."""
     if sequence.state is _S.ENDED:
         return
     sequence.active = now
     if sequence.broken is not None:
-        _end_broken(state, places, sequence, *sequence.broken, now)
+        _end_broken(state, slots, sequence, *sequence.broken, now)
     elif sequence.over and sequence.idle:
         if sequence.cut:
             _notify_worker(state, sequence)
-        _end(state, places, sequence)
+        _end(state, slots, sequence)
 
 
 def _end_broken(
-    state: State, places: Places[Sequence, Instance], sequence: Sequence, code: str, text: str, now: int
+    state: State, slots: SequenceSlots[Sequence, Instance], sequence: Sequence, code: str, text: str, now: int
 ) -> None:
     if state.sequences.get(sequence.key) is sequence and not sequence.own:
         _remember(state, sequence, code, text)
     _forget(state, sequence)
     while sequence.requests:
         request = sequence.requests.popleft()
-        places.gone(request)
+        slots.gone(request)
         completion.end_early(state, request, code, text, now)
     if sequence.running is None:  # otherwise once its worker is done with that request
         _notify_worker(state, sequence)
-        _end(state, places, sequence)
+        _end(state, slots, sequence)
 
 
 def _remember(state: State, sequence: Sequence, code: str, text: str) -> None:
@@ -225,25 +225,27 @@ def _notify_worker(state: State, sequence: Sequence) -> None:
         state.send(instance.peer, EndSequences((sequence.worker_id,)))
 
 
-def _end(state: State, places: Places[Sequence, Instance], sequence: Sequence) -> None:
-    places.end(sequence)
+def _end(state: State, slots: SequenceSlots[Sequence, Instance], sequence: Sequence) -> None:
+    slots.end(sequence)
     _forget(state, sequence)
 
 
-def _run(state: State, version: Version, places: Places[Sequence, Instance], instance: Instance, now: int) -> None:
+def _run(
+    state: State, version: Version, slots: SequenceSlots[Sequence, Instance], instance: Instance, now: int
+) -> None:
     """Starts the next batch of an idle instance, if there is one."""
-    heads = [s for s in places.at(instance) if s.requests and s.running is None and s.broken is None]
+    heads = [s for s in slots.at(instance) if s.requests and s.running is None and s.broken is None]
     if not heads:
         return
     heads.sort(key=_arrival)
     if instance.quarantined:
         del heads[1:]
     signature = heads[0].requests[0].signature
-    if places.policy.direct:
+    if slots.policy.direct:
         heads = [sequence for sequence in heads if sequence.requests[0].signature == signature]
-        plan = _plan_direct(state, version, places.policy, heads, now)
+        plan = _plan_direct(state, version, slots.policy, heads, now)
     else:
-        plan = _plan_oldest(state, version, places.policy, heads, now)
+        plan = _plan_oldest(state, version, slots.policy, heads, now)
     if not plan.count:
         version.wake = min(version.wake, plan.wake) if version.wake else plan.wake
         return
@@ -252,12 +254,12 @@ def _run(state: State, version: Version, places: Places[Sequence, Instance], ins
     requests = []
     for sequence in heads[: plan.count]:
         request = sequence.running = sequence.requests.popleft()
-        request.slot = sequence.slot if places.policy.direct and version.batches else -1
+        request.slot = sequence.slot if slots.policy.direct and version.batches else -1
         requests.append(request)
-        places.gone(request)
+        slots.gone(request)
     batch: Batch[Request] = Batch([], plan.rows, plan.reason, signature, now)
-    if places.policy.direct and version.batches:
-        batch.slots = 1 + max(sequence.slot for sequence in places.at(instance))
+    if slots.policy.direct and version.batches:
+        batch.slots = 1 + max(sequence.slot for sequence in slots.at(instance))
     start(state, version, instance, batch, requests, now)
 
 
@@ -295,14 +297,14 @@ def backlog_timeout(state: State, sequence: Sequence, now: int) -> None:
 
 def idle(state: State, sequence: Sequence, now: int) -> None:
     """The idle timer: fails the sequence if it had no request for too long."""
-    places = sequence.version.places
-    if sequence.state is _S.ENDED or places is None:
+    slots = sequence.version.sequence_slots
+    if sequence.state is _S.ENDED or slots is None:
         return
-    until = sequence.active + places.policy.idle_ns
+    until = sequence.active + slots.policy.idle_ns
     if not sequence.idle:
-        until = now + places.policy.idle_ns
+        until = now + slots.policy.idle_ns
     elif until <= now:
-        idle = f"{places.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
+        idle = f"{slots.policy.idle_ns / 1e9:g} s (max_sequence_idle_microseconds)"
         sequence.fail(InvalidRequest.code, f"the last one ended because it had no request for {idle}")
         sequence.mark_changed()
         state.to_dispatch[sequence.version] = None
@@ -321,19 +323,19 @@ def _owner(client: ClientState, options: Options) -> str:
 
 def _worker_id(version: Version, wanted: int | str, user: str, request: Request) -> int | str:
     """Returns an id that is unique across users, because workers and models keep state by this id."""
-    assert version.places is not None
-    other = version.places.latest.get(wanted)
+    assert version.sequence_slots is not None
+    other = version.sequence_slots.latest.get(wanted)
     if other is None or other.user == user:
         return wanted
     return _unused_id(version, isinstance(wanted, str), request)
 
 
 def _unused_id(version: Version, text: bool, request: Request) -> int | str:
-    assert version.places is not None
+    assert version.sequence_slots is not None
     own = request.number
     while True:
         own = _OWN_IDS + own % _OWN_IDS
         key = f"request {own}" if text else own
-        if key not in version.places.latest:
+        if key not in version.sequence_slots.latest:
             return key
         own += 1

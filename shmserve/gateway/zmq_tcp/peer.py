@@ -280,7 +280,7 @@ class Peer:
             self._refuse(0 if message.request in self.tickets else message.request, error)
 
     def _begin_question(self, message: Ask) -> None:
-        if message.what not in roles.QUESTIONS:
+        if message.what not in roles.QUERIES:
             raise roles.unknown(message.what)
         self._check_role(message.what)
         self._check_room(message.request)

@@ -12,7 +12,7 @@ from typing import Any
 from shmserve.protocol.messages import OWNER_SHIFT, Fail, FailHeld, Failure, Map, Options, Part, Released, Reply, Return
 from shmserve.protocol.worker_messages import Call, Work
 from shmserve.sim.plan import SimModel, may_stream
-from shmserve.sim.processes.tensors import MANY, SimInputs
+from shmserve.sim.processes.tensors import SEGMENT_BYTES, SimInputs
 from shmserve.sim.world import World
 
 ANSWERS = frozenset((Reply, Part, Fail, FailHeld, Released))
@@ -59,7 +59,7 @@ class SimCalls:
             tensors = inputs.make(1, self._segment, self._draws)
             if not self._announced and any(isinstance(tensor.data, tuple) for tensor in tensors):
                 self._announced = True
-                self._world.send_from_worker(self._peer, Map(self._segment, MANY, None, "internal"))
+                self._world.send_from_worker(self._peer, Map(self._segment, SEGMENT_BYTES, None, "internal"))
             options = Options(window=window) if window else None
             if policy.sequence is not None:
                 options = Options(window=window, sequence=(self._peer << 32) + number)

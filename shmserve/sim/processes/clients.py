@@ -40,7 +40,7 @@ from shmserve.sim.faults import POISON
 from shmserve.sim.load import Arrival, Closed, Load
 from shmserve.sim.plan import SimModel, may_stream
 from shmserve.sim.processes.leases import SimLease
-from shmserve.sim.processes.tensors import MANY, SimInputs
+from shmserve.sim.processes.tensors import SEGMENT_BYTES, SimInputs
 from shmserve.sim.results import ModelResult
 from shmserve.sim.world import World
 
@@ -109,7 +109,7 @@ class SimClient:
         self.dead = False
         world.arrive((0, events.Opened(peer, AUDIENCE, "lane", EVERYTHING)))
         world.arrive((peer, Hello(1, 1, f"simulated {peer}", "memfd", source.closed)))
-        world.arrive((peer, Map(self.segment, MANY)))
+        world.arrive((peer, Map(self.segment, SEGMENT_BYTES)))
 
     def next_number(self) -> int:
         self._next += 1

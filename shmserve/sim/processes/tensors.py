@@ -16,7 +16,7 @@ from shmserve.protocol.worker_messages import Work
 
 LENGTH = 4
 """Encoded size of an empty string: its length field."""
-MANY = 1 << 48
+SEGMENT_BYTES = 1 << 48
 """Size of each segment: simulated arenas never run out, and no place is used twice."""
 
 

@@ -33,7 +33,7 @@ from shmserve.sim.faults import POISON, FaultDraws
 from shmserve.sim.plan import SimModel
 from shmserve.sim.processes.calling import ANSWERS, SimCalls
 from shmserve.sim.processes.leases import RECORDS, SimLease
-from shmserve.sim.processes.tensors import MANY, SimOutputs, length_of
+from shmserve.sim.processes.tensors import SEGMENT_BYTES, SimOutputs, length_of
 from shmserve.sim.results import ModelResult
 from shmserve.sim.service import BY_LENGTH
 from shmserve.sim.world import World
@@ -317,7 +317,7 @@ class SimWorker:
 
     def _announce(self) -> None:
         for segment, audience in self._outputs.new:
-            self._send(Map(segment, MANY, None, audience))
+            self._send(Map(segment, SEGMENT_BYTES, None, audience))
         self._outputs.new.clear()
 
     # ------------------------------------------------------------------------------------ leases

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from shmserve.core.batching import dispatch
 from shmserve.core.records import Instance, Sequence, Version
 from shmserve.core.sequences import scheduler
-from shmserve.core.sequences.places import Places
+from shmserve.core.sequences.places import SequenceSlots
 from shmserve.core.state import State
 
 REQUESTS, BACKLOG = "TRITONSERVER_DELAY_SCHEDULER", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
@@ -28,10 +28,10 @@ class Delay:
         Triton."""
         if version in self._over:
             return False
-        policy, places = version.policy, version.places
-        if places is not None:
-            bound = sum(len(one.requests) for one in places.all() if one.instance is not None)
-            backlog = sum(len(one.requests) for one in places.backlog)
+        policy, slots = version.policy, version.sequence_slots
+        if slots is not None:
+            bound = sum(len(one.requests) for one in slots.all() if one.instance is not None)
+            backlog = sum(len(one.requests) for one in slots.backlog)
             held = bound < self._requests or backlog < self._backlog
         else:
             held = policy is not None and policy.batching is not None and version.queue.count < self._requests
@@ -45,14 +45,14 @@ def install(environment: Mapping[str, str]) -> None:
     immediately, run = dispatch.dispatch, scheduler._run
 
     def delayed_dispatch(state: State, version: Version, now: int) -> None:
-        if version.places is not None or not delay.holds(version):
+        if version.sequence_slots is not None or not delay.holds(version):
             immediately(state, version, now)
 
     def delayed_run(
-        state: State, version: Version, places: Places[Sequence, Instance], instance: Instance, now: int
+        state: State, version: Version, slots: SequenceSlots[Sequence, Instance], instance: Instance, now: int
     ) -> None:
         if not delay.holds(version):
-            run(state, version, places, instance, now)
+            run(state, version, slots, instance, now)
 
     dispatch.dispatch = delayed_dispatch
     scheduler._run = delayed_run

@@ -9,7 +9,7 @@ import pytest
 from shmserve.core.batching import dispatch
 from shmserve.core.core import Core
 from shmserve.core.effects import Kill, Log, Send
-from shmserve.core.internal_errors import MANY, SIGN
+from shmserve.core.internal_errors import ERRORS_PER_TURN, INTERNAL_ERROR
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State
 from shmserve.protocol.messages import Fail, Goodbye, Infer, Reply
@@ -61,7 +61,7 @@ def test_the_client_is_disconnected_and_the_rest_of_the_turn_is_processed() -> N
     assert goodbye.code == "INTERNAL"
     assert "thirteen" not in goodbye.text
     (log,) = world.logs
-    assert SIGN in log
+    assert INTERNAL_ERROR in log
     assert f"Infer of client {bad.peer}" in log
     assert "ZeroDivisionError: thirteen" in log
     world.finish_all()
@@ -78,7 +78,7 @@ def test_the_worker_is_killed_and_its_requests_are_run_by_another() -> None:
     world.turn([client.infer(number) for number in (1, 2, 3)])
     world.finish_all()
     (reason,) = world.kills
-    assert f"{SIGN} in its Done" in reason
+    assert f"{INTERNAL_ERROR} in its Done" in reason
     world.advance(world.now + 10**10)
     world.finish_all()
     world.advance(world.now + 10**10)
@@ -90,7 +90,7 @@ def test_the_worker_is_killed_and_its_requests_are_run_by_another() -> None:
 
 def test_too_many_errors_end_the_server() -> None:
     world = Faulty(survive=True)
-    clients = [world.connect(str(number)) for number in range(MANY + 1)]
+    clients = [world.connect(str(number)) for number in range(ERRORS_PER_TURN + 1)]
     with pytest.raises(ZeroDivisionError):
         world.turn([client.infer(13) for client in clients])
 

@@ -137,8 +137,8 @@ def test_too_little_for_ever(given: tuple[tuple[str, int, int], ...], text: str)
 
 def test_a_shared_one_is_another_than_that_of_a_device() -> None:
     limiter = Limiter([("r", ANY, 1), ("r", SHARED, 7)])
-    limiter.know(spec("m_0", Resource("r", 1)))
-    limiter.know(spec("m_1", Resource("r", 5, shared=True)))
+    limiter.register(spec("m_0", Resource("r", 1)))
+    limiter.register(spec("m_1", Resource("r", 5, shared=True)))
     assert (limiter.total(("r", 0)), limiter.total(("r", SHARED))) == (1, 7)
 
 

@@ -46,7 +46,9 @@ class Gpus(World):
 
 def model(name: str, there: bool = True, cached: bool = False) -> ModelPolicy:
     x, y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
-    return ModelPolicy(name, 1, 8, (x,), (y,), BatchPolicy(), reads_there=there, leaves_there=there, cached=cached)
+    return ModelPolicy(
+        name, 1, 8, (x,), (y,), BatchPolicy(), reads_device_memory=there, leaves_on_device=there, cached=cached
+    )
 
 
 def world(
@@ -181,7 +183,14 @@ def test_a_tensor_that_waits_for_another_one() -> None:
     x, y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
     made.deploy(
         ModelPolicy(
-            LAST, 1, 8, (x, TensorSpec("z", "FP32", (1,))), (y,), BatchPolicy(), reads_there=True, leaves_there=True
+            LAST,
+            1,
+            8,
+            (x, TensorSpec("z", "FP32", (1,))),
+            (y,),
+            BatchPolicy(),
+            reads_device_memory=True,
+            leaves_on_device=True,
         )
     )
     steps = (

@@ -174,7 +174,7 @@ def test_r8_requests_that_came_in_frames() -> None:
 
 
 def test_the_table_of_roles_is_complete() -> None:
-    assert NEEDED == access.QUESTIONS
+    assert NEEDED == access.QUERIES
     assert set(MESSAGES) == set(get_args(ClientMessage))
 
 

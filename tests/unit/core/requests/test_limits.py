@@ -14,7 +14,7 @@ from shmserve.core import events
 from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.records import ORDER
-from shmserve.core.requests.quotas import EXPELLED_NS, EXPULSIONS
+from shmserve.core.requests.quotas import DISCONNECT_BURST, DISCONNECT_NS
 from shmserve.protocol.messages import (
     FIELD_BYTES,
     PROTOCOL,
@@ -341,13 +341,13 @@ def test_clients_of_a_user_whose_clients_are_disconnected_again_and_again_are_pa
     world = Crowded()
     old, stranger = world.connect("a"), world.connect("b", audience="uid:7")
     waits = []
-    for _ in range(3 * EXPULSIONS):
+    for _ in range(3 * DISCONNECT_BURST):
         client = world.connect("a")
         waits.append(world.paused.get(client.peer, world.now) - world.now)
         world.turn([(client.peer, Hello(PROTOCOL, 1, "again", "memfd"))])
         assert world.goodbyes(client)
-    assert waits[: EXPULSIONS + 1] == [0] * (EXPULSIONS + 1)
-    assert waits[EXPULSIONS + 1 :] == [EXPELLED_NS * n for n in range(1, 2 * EXPULSIONS)]
+    assert waits[: DISCONNECT_BURST + 1] == [0] * (DISCONNECT_BURST + 1)
+    assert waits[DISCONNECT_BURST + 1 :] == [DISCONNECT_NS * n for n in range(1, 2 * DISCONNECT_BURST)]
     assert old.peer not in world.paused
     assert world.connect("b", audience="uid:7").peer not in world.paused
     assert stranger.peer not in world.paused

@@ -10,7 +10,7 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Query, Send
 from shmserve.core.limits import Limits
-from shmserve.core.requests.questions import QUESTIONS
+from shmserve.core.requests.questions import QUERIES_PER_TURN
 from shmserve.protocol.messages import FIELD_BYTES, PROTOCOL, Ask, Bye, Fail, Hello
 
 EVERY = 7
@@ -43,13 +43,13 @@ def test_a_flood_of_questions_delays_other_clients_by_one_round() -> None:
     core = serving(flooders + 1)
     flood = [(peer, Ask(n, "metrics")) for peer in range(1, flooders + 1) for n in range(1, each + 1)]
     first = passed(core.handle(flood, 0))
-    assert len(first) == QUESTIONS
+    assert len(first) == QUERIES_PER_TURN
     honest = flooders + 1
     found = [passed(core.handle([(honest, Ask(1, "metrics"))], 0))]
     while (honest, 1) not in found[-1]:
         found.append(passed(core.tick(0)))
-    assert len(found) <= flooders // QUESTIONS + 1
-    assert all(len(turn) == QUESTIONS for turn in found)
+    assert len(found) <= flooders // QUERIES_PER_TURN + 1
+    assert all(len(turn) == QUERIES_PER_TURN for turn in found)
 
 
 def test_many_connections_of_a_user_delay_another_user_by_one_turn() -> None:
@@ -69,7 +69,7 @@ def test_a_small_question_goes_before_large_ones_of_its_user() -> None:
     core.handle([(peer, Ask(n, "statistics")) for peer in range(1, 200) for n in range(1, 11)], 0)
     found = passed(core.handle([(200, Ask(1, "ready"))], 0))
     assert (200, 1) in found
-    assert len(found) == QUESTIONS, "large ones are not starved"
+    assert len(found) == QUERIES_PER_TURN, "large ones are not starved"
 
 
 def test_one_large_answer_is_built_in_a_turn() -> None:

@@ -19,7 +19,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, IdControl, InstanceSpec, ModelPolicy, SequencePolicy, TensorSpec
 from shmserve.core.records import Instance, Request, Sequence, Version
 from shmserve.core.sequences import scheduler
-from shmserve.core.sequences.places import Places
+from shmserve.core.sequences.places import SequenceSlots
 from shmserve.core.state import State
 from shmserve.core.states import SequenceState
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Infer, Options, Reply, Tensor
@@ -146,13 +146,17 @@ class Sequenced(World):
         start, end = options.sequence_start, options.sequence_end
         self.rules.begins(worker.peer, work.slot, asked, options.sequence, start, end)
 
-    def places(self) -> list[Places[Sequence, Instance]]:
+    def sequence_slots(self) -> list[SequenceSlots[Sequence, Instance]]:
         generations = [version for model in self.core.state.models.values() for version in model.generations()]
-        return [version.places for version in generations if version.places is not None]
+        return [version.sequence_slots for version in generations if version.sequence_slots is not None]
 
     def bound_to(self, peer: int) -> list[Story]:
         version, instance = self.core.state.instances[peer]
-        return [self.stories[sequence] for sequence in version.places.at(instance)] if version.places else []
+        return (
+            [self.stories[sequence] for sequence in version.sequence_slots.at(instance)]
+            if version.sequence_slots
+            else []
+        )
 
 
 class SequenceMachine(WorldMachine):
@@ -311,20 +315,22 @@ class SequenceMachine(WorldMachine):
         if self.unsent or not hasattr(self, "world"):
             return
         for version in [version for model in self.world.core.state.models.values() for version in model.generations()]:
-            places = version.places
-            waiting = [s for s in places.backlog if s.before is None] if places is not None else []
-            if places is None or not waiting:
+            sequence_slots = version.sequence_slots
+            waiting = [s for s in sequence_slots.backlog if s.before is None] if sequence_slots is not None else []
+            if sequence_slots is None or not waiting:
                 continue
             for instance in version.instances:
                 if instance.usable and not instance.retiring:
-                    assert len(places.at(instance)) == places.policy.slots, "a slot is free, and somebody waits"
+                    assert len(sequence_slots.at(instance)) == sequence_slots.policy.slots, (
+                        "a slot is free, and somebody waits"
+                    )
 
     @invariant()
     def who_leaves_takes_no_more(self) -> None:
         if hasattr(self, "world"):
             for instance, version in self.world.core.state.retiring_instances.items():
-                assert version.places is not None
-                now = set(version.places.at(instance))
+                assert version.sequence_slots is not None
+                now = set(version.sequence_slots.at(instance))
                 assert now <= self.parting.setdefault(instance, now), "it has taken another one"
 
     @invariant()
@@ -332,8 +338,8 @@ class SequenceMachine(WorldMachine):
         """An instance with nothing to do has nothing that could run now."""
         if self.unsent or not hasattr(self, "world"):
             return
-        for places in self.world.places():
-            for instance, slots in places.bound.items():
+        for sequence_slots in self.world.sequence_slots():
+            for instance, slots in sequence_slots.bound.items():
                 ready = [s for s in slots if s is not None and s.requests and s.running is None]
                 if ready and instance.usable and instance.idle:
                     version = ready[0].version
@@ -349,7 +355,10 @@ class SequenceMachine(WorldMachine):
             assert not client.open, f"never answered: {client.open}"
         assert not world.core.state.requests
         assert not world.core.state.sequences
-        assert not any(places.count or places.latest or places.waits for places in world.places())
+        assert not any(
+            sequence_slots.count or sequence_slots.latest or sequence_slots.waits
+            for sequence_slots in world.sequence_slots()
+        )
         assert all(sequence.state is SequenceState.ENDED for sequence in world.stories)
         assert not world.rules.left_at_workers()
         world.turn([(0, events.Drain(10 * MS))])

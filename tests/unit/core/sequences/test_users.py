@@ -131,8 +131,8 @@ def test_sequences_of_one_id_wait_for_each_other_and_not_for_cancelled_ones() ->
     world.turn([(one.peer, Cancel(3)), (one.peer, Cancel(5))])
     world.finish_all()
     assert [type(one.answers[number]) for number in (1, 2, 4)] == [Reply] * 3
-    places = world.core.state.ready["m"].places
-    assert places is not None
-    assert not places.latest
-    assert not places.count
+    sequence_slots = world.core.state.ready["m"].sequence_slots
+    assert sequence_slots is not None
+    assert not sequence_slots.latest
+    assert not sequence_slots.count
     assert isinstance(world.step(one, 6, start=True, end=True), Reply)

@@ -288,9 +288,9 @@ class EverythingMachine(OperatedMachine):
                 state.cache.purge(version)
                 assert not version.users, version.label
                 assert not version.order, version.label
-                if version.places is not None:
-                    assert not version.places.count, version.label
-                    assert not version.places.latest, version.label
+                if version.sequence_slots is not None:
+                    assert not version.sequence_slots.count, version.label
+                    assert not version.sequence_slots.latest, version.label
                 for instance in version.instances:
                     assert not instance.streams, instance.story()
         assert not state.cache.bytes

@@ -44,7 +44,7 @@ def checked_closes_cycle(state: State, request: Request) -> str:
     """Also asserts that every usable instance waits if a call to an ordinary model is refused."""
     found = closes_cycle(state, request)
     version = request.version
-    if found and version.graph is None and version.places is None and version.order is None:
+    if found and version.graph is None and version.sequence_slots is None and version.order is None:
         assert all(instance.waits for instance in version.instances if instance.usable), found
     return found
 
