@@ -1,4 +1,4 @@
-"""What extras install, and the command that installs one, from a source directory and from elsewhere."""
+"""The packages of extras, and the command that installs an extra, from a source directory and from elsewhere."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_as_an_installed_package(tmp_path: Path) -> None:
 
 
 def test_all_texts_use_it() -> None:
-    """No text names a package of an index for what was not published, and every extra exists."""
+    """No text names an index package that is not published, and every named extra exists."""
     extras = set(re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text().split("[options.extras_require]")[1], re.M))
     for folder in ("shmserve", "workers", "repo", "clients"):
         for file in (ROOT / folder).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Python numbers and lists as arrays of a model's data type: nothing is changed unless it is rounding a float."""
+"""Python numbers and lists as arrays of a model's data type: values do not change, except that floats are rounded."""
 
 from __future__ import annotations
 

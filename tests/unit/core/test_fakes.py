@@ -1,4 +1,4 @@
-"""The fake worker of these tests and the real worker's account of what waits understand the protocol alike."""
+"""The fake worker of these tests and the real worker's batch queue interpret the protocol in the same way."""
 
 from __future__ import annotations
 

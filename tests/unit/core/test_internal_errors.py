@@ -19,7 +19,7 @@ from tests.support.core.world import World
 
 
 class Faulty(World):
-    """Its core fails for requests with the number 13, and for batches with three rows."""
+    """A world whose core fails for requests with number 13 and for batches with three rows."""
 
     def __init__(self, survive: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_errors_are_raised_in_tests() -> None:
 
 
 def test_an_error_in_the_dispatch_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One model's batches cannot be formed; another's can."""
+    """Batches of one model cannot be formed; those of another can."""
     world = Faulty(survive=True)
     world.deploy(plain("n"), 1, "")
     good_dispatch = dispatch.dispatch

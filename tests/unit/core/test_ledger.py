@@ -1,4 +1,4 @@
-"""Whose memory is whose: forged handles, edges, slices, orphans, and a machine against a literal account."""
+"""Ownership of memory: forged handles, boundaries, slices, orphans, and a state machine compared with a plain count."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_slices_of_what_is_held(told: Told) -> None:
 
 
 def test_a_slice_that_is_given_on(told: Told) -> None:
-    """It is one more hold of the whole block, and returned as the slice."""
+    """A slice is another hold of the whole block, and is returned as the slice."""
     ledger, whole = told.ledger, told.given(told.a, 64, 64)
     part = Handle(SEGMENT, 80, 8)
     assert ledger.may_pass_on(told.a, part, "uid:1000")
@@ -202,7 +202,7 @@ def test_a_pinned_block_waits_for_its_request(told: Told) -> None:
 
 
 def test_two_holders(told: Told) -> None:
-    """The same block may be given to several, and to one of them twice."""
+    """The same block may be given to several holders, and to one of them twice."""
     handle = told.given(told.a)
     told.ledger.give(told.a, handle)
     told.ledger.give(told.b, handle)
@@ -275,7 +275,7 @@ def test_many_returns_are_several_messages(told: Told) -> None:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Blocks of one worker, three clients, pins. The account is two counters."""
+    """Blocks of one worker, three clients, and pins, compared with two counters."""
 
     def __init__(self) -> None:
         super().__init__()

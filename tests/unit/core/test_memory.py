@@ -1,4 +1,5 @@
-"""The core keeps nothing of what is over. The collector does not look at its structs: a circle would stay for ever."""
+"""The core keeps nothing of finished requests. The garbage collector does not track its structs, so a cycle would
+leak."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ MS = 10**6
 ROUNDS = 60
 LIMIT = 8_000
 SLOWLY = 25_000
-"""Of what is still filling its caches after a few rounds."""
+"""Allowed growth of objects that still fill caches after a few rounds."""
 SPECS = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
 POLICIES: dict[str, BatchPolicy | None] = {
     "plain": BatchPolicy(),
@@ -47,7 +48,8 @@ class Busy:
         return self.client.peer, Infer(self.numbers, "m", 0, (tensor,), None, 3000, options)
 
     def round(self) -> None:
-        """Served, cancelled in every state, expired, crossed, from own and held memory, and by a client that goes."""
+        """Requests that are served, cancelled in every state, expired or crossed, with own and held memory, and from a
+        client that disconnects."""
         world, client = self.world, self.client
         segment = world.own_segment(client, 4096)
         world.turn([(client.peer, segment)] + [self.infer() for _ in range(9)])
@@ -82,7 +84,7 @@ class Busy:
 
 
 def grown(step: Callable[[], None], first: int, rounds: int) -> int:
-    """Bytes that are there after these rounds and were not after the first ones."""
+    """Memory growth in bytes after the first rounds."""
     tracemalloc.start()
     try:
         for _ in range(first):

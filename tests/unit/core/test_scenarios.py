@@ -1,4 +1,5 @@
-"""Every scenario file against the core. SHMSERVE_REWRITE=1 writes the outcomes to the files, to review the diff."""
+"""Every scenario file against the core. SHMSERVE_REWRITE=1 writes the results to the files, so that one can review the
+diff."""
 
 from __future__ import annotations
 

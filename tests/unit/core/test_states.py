@@ -1,4 +1,4 @@
-"""States move only as the tables say."""
+"""State transitions follow the tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def version() -> Version:
 
 
 def thing(state: Any) -> Any:
-    """Something that is in that state."""
+    """An object in that state."""
     if isinstance(state, RequestState):
         client = ClientState(7, "uid:1000", "lane")
         made: Any = Request(42, client, 3, version(), (), None, None, 2, 2, 0, None, (), (), (), 1000)
@@ -78,7 +78,7 @@ def test_every_state_has_a_row_and_can_be_left_or_is_an_end() -> None:
         assert set(moves) == set(kind)
         _, *others = kind
         assert set(others) <= set().union(*moves.values()), "all but the first state are reached from another one"
-        # An ensemble that is UNAVAILABLE may come back with its models.
+        # An UNAVAILABLE ensemble may recover with its models.
         assert any(not following for following in moves.values()) or kind is VersionState
 
 

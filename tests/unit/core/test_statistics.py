@@ -1,4 +1,4 @@
-"""What the core counts, against numpy: durations in buckets, sums, failures by reason, loads, and what is refused."""
+"""The core's statistics, compared with numpy: durations in buckets, sums, failures by reason, loads, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEVELS = BatchPolicy(default_policy=QueuePolicy(max_size=1))
 
 
 def counts(durations: list[int]) -> list[int]:
-    """Into buckets that begin at 0, 1, 2, 4, 8, ..."""
+    """Counts in buckets that begin at 0, 1, 2, 4, 8, ..."""
     edges = [0, *(1 << bit for bit in range(histogram.BUCKETS - 3)), np.iinfo(np.int64).max]
     found, _ = np.histogram(np.array(durations, np.int64), bins=np.array(edges, np.int64))
     return [*found.tolist(), *[0] * (histogram.BUCKETS - len(found))]
@@ -52,7 +52,7 @@ def test_quantile_without_durations() -> None:
 
 @given(st.lists(st.integers(0, 1000), min_size=1), st.integers(1000, 2000), st.integers(0, 500))
 def test_requests_of_a_batch(arrivals: list[int], taken: int, took: int) -> None:
-    """Also where those that came together do not stand together."""
+    """Even if requests that arrived together are not adjacent in the batch."""
     together, alone = Statistics(), Statistics()
     now = taken + took
     together.answered(arrivals, 2 * len(arrivals), taken, now)
@@ -80,7 +80,7 @@ def test_failures_by_reason() -> None:
     client = world.connect("c")
     world.turn([client.infer(1)])
     world.turn([client.infer(2)])
-    world.turn([client.infer(3)])  # one waits already
+    world.turn([client.infer(3)])  # one already waits
     assert "Exceeds maximum queue size" in client.answers[3].text
     world.turn([(client.peer, Cancel(2))])
     world.finish(error=("MODEL_FAILED", "no"))
@@ -155,7 +155,7 @@ def test_restarts_are_counted_by_instance() -> None:
 
 
 def test_a_batch_of_sequences_has_rows_up_to_its_last_slot() -> None:
-    """As in Triton, slots whose sequences have no request count, too."""
+    """As in Triton, slots whose sequences have no request also count."""
     world = World()
     world.deploy(plain(max_batch=4, batching=None, sequence=SequencePolicy(True, 4, 10**9)))
     client = world.connect("a")

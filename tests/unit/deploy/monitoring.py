@@ -1,4 +1,4 @@
-"""The files of deploy/prometheus and deploy/grafana, and the metrics that servers have."""
+"""The files of deploy/prometheus and deploy/grafana, and the metrics of servers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def dashboards() -> dict[str, dict[str, Any]]:
 
 
 def written_dashboards() -> dict[str, str]:
-    """What make_dashboards.py writes."""
+    """The output of make_dashboards.py."""
     made = runpy.run_path(str(GRAFANA / "make_dashboards.py"))
     return {name: made["text"](dashboard) for name, dashboard in made["DASHBOARDS"].items()}
 

@@ -1,4 +1,4 @@
-"""The dashboards are those of make_dashboards.py, and show metrics that exist. tests/fleet runs their queries."""
+"""The dashboards equal the output of make_dashboards.py, and show existing metrics. tests/fleet runs their queries."""
 
 from __future__ import annotations
 

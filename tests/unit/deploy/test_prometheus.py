@@ -34,7 +34,7 @@ def test_metrics_and_labels_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_counters_are_only_used_as_rates(name: str) -> None:
-    """Their values begin again at a restart. One alert also asks whether a series has just begun."""
+    """Their values restart from 0 with the server. One alert also checks whether a series has just begun."""
     plain = {""} if name == "ShmserveWakesFail" else set()
     for metric in metrics_in(EXPRESSIONS[name]) & METRICS.keys():
         if METRICS[metric].kind in ("counter", "histogram"):
@@ -44,7 +44,7 @@ def test_counters_are_only_used_as_rates(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_names_say_their_labels(name: str) -> None:
-    """level:metric:operation, as Prometheus recommends; the level is the labels that are left."""
+    """level:metric:operation, as Prometheus recommends; the level is the remaining labels."""
     level, metric, _ = name.split(":")
     assert level in ("job", "instance", "job_model", "instance_model", "job_model_version", "job_model_state",
                      "instance_model_state", "instance_model_le")  # fmt: skip
@@ -80,7 +80,7 @@ def test_commands_of_actions_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALERTS)
 def test_annotations_use_labels_of_the_alert(name: str) -> None:
-    """As the cases of tests/fleet/rules have them, which promtool checks. There is one in which it fires."""
+    """The labels are those in the cases of tests/fleet/rules, which promtool checks. In one case, the alert fires."""
     fired = [
         set(re.findall(r'(\w+)="', sample["labels"]))
         for case in cases()

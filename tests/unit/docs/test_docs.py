@@ -56,8 +56,8 @@ def targets() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("words", list(commands()))
 def test_commands_parse(words: list[str]) -> None:
-    if words[0] == "serve":  # which the broker parses itself
-        _, rest = command_line.parser().parse_known_args(words[1:])  # which leaves the files
+    if words[0] == "serve":  # whose options the broker parses itself
+        _, rest = command_line.parser().parse_known_args(words[1:])  # the rest are the files
         assert not [word for word in rest if word.startswith("-")]
     else:
         parser.parser().parse_args(words)

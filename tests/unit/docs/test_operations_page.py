@@ -57,7 +57,7 @@ def test_quoted_texts_are_in_the_source() -> None:
 
 
 def test_every_code_has_a_row() -> None:
-    client = {"CANCELLED", "UNKNOWN", "ALREADY_EXISTS"}  # of no interest to operators
+    client = {"CANCELLED", "UNKNOWN", "ALREADY_EXISTS"}  # not relevant to operators
     assert set(rows("Code")) == set(BY_CODE) - client
 
 

@@ -1,4 +1,4 @@
-"""The checks of what is installed."""
+"""The checks of installed packages."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_the_exit_code(
 
 
 def test_every_finding_that_is_a_fault_has_a_fix() -> None:
-    """On this machine, whatever it lacks."""
+    """Tested on this machine, whatever it lacks."""
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "doctor", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     document = json.loads(done.stdout)

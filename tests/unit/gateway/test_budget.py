@@ -201,7 +201,7 @@ def test_announced_messages_of_grpc_are_not_counted() -> None:
 
 
 def test_a_body_like_the_last_one_gets_its_memory_at_once() -> None:
-    """So a connection reserves no more than it has sent before. Its next head is read without the body behind it."""
+    """So a connection reserves no more than it has sent before. Its next head is read without the body that follows."""
     connection, transport, echo, _ = connected(input_bytes=64 * MIB)
     sinks: list[ReceiveBuffer] = []
 
@@ -218,7 +218,7 @@ def test_a_body_like_the_last_one_gets_its_memory_at_once() -> None:
     echo.prepare = prepare  # type: ignore[method-assign]
 
     def reserved(size: int) -> int:
-        """Of a body of `size` bytes of which one has arrived. Then the others arrive."""
+        """The memory reserved for a body of `size` bytes of which one has arrived. Then the others arrive."""
         body = bytes(range(256)) * (size // 256)
         receive(connection, lines(f"Content-Length: {size}") + body[:1])
         found = sum(len(sink.memory) for sink in sinks)
@@ -293,7 +293,7 @@ def test_unread_grpc_responses_are_counted() -> None:
     slow.acknowledge = False
     numbers = [slow.begin() for _ in range(6)]
     for number in numbers:
-        with suppress(StreamClosedError):  # refused before all of it is sent
+        with suppress(StreamClosedError):  # refused before everything is sent
             slow.send(number, message(bytes(MIB)))
     unsent = sum(stream.queued for stream in slow.core.streams.values())
     assert host.held == unsent > 3 * MIB

@@ -1,4 +1,4 @@
-"""Eviction: an endpoint at its connection limit closes the connections that are idle for longest."""
+"""Eviction: an endpoint at its connection limit closes the connections that have been idle longest."""
 
 from __future__ import annotations
 

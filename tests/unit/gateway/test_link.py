@@ -1,4 +1,4 @@
-"""The gateway's connection to the broker: when it returns outputs, when it looks for packets, and which outputs it
+"""The gateway's connection to the broker: when it returns outputs, when it polls for packets, and which outputs it
 requests."""
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Gateway:
 
     @property
     def held(self) -> int:
-        """Calls that are charged to the client."""
+        """Number of calls charged to the client."""
         return len([ticket for ticket in self.tickets if ticket.payer is not None])
 
     def sent(self, kind: type) -> Any:

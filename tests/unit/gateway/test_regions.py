@@ -1,4 +1,4 @@
-"""Shared memory that callers of the gateway have registered. The oracle is the descriptor that made it."""
+"""Shared memory that callers of the gateway have registered. The oracle is the descriptor with which it was created."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.workers.gpu.harness import standins
 
 @pytest.fixture
 def memory() -> Iterator[tuple[str, int]]:
-    """The key and the descriptor of 4096 bytes."""
+    """The key and the descriptor of a region of 4096 bytes."""
     key = f"/h-{os.getpid()}-{secrets.token_hex(8)}"
     made = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096)
     try:

@@ -1,4 +1,4 @@
-"""The queue before a collector: bounded and counted, whatever the collector does."""
+"""The queue in front of a collector: bounded and counted, whatever the collector does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT = replace(REQUEST, times=())
 
 
 class Collecting:
-    """Each export waits for `answers`."""
+    """An exporter in which each export waits for `answers`."""
 
     def __init__(self, **settings: Any) -> None:
         self.begun: Queue[list[int]] = Queue()

@@ -69,7 +69,7 @@ def test_a_request_belongs_to_the_trace_of_its_caller() -> None:
 
 
 def test_steps_and_calls_are_children_of_their_request_wherever_they_are_made() -> None:
-    """Their records come first, and may be exported by another process of the server."""
+    """Their records arrive first, and may be exported by another process of the server."""
     step = replace(REQUEST, number=9, parent=8, root=7, kind="step", model="a")
     call = replace(REQUEST, number=10, parent=9, root=7, kind="call", model="b")
     outer = replace(REQUEST, number=8, parent=7, root=7, kind="step", model="e", times=(), instance="", batch=0)

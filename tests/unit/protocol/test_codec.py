@@ -1,4 +1,4 @@
-"""Decoding against everything that is not a packet.
+"""Decoding of anything that is not a valid packet.
 
 Invariant: for any bytes `Codec.decode` returns a list of messages and Refused, or raises ProtocolError; its
 memory is proportional to the packet, and the error of an invalid request has its number.
@@ -33,7 +33,7 @@ KINDS = {name: get_args(union) for name, union in UNIONS.items()}
 
 
 def values(kind: inspect.Type) -> SearchStrategy[Any]:
-    """Anything that this type of a message's field allows, but short."""
+    """Short values that this field type of a message allows."""
     if isinstance(kind, inspect.IntType):
         return st.integers(-(2**63) if kind.ge is None else kind.ge, 2**63 - 1 if kind.le is None else kind.le)
     if isinstance(kind, inspect.StrType):
@@ -65,7 +65,7 @@ VALID = {
 
 
 def decode(union: str, packet: bytes) -> list[Any] | None:
-    """What the codec made of it; None if it refused the packet."""
+    """The decoded messages; None if the codec refused the packet."""
     try:
         found = CODECS[union].decode(packet)
     except ProtocolError:
@@ -115,7 +115,7 @@ def test_any_structure(union: str, tree: Any) -> None:
 
 @st.composite
 def mutated(draw: DrawFn) -> tuple[str, bytes]:
-    """A valid packet with a few bytes changed, cut, doubled, or another packet's middle put in."""
+    """A valid packet with a few bytes changed, removed or duplicated, or with a part of another packet inserted."""
     union = draw(unions)
     packet = bytearray(codec.encode(draw(VALID[union])))
     for _ in range(draw(st.integers(1, 4))):
@@ -142,7 +142,7 @@ def test_mutated_packets(case: tuple[str, bytes]) -> None:
 
 @st.composite
 def one_field_wrong(draw: DrawFn) -> tuple[int, list[Any]]:
-    """An Infer whose request number is good and one other place is not what it must be."""
+    """An Infer with a valid request number and one invalid other value."""
     request = draw(st.integers(1, 2**63 - 1))
     infer = [7, request, "model", 1, [["x", "FP32", [2, 2], b"0" * 16]], None, 0, None]
     tensor = infer[4][0]  # type: ignore[index]
@@ -157,7 +157,7 @@ def one_field_wrong(draw: DrawFn) -> tuple[int, list[Any]]:
 
 @given(one_field_wrong())
 def test_a_refused_request_keeps_its_number(case: tuple[int, list[Any]]) -> None:
-    """And what comes before and after it in the packet is untouched."""
+    """Messages before and after it in the packet are not affected."""
     request, infer = case
     found = decode("client", msgpack.packb([[4, 1], infer, [8, 77]]))
     assert found is not None
@@ -167,7 +167,7 @@ def test_a_refused_request_keeps_its_number(case: tuple[int, list[Any]]) -> None
     if isinstance(bad, codec.Refused):
         assert bad.request == request
     else:
-        assert bad.request == request  # some of the values are right in some places
+        assert bad.request == request  # some of the values are valid in some places
 
 
 def test_the_text_names_the_field() -> None:
@@ -190,7 +190,7 @@ def test_the_text_names_the_field() -> None:
 
 
 def headers() -> list[bytes]:
-    """Claims of up to four thousand million elements, alone, nested, and in every place of an Infer."""
+    """Headers that claim up to four billion elements: alone, nested, and at every position of an Infer."""
     huge = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"]
     fields = [b"\x07", b"\x01", b"\xa1m", b"\x00", b"\x90", b"\xc0", b"\x00", b"\x80"]
     found = [*huge, *(claim * 30_000 for claim in huge), b"\x91" * 190_000, b"\x81\xa0" * 90_000]
@@ -218,7 +218,7 @@ def test_an_announced_size_allocates_nothing(union: str) -> None:
 
 @pytest.mark.parametrize("message", [b"\xc0", b"\x90", b"\x91\x63", b"\x92\x04\x01"])
 def test_many_small_things_take_memory_in_proportion(message: bytes) -> None:
-    """Some hundred bytes of memory for each of the packet is the price of objects; packets are capped."""
+    """Objects cost some hundred bytes of memory per byte of the packet; the size of packets is limited."""
     count = 10_000
     packet = b"\xdd" + count.to_bytes(4, "big") + message * count
     tracemalloc.start()
@@ -237,7 +237,7 @@ def test_a_packet_over_the_limit_is_refused_unread(size: int) -> None:
 
 
 def test_deep_nesting_inside_a_valid_packet() -> None:
-    """The message that nests is refused with its number; its neighbours are read."""
+    """The nested message is refused with its number; the other messages are decoded."""
     deep = b"\x91" * 500 + b"\x01"
     packet = b"\x93" + msgspec.msgpack.encode([4, 1]) + b"\x93\x07\x05" + deep + msgspec.msgpack.encode([8, 9])
     found = decode("client", packet)

@@ -1,4 +1,4 @@
-"""The W3C trace context: the examples of its specification, and what it calls invalid."""
+"""The W3C trace context: the specification's examples of valid and invalid values."""
 
 from __future__ import annotations
 

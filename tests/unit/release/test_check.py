@@ -1,4 +1,4 @@
-"""What stands against a release, in a repository that a test makes."""
+"""Obstacles to a release, in a repository that the test creates."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_of_this_tree_only_what_the_page_names_is_missing() -> None:
-    """The first step of docs/releases.md, until the repository is public."""
+    """What is missing is the first step of docs/releases.md, until the repository is public."""
     found = [problem for problem in problems(ROOT, "0.1.0") if problem.startswith("setup.cfg")]
     assert all("which PyPI shows" in problem for problem in found)
     assert not found or "Set `url` and `project_urls`" in (ROOT / "docs" / "releases.md").read_text()

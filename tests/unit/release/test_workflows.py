@@ -1,4 +1,4 @@
-"""The workflows: valid by GitHub's schema, and all they run is in the Makefile."""
+"""The workflows: valid according to GitHub's schema, and everything that they run is in the Makefile."""
 
 from __future__ import annotations
 

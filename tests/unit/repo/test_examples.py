@@ -1,4 +1,4 @@
-"""Configurations as they are written for other servers: all are valid where the backend and the GPUs exist."""
+"""Configurations written for other servers: all are valid if the backend and the GPUs exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample models: generated bit for bit, built in sets, and the picture read by ONNX Runtime alone."""
+"""The sample models: generated reproducibly, built in sets, and the picture read by bare ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_input_of_the_right_height_is_not_resampled() -> None:
 
 
 def test_resizing_is_exact_on_a_plane() -> None:
-    """Away from the border, where bilinear sampling needs no other library as oracle."""
+    """Away from the border, bilinear sampling needs no library as an oracle."""
     rows, columns = np.mgrid[0:24, 0:40].astype(np.float32)
     plane = np.repeat((2 * rows + 3 * columns)[:, :, None], 3, 2)
     made = ocr._resize(plane, 48, 80)

@@ -1,4 +1,4 @@
-"""Directories of new models: their configurations, and what is refused."""
+"""Directories of new models: their configurations, and refused files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_setting_that_is_turned_off_is_valid(kind: str, tmp_path: Path) ->
     for match in found:
         used = text[: match.start()] + match[1] + text[match.end() :]
         name = text[match.end() :].partition(" ")[0]
-        if name == "instance_group":  # the other one goes
+        if name == "instance_group":  # the other one is removed
             used = re.sub(r"^instance_group .*KIND_CPU.*\n", "", used, flags=re.MULTILINE)
         (tmp_path / "r" / "m" / "config.pbtxt").write_text(used)
         findings = [found.text for found in check([tmp_path / "r"], gpus={0}).all()]

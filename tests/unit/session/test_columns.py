@@ -41,7 +41,7 @@ BATCH = 64
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that few requests show what many do."""
+    """Reduces limits, so that few requests suffice for the tests."""
     monkeypatch.setattr(columns, "LEAST", 2)
 
 
@@ -84,7 +84,7 @@ streams = st.lists(st.tuples(kinds, st.integers(1, 40)), max_size=8)
 
 
 def numbered(stream: list[tuple[Any, int]]) -> list[Any]:
-    """The messages, each repeated and with a number and bytes of its own."""
+    """The messages, each repeated with a different number and different bytes."""
     messages: list[Any] = []
     for message, count in stream:
         for _ in range(count):
@@ -255,7 +255,7 @@ def test_cancelled_and_unknown_requests_are_skipped() -> None:
 def test_a_request_with_kept_inputs_is_answered_and_its_inputs_are_released() -> None:
     session = batching()
     small, large = RecordingTicket(), RecordingTicket()
-    session.infer(small, "m", {"x": np.array([[1, 2, 3]], ">f4")}, 100.0)  # in a byte order that must be changed
+    session.infer(small, "m", {"x": np.array([[1, 2, 3]], ">f4")}, 100.0)  # in a byte order that must be converted
     session.infer(large, "m", {"x": np.zeros((1, 5000), np.float32)}, 100.0)
     assert small.kept is not None
     assert large.kept is not None

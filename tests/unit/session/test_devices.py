@@ -1,4 +1,4 @@
-"""Arrays on a GPU in a session, on the stand-in for CUDA: the sent handles must name the bytes of the arrays."""
+"""Arrays on a GPU in a session, with fake CUDA: the sent handles must refer to the bytes of the arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = np.arange(5000, dtype=np.float32).reshape(5, 1000)
 
 
 class Server:
-    """The server's end: keeps the announced segments and reads what handles name."""
+    """The server's end: keeps the announced segments and reads handles."""
 
     def __init__(self, session: Session, owner: int = 1, takes: int = 1) -> None:
         self.session = session
@@ -49,7 +49,7 @@ class Server:
         return found
 
     def has_loaded(self) -> None:
-        """Answer the question that a client asks after a lost connection."""
+        """Answer the query that a client sends after a lost connection."""
         (asked,) = self.take()
         feed(self.session, Answer(asked.request, b"true"))
 

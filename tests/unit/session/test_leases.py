@@ -1,4 +1,4 @@
-"""Requests over leases: which ones a session sends that way, and what becomes of them when a lease ends."""
+"""Requests over leases: which requests a session sends over a lease, and what happens to them when it ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LEASE = Lease(5, "m", 2, 4, True)
 
 
 class Sockets:
-    """The sockets of leases, of which it only keeps what has arrived."""
+    """Fake sockets of leases, which only keep the packets that have arrived."""
 
     def __init__(self) -> None:
         self.arrived: dict[int, deque[bytes]] = {}

@@ -1,4 +1,4 @@
-"""Requests of a sequence are sent in the order of the calls, also across lost connections."""
+"""Requests of a sequence are sent in the order of the calls, even across lost connections."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_inputs_of_a_cancelled_request_are_kept_until_its_answer() -> None:
 
 
 def test_requests_are_repeated_to_a_server_without_the_loaded_query() -> None:
-    """The connection is lost once more before the answer; a request cancelled meanwhile is not repeated."""
+    """The connection is lost again before the answer; a request cancelled in the meantime is not repeated."""
     session = connected(owner=1)
     kept, _ = ask(session, {"x": np.arange(3)})
     gone, _ = ask(session, {"x": np.arange(3)})
@@ -295,7 +295,7 @@ def test_another_protocol_version_is_refused() -> None:
 
 
 def test_a_restarted_server_that_misses_hello_only_ends_the_connection() -> None:
-    """ZeroMQ reconnects by itself; the client must reconnect and not give up."""
+    """ZeroMQ reconnects by itself; the client must also reconnect and not give up."""
     session = connected()
     with pytest.raises(ConnectionLost, match="must be Hello"):
         feed(session, Goodbye("CONNECTION_LOST", "the first message of a connection must be Hello"))

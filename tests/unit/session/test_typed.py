@@ -1,4 +1,4 @@
-"""Requests with Python lists: the data type comes from metadata, which is asked for once."""
+"""Requests with Python lists: the data type comes from metadata, which is queried once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def answered(session: Session, question: Any, document: Any = INPUTS) -> int:
 
 
 def known(session: Session) -> Session:
-    """The session has asked for the inputs of model m."""
+    """A session that has queried the inputs of model m."""
     _, packets = ask(session, {"x": [[1, 2]]})
     (question,) = decoded(packets)
     answered(session, question)

@@ -1,4 +1,4 @@
-"""The offset allocator against a model that keeps a map of bytes."""
+"""The offset allocator, compared with a model that keeps a map of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of Python models: written to pages by workers, read and added up by the broker."""
+"""Metrics of Python models: workers write them to pages, the broker reads and sums them."""
 
 from __future__ import annotations
 

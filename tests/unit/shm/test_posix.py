@@ -212,7 +212,7 @@ def test_the_sweep_removes_only_segments_of_dead_processes(leftover: list[Path])
         f"shmserve-{os.getpid()}",
         f"shmserve-{mark[1]}-{mark[2]}-{mark[3]}-{tail}x",
         f"test-shmserve-999999-1-{mark[3]}-{tail}",
-        f"shmserve-{dead.name.split('-')[1]}-{dead.name.split('-')[2]}-1-{tail}",  # of another pid namespace
+        f"shmserve-{dead.name.split('-')[1]}-{dead.name.split('-')[2]}-1-{tail}",  # name from another pid namespace
     ]
     recycled = SHM / f"shmserve-{mark[1]}-{int(mark[2]) + 1}-{mark[3]}-{tail}"
     leftover += [dead, recycled, *(SHM / name for name in strangers)]
@@ -242,7 +242,7 @@ def test_the_sweep_for_one_process(leftover: list[Path]) -> None:
 
 @pytest.mark.usefixtures("namespace")
 def test_the_sweep_keeps_names_that_a_process_holds(leftover: list[Path]) -> None:
-    """Such as the broker, for clients that have not opened them yet."""
+    """For example names that the broker holds for clients that have not opened them yet."""
     dead = path(python(LEAVE))
     leftover.append(dead)
     held = [posix.hold("/" + dead.name) for _ in range(2)]
@@ -290,7 +290,7 @@ def test_the_sweep_takes_names_of_a_zombie(leftover: list[Path]) -> None:
         assert child.stdout is not None
         name = path(child.stdout.readline().strip())
         leftover.append(name)
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended and is not reaped
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended but is not reaped
         assert posix.sweep() == 1
         assert not name.exists()
 

@@ -1,4 +1,4 @@
-"""What `make test` relies on: the examples of a test follow from that test alone."""
+"""`make test` relies on this: the examples of a test depend on that test alone."""
 
 from __future__ import annotations
 

@@ -224,7 +224,8 @@ SERVER = """
 def run(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *, wait: float = 0.5, **tests: str
 ) -> pytest.RunResult:
-    """`wait`: seconds that threads and processes get to end: short where some do not, as each costs that long."""
+    """`wait`: seconds for threads and processes to end. Short in tests where some do not end, because each costs that
+    time."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     pytester.makeconftest(CONFTEST)
     pytester.makepyfile(**tests)
@@ -260,7 +261,7 @@ def test_threads_that_blas_starts_again_are_no_leak(pytester: pytest.Pytester, m
 
 
 def test_a_process_that_has_gone_since_it_was_listed() -> None:
-    """A server waited for its child between the two looks: look again."""
+    """A server waited for its child between the two listings: list again."""
     with subprocess.Popen(["true"]) as ended:
         stat = leaks._stat(str(ended.pid))
     assert stat is not None

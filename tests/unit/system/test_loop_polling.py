@@ -14,7 +14,7 @@ LONGEST = 200_000
 
 
 class Clock:
-    """A clock, a scheduler and an event loop in one: `step` is what a poll takes."""
+    """A clock, a scheduler and an event loop in one: `step` is the duration of a poll."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0

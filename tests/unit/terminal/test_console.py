@@ -1,4 +1,4 @@
-"""Tables and colours on terminals of several widths, and none of both in a pipe."""
+"""Tables and colours on terminals of several widths, and neither in a pipe."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_of_exactly_this_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No column is made narrower for a gap that nothing follows."""
+    """No column is made narrower for a gap at the end of a line."""
     columns, rows = COLUMNS[:5], [row[:5] for row in ROWS]
     whole = Screen(False, io.StringIO()).table(columns, rows).splitlines()
     assert plain(screen(monkeypatch, max(map(len, whole))).table(columns, rows)) == whole

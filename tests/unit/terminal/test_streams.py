@@ -1,4 +1,4 @@
-"""What the command prints if its standard streams are closed or full, and if it is interrupted while it starts."""
+"""The command with closed or full standard streams, and interrupted while it starts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_reader_that_has_gone_is_no_error(words: str) -> None:
     ran = run(*words.split(), stdout=writer)
     os.close(writer)
     assert ran.stderr == ""
-    assert ran.returncode in (0, 1)  # the parser ignores it from Python 3.11 on if nothing is buffered
+    assert ran.returncode in (0, 1)  # from Python 3.11 on, the parser ignores it if nothing is buffered
 
 
 def test_streams_that_are_closed() -> None:
@@ -102,7 +102,7 @@ def test_ctrl_c_while_the_command_starts(module: str) -> None:
 
 
 def test_processes_that_are_started_never_receive_ctrl_c() -> None:
-    """It arrives in this process when they have been started."""
+    """It arrives in this process after they have been started."""
     child = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     program = f"""
 import signal, subprocess, sys
@@ -127,7 +127,7 @@ def test_ctrl_c_while_the_server_is_imported(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_before_the_server_runs(tmp_path: Path) -> None:
-    """At any of these points the runtime directory has files, and nothing is left of them."""
+    """At each of these points the runtime directory has files, all of which are removed."""
     for name in ("posix.sweep", "survey", "worker_settings"):
         program = f"""
 import os, runpy, signal, sys
@@ -153,7 +153,7 @@ def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_a_runtime_directory_with_a_long_path(tmp_path: Path) -> None:
-    """Its lane would fit."""
+    """Only the path of its lane would be short enough."""
     place = tmp_path / ("d" * (107 - len(f"{tmp_path}//lane.sock")))
     ran = run("serve", "--model-repository", str(tmp_path), "--runtime-dir", str(place))
     assert ran.returncode == 1
@@ -163,7 +163,7 @@ def test_a_runtime_directory_with_a_long_path(tmp_path: Path) -> None:
 
 
 def test_a_runtime_directory_that_is_full(tmp_path: Path) -> None:
-    """A limit for the size of files stands for it."""
+    """Simulated by a limit on the size of files."""
     (tmp_path / "app.py").write_text("import shmserve\n\n\n@shmserve.model\ndef f(x: int) -> int:\n    return x\n")
     limited = ["prlimit", "--fsize=0", *COMMAND]
     ran = run("serve", str(tmp_path / "app.py"), "--runtime-dir", str(tmp_path / "run"), command=limited)

@@ -1,4 +1,4 @@
-"""Fixtures of tests on the stand-ins for a GPU. At the end of each test, the stand-in must have no memory left."""
+"""Fixtures for tests with a fake GPU. At the end of each test, the fake must have no memory left."""
 
 from __future__ import annotations
 

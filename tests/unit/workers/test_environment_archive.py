@@ -1,6 +1,6 @@
 """Archives of interpreters: their members are extracted, and nothing is written outside the target.
 
-Each archive is made here, member by member, as an attacker would make it.
+Each archive is built member by member, as an attacker would.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def archive(path: Path, *members: tarfile.TarInfo | tuple[tarfile.TarInfo, bytes
 
 
 def tree(root: Path) -> dict[str, str]:
-    """Path -> content of a file, or where a link leads."""
+    """Path -> content of a file, or target of a link."""
     found = {}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
@@ -79,7 +79,7 @@ def current_umask() -> int:
 
 
 def close_locks(cache: Path) -> None:
-    """Locks stay open for the life of a worker; tests are no workers."""
+    """Closes locks, which otherwise stay open for the life of a worker process."""
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
@@ -122,7 +122,7 @@ def test_what_would_come_out_beside_it_is_refused(tmp_path: Path, members: list[
 
 
 def test_a_file_is_never_written_twice(tmp_path: Path) -> None:
-    """Nor through a link that was put in its place."""
+    """Nor through a link that has replaced it."""
     (tmp_path / "root").mkdir()
     made = archive(tmp_path / "env.tar.gz", member("a", tarfile.SYMTYPE, "b"), (member("a"), b"x"))
     with pytest.raises(Unavailable, match="cannot be unpacked: File exists"):
@@ -197,13 +197,14 @@ def test_it_stays_locked_for_the_process_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_who_uses_it_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has seen that it is not there; before it can unpack it, another has, and keeps its lock for ever."""
+    """One worker has seen that the environment is missing. Before it can unpack it, another worker has, and keeps its
+    lock."""
     made, cache = archive(tmp_path / "env.tar.gz", member("a")), tmp_path / "cache"
     real = fcntl.flock
     others: list[Path | None] = []
 
     def flock(descriptor: int, how: int) -> None:
-        real(descriptor, how | fcntl.LOCK_NB)  # who would wait here would wait for ever
+        real(descriptor, how | fcntl.LOCK_NB)  # waiting here would never end
         if not others:
             others.append(None)
             others[0] = environment_archive.unpacked(made, cache, python_of)

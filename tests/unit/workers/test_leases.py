@@ -45,7 +45,7 @@ _answers = codec.Codec(BrokerMessage).decode
 
 
 class Runner:
-    """Answers with what a test has set, and counts its batches."""
+    """A runner that answers with what the test has set, and counts its batches."""
 
     def __init__(self) -> None:
         self.ran: list[Any] = []
@@ -130,7 +130,7 @@ def packet(*messages: Any) -> bytes:
 
 
 def serve_one(lent: Lent, data: bytes) -> Any:
-    """Serves one packet; the answer, or None if the lease has ended."""
+    """Serves one packet. Returns the answer, or None if the lease has ended."""
     lent.client.send(data)
     lent.holder._serve()
     try:
@@ -190,7 +190,7 @@ def test_errors_of_the_model_are_answers(lent: Lent) -> None:
 
 
 def in_memory(segment: int = OWN, offset: int = 64, size: int = 16, parts: int = 1) -> Infer:
-    """With the first of its inputs, of 16 bytes, in shared memory."""
+    """A request with its first input, of 16 bytes, in shared memory."""
     a, b = infer().inputs
     a.data = (Handle(segment, offset, size),) * parts
     return infer(inputs=(a, b))

@@ -1,4 +1,4 @@
-"""The worker's end of the link, what it sends in which packets, and what it prints to stderr."""
+"""The worker's end of the link: how messages are packed, and output on stderr."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_everything_said_is_one_packet(ends: Ends) -> None:
     read, write = os.pipe()
     outbox.add(Map(1, 1), read)
     outbox.add(Pong(5))
-    os.close(read)  # its owner may give it up before it is sent
+    os.close(read)  # its owner may close it before it is sent
     outbox.flush()
     data, descriptors, _, _ = socket.recv_fds(broker, 1 << 18, 4)
     assert decode(data) == [Map(1, 1), Pong(5)]
@@ -184,7 +184,7 @@ def test_a_row_is_not_taken_for_smaller_than_it_is() -> None:
         Row(1, (), None, {f"key{number}": "ü" * 100 for number in range(60)}),
     ]
     for row in rows:
-        # What is left over between a chunk and a packet bears what is not counted.
+        # The difference between a chunk and a packet is enough for what is not counted.
         assert len(codec.encode([row])) <= row_bytes(row) + (PACKET_BYTES - CHUNK_BYTES) // 2
 
 
@@ -209,7 +209,7 @@ def test_a_trace_is_readable(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
-    """The trace of what a function of ours.py raises, which calls model.py beside it."""
+    """The traceback of an error raised through a function of ours.py, which calls model.py beside it."""
     texts = {
         "model": "import json\n\ndef initialize():\n    json.loads('{')\n",
         "syntax": "class X(:",

@@ -1,4 +1,4 @@
-"""Cancelling a stream in the worker, with the threads of the model interleaved at the worst place."""
+"""Cancelling a stream in the worker, with the model's threads interleaved in the worst way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WINDOW = 2
 
 
 class Eager(asyncio.SelectorEventLoop):
-    """Its thread is faster than the one that asks it for something: the callback runs before the call returns."""
+    """A loop whose thread is faster than the calling one: callbacks run before the call returns."""
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Any = None

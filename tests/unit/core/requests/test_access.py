@@ -76,7 +76,7 @@ NEEDED = {
     "set_service": OPERATE,
     "record": OPERATE,
 }
-"""Query -> the roles of which one is enough."""
+"""Query -> the roles, any of which is sufficient."""
 MESSAGES: dict[type, tuple[str, Any, int]] = {
     Hello: ("either", Hello(1, 0, "again", "memfd"), ANY),
     Infer: ("either", Infer(5, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)), INFER),
@@ -96,11 +96,11 @@ MESSAGES: dict[type, tuple[str, Any, int]] = {
     More: ("either", More(5, 1), ANY),
 }
 REGISTER = ("zmq", Map(SEGMENT, 4096, "/memory"), OPERATE)
-"""By name: a worker opens it as the server's user."""
+"""A Map by name, which a worker opens as the server's user."""
 
 
 def serving(roles: int, plane: str = "lane") -> tuple[Core, list[Effect]]:
-    """A core with a model that is ready, and what it wants when a client with these roles comes."""
+    """A core with a ready model, and its effects when a client with these roles connects."""
     core = Core("test")
     core.handle([(0, events.Deploy("m", (events.Target(1, 0, (InstanceSpec("m_0"),)),)))], 0)
     specs = (TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),)
@@ -115,7 +115,8 @@ def denials(effects: list[Effect]) -> list[Fail | Goodbye]:
 
 
 def check(effects: list[Effect], action: str, roles: int, needed: int) -> None:
-    """Denied once if none of its roles is enough, with a text that names the roles, and without other effects."""
+    """Asserts that the action is denied once if no role suffices, with a text that names the roles, and without other
+    effects."""
     found = denials(effects)
     assert len(found) == (0 if roles & needed else 1), (action, access.names(roles))
     for denial in found:
@@ -201,7 +202,7 @@ def test_any_message_before_hello_closes_the_connection() -> None:
 
 
 def test_the_log_of_denials_is_limited() -> None:
-    """Once for each connection, and once a second for each user, however often it connects again."""
+    """Once per connection, and once a second per user, however often the user reconnects."""
     core = Core("test")
     logged = []
     for peer in range(1, 50):

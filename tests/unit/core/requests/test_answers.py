@@ -1,4 +1,4 @@
-"""Workers that answer with memory that they do not own, and clients that violate the protocol."""
+"""Workers that answer with memory they do not own, and clients that violate the protocol."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ POLICY = ModelPolicy("m", 1, 8, INPUTS, OUTPUTS, BatchPolicy(), cached=True)
 
 
 class Caching(World):
-    """Counts what its workers run."""
+    """A world that counts the requests that its workers run."""
 
     def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
         super().__init__(Limits(cache_bytes=limit))
@@ -69,7 +69,7 @@ def test_the_same_is_run_once() -> None:
 
 
 def test_hits_and_misses_take_the_time_of_lookup_and_keeping() -> None:
-    """Within a turn, whose own time stands still. What cannot be kept is neither."""
+    """Measured within a turn, whose own time stands still. Responses that cannot be kept count as neither."""
     world = Copying(large="y")
     world.core.copy_with(world.memory, count(0, 10).__next__)
     client = world.connect("a")
@@ -122,7 +122,7 @@ def test_r19_answers_are_for_one_audience() -> None:
 
 
 def test_large_answers_stay_where_they_are() -> None:
-    """One block, held by all who were given it, and by the cache when they have given it back."""
+    """The answer is one block, held by all clients that received it, and by the cache after they have returned it."""
     world = Caching(large="y")
     client, other = world.connect("a"), world.connect("b")
     first, second = world.ask(client, (x(1),)), world.ask(other, (x(1),))
@@ -152,7 +152,7 @@ def test_what_was_used_longest_ago_goes_first() -> None:
 
 
 class Memory:
-    """Shared memory of everybody, and what the broker puts into its own."""
+    """Shared memory of all peers, and the broker's copies in its own."""
 
     def __init__(self) -> None:
         self.bytes: dict[int, bytearray] = {}
@@ -194,7 +194,7 @@ class Copying(Caching):
         self.core.copy_with(self.memory)
 
     def own(self, client: FakeClient, tensor: Tensor, offset: int = 0) -> Tensor:
-        """The same in memory of the client."""
+        """The same tensor in memory of the client."""
         if not client.own:
             self.turn([(client.peer, self.own_segment(client, 1 << 20))])
         (segment,) = client.own
@@ -204,7 +204,7 @@ class Copying(Caching):
 
 
 class Framing(Copying):
-    """Tensors come in frames: in the broker's own memory."""
+    """Tensors arrive in frames, in the broker's own memory."""
 
     def __init__(self, limit: int = 64 * KIB, large: str = "", policy: ModelPolicy = POLICY) -> None:
         super().__init__(limit, large, policy)
@@ -229,7 +229,7 @@ class Framing(Copying):
             worker.finish(self.now)
             self.settle()
         assert self.freed[freed:] == list(blocks), "the cache has its own copy"
-        for block in blocks:  # which something else may be written to now
+        for block in blocks:  # which may now be reused
             self.memory.write(7, block.offset, b"\xff" * block.size)
         return client.answers[self.last]
 
@@ -270,7 +270,7 @@ def test_what_is_larger_than_the_cache_is_not_read() -> None:
 
 
 def test_steps_with_what_came_in_frames() -> None:
-    """Also the rows of it, over which a step is mapped."""
+    """Including the rows over which a step is mapped."""
     world = Framing(policy=replace(POLICY, name="step"))
     steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
     world.deploy(ModelPolicy("m", 1, 0, (TensorSpec("x", "FP32", (-1, -1)),), OUTPUTS[:1], steps=steps))
@@ -282,7 +282,7 @@ def test_steps_with_what_came_in_frames() -> None:
 
 
 def test_memory_of_clients_is_compared_and_run_as_it_was_copied() -> None:
-    """Whatever its owner writes there later: the worker reads the copy, and so do those who are answered from it."""
+    """Whatever its owner writes later, the worker and the cache use the copy."""
     world = Copying()
     client, other = world.connect("a"), world.connect("b")
     (worker,) = world.workers.values()
@@ -301,7 +301,7 @@ def test_memory_of_clients_is_compared_and_run_as_it_was_copied() -> None:
 
 
 def test_without_room_for_a_copy_it_is_run_and_not_kept() -> None:
-    """Also where there was room for one of two inputs."""
+    """Even if there was room for one of two inputs."""
     world = Copying()
     client = world.connect("a")
     world.memory.full = True
@@ -320,7 +320,7 @@ def test_without_room_for_a_copy_it_is_run_and_not_kept() -> None:
 
 
 def test_memory_that_cannot_be_read_is_not_compared() -> None:
-    """It is on a GPU, or has a name."""
+    """The memory is on a GPU, or has a name."""
     world = Copying()
     client = world.connect("a")
     world.turn([(client.peer, world.own_segment(client, 4096))])
@@ -389,7 +389,7 @@ def test_another_generation_answers_anew_and_nothing_of_the_old_one_stays() -> N
 
 
 def test_a_worker_that_dies_leaves_its_answers() -> None:
-    """Their pages are kept as long as a client may map them."""
+    """Their pages are kept as long as clients may map them."""
     world = Caching(large="y")
     client = world.connect("a")
     first = world.ask(client, (x(1),))
@@ -409,7 +409,7 @@ def test_a_cache_that_is_too_small_or_none(limit: int) -> None:
 
 
 def test_an_ensemble_keeps_no_answers_of_sequences() -> None:
-    """They name the sequence, and its steps may keep states."""
+    """Their requests name the sequence, and its steps may keep state."""
     world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
     steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),)),)
     world.deploy(ModelPolicy("m", 1, 8, INPUTS[:1], OUTPUTS[:1], steps=steps, cached=True))
@@ -422,7 +422,7 @@ def test_an_ensemble_keeps_no_answers_of_sequences() -> None:
 
 
 def test_ensembles() -> None:
-    """The answer of the whole is kept; with another model behind a step it is another one."""
+    """The ensemble's answer is kept. If the model of a step changes, the cached answer does not apply."""
     world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
     steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),)),)
     world.deploy(ModelPolicy("m", 1, 8, INPUTS[:1], OUTPUTS[:1], steps=steps, cached=True))

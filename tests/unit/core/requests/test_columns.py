@@ -53,7 +53,7 @@ def columns(count: int, first: int = 1, rows: int = 1, forms: tuple[TensorForm, 
 
 
 class Told(FakeClient):
-    """Notes the messages as they come."""
+    """A client that records messages as they arrive."""
 
     def __init__(self, client: FakeClient) -> None:
         super().__init__(client.peer, client.name, client.plane, client.outputs)
@@ -115,7 +115,7 @@ IRREGULAR = {
 
 @pytest.mark.parametrize("name", IRREGULAR)
 def test_an_irregular_batch_is_refused_as_a_whole(name: str) -> None:
-    """It is unknown which numbers are those of requests, so its error has none, and none of them is admitted."""
+    """It is unknown which numbers belong to requests, so the error has no number, and no request is admitted."""
     assert not IRREGULAR[name].regular
     world, client = serving()
     world.turn([(client.peer, InferBatch("m", 0, IRREGULAR[name])), (client.peer, Ping(7))])
@@ -244,7 +244,7 @@ def test_a_worker_that_answers_in_irregular_columns_is_stopped(name: str) -> Non
 
 @pytest.mark.parametrize("numbers", [(1, 1), (1, 99)])
 def test_a_worker_that_answers_in_columns_what_it_does_not_run_is_stopped(numbers: tuple[int, int]) -> None:
-    """The n-th request that it runs for each n; 99: none."""
+    """`numbers`: positions of the answered requests among the running ones; 99: not among them."""
     world, client = serving()
     worker = world.worker("m_0")
     send(world, client, columns(2))
@@ -263,7 +263,7 @@ def test_a_worker_that_answers_in_columns_what_it_does_not_run_is_stopped(number
 
 
 def answer_in_columns(world: World, worker: FakeWorker, numbers: tuple[int, ...]) -> None:
-    """What runs is answered, whatever else happened to it."""
+    """Answers the running requests, whatever else happened to them."""
     assert worker.running is not None
     batch, worker.running = worker.running, None
     known = {work.request: work for work in batch.works}
@@ -313,7 +313,7 @@ def test_requests_whose_client_has_gone_are_left_out_and_the_others_are_answered
 
 @pytest.mark.parametrize("first", ["form", "infer", "other form"])
 def test_a_batch_of_requests_of_several_forms_is_sent_one_by_one(first: str) -> None:
-    """Ragged ones can run together. All of them have their own inputs."""
+    """Ragged requests can run together, each with its own inputs."""
     world = World()
     ragged = TensorSpec("x", "FP32", (-1,), ragged=True)
     world.deploy(ModelPolicy("m", 1, 8, (ragged,), Y, BatchPolicy()))
@@ -363,7 +363,7 @@ def form_of(width: int) -> tuple[TensorForm, ...]:
 
 
 def test_forms_that_were_refused_are_not_kept() -> None:
-    """Each could be as large as a packet, and a model would keep many."""
+    """Each form could be as large as a packet, and a model would keep many."""
     checker = Checker(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()))
     for number in range(10 * _FORMS):
         bad = tuple(TensorForm(f"{number} {index}", "FP32", (1,) * 9) for index in range(20))
@@ -386,7 +386,7 @@ def test_forms_that_were_accepted_are_kept_up_to_a_limit() -> None:
 
 
 def test_requests_without_inputs_have_no_rows() -> None:
-    """Whatever their columns say: else each number would be kept, and counted."""
+    """Whatever their columns say; otherwise each number would be kept and counted."""
     maybe = TensorSpec("x", "FP32", (1,), optional=True)
     checker = Checker(ModelPolicy("m", 1, 8, (maybe,), Y, BatchPolicy()))
     form = checker.form(())
@@ -395,7 +395,7 @@ def test_requests_without_inputs_have_no_rows() -> None:
 
 
 def test_a_form_is_forgotten_while_requests_of_it_wait() -> None:
-    """They still run, and are not taken for others."""
+    """The requests still run, and are not mistaken for others."""
     world, client = serving(max_batch=4)
     worker = world.worker("m_0")
     send(world, client, columns(2))
@@ -414,7 +414,7 @@ def test_a_form_is_forgotten_while_requests_of_it_wait() -> None:
 
 
 class Waiting:
-    """What a queue knows of a request."""
+    """A request with the attributes that a queue uses."""
 
     def __init__(self, number: int, user: str, peer: int, cost: int) -> None:
         self.number, self.cost, self.rows, self.inline = number, cost, cost, 3 * cost
@@ -456,7 +456,7 @@ def places(queue: RequestQueue[Any]) -> Any:
 
 
 def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:
-    """Its own response comes alone, and its trace has the batch."""
+    """Its response is sent alone, and its trace has the batch."""
     world, client = serving()
     traced: list[Traced] = []
     world.tell = lambda effect: traced.append(effect) if isinstance(effect, Traced) else None  # type: ignore[method-assign]

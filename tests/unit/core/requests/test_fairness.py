@@ -24,7 +24,7 @@ def model(name: str, batching: BatchPolicy | None = None, max_batch: int = 8) ->
 
 
 class Load:
-    """Clients that ask again as soon as they are answered. `served` is rows by client and model."""
+    """Clients that send the next request as soon as they are answered. `served`: rows by client and model."""
 
     def __init__(self, *models: ModelPolicy) -> None:
         self.world = World(checks=False)
@@ -42,7 +42,7 @@ class Load:
         return client.peer, Infer(self.numbers, name, 0, (tensor,))
 
     def rounds(self, count: int, plan: list[tuple[FakeClient, str, int, int]]) -> None:
-        """Each of the plan (client, model, in flight, rows) keeps that many in flight."""
+        """Each entry of the plan (client, model, in flight, rows) keeps that many requests in flight."""
         first = [self.infer(client, name, rows) for client, name, flight, rows in plan for _ in range(flight)]
         self.world.turn(first)
         for _ in range(count):
@@ -83,7 +83,7 @@ CASES: dict[str, Callable[[FakeClient, FakeClient], list[tuple[FakeClient, str, 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_clients_of_one_model(case: str) -> None:
-    """One batch runs, one waits, one is being asked for: half of three batches is what a client needs in flight."""
+    """One batch runs, one waits, one is being formed: a client needs half of three batches in flight."""
     load = Load(model("m"), model("small", max_batch=4))
     a, b = load.world.connect("a"), load.world.connect("b")
     load.rounds(400, CASES[case](a, b))
@@ -117,7 +117,8 @@ def test_clients_that_come_later_get_their_share_at_once() -> None:
 
 
 def test_a_user_with_many_connections_delays_another_by_one_request() -> None:
-    """One small request in each packet. When the honest one asks, one runs, one waits at the worker, one is ahead."""
+    """Each packet has one small request. When the honest client sends its request, one runs, one waits at the worker,
+    and one is ahead in the queue."""
     load = Load(model("m", max_batch=1))
     crowd = [load.world.connect(f"crowd {number}") for number in range(300)]
     honest = load.world.connect("honest", audience="uid:2000")
@@ -185,7 +186,7 @@ def test_rows_that_nobody_waits_for_any_more_are_not_asked_for(how: str) -> None
 
 
 def test_requests_that_expire_do_not_cost_their_client_its_share() -> None:
-    """Both offer more than their share, one of them ten times as much; most of what it offers expires."""
+    """Both send more than their share, one of them ten times as much; most of its requests expire."""
     policy = BatchPolicy(default_policy=QueuePolicy(TimeoutAction.REJECT, 20 * MS))
     load = Load(model("m", policy))
     world = load.world

@@ -21,7 +21,7 @@ from tests.support.hypothesis_profiles import examples
 class Item(NamedTuple):
     rows: int
     fault: str
-    """new, zero or same: its number; short, long or empty: its bytes."""
+    """new, zero or same: fault of the number; short, long or empty: fault of the bytes."""
     value: int
 
 
@@ -44,7 +44,7 @@ class Group(NamedTuple):
     items: list[Item]
     timeout_ms: int
     alone: str
-    """A request beside them that cannot be in columns."""
+    """An additional request that cannot be in columns."""
 
 
 GROUPS = st.builds(

@@ -41,7 +41,7 @@ S = 10**9
 
 
 class Crowded(World):
-    """With one model that runs one request at a time, and a list of all messages that were sent."""
+    """A world with a model that runs one request at a time, and a list of all sent messages."""
 
     def __init__(self, large: str = "", /, **limits: Any) -> None:
         super().__init__(Limits(**limits))
@@ -68,7 +68,7 @@ class Crowded(World):
 
 
 def check_refused(answers: list[Any], name: str, *numbers: int) -> None:
-    """The limit `name` refused them, and the text has these numbers and a hint."""
+    """Asserts that the limit `name` refused the requests, and that the text has these numbers and a hint."""
     assert answers
     for answer in answers:
         assert answer.code == "UNAVAILABLE"
@@ -156,7 +156,7 @@ def test_bytes_that_wait(name: str) -> None:
     world.ask(modest, 1, 256)
     assert not world.fails(modest)
     world.finish_all()
-    world.advance(world.now + 1)  # what waits is counted once in a turn
+    world.advance(world.now + 1)  # waiting bytes are counted once per turn
     world.ask(greedy, 10, 256)
     assert len(greedy.open) == 10
 
@@ -166,7 +166,7 @@ LARGE = Options(parameters={f"p{n}": "v" * (60 << 10) for n in range(3)})
 
 @pytest.mark.parametrize("name", ["model_queue_bytes", "queue_bytes"])
 def test_queued_parameters_are_counted(name: str) -> None:
-    """Three of 60 KiB each in a request: 1 MiB has room for five, beside the one that runs."""
+    """A request has three parameters of 60 KiB: 1 MiB holds five requests, besides the running one."""
     world = Crowded(**{name: 1 << 20})
     greedy, modest = world.connect("greedy"), world.connect("modest")
     for number in range(1, 31):
@@ -278,7 +278,8 @@ def test_segments() -> None:
 
 
 def test_cancelled_requests_are_freed_while_another_runs() -> None:
-    """With preserve_ordering: the first one runs for minutes, and the others are cancelled as soon as they are sent."""
+    """With preserve_ordering, the first request runs for minutes, and the others are cancelled as soon as they are
+    sent."""
     world = World(checks=False)
     world.deploy(plain(max_batch=1, batching=BatchPolicy(preserve_ordering=True)))
     client = world.connect("a")
@@ -337,7 +338,7 @@ def test_a_client_with_many_errors_is_read_only_at_the_rate_of_the_limit() -> No
 
 
 def test_clients_of_a_user_whose_clients_are_disconnected_again_and_again_are_paused() -> None:
-    """Each sends Hello twice and is disconnected, and the next one connects at once."""
+    """Each client sends Hello twice and is disconnected, and the next one connects at once."""
     world = Crowded()
     old, stranger = world.connect("a"), world.connect("b", audience="uid:7")
     waits = []
@@ -363,7 +364,7 @@ def test_no_limit_on_errors() -> None:
 
 
 def test_failed_requests_do_not_count_as_errors() -> None:
-    """A gateway passes on the requests of others: it is not disconnected for their wrong shapes and names."""
+    """A gateway forwards requests of others, so it is not disconnected for their wrong shapes and names."""
     world = Crowded(client_errors=1)
     client = world.connect("a")
     for number in range(1, 5 * BURST_S):
@@ -375,7 +376,7 @@ def test_failed_requests_do_not_count_as_errors() -> None:
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_leases(most: int) -> None:
-    """Without room for one ("leases"), requests go through the broker as before."""
+    """If the limit "leases" is reached, requests go through the broker as before."""
     world = Lent(instances=3, leases=most)
     clients = [world.connect(f"c{number}", leases=True) for number in range(2)]
     for client in clients:
@@ -403,7 +404,7 @@ def test_each_limit_is_listed_once_with_a_reason() -> None:
 
 
 def test_every_limit_has_its_test() -> None:
-    """Others are in test_questions.py, tests/process/server/test_broker.py, and test_turns.py."""
+    """The other limits are tested in test_questions.py, tests/process/server/test_broker.py, and test_turns.py."""
     source = Path(__file__).read_text()
     for row in NAMED:
         elsewhere = row.name in ("client_questions", "client_outbox_bytes", "outbox_bytes")

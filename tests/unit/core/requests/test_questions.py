@@ -30,7 +30,7 @@ def passed(effects: list[Any]) -> list[tuple[int, int]]:
 
 
 def turns(core: Core) -> list[list[tuple[int, int]]]:
-    """What further turns pass on, until no more is due at once."""
+    """The questions that further turns pass on, until none is due at once."""
     found = []
     while core.deadline() is not None:
         found.append(passed(core.tick(0)))

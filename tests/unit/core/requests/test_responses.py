@@ -81,7 +81,7 @@ def test_more_for_a_finished_request_or_one_of_another_client_is_ignored() -> No
 
 
 def test_unfinished_streams_are_limited_per_user() -> None:
-    """Cancelled, or left by a client that reconnects: the model still has them."""
+    """This includes cancelled streams, and those of a client that reconnects: the model still processes them."""
     world = Streaming(client_requests=8)
     worker = world.streaming
 

@@ -1,4 +1,4 @@
-"""Shadows: one more version gets a share of the requests, and its answers are compared."""
+"""Shadows: another version also gets a share of the requests, and its answers are compared."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Shadowed(World):
         return self.numbers
 
     def run(self, worker: FakeWorker, **how: Any) -> None:
-        """Runs what the worker has."""
+        """Runs the worker's batches."""
         worker.finish(self.now, **how)
         self.turn(self.heard(worker))
 
@@ -150,7 +150,7 @@ def test_what_the_shadow_has_no_room_for_is_skipped(world: Shadowed) -> None:
 
 
 def test_clients_come_before_the_shadow(world: Shadowed) -> None:
-    """Requests to version 2 itself run first, and while one of them waits, nothing is added for the shadow."""
+    """Requests to version 2 itself run first. While one of them waits, no shadow request is added."""
     client = world.connect("c")
     first = world.ask(client, version=2)
     world.ask(client)
@@ -213,7 +213,7 @@ def give(client: FakeClient, handle: Handle) -> Return:
 
 
 def test_outputs_stay_until_they_are_compared() -> None:
-    """Also if their client has returned them, or has left."""
+    """Even if their client has returned them or has disconnected."""
     world = Shadowed(large="y")
     client = world.connect("c")
     number = world.ask(client)

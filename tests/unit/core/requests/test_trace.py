@@ -79,7 +79,7 @@ def test_a_request_that_expires_in_the_queue_and_one_whose_client_disconnects() 
     world.turn([infer(other, 1, trace_id="gone")])
     world.gone(other)
     world.advance(world.now + 2 * MS)
-    (found,) = world.traced()  # no client was left for the response of the other one
+    (found,) = world.traced()  # the other response had no client any more
     assert (found["trace_id"], found["code"]) == ("7", "DEADLINE_EXCEEDED")
     world.finish()
     assert not world.core.state.traces.active
@@ -129,7 +129,7 @@ def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     assert sample.log is not None
     assert sample.log.text.startswith("trace why: DEADLINE_EXCEEDED, ")
     assert sample.times == ()
-    assert not world.traced()  # the record goes along with the sample
+    assert not world.traced()  # the record is removed together with the sample
     samples.clear()
     world.worker("m_0").finish(world.now)
     world.turn([infer(world.client, 3)])
@@ -138,7 +138,7 @@ def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
 
 
 def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None:
-    """Also if their own model has no sample; `count` counts only requests of clients."""
+    """Even if their own model is not sampled; `count` counts only requests of clients."""
     world = Logged()
     world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
     world.deploy(replace(POLICY, name="f", batching=None, steps=(step("e"),)))
@@ -163,7 +163,7 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
 
 @given(st.integers(1, 6), st.integers(-1, 5), st.lists(st.integers(0, 20), max_size=8))
 def test_a_sample_takes_the_same_requests_however_they_arrive(rate: int, left: int, counts: list[int]) -> None:
-    """In packets of any size, or one by one: request number `rate` and so on, as long as any are left."""
+    """In packets of any size, or one by one: every `rate`-th request, until the count is used up."""
     total = sum(counts)
     expected = [number for number in range(total) if number % rate == rate - 1]
     if left >= 0:

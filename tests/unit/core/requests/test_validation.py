@@ -1,4 +1,4 @@
-"""What a request may look like, and the words in which it is refused: users of Triton know them."""
+"""The checks of a request, and the error texts, which are Triton's."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_exactly_the_right_ones_are_let_in(
     good = len(whole) == len(shape) and all(want in (-1, got) for want, got in zip(whole, shape, strict=True))
     good = good and min(shape, default=0) >= 0 and not (max_batch and shape[0] > max_batch) and not off
     made = Tensor("x", dtype, shape, bytes(max(0, size) + off))
-    for _ in range(2):  # the second time from memory
+    for _ in range(2):  # the second time from the cache
         try:
             rows, _, inline, in_shared_memory, _ = one.check((made,), None)
         except InvalidRequest:

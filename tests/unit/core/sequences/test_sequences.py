@@ -1,7 +1,7 @@
-"""Sequences under a machine that does whatever can happen to them, against the rules in plain Python.
+"""Sequences under a state machine of all possible events, compared with the rules in plain Python.
 
-Messages between broker and workers wait on their way until a rule delivers them. `check()` runs after every turn. At
-the end everything goes on until it is quiet: then every request has been answered once, and nothing is left.
+Messages between broker and workers are held back until a rule delivers them. `check()` runs after every turn. At the
+end, everything continues until it is quiet: then every request has been answered once, and nothing is left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IDLE = 50 * MS
 LIMITS = Limits(crashes=0, backoff_ns=2 * MS, backoff_max_ns=4 * MS, execution_ns=0, load_ns=0, leaving_ns=10**15)
 GIVEN_UP = ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
 OWN = 0
-"""Named as the id of a request: it has none, and is a sequence of its own."""
+"""Stands for the id of a request without one, which is a separate sequence."""
 
 
 def policy(max_batch: int, sequence: SequencePolicy, varies: bool = True) -> ModelPolicy:
@@ -64,7 +64,7 @@ POLICIES = {
 
 
 class Watched(FakeWorker):
-    """Passes all that happens to the rules."""
+    """A worker that passes all events to the rules."""
 
     world: Sequenced
 
@@ -99,7 +99,7 @@ def _the_rules_hear_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sequenced(World):
-    """All links of workers are slow, and the rules hear of everything."""
+    """A world in which all links to workers are slow, and the rules get every event."""
 
     def __init__(self, model: ModelPolicy) -> None:
         super().__init__(LIMITS)
@@ -278,7 +278,7 @@ class SequenceMachine(WorldMachine):
 
     @rule(which=st.integers(0, 60))
     def crash(self, which: int) -> None:
-        self.let_load()  # a version that cannot restart an instance refuses sequences: no subject of these rules
+        self.let_load()  # a version that cannot restart an instance refuses sequences, which these rules do not cover
         workers = self.workers(bool)
         if which < 6 and workers:
             self.send([])
@@ -289,7 +289,7 @@ class SequenceMachine(WorldMachine):
 
     @rule(instances=st.integers(1, 3), really=st.integers(0, 3))
     def scale(self, instances: int, really: int) -> None:
-        """Also up again while some are leaving."""
+        """May scale up again while instances are still leaving."""
         if not really:
             self.deploy(self.sources, instances)
 
@@ -311,7 +311,7 @@ class SequenceMachine(WorldMachine):
 
     @invariant()
     def first_come_first_served(self) -> None:
-        """Each sequence that can have a slot has one, and none that came later gets one before it."""
+        """Each sequence that can have a slot has one, and no later sequence gets one before it."""
         if self.unsent or not hasattr(self, "world"):
             return
         for version in [version for model in self.world.core.state.models.values() for version in model.generations()]:
@@ -335,7 +335,7 @@ class SequenceMachine(WorldMachine):
 
     @invariant()
     def nobody_idles(self) -> None:
-        """An instance with nothing to do has nothing that could run now."""
+        """No idle instance has a request that could run now."""
         if self.unsent or not hasattr(self, "world"):
             return
         for sequence_slots in self.world.sequence_slots():
@@ -367,7 +367,7 @@ class SequenceMachine(WorldMachine):
         assert not world.workers
 
     def is_quiet(self) -> bool:
-        """Sequences that wait for their next request may be left."""
+        """Sequences that wait for their next request may remain."""
         due = self.world.core.deadline()
         return (due is None or due > self.world.now + LIMITS.leaving_ns // 2) and not self.world.core.state.requests
 

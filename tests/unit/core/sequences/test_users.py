@@ -17,7 +17,7 @@ S = 10**9
 
 
 class Sequenced(World):
-    """With a model of sequences, and a list of what is sent to its worker about sequences."""
+    """A world with a sequence model, and a list of the messages to its worker about sequences."""
 
     def __init__(self, strings: bool) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ def test_the_end_of_an_idle_sequence_names_the_sequence_of_its_user() -> None:
     world.step(other, 1, start=True)
     world.advance(world.now + S // 2)
     world.step(one, 2)
-    world.advance(world.now + 3 * S // 4)  # idle for more than a second: the other's
+    world.advance(world.now + 3 * S // 4)  # idle for more than a second: the other user's sequence
     assert world.ended == [world.executed[1][0]]
     assert isinstance(world.step(one, 3, end=True), Reply)
 
 
 def test_callers_of_one_client_have_ids_of_their_own() -> None:
-    """As the callers of a gateway, which distinguishes them by their tokens."""
+    """For example the callers of a gateway, which distinguishes them by their tokens."""
     world = Sequenced(False)
     gateway = world.connect("gateway")
     begun = [("alice", True), ("bob", False), ("bob", True), ("alice", False), ("", False), ("bob", False)]
@@ -118,7 +118,7 @@ def test_slots_are_assigned_to_users_in_turn() -> None:
         rounds += 1
         assert rounds < 5
         world.finish_all()
-        world.advance(world.now + S)  # the places of those that were abandoned
+        world.advance(world.now + S)  # frees the slots of the abandoned sequences
     assert len(crowd.answers) <= 6
 
 

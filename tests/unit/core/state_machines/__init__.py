@@ -1,1 +1,1 @@
-"""State machines of Hypothesis: the core under all that clients, workers, links and time can do to it."""
+"""Hypothesis state machines: the core under everything that clients, workers, links and time can do."""

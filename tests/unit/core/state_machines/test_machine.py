@@ -1,8 +1,9 @@
-"""A state machine that does to the core whatever clients, workers, links and time can do to it, in any order.
+"""A state machine that performs, in any order, everything that clients, workers, links and time can do to the core.
 
-Every message between broker and workers waits on its way until a rule delivers it, so all crossings happen. `check()`
-runs after every turn; the fakes assert that they get all they are owed. At the end all work is finished, all blocks are
-returned and the server is drained: then every request has been answered once, and every block is with its owner.
+Every message between broker and workers is held back until a rule delivers it, so all crossings happen. `check()` runs
+after every turn; the fakes assert that they get everything that they must get. At the end all work is finished, all
+blocks are returned and the server is drained: then every request has been answered once, and every block is back with
+its owner.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ AHEAD = ["plain", "pair", "timed", "ordered", "padded"]
 
 
 class Slow(World):
-    """All links are slow: nothing arrives unless it is delivered."""
+    """A world with slow links: nothing arrives unless it is delivered."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         super().__init__(limits)
@@ -150,11 +151,12 @@ class CoreMachine(WorldMachine):
         self.set_out(names, ahead)
 
     def set_out(self, names: list[str], ahead: str) -> None:
-        """Few models at a time, so that more happens to each, and one whose batches wait at the worker and grow."""
+        """Few models at a time, so that more happens to each; one of them has batches that wait at the worker and
+        grow."""
         self.begin_with({*names, ahead}.union(*(MEMBERS.get(name, ()) for name in names)), MODELS)
 
     def begin_with(self, names: Collection[str], models: Iterable[tuple[ModelPolicy, int, str]]) -> None:
-        """Two clients, and of the models (policy, instances, large output) those with these names."""
+        """Starts with two clients, and the models (policy, instances, large output) with these names."""
         self.names = sorted(names)
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
         for policy, instances, large in models:
@@ -193,7 +195,7 @@ class CoreMachine(WorldMachine):
     @precondition(lambda self: self.clients)
     @rule(which=st.integers(0, 9), together=st.booleans())
     def unmap(self, which: int, together: bool) -> None:
-        """Handles into it may have been sent; none comes any more."""
+        """Handles into the segment may have been sent; no more will follow."""
         client = self.choose_client(which)
         known = [number for number in client.own if number not in client.withdrawn]
         if known:
@@ -251,7 +253,7 @@ class CoreMachine(WorldMachine):
         batched=st.booleans(),
     )  # fmt: skip
     def load(self, which: int, which_model: int, counts: list[int], batched: bool = False) -> None:
-        """Turn after turn of good requests for one model: so that batches wait at workers and are extended."""
+        """Several turns of valid requests for one model, so that batches wait at workers and are extended."""
         client, name = self.choose_client(which), self.names[which_model % len(self.names)]
         for count in counts:
             happened = [self._simple(client, name, 1) for _ in range(count)]
@@ -260,7 +262,8 @@ class CoreMachine(WorldMachine):
     @precondition(lambda self: self.clients and self.workers(lambda worker: worker.running))
     @rule(which=st.integers(0, 9), counts=st.lists(st.integers(1, 2), min_size=1, max_size=3), cancel=st.booleans())
     def cross(self, which: int, counts: list[int], cancel: bool) -> None:
-        """A worker finishes and starts what waits; the broker extends or withdraws before it reads the report."""
+        """A worker finishes and starts the waiting batch; the broker extends or withdraws that before it reads the
+        report."""
         running = self.workers(lambda worker: worker.running)
         worker, client = running[which % len(running)], self.choose_client(which)
         worker.read()
@@ -299,7 +302,7 @@ class CoreMachine(WorldMachine):
             return (Handle(min(client.own), 128, size),)
         if where == "held" and client.holds:
             held = min(client.holds, key=lambda handle: handle.offset)
-            return (Handle(held.segment, held.offset, size),)  # often of the wrong size: refused
+            return (Handle(held.segment, held.offset, size),)  # often of the wrong size, and then refused
         if where == "forged":
             others = [handle for other in self.clients for handle in other.holds]
             return tuple(others[:1]) or (Handle((1 << 62) + 5, 2**63 - 1, size),)
@@ -333,7 +336,7 @@ class CoreMachine(WorldMachine):
 
     @rule(us=st.sampled_from([1, 500, 1000, 4000, 20000]), late=st.booleans())
     def time(self, us: int, late: bool) -> None:
-        """`late`: the timer fires after all that time, for whatever was due meanwhile."""
+        """`late`: the timer fires only after all that time, for everything that has become due."""
         self.send([])
         until = self.world.now + us * 1000
         if late:
@@ -385,7 +388,7 @@ class CoreMachine(WorldMachine):
         assert len(set(world.forgotten)) == len(world.forgotten)
 
     def copies(self) -> list[Handle]:
-        """All that the broker has copied, in order."""
+        """Everything that the broker has copied, in order."""
         return []
 
 

@@ -1,8 +1,8 @@
 """The state machine with everything at once: plain, ranked, ordered and kept models, sequences, streams, ensembles with
 mapped steps and conditions, with and without the rate limiter, under clients, operators, deaths and slow links.
 
-Beyond what test_machine.py asks, each response must be that of its request (see everything.py), no worker
-gets the end of an unknown sequence, and at the end no place, stream, sequence or resource is in use.
+In addition to the checks of test_machine.py, each response must belong to its request (see everything.py), no worker
+gets the end of an unknown sequence, and at the end no slot, stream, sequence or resource is in use.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class EverythingMachine(OperatedMachine):
         together=st.booleans(),
     )  # fmt: skip
     def happen(self, what: str, which: int, number: int, flag: bool, together: bool) -> None:
-        """What is rarer than requests and answers."""
+        """Events that are rarer than requests and answers."""
         name = self.names[which % len(self.names)]
         if what == "come" and len(self.clients) < 5:
             self.connect(number, flag)
@@ -243,7 +243,7 @@ class EverythingMachine(OperatedMachine):
         worker.end_streams()
         self.world.crash(worker, "exit code 0")
 
-    # What `happen` does is not a rule of its own.
+    # The events of `happen` are not separate rules.
 
     connect = not_a_rule(OperatedMachine.connect)
     gone = not_a_rule(OperatedMachine.gone)
@@ -303,10 +303,10 @@ class EverythingMachine(OperatedMachine):
         super().teardown()
 
     def check_recording(self, state: State) -> None:
-        """It has all requests that were answered, and makes a valid timeline."""
+        """The recording has all answered requests, and gives a valid timeline."""
         recording = state.recording
         if recording is None:
-            return  # the machine has not begun
+            return  # the machine has not started
         collected = Collected(10**6)
         collected.add(msgspec.json.decode(msgspec.json.encode(recording.take(10**6))))
         check(Timeline(collected).events())
@@ -337,7 +337,7 @@ def test_each_model_of_the_machine_answers_as_it_should(name: str, limited: bool
 
 
 def test_one_answer_asked_of_a_model_that_has_many_uses_no_memory() -> None:
-    """It is refused. What its places lie in is not kept for it."""
+    """The request is refused, and memory for its places is not kept."""
     machine = EverythingMachine()
     machine.begin(["e_turn"], False)
     machine.happen(flag=False, number=1, together=False, what="deploy", which=0)
@@ -351,7 +351,7 @@ def test_one_answer_asked_of_a_model_that_has_many_uses_no_memory() -> None:
 
 
 def test_a_sequence_that_goes_on_in_the_turn_in_which_its_model_is_replaced() -> None:
-    """By way of an ensemble, whose requests choose a generation before any step of them has begun."""
+    """Uses an ensemble, whose requests choose a generation before any of their steps has begun."""
     state = EverythingMachine()
     state.begin(limited=False, names=["e_nest", "det", "e_seq"])
     state.load(counts=[3, 3, 3, 3], which=0, which_model=0)

@@ -1,8 +1,8 @@
 """The state machine with everything at once, in which models also call each other: at random, so that deadlocks form.
 
-Beyond what test_machine_all.py asks: a worker whose model waits does not continue before its call is answered, and yet
-all work ends; no call is refused while an instance of its model is not itself waiting for a call; and each model gets
-and passes on the response to its own request.
+In addition to the checks of test_machine_all.py: a worker whose model waits does not continue before its call is
+answered, yet all work ends; no call is refused while an instance of the called model is not itself waiting for a call;
+and each model gets and passes on the response to its own request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ closes_cycle = deadlock.closes_cycle
 
 
 def checked_closes_cycle(state: State, request: Request) -> str:
-    """Also asserts that every usable instance waits if a call to an ordinary model is refused."""
+    """Also asserts that all usable instances are waiting if a call to an ordinary model is refused."""
     found = closes_cycle(state, request)
     version = request.version
     if found and version.graph is None and version.sequence_slots is None and version.order is None:
@@ -67,7 +67,7 @@ class EverythingCalls(Everything):
         return row
 
     def _pass_on(self, worker: FakeWorker, work: Work, tensor: Tensor) -> None:
-        """In place of what it has made, something with the same in it that it holds."""
+        """Returns, instead of a new output, a held tensor with the same content."""
         assert worker.caller is not None
         if not isinstance(tensor.data, tuple) or tensor.data[0].segment >> 32 != worker.peer:
             return
@@ -104,7 +104,7 @@ class CallingMachine(EverythingMachine):
                 self._deliver(together)
 
     def _deliver(self, together: bool) -> None:
-        """All workers read what is there, and their reports are read."""
+        """All workers read their messages, and their reports are read."""
         for worker in self.workers(bool):
             worker.read()
             self.world.let_start(worker)
@@ -112,7 +112,7 @@ class CallingMachine(EverythingMachine):
 
     @rule(which=st.integers(0, 9))
     def go_on(self, which: int) -> None:
-        """Most that is under way comes to its end."""
+        """Most requests in flight are finished."""
         for _ in range(3):
             for worker in self.workers(lambda worker: worker.running):
                 if (worker.peer + which) % 4:
@@ -153,7 +153,7 @@ class CallingMachine(EverythingMachine):
     @precondition(lambda self: self._callers())
     @rule(which=st.integers(0, 30), cancel=st.booleans(), count=st.integers(1, 3))
     def act(self, which: int, cancel: bool, count: int) -> None:
-        """Cancels a call, or gives back what calls were answered with."""
+        """Cancels a call, or returns the answers to calls."""
         callers = self._callers()
         worker = callers[which % len(callers)]
         caller = caller_of(worker)

@@ -1,8 +1,8 @@
-"""The state machine of test_machine_operations.py with clients that get leases and use them, while workers end them,
-die in the middle of leased requests, hang or cannot be lent, and all the rest happens.
+"""The state machine of test_machine_operations.py with clients that get and use leases, while workers end them, die
+during leased requests, hang or cannot be lent.
 
-What must be true beyond that: each leased request is answered once, or its lease ends and it is sent to the broker, or
-fails with its worker; and the statistics count each batch and each leased request that a worker has run, and no other.
+Additional invariants: each leased request is answered once, or its lease ends and the request is sent to the broker or
+fails with its worker. The statistics count exactly the batches and leased requests that workers have run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODELS = (
 )
 NAMES = [policy.name for policy, _, _ in MODELS]
 NEEDED = 2
-"""Requests in a row that make a client one that is alone: few, so that there are many leases."""
+"""Number of consecutive single requests after which a client gets a lease: small, so that there are many leases."""
 
 
 class LentWorld(Operated):
@@ -42,7 +42,7 @@ class LentWorld(Operated):
         self.all_workers: list[FakeWorker] = []
         self.statistics: dict[int, Statistics] = {}
         self.batches = 0
-        """Requests that were reported to the core as done."""
+        """Number of requests reported to the core as done."""
 
     def tell(self, effect: Any) -> None:
         if not (isinstance(effect, Kill) and effect.reason.startswith("it has run one batch for more than")):
@@ -79,7 +79,7 @@ class LeaseMachine(OperatedMachine):
         for worker in self.workers(bool):
             worker.read()
 
-    # Leased requests have no other memory than the inputs of their clients, each of which has a segment.
+    # Leased requests use only the inputs of their clients, each of which has a segment.
 
     segment = not_a_rule(OperatedMachine.segment)
     unmap = not_a_rule(OperatedMachine.unmap)
@@ -103,7 +103,7 @@ class LeaseMachine(OperatedMachine):
     @precondition(lambda self: any(not client.open for client in self.clients))
     @rule(which=st.integers(0, 9), which_model=st.integers(0, 5), count=st.integers(NEEDED, NEEDED + 2))
     def alone(self, which: int, which_model: int, count: int) -> None:
-        """Requests one after the other, through the broker."""
+        """Sends requests one after the other, through the broker."""
         resting = [client for client in self.clients if not client.open]
         client, name = resting[which % len(resting)], self.names[which_model % len(self.names)]
         for _ in range(count):
@@ -127,7 +127,7 @@ class LeaseMachine(OperatedMachine):
     @precondition(lambda self: any(client.leases and not client.open for client in self.clients))
     @rule(which=st.integers(0, 9), rows=st.lists(st.integers(1, 3), max_size=6))
     def converse(self, which: int, rows: list[int]) -> None:
-        """Requests one after the other, over a lease."""
+        """Sends requests one after the other, over a lease."""
         for count in rows:
             if any(client.leases and not client.open for client in self.clients):
                 self.leased(which, count, True)
@@ -167,7 +167,7 @@ class LeaseMachine(OperatedMachine):
     @precondition(lambda self: self.workers(lambda worker: worker.lease))
     @rule(which=st.integers(0, 9), unfit=st.booleans())
     def end_lease(self, which: int, unfit: bool) -> None:
-        """The worker ends it by itself."""
+        """The worker ends the lease by itself."""
         lent = self.workers(lambda worker: worker.lease)
         worker = lent[which % len(lent)]
         lease = worker.lease
@@ -199,7 +199,7 @@ class LeaseMachine(OperatedMachine):
     # ------------------------------------------------------------------------------------ the end
 
     def let_run(self, worker: FakeWorker) -> None:
-        """Serves what has arrived over its lease, whose client then leaves it."""
+        """Serves the requests that have arrived over its lease, which its client then abandons."""
         lease = worker.lease
         while worker.lease is not None and _is_asked(worker):
             worker.run_leased(self.world.now)

@@ -1,7 +1,7 @@
-"""The state machine of test_machine.py, with operators at work as well: versions are deployed, reloaded, resized,
-unloaded and restarted while all the rest happens, and workers fail to load.
+"""The state machine of test_machine.py, with operators: versions are also deployed, reloaded, resized, unloaded and
+restarted, and workers fail to load.
 
-What must be true beyond that: each operation is over once, and a request fails only for what was done to its model.
+Additional invariants: each operation ends once, and a request fails only because of an operation on its model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.core.policies import scaling_of
 from tests.unit.core.state_machines.test_machine import LIMITS, CoreMachine, Slow
 
 NAMES = ["plain", "pair", "timed", "ranked", "strict", "single", "flat"]
-"""Not `ordered`: what a generation has when another takes over may be answered after what the other one got."""
+"""Not `ordered`: requests of an old generation may be answered after those of the new one."""
 AHEAD = ["plain", "pair", "timed"]
 
 
@@ -69,7 +69,7 @@ class OperatedMachine(CoreMachine):
         self, which: int, source: int, count: int, fresh: bool, numbers: tuple[int, ...], known: bool, together: bool,
         scaled: bool = False,
     ) -> None:  # fmt: skip
-        """`known`: versions that are not in it were deleted. `scaled`: the number of instances follows the load."""
+        """`known`: all versions that were not deleted. `scaled`: the number of instances follows the load."""
         name = self.names[which % len(self.names)]
         specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(count))
         first = self.world.policies[name, 1]
@@ -83,7 +83,7 @@ class OperatedMachine(CoreMachine):
         self.operate(events.Deploy(name, targets, 0, fresh and source == 0, numbers if known else None), together)
 
     def memory_of(self, name: str) -> MemoryEstimate:
-        """Of each instance of the model."""
+        """The memory of each instance of the model."""
         return MemoryEstimate()
 
     @rule(which=st.integers(0, 9), really=st.integers(0, 2), together=st.booleans())
@@ -121,7 +121,7 @@ class OperatedMachine(CoreMachine):
     @precondition(lambda self: self.clients)
     @rule(which=st.integers(0, 9), count=st.integers(0, 8), windows=st.integers(1, 8))
     def long_time(self, which: int, count: int, windows: int) -> None:
-        """Long enough for some measurements of what is scaled, while requests wait."""
+        """Long enough for some measurements of scaled versions, while requests wait."""
         self.load(which, which, [count] if count else [])
         self.send([])
         self.world.advance(self.world.now + windows * WINDOW_NS)
@@ -186,7 +186,7 @@ def test_whatever_operators_do_the_books_balance() -> None:
 
 
 def test_what_is_back_in_the_queue_of_a_model_that_is_given_up_is_answered() -> None:
-    """One of two instances cannot load again; the other one ends with a request that it had not begun."""
+    """One of two instances cannot be reloaded; the other one ends with a request that it had not begun."""
     machine = OperatedMachine()
     machine.begin(names=[], ahead="pair")
     machine.connect(kind=0, other=False)

@@ -1,8 +1,8 @@
-"""The state machine of test_machine_operations.py with shadows: while all the rest happens, one of two versions gets
-the requests of the other, too, and clients keep their inputs for it.
+"""The state machine of test_machine_operations.py with shadows: one of two versions also gets the requests of the
+other, and clients keep their inputs for it.
 
-What must be true beyond that: everything that a shadow has kept is released, and clients get nothing that they would
-not get without it (the fakes assert the rest).
+Additional invariants: everything kept for a shadow is released, and clients get nothing that they would not get without
+it (the fakes assert the rest).
 """
 
 from __future__ import annotations

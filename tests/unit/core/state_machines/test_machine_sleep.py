@@ -1,9 +1,9 @@
 """The state machines of test_machine_all.py, test_machine_leases.py and test_machine_calls.py with models that go to
 sleep after a few milliseconds without requests, or because others need their memory, and are woken by clients, steps,
-calls and operators while all the rest happens.
+calls and operators.
 
-What must be true beyond that: no request is lost in a version that sleeps, at the end all versions sleep, and the
-processes never have more memory than the budget.
+Additional invariants: no request is lost in a sleeping version, at the end all versions sleep, and the processes never
+exceed the memory budget.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.unit.core.state_machines.test_machine_operations import Operated, Ope
 
 IDLE = 4 * MS
 BUDGET = 90
-"""Three instances of the largest model fit."""
+"""The budget fits three instances of the largest model."""
 
 
 def _is_slow_exit(effect: Any) -> bool:
@@ -61,14 +61,14 @@ def check_all_sleep(state: State) -> None:
 
 
 def finish(machine: WorldMachine) -> None:
-    """All that runs or waits ends, and then all versions sleep."""
+    """Finishes all running and waiting requests; then all versions sleep."""
     machine.send([])
     machine.finish_everything()
     check_all_sleep(machine.world.core.state)
 
 
 def tight(limits: Limits) -> Limits:
-    """Memory for a few of the models. Some have stopped to sleep for being idle only."""
+    """Limits with memory for only a few models. Idle models sleep in any case, after a while."""
     return replace(limits, memory_budget=BUDGET, memory_wait_ns=3 * MS, idle_unload_ns=30 * MS)
 
 
@@ -78,7 +78,7 @@ class SleepMachine(EverythingMachine):
 
     @rule()
     def rest(self) -> None:
-        """Long enough to fall asleep for what has nothing to do."""
+        """Time passes, long enough for idle versions to fall asleep."""
         self.send([])
         for worker in self.workers(lambda worker: worker.inbox):
             worker.read()
@@ -98,7 +98,7 @@ class SleepMachine(EverythingMachine):
 
 
 class Tight(Sleepy):
-    """Each model has a size of its own, and not all fit."""
+    """Models have different sizes, and not all fit."""
 
     def size_of(self, name: str) -> int:
         return size_of(name)

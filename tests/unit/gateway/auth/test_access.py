@@ -1,4 +1,4 @@
-"""What an endpoint permits: roles, restricted APIs, and both for each head of a connection."""
+"""Access rules of an endpoint: roles, restricted APIs, and both for each request head of a connection."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from shmserve.protocol.roles import CALLER_ROLES
 REBOUND = "evil.example:8000"
 OWN = "localhost:8000"
 TOKENLESS = ("load", "unload", "set_trace", "set_log", "named_repository")
-"""Actions that a page without a token may never do, of whatever origin."""
+"""Actions that a page without a token may never perform, whatever its origin."""
 
 
 def endpoints() -> Iterator[tuple[str, str, Action]]:
-    """Method, path and action of everything that HTTP has."""
+    """Method, path and action of all HTTP routes."""
     for path in [*PATHS, *PAGE_PATHS, *METRICS]:
         for method, action in path.wants.items():
             yield method, re.sub(r"{version}", "1", re.sub(r"{(?!version)\w+}", "name", path.template)), action
@@ -38,7 +38,7 @@ def head_of(
 
 
 def refusal(rules: BrowserRules, method: str, path: str, host: str, *headers: str) -> str:
-    """Why the request is refused; "" if it is not. The caller has all roles."""
+    """Why the request is refused, or "". The caller has all roles."""
     found = head_of(rules, method, path, host, *headers).refusal
     assert found is None or isinstance(found, Denied), found
     return "" if found is None else str(found)
@@ -61,7 +61,7 @@ FOREIGN = "a page of another origin may not do this"
     ],
 )
 def test_a_page_whose_name_was_rebound_reaches_nothing(marks: list[str]) -> None:
-    """For the browser, the server is the page's own origin: only the name in Host differs."""
+    """To the browser, the server is the page's own origin: only the name in Host differs."""
     for method, path, action in endpoints():
         assert BY_NAME in refusal(RULES, method, path, REBOUND, *marks), action
 
@@ -227,7 +227,7 @@ def test_a_list_of_servers() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_server(text: str) -> None:
-    """What would change the meaning of a content security policy, or would never match."""
+    """Text that would change the meaning of a content security policy, or would never match."""
     with pytest.raises(ValueError, match=r"http://NAME:PORT|has the port"):
         read_servers(f"http://gpu0:8000,{text}")
 

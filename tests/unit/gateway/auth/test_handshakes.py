@@ -1,4 +1,4 @@
-"""TLS handshakes of a listener: few at once, in turns between addresses, and all of them counted.
+"""TLS handshakes of a listener: few at once, round robin between addresses, and all of them counted.
 
 Addresses are those of the loopback network, 127.0.0.1 and following.
 """
@@ -20,7 +20,7 @@ from shmserve.gateway.listeners.handshakes import ADDRESS_SHARE, LEAST_ROOM, UND
 
 uvloop.new_event_loop().close()  # the first loop of a process opens a pipe for signals, which libuv keeps
 MOST = int(UNDER_WAY * ADDRESS_SHARE)
-"""Handshakes under way from one address."""
+"""Maximum number of concurrent handshakes of one address."""
 
 
 class Greeter(asyncio.Protocol):
@@ -29,7 +29,7 @@ class Greeter(asyncio.Protocol):
 
 
 class Endpoint:
-    """Notes for each start of a handshake how many were under way, and in which iteration of the loop it was."""
+    """Records for each start of a handshake the number of concurrent ones and the iteration of the loop."""
 
     def __init__(self, authority: trustme.CA, patience_s: float = 600.0, room: int = 4096) -> None:
         self.loop = asyncio.get_running_loop()

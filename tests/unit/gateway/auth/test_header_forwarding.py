@@ -33,7 +33,7 @@ def test_reserved_headers_are_refused() -> None:
 
 
 def test_a_hostile_name_takes_no_longer_than_another() -> None:
-    """With the module `re` this would not end."""
+    """With the module `re`, this would take practically forever."""
     forward = header_forwarding.Forward("(a+)+(b+)+(.*.*.*.*.*.*)+c")
     assert forward.of([("a" * 120, "")]) is None
     with pytest.raises(ValueError, match="the limit is"):
@@ -73,6 +73,6 @@ def test_a_sampled_trace_context_is_passed_on_while_it_is_wanted() -> None:
 
 @pytest.mark.parametrize("parents", [[], ["00-1-1-1"], [PARENT[:-1] + "0"], [PARENT, PARENT]])
 def test_other_trace_contexts_are_left_out(parents: list[str]) -> None:
-    """Those that are missing, invalid, not sampled or ambiguous."""
+    """Contexts that are missing, invalid, not sampled or ambiguous."""
     given = [("traceparent", parent) for parent in parents] + [("tracestate", "a=1")]
     assert HeaderParameters(None, lambda: True).of(given) is None

@@ -85,7 +85,7 @@ def test_an_error_ends_the_call(error: ServeError, code: Code, text: str) -> Non
 
 def test_a_response_that_cannot_be_forwarded_is_an_internal_error() -> None:
     case = Case("ModelInfer")
-    case.ask().settle(Reply(0, 1, (Tensor("o", "INT8", (2,), 7),)))  # a kind of data that the lane does not have
+    case.ask().settle(Reply(0, 1, (Tensor("o", "INT8", (2,), 7),)))  # a kind of data that does not exist on the lane
     assert case.stream.end is not None
     assert case.stream.end[0] == Code.INTERNAL
 
@@ -158,7 +158,7 @@ def test_any_messages_are_answered_or_refused(method: str, service: str, message
 @pytest.mark.parametrize("method", ["ModelInfer", "ModelStreamInfer"])
 @pytest.mark.parametrize("name", ["i", "input"])
 def test_a_large_tensor_is_received_in_shared_memory(method: str, name: str) -> None:
-    """The first of two tensors is not copied, at any place in the message; the second is."""
+    """The first of two tensors is not copied, at any position in the message; the second is."""
     case = Case(method)
     case.link.memory = Session("memfd").memory
     tensors = [bytes([number]) * 9001 for number in (1, 2)]

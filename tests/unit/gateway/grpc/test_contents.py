@@ -1,4 +1,4 @@
-"""Large typed contents are read in slices, with the result of protobuf or an error."""
+"""Large typed contents are decoded in slices. The result equals protobuf's, or is an error."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_plans_without_tensors_are_cached() -> None:
         finished(plan_in_slices(large, 5000))
     strings_ = one_input(datatype="BYTES", contents={"bytes_contents": [b"a"] * 2000}).SerializeToString()
     assert finished(plan_in_slices(strings_, 5000)).plan.inputs[0].data == b"\1\0\0\0a" * 2000
-    for number in range(3000):  # more than are cached
+    for number in range(3000):  # more than the cache holds
         plans.plan(one_input(name=str(number)).SerializeToString())
     assert plans.plan(plain) == plan_of(plain)
 

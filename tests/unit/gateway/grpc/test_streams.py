@@ -52,7 +52,7 @@ def test_responses_of_decoupled_models_are_sent_at_once() -> None:
 
 
 def test_the_first_responses_of_a_decoupled_model_do_not_wait_for_each_other() -> None:
-    """Even if each is the only response to its request, and the model is not known to be decoupled before."""
+    """Even if each is the only response to its request, and the model was not known to be decoupled before."""
     case = Case("ModelStreamInfer")
     slow, quick, other, failing = case.ask("p", id="1"), case.ask("p", id="2"), case.ask(id="3"), case.ask("p", id="4")
     failing.fail(Unavailable("no more"))

@@ -292,7 +292,7 @@ def _first(text: bytes) -> bytes:
     ],
 )
 def test_requests_that_a_proxy_could_read_differently_are_refused(sent: bytes) -> None:
-    """And the connection ends there: bytes behind it are not read as a request."""
+    """The connection ends there: the bytes after it are not read as a request."""
     for cut in (1, 1 << 20):
         connection, transport, echo, _ = connected(False)
         data = sent + _HIDDEN

@@ -1,7 +1,7 @@
 """HTTP/2 conformance: the cases of h2spec, by section of RFC 9113 (HTTP/2) and RFC 7541 (HPACK), as raw frames.
 
 h2spec follows RFC 7540; where RFC 9113 changed a rule, its newer form is checked (priorities are ignored, for example).
-Where the RFC allows a stream error to be treated as a connection error, the table has what this server does.
+Where the RFC allows a stream error to be treated as a connection error, the table has this server's behaviour.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.support.gateway.http2_frames import (
 
 
 class Fails(NamedTuple):
-    """The error of a stream; `stream` 0: of the connection."""
+    """The error of a stream; `stream` 0: the error of the connection."""
 
     code: int
     stream: int = 0
@@ -295,7 +295,7 @@ def test_answers_to_settings_and_pings() -> None:
 
 
 def test_windows_are_kept() -> None:
-    """6.9.1 and 6.9.2: DATA stays within the window, also while SETTINGS have made that negative."""
+    """6.9.1 and 6.9.2: DATA stays within the window, even while SETTINGS have made it negative."""
     caller = Caller(opening=b"")
 
     def sizes(*parts: bytes) -> list[int]:

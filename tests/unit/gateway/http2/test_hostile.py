@@ -99,7 +99,7 @@ def test_resets_after_the_deadline_of_their_calls_are_not_counted(monkeypatch: p
 
 @pytest.mark.parametrize(("count", "error"), [(20, COMPRESSION), (16_000, CALM)])
 def test_a_bomb_of_headers(count: int, error: int) -> None:
-    """One large header, kept in the table, and then referred to thousands of times by one byte each."""
+    """One large header is stored in the table, and then referenced thousands of times with one byte each."""
     caller = Caller(opening=b"")
     large = hpack.Encoder().encode([(":method", "POST"), (":path", "/a"), ("x", "y" * 3900)])
     assert caller.errors(HELLO, frame(HEAD, 5, 1, large)) == []

@@ -36,7 +36,7 @@ WAIT_S = 30.0
 
 
 class Calls:
-    """The services: calls of /wait are not answered, others with their messages."""
+    """The services: calls of /wait are not answered, others are answered with their messages."""
 
     def __init__(self) -> None:
         self.open: list[Echo] = []
@@ -90,7 +90,7 @@ class Caller:
         self.writer.writelines(frames)
 
     async def gone(self) -> bytes:
-        """What was received up to the end of the connection."""
+        """The bytes received up to the end of the connection."""
         with suppress(ConnectionResetError):
             return await self.reader.read()
         return b""

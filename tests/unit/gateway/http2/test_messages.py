@@ -34,7 +34,7 @@ def test_compressed_messages(name: str, deflate: Any) -> None:
 
 ZIPPED = ("grpc-encoding", "gzip")
 SLICE = 4 * SLICE_BYTES
-"""Of output."""
+"""Bytes of output per slice."""
 
 
 # With ids: compressed data contains the time, and each xdist worker must collect the same tests.

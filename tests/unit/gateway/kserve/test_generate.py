@@ -38,7 +38,7 @@ def test_inputs_and_parameters() -> None:
 
 
 def test_inputs_among_the_parameters() -> None:
-    """As in Triton, whose examples give inputs of a language model there."""
+    """As in Triton, whose examples pass inputs of a language model this way."""
     nested = generate_plan(b'{"text": "a", "parameters": {"many": [1, 2.5], "top": 3}}', TEXT)
     assert nested == generate_plan(b'{"text": "a", "many": [1, 2.5], "top": 3}', TEXT)
 

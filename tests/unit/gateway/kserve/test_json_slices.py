@@ -30,7 +30,7 @@ MOST = 64 * MIB
 
 @pytest.fixture(params=[3, 16, 4096])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The size of slices, so small that they end at any place of a body."""
+    """The size of slices, so small that they end at any position of a body."""
     monkeypatch.setattr(json_scan, "SLICE_BYTES", request.param)
     monkeypatch.setattr(json_values, "SLICE_BYTES", request.param)
     monkeypatch.setattr(json_outline, "_CUT_BYTES", 8)
@@ -114,7 +114,7 @@ def test_a_long_string_with_an_error_is_refused(wrong: str, place: int) -> None:
 
 
 def test_the_outline_is_bounded_before_it_is_decoded() -> None:
-    """Decoding makes an object of each field and list, all at once."""
+    """Decoding creates an object for each field and list, all at once."""
     tensors = ",".join('{"name":"x","shape":[1],"datatype":"FP32","data":[1]}' for _ in range(10_000))
     with pytest.raises(InvalidRequest, match="the request JSON has 40001 fields and 30002 lists and objects"):
         finished(plan_in_slices(f'{{"inputs":[{tensors}]}}'.encode(), MOST))
@@ -167,7 +167,7 @@ def test_clients_cannot_write_the_placeholder_of_a_list(small: int) -> None:
 
 
 def test_the_cost_of_nesting_is_linear_in_its_bytes() -> None:
-    """The number of slices is equal, and objects are made only for values, not for brackets."""
+    """The number of slices is equal, and objects are created only for values, not for brackets."""
     size = MIB
     unit = "[" * 95 + "1" + "]" * 95
     deep_count, flat_count = size // (len(unit) + 1), size // 2

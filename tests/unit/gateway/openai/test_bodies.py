@@ -1,4 +1,4 @@
-"""Requests as JSON: what is accepted, what is refused and how, and the tensors that are made of them."""
+"""Requests as JSON: accepted and refused fields, errors, and the resulting tensors."""
 
 from __future__ import annotations
 

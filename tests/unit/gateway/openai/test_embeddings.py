@@ -1,4 +1,4 @@
-"""Embeddings: vectors of all float types, portions of texts, and what is cancelled."""
+"""Embeddings: vectors of all float types, texts sent in portions, and cancellation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODEL = embedding_model("m", {
 
 
 class Client:
-    """A connection and the link to the broker, as far as embeddings use them."""
+    """A fake of the connection and the link to the broker, as far as embeddings use them."""
 
     def __init__(self, room: int = 1000) -> None:
         self.room = room

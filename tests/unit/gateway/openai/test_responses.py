@@ -1,4 +1,4 @@
-"""Responses: parts of a model as chunks and as a whole, log probabilities, tool calls, and backpressure."""
+"""Responses: a model's parts as chunks and as one response, log probabilities, tool calls, and backpressure."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_usage_that_is_not_known() -> None:
 
 
 class Client:
-    """A connection and the link to the broker, as far as a generation uses them."""
+    """A fake of the connection and the link to the broker, as far as a generation uses them."""
 
     def __init__(self) -> None:
         self.writable = True
@@ -350,7 +350,7 @@ def test_a_prompt_that_cannot_be_sent() -> None:
 
 @pytest.mark.parametrize("fails_too", [True, False])
 def test_a_failure_while_prompts_are_sent(fails_too: bool) -> None:
-    """As when the link to the broker is lost while it sends."""
+    """As when the link to the broker is lost while sending."""
     client = Client()
 
     def infer(payer: None, ticket: Any, *rest: Any) -> None:
@@ -368,7 +368,7 @@ def test_a_failure_while_prompts_are_sent(fails_too: bool) -> None:
 
 
 def test_a_failure_while_the_next_prompt_is_sent() -> None:
-    """The response that made room for it ends nothing."""
+    """The response after which it was sent does not end the stream."""
     client = Client()
 
     def infer(payer: None, ticket: Any, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates: what they get, what they may do, and how they are bounded."""
+"""Chat templates: their variables, permitted operations, and limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ ROLES = """\
 
 
 def test_a_template() -> None:
-    """As Hugging Face renders it: blocks take no lines, loops can be continued, and other parameters are unknown."""
+    """Rendering equals Hugging Face's: blocks take no lines, loops can be continued, and other parameters are
+    undefined."""
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": " hi "}]
     assert render(ROLES, messages) == "<s>    <user>hi\n<assistant>"
     assert render(ROLES, messages, add_generation_prompt=False) == "<s>    <user>hi\n"
@@ -100,7 +101,7 @@ ITERATORS = """\
 
 
 def test_filters_make_iterators() -> None:
-    """Which operators and other filters accept, as in templates that are not coroutines."""
+    """Operators and other filters accept them, as in templates that are not coroutines."""
     messages = [{"role": role} for role in ("user", "system", "user")]
     assert render(ITERATORS, messages) == "True system,user,user 1/2 2/2 1"
 
@@ -143,7 +144,7 @@ def test_the_time_of_templates_without_text_is_bounded(template: str, monkeypatc
     ],
 )
 def test_a_template_may_pause_at_each_item(template: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also at items that a condition leaves out."""
+    """Even at items that a condition leaves out."""
     monkeypatch.setattr(templates, "SLICE_SECONDS", 0.0)
     found = list[str]()
 
@@ -158,7 +159,7 @@ CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def test_a_template_that_loops_does_not_delay_the_chats_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither those of another model nor those of another caller, however many there are of the slow ones."""
+    """Neither chats of another model nor those of another caller are delayed, however many slow ones there are."""
     monkeypatch.setattr(templates, "SLICE_SECONDS", 0.0)  # each iteration is a slice
     loop: Any = ManualLoop()
     turns, found, made = JobTurns(loop), list[str](), ChatTemplates(Budget(1000))

@@ -1,4 +1,4 @@
-"""The event stream of the page, on a clock, a broker and connections that the test commands."""
+"""The event stream of the page, with a clock, a broker and connections that the test controls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Clock(ManualLoop):
 
 
 class Broker:
-    """Answers the queries of the feed, or keeps them: `tickets`."""
+    """Answers the queries of the feed, or keeps them in `tickets`."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -80,7 +80,7 @@ class Broker:
         self.tickets.pop().settle(document | {"clients": []})
 
     def set(self, **queued: int) -> None:
-        """The models and how much they have queued."""
+        """Sets the models and their numbers of queued requests."""
         self.models = [{"name": name, "version": "1", "queued": count} for name, count in queued.items()]
 
     def view(self, address: str = "127.0.0.1", roles: Iterable[str] = ("page",)) -> Connection:
@@ -116,7 +116,7 @@ class Connection:
         self.viewer.disconnected()
 
     def take(self) -> list[tuple[str, dict[str, int]]]:
-        """The events since the last call, with what is queued."""
+        """The events since the last call, with the queued requests."""
         events, self.events = self.events, []
         return [(name, {row["name"]: row.get("queued", 0) for row in data["models"]}) for name, data in events]
 

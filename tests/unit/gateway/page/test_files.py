@@ -1,4 +1,4 @@
-"""The page's own files: what the page may weigh, and what its policy would block."""
+"""The page's own files: their maximum size, and content that its policy would block."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ MODELS = st.dictionaries(KEYS, st.integers(0, 2), max_size=4)
 @given(st.lists(st.tuples(MODELS, st.sets(st.integers(0, 2))), max_size=12))
 @settings(max_examples=examples(150))
 def test_viewers_have_the_state_whatever_they_missed(events: list[tuple[dict[tuple[str, str], int], set[int]]]) -> None:
-    """Three viewers, of whom each event reaches only some."""
+    """Three viewers; each event reaches only some of them."""
     rows = Rows()
     seen: list[dict[tuple[str, str], Document]] = [{}, {}, {}]
     numbers = [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Chains of agents in real processes: order, failures, what they leave behind."""
+"""Chains of agents in real processes: order, failures, and leftovers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 
 
 class Place:
-    """A model `m`, two agents that take notes, and a directory for what they make."""
+    """A model `m`, two agents that record their calls, and a directory for their output."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -183,7 +183,7 @@ def test_after_a_crash_the_agents_are_told_at_the_next_start(place: Place) -> No
 
 
 def test_at_the_next_start_only_agents_that_were_loaded_are_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other agent is notified, and no process is started without need."""
+    """No other agent is notified, and no unnecessary process is started."""
     killed = place.chains()
     monkeypatch.setattr(killed, "_release", lambda *_: None)  # the server is killed before it cleans up
     digest = hashlib.sha256((place.model / "1" / "generation").read_bytes()).hexdigest()

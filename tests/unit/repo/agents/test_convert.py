@@ -1,4 +1,4 @@
-"""The agent `convert` in its own process, with the stand-ins of TensorRT and NVML: it has not run on a GPU."""
+"""The agent `convert` in its own process, with fakes of TensorRT and NVML: it has not been run on a GPU."""
 
 from __future__ import annotations
 

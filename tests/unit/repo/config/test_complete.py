@@ -122,7 +122,7 @@ def groups(text: str, gpus: tuple[int, ...] = ()) -> list[Any]:
 
 
 def test_backends_without_gpu_support_default_to_the_cpu() -> None:
-    """An explicit KIND_GPU is kept: then loading fails with the reason."""
+    """An explicit KIND_GPU is kept, and loading fails with the reason."""
     gpus = GpuNumbers.of((0, 1), ("onnxruntime",))
     assert groups('backend: "onnxruntime"', gpus) == [("m_0", "KIND_CPU", 2, ())]
     assert groups('backend: "python"', gpus) == [("m_0", "KIND_GPU", 1, (0, 1))]

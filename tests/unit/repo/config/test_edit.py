@@ -1,4 +1,4 @@
-"""Edits of config.pbtxt that leave everything else as it is."""
+"""Edits of config.pbtxt that leave everything else unchanged."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_any_bytes_are_parsed_or_raise_config_error(data: bytes) -> None:
 @QUICK
 @given(st.data())
 def test_text_is_accepted_exactly_if_protobuf_accepts_it(data: st.DataObject) -> None:
-    """Delete, double, swap or replace words of a valid file."""
+    """Deletes, duplicates, swaps or replaces words of a valid file."""
     words = [token.text for token in tokens(data.draw(st.sampled_from(ALL))) if token.kind != "end"]
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(words) - 1))
@@ -194,7 +194,7 @@ def test_text_is_accepted_exactly_if_protobuf_accepts_it(data: st.DataObject) ->
     try:
         expected = protos.to_config(message)
     except msgspec.ValidationError:
-        # The number of an enum that has no such value: protobuf keeps it.
+        # A number that the enum does not have: protobuf keeps it.
         with pytest.raises(ConfigError):
             parse(text)
     else:

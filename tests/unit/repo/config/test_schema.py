@@ -44,7 +44,7 @@ def proto_source() -> dict[str, dict[str, int]]:
 
 
 def descriptors() -> list[Any]:
-    """Every message, also nested ones, except map entries."""
+    """Every message, including nested ones, except map entries."""
     found: list[Any] = []
     todo = list(protos.CONFIG.file.message_types_by_name.values())
     while todo:
@@ -108,7 +108,7 @@ def assert_type(field: Any, found: msgspec.structs.FieldInfo) -> None:
 
 
 def test_sample_texts_set_every_field() -> None:
-    """So that the tests below cover the whole schema."""
+    """This ensures that the tests below cover the whole schema."""
     given: set[str] = set()
 
     def walk(message: Any) -> None:

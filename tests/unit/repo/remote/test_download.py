@@ -1,4 +1,4 @@
-"""The pieces of a download, with an executor and a store in the hands of the test."""
+"""The pieces of a download, with an executor and a store that the test controls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Zeros(Store):
 
 
 def test_an_error_ends_the_other_pieces(tmp_path: Path) -> None:
-    """Those that have not begun are cancelled at once, those that run are waited for."""
+    """Pieces that have not begun are cancelled at once; running ones are waited for."""
     slot = Slot.acquire(tmp_path, ["key"])
     pieces = Pieces(3)
     download = Download(

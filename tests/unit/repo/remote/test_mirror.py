@@ -1,4 +1,4 @@
-"""When a change is taken over, with a store in memory and a clock that the test sets."""
+"""When a change is applied, with a store in memory and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_model_that_is_being_written_is_left_alone(
 def test_a_model_that_is_larger_than_the_cache(
     tmp_path: Path, pools: list[ThreadPoolExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own files are not evicted for further ones of it, so the error names the cause at once."""
+    """The model's own files are not evicted for its other files, so the error names the cause at once."""
     store = MemoryStore({f"1/{number}": str(number) * 1000 for number in range(6)})
     monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
     slot = Slot.acquire(tmp_path, [ADDRESS.key])
@@ -127,7 +127,7 @@ def test_a_file_that_another_server_evicts_during_the_download(
 
 
 def test_servers_share_a_cache(tmp_path: Path) -> None:
-    """Each has views of its own; those of a server that was killed are removed by the next one."""
+    """Each server has its own views; the next server removes those of a killed one."""
     first, second = Slot.acquire(tmp_path, ["a"]), Slot.acquire(tmp_path, ["b"])
     assert (first.folder.name, second.folder.name) == ("0", "1")
     (second.folder / "trees/7").mkdir()

@@ -137,7 +137,7 @@ def test_a_model_that_is_not_served() -> None:
 
 
 def test_only_known_facts_of_a_model_are_checked() -> None:
-    """A model that is not settled completes its configuration when it is loaded."""
+    """A model that is not settled has its configuration completed when it is loaded."""
     models = {"decode": member(DECODE), "classify": member('name: "classify"', (2,), settled=False)}
     assert check_graph(parse(PIPELINE), models) == []
     partial = 'name: "classify" input { name: "IN" data_type: TYPE_FP32 dims: [ -1, 3 ] }'
@@ -197,7 +197,7 @@ def test_steps_that_wait_for_each_other() -> None:
 
 
 def test_every_circle_of_steps_is_reported_once() -> None:
-    """0 <-> 1, 2 -> 2, 3 <-> 4, and 5, which only waits for the others."""
+    """Cycles 0 <-> 1, 2 -> 2, 3 <-> 4; and step 5, which only waits for the others."""
     reads = {0: "t1", 1: "t0", 2: "t2", 3: "t4", 4: "t3", 5: "t0"}
     config = flow("e", *(f"m x={name} -> y=t{index}" for index, name in reads.items()), outputs="t5")
     found = [

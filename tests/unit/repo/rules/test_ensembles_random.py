@@ -33,7 +33,7 @@ class Tensor(NamedTuple):
     name: str
     data_type: DataType
     full: tuple[int, ...]
-    """With the batch dimension, where the ensemble has one."""
+    """The shape, with the batch dimension if the ensemble has one."""
 
 
 def some(random: Random, most: int) -> range:

@@ -1,4 +1,4 @@
-"""A generation keeps the files of a model as they were when it was created."""
+"""A generation keeps a model's files in the state of its creation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generations:
-    """As on a file system without reflinks."""
+    """Generations on a file system without reflinks."""
     monkeypatch.setattr(module, "_clone", lambda source, target: False)
     (tmp_path / "kept").mkdir()
     return Generations(tmp_path / "kept", SIZES)

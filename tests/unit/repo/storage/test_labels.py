@@ -1,4 +1,4 @@
-"""Label files, and access to files in a model's directory only."""
+"""Label files, and the restriction of access to files in a model's directory."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_repository_that_is_a_link(tmp_path: Path) -> None:
 
 
 def test_a_file_without_permission(tmp_path: Path) -> None:
-    """os.open is replaced, as the tests may run as root, which may read everything."""
+    """os.open is replaced, because the tests may run as root, which may read everything."""
     (tmp_path / "f").write_bytes(b"1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "open", _denied)

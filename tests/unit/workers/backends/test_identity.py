@@ -1,4 +1,4 @@
-"""The backend `identity` as a stand-in for slow models."""
+"""The backend `identity` in place of slow models."""
 
 from __future__ import annotations
 

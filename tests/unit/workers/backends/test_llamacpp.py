@@ -140,7 +140,7 @@ def end(index: int, tokens: int, finish: str = "stop") -> bytes:
 
 
 def test_pieces_that_are_not_sent_join_the_next() -> None:
-    """As those of a caller that reads slowly do."""
+    """As for a caller that reads slowly."""
     made = reply()
     assert not made.add(piece_of(b'{"choices": [{}], "prompt_progress": {"total": 5, "processed": 5}}'))
     for text in "ab":
@@ -208,7 +208,7 @@ def test_errors_of_the_engine(error: dict[str, Any], kind: type[ServeError]) -> 
 
 
 class InstantEngine:
-    """Ends each text at once."""
+    """An engine that ends each text at once."""
 
     def __init__(self, settings: Settings) -> None:
         assert settings.slots == 1

@@ -1,4 +1,5 @@
-"""Configurations to plans, as tables. No engine is needed: a plan is what it would get."""
+"""Tests of configurations and the resulting plans, as tables. No engine is needed: a plan has the options that it would
+get."""
 
 from __future__ import annotations
 
@@ -273,7 +274,7 @@ def test_providers_on_the_cpu(cpu: str, expected: Any, threads: int) -> None:
 def test_cuda_graphs(gpu: Any, captures: bool) -> None:
     found = planned(config(gpu=gpu), "KIND_GPU")
     assert found.captures is captures
-    # What is run as usual is not recorded.
+    # Ordinary runs are not recorded.
     assert found.run == ({"gpu_graph_id": "-1"} if captures else {})
 
 

@@ -115,7 +115,7 @@ def arrays_of(*rows: int) -> list[Array]:
 
 
 def test_a_single_request_is_not_copied(tmp_path: Path) -> None:
-    """The engine reads the input in the memory of the caller, and writes the output where the caller reads it."""
+    """The engine reads the input in the caller's memory, and writes the output to memory that the caller reads."""
     negative(tmp_path)
     with watched(tmp_path) as engine:
         for (x,) in (arrays_of(1), arrays_of(3)):
@@ -148,7 +148,7 @@ def test_a_batch_is_gathered_once_into_the_same_buffer(tmp_path: Path) -> None:
             assert len(engine.read) == 1
             assert engine.read[0] not in addresses
             buffers.add(engine.read[0])
-            # One output for all, of which each request holds its part: nothing is copied out.
+            # One output for all requests, each of which holds a part: nothing is copied.
             assert engine.written == [engine.address(found[0].outputs[0])]
             start = engine.written[0]
             for row, x in zip(found, xs, strict=True):
@@ -179,12 +179,12 @@ class Lone:
         return self._array
 
     def computing(self) -> None:
-        """Called before a run; nothing is measured here."""
+        """Called before a run. Measures nothing."""
 
 
 @pytest.mark.parametrize("count", [1, 2000], ids=["plain", "bound"])
 def test_the_engine_does_not_copy_its_input(tmp_path: Path, count: int) -> None:
-    """An input of a terabyte, of which only the pages that the model reads exist."""
+    """An input of a terabyte, in which only the pages that the model reads exist."""
     graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [count])
     graph.weight("at", np.arange(5, 5 + count)).node("Gather", ["x", "at"], ["y"]).save(tmp_path)
     model = config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (count,))})
@@ -266,7 +266,7 @@ def test_runs_of_one_binding_are_independent(tmp_path_factory: pytest.TempPathFa
 
 
 class Counting:
-    """A binding that counts what is bound."""
+    """A binding that counts bound tensors."""
 
     def __init__(self, bound: Any) -> None:
         self._bound = bound
@@ -325,7 +325,7 @@ def test_an_output_of_the_engine_keeps_its_binding(tmp_path: Path) -> None:
 
 
 def test_recorded_runs_have_tensors_of_their_own(tmp_path: Path) -> None:
-    """On the host, where the engine records nothing but the copies are the same."""
+    """Tested on the host, where the engine records nothing, but the copies are the same."""
     graph = Graph().input("x", "FP32", [-1, 3]).input("z", "FP32", [-1, 3]).output("y", "FP32", [-1, 3])
     path = graph.node("Sub", ["x", "z"], ["y"]).save(tmp_path)
     model = config("onnxruntime", {"x": ("FP32", (3,)), "z": ("FP32", (3,))}, {"y": ("FP32", (3,))}, max_batch=64)

@@ -1,4 +1,4 @@
-"""The module that python models import, as far as it needs no worker."""
+"""The module that Python models import, as far as it needs no worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shmserve.workers.backends.python.pb_tensor import NAMES
 
 
 class OldStyle:
-    """Gives DLPack as consumers from before version 1 of it ask for it."""
+    """Exports DLPack in the form that consumers older than version 1 request."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
@@ -48,7 +48,7 @@ def test_dlpack_without_a_copy() -> None:
 
 
 def test_dlpack_of_what_is_read_only() -> None:
-    """Inputs are. Who asks the old way, and could write, gets a copy."""
+    """Inputs are read-only. Consumers of the old form, which could write, get a copy."""
     array = np.arange(6, dtype=np.float32)
     array.flags.writeable = False
     tensor = pb_utils.Tensor("t", array)
@@ -58,7 +58,7 @@ def test_dlpack_of_what_is_read_only() -> None:
 
 
 def test_dlpack_of_bfloat16() -> None:
-    """numpy has no such type of its own, other libraries have."""
+    """numpy itself has no such type, other libraries do."""
     array = np.array([1.5, -2, 1e30], to_numpy("BF16"))
     tensor = pb_utils.Tensor("t", array)
     for given in (tensor, tensor.to_dlpack()):
@@ -84,7 +84,7 @@ def test_dlpack_with_pytorch() -> None:
 
 
 def test_dlpack_of_what_is_elsewhere() -> None:
-    """Its own library copies it."""
+    """The tensor's own library copies it."""
 
     class Device:
         def __dlpack__(self, **_: object) -> None:
@@ -117,7 +117,7 @@ def test_dlpack_of_what_it_cannot_describe() -> None:
 
 
 def test_arguments_of_the_wrong_kind() -> None:
-    """They raise what they raise in Triton."""
+    """They raise the same errors as in Triton."""
     array = np.zeros(1, np.float32)
     tensors_of: tuple[tuple[Any, Any], ...] = ((None, array), ("t", None), ("", None), (1, array))
     for arguments in tensors_of:

@@ -1,5 +1,5 @@
-"""PyTorch models that read and write tensors on a GPU. PyTorch computes on the host, whose memory is the device memory
-of the stand-in, which counts the copies.
+"""PyTorch models that read and write tensors on a GPU. PyTorch computes on the host, whose memory serves as device
+memory of the fake CUDA, which counts copies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ torch_device = OnDemand(DEVICE)
 
 
 def host_memory(memory: Any, device: Any) -> Any:
-    """In place of `as_tensor`, which wraps memory on a GPU."""
+    """Replaces `as_tensor`, which wraps memory on a GPU."""
     interface = memory.__cuda_array_interface__
     dtype, size = np.dtype(interface["typestr"]), int(np.prod(interface["shape"]))
     raw = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(interface["data"][0])
@@ -43,7 +43,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def torch_pair(settled: list[Any], pair: Pair, tmp_path: Path) -> Pair:
-    """TensorRT, x + 1, and then PyTorch: y = 3 x, and z, for which x is written to."""
+    """TensorRT (x + 1), followed by PyTorch: y = 3 x, and z, for which the model writes to x."""
     from shmserve.workers.backends.pytorch.backend import Torch
 
     class TorchHere(Torch):

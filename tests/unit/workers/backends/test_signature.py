@@ -1,4 +1,4 @@
-"""Type hints of functions with @shmserve.model: inputs, outputs, and the errors, which say what to write."""
+"""Type hints of functions with @shmserve.model: inputs, outputs, and the errors, which suggest a correction."""
 
 from __future__ import annotations
 

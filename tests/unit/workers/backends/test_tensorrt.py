@@ -1,4 +1,4 @@
-"""The TensorRT backend on stand-ins for its libraries. Values are compared with numpy; the stand-in records calls."""
+"""The TensorRT backend with fakes of its libraries, which record calls. Values are compared with numpy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_request_gets_its_rows(
 
 
 def test_large_rows_are_not_copied_on_the_host(gpu: Gpu, tmp_path: Path) -> None:
-    """They go from the callers' memory to the device, and from there to where the callers read them."""
+    """They are copied from the callers' memory to the device, and from there to memory that the callers read."""
     width = 40_000
     adder(tmp_path, width)
     with gpu.load(tmp_path) as instance:
@@ -118,7 +118,7 @@ def test_only_what_is_wanted_comes_back(gpu: Gpu, tmp_path: Path) -> None:
         input=(schema.ModelInput(name="x", data_type="TYPE_FP32", dims=(4,)),),
         output=(schema.ModelOutput(name="y", data_type="TYPE_FP32", dims=(4,)),),
     )
-    with gpu.load(tmp_path, only) as instance:  # the engine writes z all the same
+    with gpu.load(tmp_path, only) as instance:  # the engine still writes z
         check(instance, 1)
 
 
@@ -252,7 +252,7 @@ def test_each_instance_has_its_profiles(gpu: Gpu, tmp_path: Path, name: str, wan
     if name == "odd":
         given = grouped(("0",))
     with gpu.load(tmp_path, given, name=name) as instance:
-        # What is completed is one for all: the fewest rows of any group.
+        # One completed value applies to all groups: the fewest rows of any group.
         assert instance.config.max_batch_size == (2 if name == "odd" else 4)
         assert [profile.number for profile in instance.backend._profiles] == wanted
 

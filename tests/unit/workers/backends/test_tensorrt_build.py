@@ -1,4 +1,4 @@
-"""`shmserve build` on the stand-ins: what the library is asked for, what is written, and what is refused."""
+"""`shmserve build` with fakes: the calls to the library, the written files, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(path: Path, dims: list[Any], kind: str = "Identity") -> Path:
 
 
 def build(*words: Any) -> int:
-    """The command line, as the process that it becomes gets it."""
+    """Runs the command line in the form that the replacing process gets."""
     from shmserve.workers.backends.tensorrt import build
 
     args = parser().parse_args(["build", *map(str, words)])
@@ -65,7 +65,7 @@ def test_a_file(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str])
     assert plan["profiles"] == [{"x": [[1, 3], [8, 3], [8, 3]]}]
     assert plan["built"] == {"flags": [], "pools": {}, "level": 3, "hardware": "NONE", "network": 2}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "m.onnx", "m.plan"]
-    # The second build has what the first one has measured.
+    # The second build uses the first one's measurements.
     assert build(source, "-o", out, "--max-batch", 8) == 0
     assert f"timing cache: {cache}, 7 bytes were there" in capsys.readouterr().out
     assert cache.read_bytes() == b"times 7"
@@ -133,7 +133,7 @@ def test_precision_is_for_the_older_library(
 
 @pytest.mark.usefixtures("libraries")
 def test_a_cache_that_cannot_be_kept(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is no reason to lose the plan, unless it was asked for by name."""
+    """The plan is still written, unless the cache was requested by name."""
     source, out = model(tmp_path / "m.onnx", [2]), tmp_path / "m.plan"
     cache.mkdir(parents=True)
     assert build(source, "-o", out) == 0
@@ -176,7 +176,7 @@ def test_without_the_libraries(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_an_interrupt(
     tmp_path: Path, cache: Path, libraries: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It comes while the library is at work, and is seen at the next step."""
+    """It arrives while the library is busy, and takes effect at the next step."""
     source = model(tmp_path / "m.onnx", [2])
     _, trt = libraries
     real = trt.IProgressMonitor.__init__

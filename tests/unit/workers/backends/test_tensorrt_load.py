@@ -1,4 +1,4 @@
-"""TensorRT models when they are loaded, and when something goes wrong: settings, files, what does not fit, failures."""
+"""Loading and failures of TensorRT models: settings, files, mismatches, errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_staging_is_pinned_unless_it_must_not_be(gpu: Gpu, tmp_path: Path) -> No
 
 
 def test_the_pinned_pool_has_a_limit(gpu: Gpu, tmp_path: Path) -> None:
-    """Segments are pinned least recently used first out, after a wait for the device; what is unmapped goes."""
+    """Pinned segments are evicted least recently used first, after waiting for the device; unmapped segments are
+    unpinned."""
     width = 100_000
     adder(tmp_path, width)
     for limit, least, most in ((1 << 19, 0, 0), (3 << 20, 1, 3 << 20), (1 << 30, 2, 1 << 30)):
@@ -213,7 +214,7 @@ def test_memory_that_is_not_there(gpu: Gpu, tmp_path: Path) -> None:
 
 
 def test_a_failure_is_waited_out(gpu: Gpu, tmp_path: Path) -> None:
-    """The memory of a batch that failed goes back only when the device is done with it; the next batch is right."""
+    """The memory of a failed batch is returned only when the device no longer uses it; the next batch is correct."""
     adder(tmp_path, width=40_000)
     with gpu.load(tmp_path) as instance:
         (x,) = rows(1, width=40_000)

@@ -16,7 +16,7 @@ from shmserve.workers.batch.columns import ColumnWorks
 
 
 def work_of(request: int, name: str = "x") -> Work:
-    """The n-th request has n bytes in rows of one, and an audience of its own."""
+    """The n-th request has n bytes in rows of one, and a different audience."""
     return Work(request, request, (Tensor(name, "INT8", (request,), bytes(request)),), None, f"uid:{request}")
 
 
@@ -39,7 +39,7 @@ FORMS: dict[str, Callable[[Execute], Execute]] = {
     "works and columns in turn": lambda order: in_columns(order) if order.batch % 2 else order,
     "columns of two forms": lambda order: in_columns(order, "xy"[order.batch % 2]),
 }
-"""How the Executes of a test are sent. Nothing but speed may depend on it."""
+"""How the Executes of a test are sent, which may only affect speed."""
 
 
 CASES = {
@@ -176,7 +176,7 @@ class Sender:
         self.waiting = BatchQueue()
         self.number = 0
         self.request = 0
-        self.pieces: list[tuple[int, list[int]]] = []  # of the batch that waits, as far as it knows
+        self.pieces: list[tuple[int, list[int]]] = []  # pieces of the waiting batch, as far as the sender knows
         self.reports: list[tuple[str, tuple[int, ...]]] = []
         self.ran: list[int] = []
         self.withdrawn: list[int] = []

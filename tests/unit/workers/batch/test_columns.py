@@ -1,4 +1,4 @@
-"""Batches in columns give the same rows as the same batches request by request, and as their requests alone."""
+"""Batches in columns give the same rows as the same batches one by one, and as their requests alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Function = Callable[[list[Array | None]], Sequence[Array | None]]
 
 
 class Applied(StackedBackend):
-    """Outputs are a function of the inputs. `placed`: written to where the runner wants them."""
+    """Outputs are a function of the inputs. `placed`: written to the memory that the runner provides."""
 
     def __init__(self, function: Function, placed: bool) -> None:
         super().__init__(CONTEXT)
@@ -200,7 +200,7 @@ Outcome = tuple[int, list[tuple[str, str, tuple[int, ...], Any]], Failure | None
 
 
 def outcomes(case: Case, placed: bool, *batches: Sequence[Work]) -> tuple[list[Outcome], Any]:
-    """What the requests of these batches get, and the results of the last batch."""
+    """The outcomes of the requests of these batches, and the results of the last batch."""
     with Parts(case.config) as parts:
         runner = parts.runner(Applied(case.function, placed))
         found: list[Outcome] = []

@@ -1,4 +1,4 @@
-"""Comparison of outputs with those of another version: against numpy."""
+"""Comparison of outputs with those of another version; the oracle is numpy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tensor(array: npt.NDArray[Any], dtype: str = "FP32", name: str = "y") -> Ten
 
 
 def compared(expected: Tensor, found: Tensor) -> object:
-    """What is reported: True, or how they differ."""
+    """The reported result: True, or how they differ."""
     discarded: list[Row] = []
     comparisons = Comparisons(Mapped(), discarded.append)
     comparisons.expect(Expect(7, (expected,)))
@@ -65,7 +65,7 @@ def test_special_floats() -> None:
 
 @pytest.mark.parametrize("has_ml_dtypes", [True, False])
 def test_bfloat16(has_ml_dtypes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By values and not by bits, of which 1 and 2 have nearly the same."""
+    """Compared by value, not by bits, which are nearly the same for 1 and 2."""
     if not has_ml_dtypes:
         to_numpy("BF16")
         monkeypatch.setitem(dtypes._to_numpy, "BF16", np.dtype(np.uint16))

@@ -116,7 +116,7 @@ def test_inputs_of_a_request_must_have_one_length() -> None:
 
 
 def test_an_output_that_is_not_as_long_as_the_batch_fails() -> None:
-    """Also if nothing would be cut, so that the error does not depend on the first batch of different lengths."""
+    """Even if nothing would be cut, so that the error does not first appear with different lengths."""
     with Parts(model()) as made:
         for lengths in ((4, 6), (6, 6)):
             works = [work_of(made, n, arrays_of(n, 1, length), []) for n, length in enumerate(lengths)]

@@ -93,7 +93,7 @@ shapes = st.lists(
 def test_requests_of_any_shapes_share_a_batch(
     batch: list[tuple[int, int, int, bool]], dtype: str, placed: bool, some: bool
 ) -> None:
-    """`some`: the last request wants z alone."""
+    """`some`: the last request asks only for z."""
     with Parts(ragged(dtype)) as parts:
         xs, plains, works = [], [], []
         for number, (rows, height, width, inline) in enumerate(batch):

@@ -319,7 +319,7 @@ def test_wrong_initial_states_are_refused(tmp_path: Path, change: dict[str, Any]
 
 
 class Growing(StackedBackend):
-    """Each state has the inputs so far, as strings: one more in each step."""
+    """Each state has the inputs so far, as strings, one more with each step."""
 
     def __init__(self) -> None:
         super().__init__(CONTEXT)
@@ -391,7 +391,7 @@ def test_a_model_that_handles_requests_one_by_one() -> None:
         assert backend.seen[0] == [[7], [-1], [True], [1], [0, 0]]
         rows, _, _ = runner.run([step(3, 1, [3], slot=2), step(4, 1, [4], slot=2)])
         assert [values(row) for row in rows] == [[4], [8]]
-        assert values(runner.run([step(5, 1, [5])])[0][0]) == [13]  # returns no state: it stays
+        assert values(runner.run([step(5, 1, [5])])[0][0]) == [13]  # returns no state, so the old one stays
         assert values(runner.run([step(6, 1, [6], end=True)])[0][0]) == [14]
         assert values(runner.run([step(7, 1, [7])])[0][0]) == [7]
         for wrong, text in ((-1, "state output 't'"), (-2, "unexpected output 'unknown'")):
@@ -414,7 +414,7 @@ def test_requests_that_run_again() -> None:
         assert values(rows[0]) == [99 + 2 * 99]
         starts = [seen[0] for seen in backend.seen if seen[3] == [6]]
         assert starts == [[7], [0], [0]]
-        # A request without an id is a sequence of its own.
+        # A request without an id is a separate sequence.
         lone = replace(step(3, 1, [99]), options=None)
         for turn in range(3):
             rows, _, again = runner.run([lone])

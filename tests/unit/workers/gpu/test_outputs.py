@@ -1,4 +1,4 @@
-"""Outputs on the GPU, on the stand-in for CUDA: in memory of callers, and from Python models."""
+"""Outputs on a fake GPU: in memory of callers, and from Python models."""
 
 from __future__ import annotations
 

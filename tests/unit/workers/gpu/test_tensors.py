@@ -1,4 +1,4 @@
-"""Tensors that stay on a GPU from one instance to the next. The stand-in for CUDA counts the copies."""
+"""Tensors that stay on a GPU from one instance to the next. The fake CUDA counts the copies."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_backend_that_cannot_read_the_gpu_gets_a_copy(runtime: Any, tmp_path: 
 
 
 class OnnxHere(Onnx):
-    """Its engine computes on the host, whose memory is the device memory of the stand-in."""
+    """ONNX Runtime computes on the host, whose memory serves as device memory of the fake."""
 
     def load(self, config: ModelConfig) -> None:
         super().load(config)
@@ -118,7 +118,7 @@ class OnnxHere(Onnx):
 
 @pytest.fixture
 def onnx_pair(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    """TensorRT, and then ONNX Runtime: y = 3 x, z = b + y."""
+    """TensorRT, followed by ONNX Runtime: y = 3 x, z = b + y."""
     monkeypatch.setattr(run, "GPU", "cpu")
     graph = Graph().input("x", "FP32", [-1, WIDTH]).input("b", "FP32", [-1, WIDTH])
     graph.output("y", "FP32", [-1, WIDTH]).output("z", "FP32", [-1, WIDTH])

@@ -1,1 +1,1 @@
-"""The listener in a thread, before a fake broker."""
+"""The listener in a thread, connected to a fake broker."""

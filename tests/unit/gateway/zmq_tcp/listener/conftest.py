@@ -1,4 +1,4 @@
-"""A ZeroMQ listener in a thread before a fake broker, checked after each test."""
+"""A ZeroMQ listener in a thread, connected to a fake broker and checked after each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests, streams and operations through the ZeroMQ listener, and restarts on both of its sides."""
+"""Requests, streams and operations through the ZeroMQ listener, and restarts on both sides."""
 
 from __future__ import annotations
 

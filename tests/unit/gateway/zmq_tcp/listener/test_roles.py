@@ -26,7 +26,7 @@ def test_a_client_has_the_roles_of_its_key(listener: ListenerThread, broker: Fak
 
 
 def test_r25_what_only_operators_may_see(listener: ListenerThread, broker: FakeBroker) -> None:
-    """The gateway has the role of an operator, whichever client it asks for."""
+    """The gateway itself has the role operate, whichever client it acts for."""
     broker.answers["activity"] = {"clients": [{"number": 1, "user": "uid:7"}]}
     broker.answers["models"] = [{"name": "m", "instances": [{"name": "m_0", "last_words": ["plums"]}]}]
     broker.answers["logs"] = {"records": []}
