@@ -230,7 +230,7 @@ def _finalize(model: LoadedModel, stopped: bool) -> bool:
         log_traceback("the model failed while it was finalized", error)
         return False
     finally:
-        model.arenas.close(bequeath=stopped)
+        model.arenas.close(keep_names=stopped)
     return True
 
 

@@ -122,12 +122,13 @@ class Arenas:
             except ServeError as error:
                 log_message(f"a returned handle cannot be freed: {error}")
 
-    def close(self, bequeath: bool = False) -> None:
-        """`bequeath`: POSIX segments in use keep their names, which the broker removes when they are no longer used."""
+    def close(self, keep_names: bool = False) -> None:
+        """`keep_names`: POSIX segments in use keep their names, which the broker removes when they are no longer
+        used."""
         for arena in (*self._arenas.values(), *self._near.values()):
-            for segment in arena.segments if bequeath else ():
+            for segment in arena.segments if keep_names else ():
                 if isinstance(segment.extent, posix.PosixExtent) and segment.blocks.used:
-                    segment.extent.bequeath()
+                    segment.extent.keep_name()
             arena.close()
 
     @property

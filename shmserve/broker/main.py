@@ -133,7 +133,7 @@ class ServerProcess:
             setting.backend_settings(settings),
             cores,
             resources=settings.rate_limit_resource if settings.rate_limit == "execution_count" else None,
-            terms=setting.terms(settings),
+            worker_defaults=setting.worker_defaults(settings),
         )
         self._control = self._make_control(settings)
         self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
@@ -166,7 +166,7 @@ class ServerProcess:
         self._add_activity_query()
         self._span_exporter = self._make_span_exporter(settings)
         self._trace_file = self._add_setting_queries(settings, recent)
-        self._waits_for = {"models", "gateways"}
+        self._pending_phases = {"models", "gateways"}
         """Startup phases that must finish before the server is ready."""
         self._rereads = 0
         """Number of repository scans started by SIGHUP that have not finished."""
@@ -410,11 +410,11 @@ class ServerProcess:
             self._code = 1
             self._stop("exit-on-error")
             return
-        self._has_come("models")
+        self._phase_finished("models")
 
     def _opened(self, ports: Mapping[str, int]) -> None:
         """Called when all gateways are listening."""
-        self._has_come("gateways")
+        self._phase_finished("gateways")
 
     def _not_opened(self, code: int, why: str) -> None:
         hint = "--no-gateway serves only clients on this machine"
@@ -426,11 +426,11 @@ class ServerProcess:
 
     def _load_nice(self) -> int:
         """The nice value for loading. 0 until the initial loading has finished, as the server is not ready before."""
-        return 0 if "models" in self._waits_for else int(self._settings.load_nice)
+        return 0 if "models" in self._pending_phases else int(self._settings.load_nice)
 
-    def _has_come(self, what: str) -> None:
-        self._waits_for.discard(what)
-        if self._waits_for or self._stopping:
+    def _phase_finished(self, phase: str) -> None:
+        self._pending_phases.discard(phase)
+        if self._pending_phases or self._stopping:
             return
         log.info("ready: %s", service_status.Census.of(self._core.state.models.values()).text())
         self._announcer.ready()

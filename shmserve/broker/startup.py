@@ -54,8 +54,8 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             )
         try:
             make_runtime_dir(self._path)
-            self._lock = self._locked()
-            self._directory = self._kept_from_cleaners()
+            self._lock = self._acquire_lock()
+            self._directory = self._lock_against_tmpfiles()
             self._remove()
             for name in (GENERATIONS, FILES):
                 (self._path / name).mkdir(mode=0o700)
@@ -69,7 +69,7 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             text = f"cannot use runtime directory {self._path}: {streams.error_text(error)}"
             raise CannotStart(f"{text}; give another with --runtime-dir") from None
 
-    def _locked(self) -> int:
+    def _acquire_lock(self) -> int:
         """The descriptor of the lock. Raises BlockingIOError if another server holds it."""
         while True:
             lock = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -82,7 +82,7 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
                 raise
             os.close(lock)  # an exiting server removed the file after it was opened here
 
-    def _kept_from_cleaners(self) -> int:
+    def _lock_against_tmpfiles(self) -> int:
         """The descriptor of the directory, locked. systemd-tmpfiles removes files from /tmp that have not been used for
         days, but skips locked directories. A restarted worker needs the files of its model."""
         directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -163,12 +163,12 @@ def worker_settings(
 def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> GatewaySettings:
     """Returns the gateway settings. If a package is missing, disables the gateways, or raises CannotStart if they were
     configured explicitly."""
-    wanted = setting.gateway_settings(settings, busy_poll_ns)
-    missing = [name for name in GATEWAY if wanted.count and find_spec(name) is None]
+    gateways = setting.gateway_settings(settings, busy_poll_ns)
+    missing = [name for name in GATEWAY if gateways.count and find_spec(name) is None]
     if not missing:
-        return wanted
+        return gateways
     text = f"the gateway needs the package {missing[0]}: {install_command('server')}"
-    if wanted.words or wanted.count > 1:
+    if gateways.arguments or gateways.count > 1:
         raise CannotStart(f"{text}, or omit its flags")
     log.warning("%s; serving only clients on this machine", text)
     return GatewaySettings(0, ())

@@ -23,13 +23,13 @@ class Usage(Struct, frozen=True):
     """Seconds after boot."""
 
 
-NOTHING = Usage()
+NO_USAGE = Usage()
 
 
 def usage(pid: int) -> Usage:
     text = _read(pid, "stat")
     if not text:
-        return NOTHING
+        return NO_USAGE
     fields = text.rpartition(b")")[2].split()  # the process name before ")" may contain any character
     ticks = int(fields[11]) + int(fields[12])
     return Usage(ticks / TICKS, int(fields[21]) * PAGE, int(fields[19]) / TICKS)

@@ -378,7 +378,7 @@ def test_r14_a_pickle_is_just_bytes() -> None:
 
 def test_r15_no_port_is_open_to_the_network_by_default(tmp_path: Path) -> None:
     """By default gateways get no addresses, and their own defaults are loopback addresses and no ZeroMQ."""
-    assert settings.gateway_settings(settings.parse(["--model-repository", str(tmp_path)])).words == ()
+    assert settings.gateway_settings(settings.parse(["--model-repository", str(tmp_path)])).arguments == ()
     parser = argparse.ArgumentParser()
     flags.add(parser)
     found = parser.parse_args([])

@@ -278,7 +278,7 @@ class Control:
 
     def _instance(self, version: Version, instance: Instance) -> dict[str, Any]:
         pid = self.process_of(instance.peer) if instance.peer else 0
-        used = procfs.usage(pid) if pid else procfs.NOTHING
+        used = procfs.usage(pid) if pid else procfs.NO_USAGE
         running, waiting, now = instance.running, instance.waiting, time.monotonic_ns()
         return {
             "name": instance.spec.name,

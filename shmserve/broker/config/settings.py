@@ -35,7 +35,7 @@ from shmserve.broker.observability.metric_settings import MetricSettings, metric
 from shmserve.broker.processes import cpus
 from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
 from shmserve.broker.processes.gpus import INTERVAL_S
-from shmserve.broker.processes.resources import Terms
+from shmserve.broker.processes.resources import WorkerResources
 from shmserve.core.limits import Limits
 from shmserve.errors import InvalidRequest
 from shmserve.paths import environments_dir, remote_cache_dir, server_runtime_dir
@@ -55,18 +55,18 @@ else:
     import tomli as tomllib
 
 OUTPUT_LIMIT = "worker-output-bytes"
-NEAR_LIMIT = "cuda-memory-pool-byte-size"
+CUDA_POOL_LIMIT = "cuda-memory-pool-byte-size"
 PINNED_LIMIT = "pinned-memory-pool-byte-size"
 """Keys of the worker settings with these limits."""
-_OTHERS = frozenset(
+_OTHER_VARIABLES = frozenset(
     (
         "SHMSERVE_URL", "SHMSERVE_SERVER_KEY", "SHMSERVE_KEY_FILE", "SHMSERVE_THREADS", "SHMSERVE_REWRITE",
         "SHMSERVE_EXPLORE",
     )
 )  # fmt: skip
 """Variables that are not for the server, besides those for models, which begin with SHMSERVE_MODEL_."""
-_MODELS = "SHMSERVE_MODEL_"
-_SURELY = 0.9
+_MODEL_PREFIX = "SHMSERVE_MODEL_"
+_MISSPELLING = 0.9
 """Similarity from which a variable for models is reported as a misspelled server variable."""
 
 
@@ -77,10 +77,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     On errors exits with code 2 and lists them.
     """
     flag_parser = parser()
-    given, rest = flag_parser.parse_known_args(_files_apart(argv))
-    strays = _strays(rest)
-    problems = [_stray(word) for word in strays if word.startswith("-")]
-    folders, files = _words([word for word in strays if not word.startswith("-")], problems)
+    given, rest = flag_parser.parse_known_args(_separate_files(argv))
+    arguments = _without_flag_values(rest)
+    problems = [_unknown_flag(word) for word in arguments if word.startswith("-")]
+    folders, files = _positional([word for word in arguments if not word.startswith("-")], problems)
     from_variables, warnings = _environment(os.environ, problems)
     config = vars(given).get("config", from_variables.get("config"))
     from_file = _file(config, problems) if config is not None else {}
@@ -192,7 +192,9 @@ def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
     worker_settings[OUTPUT_LIMIT] = str(settings.worker_output_bytes)
     worker_settings[PINNED_LIMIT] = str(settings.pinned_memory_pool_byte_size)
     if settings.cuda_memory_pool_byte_size:
-        worker_settings[NEAR_LIMIT] = ",".join(f"{gpu}:{size}" for gpu, size in settings.cuda_memory_pool_byte_size)
+        worker_settings[CUDA_POOL_LIMIT] = ",".join(
+            f"{gpu}:{size}" for gpu, size in settings.cuda_memory_pool_byte_size
+        )
     if settings.disable_auto_complete_config:
         worker_settings["disable-auto-complete-config"] = "true"
     if settings.backend_directory is not None:
@@ -226,10 +228,10 @@ def log_rate(settings: argparse.Namespace) -> Rate:
     return Rate(settings.log_worker_lines, settings.log_worker_bytes)
 
 
-def terms(settings: argparse.Namespace) -> Terms:
+def worker_defaults(settings: argparse.Namespace) -> WorkerResources:
     """Defaults for worker processes; models may override them."""
     place = settings.environment_dir or environments_dir(settings.runtime_dir)
-    return Terms(
+    return WorkerResources(
         settings.instance_memory_limit,
         unpacked=str(place.absolute()),
         gpu_memory=settings.instance_gpu_memory_limit,
@@ -244,7 +246,7 @@ def gateway_settings(settings: argparse.Namespace, busy_poll_ns: int = 0) -> Gat
         flag.gateway: getattr(settings, flag.dest) for flag in FLAGS if flag.gateway and _is_passed_on(flag, settings)
     }
     polling = [f"--busy-poll-us={busy_poll_ns // 1000}"] if busy_poll_ns else []
-    return GatewaySettings(settings.gateways, arguments_of(given, [*polling, *_more(settings)]))
+    return GatewaySettings(settings.gateways, arguments_of(given, [*polling, *_gateway_args(settings)]))
 
 
 def _is_passed_on(flag: Flag, settings: argparse.Namespace) -> bool:
@@ -253,7 +255,7 @@ def _is_passed_on(flag: Flag, settings: argparse.Namespace) -> bool:
     return not (value is None or value == [] or (value is False and flag.shown == "false"))
 
 
-def _more(settings: argparse.Namespace) -> list[str]:
+def _gateway_args(settings: argparse.Namespace) -> list[str]:
     """The options in --gateway-args. Raises ValueError."""
     return shlex.split(settings.gateway_args or "")
 
@@ -266,7 +268,7 @@ def host_policies(settings: argparse.Namespace) -> dict[str, tuple[int, ...]]:
 # ------------------------------------------------------------------------------------------- the command line
 
 
-def _strays(rest: Sequence[str]) -> list[str]:
+def _without_flag_values(rest: Sequence[str]) -> list[str]:
     """Omits words after unknown flags, which are probably their values."""
     return [word for at, word in enumerate(rest) if word.startswith("-") or not at or not _is_bare(rest[at - 1])]
 
@@ -275,7 +277,7 @@ def _is_bare(word: str) -> bool:
     return word.startswith("--") and "=" not in word
 
 
-def _files_apart(argv: Sequence[str]) -> list[str]:
+def _separate_files(argv: Sequence[str]) -> list[str]:
     """Replaces a boolean flag before a file with FLAG=true, so that the file is not parsed as the flag's value."""
     words = list(argv)
     for index, word in enumerate(argv[:-1]):
@@ -285,7 +287,7 @@ def _files_apart(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _words(words: Sequence[str], problems: list[str]) -> tuple[list[Path | RemoteAddress], list[ModelFile]]:
+def _positional(words: Sequence[str], problems: list[str]) -> tuple[list[Path | RemoteAddress], list[ModelFile]]:
     """The repositories and the model files that are given without a flag."""
     folders: list[Path | RemoteAddress] = []
     files = []
@@ -302,7 +304,7 @@ def _words(words: Sequence[str], problems: list[str]) -> tuple[list[Path | Remot
     return folders, files
 
 
-def _stray(word: str) -> str:
+def _unknown_flag(word: str) -> str:
     shown = word.partition("=")[0]
     return unknown(shown.lstrip("-"), shown)
 
@@ -316,16 +318,16 @@ def _environment(environment: Mapping[str, str], problems: list[str]) -> tuple[d
     values: dict[str, Any] = {}
     warnings: list[str] = []
     for variable, text in sorted(environment.items()):
-        if not variable.startswith(ENVIRONMENT) or variable in _OTHERS:
+        if not variable.startswith(ENVIRONMENT) or variable in _OTHER_VARIABLES:
             continue
         name = variable.removeprefix(ENVIRONMENT).lower().replace("_", "-")
         flag = BY_NAME.get(name)
         if flag is not None and not flag.private:
             if text:
                 _take(values, flag, partial(from_environment, flag, text), problems, variable)
-        elif not variable.startswith(_MODELS):
+        elif not variable.startswith(_MODEL_PREFIX):
             warnings.append(unknown(name, variable, ENVIRONMENT))
-        elif close := nearest(name, _SURELY):
+        elif close := nearest(name, _MISSPELLING):
             warnings.append(f"{variable} is for models; did you mean {ENVIRONMENT}{written(close, ENVIRONMENT)}?")
     return values, warnings
 
@@ -408,7 +410,7 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     if not settings.id.isprintable() or len(settings.id) > 128:
         wrong("--id must have at most 128 printable characters")
     try:
-        _more(settings)
+        _gateway_args(settings)
     except ValueError as error:
         wrong(f"--gateway-args: {error}")
     try:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shmserve.broker.models.backend_files import BackendFiles
 from shmserve.broker.models.differences import LoadedVersion
 from shmserve.broker.models.repositories import KeptConfig, Reading, Repositories
-from shmserve.broker.processes.resources import NOTHING, Terms, terms_of
+from shmserve.broker.processes.resources import DEFAULTS, WorkerResources, resources_of
 from shmserve.core.batching.rate_limiter import lacking
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse, Target
@@ -91,13 +91,13 @@ class Catalog:
         settings: dict[str, str],
         cores: CoreSet,
         resources: Sequence[tuple[str, int, int]] | None = None,
-        terms: Terms = NOTHING,
+        worker_defaults: WorkerResources = DEFAULTS,
     ) -> None:
         """`settings` are passed to workers; `cores` are divided among them. `resources`: those of the rate limiter;
-        None: the limiter is off. `terms`: defaults for worker processes."""
+        None: the limiter is off. `worker_defaults` apply to models that do not override them."""
         self.repositories = repositories
         self._cores = cores
-        self._terms = terms
+        self._worker_defaults = worker_defaults
         self._resources = resources
         self._settings = settings
         self._numbers = count(1)
@@ -119,7 +119,7 @@ class Catalog:
             return [(0, Refuse(scanned.name, version, reason)) for version in scanned.versions or (0,)]
         targets = tuple(self._target(reading, scanned.config, number) for number in scanned.versions)
         self._rejected.pop(scanned.name, None)
-        self._wanted(scanned.name, targets)
+        self._set_latest(scanned.name, targets)
         traffic = compile_traffic(scanned.config)
         deploy = Deploy(scanned.name, targets, operation, present=scanned.present, traffic=traffic)
         return [(0, deploy), *[(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]]
@@ -155,7 +155,7 @@ class Catalog:
             source.target = Target(number, source.number, instances, memory=memory, scaling=scaling)
         return source.target
 
-    def _wanted(self, model: str, targets: Iterable[Target]) -> None:
+    def _set_latest(self, model: str, targets: Iterable[Target]) -> None:
         for key in [key for key in self._latest if key[0] == model]:
             del self._latest[key]
         self._latest.update({(model, target.number): target.source for target in targets})
@@ -189,7 +189,7 @@ class Catalog:
             raise NotFound(f"failed to load '{model}': it has no previous generation")
         self._rejected[model] = frozenset(served)
         targets = [target for source in sources if (target := self._sources[source].target) is not None]
-        self._wanted(model, targets)
+        self._set_latest(model, targets)
         newest = max(sources, key=lambda source: self._sources[source].version)
         traffic = compile_traffic(self._sources[newest].config)
         return Deploy(model, tuple(targets), operation, traffic=traffic)
@@ -320,10 +320,10 @@ class Catalog:
         load = Load(spawn.peer, spawn.model, spawn.version, spawn.instance.name, folder, settings)
         return load, config_descriptor(source.config)
 
-    def terms(self, spawn: Spawn) -> Terms:
+    def worker_resources(self, spawn: Spawn) -> WorkerResources:
         source = self._sources[spawn.source]
         backend_folder = source.backend.folder if source.backend is not None else None
-        return terms_of(source.config, _folder_of(source), self._terms, backend_folder)
+        return resources_of(source.config, _folder_of(source), self._worker_defaults, backend_folder)
 
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
         """Stores the configuration as completed by a worker. Also returns warnings about changes that the owner may not

@@ -25,7 +25,7 @@ class Companions:
         self._loaded_for.pop(reading.scanned.name, None)
         self._note(reading)
 
-    def brought(self, reading: Reading, ensemble: str) -> None:
+    def loaded_for(self, reading: Reading, ensemble: str) -> None:
         """Records that the model is loaded because the ensemble needs it."""
         self._loaded_for.setdefault(reading.scanned.name, set()).add(ensemble)
         self._note(reading)
@@ -54,35 +54,35 @@ class Companions:
         return alone
 
 
-class Together:
+class OperationDependencies:
     """Operations that are reported only after the operations they depend on have finished."""
 
     def __init__(self) -> None:
-        self._others: dict[int, set[int]] = {}
+        self._unfinished: dict[int, set[int]] = {}
         """Operation -> the unfinished operations that it depends on. The sets are never empty."""
-        self._over: dict[int, Settled] = {}
+        self._finished: dict[int, Settled] = {}
         """Finished operations that still depend on others."""
 
     def add(self, operation: int, others: set[int]) -> None:
         if others:
-            self._others[operation] = set(others)
+            self._unfinished[operation] = set(others)
 
     def finish(self, effect: Settled) -> list[Settled]:
         """Returns the operations that can be reported now. A failure is reported at once."""
-        finished = []
-        if effect.operation in self._others and not effect.code:
-            self._over[effect.operation] = effect
+        reportable = []
+        if effect.operation in self._unfinished and not effect.code:
+            self._finished[effect.operation] = effect
         else:
-            self._others.pop(effect.operation, None)
-            finished.append(effect)
-        for operation in [number for number, others in self._others.items() if effect.operation in others]:
-            others = self._others[operation]
+            self._unfinished.pop(effect.operation, None)
+            reportable.append(effect)
+        for operation in [number for number, others in self._unfinished.items() if effect.operation in others]:
+            others = self._unfinished[operation]
             others.discard(effect.operation)
             if not others:
-                del self._others[operation]
-                if operation in self._over:
-                    finished.append(self._over.pop(operation))
-        return finished
+                del self._unfinished[operation]
+                if operation in self._finished:
+                    reportable.append(self._finished.pop(operation))
+        return reportable
 
 
 def needs(

@@ -17,7 +17,7 @@ import msgspec
 
 from shmserve.broker.models.catalog import Catalog
 from shmserve.broker.models.differences import Differences
-from shmserve.broker.models.ensemble_members import Companions, Together, needs
+from shmserve.broker.models.ensemble_members import Companions, OperationDependencies, needs
 from shmserve.broker.models.overrides import RestartBody, RollbackBody, UnloadBody, Upload
 from shmserve.broker.models.reader import Job, Reader
 from shmserve.broker.models.remote import NotDownloaded, RemoteModels
@@ -86,7 +86,7 @@ class ClientOperations:
         self.untidy = False
         """Versions may have ended. Call `tidy` when the core has handled all events."""
         self._companions = Companions()
-        self._together = Together()
+        self._dependencies = OperationDependencies()
         self._differences = Differences(loop, catalog.loaded)
 
     # ------------------------------------------------------------------------------------ requested by clients
@@ -223,7 +223,7 @@ class ClientOperations:
         upload.close()
         return found
 
-    def _bring(self, needed: Collection[tuple[str, Reading]]) -> set[int]:
+    def _load_companions(self, needed: Collection[tuple[str, Reading]]) -> set[int]:
         """Deploys models that ensembles need and that are not served yet. Returns the operations in progress."""
         operations: set[int] = set()
         for ensemble, reading in needed:
@@ -234,7 +234,7 @@ class ClientOperations:
             else:
                 name = reading.scanned.name
                 log_record("info", f"also loading model '{name}', which '{ensemble}' needs", {"model": name})
-                self._companions.brought(reading, ensemble)
+                self._companions.loaded_for(reading, ensemble)
                 operations |= self.adopt(reading)
         return operations
 
@@ -250,10 +250,10 @@ class ClientOperations:
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
             return
         self._companions.requested(reading)
-        others = self._bring(needed)
+        others = self._load_companions(needed)
         job.warnings = job.notes + tuple(text for text, _ in self._catalog.warnings(reading))
         number = self._register(job)
-        self._together.add(number, others)
+        self._dependencies.add(number, others)
         adopted = [event for _, event in self._catalog.adopt(reading, number)]
         job.changed = self._is_change(adopted[0])
         self._put_all(adopted)
@@ -276,7 +276,7 @@ class ClientOperations:
 
     def settled(self, effect: effects.Settled) -> None:
         """Reports a finished operation. The load of an ensemble finishes only when those of its models have."""
-        for finished in self._together.finish(effect):
+        for finished in self._dependencies.finish(effect):
             self._report(finished)
 
     def _report(self, effect: effects.Settled) -> None:
@@ -343,7 +343,7 @@ class ClientOperations:
         for reading in readings:
             self._companions.requested(reading)
             self.adopt(reading)
-        self._bring(needed)
+        self._load_companions(needed)
 
     def adopt(self, reading: Reading) -> set[int]:
         """Deploys or refuses a model that was read. Returns the operations that this starts."""

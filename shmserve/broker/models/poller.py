@@ -105,7 +105,7 @@ class Poll:
             self._unsettled.pop(name, None)
             return None
         # Downloaded models are published as a whole, after their repository has settled.
-        if settle_s and not tree_of(folders[0]) and not self._is_still(name, digest, newest):
+        if settle_s and not tree_of(folders[0]) and not self._is_settled(name, digest, newest):
             return None
         reading = self._repositories.read_folder(folders[0], known=backends.read)
         after = reading.snapshot
@@ -136,7 +136,7 @@ class Poll:
             known[folder] = take(folder) if folder.is_dir() else None
         return known[folder]
 
-    def _is_still(self, name: str, digest: str, newest: int) -> bool:
+    def _is_settled(self, name: str, digest: str, newest: int) -> bool:
         """Whether the model has not changed for `settle_s`: by the time of the last change or, as clocks of network
         disks may differ, by its digest."""
         if 0 <= newest <= (self._wall() - self._settle_s) * 1e9:

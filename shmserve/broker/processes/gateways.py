@@ -44,10 +44,10 @@ get only what they need."""
 
 
 class GatewaySettings(Struct, frozen=True):
-    """The number of gateways, and their command-line options (`words`)."""
+    """The number of gateways, and their command-line arguments."""
 
     count: int
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
 
 
 class _Gateway(Struct, eq=False):
@@ -61,7 +61,7 @@ class _Gateway(Struct, eq=False):
     """Pipe on which the gateway reports that it is listening."""
     is_open: bool = False
     began: float = 0.0
-    deaths: int = 0
+    consecutive_exits: int = 0
     timer: Any = None
 
 
@@ -91,7 +91,7 @@ class Gateways:
         self._log_record = log_record
         self._rate = rate
         self._all = [_Gateway(number) for number in range(settings.count)]
-        self._options = ["--url", url, "--exit-timeout-secs", f"{max(exit_timeout_s, 0.01):g}", *settings.words]
+        self._options = ["--url", url, "--exit-timeout-secs", f"{max(exit_timeout_s, 0.01):g}", *settings.arguments]
         if settings.count > 1:
             self._options.append("--reuse-port")
         self._begun = False
@@ -119,10 +119,10 @@ class Gateways:
             if endpoint in PORTS
             for word in (f"--{endpoint}-port", str(port))
         ]
-        words = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(write_end), *self._options, *ports]
+        arguments = ["gateway", "--parent", str(os.getpid()), "--ready-fd", str(write_end), *self._options, *ports]
         try:
             process = subprocess.Popen(
-                [*python(), "-m", MODULE, *words],
+                [*python(), "-m", MODULE, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output.write_end,
                 stderr=output.write_end,
@@ -216,8 +216,8 @@ class Gateways:
         else:
             lived = self._loop.time() - gateway.began if gateway.is_open else 0.0
             self._restarts += 1
-            gateway.deaths = 1 if lived > STEADY_S else gateway.deaths + 1
-            pause = pause_ns(gateway.deaths, *PAUSES_NS) / 1e9
+            gateway.consecutive_exits = 1 if lived > STEADY_S else gateway.consecutive_exits + 1
+            pause = pause_ns(gateway.consecutive_exits, *PAUSES_NS) / 1e9
             again = f"in {pause:g} s" if pause else "immediately"
             text = f"gateway {gateway.number} exited ({children.ended_with(code)}); restarting it {again}"
             self._log_record("error", text, {"gateway": gateway.number})
@@ -292,8 +292,8 @@ def _nothing() -> None:
 
 def arguments_of(given: Mapping[str, Any], rest: Sequence[str]) -> tuple[str, ...]:
     """The command line of a gateway: gateway options that were given to the server, then `rest`."""
-    words: list[str] = []
+    arguments: list[str] = []
     for name, value in given.items():
         for one in value if isinstance(value, list) else [value]:
-            words.append(f"--{name}" if one is True else f"--{name}={'false' if one is False else one}")
-    return (*words, *rest)
+            arguments.append(f"--{name}" if one is True else f"--{name}={'false' if one is False else one}")
+    return (*arguments, *rest)

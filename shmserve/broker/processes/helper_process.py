@@ -58,7 +58,7 @@ class HelperProcess:
         self._output: children.Output | None = None
         self._start_timer: Any = None
         self._began = 0.0
-        self._deaths = 0
+        self._consecutive_exits = 0
 
     def start(self) -> None:
         self._start_timer = None
@@ -104,12 +104,12 @@ class HelperProcess:
         code = self._process.wait()
         self._drop()
         if self._loop.time() - self._began > STEADY_S:
-            self._deaths = 0
+            self._consecutive_exits = 0
         self._restart(f"ended ({children.ended_with(code)})")
 
     def _restart(self, why: str) -> None:
-        self._deaths += 1
-        pause = pause_ns(self._deaths, *PAUSES_NS) / 1e9
+        self._consecutive_exits += 1
+        pause = pause_ns(self._consecutive_exits, *PAUSES_NS) / 1e9
         text = f"the process that {self._kind.purpose} {why}; starting it again in {pause:g} s"
         log_record("error", text, None)
         self._start_timer = self._loop.call_later(pause, self.start)

@@ -41,7 +41,7 @@ class MemoryMeter:
         self._reported: dict[int, tuple[Measured, bool]] = {}
         """Worker -> its last report, and whether it was READY then."""
         self._thread = ThreadPoolExecutor(1, "memory-meter")
-        self._reads = self._again = self._closed = False
+        self._reading = self._read_again = self._closed = False
         self._timer = loop.call_later(POLL_S, self.measure)
 
     def measure(self) -> None:
@@ -49,17 +49,17 @@ class MemoryMeter:
         self._timer.cancel()
         if self._closed:
             return
-        if self._reads:
-            self._again = True
+        if self._reading:
+            self._read_again = True
             return
         pids = {peer: pid for peer in self._state.instances if (pid := self._process_of(peer))}
         self._reported = {peer: event for peer, event in self._reported.items() if peer in pids}
-        self._reads = True
-        self._thread.submit(self._read, pids)
+        self._reading = True
+        self._thread.submit(self._read_memory, pids)
 
     def worker_started(self) -> None:
         """Starts to measure every LOADING_S, until the worker has loaded."""
-        if not self._reads:
+        if not self._reading:
             self._timer.cancel()
             self._timer = self._loop.call_later(LOADING_S, self.measure)
 
@@ -68,12 +68,12 @@ class MemoryMeter:
         self._timer.cancel()
         self._thread.shutdown()
 
-    def _read(self, pids: dict[int, int]) -> None:
+    def _read_memory(self, pids: dict[int, int]) -> None:
         found = {peer: procfs.anonymous_bytes(pid) for peer, pid in pids.items()}
-        self._loop.call_soon_threadsafe(self._have_read, pids, found)
+        self._loop.call_soon_threadsafe(self._handle_reading, pids, found)
 
-    def _have_read(self, pids: dict[int, int], found: dict[int, tuple[int, int]]) -> None:
-        self._reads = False
+    def _handle_reading(self, pids: dict[int, int], found: dict[int, tuple[int, int]]) -> None:
+        self._reading = False
         if self._closed:
             return
         shared = self._shared()
@@ -84,13 +84,13 @@ class MemoryMeter:
             more = shared.get(peer, 0) + LEAST_CHANGE
             on_gpu = known[1].spec.kind == "KIND_GPU"
             gpu = self._used_on_gpu(pids[peer]) if on_gpu else 0
-            self._tell(Measured(peer, own + more, peak + more, gpu), known[1].state is InstanceState.READY)
-        loads = any(instance.state is InstanceState.STARTING for _, instance in self._state.instances.values())
-        if self._again:
-            self._again = False
+            self._report_change(Measured(peer, own + more, peak + more, gpu), known[1].state is InstanceState.READY)
+        is_loading = any(instance.state is InstanceState.STARTING for _, instance in self._state.instances.values())
+        if self._read_again:
+            self._read_again = False
             self.measure()
         else:
-            self._timer = self._loop.call_later(LOADING_S if loads else POLL_S, self.measure)
+            self._timer = self._loop.call_later(LOADING_S if is_loading else POLL_S, self.measure)
 
     def _shared(self) -> dict[int, int]:
         """Worker -> size of its segments in host memory."""
@@ -101,7 +101,7 @@ class MemoryMeter:
                 found[segment.owner] = found.get(segment.owner, 0) + segment.size
         return found
 
-    def _tell(self, event: Measured, is_ready: bool) -> None:
+    def _report_change(self, event: Measured, is_ready: bool) -> None:
         last, was_ready = self._reported.get(event.peer, (None, False))
         if last is None or is_ready != was_ready or _differs(last, event):
             self._reported[event.peer] = event, is_ready

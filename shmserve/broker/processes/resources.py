@@ -10,7 +10,7 @@ from shmserve.repo.compile import environment, gpu_memory_limit, memory_limit
 from shmserve.repo.config.schema import ModelConfig
 
 
-class Terms(Struct, frozen=True):
+class WorkerResources(Struct, frozen=True):
     """`memory` and `gpu_memory`: limits in bytes on the host and on its GPU; 0: no limit. `environment`: the
     interpreter's environment; "": the server's own. `unpacked`: directory for unpacked environment archives."""
 
@@ -20,15 +20,17 @@ class Terms(Struct, frozen=True):
     gpu_memory: int = 0
 
 
-NOTHING = Terms()
+DEFAULTS = WorkerResources()
 
 
-def terms_of(config: ModelConfig, folder: Path, given: Terms, backend_folder: Path | None = None) -> Terms:
-    """The terms of a model. `given`: the defaults. `backend_folder`: directory of its backend, if not built in."""
+def resources_of(
+    config: ModelConfig, folder: Path, defaults: WorkerResources, backend_folder: Path | None = None
+) -> WorkerResources:
+    """The resources of a worker of this model. `backend_folder`: directory of its backend, if not built in."""
     own, on_gpu = memory_limit(config), gpu_memory_limit(config)
-    return Terms(
-        given.memory if own is None else own,
+    return WorkerResources(
+        defaults.memory if own is None else own,
         environment(config, str(folder), backend_folder),
-        given.unpacked,
-        given.gpu_memory if on_gpu is None else on_gpu,
+        defaults.unpacked,
+        defaults.gpu_memory if on_gpu is None else on_gpu,
     )

@@ -22,7 +22,7 @@ from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.processes import children
 from shmserve.broker.processes.cgroups import ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, MemoryLimits
-from shmserve.broker.processes.resources import NOTHING, Terms
+from shmserve.broker.processes.resources import DEFAULTS, WorkerResources
 from shmserve.broker.processes.zygote import Zygote, reap
 from shmserve.core.effects import Spawn
 from shmserve.core.policy import InstanceSpec
@@ -67,8 +67,8 @@ class WorkerSettings(Struct, frozen=True):
 
 
 class Worker(Struct, eq=False):
-    """`pid` 0: not started yet. `theirs`: the worker's ends of its link and output, open until it has inherited them.
-    `process` is set if the worker was started as a fresh interpreter."""
+    """`pid` 0: not started yet. `child_ends`: the worker's ends of its link and output, open until it has inherited
+    them. `process` is set if the worker was started as a fresh interpreter."""
 
     peer: int
     name: str
@@ -76,10 +76,10 @@ class Worker(Struct, eq=False):
     """For the log: model, version, instance."""
     link: PeerLink
     output: children.Output
-    words: list[str]
+    arguments: list[str]
     memory: tuple[int, int]
     """Limits in bytes: on the host, and on its GPU."""
-    theirs: tuple[int, int] | None
+    child_ends: tuple[int, int] | None
     process: subprocess.Popen[bytes] | None = None
     pid: int = 0
     pidfd: int = -1
@@ -131,22 +131,24 @@ class Workers:
             names[self._zygote.pid] = "the process that workers are forked from"
         return names
 
-    def spawn(self, effect: Spawn, terms: Terms = NOTHING) -> Worker:
+    def spawn(self, effect: Spawn, resources: WorkerResources = DEFAULTS) -> Worker:
         """Starts a worker, whose process may follow later. Raises OSError if it cannot be started."""
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         about = {"model": effect.model, "version": effect.version, "instance": spec.name}
         output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, about), self._settings.log_rate)
-        group = self._memory.group(peer, terms.memory)
-        words = arguments_of(spec, terms, str(group.processes) if group is not None else "") + self._variables(spec)
+        group = self._memory.group(peer, resources.memory)
+        arguments = arguments_of(spec, resources, str(group.processes) if group is not None else "") + self._variables(
+            spec
+        )
         nice = 0 if effect.urgent else self._settings.load_nice()
-        words += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(nice)]
+        arguments += ["--busy-poll-ns", str(self._settings.busy_poll_ns), "--load-nice", str(nice)]
         link = PeerLink(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
-        ends = (theirs.detach(), output.write_end)
-        limits = terms.memory, terms.gpu_memory if spec.kind == "KIND_GPU" else 0
-        worker = Worker(peer, spec.name, about, link, output, words, limits, ends)
+        child_ends = (theirs.detach(), output.write_end)
+        limits = resources.memory, resources.gpu_memory if spec.kind == "KIND_GPU" else 0
+        worker = Worker(peer, spec.name, about, link, output, arguments, limits, child_ends)
         self._workers[peer] = worker
-        if self._zygote is None or not self._zygote.start(peer, words, *ends):
+        if self._zygote is None or not self._zygote.start(peer, arguments, *child_ends):
             try:
                 self._start(worker)
             except OSError:
@@ -162,10 +164,10 @@ class Workers:
 
     def _start(self, worker: Worker) -> None:
         """Starts the worker as a fresh interpreter."""
-        assert worker.theirs is not None
-        link, written = worker.theirs
+        assert worker.child_ends is not None
+        link, written = worker.child_ends
         worker.process = subprocess.Popen(
-            [*python(), "-m", "shmserve.workers.main", "--link", str(link), *worker.words],
+            [*python(), "-m", "shmserve.workers.main", "--link", str(link), *worker.arguments],
             stdin=subprocess.DEVNULL,
             stdout=written,
             stderr=written,
@@ -194,7 +196,7 @@ class Workers:
 
     def _started(self, worker: Worker, pid: int, pidfd: int) -> None:
         worker.pid, worker.pidfd = pid, pidfd
-        self._close_theirs(worker)
+        self._close_child_ends(worker)
         for memory, limit in zip((self._memory, self._gpu_memory), worker.memory, strict=True):
             memory.started(worker.peer, pid, limit)
         self._loop.add_reader(pidfd, self._ended, worker)
@@ -238,14 +240,14 @@ class Workers:
 
     def _forget(self, worker: Worker) -> None:
         worker.link.close("")
-        self._close_theirs(worker)
+        self._close_child_ends(worker)
         worker.output.close()
         del self._workers[worker.peer]
 
-    def _close_theirs(self, worker: Worker) -> None:
-        for descriptor in worker.theirs or ():
+    def _close_child_ends(self, worker: Worker) -> None:
+        for descriptor in worker.child_ends or ():
             os.close(descriptor)
-        worker.theirs = None
+        worker.child_ends = None
 
     def _reap(self) -> None:
         assert self._zygote is not None
@@ -275,19 +277,19 @@ def _code(worker: Worker) -> int:
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def arguments_of(spec: InstanceSpec, terms: Terms, group: str) -> list[str]:
+def arguments_of(spec: InstanceSpec, resources: WorkerResources, group: str) -> list[str]:
     """The command line of a worker, without its link. `group`: the cgroup.procs file to which the worker writes its pid
     to join its control group."""
-    words = ["--name", spec.name]
+    arguments = ["--name", spec.name]
     if spec.cpus:
-        words += ["--cpus", ",".join(map(str, spec.cpus))]
+        arguments += ["--cpus", ",".join(map(str, spec.cpus))]
     if spec.threads:
-        words += ["--threads", str(spec.threads)]
+        arguments += ["--threads", str(spec.threads)]
     if group:
-        words += ["--group", group]
-    if terms.environment:
-        words += ["--environment", terms.environment, "--unpacked", terms.unpacked]
-    return words
+        arguments += ["--group", group]
+    if resources.environment:
+        arguments += ["--environment", resources.environment, "--unpacked", resources.unpacked]
+    return arguments
 
 
 def worker_environment(more: Sequence[str] = ()) -> dict[str, str]:

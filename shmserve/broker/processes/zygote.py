@@ -53,14 +53,14 @@ class Zygote:
         """Whether workers may exist whose pids are not known yet."""
         return bool(self._pending)
 
-    def start(self, ticket: int, words: list[str], link: int, output: int) -> bool:
+    def start(self, ticket: int, arguments: list[str], link: int, output: int) -> bool:
         """Requests a fork. False: the worker must be started as a fresh interpreter."""
         if self._control is None and not self._open():
             return False
         assert self._control is not None
         rights = array.array("i", [link, output])
         try:
-            self._control.sendmsg(["\0".join(words).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            self._control.sendmsg(["\0".join(arguments).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         except OSError:  # the queue is full, or the zygote has exited, which `_read` detects
             return False
         self._pending.append(ticket)

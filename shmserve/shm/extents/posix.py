@@ -46,7 +46,7 @@ class PosixExtent(MappedExtent):
         with suppress(posix_ipc.ExistentialError):  # already removed by hand
             posix_ipc.unlink_shared_memory(self.name)
 
-    def bequeath(self) -> None:
+    def keep_name(self) -> None:
         """Keeps the name after `close`, as other processes may not have opened it yet. The broker calls `remove`
         later."""
         self._owner_pid = None
@@ -118,7 +118,7 @@ def is_made_by(pid: int, name: str) -> bool:
 
 
 def remove(name: str) -> None:
-    """Removes a name that its creator kept with `bequeath`, or left behind when it died."""
+    """Removes a name that its creator kept with `keep_name`, or left behind when it died."""
     with suppress(posix_ipc.ExistentialError):  # already removed by its creator
         posix_ipc.unlink_shared_memory(name)
 

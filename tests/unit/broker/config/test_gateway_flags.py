@@ -44,8 +44,8 @@ def parsed(place: Path, *words: str) -> GatewaySettings:
 def test_each_is_an_option_of_the_gateway_with_the_same_default(flag: Flag, tmp_path: Path) -> None:
     value = SAMPLES.get(flag.name, "true" if flag.kind == "boolean" else "7")
     found = parsed(tmp_path, f"--{flag.name}", value)
-    assert len(found.words) == 1
-    plain, given = (vars(understood(words))[flag.gateway.replace("-", "_")] for words in ((), found.words))
+    assert len(found.arguments) == 1
+    plain, given = (vars(understood(words))[flag.gateway.replace("-", "_")] for words in ((), found.arguments))
     assert given == [given[0]] if flag.repeatable else str(given).lower() == value
     if not flag.shown.startswith("as "):
         assert plain in (None, []) or str(plain).lower() == flag.shown
@@ -73,7 +73,7 @@ def test_nothing_is_passed_on_that_was_not_given(tmp_path: Path) -> None:
     assert parsed(tmp_path) == GatewaySettings(1, ())
     assert parsed(tmp_path, "--allow-client-shm=false", "--reuse-http-port", "false") == GatewaySettings(1, ())
     assert parsed(tmp_path, "--http-port", "0", "--gateways=3") == GatewaySettings(3, ("--http-port=0",))
-    assert parsed(tmp_path, "--gateway-args=--a 'b c'", "--metrics-port=1").words == (
+    assert parsed(tmp_path, "--gateway-args=--a 'b c'", "--metrics-port=1").arguments == (
         "--metrics-port=1",
         "--a",
         "b c",

@@ -68,10 +68,10 @@ def test_triton_compatible(tmp_path: Path) -> None:
     assert (found.http_address, found.grpc_address) == ("0.0.0.0", "0.0.0.0")
     assert found.http_roles == "infer,observe,operate"
     assert found.http_max_json_size == 0
-    assert "--http-max-json-size=0" in settings.gateway_settings(found).words
+    assert "--http-max-json-size=0" in settings.gateway_settings(found).arguments
     found = settings.parse([*base, "--id=mine", "--http-address=127.0.0.1"])
     assert (found.id, found.http_address, found.grpc_address) == ("mine", "127.0.0.1", "0.0.0.0")
-    words = settings.gateway_settings(found).words
+    words = settings.gateway_settings(found).arguments
     assert "0.0.0.0" in " ".join(words)
     assert settings.parse(base[:2]).exit_on_error is False
 

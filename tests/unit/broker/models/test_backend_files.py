@@ -56,7 +56,7 @@ def order(catalog: Catalog, name: str) -> tuple[Mapping[str, str], str]:
     spawn = Spawn(1 << 20, name, 1, source, event.targets[0].instances[0])
     load, descriptor = catalog.load_order(spawn)
     read_descriptor(descriptor)
-    return load.settings, catalog.terms(spawn).environment
+    return load.settings, catalog.worker_resources(spawn).environment
 
 
 def test_a_version_keeps_the_files_of_its_backend(tmp_path: Path, backends: Path) -> None:

@@ -276,7 +276,7 @@ def test_what_a_process_uses() -> None:
     assert own.cpu_seconds == pytest.approx(times.user + times.system, abs=0.1)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     assert own.resident_bytes == pytest.approx(resident, rel=0.05)
-    assert procfs.usage(-1) == procfs.NOTHING
+    assert procfs.usage(-1) == procfs.NO_USAGE
     assert procfs.descriptors() == len(os.listdir("/proc/self/fd")) - 1
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     assert 0 < own.started <= uptime

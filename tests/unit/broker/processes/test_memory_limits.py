@@ -17,7 +17,7 @@ import pytest
 from shmserve.broker.processes import cgroups
 from shmserve.broker.processes.cgroups import CannotHave, ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, NEAR_S, POLL_S, MemoryLimits
-from shmserve.broker.processes.resources import Terms, terms_of
+from shmserve.broker.processes.resources import WorkerResources, resources_of
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.system import procfs
 from tests.support.broker.fake_loop import Loop
@@ -223,13 +223,15 @@ def test_which_group_is_ours(tmp_path: Path) -> None:
 
 
 def test_a_model_says_more_than_the_server() -> None:
-    def of(**parameters: str) -> Terms:
+    def of(**parameters: str) -> WorkerResources:
         said = {key: ModelParameter(string_value=value) for key, value in parameters.items()}
-        return terms_of(ModelConfig(name="m", parameters=said), Path("/models/m"), Terms(5 * MIB, unpacked="/cache"))
+        return resources_of(
+            ModelConfig(name="m", parameters=said), Path("/models/m"), WorkerResources(5 * MIB, unpacked="/cache")
+        )
 
-    assert of() == Terms(5 * MIB, "", "/cache")
-    assert of(memory_limit_mb="7") == Terms(7 * MIB, "", "/cache")
-    assert of(memory_limit_mb="0") == Terms(0, "", "/cache")
+    assert of() == WorkerResources(5 * MIB, "", "/cache")
+    assert of(memory_limit_mb="7") == WorkerResources(7 * MIB, "", "/cache")
+    assert of(memory_limit_mb="0") == WorkerResources(0, "", "/cache")
     assert of(gpu_memory_limit_mb="5").gpu_memory == 5 * MIB
     assert of(EXECUTION_ENV_PATH="$$TRITON_MODEL_DIRECTORY/env").environment == "/models/m/env"
     assert of(EXECUTION_ENV_PATH="/opt/env").environment == "/opt/env"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.broker.config.settings import NEAR_LIMIT
+from shmserve.broker.config.settings import CUDA_POOL_LIMIT
 from shmserve.dtypes import to_numpy
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.protocol.messages import Handle, Tensor, Wanted
@@ -339,4 +339,4 @@ def test_outputs_of_a_data_dependent_shape_are_copied_to_the_host(runtime: Any, 
     with Instance(TensorRT, tmp_path, given) as instance:
         (row,) = instance.run(replace(instance.work(x=x), near=("where",)))
         np.testing.assert_array_equal(instance.array(row), np.arange(10_000))
-    assert NEAR_KNOB == "cuda-memory-pool-byte-size" == NEAR_LIMIT
+    assert NEAR_KNOB == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
