@@ -1,4 +1,4 @@
-"""`shmserve init`: for every kind, the generated model is served and answers as described, on one server."""
+"""`shmserve init`: the generated models of every kind are served and answer as described, on one server."""
 
 from __future__ import annotations
 

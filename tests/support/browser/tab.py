@@ -92,7 +92,7 @@ class Tab:
     # ------------------------------------------------------------------------------------ documents
 
     def open(self, path: str = "/") -> None:
-        """Loads the page anew, so that no state of an earlier page is left."""
+        """Loads the page again, so that no state of an earlier page is left."""
         self._navigate("about:blank")
         self._navigate(self.origin + path)
 

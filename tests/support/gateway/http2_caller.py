@@ -189,7 +189,7 @@ class Caller:
         return number
 
     def send(self, number: int, data: bytes, end: bool = True) -> None:
-        """Sends DATA within the windows, which the server may extend meanwhile."""
+        """Sends DATA within the windows, which the server may extend in the meantime."""
         while data:
             size = min(self.h2.local_flow_control_window(number), self.h2.max_outbound_frame_size, len(data))
             assert size > 0, "the window is closed"

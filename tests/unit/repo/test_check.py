@@ -93,7 +93,7 @@ def test_a_file_instead_of_a_repository(tmp_path: Path) -> None:
 
 
 def test_a_source_directory_is_one_error(tmp_path: Path) -> None:
-    """As soon as one directory resembles a model, each has findings of its own."""
+    """As soon as one directory resembles a model, each gets its own findings."""
     for name in ("docs", "src", "tests"):
         (tmp_path / name / "more").mkdir(parents=True)
     (tmp_path / "setup.cfg").touch()

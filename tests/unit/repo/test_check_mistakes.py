@@ -1,7 +1,7 @@
 """`check` reports each mistake of a repository with its place, alone and together with all others.
 
-`broken/repository.expected` has the findings of all mistakes; each mistake has a model of its own. Set
-SHMSERVE_REWRITE=1 to write it.
+`broken/repository.expected` has the findings of all mistakes; each mistake has its own model. Set SHMSERVE_REWRITE=1 to
+write it.
 """
 
 from __future__ import annotations

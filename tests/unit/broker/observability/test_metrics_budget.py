@@ -1,4 +1,4 @@
-"""How often the metrics page is built: anew for each query, within a share of the broker's time."""
+"""How often the metrics page is built: for every query, within a share of the broker's time."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ def test_the_search_for_the_highest_rate() -> None:
 
 def test_a_measurement_that_a_pause_has_spoiled() -> None:
     one = confirmed(Candidate(1, 1, 8), point(1000, 50, False))
-    # Half of the rate holds, and all up to 1200 but for that one measurement. That measurement must not determine the
-    # limit permanently.
+    # Half of the rate holds, and all rates up to 1200 hold, except for that one measurement. That measurement must not
+    # determine the limit permanently.
     for _ in range(8):
         rate = one.next_rate()
         one.points.append(point(rate, 10, rate < 1200))
