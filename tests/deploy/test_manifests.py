@@ -16,7 +16,7 @@ VERSIONS = ("1.29", "1.33", "1.37")
 """Versions of Kubernetes. 1.29 is the oldest that supports everything in the manifests."""
 PATHS = {"startupProbe": "/v2/health/live", "readinessProbe": "/v2/health/ready", "livenessProbe": "/v2/health/live"}
 KILL_S = 4.0
-"""Time until the server kills its processes, after exit-timeout-secs: docs/operations.md."""
+"""Maximum time from exit-timeout-secs to the server's exit: docs/operations.md."""
 
 
 def broken() -> list[Thing]:

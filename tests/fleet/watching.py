@@ -51,7 +51,7 @@ class Prometheus(NamedTuple):
 
 
 def configure(place: Path, targets: list[str]) -> Path:
-    """Writes the files with these targets, scraped and evaluated every second. An alert for a minute fires after a
+    """Writes the files with these targets, scraped and evaluated every second. An alert with `for: 1m` fires after a
     second."""
     listed = ", ".join(f'"{server}:{METRICS}"' for server in SERVERS)
     changes = {

@@ -38,7 +38,7 @@ def find() -> str | None:
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe whose descriptors are not 3 or 4, which the browser expects for other purposes."""
+    """A pipe whose descriptors are neither 3 nor 4, to which its ends are moved for the browser."""
     ends = os.pipe()
     reader, writer = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
     for end in ends:
