@@ -179,9 +179,11 @@ class Server:
             os.close(writer)
             writer = -1
             readable = select.select([reader], [], [], self._start_timeout)[0]
-            said = os.read(reader, 4096).decode().split() if readable else []
-            if said[:1] == ["READY"]:
-                self._ports = {endpoint: int(port) for endpoint, _, port in (word.partition("=") for word in said[1:])}
+            report = os.read(reader, 4096).decode().split() if readable else []
+            if report[:1] == ["READY"]:
+                self._ports = {
+                    endpoint: int(port) for endpoint, _, port in (word.partition("=") for word in report[1:])
+                }
                 return
         finally:
             os.close(reader)

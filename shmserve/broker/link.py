@@ -23,14 +23,14 @@ SEND_BUFFER = 1 << 20
 """Requested size; the kernel grants up to net.core.wmem_max, by default twice 208 KiB."""
 OUTBOX_BYTES = 64 << 20
 """Limit of unsent bytes for a worker; clients have client_outbox_bytes."""
-PARTING_S = 10.0
+LINGER_S = 10.0
 """Time that the peer has to read the remaining packets, or the Goodbye, after the link has ended."""
-MANY = 4
+BUSY_MESSAGES = 4
 """After a packet with this many messages, another packet is likely: read again without polling."""
 
 # Plain integers: arithmetic with enums costs microseconds, twice per packet.
 _FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
-_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _CTRUNC = int(socket.MSG_CTRUNC)
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 
@@ -64,7 +64,7 @@ class PeerLink:
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._unsent_bytes = 0
         self._outbox_bytes = outbox_bytes
-        self._parting: Any = None
+        self._linger_timer: Any = None
         self._size = 0
         """Size of the last packet received."""
         self._buffer = _shared_buffer
@@ -83,7 +83,7 @@ class PeerLink:
                 return
             messages, descriptors = got
             self._deliver(self.peer, messages, descriptors)
-            if len(messages) < MANY:
+            if len(messages) < BUSY_MESSAGES:
                 return
 
     def _receive(self) -> tuple[list[Any], list[int]] | None:
@@ -107,7 +107,7 @@ class PeerLink:
             self.close("")
             return None
         self._size = size
-        if flags & _CUT:
+        if flags & _TRUNCATED:
             close_all(descriptors)
             if flags & _CTRUNC:
                 self._lost_descriptors()
@@ -153,15 +153,15 @@ class PeerLink:
         if self.closing:
             if not self._unsent:
                 self.close("")
-            elif self._parting is None:
-                self._part("")
+            elif self._linger_timer is None:
+                self._linger("")
 
     def send_now(self, messages: list[Any], descriptors: list[int]) -> None:
         """Sends messages with their own descriptors (Load, Lend, Lease) ahead of the outbox."""
         self._send(wire.encode(messages), descriptors)
 
     def _send(self, packet: bytes, descriptors: list[int]) -> None:
-        if self._sock is None or self._parting is not None:
+        if self._sock is None or self._linger_timer is not None:
             return
         if self._unsent or not self._try(packet, descriptors):
             self._keep(packet, descriptors)
@@ -179,7 +179,7 @@ class PeerLink:
         self._unsent_bytes += len(packet)
         if len(self._unsent) == 1:
             self._loop.add_writer(self._fd, self._writable)
-        if self._unsent_bytes > self._outbox_bytes and self._parting is None:
+        if self._unsent_bytes > self._outbox_bytes and self._linger_timer is None:
             self.cut_off(
                 f"{self._unsent_bytes} unsent bytes, over the limit of {self._outbox_bytes} (client_outbox_bytes)"
             )
@@ -222,14 +222,14 @@ class PeerLink:
         text = f"this client does not read its responses: {behind}; read them, and connect again"
         self._unsent.append((wire.encode([Goodbye(Unavailable.code, text)]), []))
         self.closing = True
-        self._part(f"it does not read its responses: {behind}")
+        self._linger(f"it does not read its responses: {behind}")
 
-    def _part(self, reason: str) -> None:
-        """Ends the link for the broker. The peer has PARTING_S to read the unsent packets."""
+    def _linger(self, reason: str) -> None:
+        """Ends the link for the broker. The peer has LINGER_S to read the unsent packets."""
         assert self._sock is not None
         self._stop_reading()
         _shut_down_reading(self._sock)
-        self._parting = self._loop.call_later(PARTING_S, self.close, "")
+        self._linger_timer = self._loop.call_later(LINGER_S, self.close, "")
         self._ended(self.peer, reason)
 
     def _drop_unsent(self) -> None:
@@ -250,10 +250,10 @@ class PeerLink:
             _shut_down_reading(sock)
         sock.close()
         self._drop_unsent()
-        if self._parting is None:
+        if self._linger_timer is None:
             self._ended(self.peer, reason)
         else:
-            self._parting.cancel()
+            self._linger_timer.cancel()
 
 
 _shared_buffer = bytearray(PACKET_BYTES + 1)

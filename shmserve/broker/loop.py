@@ -25,7 +25,7 @@ from shmserve.broker.link import PeerLink, close_all
 from shmserve.broker.listeners.access import AccessRules, Principal
 from shmserve.broker.listeners.client_link import ClientLink
 from shmserve.broker.listeners.fair_turns import ClientTurns
-from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneListener, open_to_group, room_for
+from shmserve.broker.listeners.lane import OWN_DESCRIPTORS, LaneListener, open_to_group, raise_descriptor_limit
 from shmserve.broker.listeners.output_backlog import OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
 from shmserve.broker.models.catalog import Catalog
@@ -115,11 +115,11 @@ class Broker:
         self._turn_is_due = False
         self._turns = ClientTurns(self._schedule)
         self._backlog = OutputBacklog(core.state.limits.outbox_bytes, self._backlog_changed)
-        self._carrying_out = False
+        self._executing = False
         self._timer: Any = None
         self._timer_at = 0
         self._forgotten: list[int] = []
-        room_for(limits.connections + limits.segments + OWN_DESCRIPTORS + ALL_DESCRIPTORS)
+        raise_descriptor_limit(limits.connections + limits.segments + OWN_DESCRIPTORS + ALL_DESCRIPTORS)
         self._outbox_bytes = limits.client_outbox_bytes
         self._listen(runtime_dir, access)
         self._pings = count(1)
@@ -266,7 +266,7 @@ class Broker:
             close_all(descriptors)
         if not self._turn_is_due:
             state = self.core.state
-            if len(inbox) == 1 and len(state.requests) - len(state.runs) <= 1 and not self._carrying_out:
+            if len(inbox) == 1 and len(state.requests) - len(state.runs) <= 1 and not self._executing:
                 self._turn()  # no other request can join this turn: skip an event loop iteration
                 return
             self._schedule()
@@ -305,24 +305,24 @@ class Broker:
             self._schedule()
         now = time.monotonic_ns()
         self._polling.wake(now)
-        self._carry_out(self.core.handle(inbox, now))
+        self._execute(self.core.handle(inbox, now))
         self._polling.wait(bool(self.core.state.requests))
 
     def _tick(self) -> None:
         self._timer = None
         # By this clock, the timer may fire slightly early. Treat the deadline as reached anyway.
-        self._carry_out(self.core.tick(max(time.monotonic_ns(), self._timer_at)))
+        self._execute(self.core.tick(max(time.monotonic_ns(), self._timer_at)))
 
-    def _carry_out(self, wanted: list[Effect]) -> None:
-        """Carries out all effects before the next turn, so that messages are sent in the order of the turns."""
-        self._carrying_out = True  # `_flush` may deliver ZeroMQ input, which must not start a nested turn
+    def _execute(self, pending: list[Effect]) -> None:
+        """Executes all effects before the next turn, so that messages are sent in the order of the turns."""
+        self._executing = True  # `_flush` may deliver ZeroMQ input, which must not start a nested turn
         try:
             self._answers.begin()
-            self._act(wanted)
+            self._run_actions(pending)
             self._answers.end()
             self._flush()
         finally:
-            self._carrying_out = False
+            self._executing = False
         for segment in self._forgotten:
             self._segments.forget(segment)
         self._forgotten.clear()
@@ -333,18 +333,16 @@ class Broker:
         if self.on_turn is not None:
             self.on_turn()
 
-    def _act(self, wanted: list[Effect]) -> None:
+    def _run_actions(self, pending: list[Effect]) -> None:
         actions = self._actions
-        left = iter(wanted)
+        left = iter(pending)
         while True:
             try:
                 for effect in left:
                     actions[type(effect)](effect)
                 return
             except Exception:
-                log.critical(
-                    "%s, please report it: carrying out %s", INTERNAL_ERROR, type(effect).__name__, exc_info=True
-                )
+                log.critical("%s, please report it: executing %s", INTERNAL_ERROR, type(effect).__name__, exc_info=True)
 
     def _send(self, effect: Send) -> None:
         link = self._links.get(effect.peer)

@@ -350,7 +350,7 @@ class ServerProcess:
             poll = Poll(self._repositories, settings.settle_secs)
             changes = poll.check(at_start=True)
             readings, names = changes.readings, changes.names
-            self._disk_changes.poll(poll, settings.repository_poll_secs, changes.again_s)
+            self._disk_changes.poll(poll, settings.repository_poll_secs, changes.recheck_s)
         else:
             names = self._repositories.names_on_disk()
             every = self._mode != "explicit" or settings.load_model == ["*"]

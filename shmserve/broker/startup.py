@@ -75,7 +75,7 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             lock = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_file_of(lock):
+                if self._is_current_lock(lock):
                     return lock
             except BaseException:
                 os.close(lock)
@@ -90,7 +90,7 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return directory
 
-    def _is_file_of(self, lock: int) -> bool:
+    def _is_current_lock(self, lock: int) -> bool:
         """Whether this is still the lock file in the directory, which may have been removed and created again."""
         try:
             return os.path.samestat(os.fstat(lock), (self._path / LOCK).stat())
@@ -104,7 +104,7 @@ class RuntimeDir(contextlib.AbstractContextManager[None]):
             shutil.rmtree(self._path / name, ignore_errors=True)
 
     def __exit__(self, *_: object) -> None:
-        if self._is_file_of(self._lock):
+        if self._is_current_lock(self._lock):
             self._remove()
             shutil.rmtree(self._path / AGENTS, ignore_errors=True)
             (self._path / LOCK).unlink(missing_ok=True)

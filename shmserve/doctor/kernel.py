@@ -110,7 +110,7 @@ def control_groups(machine: Machine) -> list[Finding]:
     """Checks for a delegated group, without which memory limits of workers are enforced by polling."""
     try:
         cgroups.check_own(machine.path("proc/self/cgroup"), machine.path("proc/self/mounts"))
-    except cgroups.CannotHave as reason:
+    except cgroups.CgroupsUnavailable as reason:
         fix = "only for memory limits of workers: run it as a service (make install-systemd), which has Delegate=memory"
         return [Finding("control groups", INFO, str(reason), "a delegated group of cgroup v2", fix)]
     return [Finding("control groups", OK, "delegated, with the memory controller", "a delegated group of cgroup v2")]
@@ -120,7 +120,7 @@ def _group_limit(machine: Machine, name: str) -> int:
     """The lowest limit of this process's group and its visible ancestors."""
     try:
         folder = cgroups.own(machine.path("proc/self/cgroup"), machine.path("proc/self/mounts"))
-    except cgroups.CannotHave:
+    except cgroups.CgroupsUnavailable:
         return UNLIMITED
     return min((_number(place / name) for place in (folder, *folder.parents)), default=UNLIMITED)
 

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 def _serve(link: socket.socket, queue: ExportQueue) -> None:
     """Queues the broker's records until it closes the socket."""
     decode = msgspec.msgpack.Decoder(list[SpanRecord]).decode
-    told = b""
+    last_status = b""
     link.settimeout(STATUS_S)
     while True:
         try:
@@ -85,8 +85,8 @@ def _serve(link: socket.socket, queue: ExportQueue) -> None:
         if packet:
             queue.put(decode(packet))
         status = msgspec.msgpack.encode(queue.status)
-        if status != told:
-            told = status
+        if status != last_status:
+            last_status = status
             with contextlib.suppress(OSError):  # the broker has exited, which the next read detects
                 link.send(status)
         if packet == b"":

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 
 log = logging.getLogger("shmserve")
 
-PATIENCE_MS = 1000
+SEND_TIMEOUT_MS = 1000
 """How long a message that is not repeated waits if the manager's queue is full."""
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
@@ -42,17 +42,17 @@ class ServiceManager:
         return self._socket is not None
 
     def notify(self, *fields: str, once: bool = False) -> None:
-        """Sends `NAME=VALUE` fields. `once`: the message is not repeated, so wait up to PATIENCE_MS if the queue is
+        """Sends `NAME=VALUE` fields. `once`: the message is not repeated, so wait up to SEND_TIMEOUT_MS if the queue is
         full."""
         if self._socket is None:
             return
         message = "\n".join(fields).encode()
         try:
-            self._send(self._socket, message, PATIENCE_MS if once else 0)
+            self._send(self._socket, message, SEND_TIMEOUT_MS if once else 0)
         except OSError as error:
             log.warning("cannot notify the service manager of %s: %s", fields[0], error.strerror)
 
-    def _send(self, sock: socket.socket, message: bytes, patience_ms: int) -> None:
+    def _send(self, sock: socket.socket, message: bytes, timeout_ms: int) -> None:
         try:
             sock.sendto(message, self._address)
         except BlockingIOError:
@@ -60,7 +60,7 @@ class ServiceManager:
             sock.connect(self._address)
             poll = select.poll()
             poll.register(sock, select.POLLOUT)
-            poll.poll(patience_ms)
+            poll.poll(timeout_ms)
             sock.send(message)
 
     def close(self) -> None:

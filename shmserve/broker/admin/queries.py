@@ -229,7 +229,7 @@ class Control:
         ]
         for model in known.values():
             default, shares = model.default(), model.shares_now()
-            shown = [version for version in model.versions.values() if self._is_of_interest(version)]
+            shown = [version for version in model.versions.values() if self._is_listed(version)]
             if not shown and (model.reason or model.name in on_disk or model.name in downloads):
                 state = "UNAVAILABLE" if model.reason else ""
                 index.append(_without_version(model.name, state, model.reason, downloads))
@@ -267,7 +267,7 @@ class Control:
         ready, wanted = version.counts
         return f"degraded, {ready} of {wanted} instances: {reason}" if reason else ""
 
-    def _is_of_interest(self, version: Version) -> bool:
+    def _is_listed(self, version: Version) -> bool:
         """Whether to list the version. An unloaded one is listed only while it could be loaded again."""
         return version.reason != UNLOADED or version.model in self._catalog.repositories.names
 
@@ -323,7 +323,7 @@ class Control:
             raise NotFound(f"Request for unknown model: '{ask.model}' version {ask.version} is not found")
         return [version]
 
-    def _one(self, ask: Ask) -> Version:
+    def _find_one(self, ask: Ask) -> Version:
         versions = self._find(ask)
         if not versions:
             reason = self._core.state.models[ask.model].reason
@@ -339,7 +339,7 @@ class Control:
     def _metadata(self, ask: Ask) -> Any:
         if not ask.model:
             return {"name": self._name, "version": self._version, "extensions": EXTENSIONS}
-        version = self._one(ask)
+        version = self._find_one(ask)
         config = self._catalog.config(version.source)
         policy = version.policy
         assert policy is not None
@@ -355,7 +355,7 @@ class Control:
         }
 
     def _config(self, ask: Ask) -> Any:
-        return self._catalog.config_json(self._one(ask).source)
+        return self._catalog.config_json(self._find_one(ask).source)
 
     def _text_models(self, ask: Ask) -> Any:
         """Names and aliases of READY models with text inputs, each with the configuration of the version that it
@@ -376,18 +376,18 @@ class Control:
         ]
 
     def _origins(self, ask: Ask) -> Any:
-        version = self._one(ask)
+        version = self._find_one(ask)
         origins, text = self._catalog.origins(version.source)
         return {"config": as_triton_json(self._catalog.config(version.source)), "origins": origins, "text": text}
 
     def _report(self, ask: Ask) -> Any:
-        version = self._one(ask)
+        version = self._find_one(ask)
         found = self._origins(ask)
         metadata = self._metadata(ask) if version.policy is not None else None
         return report.document(version, metadata, found["config"], found["text"])
 
     def _statistics(self, ask: Ask) -> Any:
-        versions = self._find(ask) if ask.model else list(filter(self._is_of_interest, self._versions()))
+        versions = self._find(ask) if ask.model else list(filter(self._is_listed, self._versions()))
         if ask.model and not ask.version:
             loaded = [
                 one for one in self._core.state.models[ask.model].versions.values() if one.state is VersionState.READY

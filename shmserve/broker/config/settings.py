@@ -86,7 +86,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     from_file = _file(config, problems) if config is not None else {}
     chosen: dict[str, Any] = {}
     for source, where in ((from_file, str(config)), (from_variables, "the environment"), (vars(given), "")):
-        warnings += _renamed(source, where)
+        warnings += _move_deprecated(source, where)
         chosen |= source
     values = _defaults(chosen.get("triton_compatible", False)) | chosen
     values["model_repository"] = [*values["model_repository"], *folders]
@@ -324,7 +324,7 @@ def _environment(environment: Mapping[str, str], problems: list[str]) -> tuple[d
         flag = BY_NAME.get(name)
         if flag is not None and not flag.private:
             if text:
-                _take(values, flag, partial(from_environment, flag, text), problems, variable)
+                _set_value(values, flag, partial(from_environment, flag, text), problems, variable)
         elif not variable.startswith(_MODEL_PREFIX):
             warnings.append(unknown(name, variable, ENVIRONMENT))
         elif close := nearest(name, _MISSPELLING):
@@ -348,11 +348,11 @@ def _file(path: Path, problems: list[str]) -> dict[str, Any]:
         elif flag.name == "config":
             problems.append(f"{path}: config cannot be set in the file itself")
         else:
-            _take(values, flag, partial(from_toml, flag, value, path.parent), problems, f"{path}: {key}")
+            _set_value(values, flag, partial(from_toml, flag, value, path.parent), problems, f"{path}: {key}")
     return values
 
 
-def _take(values: dict[str, Any], flag: Flag, read: Callable[[], Any], problems: list[str], where: str) -> None:
+def _set_value(values: dict[str, Any], flag: Flag, read: Callable[[], Any], problems: list[str], where: str) -> None:
     try:
         value = read()
     except ValueError as error:
@@ -365,7 +365,7 @@ def _take(values: dict[str, Any], flag: Flag, read: Callable[[], Any], problems:
 # ------------------------------------------------------------------------------------------- checks and deprecation
 
 
-def _renamed(source: dict[str, Any], where: str) -> list[str]:
+def _move_deprecated(source: dict[str, Any], where: str) -> list[str]:
     """Moves values of deprecated flags to their replacements, and returns warnings."""
     warnings = []
     for flag in FLAGS:

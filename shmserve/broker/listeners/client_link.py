@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.broker.link import MANY, PeerLink, close_all
+from shmserve.broker.link import BUSY_MESSAGES, PeerLink, close_all
 from shmserve.broker.listeners.fair_turns import (
     BYTES,
     CHEAP_BYTES,
@@ -70,7 +70,7 @@ class ClientLink(PeerLink):
             self._listen()
 
     def _may_read(self) -> bool:
-        return self._sock is not None and not self._pause.active and not self._behind and self._parting is None
+        return self._sock is not None and not self._pause.active and not self._behind and self._linger_timer is None
 
     def _readable(self) -> None:
         if self._take_share():
@@ -114,7 +114,7 @@ class ClientLink(PeerLink):
                 return True
             if share <= 0 and crowded:
                 return True  # without checking: a turn without input costs less than registering with the loop again
-            if cost < MANY or share <= 0:
+            if cost < BUSY_MESSAGES or share <= 0:
                 return False
         return False
 
@@ -136,7 +136,7 @@ class ClientLink(PeerLink):
 
     def pause(self, until: int) -> None:
         """Stops reading until that time of the monotonic clock. Once its socket is full, the client's sends block."""
-        if self._sock is not None and self._parting is None:
+        if self._sock is not None and self._linger_timer is None:
             self._loop.remove_reader(self._fd)
             self._pause.extend(until, self._listen)
 
@@ -173,9 +173,9 @@ class ClientLink(PeerLink):
 
     def _keep(self, packet: bytes, descriptors: list[int]) -> None:
         super()._keep(packet, descriptors)
-        if self._parting is None:
+        if self._linger_timer is None:
             self._backlog.add(self, len(packet))
-        if self._unsent_bytes > BEHIND_BYTES and not self._behind and self._parting is None:
+        if self._unsent_bytes > BEHIND_BYTES and not self._behind and self._linger_timer is None:
             self._behind = True
             self._loop.remove_reader(self._fd)
             if self._queued:

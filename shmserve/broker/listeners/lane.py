@@ -26,7 +26,7 @@ from shmserve.protocol.messages import Goodbye
 log = logging.getLogger("shmserve")
 
 BACKLOG = 512
-AGAIN_S = 1.0
+RETRY_S = 1.0
 """Delay before accepting again after the process ran out of descriptors or memory."""
 SO_PEERGROUPS = 59  # missing from the socket module
 _CREDENTIALS = struct.Struct("3i")
@@ -36,7 +36,7 @@ OWN_DESCRIPTORS = 1024
 """Descriptors of the broker besides those of clients and segments."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 SPARE = 4
-_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class LaneListener:
@@ -48,12 +48,12 @@ class LaneListener:
         self._loop = loop
         self._access = access
         self._opened = opened
-        self._again: Any = None
+        self._retry_timer: Any = None
         self._spare = _spare()
         """Spare descriptors for refusing connections when the process has run out of them."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._socket.bind(str(path))
-        give(path, access.socket_group, 0o600)
+        set_group_access(path, access.socket_group, 0o600)
         self._socket.listen(BACKLOG)  # before this, connects are refused
         loop.add_reader(self._socket.fileno(), self._accept)
 
@@ -66,9 +66,9 @@ class LaneListener:
             log.error("cannot accept a connection: %s", error.strerror)
             if error.errno in _NO_DESCRIPTORS:
                 self._refuse_waiting()
-            if error.errno in _SHORT_OF:  # otherwise accept fails again at once and starves other callbacks
+            if error.errno in _OUT_OF_RESOURCES:  # otherwise accept fails again at once and starves other callbacks
                 self._loop.remove_reader(self._socket.fileno())
-                self._again = self._loop.call_later(AGAIN_S, self._resume)
+                self._retry_timer = self._loop.call_later(RETRY_S, self._resume)
             return
         principal = peer(sock)
         self._opened(sock, principal.uid, self._access.roles_of(principal))
@@ -86,12 +86,12 @@ class LaneListener:
         self._spare = _spare()
 
     def _resume(self) -> None:
-        self._again = None
+        self._retry_timer = None
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def close(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         close_all(self._spare)
@@ -105,7 +105,7 @@ def _spare() -> list[int]:
     return spare
 
 
-def room_for(descriptors: int) -> None:
+def raise_descriptor_limit(descriptors: int) -> None:
     """Raises the soft limit, as the default of services is far below the sum of the limits on clients and segments."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)
@@ -124,7 +124,7 @@ def peer(sock: socket.socket) -> Principal:
     return Principal(uid & 0xFFFFFFFF, frozenset(groups))
 
 
-def give(path: Path, group: int | None, mode: int) -> None:
+def set_group_access(path: Path, group: int | None, mode: int) -> None:
     """Sets the mode; with a group, also gives its members the owner's read and write permission."""
     os.chmod(path, mode)
     if group is not None:
@@ -140,5 +140,5 @@ def give(path: Path, group: int | None, mode: int) -> None:
 def open_to_group(runtime_dir: Path, group: int | None) -> None:
     """Lets members of the group enter and list the runtime directory; only the owner may change it."""
     if group is not None:
-        give(runtime_dir, group, 0o700)
+        set_group_access(runtime_dir, group, 0o700)
         os.chmod(runtime_dir, 0o750)

@@ -167,8 +167,8 @@ class ZmqRouter:
         self._ended = ended
         self._decode = codec.Codec(ClientMessage, PACKET_MESSAGES).decode
         self._outboxes: dict[bytes, ZmqOutbox] = {}
-        self._stuck: set[ZmqOutbox] = set()
-        self._unswept: set[int] = set()
+        self._blocked: set[ZmqOutbox] = set()
+        self._to_sweep: set[int] = set()
         self._disconnected: dict[bytes, None] = {}
         self._fd = self._socket.getsockopt(zmq.FD)
         loop.add_reader(self._fd, self._readable)
@@ -195,7 +195,7 @@ class ZmqRouter:
         else:
             self._loop.call_soon(self.read_input)
             return
-        if self._stuck:
+        if self._blocked:
             self._retry()
 
     def read_input(self) -> None:
@@ -207,7 +207,7 @@ class ZmqRouter:
         identity = parts[0]
         outbox = self._outboxes.get(identity)
         if outbox is None:
-            if identity in self._disconnected and not self._comes_again(parts):
+            if identity in self._disconnected and not self._reconnects(parts):
                 return
             outbox = self._outboxes[identity] = ZmqOutbox(self, self._loop, identity, self._user)
             outbox.peer = self._opened(outbox)
@@ -220,7 +220,7 @@ class ZmqRouter:
             return
         self._receive(outbox, parts)
 
-    def _comes_again(self, parts: list[bytes]) -> bool:
+    def _reconnects(self, parts: list[bytes]) -> bool:
         """Whether a disconnected client reconnects with a Hello. Other input is dropped without a reply, which would
         cost the broker more than sending costs the client."""
         try:
@@ -349,7 +349,7 @@ class ZmqRouter:
         size = sum(map(len, parts))
         outbox.unsent.append(parts)
         outbox.unsent_bytes += size
-        self._stuck.add(outbox)
+        self._blocked.add(outbox)
         limit, waiting = self._outbox_bytes, outbox.unsent_bytes
         self._backlog.add(outbox, size)
         if self._outboxes.get(outbox.identity) is not outbox:
@@ -375,13 +375,13 @@ class ZmqRouter:
         return True
 
     def _retry(self) -> None:
-        for outbox in list(self._stuck):
+        for outbox in list(self._blocked):
             while outbox.unsent and self._try(outbox, outbox.unsent[0]):
                 size = sum(map(len, outbox.unsent.popleft()))
                 outbox.unsent_bytes -= size
                 self._backlog.read(outbox, size)
             if not outbox.unsent:
-                self._stuck.discard(outbox)
+                self._blocked.discard(outbox)
             if outbox.behind and outbox.unsent_bytes <= BEHIND_BYTES // 2:
                 outbox.behind = False
                 self._backlog.changed(outbox.peer, False)
@@ -417,7 +417,7 @@ class ZmqRouter:
         if self._outboxes.get(outbox.identity) is not outbox:  # already dropped; its identity may be in use again
             return
         del self._outboxes[outbox.identity]
-        self._stuck.discard(outbox)
+        self._blocked.discard(outbox)
         self._backlog.removed(outbox)
         self._free(outbox.pending)
         if outbox.queued:
@@ -431,8 +431,8 @@ class ZmqRouter:
         if outbox.watch is not None:
             self._loop.remove_reader(outbox.watch)
             os.close(outbox.watch)
-            if outbox.pid not in self._unswept:
-                self._unswept.add(outbox.pid)
+            if outbox.pid not in self._to_sweep:
+                self._to_sweep.add(outbox.pid)
                 self._loop.call_later(SWEEP_S, self._sweep, outbox.pid)
         self._ended(outbox.peer, reason)
 
@@ -445,14 +445,14 @@ class ZmqRouter:
 
     def _sweep(self, pid: int) -> None:
         """Removes named segments that a process left behind."""
-        self._unswept.discard(pid)
+        self._to_sweep.discard(pid)
         posix.sweep(pid)
 
     def close(self) -> None:
         self._loop.remove_reader(self._fd)
         for outbox in list(self._outboxes.values()):
             self.drop(outbox, "")
-        for pid in list(self._unswept):
+        for pid in list(self._to_sweep):
             self._sweep(pid)
         self._socket.close()
         self._context.term()

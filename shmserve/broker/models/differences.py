@@ -2,7 +2,7 @@
 
 Files are compared by size, time and inode, in a separate thread, because a disk may hang. A comparison runs at most
 once per FRESH_S and stops after about FILES files; the next one continues from there. A caller waits at most
-PATIENCE_S, and then gets the previous result.
+REPLY_TIMEOUT_S, and then gets the previous result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.repo.storage.snapshot import Snapshot, take
 
 FRESH_S = 1.0
-PATIENCE_S = 0.5
+REPLY_TIMEOUT_S = 0.5
 FILES = 20_000
 
 
@@ -51,14 +51,14 @@ class Differences:
 
     def check(self, then: Callable[[Set[int]], None]) -> None:
         """Compares again, unless the last result is fresh. Calls `then` with the sources of the versions that differ
-        when the comparison has finished, or after PATIENCE_S. Versions that were not reached keep their previous
+        when the comparison has finished, or after REPLY_TIMEOUT_S. Versions that were not reached keep their previous
         result."""
         if time.monotonic() - self._at < FRESH_S:
             then(self._changed)
             return
         self._waiting.append(then)
         if self._timeout is None:
-            self._timeout = self._loop.call_later(PATIENCE_S, self._answer)
+            self._timeout = self._loop.call_later(REPLY_TIMEOUT_S, self._answer)
         if not self._comparing:
             self._compare()
 

@@ -88,7 +88,7 @@ class DiskChanges:
             self._polling = False
 
     def _changed(self, changes: Changes) -> None:
-        for text in changes.troubles:
+        for text in changes.problems:
             log.error("%s", text)
         for reading in changes.readings:
             log_record(
@@ -99,9 +99,9 @@ class DiskChanges:
             self.gone(name)
         self._repositories.names = changes.names
         self._operations.untidy = True
-        if changes.again_s < self._poll_s:
+        if changes.recheck_s < self._poll_s:
             self._poll_timer.cancel()
-            self._poll_timer = self._loop.call_later(changes.again_s, self._start_poll)
+            self._poll_timer = self._loop.call_later(changes.recheck_s, self._start_poll)
 
     # ------------------------------------------------------------------------------------ reread on request
 

@@ -20,13 +20,13 @@ from shmserve.repo.storage.snapshot import Snapshot, take
 
 
 class Changes(NamedTuple):
-    """Models to deploy, names of removed models, and errors. `again_s`: seconds until the next poll makes sense."""
+    """Models to deploy, names of removed models, and errors. `recheck_s`: seconds until the next poll makes sense."""
 
     readings: list[Reading]
     gone: list[str]
     names: Collection[str]
-    troubles: list[str]
-    again_s: float
+    problems: list[str]
+    recheck_s: float
 
 
 class _Unsettled(NamedTuple):
@@ -61,17 +61,17 @@ class Poll:
         self._backends: dict[str, Path] = {}
         """Model -> the directory of its backend when it was read, if that is in the backend directory."""
         self._unsettled: dict[str, _Unsettled] = {}
-        self._trouble = ""
+        self._last_error = ""
 
     def check(self, at_start: bool = False) -> Changes:
         settle_s = 0.0 if at_start else self._settle_s
         try:
             names = self._repositories.names_on_disk()
         except ServeError as error:  # the repository itself cannot be read now
-            troubles = [] if error.message == self._trouble else [error.message]
-            self._trouble = error.message
-            return Changes([], [], list(self._known), troubles, float("inf"))
-        self._trouble = ""
+            problems = [] if error.message == self._last_error else [error.message]
+            self._last_error = error.message
+            return Changes([], [], list(self._known), problems, float("inf"))
+        self._last_error = ""
         backends = _Pass({}, {})
         models = (self._model(name, folders, settle_s, backends) for name, folders in names.items())
         readings = [reading for reading in models if reading is not None]

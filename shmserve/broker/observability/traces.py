@@ -47,7 +47,7 @@ class TraceSetting(Struct):
     trace_count: int | None = None
     log_frequency: int | None = None
 
-    def under(self, other: TraceSetting) -> TraceSetting:
+    def with_defaults(self, other: TraceSetting) -> TraceSetting:
         """A copy with unset values taken from `other`."""
         names = self.__struct_fields__
         return TraceSetting(*(getattr(other if getattr(self, name) is None else self, name) for name in names))
@@ -67,18 +67,18 @@ class TraceSettings:
         self._file = str(given.get("trace_file", ""))
         self._mode = str(given.get("trace_mode", TRITON))
         names = TraceSetting.__struct_fields__
-        at_start = {name: value for name, value in given.items() if name in names}
+        initial = {name: value for name, value in given.items() if name in names}
         if self._mode == OPENTELEMETRY:
-            at_start.setdefault("trace_level", ("TIMESTAMPS",))
-        self._server = self._at_start = TraceSetting(**at_start).under(DEFAULTS)
+            initial.setdefault("trace_level", ("TIMESTAMPS",))
+        self._server = self._initial = TraceSetting(**initial).with_defaults(DEFAULTS)
         self._models: dict[str, TraceSetting] = {}
-        self._made_of: dict[str, TraceSetting] = {}
+        self._sampled: dict[str, TraceSetting] = {}
         """Model -> the setting from which its current sample was made."""
-        self._arrange()
+        self._update_samples()
 
     def of(self, model: str) -> TraceSetting:
         """The effective setting for a model; "" for models without their own."""
-        return self._models.get(model, TraceSetting()).under(self._server)
+        return self._models.get(model, TraceSetting()).with_defaults(self._server)
 
     def document(self, model: str) -> dict[str, Any]:
         """The settings in Triton's format, with numbers as strings. The count is the remaining number of traces."""
@@ -109,14 +109,14 @@ class TraceSettings:
         before = self._models.get(model, TraceSetting()) if model else self._server
         after = TraceSetting(**{name: changes.get(name, getattr(before, name)) for name in before.__struct_fields__})
         if not model:
-            self._server = after.under(self._at_start)
+            self._server = after.with_defaults(self._initial)
         elif after == TraceSetting():
             self._models.pop(model, None)
         else:
             self._models[model] = after
         if changes:
-            self._made_of.pop(model, None)  # restart the sample even if the values are equal
-        self._arrange()
+            self._sampled.pop(model, None)  # restart the sample even if the values are equal
+        self._update_samples()
         if changes:
             whose = f"of model '{model}'" if model else "of the server"
             log_record("info", f"trace settings {whose} changed", {"model": model} if model else None)
@@ -126,15 +126,15 @@ class TraceSettings:
         if model not in self._known():
             raise InvalidRequest(f"Request for unknown model : {model}")
 
-    def _arrange(self) -> None:
+    def _update_samples(self) -> None:
         """Restarts samples whose settings have changed; the others continue."""
-        wanted = {model: self.of(model) for model in ("", *self._models)}
-        if all(setting.trace_level == OFF for setting in wanted.values()):
-            wanted.clear()
-        for model in self._samples.keys() - wanted.keys():
+        effective = {model: self.of(model) for model in ("", *self._models)}
+        if all(setting.trace_level == OFF for setting in effective.values()):
+            effective.clear()
+        for model in self._samples.keys() - effective.keys():
             del self._samples[model]
-        for model, setting in wanted.items():
-            if model not in self._samples or self._made_of.get(model) != setting:
+        for model, setting in effective.items():
+            if model not in self._samples or self._sampled.get(model) != setting:
                 count = 0 if setting.trace_level == OFF else setting.trace_count
                 assert count is not None
                 assert setting.trace_rate is not None
@@ -145,7 +145,7 @@ class TraceSettings:
                     timestamps="TIMESTAMPS" in level,
                     tensors="TENSORS" in level and self._mode == TRITON,
                 )
-        self._made_of = wanted
+        self._sampled = effective
 
 
 class TraceFile:

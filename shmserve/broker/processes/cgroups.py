@@ -25,7 +25,7 @@ _MARKS = ("user.delegate", "trusted.delegate")
 """Attributes that a service manager sets on groups that it delegates."""
 
 
-class CannotHave(Exception):
+class CgroupsUnavailable(Exception):
     """Control groups cannot be used. The message is the reason."""
 
 
@@ -82,7 +82,7 @@ class ControlGroups:
 
     @classmethod
     def take_over(cls, top: Path) -> ControlGroups:
-        """Moves the processes of a delegated group to its child group SERVER. Raises CannotHave."""
+        """Moves the processes of a delegated group to its child group SERVER. Raises CgroupsUnavailable."""
         _check(top)
         try:
             for left in top.glob(PREFIX + "*"):  # left by a killed server; removing a group in use fails
@@ -94,7 +94,9 @@ class ControlGroups:
                     (top / SERVER / PROCESSES).write_text(pid)
             (top / "cgroup.subtree_control").write_text("+memory")
         except OSError as error:
-            raise CannotHave(f"cannot create control groups below that of this service: {error.strerror}") from None
+            raise CgroupsUnavailable(
+                f"cannot create control groups below that of this service: {error.strerror}"
+            ) from None
         return cls(top)
 
     def make(self, peer: int, limit: int) -> ControlGroup | None:
@@ -114,25 +116,25 @@ def take_over_own_group() -> ControlGroups | None:
     """Divides the group of this process. If that is not possible, logs the reason and returns None."""
     try:
         return ControlGroups.take_over(own(PROC, MOUNTS))
-    except CannotHave as reason:
+    except CgroupsUnavailable as reason:
         log.debug("memory limits are enforced by polling: %s", reason)
         return None
 
 
 def own(proc: Path, mounts: Path) -> Path:
-    """The directory of this process's group. Raises CannotHave without cgroup v2."""
+    """The directory of this process's group. Raises CgroupsUnavailable without cgroup v2."""
     try:
         name = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
         roots = [line.split()[1] for line in mounts.read_text().splitlines() if line.split()[2] == "cgroup2"]
     except (OSError, StopIteration):
-        raise CannotHave("no cgroup v2") from None
+        raise CgroupsUnavailable("no cgroup v2") from None
     if not roots:
-        raise CannotHave("cgroup v2 is not mounted")
+        raise CgroupsUnavailable("cgroup v2 is not mounted")
     return Path(roots[0]) / name.lstrip("/")  # further mounts show the same groups
 
 
 def check_own(proc: Path, mounts: Path) -> None:
-    """Raises CannotHave if the group of this process could not be divided. Changes nothing."""
+    """Raises CgroupsUnavailable if the group of this process could not be divided. Changes nothing."""
     _check(own(proc, mounts))
 
 
@@ -140,11 +142,13 @@ def _check(top: Path) -> None:
     try:
         controllers = (top / "cgroup.controllers").read_text().split()
     except OSError as error:
-        raise CannotHave(f"cannot read the control group of this process: {error.strerror}") from None
+        raise CgroupsUnavailable(f"cannot read the control group of this process: {error.strerror}") from None
     if not _is_delegated(top):
-        raise CannotHave("the control group of this process is not delegated to it (Delegate=memory of its service)")
+        raise CgroupsUnavailable(
+            "the control group of this process is not delegated to it (Delegate=memory of its service)"
+        )
     if "memory" not in controllers:
-        raise CannotHave("the control group of this process does not have the memory controller")
+        raise CgroupsUnavailable("the control group of this process does not have the memory controller")
 
 
 def _is_delegated(top: Path) -> bool:

@@ -30,16 +30,16 @@ _WORKERS = Path(__file__).parents[2] / "workers"
 _PLACES = sorted({os.fsencode(place) for place in (_WORKERS, _WORKERS.resolve())})
 _OUR_FRAME = re.compile(rb'  File "(?:<frozen runpy>|(?:%s)/[^"]*)", line \d+ in ' % b"|".join(map(re.escape, _PLACES)))
 """Matches a faulthandler frame in the server's own code. Frames of ordinary tracebacks have another format."""
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
+_INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "TZ", "VIRTUAL_ENV")
 
 
 def environment(*prefixes: str) -> dict[str, str]:
     """The environment of a child: a fixed list of variables, and variables with one of the prefixes. Others are
     omitted, as they may contain secrets."""
-    return {key: value for key, value in os.environ.items() if key in _PASSED_ON or key.startswith(prefixes)}
+    return {key: value for key, value in os.environ.items() if key in _INHERITED or key.startswith(prefixes)}
 
 
-def ended_with(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describes a return code of Popen, which is negative for a signal."""
     if code >= 0:
         return f"exit code {code}"
@@ -105,7 +105,7 @@ class Output:
         """The last lines, including those that the rate limit dropped."""
         return [_text(line) for line in self._tail]
 
-    def last_words(self, start: str = "") -> str:
+    def last_line(self, start: str = "") -> str:
         """The last non-empty line, without its level prefix. Prefers the last line that begins with `start`."""
         lines = [self._parse(line)[1] for line in reversed(self.tail) if line.strip()]
         return next((line for line in lines if line.startswith(start)), lines[0] if lines else "")

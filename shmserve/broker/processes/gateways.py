@@ -38,7 +38,7 @@ GRACE_S = 1.0
 """Time to exit after the time for requests in flight; less than `stop_deadline.KILL_S`."""
 ERROR_START = "shmserve gateway: "
 _LEVELS = {level: level for level in ("debug", "info", "warning", "error", "critical")}
-_PASSED_ON = ("SSL_", "OPENSSL_")
+_INHERITED = ("SSL_", "OPENSSL_")
 """Prefixes of environment variables for gateways, besides those of every child. Gateways parse network input, so they
 get only what they need."""
 
@@ -127,7 +127,7 @@ class Gateways:
                 stdout=output.write_end,
                 stderr=output.write_end,
                 pass_fds=[write_end],
-                env=children.environment(*_PASSED_ON),
+                env=children.environment(*_INHERITED),
                 start_new_session=True,  # shields them from a terminal's Ctrl-C, as the broker stops them in order
             )
         except OSError as error:
@@ -189,9 +189,9 @@ class Gateways:
         assert gateway.output is not None
         code = gateway.process.wait()
         gateway.output.finish()
-        last_words = gateway.output.last_words(ERROR_START)  # a hint may follow the error
+        last_line = gateway.output.last_line(ERROR_START)  # a hint may follow the error
         self._drop(gateway)
-        self._handle_exit(gateway, code, last_words)
+        self._handle_exit(gateway, code, last_line)
 
     def _drop(self, gateway: _Gateway) -> None:
         assert gateway.process is not None
@@ -206,12 +206,12 @@ class Gateways:
         self.pids.discard(gateway.process.pid)
         gateway.process = None
 
-    def _handle_exit(self, gateway: _Gateway, code: int, last_words: str) -> None:
+    def _handle_exit(self, gateway: _Gateway, code: int, last_line: str) -> None:
         if self._ended is not None:
             self._check_ended()
         elif not self._begun:
             self._ended = _nothing  # do not report the exits of the other gateways, which are stopped now
-            why = last_words.removeprefix(ERROR_START) or children.ended_with(code)
+            why = last_line.removeprefix(ERROR_START) or children.describe_exit(code)
             self._failed(2 if code == 2 else 1, f"cannot start the gateway: {why}")
         else:
             lived = self._loop.time() - gateway.began if gateway.is_open else 0.0
@@ -219,7 +219,7 @@ class Gateways:
             gateway.consecutive_exits = 1 if lived > STEADY_S else gateway.consecutive_exits + 1
             pause = pause_ns(gateway.consecutive_exits, *PAUSES_NS) / 1e9
             again = f"in {pause:g} s" if pause else "immediately"
-            text = f"gateway {gateway.number} exited ({children.ended_with(code)}); restarting it {again}"
+            text = f"gateway {gateway.number} exited ({children.describe_exit(code)}); restarting it {again}"
             self._log_record("error", text, {"gateway": gateway.number})
             gateway.timer = self._loop.call_later(pause, self._start, gateway)
 

@@ -14,7 +14,7 @@ from shmserve.broker.observability.metric_definitions import Page, labels
 from shmserve.repo.gpus import Gpu
 
 INTERVAL_S = 2.0
-PATIENCE_S = 2.0
+JOIN_TIMEOUT_S = 2.0
 
 Sample = tuple[str, str, float]
 """(name of the metric, UUID of the GPU, value)"""
@@ -52,7 +52,7 @@ class GpuMetrics:
     def close(self) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(PATIENCE_S)
+            self._thread.join(JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 return  # do not wait for a driver that does not respond
             self._thread = None

@@ -105,7 +105,7 @@ class HelperProcess:
         self._drop()
         if self._loop.time() - self._began > STEADY_S:
             self._consecutive_exits = 0
-        self._restart(f"ended ({children.ended_with(code)})")
+        self._restart(f"ended ({children.describe_exit(code)})")
 
     def _restart(self, why: str) -> None:
         self._consecutive_exits += 1

@@ -50,7 +50,7 @@ class MemoryLimits:
         self._used = used
         self._watched: dict[int, Watched] = {}
         self._groups_of: dict[int, ControlGroup] = {}
-        self._leaving: list[ControlGroup] = []
+        self._removing: list[ControlGroup] = []
         self._timer: Any = None
         self._groups = groups
 
@@ -73,7 +73,7 @@ class MemoryLimits:
         if group is None:
             return ""
         used_up = group.used_up()
-        self._leaving.append(group)
+        self._removing.append(group)
         self._tidy()
         return f"it exceeded its memory limit of {_mib(group.limit)} ({self._knobs})" if used_up else ""
 
@@ -88,12 +88,12 @@ class MemoryLimits:
                 self._kill(worker.peer, text)
             near |= used > worker.limit * NEAR
         self._tidy()
-        if self._watched or self._leaving:
+        if self._watched or self._removing:
             self._arm(NEAR_S if near else POLL_S)
 
     def _tidy(self) -> None:
-        self._leaving = [group for group in self._leaving if not group.remove()]
-        if self._leaving:
+        self._removing = [group for group in self._removing if not group.remove()]
+        if self._removing:
             self._arm(POLL_S)
 
     def _arm(self, after: float) -> None:

@@ -41,7 +41,7 @@ FORK_S = 2.0
 GRACE_S = 10.0
 """Time for a worker whose link has ended to exit before it is killed."""
 
-_PASSED_ON = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
+_INHERITED = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "ORT_", "CUDA_", "SHMSERVE_MODEL_")
 """Prefixes of the environment variables that workers get besides those of every child."""
 _NEVER = ("SHMSERVE_", *VARIABLES)
 """Prefixes of variables that workers never get: the server's settings, and the service manager's variables."""
@@ -300,11 +300,11 @@ def worker_environment(more: Sequence[str] = ()) -> dict[str, str]:
         if not name.startswith(_NEVER) and any(fnmatchcase(name, pattern) for pattern in more)
     }
     # Disable telemetry, which would reveal what is served, unless the environment enables it.
-    return {"ORT_DISABLE_TELEMETRY": "1"} | given | children.environment(*_PASSED_ON) | {"PYTHONUNBUFFERED": "1"}
+    return {"ORT_DISABLE_TELEMETRY": "1"} | given | children.environment(*_INHERITED) | {"PYTHONUNBUFFERED": "1"}
 
 
 def _reason(code: int, killed: str) -> str:
     """The reason for an exit. `killed`: why the broker killed the process, if it did."""
     if killed:
         return f"killed: {killed}"
-    return children.ended_with(code) + (", perhaps out of memory" if -code == signal.SIGKILL else "")
+    return children.describe_exit(code) + (", perhaps out of memory" if -code == signal.SIGKILL else "")

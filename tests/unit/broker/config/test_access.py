@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from shmserve.broker.listeners import lane
 from shmserve.broker.listeners.access import AccessRules, Principal, Rule, rule
-from shmserve.broker.listeners.lane import LaneListener, give, open_to_group, peer, room_for
+from shmserve.broker.listeners.lane import LaneListener, open_to_group, peer, raise_descriptor_limit, set_group_access
 from shmserve.errors import Denied
 from shmserve.protocol import codec
 from shmserve.protocol.messages import BrokerMessage, Goodbye
@@ -195,19 +195,19 @@ def test_a_group_that_the_server_is_not_in(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "chown", refuse)
     (tmp_path / "x").touch()
     with pytest.raises(Denied, match=r"--socket-group.*not a member"):
-        give(tmp_path / "x", 5, 0o600)
+        set_group_access(tmp_path / "x", 5, 0o600)
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o600
 
 
-def test_room_for_descriptors() -> None:
+def test_raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
-        room_for(300)
+        raise_descriptor_limit(300)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(300, hard), hard)
-        room_for(100)
+        raise_descriptor_limit(100)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(300, hard)
-        room_for(10**12)
+        raise_descriptor_limit(10**12)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -207,7 +207,7 @@ def test_a_backend_that_is_still_being_copied_waits(tmp_path: Path, backends: Pa
     clock = take(backends / "mine").newest / 1e9 + 5
     changes = poll.check()
     assert changes.readings == []
-    assert changes.again_s == 10.0
+    assert changes.recheck_s == 10.0
     clock += 6
     assert [reading.scanned.name for reading in poll.check().readings] == ["a"]
 

@@ -84,7 +84,7 @@ def names(changes: Changes) -> list[str]:
 
 def quiet(changes: Changes) -> bool:
     """Whether nothing has changed and no change is pending."""
-    return changes[:2] == ([], []) and changes.troubles == [] and changes.again_s == NEVER
+    return changes[:2] == ([], []) and changes.problems == [] and changes.recheck_s == NEVER
 
 
 def test_an_empty_repository(world: World) -> None:
@@ -98,14 +98,14 @@ def test_a_model_is_read_when_it_has_been_left_alone(world: World) -> None:
         found = world.poll.check()
         assert names(found) == []
         assert found.gone == []
-        assert found.again_s == SETTLE, "it makes sense to look before the next round"
+        assert found.recheck_s == SETTLE, "it makes sense to look before the next round"
         assert list(found.names) == ["m"]
         world.later(SETTLE / 4)
     found = world.settled()
     assert names(found) == ["m"]
     assert found.readings[0].scanned.problem_texts == ()
     assert found.readings[0].snapshot == snapshot.take(world.root / "m")
-    assert found.again_s == NEVER
+    assert found.recheck_s == NEVER
     assert quiet(world.settled())
 
 
@@ -269,7 +269,7 @@ def test_a_repository_that_goes_and_comes_back(tmp_path: Path) -> None:
     for _ in range(2):
         world.root.rename(tmp_path / "away")
         found = world.poll.check()
-        (text,) = found.troubles
+        (text,) = found.problems
         assert "--model-repository" in text
         assert found == ([], [], ["m", "n"], [text], NEVER), "what is served goes on"
         assert quiet(world.settled()), "it has been told"
@@ -285,7 +285,7 @@ def test_a_repository_that_is_no_directory_any_more(world: World) -> None:
     shutil.rmtree(world.root)
     world.root.write_text("")
     found = world.poll.check()
-    assert len(found.troubles) == 1
+    assert len(found.problems) == 1
     assert found.gone == []
     world.root.unlink()
     world.root.mkdir()

@@ -154,7 +154,7 @@ def test_a_manager_that_is_gone_is_no_harm(tmp_path: Path, caplog: pytest.LogCap
 def test_a_manager_that_does_not_listen_is_waited_for_only_once(
     address: str, ear: Ear, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmserve.system.service_manager.PATIENCE_MS", 1)
+    monkeypatch.setattr("shmserve.system.service_manager.SEND_TIMEOUT_MS", 1)
     manager = ServiceManager({"NOTIFY_SOCKET": address}, 1)
     while not caplog.text:
         manager.notify("WATCHDOG=1")

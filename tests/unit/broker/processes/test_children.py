@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
-from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, LineSplitter, Output, ended_with, environment
+from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, LineSplitter, Output, describe_exit, environment
 from shmserve.workers.process import log
 from tests.support.broker.fake_loop import Loop
 
@@ -77,8 +77,8 @@ def test_lines_and_their_levels(child: Make) -> None:
     assert one.loop.readers == {}
     assert one.read() == []
     assert one.output.tail[-2:] == [r"error: \x1b[2J\xff\r", "the rest"]
-    assert one.output.last_words() == one.output.last_words("nothing: ") == "the rest"
-    assert one.output.last_words("ha") == "half"
+    assert one.output.last_line() == one.output.last_line("nothing: ") == "the rest"
+    assert one.output.last_line("ha") == "half"
 
 
 def test_a_segfault_is_an_error(child: Make) -> None:
@@ -183,9 +183,9 @@ def test_notices_count_as_lines() -> None:
 
 
 def test_ends() -> None:
-    assert ended_with(3) == "exit code 3"
-    assert ended_with(-signal.SIGSEGV) == "signal SIGSEGV"
-    assert ended_with(-1000) == "signal 1000"
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-signal.SIGSEGV) == "signal SIGSEGV"
+    assert describe_exit(-1000) == "signal 1000"
 
 
 def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:

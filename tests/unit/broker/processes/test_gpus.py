@@ -197,7 +197,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(made, "_update", look)
-    monkeypatch.setattr(gpus, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(gpus, "JOIN_TIMEOUT_S", 0.01)
     assert asked.wait(30)
     made.close()
     thread = made._thread

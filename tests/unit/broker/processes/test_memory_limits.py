@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.processes import cgroups
-from shmserve.broker.processes.cgroups import CannotHave, ControlGroups
+from shmserve.broker.processes.cgroups import CgroupsUnavailable, ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, NEAR_S, POLL_S, MemoryLimits
 from shmserve.broker.processes.resources import WorkerResources, resources_of
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
@@ -191,7 +191,7 @@ def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.
 )
 def test_where_there_can_be_none(top: Path, spoil: Callable[[Path], Any], why: str) -> None:
     spoil(top)
-    with pytest.raises(CannotHave, match=why):
+    with pytest.raises(CgroupsUnavailable, match=why):
         ControlGroups.take_over(top)
 
 
@@ -201,7 +201,7 @@ def test_a_group_that_was_not_left_to_us_is_not_touched(top: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "getxattr", unmarked)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(CannotHave, match="is not delegated to it"):
+    with pytest.raises(CgroupsUnavailable, match="is not delegated to it"):
         ControlGroups.take_over(top)
     assert not (top / "server").exists()
     monkeypatch.setattr(os, "geteuid", lambda: top.stat().st_uid or 1)
@@ -215,10 +215,10 @@ def test_which_group_is_ours(tmp_path: Path) -> None:
     mounts.write_text("cgroup /sys/fs/cgroup/memory cgroup rw 0 0\ncgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n")
     assert cgroups.own(proc, mounts) == Path("/sys/fs/cgroup/unified/system.slice/shmserve.service")
     mounts.write_text("")
-    with pytest.raises(CannotHave, match="not mounted"):
+    with pytest.raises(CgroupsUnavailable, match="not mounted"):
         cgroups.own(proc, mounts)
     proc.write_text("4:memory:/x\n")
-    with pytest.raises(CannotHave, match="no cgroup v2"):
+    with pytest.raises(CgroupsUnavailable, match="no cgroup v2"):
         cgroups.own(proc, mounts)
 
 
