@@ -40,7 +40,7 @@ help:
 	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
 	@echo 'make check       run the linter, format check, type check and import check'
 	@echo 'make fmt         format the code'
-	@echo 'make docs        write the tables of docs/ that are made from the source'
+	@echo 'make docs        write the tables of docs/ that are generated from the source'
 	@echo 'make site        build the documentation in build/site and check its links; build/site-env has the generator'
 	@echo 'make stress      run the long tests for half an hour: kill -9, chaos, fuzz, hostile clients; SHMSERVE_SEED=N sets the seed'
 	@echo 'make bench       run the benchmarks, print the table and save it in bench/results; ARGS="..." passes options'

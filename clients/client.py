@@ -387,7 +387,7 @@ class Client:
 
         `shares` maps versions to percent and replaces earlier shares; the rest goes to the highest version without a
         share. `aliases` maps names to versions: "MODEL@NAME" is then that version. None as version removes an alias.
-        `shadow` maps a version to the percentage of these requests that are also sent to it, to compare its answers;
+        `shadow` maps a version to the percentage of these requests that are also sent to it, to compare the responses;
         {}: none.
         """
         if shares is None and not aliases and shadow is None:

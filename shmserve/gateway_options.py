@@ -82,8 +82,8 @@ def _seconds(group: str, name: str, default: float, help_: str) -> Option:
 
 def _share(kind: str, whose: str) -> Option:
     text = (
-        f"how much of a gateway's calls and input memory one {whose} may have in flight, as a fraction of what the "
-        "others leave; 1: no limit"
+        f"maximum calls and input memory of a gateway that one {whose} may have in flight, as a fraction of what the "
+        "others leave free; 1: no limit"
     )
     return Option(f"{kind}-share", LIMITS, "fraction", "FRACTION", text, 0.25)
 
@@ -101,17 +101,17 @@ OPTIONS = (
            "page (the web page); with --tokens-file, callers without a token have no role unless this is set",
            shown="infer,observe, and page if --http-address is a loopback address", triton=_ALL_ROLES,
            compatible=",".join(ROLES)),
-    _text(HTTP, "http-allowed-hosts", "NAME,NAME", "names by which browsers may reach the HTTP and metrics "
-          "endpoints, beside localhost and addresses; *: any name", shown="none"),
+    _text(HTTP, "http-allowed-hosts", "NAME,NAME", "host names that browsers may use for the HTTP and "
+          "metrics endpoints, besides localhost and IP addresses; *: any name", shown="none"),
     _text(HTTP, "http-allowed-origins", "URL,URL", "origins of other web pages that may use the HTTP endpoint, such as "
           "https://name:port", shown="none"),
     Option("page-servers", HTTP, "servers", "URL,URL", "servers that the web page shows together, such as "
-           "http://gpu1:8000; the pages of these servers may read the state of this one. Give all of them the same "
-           "list", shown="none"),
+           "http://gpu1:8000; the web pages of these servers may read this server's state; use the same list on all "
+           "of them", shown="none"),
     _size(HTTP, "http-max-input-size", 64 << 20, "maximum bytes of a request body, also after decompression"),
     _size(HTTP, "http-max-json-size", 16 << 20, "maximum bytes of JSON in a request to a model; 0: as "
           "--http-max-input-size", 0, compatible=0),
-    _size(HTTP, "http-max-held-size", 1 << 30, "maximum received bytes of the large bodies of all requests",
+    _size(HTTP, "http-max-held-size", 1 << 30, "maximum total size of received large request bodies",
           serve=False),
     _number(HTTP, "http-max-connections", "N", 4096, "connection limit", 1, 2**63 - 1, serve=False),
     _seconds(HTTP, "http-read-timeout", 60.0, "timeout for a stalled request, or a client that does not read"),
@@ -137,7 +137,8 @@ OPTIONS = (
     _text(GRPC, "grpc-infer-response-compression-level", "LEVEL", "compression of responses: none, low, medium or "
           "high", default="none", choices=("none", "low", "medium", "high")),
     _number(GRPC, "grpc-keepalive-time", "MS", 7_200_000, "idle time before a keepalive ping is sent", 1),
-    _number(GRPC, "grpc-keepalive-timeout", "MS", 20_000, "time to wait for the answer to a keepalive ping", 1),
+    _number(GRPC, "grpc-keepalive-timeout", "MS", 20_000, "maximum time to wait for a keepalive ping's acknowledgement",
+            1),
     _switch(GRPC, "grpc-keepalive-permit-without-calls", False, "send and accept keepalive pings without calls in "
             "flight"),
     _number(GRPC, "grpc-http2-min-recv-ping-interval-without-data", "MS", 300_000,
@@ -146,7 +147,8 @@ OPTIONS = (
             "0: no limit"),
     _seconds(GRPC, "grpc-stream-idle-timeout", 3600.0, "maximum idle time of a stream without requests in flight"),
     _number(GRPC, "grpc-max-connection-age", "MS", 0, "age at which a connection accepts no more calls; 0: no limit"),
-    _number(GRPC, "grpc-max-connection-age-grace", "MS", 0, "time for its calls to finish after that; 0: no limit"),
+    _number(GRPC, "grpc-max-connection-age-grace", "MS", 0, "time for the calls of such a connection to finish; "
+            "0: no limit"),
     _switch(METRICS, "allow-metrics", True, "enable the Prometheus endpoint"),
     _port(METRICS, "metrics-port", 8002, "Prometheus port"),
     _text(METRICS, "metrics-address", "ADDRESS", "address of the Prometheus listener", shown="as --http-address"),
@@ -154,7 +156,7 @@ OPTIONS = (
     _share("address", "address (behind a reverse proxy, all callers share one)"),
     _share("token", "token or ZeroMQ key"),
     _size(LIMITS, "memory-bytes", 4 << 30, "maximum shared memory for input tensors", serve=False),
-    _number(LIMITS, "busy-poll-us", "N", 0, "longest time to poll for answers before sleeping", serve=False),
+    _number(LIMITS, "busy-poll-us", "N", 0, "maximum time to poll for responses before sleeping", serve=False),
     _seconds(LIMITS, "exit-timeout-secs", 30.0, "time for requests in flight to finish on shutdown"),
     _switch(MEMORY, "allow-client-shm", False, "allow callers to register shared memory of this machine"),
     _switch(MEMORY, "copy-client-shm", False, "copy the content of registered shared memory in the gateway; false: "
@@ -166,7 +168,7 @@ OPTIONS = (
     _file(ACCESS, "grpc-server-cert", "certificate for gRPC"),
     _file(ACCESS, "grpc-server-key", "private key for gRPC"),
     _switch(ACCESS, "grpc-use-ssl-mutual", False, "require client certificates for gRPC"),
-    _file(ACCESS, "grpc-root-cert", "CA certificates that must have signed them"),
+    _file(ACCESS, "grpc-root-cert", "CA certificates for verifying the gRPC client certificates"),
     _file(ACCESS, "tokens-file", "tokens and their roles; reread on SIGHUP, as are certificates"),
     _text(ZMQ, "zmq-address", "URL", "listener for ZeroMQ over TCP, e.g. tcp://127.0.0.1:8790; needs the two key files",
           shown="none"),

@@ -31,7 +31,7 @@ first steps:
 USUAL = (
     (
         ("serve", "start a server; Ctrl-C stops it"),
-        ("init", "write a model directory whose settings are explained"),
+        ("init", "create a model directory with a commented configuration"),
         ("check", "check a model repository before it is served"),
         ("run", "run one model in this terminal, without a server"),
     ),

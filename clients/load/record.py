@@ -100,7 +100,7 @@ class Cost(Struct, frozen=True, kw_only=True):
     busiest: float
     """The same for the busiest process. Near 1, the generator is the bottleneck."""
     request_ns: float
-    """Processor time of the generator per request."""
+    """CPU time of the generator per request."""
     send_delay_p50_ns: float = 0.0
     send_delay_p99_ns: float = 0.0
     """Open loop: how late requests were sent. Their latency includes this."""
@@ -145,7 +145,7 @@ class Echo(Struct, frozen=True, kw_only=True):
     per_s: float
     """Responses per second of one generator process."""
     request_ns: float
-    """Processor time of the generator per request."""
+    """CPU time of the generator per request."""
     p50_ns: float
 
 

@@ -33,7 +33,7 @@ def as_serve_error(error: BaseException) -> BaseException:
     if isinstance(cause, ServeError):
         return type(cause)(str(cause.args[0]) if cause.args else "")
     if isinstance(error, RayActorError):
-        return ConnectionLost("the server failed while it had this request")
+        return ConnectionLost("the server failed while processing this request")
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("the request timed out")
     if isinstance(error, serve.exceptions.BackPressureError | serve.exceptions.DeploymentUnavailableError):

@@ -35,7 +35,7 @@ STREAMED = (Action.GENERATE_STREAM, Action.COMPLETIONS, Action.CHAT_COMPLETIONS)
 """Actions whose responses may arrive over time."""
 OPENAI = (Action.COMPLETIONS, Action.CHAT_COMPLETIONS, Action.EMBEDDINGS)
 REFUSED = "send this to a server, not to the application"
-NOT_REPEATED = "the server failed while it had this request, which must not be sent again"
+NOT_REPEATED = "the server failed while processing this request; do not retry it, because it may have run"
 SEQUENCE_FIELD = "x-sequence-id"
 HEADER_LENGTH = "inference-header-content-length"
 STREAM_PATH = f"/{INFERENCE}/{STREAM}"

@@ -45,7 +45,7 @@ HEADER = "x-sequence-id"
 STEPS = 25
 SEQUENCE_ERRORS = (
     "must specify the START flag on the first request of the sequence",
-    "the server failed while it had this request, which must not be sent again",
+    "the server failed while processing this request; do not retry it, because it may have run",
     "the server behind this gateway is unreachable, or ended before it responded",
     "Stream removed (RST_STREAM",
     "RemoteDisconnected",

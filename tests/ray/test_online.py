@@ -21,7 +21,7 @@ from tests.support.gateway.rpc import Rpcs, infer_request, message, outputs, ref
 from tests.support.load import Failed
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]
-LOST = "must specify the START flag|must not be sent again|failed while it had this request"
+LOST = "must specify the START flag|do not retry it|failed while processing this request"
 
 
 @pytest.fixture(scope="module")

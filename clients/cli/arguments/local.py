@@ -33,11 +33,11 @@ def add_check(commands: Any) -> None:
     codes = ("no errors", "errors found (with --strict: errors or warnings)")
     command = add_command(commands, "check", "check", about, examples, codes)
     add = command.add_argument
-    add("roots", metavar="ROOT", nargs="+", help="model repository; a directory with one directory per model")
+    add("roots", metavar="ROOT", nargs="+", help="model repository: a directory with one subdirectory per model")
     add("--load", action="store_true", help="also load each model, in a temporary server")
     add("--strict", action="store_true", help="treat warnings as errors")
     add("--quiet", action="store_true", help="print only errors")
-    add("--model-config-name", metavar="NAME", default="", help="use configs/NAME.pbtxt; of each model that has it")
+    add("--model-config-name", metavar="NAME", default="", help="use configs/NAME.pbtxt for each model that has it")
     add("--timeout", metavar="SECONDS", type=seconds, help="with --load: maximum loading time (default: no limit)")
     add_backend_directory(add)
     add_output(command, watch=True)
@@ -63,14 +63,14 @@ def add_init(commands: Any) -> None:
 --from takes an ONNX file, a TorchScript or torch.export file (.pt, .pt2), a scikit-learn model (.joblib, .pkl), or
 python, sklearn or torch for a model.py with an example. A file is copied. Nothing is overwritten.
 """
-    about = "write a model directory whose settings are explained"
+    about = "create a model directory with a commented configuration"
     codes = ("written", "not written")
     command = add_command(commands, "init", "init", about, examples, codes, note)
     add = command.add_argument
     add("name", metavar="NAME", help="name of the model, and of its directory")
     add("--from", dest="source", metavar="FILE", required=True,
         help="a model file, or python, sklearn or torch; .onnx, .pt, .pt2, .joblib or .pkl")  # fmt: skip
-    text = "the repository, which is made if it does not exist (default: ./models)"
+    text = "model repository, created if it does not exist (default: ./models)"
     add("--repository", metavar="DIR", type=Path, default=Path("models"), help=text)
     add_json(command)
 
@@ -95,7 +95,7 @@ a model directory, batch size and dims come from its config.pbtxt.
         nargs="+",
         action="append",
         default=[],
-        help="shapes of each input with dynamic dims; such as 1x3x224x224; repeat to add a profile",
+        help="shapes of each input with dynamic dims, such as 1x3x224x224; repeat to add a profile",
     )
     add("--max-batch", metavar="N", type=at_least_1, help="build for batches of 1 to N rows")
     text = "model version, for a model directory (default: highest)"
@@ -147,7 +147,7 @@ def add_keygen(commands: Any) -> None:
     command.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="directory for NAME.key and NAME.pub")
     command.add_argument(
         "--roles", metavar="ROLE,ROLE", default="infer,observe",
-        help="roles to write into NAME.pub; infer, observe, operate (default: %(default)s)",
+        help="roles to write into NAME.pub: infer, observe, operate (default: %(default)s)",
     )  # fmt: skip
     add_json(command)
 

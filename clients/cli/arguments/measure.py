@@ -49,8 +49,8 @@ def add_bench(commands: Any) -> None:
 """
     about = "put load on a model and measure throughput and latency"
     codes = (
-        "measured; with --compare: worse in nothing",
-        "no request succeeded; with --until: no load kept the limit; with --compare:\n       worse in something",
+        "measured; with --compare: no metric is worse",
+        "no request succeeded; with --until: no load kept the limit; with --compare:\n       a metric is worse",
     )
     urls = "http, https, grpc or grpcs://HOST:PORT of any KServe v2 server, "
     command = add_server_command(commands, "bench", "bench", about, examples, codes, urls=urls)
@@ -66,13 +66,13 @@ def add_bench(commands: Any) -> None:
 def _add_endpoint(command: CommandParser) -> None:
     add = command.add_argument
     rare(add("--header", metavar="NAME: VALUE", type=header, action="append", default=[],
-             help="over HTTP and gRPC: send it with each request; repeatable"))  # fmt: skip
+             help="over HTTP and gRPC: send this header with each request; repeatable"))  # fmt: skip
     rare(
-        add("--ca", metavar="FILE", help="with https:// or grpcs://: the authorities to trust, instead of the system's")
+        add("--ca", metavar="FILE", help="with https:// or grpcs://: CA certificates to trust instead of the system's")
     )
     rare(add("--client-cert", metavar="FILE",
              help="with https:// or grpcs://: the client's certificate; PEM, with its intermediates"))  # fmt: skip
-    rare(add("--client-key", metavar="FILE", help="its key (default: in the file of --client-cert)"))
+    rare(add("--client-key", metavar="FILE", help="private key of --client-cert (default: in the same file)"))
 
 
 def _add_load(command: CommandParser) -> None:
@@ -82,7 +82,7 @@ def _add_load(command: CommandParser) -> None:
         help="callers, each waits for its response (default: 1); 1,8,32 or 1:64 (doubling) or "
         "1:64:8 (steps)")  # fmt: skip
     how("-r", "--rate", metavar="N", type=rates,
-        help="requests per second, whatever the server does; ranges as for --concurrency; latency counts from the "
+        help="requests per second, regardless of the server; ranges as for --concurrency; latency counts from the "
         "intended send time")  # fmt: skip
     rare(how("--replay", metavar="FILE", type=Path,
              help='send at recorded times: per line, {"at": SECONDS} as for the simulator, or only the '
@@ -93,7 +93,7 @@ def _add_load(command: CommandParser) -> None:
     rare(add("--arrivals", choices=("poisson", "constant"), default="poisson",
              help="with --rate: random or equal gaps between requests (default: %(default)s)"))  # fmt: skip
     rare(add("--in-flight", metavar="N", type=integer(1, MOST_WAITING), default=4096,
-             help="with --rate or --replay: most requests in flight; others wait, which counts as latency "
+             help="with --rate or --replay: maximum requests in flight; others wait, which counts as latency "
              "(default: %(default)s)"))  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _add_requests(command: CommandParser) -> None:
     add(
         "--stream",
         action="store_true",
-        help="for decoupled models; also measures the time to the first answer and between answers",
+        help="for decoupled models; also measures the time to the first response and between responses",
     )
     rare(add("--sequence-length", metavar="N", type=at_least_1, help="send sequences of N requests"))
     rare(add("--sequences", metavar="N", type=integer(1, MOST_WAITING), default=64,
@@ -234,5 +234,5 @@ def callers(text: str) -> tuple[float, ...]:
 
 def _at_most(most: int, what: str, found: tuple[float, ...]) -> tuple[float, ...]:
     if max(found) > most:
-        raise argparse.ArgumentTypeError(f"{max(found):,.0f} {what}: the most is {most:,}")
+        raise argparse.ArgumentTypeError(f"{max(found):,.0f} {what}: the maximum is {most:,}")
     return found

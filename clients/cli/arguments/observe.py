@@ -85,7 +85,7 @@ def add_ready(commands: Any) -> None:
         "--wait",
         metavar="SECONDS",
         type=seconds,
-        help="wait up to this long; also for a server that has not started (default: do not wait)",
+        help="wait up to this long, also for a server that has not started (default: do not wait)",
     )
     add_output(command, watch=True)
 
@@ -111,7 +111,7 @@ def add_logs(commands: Any) -> None:
     command = add_server_command(commands, "logs", "logs", about, examples)
     add_model(command, "?")
     command.add_argument(
-        "-f", "--follow", action="store_true", help="continue with new records until Ctrl-C; also of a restarted server"
+        "-f", "--follow", action="store_true", help="continue with new records until Ctrl-C, also across restarts"
     )
     command.add_argument("-n", "--lines", metavar="N", type=at_least_1, help="only the last N records")
     command.add_argument(
@@ -135,7 +135,7 @@ def add_trace(commands: Any) -> None:
     add("-o", "--output", metavar="FILE", type=Path, default=Path("trace.json"), help=text)
     text = "only this model; may be given several times"
     completion.completes(add("--model", metavar="MODEL", action="append", default=[], help=text), completion.models)
-    text = "the most requests to keep (default: 200000, about 120 MB of JSON); others are counted"
+    text = "maximum number of requests to keep (default: 200000, about 120 MB of JSON); others are counted"
     rare(add("--limit", metavar="N", type=at_least_1, default=200_000, help=text))
     add_output(command, json="print a summary as JSON")
 

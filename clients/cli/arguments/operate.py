@@ -39,9 +39,10 @@ def add_load(commands: Any) -> None:
         help="with --config-json: send a model file; e.g. 1/model.onnx=./model.onnx; the repository's files are then "
         "ignored; repeatable")  # fmt: skip
     add("--previous", action="store_true",
-        help="restore what was served before; whatever the repository has; in every mode")  # fmt: skip
+        help="restore what was served before the last load; ignores the repository; allowed in every "
+        "--model-control-mode")  # fmt: skip
     version = add("--version", metavar="N", type=at_least_1, action="append", default=[],
-        help="serve this version, and no others but those given; repeatable (default: by version_policy)")  # fmt: skip
+        help="serve only this version; repeatable (default: by version_policy)")  # fmt: skip
     completion.completes(version, completion.versions)
     _add_operation(command)
     add_color(command)
@@ -55,10 +56,10 @@ def add_unload(commands: Any) -> None:
     add_model(command, "+")
     command.add_argument("--no-wait", action="store_false", dest="wait", help="do not wait for the processes")
     command.add_argument(
-        "--force", action="store_true", help="fail requests in flight; and kill the processes immediately"
+        "--force", action="store_true", help="fail requests in flight and kill the processes immediately"
     )
     command.add_argument(
-        "--dependents", action="store_true", help="also unload an ensemble's models; those that were loaded only for it"
+        "--dependents", action="store_true", help="also unload the models that were loaded only for this ensemble"
     )
     _add_operation(command)
 
@@ -86,13 +87,14 @@ def add_traffic(commands: Any) -> None:
   shmserve traffic mlp --all 2             all to version 2: go back at once
   shmserve traffic mlp --reset             as without shares: all to the highest version
   shmserve traffic mlp --alias prod=2      mlp@prod is version 2
-  shmserve traffic mlp --shadow 3=5        compare the answers of version 3, for 5 % of the requests
+  shmserve traffic mlp --shadow 3=5        also send 5 % to version 3 and compare the responses
 """
     about = "divide the requests that name no version among the versions of a model, and name versions"
     command = add_server_command(commands, "traffic", "operate", about, examples)
     add_model(command)
     add = command.add_argument
-    add("share", metavar="VERSION=PERCENT", nargs="*", type=_share, help="replaces the shares that were set before")
+    text = "share of the requests; replaces all earlier shares"
+    add("share", metavar="VERSION=PERCENT", nargs="*", type=_share, help=text)
     completion.completes(
         add("--all", metavar="VERSION", type=at_least_1, help="the same as VERSION=100"), completion.versions
     )
@@ -100,9 +102,9 @@ def add_traffic(commands: Any) -> None:
     add("--alias", metavar="NAME=VERSION", type=_alias, action="append", default=[], help="set an alias; repeatable")
     add("--remove-alias", metavar="NAME", action="append", default=[], help="remove an alias; repeatable")
     shadow = command.add_mutually_exclusive_group()
-    text = "send PERCENT of the requests to VERSION, too, and compare its answers"
+    text = "also send PERCENT of the requests to VERSION and compare the responses"
     shadow.add_argument("--shadow", metavar="VERSION=PERCENT", type=_share, help=text)
-    shadow.add_argument("--no-shadow", action="store_true", help="end that")
+    shadow.add_argument("--no-shadow", action="store_true", help="stop sending requests to a shadow")
     add_json(command, "print JSON")
 
 
@@ -120,7 +122,7 @@ def add_drain(commands: Any) -> None:
     add = command.add_argument
     add("--undrain", action="store_true", help="put the server back into service")
     add("--no-wait", action="store_false", dest="wait", help="do not wait until it is empty")
-    add("--timeout", metavar="SECONDS", type=seconds, help="maximum time to wait; without a limit by default")
+    add("--timeout", metavar="SECONDS", type=seconds, help="maximum time to wait (default: no limit)")
     text = "it is empty after this long without a request (default: 5); a balancer needs seconds to notice"
     add("--quiet", metavar="SECONDS", type=seconds, help=text)
     add_json(command, "print a line of JSON per second, and one at the end")
@@ -146,6 +148,6 @@ def _alias(text: str) -> tuple[str, int]:
 
 
 def _add_operation(command: argparse.ArgumentParser) -> None:
-    text = "maximum time to wait; without a limit by default; the server continues the operation"
+    text = "maximum time to wait (default: no limit); the server continues the operation"
     command.add_argument("--timeout", metavar="SECONDS", type=seconds, help=text)
     add_json(command, "print a JSON list with an object per model")

@@ -40,14 +40,19 @@ values, separated by commas, are simulated one after the other. The same argumen
 queue that behaves like the product's scheduler; --exact runs the scheduler itself, which takes about six times longer.
 """
     about = "simulate a fleet of servers: latency, failures, cost"
-    codes = ("simulated", "no request was answered in time, or --from cannot be read")
+    codes = ("simulated", "no request was completed in time, or --from cannot be read")
     command = add_command(commands, "plan", "plan", about, examples, codes, note)
     add = command.add_argument
     add("--servers", metavar="N", type=several(integer(1, MOST_SERVERS)), help="number of servers (default: 100)")
     add("--instances", metavar="N", type=at_least_1, help="model instances of each, e.g. one per GPU (default: 8)")
     add("--rate", metavar="N", type=several(rate), help="requests per second: 500, 50k, 1.2M (default: 70%% load)")
     add("--service-ms", metavar="MS", type=positive, help="time of a batch (default: 12); --service has more forms")
-    add("--from", dest="source", metavar="FILE|URL", help="take it from `bench --save`, `tune --json`, or a server")
+    add(
+        "--from",
+        dest="source",
+        metavar="FILE|URL",
+        help="take batch times from `bench --save`, `tune --json`, or a server",
+    )
     add("--max-batch", metavar="N", type=at_least_1, help="requests of a batch (default: 1, or as measured)")
     text = f"how servers are chosen, or `all` (default: two-choices): {', '.join(POLICIES)}"
     add("--policy", metavar="NAME", type=several(policy), default=["two-choices"], help=text)
@@ -87,11 +92,11 @@ def _add_balancers(command: CommandParser) -> None:
     rare(add("--network", metavar="TIME", type=duration, default=250_000, help=text))
     text = "number of different requests, for the response cache and the hash policies (default: all differ)"
     rare(add("--keys", metavar="N", type=keys, default=0, help=text))
-    text = "exponent of Zipf's law, by which some keys are more frequent; 0: none is (default: 1)"
+    text = "exponent of the Zipf distribution of the keys; 0: all keys are equally frequent (default: 1)"
     rare(add("--skew", metavar="N", type=number, default=1.0, help=text))
     text = "responses in the cache of each server (default: no cache)"
     rare(add("--cache", metavar="N", type=keys, default=0, help=text))
-    text = "for bounded-hash: the most requests in flight at a server, relative to the mean (default: 1.25)"
+    text = "for bounded-hash: maximum requests in flight at a server, relative to the mean (default: 1.25)"
     rare(add("--bound", metavar="N", type=positive, default=1.25, help=text))
 
 
@@ -112,7 +117,7 @@ def _add_changes(command: CommandParser) -> None:
     rare(add("--connect", metavar="TIME", type=duration, default=200_000_000, help=text))
     text = "how often a request that reached no server is sent to another one (default: 2)"
     rare(add("--retries", metavar="N", type=at_least_0, default=2, help=text))
-    text = "also send again what was at a server that failed; it may run twice"
+    text = "also retry requests that a failed server had received; they may run twice"
     rare(add("--retry-lost", action="store_true", help=text))
     text = "multiply the rate by FACTOR at AT; repeatable"
     rare(add("--surge", metavar="FACTOR@AT[+FOR]", type=factored, action="append", default=[], help=text))
@@ -143,7 +148,7 @@ def policy(text: str) -> str | tuple[str, ...]:
     if text == "all":
         return POLICIES
     if text not in POLICIES:
-        raise argparse.ArgumentTypeError(f"'{text}' is no policy; the policies are {', '.join(POLICIES)}, and all")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a policy; the policies are {', '.join(POLICIES)}, and all")
     return text
 
 

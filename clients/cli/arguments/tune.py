@@ -49,7 +49,7 @@ changes of config.pbtxt are printed as a diff. Ctrl-C prints what was found unti
         metavar="N",
         type=positive,
         default=0.0,
-        help="hold it at N requests per second (default: at as many as possible)",
+        help="hold it at N requests per second (default: find the highest rate)",
     )
     add("--apply", action="store_true", help="write the changes to config.pbtxt, if the target is held")
     add("--html", metavar="FILE", type=Path, help="write a report with curves")

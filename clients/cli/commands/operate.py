@@ -116,7 +116,7 @@ def traffic(args: argparse.Namespace) -> int:
     elif args.reset or args.share:
         shares = dict(args.share)
     if (args.all is not None) + args.reset + bool(args.share) > 1:
-        raise Misuse("give shares, --all or --reset, not several of them")
+        raise Misuse("give only one of shares, --all and --reset")
     aliases: dict[str, int | None] = dict(args.alias) | dict.fromkeys(args.remove_alias)
     with connected(args) as client:
         shadow = {} if args.no_shadow else None if args.shadow is None else dict([args.shadow])

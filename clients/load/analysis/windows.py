@@ -24,7 +24,7 @@ PARTS = 5
 """Number of parts of a window in the timeline."""
 Array = NDArray[np.int64]
 GeneratorUse = dict[int, tuple[int, int]]
-"""Generator process -> its processor time so far, and the time of that reading, in ns."""
+"""Generator process -> its CPU time so far, and the time of that reading, in ns."""
 
 
 class Responses(Struct):

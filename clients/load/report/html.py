@@ -108,9 +108,9 @@ def _of_point(point: Point) -> list[str]:
     parts = [f"<h2>{escape(str(point.load))}</h2>"]
     parts.append(_histogram("Latencies", point.latency))
     if point.first_answer is not None:
-        parts.append(_histogram("Time to the first answer", point.first_answer))
+        parts.append(_histogram("Time to the first response", point.first_answer))
     if point.between_answers is not None:
-        parts.append(_histogram("Time between answers", point.between_answers))
+        parts.append(_histogram("Time between responses", point.between_answers))
     shown = point.timeline or point.windows
     starts = [(window.start_ns + window.length_ns / 2) / SECOND for window in shown]
     time_axis = Axis("seconds since the start", _second)

@@ -55,8 +55,8 @@ def _streams(points: Sequence[Point], screen: Screen) -> str:
     columns = [Column("load"), Column("answers/s", right=True)]
     rows = [[str(point.load), rate_text(point.answers_per_s)] for point in points]
     for head, choose in (
-        ("first answer", lambda point: point.first_answer),
-        ("between answers", lambda point: point.between_answers),
+        ("first response", lambda point: point.first_answer),
+        ("between responses", lambda point: point.between_answers),
     ):
         for name in ("p50", "p99"):
             columns.append(Column(f"{head} {name}", right=True))
@@ -150,7 +150,7 @@ def _limit_text(run: Run, limit: Limit) -> str:
 def echo_text(echo: Echo) -> str:
     limit = f"{SECOND / echo.request_ns:,.0f}/s" if echo.request_ns else "-"
     return (
-        f"generator: {duration_text(echo.request_ns / SECOND)} of processor time per request, at most {limit} per "
+        f"generator: {duration_text(echo.request_ns / SECOND)} of CPU time per request, at most {limit} per "
         f"process; {echo.per_s:,.0f}/s against an echo server over {echo.protocol}"
     )
 
@@ -195,7 +195,7 @@ def comparison_text(found: Comparison, names: tuple[str, str], screen: Screen) -
     verdict = screen.wrapped(f"{names[1]} is {_sentence(found, names[0])}", "", "    ", VERDICTS.get(found.verdict, ""))
     notes = [line for note in found.notes for line in screen.wrapped(f"note: {note}", "", "    ")]
     each = f"{found.row_confidence:.4%}".rstrip("0%").rstrip(".")
-    about = f"confidence: {found.confidence * 100:g} % of the whole verdict, and so {each} % of each interval"
+    about = f"confidence: {found.confidence * 100:g} % for the whole verdict, which requires {each} % for each interval"
     return "\n".join([text, "", *verdict, *notes, *screen.wrapped(about, "", "    ", FAINT)])
 
 
@@ -203,7 +203,7 @@ def _sentence(found: Comparison, old: str) -> str:
     """The conclusion in one sentence; for a mixed result it names what is worse."""
     text = {
         BETTER: f"better than {old}", WORSE: f"worse than {old}", SAME: f"not different from {old}",
-        MIXED: f"better than {old} in something and worse in something else",
+        MIXED: f"better than {old} in some metrics and worse in others",
     }.get(found.verdict, f"not known to differ from {old}")  # fmt: skip
     if found.verdict == SAME and any(change.verdict == UNKNOWN for change in found.changes):
         return f"{text}, as far as that is known"

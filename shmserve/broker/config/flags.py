@@ -81,8 +81,8 @@ FLAGS = (
          " loads all", [], "MODEL", repeatable=True),
     Flag("repository-poll-secs", "seconds", MODELS, "in mode poll, interval between checks for changes; 0: never",
          15.0, "S"),
-    Flag("settle-secs", "seconds", MODELS, "in mode poll, how long a changed model must be left alone before it is"
-         " loaded, so that no half-copied model is loaded", 1.0, "S"),
+    Flag("settle-secs", "seconds", MODELS, "in mode poll, load a changed model when its files have not changed for "
+         "this time, so that no half-copied model is loaded", 1.0, "S"),
     Flag("model-config-name", "text", MODELS, "use configs/NAME.pbtxt instead of config.pbtxt for each model that "
          "has it", "", "NAME"),
     Flag("model-namespacing", "boolean", MODELS, "only false: model names are unique across all repositories", False),
@@ -151,12 +151,12 @@ FLAGS = (
          repeatable=True, shown="1 GiB", triton="64 MiB per GPU for the whole server; here each instance has its own"),
     Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may use for its outputs", 4 << 30, "N",
          least=1 << 20),
-    Flag("model-memory-budget", "bytes", MEMORY, "memory that the instances of all models may use; models that are not "
-         "used sleep while others need it, and requests wake them; 0: no limit", 0, "N", shown="no limit"),
-    Flag("gpu-memory-budget", "pool", MEMORY, "the same for the memory of each GPU, or of one; may be given several "
-         "times", [], "[GPU:]N", repeatable=True, shown="no limit"),
-    Flag("model-memory-wait-ms", "whole", MEMORY, "with a memory budget, a model that is always busy sleeps when "
-         "another one has waited for its memory, and it has served, for this time", 500, "N", least=1),
+    Flag("model-memory-budget", "bytes", MEMORY, "memory limit for the instances of all models together; unused models "
+         "are put to sleep when others need memory, and requests wake them; 0: no limit", 0, "N", shown="no limit"),
+    Flag("gpu-memory-budget", "pool", MEMORY, "same as --model-memory-budget, for the memory of each GPU, or of "
+         "one; may be given several times", [], "[GPU:]N", repeatable=True, shown="no limit"),
+    Flag("model-memory-wait-ms", "whole", MEMORY, "with a memory budget, how long a busy model must have served, and "
+         "another one must have waited for memory, before the busy one is put to sleep", 500, "N", least=1),
     Flag("instance-memory-limit", "bytes", MEMORY, "kill an instance whose process uses more private memory; a "
          "model's parameter memory_limit_mb takes precedence; 0: no limit", 0, "N", shown="no limit"),
     Flag("instance-gpu-memory-limit", "bytes", MEMORY, "kill an instance whose process uses more memory on its GPU; "
@@ -167,12 +167,12 @@ FLAGS = (
          "N"),
     Flag("generation-file-bytes", "bytes", MEMORY, "size limit of a file that --generation-bytes copies", FILE_BYTES,
          "N"),
-    Flag("socket-group", "group", ACCESS, "group whose members may connect to the lane, infer and observe", None,
-         "NAME", shown="only the server's user"),
+    Flag("socket-group", "group", ACCESS, "group whose members may connect to the lane, with the roles infer and "
+         "observe", None, "NAME", shown="only the server's user"),
     Flag("access", "access", ACCESS, "grant the roles infer, observe or operate to uid:N, gid:N, user:NAME, "
          "group:NAME, or * for all that can connect; may be given several times", [], "WHO=ROLE,ROLE",
          repeatable=True),
-    Flag("limit", "limit", ACCESS, "a limit of docs/security.md, e.g. client_requests=1000; may be given several "
+    Flag("limit", "limit", ACCESS, "a limit from docs/security.md, e.g. client_requests=1000; may be given several "
          "times", [], "NAME=VALUE", repeatable=True),
     Flag("no-gateway", "boolean", ENDPOINTS, "start no gateway: no HTTP, gRPC or metrics ports; a gateway that is "
          "started separately can still serve", False),

@@ -123,8 +123,8 @@ def test_addresses() -> None:
         (["--until", "20ms"], "'20ms' is not a limit such as p99=20ms"),
         (["--until", "p101=1ms"], "'p101' is not a percentile such as p99"),
         (["--until", "p99=20"], "'20' has no unit: 20ms?"),
-        (["-c", "65537"], "65,537 callers: the most is 65,536"),
-        (["-r", "1:2e7"], "20,000,000 requests per second: the most is 10,000,000"),
+        (["-c", "65537"], "65,537 callers: the maximum is 65,536"),
+        (["-r", "1:2e7"], "20,000,000 requests per second: the maximum is 10,000,000"),
         (["--seed", "-1"], "'-1' is not an integer of at least 0"),
         (["--seed", "9223372036854775808"], "is not an integer from 0 to 9,223,372,036,854,775,807"),
         (["--batch", "9" * 5000], "is not an integer from 1 to 9,223,372,036,854,775,807"),
@@ -153,8 +153,8 @@ def test_saved_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert '"verdict": "worse"' in capsys.readouterr().out
     both = tmp_path / "both.json"
     both.write_bytes(record.encode(run(steady(1, [200, 201, 199], p50=2e6))))
-    assert main(["bench", "--compare", slow, str(both)]) == 1, "better in something, and worse in something else"
-    assert "and worse in something else: p50 of concurrency 1" in capsys.readouterr().out
+    assert main(["bench", "--compare", slow, str(both)]) == 1, "better in some metrics and worse in others"
+    assert "and worse in others: p50 of concurrency 1" in capsys.readouterr().out
     assert main(["bench", "m", "--compare", fast, slow]) == 2
     assert main(["bench", "--compare", fast, str(tmp_path / "none.json")]) == 2
     assert "cannot read" in capsys.readouterr().err

@@ -122,7 +122,7 @@ def test_times_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--policy best", "'best' is no policy; the policies are random"),
+        ("--policy best", "'best' is not a policy; the policies are random"),
         ("--policy hash", "needs keys"),
         ("--rate 5x", "not a rate above 0, such as 500, 50k or 1.2M"),
         (f"--deadline {'9' * 400}s", "is not a time above 0, such as 300us"),

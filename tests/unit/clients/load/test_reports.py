@@ -89,7 +89,7 @@ def test_the_table_has_all_parts() -> None:
     assert re.search(r"^concurrency 1 +100 us +5 us +600 us +4 us +5\.0 +4 +full 75%, delay 25%$", text, re.MULTILINE)
     assert re.search(r"^cores used +machine +broker +GPU 0 +generator +generator/request$", text, re.MULTILINE)
     assert re.search(r"^concurrency 1 +1\.50 +0\.50 +25% +0\.20 +20 us$", text, re.MULTILINE)
-    assert "10 us of processor time per request, at most 100,000/s per process" in text
+    assert "10 us of CPU time per request, at most 100,000/s per process" in text
 
 
 def test_a_comparison_as_text() -> None:
@@ -97,15 +97,15 @@ def test_a_comparison_as_text() -> None:
     text = comparison_text(compare(RUN, other), ("old", "new"), Screen(False, io.StringIO()))
     assert re.search(r"^concurrency 1 +throughput +1,000 +2,000 +\+100\.0% +.* better$", text, re.MULTILINE)
     assert "new is better than old" in text
-    assert "confidence: 95 % of the whole verdict, and so 99.1667 % of each interval" in text
+    assert "confidence: 95 % for the whole verdict, which requires 99.1667 % for each interval" in text
     sure = comparison_text(compare(RUN, other, 0.7), ("old", "new"), Screen(False, io.StringIO()))
-    assert "confidence: 70 % of the whole verdict, and so 95 % of each interval" in sure
+    assert "confidence: 70 % for the whole verdict, which requires 95 % for each interval" in sure
 
 
 def test_a_mixed_result_says_what_is_worse() -> None:
     other = run(steady(1, [2000, 2010, 1990]), steady(4, [3000, 3010, 2990], p50=1.5e6, failed=60))
     text = comparison_text(compare(RUN, other), ("old", "new"), Screen(False, io.StringIO()))
-    assert "new is better than old in something and worse in something else: p50 of concurrency 4, failed of" in text
+    assert "new is better than old in some metrics and worse in others: p50 of concurrency 4, failed of" in text
     assert re.search(r"^concurrency 4 +failed +0% +2\.91% +\+2\.9 points +- +worse$", text, re.MULTILINE)
 
 
