@@ -22,7 +22,7 @@ from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW, Result, RowReply, Ticket, inline_result
-from shmserve.session.arguments import timeout_us_of
+from shmserve.session.arguments import check_seconds, timeout_us_of
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
 from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_service, of_traffic, of_unload, recorded
@@ -243,6 +243,8 @@ class AsyncClient:
         """Wait until the server, or this model, accepts requests. Raises DeadlineExceeded after `timeout` seconds, or
         Unavailable as soon as loading has failed and waiting cannot help.
         """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
         wait = ReadyWait(self.url, model, timeout)
         while True:
             try:

@@ -18,7 +18,7 @@ from shmserve.clients.transport.threaded import monotonic
 from shmserve.clients.waiting import ReadyWait
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
-from shmserve.session.arguments import timeout_us_of
+from shmserve.session.arguments import check_seconds, timeout_us_of
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
 from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_service, of_traffic, of_unload, recorded
@@ -256,6 +256,8 @@ class Client:
 
         Also waits for a server that is not running yet, and for a model that does not exist yet.
         """
+        if timeout is not None:
+            check_seconds("timeout", timeout)
         wait = ReadyWait(self.url, model, timeout)
         while True:
             try:

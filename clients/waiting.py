@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from shmserve.errors import ConnectionLost, DeadlineExceeded, NotFound, ServeError, Unavailable
-from shmserve.session.arguments import check_seconds
 
 POLL_S = 0.05
 """Initial polling interval; grows by half each time, up to ten times this."""
@@ -24,8 +23,6 @@ class ReadyWait:
     between."""
 
     def __init__(self, url: str, model: str | None, timeout: float | None) -> None:
-        if timeout is not None:
-            check_seconds("timeout", timeout)
         self._url = url
         self._model = model
         self._timeout = timeout
