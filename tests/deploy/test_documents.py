@@ -35,7 +35,7 @@ def test_commands_of_the_page() -> None:
 
 
 def test_the_overlay_of_the_page(tmp_path: Path) -> None:
-    """With the paths of an overlay beside deploy/."""
+    """Uses the paths of an overlay beside deploy/."""
     program = programs.kubectl()
     if program is None:
         pytest.skip("kubectl is not installed; `make test-fleet` installs it")

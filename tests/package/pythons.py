@@ -16,7 +16,7 @@ from pathlib import Path
 from tests import ROOT
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-"""As in the classifiers of setup.cfg."""
+"""The same versions as in the classifiers of setup.cfg."""
 PLACE = ROOT / "build" / "pythons"
 UV = ROOT / "build" / "release-env" / "bin"
 SUITES = {"3.13": "trixie", "3.14": "forky"}

@@ -97,7 +97,7 @@ sys.exit(main(sys.argv[1:]))
     ],
 )
 def test_a_command_names_the_extra_that_it_needs(arguments: tuple[str, ...], package: str, extra: str) -> None:
-    """As after `pip install shmserve` alone."""
+    """Tested in the state after `pip install shmserve` alone."""
     code = WITHOUT.format(missing={*extras.MODULES, "argcomplete"})
     command = [sys.executable, "-c", code, *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

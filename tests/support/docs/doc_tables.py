@@ -204,7 +204,7 @@ def _command(name: str, command: argparse.ArgumentParser) -> str:
 
 
 def _peers() -> str:
-    """The newest result of `make compare`, without its heading."""
+    """The latest result of `make compare`, without its heading."""
     newest = max((ROOT / "bench" / "results").glob("*-peers.md"))
     heading, _, rest = newest.read_text().partition("\n- ")
     return f"{heading.partition(', ')[2].split()[0]}:\n\n- {rest.strip()}"

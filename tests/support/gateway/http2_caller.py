@@ -134,7 +134,7 @@ class Caller:
         self.h2 = h2.connection.H2Connection(config)
         self.bodies: dict[int, bytearray] = {}
         self.ended: dict[int, dict[str, str]] = {}
-        """Headers and trailers of each response."""
+        """Stream -> headers and trailers of its response."""
         self.reset: dict[int, int] = {}
         self.gone: list[tuple[int, bytes]] = []
         """Error codes and debug data of GOAWAY."""

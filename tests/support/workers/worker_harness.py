@@ -1,6 +1,6 @@
 """A minimal broker: starts one real worker process, sends it orders over a socketpair and reads its reports.
 
-It knows only what the worker reports. Timeouts exist only to end a test that fails.
+It only knows what the worker reports. Timeouts only end failing tests.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class WorkerProcess:
         os.close(descriptor)
 
     def loaded(self) -> ModelConfig:
-        """Waits until the model is loaded: the completed configuration."""
+        """Waits until the model is loaded. Returns the completed configuration."""
         message, descriptor = self.next()
         assert isinstance(message, Loaded), f"{message}\n{self.said()}"
         assert descriptor is not None
@@ -132,7 +132,7 @@ class WorkerProcess:
         return message
 
     def ended(self) -> int:
-        """Waits for the end of the link and of the process: its exit code."""
+        """Waits for the end of the link and of the process. Returns the exit code."""
         while True:
             try:
                 self._receive()
@@ -166,7 +166,7 @@ class WorkerProcess:
         return self.arena.allocate(size).handle()
 
     def tensor(self, name: str, array: Array, *, dtype: str = "", shared: bool | None = None) -> Tensor:
-        """A tensor with the array's bytes: inline if they are few, else (or with `shared`) by handle."""
+        """A tensor with the array's bytes: inline if small, else (or with `shared`) by handle."""
         dtype = dtype or from_numpy(array.dtype)
         data = encode_bytes(array) if dtype == "BYTES" else array.tobytes()
         if shared is None:
@@ -178,7 +178,7 @@ class WorkerProcess:
         return Tensor(name, dtype, array.shape, (Handle(block.segment, block.offset, len(data)),))
 
     def array(self, tensor: Tensor, dtype: Any) -> Array:
-        """A copy of an output, as its memory is returned."""
+        """A copy of an output, whose memory is returned."""
         data = tensor.data
         if isinstance(data, tuple):
             memory = [
@@ -213,7 +213,7 @@ class WorkerProcess:
             rows += message.rows
 
     def run(self, *works: Work) -> list[Row]:
-        """One batch, from order to results."""
+        """Runs one batch and returns its results."""
         number = self.execute(*works)
         rows, done = self.done()
         assert done.batch == number

@@ -68,7 +68,7 @@ def test_the_mode_does_not_depend_on_the_umask() -> None:
 
 
 def test_the_group_is_given_before_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In between, no other group may open the segment."""
+    """Otherwise another group could open the segment in between."""
     seen: list[tuple[str, int]] = []
     fchown, fchmod = os.fchown, os.fchmod
 

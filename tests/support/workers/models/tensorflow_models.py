@@ -1,4 +1,4 @@
-"""Models for TensorFlow, made from graphs without variables: no session has to run to save them."""
+"""Models for TensorFlow, made from graphs without variables, so that saving them needs no session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shmserve.repo.config.schema import ModelConfig
 from tests.support.workers.worker_harness import config
 
 INSTALLED = importlib.util.find_spec("tensorflow") is not None
-if INSTALLED:  # now, because the import and the first graph start threads, which would count as left by a test
+if INSTALLED:  # imported now: the import and the first graph start threads, which would count as leaks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import tensorflow as tf
@@ -41,7 +41,7 @@ def saved_model(
     signature: str = "serving_default",
     tags: Sequence[str] = ("serve",),
 ) -> Path:
-    """Writes a SavedModel with the graph that `make` creates, or adds the graph to the one there."""
+    """Writes a SavedModel with the graph that `make` creates, or adds the graph to an existing one."""
     path = folder / "1" / "model.savedmodel"
     path.mkdir(parents=True, exist_ok=True)
     file, proto = path / "saved_model.pb", saved_model_pb2.SavedModel(saved_model_schema_version=1)
@@ -89,7 +89,7 @@ def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: in
 
 
 def failing(folder: Path) -> ModelConfig:
-    """y = x, from a frozen graph; fails where a value is 77."""
+    """y = x, from a frozen graph; fails if a value is 77."""
 
     def make() -> None:
         x = placeholder("x", "FP32", [-1, -1])

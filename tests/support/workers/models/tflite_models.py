@@ -59,7 +59,7 @@ class Graph:
         return self.tensor(name, dtype, dims)
 
     def node(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], **options: Any) -> None:
-        """`options` of the operator; `of`: their name, if they have one."""
+        """`options`: those of the operator; `of`: their name, if any."""
         code = self.schema.OperatorCodeT()
         code.builtinCode = getattr(self.schema.BuiltinOperator, kind)
         code.deprecatedBuiltinCode, code.version = min(code.builtinCode, 127), 1
@@ -120,7 +120,7 @@ def echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: in
 
 
 def failing(folder: Path) -> ModelConfig:
-    """y = x; but it first looks up place x[0, 0] of four, which fails where there is none."""
+    """y = x, after a lookup of element x[0, 0] of four, which fails if it does not exist."""
     graph = Graph()
     x, y = graph.input("x", "FP32", [-1, -1]), graph.output("y", "FP32", [-1, -1])
     looked = graph.output("looked", "FP32", [-1, -1])

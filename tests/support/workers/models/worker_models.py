@@ -1,4 +1,4 @@
-"""Models that do the same in every backend, for the conformance suite. Each is a folder of a model repository.
+"""Models with the same behaviour in every backend, for the conformance suite. Each is a folder of a model repository.
 
 The models compute simple functions, for which numpy is the oracle.
 """
@@ -64,18 +64,18 @@ class TritonPythonModel:
 
 
 class Kind(NamedTuple):
-    """A backend in the suite. `dtypes` are those that its echo model has in one model."""
+    """A backend in the suite. `dtypes`: the data types in one echo model."""
 
     name: str
     echo: Callable[[Path, Sequence[str], Sequence[int], int], ModelConfig]
     failing: Callable[[Path], ModelConfig] | None
-    """None: its models compute something for all inputs."""
+    """None: its models cannot fail on an input."""
     fail: Callable[[Tensor], tuple[list[Tensor], Options | None]] | None
     dtypes: tuple[tuple[str, ...], ...]
     library: str = ""
-    """Without this package its tests are skipped."""
+    """The package that its tests need; without it they are skipped."""
     packages: str = ""
-    """A directory with what stands in for its packages."""
+    """A directory with fakes of its packages."""
     isolates: bool = False
     """Whether an error of the engine fails only the request that caused it, not the whole batch."""
     width: int = 0
@@ -150,7 +150,7 @@ def _python_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
 
 
 class Graph:
-    """Collects what an ONNX model is made of. Dims: -1 is dynamic."""
+    """Collects the parts of an ONNX model. Dims: -1 is dynamic."""
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
@@ -211,7 +211,7 @@ def onnx_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batc
 
 
 def onnx_failing(folder: Path) -> ModelConfig:
-    """y = x; but it first looks up place x[0, 0] of four, which fails where there is none."""
+    """y = x, after a lookup of element x[0, 0] of four, which fails if it does not exist."""
     import numpy as np
 
     graph = Graph().input("x", "FP32", [-1, -1]).output("y", "FP32", [-1, -1]).output("looked", "FP32", [-1, -1])
@@ -234,7 +234,7 @@ def _onnx_fail(x: Tensor) -> tuple[list[Tensor], Options | None]:
 
 
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-"""Otherwise the import of the engine sends telemetry."""
+"""Without this, the import of the engine sends telemetry."""
 
 
 def openvino_save(folder: Path, parameters: Sequence[Any], results: Sequence[Any]) -> Path:
@@ -277,7 +277,7 @@ def openvino_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_
 
 
 def openvino_failing(folder: Path) -> ModelConfig:
-    """y = x, by way of a shape with as many rows as the largest value, which fails where that does not divide."""
+    """y = x, through a reshape with as many rows as the largest value, which fails if that is not a divisor."""
     import numpy as np
     from openvino import opset13
 
@@ -293,7 +293,7 @@ def openvino_failing(folder: Path) -> ModelConfig:
 
 
 def torch_script(folder: Path, source: str) -> Path:
-    """Saves the class Model that a text defines, as TorchScript."""
+    """Saves the class Model in the source text as TorchScript."""
     import torch
 
     path = version_folder(folder) / "model.pt"
@@ -304,7 +304,7 @@ def torch_script(folder: Path, source: str) -> Path:
 
 
 def torch_class(folder: Path, source: str) -> Any:
-    """A class of a text, which has to be in a file, as the compilers of models read it."""
+    """A class from a source text, which must be in a file because model compilers read it."""
     script = folder / "torch_model.py"
     script.write_text(f"from typing import *\n\nimport torch\nfrom torch import Tensor\n\n\n{source}")
     spec = importlib.util.spec_from_file_location(f"torch_model_{next(_NUMBERS)}", script)
@@ -338,7 +338,7 @@ def torch_failing(folder: Path) -> ModelConfig:
 
 
 MOST = 1 << 20
-"""Of a dim that varies, in the profile of a plan."""
+"""Maximum of a variable dim in the profile of a plan."""
 
 
 def _plan(folder: Path, dtypes: Sequence[str], dims: Sequence[int], op: str) -> None:
@@ -374,11 +374,11 @@ def tensorrt_failing(folder: Path) -> ModelConfig:
 
 
 TREE_VALUES = 100
-"""The echo model of trees returns integers from 0 to this, exclusive: it has a leaf for each."""
+"""The tree echo model returns integers from 0 to this, exclusive: it has a leaf for each."""
 
 
 def tree_model(features: int) -> Any:
-    """Returns a model whose output has the features: a tree for each."""
+    """A model that outputs its features, with one tree per feature."""
     from treelite.model_builder import Metadata, ModelBuilder, PostProcessorFunc, TreeAnnotation
 
     builder = ModelBuilder(
@@ -410,7 +410,7 @@ def tree_model(features: int) -> Any:
 
 
 def trees_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
-    """The width is TREES_WIDTH, unless the last dim is another one."""
+    """The width is TREES_WIDTH, unless the last dim differs."""
     features = TREES_WIDTH if dims[-1] == -1 else dims[-1]
     tree_model(features).serialize(version_folder(folder) / "checkpoint.tl")
     found = _echo_config("fil", dtypes, (*dims[:-1], features), max_batch)
@@ -421,7 +421,7 @@ TREES_WIDTH = 4
 STANDIN_DTYPES = ("BOOL", "UINT8", "INT8", "INT32", "INT64", "FP16", "FP32", "BF16")
 STANDINS = str(tests.STANDINS)
 TENSORRT = Kind("tensorrt", tensorrt_echo, tensorrt_failing, _onnx_fail, (STANDIN_DTYPES,), "", STANDINS)
-"""On the stand-ins for TensorRT and a GPU, which a worker only loads if its environment names them."""
+"""Uses the fakes of TensorRT and a GPU, which a worker only loads if its environment names them."""
 KINDS = (
     Kind("identity", identity_echo, identity_failing, _identity_fail, (DTYPES,)),
     Kind("python", python_echo, python_failing, _python_fail, (DTYPES,)),

@@ -1,4 +1,4 @@
-"""In a client's turn, an InferBatch counts as as many messages as it has requests."""
+"""In a client's turn, an InferBatch counts as one message per request."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ INJECTIONS = [
 @pytest.mark.parametrize("text", INJECTIONS)
 @pytest.mark.parametrize("form", ["default", "ISO8601", "json"])
 def test_r11_injections(form: str, text: str, tmp_path: Path) -> None:
-    """As the message, as a field, and as a model's traceback."""
+    """The text is injected as the message, as a field, and as a model's traceback."""
     file = tmp_path / "log"
     set_up(settings(log_format=form, log_file=file))
     log_record("info", f"model '{text}' is unloaded", {"model": text, "client": 7, "traceback": f"{text}\n{text}"})

@@ -123,7 +123,8 @@ def test_the_text_of_any_configuration_is_equivalent(message: Any) -> None:
 
 
 def shown(config: ModelConfig) -> str:
-    """With sorted maps, as their order varies, and without the sign of zero, which is not written."""
+    """The configuration with sorted maps, because their order varies, and without the sign of zero, which is not
+    written."""
     return re.sub(r"-0\.0(?![0-9])", "0.0", json.dumps(msgspec.to_builtins(config), sort_keys=True))
 
 
