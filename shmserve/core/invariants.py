@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from shmserve.core.models.model import Model
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.client import ClientState
+from shmserve.core.requests.client import CallingWorker, ClientState
 from shmserve.core.requests.completion import is_stream
 from shmserve.core.requests.questions import QueryQueue
 from shmserve.core.state import State
@@ -22,76 +22,100 @@ def check(state: State, queries: QueryQueue) -> None:
     callers = {peer: instance.caller for peer, (_, instance) in instances if instance.caller is not None}
     state.ledger.check(state.clients | callers)
     queries.check(state.clients.keys() | state.instances.keys())
-    for peer, caller in callers.items():
-        held = [number for number in caller.requests.values() if state.requests[number].held]
-        instance = state.instances[peer][1]
-        assert caller.number == peer
-        assert caller.waits_for == len(held), instance.story()
-        assert (instance in state.blocked_instances) == bool(held), instance.story()
     assert not state.to_dispatch
-    queued: dict[Version, list[Request]] = {}
-    """Version -> its queue, in order, of versions for which requests are queued."""
-    waiting: Counter[Version] = Counter()
-    step_bytes: Counter[ClientState] = Counter()
-    for number, request in state.requests.items():
-        assert request.number == number
-        if request.state is RequestState.QUEUED:
-            version = request.version
-            waiting[version] += 1
-            if version not in queued:
-                queued[version] = version.queue.in_order()
-            waits: Iterable[Request] = version.suspects if request.suspect else queued[version]
-            if request.sequence is not None:
-                waits = request.sequence.requests
-            assert request in waits, request.story()
-        elif number in state.runs:
-            _check_run(state, request)
-        elif request.state is RequestState.DONE:
-            assert request.reply is not None, request.story()
-            assert request.version.order, request.story()
-            assert request in list(request.version.order)[1:], request.story()
-        elif request.instance is not None and number in request.instance.streams:
-            assert request.state in (RequestState.OPEN, RequestState.LINGERING), request.story()
-            assert request.batch is None, request.story()
-        else:
-            assert request.state in (RequestState.SENT, RequestState.LINGERING), request.story()
-            assert request.instance is not None, request.story()
-            assert request.batch in request.instance.batches(), request.story()
-        if request.step_of:
-            step_bytes[request.client] += request.inline
-            assert state.runs[request.step_of].out.get(request.number) is request, request.story()
-        elif request.state is not RequestState.LINGERING:
-            assert request.client.requests.get(request.client_number) == request.number, request.story()
-    abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
-    assert state.abandoned == Counter(request.client.user for request in abandoned)
+    queues = _check_requests(state)
+    _check_callers(state, callers)
     _check_sequences(state)
     _check_leases(state)
     state.cache.check()
     if state.limiter is not None:
         state.limiter.check()
     _check_shadows(state)
-    for client in (*state.clients.values(), *callers.values(), state.shadow_client):
-        assert client.gone == (client is state.shadow_client)
-        own = sum(state.requests[number].inline for number in client.requests.values())
-        assert client.bytes == own + step_bytes[client]
+    _check_client_bytes(state, (*state.clients.values(), *callers.values(), state.shadow_client))
+    waiting = Counter(r.version for r in state.requests.values() if r.state is RequestState.QUEUED)
     for model in state.models.values():
         generations = model.generations()
         assert len(generations) == len(set(generations)), model.name
         for version in generations:
-            assert (version in state.unloading_versions) == (version.state is VersionState.UNLOADING), version.label
             assert version.waits == waiting[version], version.label
-            if version.trial is not None:
-                assert version.trial.running is not None, version.label
-                assert version.trial.running.count == 1, version.label
-            in_order = queued[version] if version in queued else version.queue.in_order()
-            assert version.queue.count == len(in_order), version.label
-            if version.padding is not None and version.policy is not None:
-                assert all(r.passed <= version.policy.max_batch for r in in_order), version.label
-            for instance in version.instances:
-                _check_instance(state, version.idle, instance)
-            _check_alive(state, version)
-            _check_sleep(state, version)
+            _check_version(state, version, queues[version] if version in queues else version.queue.in_order())
         _check_operation(model)
+
+
+def _check_requests(state: State) -> dict[Version, list[Request]]:
+    """Returns the queues of the versions for which requests are queued, in order."""
+    queues: dict[Version, list[Request]] = {}
+    for number, request in state.requests.items():
+        assert request.number == number
+        if request.state is RequestState.QUEUED:
+            version = request.version
+            if version not in queues:
+                queues[version] = version.queue.in_order()
+            waits: Iterable[Request] = version.suspects if request.suspect else queues[version]
+            if request.sequence is not None:
+                waits = request.sequence.requests
+            assert request in waits, request.story()
+        elif number in state.runs:
+            _check_run(state, request)
+        else:
+            _check_started(request)
+        if request.step_of:
+            assert state.runs[request.step_of].out.get(request.number) is request, request.story()
+        elif request.state is not RequestState.LINGERING:
+            assert request.client.requests.get(request.client_number) == request.number, request.story()
+    abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
+    assert state.abandoned == Counter(request.client.user for request in abandoned)
+    return queues
+
+
+def _check_started(request: Request) -> None:
+    """A request that a worker has, or whose response waits for those of earlier requests."""
+    if request.state is RequestState.DONE:
+        assert request.reply is not None, request.story()
+        assert request.version.order, request.story()
+        assert request in list(request.version.order)[1:], request.story()
+    elif request.instance is not None and request.number in request.instance.streams:
+        assert request.state in (RequestState.OPEN, RequestState.LINGERING), request.story()
+        assert request.batch is None, request.story()
+    else:
+        assert request.state in (RequestState.SENT, RequestState.LINGERING), request.story()
+        assert request.instance is not None, request.story()
+        assert request.batch in request.instance.batches(), request.story()
+
+
+def _check_callers(state: State, callers: dict[int, CallingWorker]) -> None:
+    for peer, caller in callers.items():
+        held = [number for number in caller.requests.values() if state.requests[number].held]
+        instance = state.instances[peer][1]
+        assert caller.number == peer
+        assert caller.waits_for == len(held), instance.story()
+        assert (instance in state.blocked_instances) == bool(held), instance.story()
+
+
+def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
+    step_bytes: Counter[ClientState] = Counter()
+    for request in state.requests.values():
+        if request.step_of:
+            step_bytes[request.client] += request.inline
+    for client in clients:
+        assert client.gone == (client is state.shadow_client)
+        own = sum(state.requests[number].inline for number in client.requests.values())
+        assert client.bytes == own + step_bytes[client]
+
+
+def _check_version(state: State, version: Version, queue: list[Request]) -> None:
+    """`queue`: the requests in the version's queue, in order."""
+    assert (version in state.unloading_versions) == (version.state is VersionState.UNLOADING), version.label
+    if version.trial is not None:
+        assert version.trial.running is not None, version.label
+        assert version.trial.running.count == 1, version.label
+    assert version.queue.count == len(queue), version.label
+    if version.padding is not None and version.policy is not None:
+        assert all(request.passed <= version.policy.max_batch for request in queue), version.label
+    for instance in version.instances:
+        _check_instance(state, version.idle, instance)
+    _check_alive(state, version)
+    _check_sleep(state, version)
 
 
 def _check_run(state: State, request: Request) -> None:
