@@ -33,10 +33,11 @@ def test_the_numbers_of_the_page() -> None:
         )
 
     shown = " ".join(PAGE.split())
-    assert f"At 400 requests a second a batch has {row(16, 0, 400)['mean_batch']:.1f} rows" in shown
+    assert f"At 400 requests per second a batch has {row(16, 0, 400)['mean_batch']:.1f} rows" in shown
     assert f"at 2,000 it has {row(16, 0, 2000)['mean_batch']:.0f}." in shown
-    assert f"p99 is {row(1, 0, 400)['p99_ms']:.0f} ms at 400 requests a second" in shown
-    assert f"up to 16 it is {row(16, 0, 400)['p99_ms']:.1f} ms, and {row(16, 0, 2400)['p99_ms']:.0f} ms at" in shown
+    assert f"p99 is {row(1, 0, 400)['p99_ms']:.0f} ms at 400 requests per second" in shown
+    at_rate = f"{row(16, 0, 400)['p99_ms']:.1f} ms at that rate, and {row(16, 0, 2400)['p99_ms']:.0f} ms at 2,400"
+    assert f"up to 16 rows it is {at_rate}" in shown
     idle, waiting = row(16, 0, 400), row(16, 5, 400)
     assert f"the median from {idle['p50_ms']:.1f} to {waiting['p50_ms']:.1f} ms" in shown
     assert f"busy for {waiting['busy']:.0%} of the".replace("%", " %") in shown
