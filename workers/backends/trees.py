@@ -51,7 +51,7 @@ class Trees(StackedBackend):
             return config
         parameters = Parameters(config)
         self._read(config, parameters)
-        width = self._answers.width if self._answers.raw else self._targets
+        width = self._output_format.width if self._output_format.raw else self._targets
         default = self.context.default_max_batch("fil")
         return completed(
             config,
@@ -77,8 +77,8 @@ class Trees(StackedBackend):
                 f"configuration and {self._features} in the model"
             )
         self._batched, self._output = source.batched, target
-        width = self._answers.width if self._answers.raw else self._targets
-        self._both = self._answers.raw and self._answers.binary and _last(target) == 2
+        width = self._output_format.width if self._output_format.raw else self._targets
+        self._both = self._output_format.raw and self._output_format.binary and _last(target) == 2
         if _last(target) not in (-1, width) and not self._both and not (width == 1 and not target.shape):
             raise InvalidRequest(
                 f"unable to load model '{config.name}': output '{target.name}' has {_last(target)} values in the "
@@ -93,7 +93,7 @@ class Trees(StackedBackend):
             self._library = _library(config, self._kind, self._path, self._threads)
             self._model = None
         else:
-            self._threads = self._possible(self._threads)
+            self._threads = self._usable_threads(self._threads)
 
     def close(self) -> None:
         self._model = self._library = None
@@ -109,7 +109,7 @@ class Trees(StackedBackend):
         if not outputs.needed(0):
             return
         rows = array.reshape(-1, self._features)
-        found = self._answers.of(self._predict(rows))
+        found = self._output_format.of(self._predict(rows))
         if self._both:
             found = np.concatenate([1 - found, found], axis=1)
         if not self._output.shape:
@@ -118,7 +118,7 @@ class Trees(StackedBackend):
             shape = (*array.shape[:-1], found.shape[1])
         outputs.place(0, shape)[...] = found.reshape(shape)
 
-    def _possible(self, threads: int) -> int:
+    def _usable_threads(self, threads: int) -> int:
         """The number of threads to request. The engine refuses more than OpenMP would start (as limited by
         OMP_NUM_THREADS): then OpenMP decides."""
         row = np.zeros((1, self._features), np.float32)
@@ -155,7 +155,7 @@ class Trees(StackedBackend):
         self._features = int(self._model.num_feature)
         self._targets = int(header.get_field("num_target")[0])
         self._classes = int(max(header.get_field("num_class")))
-        self._answers = Answers(
+        self._output_format = OutputFormat(
             self._targets, self._classes, int(header.get_field("task_type")[0]) in _CLASSIFIERS, parameters
         )
 
@@ -219,7 +219,7 @@ class Trees(StackedBackend):
         return spec
 
 
-class Answers:
+class OutputFormat:
     """Converts predictions to the output for callers: classes or numbers. `raw`: numbers, `width` per row."""
 
     def __init__(self, targets: int, classes: int, classifier: bool, parameters: Parameters) -> None:
@@ -229,7 +229,7 @@ class Answers:
         self.raw = not classes_only or parameters.flag("predict_proba", False)
         self.binary = self.binary and classes_only
         self._threshold = parameters.number("threshold", 0.5)
-        self._two = classes == 2 and bool(parameters.text("threshold"))
+        self._two_classes = classes == 2 and bool(parameters.text("threshold"))
 
     def of(self, found: Array) -> Array:
         """Returns an array of shape (rows, columns) for predictions of shape (rows, targets, classes)."""
@@ -237,7 +237,7 @@ class Answers:
             return found.reshape(len(found), self.width)
         if found.shape[2] == 1:
             return found[:, :, 0] > self._threshold
-        if self._two:
+        if self._two_classes:
             return found[:, :, 1] > self._threshold
         chosen: Array = found.argmax(axis=2)
         return chosen

@@ -304,7 +304,7 @@ class OutgoingCalls:
     def later(self, what: Handle | Cancel) -> None:
         """Called by finalizers in any thread; sent with the next messages."""
         self._outbox.later.append(what)
-        self._streams.nudge()
+        self._streams.wake_reader()
 
     def forget(self, pending: Pending) -> None:
         """Drops a call whose replies no code will take. Called by finalizers."""

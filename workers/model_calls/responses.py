@@ -52,7 +52,7 @@ class OpenResponses:
         """Cancelled requests without a stream, in the running or the next batch."""
         self._forgotten: deque[ResponseSender] = deque()
         self._poll = select.poll()
-        self._bell = -1
+        self._wakeup_fd = -1
         self._reading = False
         self._stopped = False
         self._forked = False
@@ -85,7 +85,7 @@ class OpenResponses:
     @property
     def shared(self) -> bool:
         """Whether other threads may need the turn while the main thread waits for orders."""
-        return self.decoupled or self._bell >= 0 or threading.active_count() > 1
+        return self.decoupled or self._wakeup_fd >= 0 or threading.active_count() > 1
 
     def wait(self) -> None:
         """Returns when an order may have arrived. Raises the error of a lost link."""
@@ -99,7 +99,7 @@ class OpenResponses:
         if self._forgotten:
             self._end_forgotten()
         if self._reading:
-            self._wake_reader()
+            self._signal_reader()
         self._condition.notify_all()
 
     def widen_window(self, request: int, count: int) -> bool:
@@ -139,7 +139,7 @@ class OpenResponses:
         self.connected = self.listening = False
         self.ended()
         self._condition.notify_all()
-        self._wake_reader()
+        self._signal_reader()
         self.turn.release()
 
     def forked(self) -> None:
@@ -152,16 +152,16 @@ class OpenResponses:
 
     def close(self) -> None:
         """Called after `stop`, when no thread of the model runs any more."""
-        bell, self._bell = self._bell, -1
-        if bell >= 0:
-            os.close(bell)
+        wakeup_fd, self._wakeup_fd = self._wakeup_fd, -1
+        if wakeup_fd >= 0:
+            os.close(wakeup_fd)
 
     # ------------------------------------------------------------------------------------ for the backend
 
     def begin(self, work: Work) -> ResponseSender:
         stream = self.open[work.request] = ResponseSender(work)
         stream.cancelled = work.request in self.withdrawn
-        self._make_bell()
+        self._open_wakeup_fd()
         return stream
 
     def begin_late(self, work: Work) -> ResponseSender:
@@ -219,7 +219,7 @@ class OpenResponses:
     def wait_for(self, ready: Callable[[], bool], even_if_lost: bool = False) -> None:
         """Waits until `ready()`; `even_if_lost`: also after the link is lost. Without the turn."""
         with self.turn:
-            self._make_bell()
+            self._open_wakeup_fd()
             while not ready():
                 if not even_if_lost:
                     self.check()
@@ -233,15 +233,15 @@ class OpenResponses:
     def read_while(self, wanted: Callable[[], bool], over: Callable[[], None]) -> None:
         """Reads the link for waiters that must not block. Called without the turn; calls `over` with it."""
         with self.turn:
-            self._make_bell()
+            self._open_wakeup_fd()
             while wanted() and self.lost is None and not self._stopped:
                 self._wait()
             over()
 
-    def nudge(self) -> None:
+    def wake_reader(self) -> None:
         """Wakes the reading thread to send `later`. In any thread, also from finalizers."""
         if self._reading:
-            self._wake_reader()
+            self._signal_reader()
 
     def send(self, stream: ResponseSender, answer: Answer | None, final: bool) -> Awaitable[None]:
         """Sends a response, or the end of the responses. Waits until the caller's window has room."""
@@ -299,7 +299,7 @@ class OpenResponses:
     def forget(self, stream: ResponseSender) -> None:
         """Called by finalizers, in any thread, if the model dropped a stream without a last response."""
         self._forgotten.append(stream)
-        self._wake_reader()
+        self._signal_reader()
 
     def fail_all(self, streams: Iterable[ResponseSender], failure: Failure) -> None:
         """Fails streams because the code that would have answered them failed. In any thread."""
@@ -438,7 +438,7 @@ class OpenResponses:
             self._condition.wait()
             return
         self._reading = True
-        if self.later and self.listening and self.lost is None:  # after this check, `nudge` wakes this thread
+        if self.later and self.listening and self.lost is None:  # after this check, `wake_reader` wakes this thread
             self._reading = False
             self._read_link()
             return
@@ -448,9 +448,9 @@ class OpenResponses:
         finally:
             self.turn.acquire()
             self._reading = False
-        if self._bell >= 0:
-            with suppress(BlockingIOError):  # woken by the link, not by the bell
-                os.eventfd_read(self._bell)
+        if self._wakeup_fd >= 0:
+            with suppress(BlockingIOError):  # woken by the link, not by the eventfd
+                os.eventfd_read(self._wakeup_fd)
         self._read_link()
 
     def _read_link(self) -> None:
@@ -475,17 +475,17 @@ class OpenResponses:
         """Wakes all waiters."""
         self._condition.notify_all()
         if self._reading:
-            self._wake_reader()
+            self._signal_reader()
 
-    def _make_bell(self) -> None:
-        if self._bell < 0:
-            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._poll.register(self._bell, select.POLLIN)
+    def _open_wakeup_fd(self) -> None:
+        if self._wakeup_fd < 0:
+            self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._poll.register(self._wakeup_fd, select.POLLIN)
 
-    def _wake_reader(self) -> None:
+    def _signal_reader(self) -> None:
         """Wakes the thread that reads the link. In any thread."""
-        if self._bell >= 0:
-            os.eventfd_write(self._bell, 1)
+        if self._wakeup_fd >= 0:
+            os.eventfd_write(self._wakeup_fd, 1)
 
 
 def _takes_room(row: Row) -> bool:

@@ -218,7 +218,7 @@ def _described(args: argparse.Namespace, measured: MeasuredModel | None) -> str:
 
 
 def _text(args: argparse.Namespace, results: list[FleetResult], screen: Screen, measured: MeasuredModel | None) -> str:
-    cached, changed = args.cache, any(result.fell_ns >= 0 for result in results)
+    cached, changed = args.cache, any(result.disturbed_ns >= 0 for result in results)
     names = {"HITS": cached, "RECOVERED": changed}
     shown = [at for at, column in enumerate(COLUMNS) if names.get(column.name, True)]
     rows = [_row(result, args.price) for result in results]
@@ -251,7 +251,7 @@ def _row(result: FleetResult, price: float) -> list[str]:
         f"{result.hits / max(result.sent, 1):.0%}",
         f"{failed:,}",
         f"{cost:.4g}" if cost is not None else "-",
-        "-" if result.fell_ns < 0 else "never" if recovered is None else f"{recovered:.2f} s",
+        "-" if result.disturbed_ns < 0 else "never" if recovered is None else f"{recovered:.2f} s",
     ]
 
 

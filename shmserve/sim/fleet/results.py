@@ -11,7 +11,7 @@ from shmserve.sim.results import SECOND, Histogram
 
 HOUR = 3600 * SECOND
 MILLION = 1_000_000
-BACK = 0.99
+RECOVERED_SHARE = 0.99
 """The fleet has recovered once this share of requests, relative to before, is answered in time again."""
 
 
@@ -52,10 +52,10 @@ class FleetResult(Struct):
     most_servers: int = 0
     instance_ns: int = 0
     """Total billed time of all instances."""
-    fell_ns: int = -1
+    disturbed_ns: int = -1
     """When the first outage or surge began; -1: none."""
     recovered_s: float | None = None
-    """Time from `fell_ns` until requests were answered in time as before. None: never, or there was no outage or
+    """Time from `disturbed_ns` until requests were answered in time as before. None: never, or there was no outage or
     surge."""
 
     @property
@@ -77,8 +77,8 @@ class FleetResult(Struct):
             self.sent += window.sent
             self.good += window.good
         self.answered = self.latency.count
-        if self.fell_ns >= 0:
-            self.recovered_s = recovery(self.windows, self.fell_ns)
+        if self.disturbed_ns >= 0:
+            self.recovered_s = recovery(self.windows, self.disturbed_ns)
 
     def as_json(self, hour: float) -> dict[str, Any]:
         latency, busy = self.latency, self.busy
@@ -134,22 +134,22 @@ def merge(into: Histogram, other: Histogram) -> None:
     into.largest = max(into.largest, other.largest)
 
 
-def recovery(windows: list[Window], fell_ns: int) -> float | None:
-    """Seconds from `fell_ns` until the end of the last window that was worse than before: with a smaller share of
+def recovery(windows: list[Window], disturbed_ns: int) -> float | None:
+    """Seconds from `disturbed_ns` until the end of the last window that was worse than before: with a smaller share of
     requests in time, or twice the p99. 0: no window was. None: the last window still is, or no requests were sent
     before."""
     full = [window for window in windows if window.sent]
     length = windows[1].start_ns - windows[0].start_ns if len(windows) > 1 else 0
-    before = [window for window in full if window.start_ns + length <= fell_ns]
+    before = [window for window in full if window.start_ns + length <= disturbed_ns]
     if not before or not length:
         return None
     # Medians, because requests that were at a failing server belong to earlier windows.
-    share = median(window.good / window.sent for window in before) * BACK
+    share = median(window.good / window.sent for window in before) * RECOVERED_SHARE
     p99 = median(window.latency.quantile(0.99) for window in before) * 2
-    after = [window for window in full if window.start_ns + length > fell_ns]
+    after = [window for window in full if window.start_ns + length > disturbed_ns]
     worse = [window for window in after if window.good < share * window.sent or window.latency.quantile(0.99) > p99]
     if not worse:
         return 0.0
     if worse[-1] is after[-1]:
         return None
-    return (worse[-1].start_ns + length - fell_ns) / SECOND
+    return (worse[-1].start_ns + length - disturbed_ns) / SECOND

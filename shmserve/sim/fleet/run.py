@@ -300,7 +300,7 @@ class Fleet:
     def _plan_events(self) -> None:
         plan = self._plan
         begins = [outage.at_ns for outage in plan.outages] + [surge.at_ns for surge in plan.surges]
-        self._result.fell_ns = min(begins, default=-1)
+        self._result.disturbed_ns = min(begins, default=-1)
         for outage in plan.outages:
             self._at(outage.at_ns, self._outage, outage)
         if plan.report_ns:
