@@ -15,7 +15,7 @@ MEMORY, ACCESS, ZMQ = "shared memory", "access control", "ZeroMQ over TCP"
 
 
 class Option(NamedTuple):
-    """`kind` selects the parser in shmserve.gateway.options; `least` and `most` are the limits of a whole number.
+    """`kind` selects the parser in shmserve.gateway.options; `minimum` and `maximum` are the limits of an integer.
     `shown`: a text for a default that is not a value. `sets`: the other option whose value this one sets, if any.
     `serve`: whether `serve` has this option as well; others are passed in --gateway-args. For `serve`, `triton` says
     how Triton's default differs, and `compatible` is the default with --triton-compatible."""
@@ -27,8 +27,8 @@ class Option(NamedTuple):
     help: str
     default: Any = None
     shown: str = ""
-    least: int = 0
-    most: int = 2**63 - 1
+    minimum: int = 0
+    maximum: int = 2**63 - 1
     choices: tuple[str, ...] = ()
     repeatable: bool = False
     sets: str = ""
@@ -63,17 +63,24 @@ def _switch(group: str, name: str, default: bool, help_: str, **more: Any) -> Op
 
 
 def _port(group: str, name: str, default: int, help_: str) -> Option:
-    return Option(name, group, "whole", "N", f"{help_}; 0: any free port", default, most=65535)
+    return Option(name, group, "integer", "N", f"{help_}; 0: any free port", default, maximum=65535)
 
 
-def _size(group: str, name: str, default: int, help_: str, least: int = 1, **more: Any) -> Option:
-    return Option(name, group, "whole", "BYTES", help_, default, least=least, **more)
+def _size(group: str, name: str, default: int, help_: str, minimum: int = 1, **more: Any) -> Option:
+    return Option(name, group, "integer", "BYTES", help_, default, minimum=minimum, **more)
 
 
 def _number(
-    group: str, name: str, metavar: str, default: int, help_: str, least: int = 0, most: int = 2**31 - 1, **more: Any
+    group: str,
+    name: str,
+    metavar: str,
+    default: int,
+    help_: str,
+    minimum: int = 0,
+    maximum: int = 2**31 - 1,
+    **more: Any,
 ) -> Option:
-    return Option(name, group, "whole", metavar, help_, default, least=least, most=most, **more)
+    return Option(name, group, "integer", metavar, help_, default, minimum=minimum, maximum=maximum, **more)
 
 
 def _seconds(group: str, name: str, default: float, help_: str) -> Option:

@@ -22,16 +22,16 @@ class BrokerMemory:
     """All memory of the broker. `announce` is called with each new segment for frames, before data is placed in it."""
 
     def __init__(
-        self, segments: Segments, frames_bytes: int, kept_bytes: int, announce: Callable[[Map], object]
+        self, segments: Segments, frames_bytes: int, cache_bytes: int, announce: Callable[[Map], object]
     ) -> None:
         self._segments = segments
         self._numbers = count(1)
         self._announce = announce
-        self._kept_bytes = kept_bytes
-        self._kept: dict[str, Arena] = {}
-        self._homes: dict[int, Arena] = {}
+        self._cache_bytes = cache_bytes
+        self._cache_arenas: dict[str, Arena] = {}
+        self._arenas_by_segment: dict[int, Arena] = {}
         """The arena of each segment."""
-        self._new: Map | None = None
+        self._new_segment: Map | None = None
         self.frames = Arena(
             0,
             memfd.create,
@@ -44,7 +44,7 @@ class BrokerMemory:
     def _lend(self, arena: Arena, segment: Segment, audience: str) -> Map:
         message = segment.map(audience)
         self._segments.lend(message, segment.fd)
-        self._homes[segment.id] = arena
+        self._arenas_by_segment[segment.id] = arena
         return message
 
     # ------------------------------------------------------------------------------------ cached responses
@@ -52,7 +52,7 @@ class BrokerMemory:
     def read(self, parts: Sequence[Handle]) -> bytes | None:
         pieces = []
         for part in parts:
-            arena = self._homes.get(part.segment) if not part.segment >> OWNER_SHIFT else None
+            arena = self._arenas_by_segment.get(part.segment) if not part.segment >> OWNER_SHIFT else None
             data = self._segments.copy(part) if arena is None else bytes(arena.memory(part))
             if data is None:
                 return None
@@ -62,44 +62,46 @@ class BrokerMemory:
     def place(self, data: bytes, audience: str) -> Placed | None:
         if audience.startswith("posix:"):  # these clients map segments by name, but a memfd has none
             return None
-        arena = self._kept.get(audience) or self._arena_for(audience)
+        arena = self._cache_arenas.get(audience) or self._arena_for(audience)
         try:
             block = arena.allocate(len(data))
         except Unavailable:
             return None
         block.memory()[: len(data)] = data
-        new, self._new = self._new, None
+        new, self._new_segment = self._new_segment, None
         return Placed(block.handle(), new)
 
     def _arena_for(self, audience: str) -> Arena:
         def announce(segment: Segment) -> None:
-            self._new = self._lend(arena, segment, audience)
+            self._new_segment = self._lend(arena, segment, audience)
 
-        arena = self._kept[audience] = Arena(
-            0, self._make, limit_bytes=self._kept_bytes, announce=announce, knob="cache-config", numbers=self._numbers
+        arena = self._cache_arenas[audience] = Arena(
+            0, self._make, limit_bytes=self._cache_bytes, announce=announce, knob="cache-config", numbers=self._numbers
         )
         return arena
 
     def _make(self, size: int) -> memfd.MemfdExtent:
         """Limits the total of all arenas to twice the cache limit, as the segments of many audiences are only partly
         filled."""
-        if size + sum(arena.committed for arena in self._kept.values()) > 2 * self._kept_bytes:
-            raise Unavailable(f"cached responses occupy twice the {self._kept_bytes} bytes of --cache-config")
+        if size + sum(arena.committed for arena in self._cache_arenas.values()) > 2 * self._cache_bytes:
+            raise Unavailable(f"cached responses occupy twice the {self._cache_bytes} bytes of --cache-config")
         return memfd.create(size, seal_future_write=True)
 
     # ------------------------------------------------------------------------------------ release
 
     def free(self, handles: Iterable[Handle]) -> None:
         for handle in handles:
-            self._homes[handle.segment].free(handle.segment, handle.offset)
+            self._arenas_by_segment[handle.segment].free(handle.segment, handle.offset)
 
     def trim(self) -> list[int]:
         """Releases empty segments and returns their numbers."""
-        gone = [number for arena in (self.frames, *self._kept.values()) for number in arena.trim(keep_one=False)]
+        gone = [
+            number for arena in (self.frames, *self._cache_arenas.values()) for number in arena.trim(keep_one=False)
+        ]
         for number in gone:
-            del self._homes[number]
+            del self._arenas_by_segment[number]
         return gone
 
     def close(self) -> None:
-        for arena in (self.frames, *self._kept.values()):
+        for arena in (self.frames, *self._cache_arenas.values()):
             arena.close()

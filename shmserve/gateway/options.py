@@ -49,7 +49,7 @@ def _help(option: Option) -> str:
 
 def _reader(option: Option) -> Callable[[str], Any]:
     """The parser of an option's value as an argparse type; it raises ValueError for argparse."""
-    read: Callable[[str], Any] = partial(_whole, option) if option.kind == "whole" else _READERS[option.kind]
+    read: Callable[[str], Any] = partial(_integer, option) if option.kind == "integer" else _READERS[option.kind]
 
     def checked(text: str) -> Any:
         try:
@@ -76,9 +76,9 @@ def _boolean(text: str) -> bool:
     return text == "true"
 
 
-def _whole(option: Option, text: str) -> int:
-    if not text.isdecimal() or not option.least <= int(text) <= option.most:
-        raise ValueError(f"{text!r} is not an integer from {option.least} to {option.most}")
+def _integer(option: Option, text: str) -> int:
+    if not text.isdecimal() or not option.minimum <= int(text) <= option.maximum:
+        raise ValueError(f"{text!r} is not an integer from {option.minimum} to {option.maximum}")
     return int(text)
 
 

@@ -22,16 +22,16 @@ class ExportQueue:
     """`report(level, text)` is called when exports begin to fail (with an empty text), and when they succeed again."""
 
     def __init__(self, settings: OtelSettings, export: Export, report: Callable[[str, str], None]) -> None:
-        self._most = settings.bsp_max_queue_size
+        self._max_spans = settings.bsp_max_queue_size
         self._delay_s = settings.bsp_schedule_delay / 1000
-        self._batch = settings.bsp_max_export_batch_size
+        self._batch_spans = settings.bsp_max_export_batch_size
         self._export = export
         self._report = report
         self._records: deque[SpanRecord] = deque()
         self._spans = 0
         """Number of spans of the queued records."""
         self._changed = threading.Condition()
-        self._ending = False
+        self._closing = False
         self._failing_since = 0
         """Number of failed and dropped spans when the current outage began; only valid while `_is_failing`."""
         self._is_failing = False
@@ -44,18 +44,18 @@ class ExportQueue:
     def put(self, records: Sequence[SpanRecord]) -> None:
         with self._changed:
             for record in records:
-                if self._spans + record.spans > self._most:
+                if self._spans + record.spans > self._max_spans:
                     self.status.dropped += record.spans
                     continue
                 self._records.append(record)
                 self._spans += record.spans
-            if self._spans >= self._batch:
+            if self._spans >= self._batch_spans:
                 self._changed.notify()
 
     def close(self, timeout: float) -> bool:
         """Exports the remaining records. False if that takes longer than `timeout`."""
         with self._changed:
-            self._ending = True
+            self._closing = True
             self._changed.notify()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -63,9 +63,9 @@ class ExportQueue:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ending or self._spans >= self._batch, self._delay_s)
+                self._changed.wait_for(lambda: self._closing or self._spans >= self._batch_spans, self._delay_s)
                 records = self._take()
-                if not records and self._ending:
+                if not records and self._closing:
                     return
             if records:
                 self._send(records)
@@ -74,7 +74,7 @@ class ExportQueue:
         """Takes the oldest records: at least one, up to the maximum size of an export."""
         taken: list[SpanRecord] = []
         count = 0
-        while self._records and (not taken or count + self._records[0].spans <= self._batch):
+        while self._records and (not taken or count + self._records[0].spans <= self._batch_spans):
             taken.append(self._records.popleft())
             count += taken[-1].spans
         self._spans -= count

@@ -23,7 +23,7 @@ from shmserve.version import version
 
 PACKET_BYTES = 1 << 18
 """Maximum size of a packet from the broker."""
-LAST_S = 1.5
+FINAL_EXPORT_S = 1.5
 """Time to export the remaining spans after the broker has stopped."""
 STATUS_S = 0.5
 """Interval at which changed counts are sent to the broker."""
@@ -55,11 +55,11 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("opentelemetry").addHandler(errors)
     logging.getLogger("opentelemetry").propagate = False
     maker = SpanMaker(bytes.fromhex(seed), settings.resource, version())
-    spans_to = exporter(settings)
+    otlp_exporter = exporter(settings)
 
     def export(records: Sequence[SpanRecord]) -> bool:
         errors.text = ""
-        return bool(spans_to.export(maker.spans(records, now_offset())).name == "SUCCESS")
+        return bool(otlp_exporter.export(maker.spans(records, now_offset())).name == "SUCCESS")
 
     def report(level: str, text: str) -> None:
         text = text or f"the collector does not accept spans: {errors.text or 'unknown reason'}; counting them"
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     queue.start()
     with socket.socket(fileno=int(number)) as link:
         _serve(link, queue)
-    os._exit(0 if queue.close(LAST_S) else 1)  # a hanging export must not keep the process alive
+    os._exit(0 if queue.close(FINAL_EXPORT_S) else 1)  # a hanging export must not keep the process alive
 
 
 def _serve(link: socket.socket, queue: ExportQueue) -> None:

@@ -129,7 +129,7 @@ def _reader(flag: Flag) -> Callable[[str], Any]:
 def _help(flag: Flag) -> str:
     if flag.private:
         return argparse.SUPPRESS
-    text = f"deprecated: {flag.help}" if flag.instead else flag.help
+    text = f"deprecated: {flag.help}" if flag.replaced_by else flag.help
     if flag.default_text:
         text += f" ({'' if flag.default_text == REQUIRED else 'default: '}{flag.default_text})"
     return text.replace("%", "%%")

@@ -16,7 +16,7 @@ class Flag(Struct, frozen=True):
     - `kind`: selects the parser in flags.from_text.
     - `triton`: Triton's default, if it differs, and the reason.
     - `compatible`: the default with --triton-compatible.
-    - `instead`: the replacement of a deprecated flag; `setting`: the replacement's setting.
+    - `replaced_by`: the replacement of a deprecated flag; `setting`: the replacement's setting.
     - `private`: for programs that start the server; not documented.
     - `gateway`: the option of `shmserve gateway` that receives the value.
     - `note`: what happens instead, for a flag without effect.
@@ -31,12 +31,12 @@ class Flag(Struct, frozen=True):
     metavar: str = ""
     repeatable: bool = False
     choices: tuple[str, ...] = ()
-    least: int = 0
-    most: int | None = None
+    minimum: int = 0
+    maximum: int | None = None
     alias: str = ""
     shown: str = ""
     triton: str = ""
-    instead: str = ""
+    replaced_by: str = ""
     private: bool = False
     gateway: str = ""
     compatible: Any = None

@@ -24,7 +24,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.gateway_options import OPTIONS, Option
 from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
 from shmserve.repo.storage.generation import FILE_BYTES, TOTAL_BYTES
-from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
+from shmserve.system.busy_poll import DEFAULT_POLL_US, MIN_CORES
 
 REQUIRED = "required unless files are given"
 SECONDS = 1e6
@@ -41,7 +41,7 @@ GROUPS = (MODELS, LOADING, INSTANCES, MEMORY, ACCESS, ENDPOINTS, STOPPING, LOGGI
 
 def _old_trace(name: str, setting: str, metavar: str) -> Flag:
     return Flag(f"trace-{name}", "trace", LOGGING, f"use --trace-config {setting}=", [], metavar,
-                repeatable=True, instead="trace-config", setting=setting)  # fmt: skip
+                repeatable=True, replaced_by="trace-config", setting=setting)  # fmt: skip
 
 
 def _passed_on(option: Option) -> Flag:
@@ -49,14 +49,14 @@ def _passed_on(option: Option) -> Flag:
     Kinds that `serve` does not parse are passed on as text."""
     return Flag(
         option.name,
-        option.kind if option.kind in ("boolean", "whole", "path") else "text",
+        option.kind if option.kind in ("boolean", "integer", "path") else "text",
         ENDPOINTS,
         f"{option.help}; may be given several times" if option.repeatable else option.help,
         [] if option.repeatable else None,
         "" if option.kind == "boolean" else option.metavar,
         option.repeatable,
-        least=option.least,
-        most=option.most if option.kind == "whole" else None,
+        minimum=option.minimum,
+        maximum=option.maximum if option.kind == "integer" else None,
         shown=option.default_text,
         triton=option.triton,
         gateway=option.sets or option.name,
@@ -71,9 +71,9 @@ FLAGS = (
     Flag("remote-cache-directory", "path", MODELS, "directory for the files of models in remote repositories", None,
          "DIR", shown="~/.cache/shmserve/remote"),
     Flag("remote-cache-size", "bytes", MODELS, "limit of that directory; files that no model uses are removed, the "
-         "least recently used first", 100 << 30, "BYTES", least=1),
-    Flag("remote-connections", "whole", MODELS, "number of files, and of pieces of files, that are downloaded at a "
-         "time", 8, "N", least=1),
+         "least recently used first", 100 << 30, "BYTES", minimum=1),
+    Flag("remote-connections", "integer", MODELS, "number of files, and of pieces of files, that are downloaded at a "
+         "time", 8, "N", minimum=1),
     Flag("model-control-mode", "choice", MODELS, "none: load all models at start; poll: also follow changes in the "
          "repositories; explicit: load only what --load-model and clients request",
          "none", "MODE", choices=("none", "poll", "explicit")),
@@ -89,7 +89,7 @@ FLAGS = (
     Flag("disable-auto-complete-config", "boolean", LOADING, "use configurations as written; a model with an "
          "incomplete one fails to load", False),
     Flag("strict-model-config", "boolean", LOADING, "use --disable-auto-complete-config",
-         instead="disable-auto-complete-config"),
+         replaced_by="disable-auto-complete-config"),
     Flag("backend-config", "setting", LOADING, "a setting for one backend, or for all if BACKEND is omitted; e.g. "
          "onnxruntime,default-max-batch-size=8; may be given several times", [], "BACKEND,KEY=VALUE", repeatable=True),
     Flag("backend-directory", "path", LOADING, "directory of custom backends, each in NAME/backend.py or NAME/model.py",
@@ -103,8 +103,8 @@ FLAGS = (
          "agent; may be given several times", [], "AGENT", repeatable=True),
     Flag("repoagent-limit-secs", "seconds", LOADING, "kill the repository agents of a model that take longer than "
          "this; 0: no limit", 300.0, "S"),
-    Flag("model-load-thread-count", "whole", LOADING, "number of instances that load in parallel", 4, "N", least=1),
-    Flag("model-load-retry-count", "whole", LOADING, "number of retries after a model fails to load",
+    Flag("model-load-thread-count", "integer", LOADING, "number of instances that load in parallel", 4, "N", minimum=1),
+    Flag("model-load-retry-count", "integer", LOADING, "number of retries after a model fails to load",
          0, "N"),
     Flag("model-environment", "text", LOADING, "also pass this environment variable of the server to models; HF_*: "
          "all with that prefix; *: all except the server's own; may be given several times", [], "NAME",
@@ -116,10 +116,10 @@ FLAGS = (
          compatible=True),
     Flag("execution-limit-secs", "seconds", INSTANCES, "kill a worker that runs one batch for longer than this; "
          "a model's parameter execution_limit_secs takes precedence; 0: no limit", 300.0, "S"),
-    Flag("crash-limit", "whole", INSTANCES, "consecutive crashes, without a completed batch in between, after which an "
-         "instance is given up; it is quarantined if other instances complete batches meanwhile; a model's parameter "
-         "crash_limit takes precedence; 0: never", 3, "N"),
-    Flag("load-nice", "whole", LOADING, "how much a worker lowers its priority (nice value) while it loads, once the "
+    Flag("crash-limit", "integer", INSTANCES, "consecutive crashes, without a completed batch in between, after which "
+         "an instance is given up; it is quarantined if other instances complete batches meanwhile; a model's "
+         "parameter crash_limit takes precedence; 0: never", 3, "N"),
+    Flag("load-nice", "integer", LOADING, "how much a worker lowers its priority (nice value) while it loads, once the "
          "server is ready, so that requests take precedence; at most 19; 0: not at all", 5, "N"),
     Flag("idle-unload-secs", "seconds", LOADING, "end the processes of a model that had no request for this time; the "
          "next request starts them again; a model's parameter idle_unload_secs takes precedence; 0: never", 0.0, "S",
@@ -131,9 +131,9 @@ FLAGS = (
     Flag("host-policy", "policy", INSTANCES, "CPU cores for the instances of a host policy: NAME,cpu-cores=0-3,8, or "
          "NAME,numa-node=N for all of a node; instances without a policy use 'cpu' or 'gpu_DEVICE'; may be given "
          "several times", [], "NAME,KEY=VALUE", repeatable=True),
-    Flag("busy-poll-us", "whole", INSTANCES, "longest time that the broker and the workers poll for the next message "
+    Flag("busy-poll-us", "integer", INSTANCES, "longest time that the broker and the workers poll for the next message "
          "before they sleep; an idle server does not poll; 0: never poll", None, "N",
-         shown=f"{LONGEST_US}, or 0 with less than {LEAST_CORES} cores"),
+         shown=f"{DEFAULT_POLL_US}, or 0 with less than {MIN_CORES} cores"),
     Flag("rate-limit", "choice", INSTANCES, "execution_count: an instance runs a batch only while it holds the "
          "resources of its rate_limiter; off: as soon as it is idle", "off", choices=("off", "execution_count")),
     Flag("rate-limit-resource", "resource", INSTANCES, "units of a resource on each device, on one device, or "
@@ -143,20 +143,20 @@ FLAGS = (
          "local,size=BYTES", shown="no cache"),
     Flag("response-cache-byte-size", "bytes", MEMORY, "older form of --cache-config local,size=BYTES", 0, "N"),
     Flag("broker-arena-bytes", "bytes", MEMORY, "memory for tensors received inside messages (frames)", 256 << 20, "N",
-         least=1 << 20),
+         minimum=1 << 20),
     Flag("pinned-memory-pool-byte-size", "bytes", MEMORY,
          "host memory of clients that one GPU instance may pin; 0: none", 256 << 20, "N"),
     Flag("cuda-memory-pool-byte-size", "pool", MEMORY, "GPU memory that one instance may use for tensors that "
          "stay on the GPU; for all GPUs, or for one; 0: none; may be given several times", [], "[GPU:]N",
          repeatable=True, shown="1 GiB", triton="64 MiB per GPU for the whole server; here each instance has its own"),
     Flag("worker-output-bytes", "bytes", MEMORY, "memory that one instance may use for its outputs", 4 << 30, "N",
-         least=1 << 20),
+         minimum=1 << 20),
     Flag("model-memory-budget", "bytes", MEMORY, "memory limit for the instances of all models together; unused models "
          "are put to sleep when others need memory, and requests wake them; 0: no limit", 0, "N", shown="no limit"),
     Flag("gpu-memory-budget", "pool", MEMORY, "same as --model-memory-budget, for the memory of each GPU, or of "
          "one; may be given several times", [], "[GPU:]N", repeatable=True, shown="no limit"),
-    Flag("model-memory-wait-ms", "whole", MEMORY, "with a memory budget, how long a busy model must have served, and "
-         "another one must have waited for memory, before the busy one is put to sleep", 500, "N", least=1),
+    Flag("model-memory-wait-ms", "integer", MEMORY, "with a memory budget, how long a busy model must have served, and "
+         "another one must have waited for memory, before the busy one is put to sleep", 500, "N", minimum=1),
     Flag("instance-memory-limit", "bytes", MEMORY, "kill an instance whose process uses more private memory; a "
          "model's parameter memory_limit_mb takes precedence; 0: no limit", 0, "N", shown="no limit"),
     Flag("instance-gpu-memory-limit", "bytes", MEMORY, "kill an instance whose process uses more memory on its GPU; "
@@ -176,17 +176,17 @@ FLAGS = (
          "times", [], "NAME=VALUE", repeatable=True),
     Flag("no-gateway", "boolean", ENDPOINTS, "start no gateway: no HTTP, gRPC or metrics ports; a gateway that is "
          "started separately can still serve", False),
-    Flag("gateways", "whole", ENDPOINTS, "number of gateway processes that share the ports; the kernel distributes "
-         "connections", 1, "N", least=1),
+    Flag("gateways", "integer", ENDPOINTS, "number of gateway processes that share the ports; the kernel distributes "
+         "connections", 1, "N", minimum=1),
     *(_passed_on(option) for option in OPTIONS if option.serve),
     Flag("gateway-args", "text", ENDPOINTS, "further options of `shmserve gateway`, as one string: "
          "--gateway-args='--http-idle-timeout 60'", None, "WORDS"),
     Flag("exit-timeout-secs", "seconds", STOPPING, "on shutdown, time for requests in flight; then all processes are "
          "killed", 30.0, "S"),
-    Flag("log-verbose", "whole", LOGGING, "1: more detail; 2: also each batch and why it was formed", 0, "N"),
+    Flag("log-verbose", "integer", LOGGING, "1: more detail; 2: also each batch and why it was formed", 0, "N"),
     Flag("allow-gpu-metrics", "boolean", LOGGING, "export metrics of GPUs, if there are any", True),
     Flag("allow-cpu-metrics", "boolean", LOGGING, "export metrics of the machine's CPU and memory", True),
-    Flag("metrics-interval-ms", "whole", LOGGING, "sampling interval of GPU and CPU metrics; 0: every 2 s, and the "
+    Flag("metrics-interval-ms", "integer", LOGGING, "sampling interval of GPU and CPU metrics; 0: every 2 s, and the "
          "metrics text is built for every request, without a limit on its CPU time", 2000, "N"),
     Flag("metrics-config", "metrics", LOGGING, "latency metrics to collect: counter_latencies=BOOL (true), "
          "histogram_latencies=BOOL and summary_latencies=BOOL (false), "
@@ -200,7 +200,7 @@ FLAGS = (
          "default", "FORM", choices=FORMATS),
     Flag("log-file", "path", LOGGING, "append to this file instead of the console; to rotate it, rename it",
          None, "FILE", shown="console"),
-    Flag("log-worker-lines", "whole", LOGGING, "lines per second that are logged of the output of one worker or "
+    Flag("log-worker-lines", "integer", LOGGING, "lines per second that are logged of the output of one worker or "
          "gateway; dropped lines are counted; 0: no limit", Rate().lines, "N"),
     Flag("log-worker-bytes", "bytes", LOGGING, "bytes per second that are logged of the output of one worker or "
          "gateway; 0: no limit", Rate().bytes, "N"),
@@ -228,7 +228,7 @@ FLAGS = (
          shown="environments in $CACHE_DIRECTORY, else in shmserve in the user's cache directory"),
     *TRITON_FLAGS,
     Flag("hints", "boolean", SERVICE, "when ready, print commands to try", False, private=True),
-    Flag("ready-fd", "whole", SERVICE, "file descriptor to which READY is written", -1, "FD", private=True),
+    Flag("ready-fd", "integer", SERVICE, "file descriptor to which READY is written", -1, "FD", private=True),
 )  # fmt: skip
 BY_NAME = {name: flag for flag in FLAGS for name in (flag.name, flag.alias) if name}
 
@@ -257,8 +257,8 @@ def from_text(flag: Flag, text: str) -> Any:
     match flag.kind:
         case "boolean":
             return _boolean(text)
-        case "whole" | "bytes":
-            return _whole(flag, text)
+        case "integer" | "bytes":
+            return _integer(flag, text)
         case "seconds":
             return _seconds(text)
         case "choice":
@@ -323,7 +323,7 @@ def _one_from_toml(flag: Flag, value: Any, folder: Path) -> Any:
     match flag.kind:
         case "boolean":
             types = (bool,), "true or false"
-        case "whole":
+        case "integer":
             types = (int,), "a whole number"
         case "bytes":
             types = (int, str), 'a whole number or text like "256 MiB"'
@@ -385,22 +385,22 @@ def _boolean(text: str) -> bool:
     raise ValueError(f"'{text}' is neither true nor false")
 
 
-def _whole(flag: Flag, text: str) -> int:
-    value = _number(text, flag.kind == "bytes", None if flag.private else flag.least)
-    if flag.most is not None and value > flag.most:
-        raise ValueError(f"{text} is too large; the maximum is {flag.most}")
+def _integer(flag: Flag, text: str) -> int:
+    value = _number(text, flag.kind == "bytes", None if flag.private else flag.minimum)
+    if flag.maximum is not None and value > flag.maximum:
+        raise ValueError(f"{text} is too large; the maximum is {flag.maximum}")
     return value
 
 
-def _number(text: str, is_bytes: bool, least: int | None) -> int:
+def _number(text: str, is_bytes: bool, minimum: int | None) -> int:
     match = re.fullmatch(r"(-?[0-9]{1,18})\s*([a-zA-Z]*)", text.strip())
     unit = UNITS.get(match[2].upper()) if match and (is_bytes or not match[2]) else None
     if match is None or unit is None:
         more = ", optionally with the suffix KiB, MiB or GiB" if is_bytes else ""
         raise ValueError(f"'{text}' is not a whole number{more}")
     value = int(match[1]) * unit
-    if least is not None and value < least:
-        raise ValueError(f"{text} is too small; the minimum is {least}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{text} is too small; the minimum is {minimum}")
     return value
 
 

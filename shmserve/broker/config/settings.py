@@ -47,7 +47,7 @@ from shmserve.repo.remote.address import RemoteAddress, is_remote, parse_address
 from shmserve.repo.remote.stores import missing_package
 from shmserve.repo.storage.layout import repository_of
 from shmserve.repo.storage.model_files import ModelFile, is_model_path, model_file
-from shmserve.system.busy_poll import LEAST_CORES, LONGEST_US
+from shmserve.system.busy_poll import DEFAULT_POLL_US, MIN_CORES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -113,7 +113,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _defaults(compatible: bool) -> dict[str, Any]:
     """The defaults. `compatible`: use Triton's where they differ."""
-    flags = [flag for flag in FLAGS if not flag.instead]
+    flags = [flag for flag in FLAGS if not flag.replaced_by]
     defaults = {flag.dest: copy(flag.default) for flag in flags}
     if compatible:
         defaults |= {flag.dest: flag.compatible for flag in flags if flag.compatible is not None}
@@ -179,11 +179,11 @@ def metrics_interval_s(settings: argparse.Namespace) -> float:
 
 
 def busy_poll_ns(settings: argparse.Namespace, cores: CoreSet) -> int:
-    """The polling time; by default 0 if fewer than LEAST_CORES cores can be used, counting a CPU quota."""
+    """The polling time; by default 0 if fewer than MIN_CORES cores can be used, counting a CPU quota."""
     if settings.busy_poll_us is not None:
         return int(settings.busy_poll_us) * 1000
     count = min(len(cores.usable), cores.quota or len(cores.usable))
-    return LONGEST_US * 1000 if count >= LEAST_CORES else 0
+    return DEFAULT_POLL_US * 1000 if count >= MIN_CORES else 0
 
 
 def backend_settings(settings: argparse.Namespace) -> dict[str, str]:
@@ -369,14 +369,14 @@ def _move_deprecated(source: dict[str, Any], where: str) -> list[str]:
     """Moves values of deprecated flags to their replacements, and returns warnings."""
     warnings = []
     for flag in FLAGS:
-        if flag.instead and flag.dest in source:
-            value, now = source.pop(flag.dest), BY_NAME[flag.instead]
+        if flag.replaced_by and flag.dest in source:
+            value, now = source.pop(flag.dest), BY_NAME[flag.replaced_by]
             if now.repeatable:
                 source[now.dest] = [*value, *source.get(now.dest, ())]
             else:
                 source.setdefault(now.dest, value)
             at = f" (in {where})" if where else ""
-            use = f"--{flag.instead} {flag.setting}=" if flag.setting else f"--{flag.instead}"
+            use = f"--{flag.replaced_by} {flag.setting}=" if flag.setting else f"--{flag.replaced_by}"
             warnings.append(f"--{flag.name} is deprecated{at}; use {use}")
     return warnings
 

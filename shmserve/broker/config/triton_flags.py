@@ -26,14 +26,14 @@ _VERTEX = ("no Vertex AI endpoint; serve HTTP with --http-port 8080 and give the
            "/v2/health/ready (health) and /v2/models/MODEL/infer (predict)")  # fmt: skip
 
 TRITON_FLAGS = (
-    _ignored("http-thread-count", "whole", "N", _THREADS),
-    _ignored("grpc-infer-thread-count", "whole", "N", _THREADS),
-    _ignored("grpc-infer-allocation-pool-size", "whole", "N", "memory for parsed requests is always recycled"),
-    _ignored("grpc-max-response-pool-size", "whole", "N",
+    _ignored("http-thread-count", "integer", "N", _THREADS),
+    _ignored("grpc-infer-thread-count", "integer", "N", _THREADS),
+    _ignored("grpc-infer-allocation-pool-size", "integer", "N", "memory for parsed requests is always recycled"),
+    _ignored("grpc-max-response-pool-size", "integer", "N",
              "responses of a stream are queued until the caller reads them, up to --limit client_outbox_bytes"),
-    _ignored("grpc-http2-max-pings-without-data", "whole", "N",
+    _ignored("grpc-http2-max-pings-without-data", "integer", "N",
              "the number of keepalive pings does not depend on data"),
-    _ignored("buffer-manager-thread-count", "whole", "N", "each instance gathers its batches in its own process"),
+    _ignored("buffer-manager-thread-count", "integer", "N", "each instance gathers its batches in its own process"),
     _ignored("enable-peer-access", "boolean", "", "tensors are copied between GPUs through the host"),
     _ignored("model-load-gpu-limit", "fraction", "DEVICE:FRACTION",
              "--gpu-memory-budget limits the memory of all models on a GPU; --instance-gpu-memory-limit and a model's "
@@ -43,12 +43,12 @@ TRITON_FLAGS = (
     _ignored("cuda-virtual-address-size", "pool", "GPU:N", "GPU memory is allocated in blocks"),
     _ignored("cache-directory", "text", "DIR", "the response cache is built in (--cache-config local,size=BYTES)"),
     _refused("allow-sagemaker", _SAGEMAKER),
-    _ignored("sagemaker-port", "whole", "N", "no SageMaker endpoint"),
+    _ignored("sagemaker-port", "integer", "N", "no SageMaker endpoint"),
     _ignored("sagemaker-safe-port-range", "text", "N-N", "no SageMaker endpoint"),
-    _ignored("sagemaker-thread-count", "whole", "N", "no SageMaker endpoint"),
+    _ignored("sagemaker-thread-count", "integer", "N", "no SageMaker endpoint"),
     _refused("allow-vertex-ai", _VERTEX),
-    _ignored("vertex-ai-port", "whole", "N", "no Vertex AI endpoint"),
-    _ignored("vertex-ai-thread-count", "whole", "N", "no Vertex AI endpoint"),
+    _ignored("vertex-ai-port", "integer", "N", "no Vertex AI endpoint"),
+    _ignored("vertex-ai-thread-count", "integer", "N", "no Vertex AI endpoint"),
     _ignored("vertex-ai-default-model", "text", "MODEL", "no Vertex AI endpoint"),
 )  # fmt: skip
 

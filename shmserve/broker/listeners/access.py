@@ -41,7 +41,7 @@ class AccessRules:
 
     def __init__(self, rules: Iterable[Rule] = (), socket_group: int | None = None) -> None:
         self.socket_group = socket_group
-        self._masters = frozenset((0, os.geteuid()))
+        self._privileged = frozenset((0, os.geteuid()))
         self._roles: dict[tuple[str, int | str], int] = {}
         for rule in rules:
             self._add(rule)
@@ -55,10 +55,10 @@ class AccessRules:
     @property
     def for_others(self) -> bool:
         """Whether there are rules for users other than root and the server's own user."""
-        return any(kind != "uid" or who not in self._masters for kind, who in self._roles)
+        return any(kind != "uid" or who not in self._privileged for kind, who in self._roles)
 
     def roles_of(self, principal: Principal) -> int:
-        if principal.uid in self._masters:
+        if principal.uid in self._privileged:
             return EVERYTHING
         known = self._roles
         roles = known.get(("*", ""), NOBODY) | known.get(("uid", principal.uid), NOBODY)

@@ -95,8 +95,8 @@ class DiskChanges:
                 "info", f"model '{reading.scanned.name}' has changed in the repository", {"model": reading.scanned.name}
             )
             self._operations.adopt(reading)
-        for name in changes.gone:
-            self.gone(name)
+        for name in changes.removed:
+            self.unload_removed(name)
         self._repositories.names = changes.names
         self._operations.untidy = True
         if changes.recheck_s < self._poll_s:
@@ -118,9 +118,9 @@ class DiskChanges:
 
     def served_names(self) -> list[str]:
         """The models that are served from a repository."""
-        return [model.name for model in self._state.models.values() if self._is_of_disk(model)]
+        return [model.name for model in self._state.models.values() if self._is_from_repository(model)]
 
-    def _is_of_disk(self, model: Model) -> bool:
+    def _is_from_repository(self, model: Model) -> bool:
         """Whether the model is served from the repository rather than from the body of a load call."""
         versions = (*model.versions.values(), *model.coming.values())
         served = [version.source for version in versions if version.reason != UNLOADED]
@@ -148,7 +148,7 @@ class DiskChanges:
         """Reports a model that cannot be read. Its served versions stay."""
         self._operations.adopt(Reading(ScannedModel.failed(model, Path(), reason)))
 
-    def gone(self, model: str) -> None:
+    def unload_removed(self, model: str) -> None:
         """Unloads a model that was removed from its repository."""
         log_record("info", f"model '{model}' was removed from the repository", {"model": model})
         self._catalog.forget(model)
@@ -162,7 +162,7 @@ class DiskChanges:
                 self._operations.adopt(reading)
         if names is not None:
             for model in self._state.models.values():
-                if model.name not in names and self._is_of_disk(model):
-                    self.gone(model.name)
+                if model.name not in names and self._is_from_repository(model):
+                    self.unload_removed(model.name)
             self._repositories.names = names
         self._operations.untidy = True

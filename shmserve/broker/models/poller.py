@@ -23,7 +23,7 @@ class Changes(NamedTuple):
     """Models to deploy, names of removed models, and errors. `recheck_s`: seconds until the next poll makes sense."""
 
     readings: list[Reading]
-    gone: list[str]
+    removed: list[str]
     names: Collection[str]
     problems: list[str]
     recheck_s: float
@@ -75,13 +75,13 @@ class Poll:
         backends = _Pass({}, {})
         models = (self._model(name, folders, settle_s, backends) for name, folders in names.items())
         readings = [reading for reading in models if reading is not None]
-        gone = [name for name in self._known if name not in names]
-        for name in gone:
+        removed = [name for name in self._known if name not in names]
+        for name in removed:
             del self._known[name]
             self._backends.pop(name, None)
         self._unsettled = {name: entry for name, entry in self._unsettled.items() if name in names}
         again = self._settle_s if self._unsettled else float("inf")
-        return Changes(readings, gone, names, [], again)
+        return Changes(readings, removed, names, [], again)
 
     def _model(self, name: str, folders: list[Path], settle_s: float, backends: _Pass) -> Reading | None:
         if len(folders) > 1:

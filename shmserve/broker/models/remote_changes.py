@@ -37,7 +37,7 @@ class RemoteChanges:
         self._operations = operations
         self._disk_changes = disk_changes
         self._began = began
-        self._left = 0
+        self._unread = 0
         """Number of models to load at startup that have not been read."""
         self.starting = True
         """The models to serve from the start are being downloaded."""
@@ -51,7 +51,7 @@ class RemoteChanges:
         if not self._operations.explicit or list(models) == ["*"]:
             self._remote.fetch_all(lambda failure, notes: self._fetched_all())
             return
-        self._left = len(models)
+        self._unread = len(models)
         for name in models:
             self.load(name)
         if not models:
@@ -79,7 +79,7 @@ class RemoteChanges:
 
     def _read(self, model: str, found: Reading | None) -> None:
         if found is None:
-            self._disk_changes.gone(model)
+            self._disk_changes.unload_removed(model)
         else:
             self._disk_changes.renew([found], None)
 
@@ -122,8 +122,8 @@ class RemoteChanges:
                 return
             reading, needed = found
             self._operations.begin([reading], needed)
-            self._left -= 1
-            if not self._left:
+            self._unread -= 1
+            if not self._unread:
                 self._end_of_start()
 
         fetch(name)

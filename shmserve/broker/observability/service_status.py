@@ -16,7 +16,7 @@ from shmserve.core.models.retirement import UNLOADED
 from shmserve.core.states import VersionState
 from shmserve.system.service_manager import ServiceManager
 
-BEAT_S = 5.0
+HEARTBEAT_S = 5.0
 """Maximum interval between heartbeats to the service manager."""
 EXTENSION_S = 60.0
 """Start timeout requested with each heartbeat while models load. The core ends loads that take too long."""
@@ -83,7 +83,7 @@ class Announcer:
         self._models = models
         self._in_flight = in_flight
         self._out_of_service = out_of_service
-        self._every_s = min(BEAT_S, manager.watchdog_s / 2 or BEAT_S)
+        self._every_s = min(HEARTBEAT_S, manager.watchdog_s / 2 or HEARTBEAT_S)
         self._timer: Any = None
         self._status = ""
         self._ready = False
@@ -93,7 +93,7 @@ class Announcer:
     def begin(self) -> None:
         """Called before the repositories are read."""
         if self._manager:
-            self._beat()
+            self._heartbeat()
 
     def check_status(self) -> None:
         """Sends the status if it has changed."""
@@ -131,8 +131,8 @@ class Announcer:
             self._timer.cancel()
         self._manager.close()
 
-    def _beat(self) -> None:
-        self._timer = self._loop.call_later(self._every_s, self._beat)
+    def _heartbeat(self) -> None:
+        self._timer = self._loop.call_later(self._every_s, self._heartbeat)
         fields = ["WATCHDOG=1"] if self._manager.watchdog_s else []
         if not self._stopping and (self._reloading or not self._ready):
             fields.append(_extension(EXTENSION_S))

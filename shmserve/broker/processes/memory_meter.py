@@ -18,7 +18,7 @@ from shmserve.system import procfs
 
 POLL_S = 2.0
 LOADING_S = 0.05
-LEAST_CHANGE = 1 << 20
+MIN_CHANGE = 1 << 20
 """Smaller changes are not reported. This amount is therefore added to reported sizes."""
 
 
@@ -81,7 +81,7 @@ class MemoryMeter:
             known = self._state.instances.get(peer)
             if known is None or not own:  # the worker has exited
                 continue
-            more = shared.get(peer, 0) + LEAST_CHANGE
+            more = shared.get(peer, 0) + MIN_CHANGE
             on_gpu = known[1].spec.kind == "KIND_GPU"
             gpu = self._used_on_gpu(pids[peer]) if on_gpu else 0
             self._report_change(Measured(peer, own + more, peak + more, gpu), known[1].state is InstanceState.READY)
@@ -109,4 +109,4 @@ class MemoryMeter:
 
 
 def _differs(one: Measured, other: Measured) -> bool:
-    return max(abs(one.host - other.host), other.peak - one.peak, abs(one.gpu - other.gpu)) >= LEAST_CHANGE
+    return max(abs(one.host - other.host), other.peak - one.peak, abs(one.gpu - other.gpu)) >= MIN_CHANGE

@@ -143,7 +143,7 @@ def sweep(pid: int = 0) -> int:
         ours = _OURS.fullmatch(entry)
         if ours is None or int(ours[3]) != here or pid not in (0, int(ours[1])):
             continue
-        if _lives(int(ours[1]), int(ours[2])):
+        if _is_alive(int(ours[1]), int(ours[2])):
             continue
         try:
             descriptor = _locked(entry, fcntl.LOCK_EX)
@@ -183,7 +183,7 @@ def _start_time(pid: int) -> int:
     return int(fields[19])
 
 
-def _lives(pid: int, started: int) -> bool:
+def _is_alive(pid: int, started: int) -> bool:
     try:
         return _start_time(pid) == started
     except ProcessLookupError:
@@ -191,10 +191,10 @@ def _lives(pid: int, started: int) -> bool:
     except PermissionError:
         return True
     except FileNotFoundError:
-        return _takes_signals(pid)  # dead, or hidden by mount options of /proc
+        return _pid_exists(pid)  # dead, or hidden by mount options of /proc
 
 
-def _takes_signals(pid: int) -> bool:
+def _pid_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -83,7 +83,7 @@ def _flag(flag: Flag) -> tuple[str, str, str]:
     name = f"`--{flag.name}{' ' + flag.metavar if flag.metavar else ''}`"
     if flag.alias:
         name += f", `--{flag.alias}`"
-    return (name, "", f"deprecated: {flag.help}") if flag.instead else (name, flag.default_text, flag.help)
+    return (name, "", f"deprecated: {flag.help}") if flag.replaced_by else (name, flag.default_text, flag.help)
 
 
 def _differences() -> str:
@@ -100,8 +100,8 @@ def _compared(name: str) -> str:
         return f"accepted, no effect: {flag.note}"
     if flag.refused:
         return f"`false` is accepted; `true` is refused: {flag.refused}"
-    if flag.instead:
-        return f"deprecated; `--{flag.instead}{' ' + flag.setting + '=' if flag.setting else ''}`"
+    if flag.replaced_by:
+        return f"deprecated; `--{flag.replaced_by}{' ' + flag.setting + '=' if flag.setting else ''}`"
     if flag.triton:
         return f"default {flag.default_text}; Triton: {flag.triton}"
     if name == "model-namespacing":

@@ -30,7 +30,7 @@ from tests.support.docs import pages
 PAGE = pages.page("settings")
 CORE = min(os.sched_getaffinity(0))
 GROUP = grp.getgrgid(os.getegid())
-BOTH = [flag for flag in FLAGS if not flag.private and not flag.instead and flag.name != "config"]
+BOTH = [flag for flag in FLAGS if not flag.private and not flag.replaced_by and flag.name != "config"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def written(path: Path, text: str) -> list[str]:
 
 def test_defaults(base: list[str], tmp_path: Path) -> None:
     found = settings.parse(base)
-    assert vars(found).keys() == {flag.dest for flag in FLAGS if not flag.instead} | {
+    assert vars(found).keys() == {flag.dest for flag in FLAGS if not flag.replaced_by} | {
         "model_files",
         "remote_repositories",
         "warnings",
@@ -116,7 +116,7 @@ def test_given_twice_and_alone(base: list[str], tmp_path: Path) -> None:
 
 SAMPLES: dict[str, tuple[str, Any, str]] = {
     "boolean": ("true", True, "true"),
-    "whole": ("3", 3, "3"),
+    "integer": ("3", 3, "3"),
     "bytes": ("2MiB", 2 << 20, '"2 MiB"'),
     "seconds": ("2.5", 2.5, "2.5"),
     "setting": ("python,a=b=c", ("python,a", "b=c"), '"python,a=b=c"'),

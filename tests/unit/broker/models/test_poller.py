@@ -97,7 +97,7 @@ def test_a_model_is_read_when_it_has_been_left_alone(world: World) -> None:
     for _ in range(3):
         found = world.poll.check()
         assert names(found) == []
-        assert found.gone == []
+        assert found.removed == []
         assert found.recheck_s == SETTLE, "it makes sense to look before the next round"
         assert list(found.names) == ["m"]
         world.later(SETTLE / 4)
@@ -197,9 +197,9 @@ def test_a_model_that_vanishes_between_two_looks(world: World) -> None:
     world.settled()
     world.write(folder / "config.pbtxt", GOOD.replace("8", "4"))
     world.repositories.before = lambda: shutil.rmtree(folder)
-    assert world.settled().gone == []
+    assert world.settled().removed == []
     found = world.settled()
-    assert (names(found), found.gone, list(found.names)) == ([], ["m"], ["other"])
+    assert (names(found), found.removed, list(found.names)) == ([], ["m"], ["other"])
     assert quiet(world.settled())
     world.model("m")
     assert names(world.settled()) == ["m"]
@@ -252,13 +252,13 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     assert names(found) == ["m"]
     assert found.readings[0].scanned.path == first / "m"
     assert found.readings[0].scanned.problem_texts == ()
-    assert found.gone == []
+    assert found.removed == []
     world.model("m", root=second)
     assert names(world.poll.check()) == ["m"]
     shutil.rmtree(first / "m")
     assert world.settled().readings[0].scanned.path == second / "m"
     shutil.rmtree(second / "m")
-    assert world.settled().gone == ["m"]
+    assert world.settled().removed == ["m"]
 
 
 def test_a_repository_that_goes_and_comes_back(tmp_path: Path) -> None:
@@ -286,10 +286,10 @@ def test_a_repository_that_is_no_directory_any_more(world: World) -> None:
     world.root.write_text("")
     found = world.poll.check()
     assert len(found.problems) == 1
-    assert found.gone == []
+    assert found.removed == []
     world.root.unlink()
     world.root.mkdir()
-    assert world.settled().gone == ["m"], "empty is not the same as not there"
+    assert world.settled().removed == ["m"], "empty is not the same as not there"
 
 
 def test_at_the_start_models_are_read_as_they_are(world: World) -> None:

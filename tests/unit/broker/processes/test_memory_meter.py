@@ -8,7 +8,7 @@ import os
 
 import numpy as np
 
-from shmserve.broker.processes.memory_meter import LEAST_CHANGE, MemoryMeter
+from shmserve.broker.processes.memory_meter import MIN_CHANGE, MemoryMeter
 from shmserve.core.events import Measured
 from shmserve.core.limits import Limits
 from shmserve.protocol.messages import Map
@@ -50,7 +50,7 @@ def test_workers_are_measured_and_changes_reported() -> None:
         assert one.peak >= one.host
         assert (one.gpu, other.gpu) == (0, 0), "they are not on a GPU"
         world.turn([(0, one), (0, other)])
-        size = 16 * LEAST_CHANGE
+        size = 16 * MIN_CHANGE
         # Not from malloc, which may reuse memory that was freed before.
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
             block.write(bytes(size))
