@@ -31,7 +31,7 @@ from shmserve.workers.batch.sequence_inputs import (
     with_gaps_filled,
 )
 from shmserve.workers.batch.specs import model_outputs_of
-from shmserve.workers.model_calls.answer import Answer
+from shmserve.workers.model_calls.answer import Response
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -178,33 +178,33 @@ class Extension:
             arrays += self.states.arrays(members)
         return arrays
 
-    def without_states(self, work: Work, answer: Answer) -> tuple[dict[int, Array], Answer]:
-        """Splits an answer into states and what remains for the caller."""
+    def without_states(self, work: Work, response: Response) -> tuple[dict[int, Array], Response]:
+        """Splits a response into states and what remains for the caller."""
         names = self.state_names
-        if not names or answer.error is not None or names.keys().isdisjoint([name for name, _ in answer.outputs]):
-            return {}, answer
+        if not names or response.error is not None or names.keys().isdisjoint([name for name, _ in response.outputs]):
+            return {}, response
         states = {
             names[name]: self.states.checked(
                 names[name], array if isinstance(array, np.ndarray) else array.host(), work.rows, False
             )
-            for name, array in answer.outputs
+            for name, array in response.outputs
             if name in names
         }
-        outputs = [pair for pair in answer.outputs if pair[0] not in names or pair[0] in self._output_names]
-        return states, Answer(outputs, None, answer.parameters, answer.again)
+        outputs = [pair for pair in response.outputs if pair[0] not in names or pair[0] in self._output_names]
+        return states, Response(outputs, None, response.parameters, response.again)
 
-    def answered(self, work: Work, answer: Answer | None, states: dict[int, Array], row: Row | None) -> None:
-        """Keeps the new states of a request. `answer` None: it is answered by separate messages. `row` None: the same,
-        or it runs again."""
+    def answered(self, work: Work, response: Response | None, states: dict[int, Array], row: Row | None) -> None:
+        """Keeps the new states of a request. `response` None: its responses are separate messages. `row` None: the
+        same, or it runs again."""
         if not self.sequences:
             return
         member = self._members[work.request]
-        again = answer is not None and answer.again
+        again = response is not None and response.again
         if again:
             self._sequence_options.run_again(member, work.request)
         else:
             self._sequence_options.answered(member)
-        if answer is not None and answer.error is not None:
+        if response is not None and response.error is not None:
             self.states.forget((member.key,))
         elif row is None or row.error is None or member.end:
             self.states.update(member, states, member.end and not again)

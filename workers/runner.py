@@ -22,7 +22,7 @@ from shmserve.workers.backends.base import SeparateBackend, StackedBackend
 from shmserve.workers.batch.columns import ColumnWorks
 from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.batch.results import Results
-from shmserve.workers.model_calls.answer import Answer, Request, Trace, failure_of
+from shmserve.workers.model_calls.answer import Request, Response, Trace, failure_of
 from shmserve.workers.process.log import log_traceback, public
 
 if TYPE_CHECKING:
@@ -96,19 +96,19 @@ class Runner(ABC, Generic[B]):
         rows = [by_request[work.request] for work in works if work.request in by_request]
         return rows, (taken, first or taken, computed, clock()), again
 
-    def row(self, work: Work, answer: Answer) -> Row:
-        """Converts an answer to a Row: places the outputs where their reader can map them."""
-        if answer.error is not None:
-            return Row(work.request, (), answer.error)
+    def row(self, work: Work, response: Response) -> Row:
+        """Converts a response to a Row: places the outputs where their reader can map them."""
+        if response.error is not None:
+            return Row(work.request, (), response.error)
         if self._gather.pads:
             lengths = (self._gather.length_of(work),)
             results: Results = PaddedResults(self._scatter, (work,), work.rows, lengths, None)
         else:
             results = Results(self._scatter, (work,), work.rows)
         try:
-            for name, array in answer.outputs:
+            for name, array in response.outputs:
                 results.put_named(name, array)
-            return results.rows(answer.parameters)[0]
+            return results.rows(response.parameters)[0]
         except Exception as error:
             results.abandon()
             return Row(work.request, (), self._failure(error))
@@ -169,7 +169,7 @@ class StackedRunner(Runner[StackedBackend]):
 
 
 class SeparateRunner(Runner[SeparateBackend]):
-    """Calls the backend with the requests, each of which has its own arrays and answer."""
+    """Calls the backend with the requests, each of which has its own arrays and response."""
 
     def _run(self, works: Sequence[Work]) -> Ran:
         taken = clock()
@@ -186,35 +186,35 @@ class SeparateRunner(Runner[SeparateBackend]):
             except ServeError as error:
                 rows[index] = failed(work, error)
         ready = clock()
-        answers: list[Answer | None] = []
+        responses: list[Response | None] = []
         again: list[int] = []
         if requests:
             try:
-                answers = self._backend.execute(requests)
+                responses = self._backend.execute(requests)
             except Exception as error:
-                answers = self._backend.failed(requests, Answer(error=self._failure(error)))
+                responses = self._backend.failed(requests, Response(error=self._failure(error)))
         computed = clock()
-        for index, answer in zip(runnable, answers, strict=True):
+        for index, response in zip(runnable, responses, strict=True):
             if extension is not None:
-                rows[index] = self._row_with_states(works[index], answer, extension)
-            elif answer is not None and not answer.again:
-                rows[index] = self.row(works[index], answer)
+                rows[index] = self._row_with_states(works[index], response, extension)
+            elif response is not None and not response.again:
+                rows[index] = self.row(works[index], response)
                 continue
-            if answer is not None and answer.again:
+            if response is not None and response.again:
                 again.append(works[index].request)
         return [row for row in rows if row is not None], (taken, ready, computed, clock()), tuple(again)
 
-    def _row_with_states(self, work: Work, answer: Answer | None, extension: Extension) -> Row | None:
+    def _row_with_states(self, work: Work, response: Response | None, extension: Extension) -> Row | None:
         """Returns the Row, or None if the request is answered separately or runs again. Keeps the states of its
         sequence."""
         states: dict[int, Any] = {}
-        if answer is not None:
+        if response is not None:
             try:
-                states, answer = extension.without_states(work, answer)
+                states, response = extension.without_states(work, response)
             except ModelFailed as error:
-                answer = Answer(error=self._failure(error), again=answer.again)
-        row = None if answer is None or answer.again else self.row(work, answer)
-        extension.answered(work, answer, states, row)
+                response = Response(error=self._failure(error), again=response.again)
+        row = None if response is None or response.again else self.row(work, response)
+        extension.answered(work, response, states, row)
         return row
 
 

@@ -108,10 +108,10 @@ class Ingress:
 
     async def __call__(self, request: Request) -> Response:
         scope = request.scope
-        target = request.url.path.removeprefix(scope.get("root_path", "")) or "/"
+        path = request.url.path.removeprefix(scope.get("root_path", "")) or "/"
         if scope["query_string"]:
-            target += "?" + scope["query_string"].decode("latin-1")
-        route = resolve(request.method, target)
+            path += "?" + scope["query_string"].decode("latin-1")
+        route = resolve(request.method, path)
         if isinstance(route, NoRoute):
             allow = {"Allow": route.allow} if route.allow else None
             return _failed(route.status, route.text, allow)
@@ -121,12 +121,12 @@ class Ingress:
         if body is None:
             return _failed(413, f"the body exceeds the limit of {self._max_input_bytes} bytes (max_input_bytes)")
         fields = end_to_end((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
-        wanted = http_target(route, {name.lower(): value for name, value in fields}, body)
-        words = (wanted.model, request.method, target, fields, body)
+        target = http_target(route, {name.lower(): value for name, value in fields}, body)
+        arguments = (target.model, request.method, path, fields, body)
         try:
             if route.action in STREAMED:
-                return await self._streamed(wanted, words)
-            status, headers, content = await self._sent(wanted, "http", *words)
+                return await self._streamed(target, arguments)
+            status, headers, content = await self._send(target, "http", *arguments)
             return _response(Response(content, status), headers)
         except ServeError as error:
             return _failed(http_of(error), str(error))
@@ -136,25 +136,25 @@ class Ingress:
         try:
             if name in SERVER_ONLY:
                 raise Denied(REFUSED)
-            wanted = grpc_target(name, message)
+            target = grpc_target(name, message)
             metadata = {key: value for key, value in context.invocation_metadata() if _is_passed(key, value)}
-            code, details, answer = await self._sent(wanted, "call", wanted.model, path, message, metadata)
+            code, details, reply = await self._send(target, "call", target.model, path, message, metadata)
         except ServeError as error:
-            code, details, answer = _code(error), str(error), b""
+            code, details, reply = _code(error), str(error), b""
         if code:
             context.set_code(_status(code))
             context.set_details(details)
             raise Refused(details)
-        return Reply(answer)
+        return Reply(reply)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[bytes], grpc_context: Any) -> AsyncIterator[Reply]:
         """Answers the messages one after another, each by the replica for its model and sequence."""
         metadata = {key: value for key, value in grpc_context.invocation_metadata() if _is_passed(key, value)}
         async for message in requests:
             try:
-                wanted = grpc_target("ModelInfer", message)
-                async for answer in self._parts(wanted, "stream_call", wanted.model, STREAM_PATH, message, metadata):
-                    yield Reply(answer)
+                target = grpc_target("ModelInfer", message)
+                async for reply in self._parts(target, "stream_call", target.model, STREAM_PATH, message, metadata):
+                    yield Reply(reply)
             except ServeError as error:
                 yield Reply(message_class(STREAM_RESPONSE)(error_message=str(error)).SerializeToString())
 
@@ -172,41 +172,41 @@ class Ingress:
                 return None
         return bytes(body)
 
-    def _handle(self, wanted: Target) -> Any:
-        session = f"{wanted.model}:{wanted.sequence}" if wanted.sequence else ""
-        return self._servers.options(multiplexed_model_id=wanted.model, session_id=session)
+    def _handle(self, target: Target) -> Any:
+        session = f"{target.model}:{target.sequence}" if target.sequence else ""
+        return self._servers.options(multiplexed_model_id=target.model, session_id=session)
 
-    async def _sent(self, wanted: Target, method: str, *words: Any) -> Any:
-        """A replica's answer. Retries if the replica was lost, refused the request, or lost its server."""
-        handle = getattr(self._handle(wanted), method)
-        for left in range(self._retries if wanted.repeatable else 0, -1, -1):
+    async def _send(self, target: Target, method: str, *arguments: Any) -> Any:
+        """A replica's reply. Retries if the replica was lost, refused the request, or lost its server."""
+        handle = getattr(self._handle(target), method)
+        for left in range(self._retries if target.repeatable else 0, -1, -1):
             try:
-                answer = await handle.remote(*words)
-                if not (left and answer[0] == UNAVAILABLE[method]):
-                    return answer
+                reply = await handle.remote(*arguments)
+                if not (left and reply[0] == UNAVAILABLE[method]):
+                    return reply
             except Exception as error:
                 if not (left and is_lost(error)):
-                    raise _told(error, wanted) from None
+                    raise _error_for(error, target) from None
         raise AssertionError("the loop returns or raises")
 
-    async def _streamed(self, wanted: Target, words: tuple[Any, ...]) -> Response:
-        parts = self._parts(wanted, "http_stream", *words)
+    async def _streamed(self, target: Target, arguments: tuple[Any, ...]) -> Response:
+        parts = self._parts(target, "http_stream", *arguments)
         status, headers = await anext(parts)
         return _response(StreamingResponse(parts, status), headers)
 
-    async def _parts(self, wanted: Target, method: str, *words: Any) -> AsyncIterator[Any]:
-        """The parts of a replica's answer. Retries until the first part has arrived."""
-        handle = getattr(self._handle(wanted).options(stream=True), method)
-        left, begun = self._retries if wanted.repeatable else 0, False
+    async def _parts(self, target: Target, method: str, *arguments: Any) -> AsyncIterator[Any]:
+        """The parts of a replica's reply. Retries until the first part has arrived."""
+        handle = getattr(self._handle(target).options(stream=True), method)
+        left, begun = self._retries if target.repeatable else 0, False
         while True:
             try:
-                async for part in handle.remote(*words):
+                async for part in handle.remote(*arguments):
                     begun = True
                     yield part
                 return
             except Exception as error:
                 if begun or not (left and is_lost(error)):
-                    raise _told(error, wanted) from None
+                    raise _error_for(error, target) from None
                 left -= 1
 
 
@@ -214,12 +214,12 @@ class Refused(Exception):
     """A gRPC call that ends with the code and details of its context."""
 
 
-def _told(error: BaseException, wanted: Target) -> BaseException:
-    if is_lost(error) and not wanted.repeatable:
+def _error_for(error: BaseException, target: Target) -> BaseException:
+    if is_lost(error) and not target.repeatable:
         return ConnectionLost(NOT_REPEATED)
-    told = as_serve_error(error)
-    if isinstance(told, ServeError):
-        return told
+    converted = as_serve_error(error)
+    if isinstance(converted, ServeError):
+        return converted
     log.error("a request failed in Ray", exc_info=error)
     return Internal("the request failed in Ray; the log of the application says why")
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 CONFORMANCE = (
     "tests/conformance/test_backends.py",
-    "tests/conformance/test_backend_ends.py",
+    "tests/conformance/test_backend_edge_cases.py",
     "tests/conformance/test_backends_padded.py",
 )
 

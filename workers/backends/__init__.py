@@ -7,6 +7,6 @@ Backends outside this project import the names below.
 """
 
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend, StackedBackend
-from shmserve.workers.model_calls.answer import Answer, Request
+from shmserve.workers.model_calls.answer import Request, Response
 
-__all__ = ["Answer", "Backend", "Context", "Request", "SeparateBackend", "StackedBackend"]
+__all__ = ["Backend", "Context", "Request", "Response", "SeparateBackend", "StackedBackend"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
-    from shmserve.workers.model_calls.answer import Answer, Request
+    from shmserve.workers.model_calls.answer import Request, Response
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.responses import OpenResponses
 
@@ -131,10 +131,10 @@ class StackedBackend(Backend):
 class SeparateBackend(Backend):
     """Gets the requests of a batch one by one and answers each."""
 
-    def execute(self, requests: list[Request]) -> list[Answer | None]:
-        """Returns an answer per request, in order; None if sent separately. An exception fails the whole batch."""
+    def execute(self, requests: list[Request]) -> list[Response | None]:
+        """Returns a response per request, in order; None if sent separately. An exception fails the whole batch."""
         raise NotImplementedError
 
-    def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
-        """Returns the answers after `execute` raised: None for requests whose last response was already sent."""
-        return [answer] * len(requests)
+    def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
+        """Returns the responses after `execute` raised: None for requests whose last response was already sent."""
+        return [response] * len(requests)

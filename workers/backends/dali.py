@@ -28,7 +28,7 @@ from shmserve.workers.backends.base import Context, SeparateBackend
 from shmserve.workers.backends.model_facts import completed, none_missing
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, outputs_of, request_inputs_of
-from shmserve.workers.model_calls.answer import Answer, failure_of
+from shmserve.workers.model_calls.answer import Response, failure_of
 from shmserve.workers.process.device import device_of, visible_number
 from shmserve.workers.process.log import log_traceback
 
@@ -107,7 +107,7 @@ class Dali(SeparateBackend):
 
     # ------------------------------------------------------------------------------------ batches
 
-    def execute(self, requests: list[Request]) -> list[Answer | None]:
+    def execute(self, requests: list[Request]) -> list[Response | None]:
         rows = [max(request.work.rows, 1) for request in requests]
         if len(requests) > 1 and sum(rows) > self._batch:  # they have no batch dimension
             return [self._alone(request) for request in requests]
@@ -120,22 +120,24 @@ class Dali(SeparateBackend):
             if len(requests) == 1:
                 raise ModelFailed(_reason(error)) from error
             return [self._alone(request) for request in requests]
-        answers: list[Answer | None] = []
+        responses: list[Response | None] = []
         first = 0
         for request, count in zip(requests, rows, strict=True):
-            answers.append(self._answer(request, outputs, first, first + count))
+            responses.append(self._response(request, outputs, first, first + count))
             first += count
-        return answers
+        return responses
 
-    def _alone(self, request: Request) -> Answer | None:
-        """Runs one request alone. The next run does not overwrite its answer."""
+    def _alone(self, request: Request) -> Response | None:
+        """Runs one request alone. The next run does not overwrite its response."""
         try:
-            (answer,) = self.execute([request])
+            (response,) = self.execute([request])
         except ModelFailed as error:
-            return Answer(error=failure_of(error, self.context.instance, os.fspath(self.context.folder), log_traceback))
-        if answer is not None:
-            answer.outputs = [(name, array.copy()) for name, array in answer.outputs]
-        return answer
+            return Response(
+                error=failure_of(error, self.context.instance, os.fspath(self.context.folder), log_traceback)
+            )
+        if response is not None:
+            response.outputs = [(name, array.copy()) for name, array in response.outputs]
+        return response
 
     def _samples(self, index: int, requests: Sequence[Request]) -> Iterator[Array]:
         spec = self._inputs[index]
@@ -155,7 +157,7 @@ class Dali(SeparateBackend):
                 raise ModelFailed(f"output '{spec.name}' has {len(output)} samples for a batch of {count}")
         return [np.asarray(output.as_tensor()) if output.is_dense_tensor() else output for output in outputs]
 
-    def _answer(self, request: Request, outputs: Sequence[Any], first: int, last: int) -> Answer:
+    def _response(self, request: Request, outputs: Sequence[Any], first: int, last: int) -> Response:
         made = []
         for spec, output in zip(self._outputs, outputs, strict=True):
             if isinstance(output, np.ndarray):
@@ -164,10 +166,10 @@ class Dali(SeparateBackend):
                 samples = [np.asarray(output[row]) for row in range(first, last)]
                 shapes = sorted({sample.shape for sample in samples})
                 if len(shapes) > 1:
-                    return Answer(error=_uneven(spec.name, shapes))
+                    return Response(error=_uneven(spec.name, shapes))
                 array = np.stack(samples)
             made.append((spec.name, array if spec.batched else array[0]))
-        return Answer(made)
+        return Response(made)
 
     # ------------------------------------------------------------------------------------ loading
 

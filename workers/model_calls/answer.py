@@ -30,7 +30,7 @@ class Request(Struct, gc=False):
     arrays: list[Array | None]
 
 
-class Answer(Struct, gc=False):
+class Response(Struct, gc=False):
     """The result of one request: outputs by name, or an error. `again`: the request must run again; only outputs that
     are states of its sequence are used."""
 

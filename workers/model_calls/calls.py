@@ -38,10 +38,10 @@ from shmserve.shm.extents import memfd
 from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.workers.model_calls.pending import (
     Array,
+    CallResponse,
     Gift,
     GivenTensors,
     Pending,
-    Response,
     check,
     gift_of,
     wake,
@@ -231,12 +231,12 @@ class OutgoingCalls:
         """Waits until nothing more will arrive."""
         self._streams.wait_for(lambda: pending.over)
 
-    def next(self, pending: Pending) -> Response | None:
+    def next(self, pending: Pending) -> CallResponse | None:
         """Waits for the next reply and returns it; None after the last one."""
         self._streams.wait_for(lambda: pending.ready)
         return self.take(pending)
 
-    def take(self, pending: Pending) -> Response | None:
+    def take(self, pending: Pending) -> CallResponse | None:
         """Returns the next reply without waiting; None if there is none."""
         with self._streams.turn:
             if not pending.answers:
@@ -292,7 +292,7 @@ class OutgoingCalls:
             self._outbox.flush()
             pending.abandoned = pending.over = True
             pending.answers.clear()
-            pending.answers.append(Response(code=Cancelled.code, text="the call was cancelled"))
+            pending.answers.append(CallResponse(code=Cancelled.code, text="the call was cancelled"))
             wake(pending)
 
     def count(self, subject: Subject) -> memoryview[float]:
@@ -336,7 +336,7 @@ class OutgoingCalls:
         else:
             self._free(pending)
         if not pending.abandoned:
-            pending.answers.append(Response(code=message.code, text=message.text))
+            pending.answers.append(CallResponse(code=message.code, text=message.text))
         pending.over = True
         wake(pending)
 
@@ -366,9 +366,9 @@ class OutgoingCalls:
         pending.blocks = []
         pending.kept = []
 
-    def _response(self, message: Reply | Part) -> Response:
+    def _response(self, message: Reply | Part) -> CallResponse:
         """Creates all arrays at once, so that no handle is lost if one of them fails."""
-        response = Response(parameters=message.parameters)
+        response = CallResponse(parameters=message.parameters)
         for tensor in message.outputs:
             try:
                 response.outputs.append((tensor.name, self._array(tensor)))

@@ -37,7 +37,7 @@ class GivenTensors(Struct):
     work: Work | None = None
 
 
-class Response(Struct):
+class CallResponse(Struct):
     """One reply to a call: arrays by name, or the code and text of an error."""
 
     outputs: list[tuple[str, Array]] = []
@@ -69,7 +69,7 @@ class Pending:
     def __init__(self, number: int) -> None:
         self.number = number
         self.window = 0
-        self.answers: deque[Response] = deque()
+        self.answers: deque[CallResponse] = deque()
         self.body = b""
         self.over = False
         self.abandoned = False

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import Cancelled, ConnectionLost, ModelFailed, Unavailable
 from shmserve.protocol.messages import Failure
 from shmserve.protocol.worker_messages import Row
-from shmserve.workers.model_calls.answer import Answer
+from shmserve.workers.model_calls.answer import Response
 from shmserve.workers.model_calls.coroutines import SENT, settle_soon
 from shmserve.workers.model_calls.stream import CLOSED, FORKED, NONE, ONE, ResponseSender, StreamClosed
 
@@ -73,7 +73,7 @@ class OpenResponses:
     def connect(
         self,
         send_response: Callable[[Row], None],
-        row: Callable[[Work, Answer], Row],
+        row: Callable[[Work, Response], Row],
         discard: Callable[[Row], None],
     ) -> None:
         """`send_response` sends a response, `row` creates one, `discard` frees one that is not sent."""
@@ -184,7 +184,7 @@ class OpenResponses:
         self._drop_kept(stream)
         return True
 
-    def withdraw_sent(self, request: int) -> Answer | None:
+    def withdraw_sent(self, request: int) -> Response | None:
         """The response that was sent for a request of a model that is not decoupled: it takes precedence over what
         `execute` returns or raises. Nothing can be sent after this. With the turn.
         """
@@ -192,16 +192,16 @@ class OpenResponses:
         if stream is None or not self.take_over(request):
             return None
         stream.final = True
-        return stream.answer
+        return stream.response
 
-    def collect(self, stream: ResponseSender) -> Answer | None:
+    def collect(self, stream: ResponseSender) -> Response | None:
         """Waits for the model's last response; returns the response of a model that is not decoupled."""
         while not (stream.final or stream.over):
             self._end_forgotten()
             if not stream.over:
                 self._wait()
         self.open.pop(stream.work.request, None)
-        return stream.answer
+        return stream.response
 
     # ------------------------------------------------------------------------------------ for the model, in any thread
 
@@ -243,41 +243,41 @@ class OpenResponses:
         if self._reading:
             self._signal_reader()
 
-    def send(self, stream: ResponseSender, answer: Answer | None, final: bool) -> Awaitable[None]:
+    def send(self, stream: ResponseSender, response: Response | None, final: bool) -> Awaitable[None]:
         """Sends a response, or the end of the responses. Waits until the caller's window has room."""
-        if self._nothing_to_send(stream, answer):
+        if self._nothing_to_send(stream, response):
             return SENT
         sent_at = monotonic_ns()
         with self.turn:
-            if not self._begin_to_send(stream, answer, final):
+            if not self._begin_to_send(stream, response, final):
                 return SENT
-            if answer is not None and answer.error is None:
+            if response is not None and response.error is None:
                 while not (stream.room or stream.cancelled or stream.over):
                     self._wait()
-            self._send(stream, answer, final, sent_at)
+            self._send(stream, response, final, sent_at)
             return SENT
 
     def send_soon(
-        self, stream: ResponseSender, answer: Answer | None, final: bool, loop: AbstractEventLoop | None
+        self, stream: ResponseSender, response: Response | None, final: bool, loop: AbstractEventLoop | None
     ) -> Awaitable[None]:
         """Like `send`, for callers that must not block: a response without room is queued. A coroutine of `loop` can
         and should await the result."""
-        if self._nothing_to_send(stream, answer):
+        if self._nothing_to_send(stream, response):
             return SENT
         sent_at = monotonic_ns()
         with self.turn:
-            if not self._begin_to_send(stream, answer, final):
+            if not self._begin_to_send(stream, response, final):
                 return SENT
-            free = answer is None or answer.error is not None
+            free = response is None or response.error is not None
             if stream.cancelled or stream.over or ((stream.room or free) and not stream.kept):
-                self._send(stream, answer, final, sent_at)
+                self._send(stream, response, final, sent_at)
                 return SENT
-            if len(stream.kept) >= KEPT and answer is not None:
+            if len(stream.kept) >= KEPT and response is not None:
                 text = f"{KEPT} answers wait for a caller that does not read"
                 advice = "; the model should await what send() returns" if loop is not None else ""
                 self.fail(stream, Failure(Unavailable.code, text + advice))
                 return SENT
-            row = self._row_of(stream, answer, final, sent_at)
+            row = self._row_of(stream, response, final, sent_at)
             stream.final = stream.final or final
             if loop is None:
                 stream.kept.append((row, None))
@@ -310,31 +310,31 @@ class OpenResponses:
 
     # ------------------------------------------------------------------------------------ with the turn
 
-    def _nothing_to_send(self, stream: ResponseSender, answer: Answer | None) -> bool:
+    def _nothing_to_send(self, stream: ResponseSender, response: Response | None) -> bool:
         """Returns whether the stream is over; raises StreamClosed for an invalid send. Checked first without the turn,
         because acquiring the turn may block until the next batch."""
         if self._forked:
             raise StreamClosed(FORKED)
-        second = answer is not None and stream.answer is not None and not (self.decoupled or stream.over)
+        second = response is not None and stream.response is not None and not (self.decoupled or stream.over)
         if second or stream.final:
             raise StreamClosed(ONE if second else CLOSED)
         return stream.over
 
-    def _begin_to_send(self, stream: ResponseSender, answer: Answer | None, final: bool) -> bool:
+    def _begin_to_send(self, stream: ResponseSender, response: Response | None, final: bool) -> bool:
         """False: there is nothing to send now. Raises StreamClosed if the model breaks the protocol."""
-        if self._nothing_to_send(stream, answer):
+        if self._nothing_to_send(stream, response):
             return False
         if self.decoupled:
             return True
-        if answer is None and stream.answer is None:
+        if response is None and stream.response is None:
             raise StreamClosed(NONE)
-        stream.answer = stream.answer or answer
+        stream.response = stream.response or response
         stream.final = final
         if final:
             self._changed()
         return False
 
-    def _send(self, stream: ResponseSender, answer: Answer | None, final: bool, sent_at: int) -> None:
+    def _send(self, stream: ResponseSender, response: Response | None, final: bool, sent_at: int) -> None:
         stream.final = stream.final or final
         if stream.over:
             return
@@ -343,20 +343,20 @@ class OpenResponses:
                 self._end(stream, None)
             return
         if not self.connected:
-            if answer is not None and answer.error is not None:
-                self._end(stream, answer.error)
+            if response is not None and response.error is not None:
+                self._end(stream, response.error)
             elif final:
                 self._end(stream, None)
             return
-        self._report(stream, self._row_of(stream, answer, final, sent_at))
+        self._report(stream, self._row_of(stream, response, final, sent_at))
 
-    def _row_of(self, stream: ResponseSender, answer: Answer | None, final: bool, sent_at: int) -> Row:
+    def _row_of(self, stream: ResponseSender, response: Response | None, final: bool, sent_at: int) -> Row:
         """`sent_at`: when the model called send. Waiting for room after that does not count as compute time."""
         computed_ns = max(0, sent_at - stream.since)
-        if answer is None:
+        if response is None:
             return Row(stream.work.request, (), times=(computed_ns, 0))
         began = monotonic_ns()
-        row = self._row(stream.work, answer)
+        row = self._row(stream.work, response)
         row.more = not final and row.error is None
         stream.since = monotonic_ns()
         row.times = (computed_ns, stream.since - began)
@@ -392,7 +392,7 @@ class OpenResponses:
         self.open.pop(stream.work.request, None)
         stream.over = True
         if not self.decoupled or not self.connected:
-            stream.answer = stream.answer or Answer(error=failure)
+            stream.response = stream.response or Response(error=failure)
         else:
             times = (max(0, monotonic_ns() - stream.since), 0)
             self._send_row(Row(stream.work.request, (), failure, times=times))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Row, Work
-    from shmserve.workers.model_calls.answer import Answer
+    from shmserve.workers.model_calls.answer import Response
 
 CLOSED = "Unable to send response. Response sender has been closed."
 ONE = "Unable to send response. Non-decoupled model cannot send more than one response."
@@ -28,7 +28,7 @@ class ResponseSender:
     more is sent. `cancelled`: the caller no longer waits; responses are dropped, and the model should stop.
     """
 
-    __slots__ = ("answer", "cancelled", "final", "kept", "loop", "over", "room", "since", "task", "together", "work")
+    __slots__ = ("cancelled", "final", "kept", "loop", "over", "response", "room", "since", "task", "together", "work")
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -39,7 +39,7 @@ class ResponseSender:
         self.cancelled = False
         self.final = False
         self.over = False
-        self.answer: Answer | None = None
+        self.response: Response | None = None
         """The response of a model that is not decoupled; it is reported with the batch."""
         self.kept: deque[tuple[Row, Future[None] | None]] = deque()
         """Queued responses without room, each with the future that resolves when it is sent."""

@@ -10,7 +10,7 @@ import pytest
 
 from shmserve.protocol.messages import Options
 from shmserve.protocol.worker_messages import Row, Work
-from shmserve.workers.model_calls.answer import Answer
+from shmserve.workers.model_calls.answer import Response
 from shmserve.workers.model_calls.responses import OpenResponses
 
 WINDOW = 2
@@ -52,7 +52,7 @@ def test_a_cancelled_coroutine_does_not_go_on_where_it_waited_for_room(loop: Eag
         nonlocal passed
         try:
             while True:
-                await streams.send_soon(stream, Answer(), False, loop)
+                await streams.send_soon(stream, Response(), False, loop)
                 passed += 1
                 for _ in range(4):
                     await asyncio.sleep(0)

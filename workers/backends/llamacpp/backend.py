@@ -22,7 +22,7 @@ from shmserve.workers.backends.llamacpp.replies import Reply, piece_of
 from shmserve.workers.backends.llamacpp.requests import Generation, generation_of
 from shmserve.workers.backends.llamacpp.settings import settings_of
 from shmserve.workers.batch.specs import request_inputs_of
-from shmserve.workers.model_calls.answer import Answer, Request, failure_of
+from shmserve.workers.model_calls.answer import Request, Response, failure_of
 from shmserve.workers.model_calls.responses import CANCELLED, OpenResponses
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_traceback
@@ -99,16 +99,16 @@ class LlamaCpp(SeparateBackend):
 
     # ------------------------------------------------------------------------------------ batches
 
-    def execute(self, requests: list[Request]) -> list[Answer | None]:
+    def execute(self, requests: list[Request]) -> list[Response | None]:
         streams = [self._begin(request) for request in requests]
         self.streams.withdrawn.clear()
         if self.streams.connected:
             return [None] * len(requests)
-        answers = [self.streams.collect(stream) for stream in streams]  # a warm-up sample: only its failure matters
-        return [answer if answer is not None and answer.error is not None else None for answer in answers]
+        responses = [self.streams.collect(stream) for stream in streams]  # a warm-up sample: only its failure matters
+        return [response if response is not None and response.error is not None else None for response in responses]
 
-    def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
-        return [answer if self.streams.take_over(request.work.request) else None for request in requests]
+    def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
+        return [response if self.streams.take_over(request.work.request) else None for request in requests]
 
     def _begin(self, request: Request) -> ResponseSender:
         """Starts a request; waits until the engine has room for it."""
@@ -191,7 +191,7 @@ class _Replying:
         try:
             if reply.add(piece_of(data)) and (stream.room > 0 or reply.complete):
                 outputs = [pair for pair in reply.outputs() if pair[0] in self._outputs]
-                self._host.send_soon(stream, Answer(outputs), reply.complete, None)
+                self._host.send_soon(stream, Response(outputs), reply.complete, None)
         except Exception as error:
             self.error = error
             return True

@@ -23,7 +23,7 @@ from shmserve.workers.backends.python.model_file import flag, has_generator
 from shmserve.workers.backends.python.pb_requests import mark_device_inputs, request_from
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
-from shmserve.workers.model_calls.answer import Answer, Request, failure_of, failure_text
+from shmserve.workers.model_calls.answer import Request, Response, failure_of, failure_text
 from shmserve.workers.model_calls.responses import CANCELLED
 from shmserve.workers.model_calls.stream import NONE, ONE, ResponseSender, StreamClosed
 from shmserve.workers.process.device import device_of
@@ -79,14 +79,14 @@ class Python(PythonModel, SeparateBackend):
         self._inputs = [spec.name for spec in request_inputs_of(config)]
         self._outputs = [entry.name for entry in config.output]
         sequences = config.sequence_batching
-        self._again = Answer(again=True)
+        self._again = Response(again=True)
         if sequences is None or not sequences.iterative_sequence:
-            self._again = Answer(error=_NOT_ITERATIVE)
+            self._again = Response(error=_NOT_ITERATIVE)
         self.on_device = takes_device_inputs(config) and device_of(config, self.context.instance).kind == "GPU"
 
     # ------------------------------------------------------------------------------------ batches
 
-    def execute(self, requests: list[Request]) -> list[Answer | None]:
+    def execute(self, requests: list[Request]) -> list[Response | None]:
         streams = self.streams
         self._running = requests
         try:
@@ -113,7 +113,7 @@ class Python(PythonModel, SeparateBackend):
                 left = list(received)
                 del received  # so that a request that the model dropped is finalized
                 return self._collected(left, list(responses))
-            return [self._answer(response) for response in responses]
+            return [self._converted(response) for response in responses]
         finally:
             self._running = ()
             if streams.withdrawn:
@@ -127,21 +127,21 @@ class Python(PythonModel, SeparateBackend):
             mark_device_inputs(received)
         return received
 
-    def failed(self, requests: list[Request], answer: Answer) -> list[Answer | None]:
+    def failed(self, requests: list[Request], response: Response) -> list[Response | None]:
         streams = self.streams
         if streams.decoupled:
-            return [answer if streams.take_over(request.work.request) else None for request in requests]
-        return [streams.withdraw_sent(request.work.request) or answer for request in requests]
+            return [response if streams.take_over(request.work.request) else None for request in requests]
+        return [streams.withdraw_sent(request.work.request) or response for request in requests]
 
-    def _collected(self, received: list[pb_utils.InferenceRequest], responses: list[Any]) -> list[Answer | None]:
+    def _collected(self, received: list[pb_utils.InferenceRequest], responses: list[Any]) -> list[Response | None]:
         """Returns the answers of a batch in which some responses were sent, or will be, instead of being returned."""
-        answers: list[Answer | None] = []
+        answers: list[Response | None] = []
         while received:
             request, response = received.pop(0), responses.pop(0)
             sender = getattr(request, "_sender", None)
             again = response is None and getattr(request, "_again", False)
             if sender is None:
-                answers.append(self._again if again else self._answer(response))
+                answers.append(self._again if again else self._converted(response))
                 continue
             stream: ResponseSender = sender._stream
             del request, sender  # if these were the last references, no response can be sent
@@ -151,7 +151,7 @@ class Python(PythonModel, SeparateBackend):
                     log_message(
                         f"model instance '{self._instance}' returned a response that it had sent before: {ONE}", "error"
                     )
-                answers.append(sent or self._answer(response))
+                answers.append(sent or self._converted(response))
             elif again and not stream.final:
                 self.streams.take_over(stream.work.request)
                 answers.append(self._again)
@@ -185,7 +185,7 @@ class Python(PythonModel, SeparateBackend):
 
     def _decoupled_answers(
         self, requests: list[Request], streams: list[ResponseSender], again: list[bool]
-    ) -> list[Answer | None]:
+    ) -> list[Response | None]:
         host = self.streams
         if not host.connected:  # a warm-up sample: only its failure matters
             answers = [host.collect(stream) for stream in streams]
@@ -252,7 +252,7 @@ class Python(PythonModel, SeparateBackend):
         return found
 
     def send(self, stream: ResponseSender, response: Any, flags: int) -> Awaitable[None]:
-        answer = None if response is None or _is_end_only(response, flags) else self._answer(response)
+        answer = None if response is None or _is_end_only(response, flags) else self._converted(response)
         coroutines = self._coroutines
         try:
             if coroutines is not None and coroutines.here:
@@ -285,7 +285,7 @@ class Python(PythonModel, SeparateBackend):
 
     # ------------------------------------------------------------------------------------ answers
 
-    def _answer(self, response: Any) -> Answer:
+    def _converted(self, response: Any) -> Response:
         if not isinstance(response, pb_utils.InferenceResponse):
             return self._failure(
                 "Expected an 'InferenceResponse' object in the execute function return list, found type "
@@ -295,9 +295,9 @@ class Python(PythonModel, SeparateBackend):
         if error is not None:
             code = _CODES[error._code] if error._code in range(len(_CODES)) else "UNKNOWN"
             text = public(error._message, str(self.context.folder))
-            return Answer(error=Failure(code, text))
+            return Response(error=Failure(code, text))
         wanted: dict[str, Value] | None = response._parameters or None
-        return Answer([(tensor._name, self._output_of(tensor)) for tensor in response._tensors], None, wanted)
+        return Response([(tensor._name, self._output_of(tensor)) for tensor in response._tensors], None, wanted)
 
     def _output_of(self, tensor: pb_utils.Tensor) -> Any:
         """Returns the value of an output: the device piece if it is on a GPU and of the right type. No conversion
@@ -314,8 +314,8 @@ class Python(PythonModel, SeparateBackend):
                 f"None. It returned {type(result)}"
             )
 
-    def _failure(self, what: str) -> Answer:
-        return Answer(error=Failure(ModelFailed.code, failure_text(self._instance, what)))
+    def _failure(self, what: str) -> Response:
+        return Response(error=Failure(ModelFailed.code, failure_text(self._instance, what)))
 
     def _failure_of(self, error: Exception) -> Failure:
         """Returns the error for callers when a coroutine failed; the log gets the traceback."""

@@ -24,7 +24,7 @@ from shmserve.workers.model_calls.pending import GivenTensors
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
     from shmserve.workers.model_calls.calls import OutgoingCalls
-    from shmserve.workers.model_calls.pending import Pending, Response
+    from shmserve.workers.model_calls.pending import CallResponse, Pending
 
 _NUMBERS = {
     "INTERNAL": TritonError.INTERNAL,
@@ -91,7 +91,7 @@ class Responses:
             raise StopAsyncIteration
         return response
 
-    def _took(self, response: Response | None) -> InferenceResponse | None:
+    def _took(self, response: CallResponse | None) -> InferenceResponse | None:
         if response is None:
             self._at = len(self._taken or ())
             return None
@@ -155,7 +155,7 @@ async def finish_soon(calls: OutgoingCalls, pending: Pending, coroutines: bool) 
     return response_from(calls.take(pending))
 
 
-def _next(calls: OutgoingCalls, pending: Pending) -> Response | None:
+def _next(calls: OutgoingCalls, pending: Pending) -> CallResponse | None:
     try:
         return calls.next(pending)
     except ServeError as error:
@@ -169,7 +169,7 @@ async def _ready_soon(calls: OutgoingCalls, pending: Pending, coroutines: bool) 
         raise TritonModelException(str(error)) from None
 
 
-def response_from(response: Response | None) -> InferenceResponse:
+def response_from(response: CallResponse | None) -> InferenceResponse:
     if response is None:
         return InferenceResponse(error=TritonError("the call was cancelled", TritonError.CANCELLED))
     if response.code:

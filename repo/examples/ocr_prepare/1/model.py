@@ -25,7 +25,7 @@ class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"])["parameters"]
         self.longest = int(parameters["longest_side"]["string_value"])
-        self.most_pixels = int(parameters["most_pixels"]["string_value"])
+        self.max_pixels = int(parameters["max_pixels"]["string_value"])
         cv2.setNumThreads(1)
 
     def execute(self, requests):
@@ -34,7 +34,7 @@ class TritonPythonModel:
     def _answer(self, request):
         data = pb_utils.get_input_tensor_by_name(request, "IMAGE").as_numpy()[0]
         try:
-            original = decode(data, self.most_pixels)
+            original = decode(data, self.max_pixels)
             picture, place = fit(original, self.longest)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"IMAGE cannot be read: {error}"))
@@ -46,14 +46,14 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse(output_tensors=tensors)
 
 
-def decode(data: bytes, most_pixels: int) -> np.ndarray:
+def decode(data: bytes, max_pixels: int) -> np.ndarray:
     """BGR [height, width, 3]. Transparent pixels are blended with white."""
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
     except OSError:  # its text contains a memory address
         raise ValueError(f"its {len(data)} bytes are not a PNG or JPEG file") from None
-    if image.width * image.height > most_pixels:
-        raise ValueError(f"it has {image.width} x {image.height} pixels; the limit is {most_pixels}")
+    if image.width * image.height > max_pixels:
+        raise ValueError(f"it has {image.width} x {image.height} pixels; the limit is {max_pixels}")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

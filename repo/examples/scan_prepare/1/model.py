@@ -21,7 +21,7 @@ class TritonPythonModel:
     def initialize(self, args):
         parameters = json.loads(args["model_config"])["parameters"]
         self.shorter_side = int(parameters["shorter_side"]["string_value"])
-        self.most_pixels = int(parameters["most_pixels"]["string_value"])
+        self.max_pixels = int(parameters["max_pixels"]["string_value"])
         cv2.setNumThreads(1)
 
     def execute(self, requests):
@@ -30,7 +30,7 @@ class TritonPythonModel:
     def answer(self, request):
         data = pb_utils.get_input_tensor_by_name(request, "IMAGE").as_numpy()[0]
         try:
-            picture = decode(data, self.most_pixels)
+            picture = decode(data, self.max_pixels)
             tensors = [
                 pb_utils.Tensor("LINE", line(picture)),
                 pb_utils.Tensor("PAGE", page(picture, self.shorter_side)),
@@ -40,14 +40,14 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse(output_tensors=tensors)
 
 
-def decode(data: bytes, most_pixels: int) -> np.ndarray:
+def decode(data: bytes, max_pixels: int) -> np.ndarray:
     """BGR [height, width, 3]."""
     try:
         image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
     except OSError:  # its text contains a memory address
         raise ValueError(f"its {len(data)} bytes are not a PNG or JPEG file") from None
-    if image.width * image.height > most_pixels:
-        raise ValueError(f"it has {image.width} x {image.height} pixels; the limit is {most_pixels}")
+    if image.width * image.height > max_pixels:
+        raise ValueError(f"it has {image.width} x {image.height} pixels; the limit is {max_pixels}")
     return np.ascontiguousarray(np.asarray(image.convert("RGB"))[:, :, ::-1])
 
 

@@ -31,7 +31,7 @@ from shmserve.workers.batch import sequence_inputs
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
 from shmserve.workers.extended import extension_of
-from shmserve.workers.model_calls.answer import Answer, Request
+from shmserve.workers.model_calls.answer import Request, Response
 from shmserve.workers.runner import Runner
 from tests.support.workers.batch_parts import CONTEXT, Array, Parts
 from tests.support.workers.worker_harness import assert_failed, work
@@ -358,10 +358,10 @@ class Separate(SeparateBackend):
         super().__init__(CONTEXT)
         self.seen: list[list[Any]] = []
 
-    def execute(self, requests: list[Request]) -> list[Answer | None]:
+    def execute(self, requests: list[Request]) -> list[Response | None]:
         return [self._one(request) for request in requests]
 
-    def _one(self, request: Request) -> Answer | None:
+    def _one(self, request: Request) -> Response | None:
         x, start, end, ready, key, state = request.arrays
         assert x is not None
         assert state is not None
@@ -371,16 +371,16 @@ class Separate(SeparateBackend):
         states = ("t", new)
         first = int(x.ravel()[0])
         if first == -1:
-            return Answer([states, ("t", new[:, :1])])
+            return Response([states, ("t", new[:, :1])])
         if first == -2:
-            return Answer([states, ("unknown", x)])
+            return Response([states, ("unknown", x)])
         if first == -3:
             return None
         if first == 99 and state.ravel()[1] < 2:
-            return Answer([states], again=True)
+            return Response([states], again=True)
         if first == 5:
-            return Answer([("y", x + state[..., :1])])
-        return Answer([("y", x + state[..., :1]), states])
+            return Response([("y", x + state[..., :1])])
+        return Response([("y", x + state[..., :1]), states])
 
 
 def test_a_model_that_handles_requests_one_by_one() -> None:
