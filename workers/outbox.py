@@ -32,7 +32,7 @@ class Outbox:
         self._link = link
         self._messages: list[Any] = []
         self._descriptors: list[int] = []
-        self.later: deque[Handle | Cancel] = deque()
+        self.deferred: deque[Handle | Cancel] = deque()
         """Handles to return and calls to cancel, added by finalizers in any thread and sent with the next `flush`."""
 
     def add(self, message: Any, descriptor: int | None = None) -> None:
@@ -41,7 +41,7 @@ class Outbox:
             self._descriptors.append(os.dup(descriptor))
 
     def flush(self) -> None:
-        if self.later:
+        if self.deferred:
             self._messages += self._late()
         messages, descriptors = self._messages, self._descriptors
         if not messages:
@@ -60,8 +60,8 @@ class Outbox:
     def _late(self) -> list[Any]:
         messages: list[Any] = []
         handles: list[Handle] = []
-        for _ in range(len(self.later)):
-            item = self.later.popleft()
+        for _ in range(len(self.deferred)):
+            item = self.deferred.popleft()
             if isinstance(item, Handle):
                 handles.append(item)
             else:

@@ -20,7 +20,7 @@ from statistics import median
 from time import perf_counter
 
 from bench.endpoints import perf_analyzer
-from bench.endpoints.clients import LONE, MANY, OtherPythonChild
+from bench.endpoints.clients import CONCURRENT_CLIENTS, SEQUENTIAL_CLIENTS, OtherPythonChild
 from bench.endpoints.perf_analyzer import Ran
 from bench.endpoints.servers import ROW, Serving, ours, repository, triton
 from bench.lib import models, processes, table
@@ -184,18 +184,26 @@ class EndpointMeasures:
         return lambda: float(child.ask(seconds=self.seconds, way=way)[answer])
 
     def many(self, model: str, mine: Child, theirs: Child) -> Row:
-        parties = [self.asking(mine, "many", "per_s"), *(self.asking(theirs, way, "per_s") for way in MANY)]
+        parties = [
+            self.asking(mine, "many", "per_s"),
+            *(self.asking(theirs, way, "per_s") for way in CONCURRENT_CLIENTS),
+        ]
         rate, *others = (median(values) for values in alternate(self.rounds, *parties))
         beside = f"{rate:,.0f}/s; " + ", ".join(
-            f"{way} {per_s:,.0f}/s" for way, per_s in zip(MANY, others, strict=True)
+            f"{way} {per_s:,.0f}/s" for way, per_s in zip(CONCURRENT_CLIENTS, others, strict=True)
         )
         text = f"{model}, native AsyncClient, {FLIGHT} in flight"
         return Row(text, rate / max(others), "of Triton's best client", at_least=3.0, beside=beside)
 
     def lone(self, model: str, mine: Child, theirs: Child) -> Row:
-        parties = [self.asking(mine, "lone", "median_us"), *(self.asking(theirs, way, "median_us") for way in LONE)]
+        parties = [
+            self.asking(mine, "lone", "median_us"),
+            *(self.asking(theirs, way, "median_us") for way in SEQUENTIAL_CLIENTS),
+        ]
         took, *others = (median(values) for values in alternate(self.rounds, *parties))
-        beside = f"{micros(took)}; " + ", ".join(f"{way} {micros(us)}" for way, us in zip(LONE, others, strict=True))
+        beside = f"{micros(took)}; " + ", ".join(
+            f"{way} {micros(us)}" for way, us in zip(SEQUENTIAL_CLIENTS, others, strict=True)
+        )
         text = f"{model}, native Client, one request"
         return Row(text, took / min(others), "of the time of Triton's best client", at_most=0.4, beside=beside)
 

@@ -68,12 +68,12 @@ async def _keep_asking(ask: Callable[[], Any], take: Callable[[Any], Any], secon
     return count / (perf_counter() - start)
 
 
-LONE = ("http", "grpc")
-MANY = ("grpc callbacks", "grpc.aio", "http.aio", "http greenlets")
+SEQUENTIAL_CLIENTS = ("http", "grpc")
+CONCURRENT_CLIENTS = ("grpc callbacks", "grpc.aio", "http.aio", "http greenlets")
 
 
 def tritonclient(http: str, grpc: str, model: str, size: int, flight: int) -> Handler:
-    """Orders: `way` is one of LONE or MANY."""
+    """Orders: `way` is one of SEQUENTIAL_CLIENTS or CONCURRENT_CLIENTS."""
     import importlib
 
     x = _input(size)

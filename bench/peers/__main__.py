@@ -103,7 +103,7 @@ class Compared:
         y = numbers(running.await_answer(post))
         if not np.allclose(y, expected(self.workload, self._row, self._work), rtol=NEAR, atol=NEAR):
             raise RuntimeError(f"a wrong answer of {y.size} numbers: {y[:4]}")
-        running.rest()
+        running.pause()
         return running, post
 
     def cells(self, flight: int, rounds: int) -> Iterator[Cell]:
@@ -115,7 +115,7 @@ class Compared:
 
     def _turn(self, name: str, batch: int, flight: int) -> Turn | None:
         running, post = self._started[name, batch]
-        running.go_on()
+        running.resume()
         try:
             for _ in range(WARM):
                 running.await_answer(post)
@@ -124,7 +124,7 @@ class Compared:
             say(f"{self.workload.name}, {flight} in flight: {name} failed: {error}")
             return None
         finally:
-            running.rest()
+            running.pause()
 
 
 def numbers(answer: bytes) -> Array:

@@ -42,14 +42,14 @@ class Running:
         except OSError:
             return False  # it has ended, or belongs to another user
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Stops processes until none is left that could start another one."""
         stopped: set[int] = set()
         while found := self.members() - stopped:
             self._signal(found, signal.SIGSTOP)
             stopped |= found
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._signal(self.members(), signal.SIGCONT)
 
     def await_answer(self, post: Post) -> bytes:
@@ -73,7 +73,7 @@ class Running:
         raise RuntimeError(f"{self.name} has not come up ({said}): {self._log.read_text(errors='replace')[-2000:]}")
 
     def end(self) -> None:
-        self.go_on()
+        self.resume()
         self._process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):  # then it is killed with the rest
             self._process.wait(END_S)

@@ -28,7 +28,7 @@ FREE = 0xEE
 """A slot is overwritten with this as soon as its request has ended, to expose later reads."""
 
 
-class Asker:
+class RawClient:
     """One connection, its requests in flight, and its counts."""
 
     def __init__(self, link: Link, seed: int, dtypes: Sequence[str] = DTYPES, allowed: Allowed | None = None) -> None:
@@ -153,7 +153,7 @@ class Asker:
         return True
 
 
-class LaneAsker(Asker):
+class RawLaneClient(RawClient):
     """Places large inputs in slots of one memfd. A slot is free again after the response, or after Released."""
 
     link: Lane
@@ -184,7 +184,7 @@ class LaneAsker(Asker):
         return self.link.read(tensor)
 
 
-class ZmqAsker(Asker):
+class RawZmqClient(RawClient):
     """Sends and receives large tensors as frames."""
 
     link: Zmq
@@ -219,11 +219,11 @@ def _difference(output: Tensor, got: bytes, shape: tuple[int, ...], content: byt
 
 
 def raw(link: str, path: str, seed: int) -> Handler:
-    asker: Asker = LaneAsker(Lane(path), seed) if link == "lane" else ZmqAsker(Zmq(path), seed)
+    client: RawClient = RawLaneClient(Lane(path), seed) if link == "lane" else RawZmqClient(Zmq(path), seed)
 
     def handle(seconds: float) -> Answer:
-        found = asker.talk(seconds)
-        asker.link.close()
+        found = client.talk(seconds)
+        client.link.close()
         return found
 
     return handle

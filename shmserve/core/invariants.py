@@ -60,7 +60,7 @@ def _check_requests(state: State) -> dict[Version, list[Request]]:
         else:
             _check_started(request)
         if request.step_of:
-            assert state.runs[request.step_of].out.get(request.number) is request, request.story()
+            assert state.runs[request.step_of].in_flight.get(request.number) is request, request.story()
         elif request.state is not RequestState.LINGERING:
             assert request.client.requests.get(request.client_number) == request.number, request.story()
     abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
@@ -122,13 +122,13 @@ def _check_run(state: State, request: Request) -> None:
     run = state.runs[request.number]
     assert run.request is request, request.story()
     assert request.state in (RequestState.CHAINED, RequestState.LINGERING), request.story()
-    assert run.spots.keys() == run.out.keys(), request.story()
+    assert run.spots.keys() == run.in_flight.keys(), request.story()
     assert run.over == (request.state is RequestState.LINGERING), request.story()
-    assert run.out or run.mapped or run.waits_for_room, f"nothing is in flight for it: {request.story()}"
+    assert run.in_flight or run.mapped or run.waits_for_room, f"nothing is in flight for it: {request.story()}"
     assert not run.results, request.story()
     assert not run.ready or run.over, request.story()
     assert not run.mapped or run.over or run in state.runs_with_rows.members(), request.story()
-    for number, step in run.out.items():
+    for number, step in run.in_flight.items():
         assert state.requests[number] is step, request.story()
     for iteration in run.iterations():
         for name, kept in iteration.tensors.items():
@@ -227,7 +227,7 @@ def _check_sleep(state: State, version: Version) -> None:
     for instance in version.instances:
         may_lack = instance.state is _I.WAITING or (instance.state is _I.BACKOFF and instance.lost)
         has_memory = bool(instance.peer) or instance.state is _I.BACKOFF
-        assert (instance in state.held) == has_memory or may_lack, instance.story()
+        assert (instance in state.memory_holders) == has_memory or may_lack, instance.story()
         assert not instance.asleep_soon or (instance.sleeping and instance.idle and not instance.streams), (
             instance.story()
         )

@@ -154,7 +154,7 @@ class State:
         self.to_sleep: dict[Version, bool] = {}
         """Versions that go to sleep as soon as nothing runs on them, not even over a lease. True: others need their
         memory."""
-        self.held: dict[Instance, Version] = {}
+        self.memory_holders: dict[Instance, Version] = {}
         """Instances that have been granted memory: granted before they load, freed when their process has ended."""
         self.yielding: dict[Version, int] = {}
         """Version -> since when it yields: it finishes what runs and then sleeps, because others wait for its

@@ -39,11 +39,11 @@ from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.workers.model_calls.pending import (
     Array,
     CallResponse,
-    Gift,
     GivenTensors,
+    HandleReturner,
     Pending,
     check,
-    gift_of,
+    returner_of,
     wake,
     within,
 )
@@ -77,7 +77,7 @@ class OutgoingCalls:
         self._arenas = arenas
         self._mapped = mapped
         self._streams: OpenResponses
-        self._gift = Gift(self.later)
+        self._returner = HandleReturner(self.defer)
         self._numbers = 0
         self._open: dict[int, Pending] = {}
         self._held: dict[int, Pending] = {}
@@ -98,7 +98,7 @@ class OutgoingCalls:
 
     def connect(self, streams: OpenResponses) -> None:
         self._streams = streams
-        streams.later = self._outbox.later
+        streams.deferred = self._outbox.deferred
         streams.ended = self._wake_all
         streams.listen(self._descriptor, self._read)
 
@@ -178,7 +178,7 @@ class OutgoingCalls:
         depends on it."""
         parent: Work | None = None
         for given, place in zip(inputs, places, strict=True):
-            if place is not None and gift_of(given.array) is not None:
+            if place is not None and returner_of(given.array) is not None:
                 continue
             work = given.work if given.work in running else None
             if work is None and place is not None:
@@ -216,7 +216,7 @@ class OutgoingCalls:
             array = np.frombuffer(encode_bytes(array, str), np.uint8)
         if array.nbytes <= min(INLINE_BYTES, room):
             return Tensor(given.name, dtype, shape, array.tobytes())
-        if place is not None and (gift_of(array) is not None or (parent is not None and within(place, parent))):
+        if place is not None and (returner_of(array) is not None or (parent is not None and within(place, parent))):
             pending.kept.append(given.array)
             return Tensor(given.name, dtype, shape, (place,))
         block = self._arenas.allocate(INTERNAL, array.nbytes)
@@ -301,9 +301,9 @@ class OutgoingCalls:
             self._streams.check_process()
             return self._counters.add(subject)
 
-    def later(self, what: Handle | Cancel) -> None:
+    def defer(self, what: Handle | Cancel) -> None:
         """Called by finalizers in any thread; sent with the next messages."""
-        self._outbox.later.append(what)
+        self._outbox.deferred.append(what)
         self._streams.wake_reader()
 
     def forget(self, pending: Pending) -> None:
@@ -311,7 +311,7 @@ class OutgoingCalls:
         pending.abandoned = True
         pending.answers.clear()
         if not pending.over:
-            self.later(Cancel(pending.number))
+            self.defer(Cancel(pending.number))
 
     # ------------------------------------------------------------------------------------ answers, with the turn
 
@@ -321,7 +321,7 @@ class OutgoingCalls:
         if pending is None or pending.abandoned:
             for tensor in message.outputs:
                 if isinstance(tensor.data, tuple):
-                    self._outbox.later.extend(tensor.data)
+                    self._outbox.deferred.extend(tensor.data)
             return
         pending.answers.append(self._response(message))  # even without outputs: Triton models count the last response
         pending.over = last
@@ -381,12 +381,14 @@ class OutgoingCalls:
         if isinstance(data, tuple):
             if len(data) == 1 and tensor.dtype != "BYTES":
                 try:
-                    return self._mapped.view(data[0], to_numpy(tensor.dtype), tensor.shape, on_drop=self._gift.dropped)
+                    return self._mapped.view(
+                        data[0], to_numpy(tensor.dtype), tensor.shape, on_drop=self._returner.dropped
+                    )
                 except BaseException:
-                    self._outbox.later.append(data[0])
+                    self._outbox.deferred.append(data[0])
                     raise
             # Rows from several workers, or strings: copied, so the handles are returned at once.
-            self._outbox.later.extend(data)
+            self._outbox.deferred.extend(data)
             data = b"".join([self._mapped.memory(part) for part in data])
         if tensor.dtype == "BYTES":
             return decode_bytes(data, tensor.shape)
@@ -397,8 +399,8 @@ class OutgoingCalls:
     def passed_on(self, array: Array, audience: str) -> Handle | None:
         """Returns the handle of an output that came from a call, if it goes unchanged to the same audience, to be sent
         in a row. Keeps the array until the row is `sent`."""
-        gift = gift_of(array)
-        if gift is None:
+        returner = returner_of(array)
+        if returner is None:
             return None
         place = self._place(array)
         if place is None or self._arenas.audiences.get(place.segment) != audience:

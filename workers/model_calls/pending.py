@@ -46,17 +46,17 @@ class CallResponse(Struct):
     text: str = ""
 
 
-class Gift:
+class HandleReturner:
     """Returns the handles of a reply when its arrays are freed."""
 
-    __slots__ = ("later",)
+    __slots__ = ("defer",)
 
-    def __init__(self, later: Callable[[Handle], None]) -> None:
-        self.later = later
+    def __init__(self, defer: Callable[[Handle], None]) -> None:
+        self.defer = defer
 
     def dropped(self, handle: Handle) -> None:
         """Called by the garbage collector."""
-        self.later(handle)
+        self.defer(handle)
 
 
 class Pending:
@@ -98,10 +98,10 @@ def check(message: Call | Ask) -> None:
         raise InvalidRequest(found.text)
 
 
-def gift_of(array: Array) -> Gift | None:
+def returner_of(array: Array) -> HandleReturner | None:
     hold = views.hold_of(array)
-    gift = getattr(hold.on_drop, "__self__", None) if hold is not None else None
-    return gift if isinstance(gift, Gift) else None
+    returner = getattr(hold.on_drop, "__self__", None) if hold is not None else None
+    return returner if isinstance(returner, HandleReturner) else None
 
 
 def within(place: Handle, work: Work) -> bool:

@@ -22,7 +22,14 @@ from shmserve.protocol.messages import Failure
 from shmserve.protocol.worker_messages import Row
 from shmserve.workers.model_calls.answer import Response
 from shmserve.workers.model_calls.coroutines import SENT, settle_soon
-from shmserve.workers.model_calls.stream import CLOSED, FORKED, NONE, ONE, ResponseSender, StreamClosed
+from shmserve.workers.model_calls.stream import (
+    IN_FORKED_PROCESS,
+    NO_RESPONSE,
+    SENDER_CLOSED,
+    SENT_TWICE,
+    ResponseSender,
+    StreamClosed,
+)
 
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
@@ -58,7 +65,7 @@ class OpenResponses:
         self._forked = False
         self.listening = False
         """Whether there is a link on which replies can arrive."""
-        self.later: deque[Any] = deque()
+        self.deferred: deque[Any] = deque()
         """Messages from finalizers, to be sent at the next opportunity."""
         self.ended: Callable[[], None] = lambda: None
         """Called, with the turn, when nothing more will arrive."""
@@ -119,7 +126,7 @@ class OpenResponses:
                 self.withdrawn.add(request)
                 continue
             stream.cancelled = True
-            wanted = (one for one in stream.together if not (one.cancelled or one.over))
+            wanted = (one for one in stream.task_streams if not (one.cancelled or one.over))
             if stream.loop is not None and stream.task is not None and not any(wanted):
                 # Cancel before the futures of kept responses resolve, or the coroutine would continue until the loop
                 # processes the cancellation.
@@ -214,7 +221,7 @@ class OpenResponses:
     def check_process(self) -> None:
         """Raises in a process that the model forked."""
         if self._forked:
-            raise ConnectionLost(FORKED)
+            raise ConnectionLost(IN_FORKED_PROCESS)
 
     def wait_for(self, ready: Callable[[], bool], even_if_lost: bool = False) -> None:
         """Waits until `ready()`; `even_if_lost`: also after the link is lost. Without the turn."""
@@ -239,7 +246,7 @@ class OpenResponses:
             over()
 
     def wake_reader(self) -> None:
-        """Wakes the reading thread to send `later`. In any thread, also from finalizers."""
+        """Wakes the reading thread to send `deferred`. In any thread, also from finalizers."""
         if self._reading:
             self._signal_reader()
 
@@ -314,10 +321,10 @@ class OpenResponses:
         """Returns whether the stream is over; raises StreamClosed for an invalid send. Checked first without the turn,
         because acquiring the turn may block until the next batch."""
         if self._forked:
-            raise StreamClosed(FORKED)
+            raise StreamClosed(IN_FORKED_PROCESS)
         second = response is not None and stream.response is not None and not (self.decoupled or stream.over)
         if second or stream.final:
-            raise StreamClosed(ONE if second else CLOSED)
+            raise StreamClosed(SENT_TWICE if second else SENDER_CLOSED)
         return stream.over
 
     def _begin_to_send(self, stream: ResponseSender, response: Response | None, final: bool) -> bool:
@@ -327,7 +334,7 @@ class OpenResponses:
         if self.decoupled:
             return True
         if response is None and stream.response is None:
-            raise StreamClosed(NONE)
+            raise StreamClosed(NO_RESPONSE)
         stream.response = stream.response or response
         stream.final = final
         if final:
@@ -438,7 +445,7 @@ class OpenResponses:
             self._condition.wait()
             return
         self._reading = True
-        if self.later and self.listening and self.lost is None:  # after this check, `wake_reader` wakes this thread
+        if self.deferred and self.listening and self.lost is None:  # after this check, `wake_reader` wakes this thread
             self._reading = False
             self._read_link()
             return

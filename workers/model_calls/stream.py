@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Row, Work
     from shmserve.workers.model_calls.answer import Response
 
-CLOSED = "Unable to send response. Response sender has been closed."
-ONE = "Unable to send response. Non-decoupled model cannot send more than one response."
-NONE = "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
-FORKED = (
+SENDER_CLOSED = "Unable to send response. Response sender has been closed."
+SENT_TWICE = "Unable to send response. Non-decoupled model cannot send more than one response."
+NO_RESPONSE = "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
+IN_FORKED_PROCESS = (
     "a process that the model has forked cannot call models, ask the server, add metrics or send responses; only the "
     "model's own process can"
 )
@@ -28,7 +28,19 @@ class ResponseSender:
     more is sent. `cancelled`: the caller no longer waits; responses are dropped, and the model should stop.
     """
 
-    __slots__ = ("cancelled", "final", "kept", "loop", "over", "response", "room", "since", "task", "together", "work")
+    __slots__ = (
+        "cancelled",
+        "final",
+        "kept",
+        "loop",
+        "over",
+        "response",
+        "room",
+        "since",
+        "task",
+        "task_streams",
+        "work",
+    )
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -45,8 +57,8 @@ class ResponseSender:
         """Queued responses without room, each with the future that resolves when it is sent."""
         self.loop: AbstractEventLoop | None = None
         self.task: Task[Any] | None = None
-        """The coroutine that answers this request and those in `together`."""
-        self.together: tuple[ResponseSender, ...] = ()
+        """The coroutine that answers this request and those in `task_streams`."""
+        self.task_streams: tuple[ResponseSender, ...] = ()
 
 
 class StreamClosed(Exception):

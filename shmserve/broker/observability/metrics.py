@@ -136,7 +136,7 @@ class Metrics:
             if version.graph is None:
                 _sleep(page, version, named)
                 if self._state.memory_limited:
-                    _memory(page, version, self._state.held, named)
+                    _memory(page, version, self._state.memory_holders, named)
             if version.scaler is not None:
                 _scaling(page, version, version.scaler, named)
             same = [other for other in generations if other.number == number and other is not version]

@@ -110,7 +110,7 @@ def _runs_at(state: State, request: Request, stuck: Stuck) -> Instance | None:
 
 def _held_up_by(state: State, run: Run, stuck: Stuck) -> Instance | None:
     """For a request to an ensemble: checks its steps in flight and those that have not started."""
-    blockers = [_blocked_by(state, step, stuck) for step in run.out.values()]
+    blockers = [_blocked_by(state, step, stuck) for step in run.in_flight.values()]
     blockers += [_served_by(state, member, stuck) for member in run.to_come()]
     return next((blocker for blocker in blockers if blocker is not None), None)
 

@@ -69,7 +69,7 @@ class Ensembles:
                 self._fail(run, error)
         if run.failure is not None and not run.over:
             self._answer_failure(run, now)
-        if run.over and not run.out:
+        if run.over and not run.in_flight:
             self._close(run)
 
     def _fail(self, run: Run, error: ServeError) -> None:
@@ -351,12 +351,12 @@ class Ensembles:
         assert run.failure is not None
         run.over = True
         request, (code, text) = run.request, run.failure
-        for step in list(run.out.values()):
+        for step in list(run.in_flight.values()):
             self._give_up(step)
         kind = FailureKind.CANCELED if code == "CANCELLED" else FailureKind.OTHER
         request.version.statistics.failed(kind, now - request.arrived)
         request.version.statistics.keep_error(code, text, now)
-        if not run.out:
+        if not run.in_flight:
             completion.deliver(self._state, request, Fail(request.client_number, code, text))
             return
         completion.send_failure(self._state, request, code, text)

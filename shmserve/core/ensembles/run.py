@@ -96,9 +96,9 @@ class Run(Struct, eq=False):
     ready: list[tuple[Iteration, int]] = []
     mapped: deque[MappedStep] = field(default_factory=deque)
     """Invariant: if this is not empty and the run has not failed, the run is in State.runs_with_rows."""
-    out: dict[int, Request] = {}
+    in_flight: dict[int, Request] = {}
     spots: dict[int, Spot] = {}
-    """Number of a request in `out` -> its purpose."""
+    """Number of a request in `in_flight` -> its purpose."""
     sources: dict[int, Request] = {}
     """Level -> the request in flight to its source."""
     room: int = 0
@@ -129,7 +129,7 @@ class Run(Struct, eq=False):
 
     def ended(self, request: Request) -> None:
         """A step has delivered its last result, and no worker has its request any more."""
-        del self.out[request.number], self.spots[request.number]
+        del self.in_flight[request.number], self.spots[request.number]
 
     def fail(self, code: str, text: str) -> None:
         """Records a failure. Only the first one is reported."""

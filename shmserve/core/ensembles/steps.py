@@ -94,7 +94,7 @@ def submit(
         aliases=not (final or step.mapped or member.cached), length=length,
         labels=_labels(run, index) if classes else (),
     )  # fmt: skip
-    state.requests[number] = run.out[number] = request
+    state.requests[number] = run.in_flight[number] = request
     if state.traces.active:
         state.traces.sample_child(request, parent)
     run.spots[number] = spot

@@ -160,7 +160,7 @@ class Lifecycle:
         lost = self._state.ledger.worker_died(event.peer)
         if lost:
             self._lose_tensors(lost, instance, now)
-        del self._state.held[instance]
+        del self._state.memory_holders[instance]
         self._state.memory_changed = True
         self._handle_exit(version, instance, event, explained, now)
         version.settle_sleep()
@@ -346,7 +346,7 @@ class Lifecycle:
 
     def _back_off(self, version: Version, instance: Instance, pause: int, now: int) -> None:
         instance.move(_I.BACKOFF)
-        self._state.held[instance] = version
+        self._state.memory_holders[instance] = version
         instance.load_error = ""
         instance.retry_at = now + pause
         self._state.set_timer(instance.retry_at, Timer.RETRY, instance)
@@ -395,7 +395,7 @@ class Lifecycle:
                 for instance in version.instances:
                     if instance.state in (_I.BACKOFF, _I.WAITING) and not instance.sleeping:
                         instance.move(_I.STOPPED)
-                        self._state.held.pop(instance, None)
+                        self._state.memory_holders.pop(instance, None)
                 self._no_more(version, now)
         self._state.set_timer(now + event.limit_ns * 3 // 4, Timer.LEAVE, None)
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)

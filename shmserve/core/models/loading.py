@@ -31,7 +31,7 @@ def spawn(state: State, version: Version, instance: Instance) -> None:
     instance.ready_since = 0
     instance.hung = False
     instance.memory = (0, 0)
-    state.held[instance] = version
+    state.memory_holders[instance] = version
     if state.limits.load_ns:
         state.set_timer(state.now + state.limits.load_ns, Timer.LATE, instance)
     instance.peer = state.next_worker()
@@ -42,7 +42,7 @@ def spawn(state: State, version: Version, instance: Instance) -> None:
 
 def start_again(state: State, version: Version, instance: Instance) -> None:
     """Starts an instance after its back-off. If others have been granted its memory, it waits for memory."""
-    if instance in state.held:
+    if instance in state.memory_holders:
         spawn(state, version, instance)
         return
     instance.move(_I.WAITING)

@@ -84,7 +84,7 @@ def label_of(place: int) -> str:
 
 def budgets(state: State) -> BytesByPlace:
     """The budgets of the host and of each GPU that instances have used."""
-    devices = {instance.spec.device for instance in state.held if instance.spec.kind == "KIND_GPU"}
+    devices = {instance.spec.device for instance in state.memory_holders if instance.spec.kind == "KIND_GPU"}
     devices.update(gpu for gpu, _ in state.limits.gpu_budgets if gpu != ANY_GPU)
     found = Counter({place: budget_of(state, place) for place in (HOST, *devices)})
     return +found
@@ -96,7 +96,7 @@ def is_measured(version: Version) -> bool:
 
 def used(state: State) -> BytesByPlace:
     found: BytesByPlace = Counter()
-    for instance, version in state.held.items():
+    for instance, version in state.memory_holders.items():
         found.update(charge_of(version, instance))
     return found
 
@@ -135,7 +135,7 @@ def next_to_load(state: State) -> tuple[Version, Instance] | None:
     if not state.memory_limited:
         return queue.popleft() if queue else None
     for index, (version, instance) in enumerate(queue):
-        if instance in state.held or instance.state is not _I.WAITING:
+        if instance in state.memory_holders or instance.state is not _I.WAITING:
             del queue[index]
             return version, instance
     return None
@@ -185,7 +185,7 @@ def guess_less(version: Version, place: int, size: int) -> None:
 def fixed(state: State, but: Version | None = None) -> BytesByPlace:
     """Memory of versions that stay loaded, except those of the same model as `but`, which make room for it."""
     found: BytesByPlace = Counter()
-    for instance, version in state.held.items():
+    for instance, version in state.memory_holders.items():
         if is_fixed(version, instance) and (but is None or version.model != but.model):
             found.update(charge_of(version, instance))
     return found
@@ -194,13 +194,13 @@ def fixed(state: State, but: Version | None = None) -> BytesByPlace:
 def waits_for_memory(state: State, instance: Instance) -> bool:
     """Is the instance asleep or waiting to load, without a memory grant?"""
     waits = instance.sleeping or instance.state is _I.WAITING
-    return state.memory_limited and waits and instance not in state.held
+    return state.memory_limited and waits and instance not in state.memory_holders
 
 
 def may_never_load(state: State, instance: Instance) -> bool:
     """Is it an instance that was added for more throughput or could not load again, and that gets only memory that is
     free?"""
-    return state.memory_limited and (instance.joining or instance.lost) and instance not in state.held
+    return state.memory_limited and (instance.joining or instance.lost) and instance not in state.memory_holders
 
 
 def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> Instance | None:
@@ -210,7 +210,7 @@ def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> In
     need = needed_to_wake(version) or needed_to_load(version)
     taken: BytesByPlace = Counter()
     blocker = None
-    for instance, other in state.held.items():
+    for instance, other in state.memory_holders.items():
         blocking = next((one for one in other.instances if one in stuck), None)
         if blocking is not None or (other is not version and is_fixed(other, instance)):
             taken.update(charge_of(other, instance))

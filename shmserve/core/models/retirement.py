@@ -47,7 +47,7 @@ def stop(state: State, version: Version, instance: Instance, hurry: bool = True)
     state.deadlock_possible = True
     if instance.state in (_I.WAITING, _I.BACKOFF, _I.ASLEEP):
         instance.move(_I.STOPPED)
-        state.held.pop(instance, None)
+        state.memory_holders.pop(instance, None)
         state.memory_changed = True
         remove_stopped(state, version, instance)
     elif instance.state is _I.GOING_TO_SLEEP:

@@ -77,12 +77,12 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             short = _missing(state, used, need)
         if not short and not blocked & limited:
             for instance in claim.instances:
-                state.held[instance] = claim.version
+                state.memory_holders[instance] = claim.version
             used.update(need)
-            _tell(state, claim, need)
+            _log_waking(state, claim, need)
         elif not claim.extra:
             if not blocked & limited:
-                _tell(state, claim, need, *_free(state, short, claim.version, called, claim.since, now))
+                _log_waking(state, claim, need, *_free(state, short, claim.version, called, claim.since, now))
                 state.deadlock_possible = True
             blocked |= limited
             waits = True
@@ -112,7 +112,7 @@ def _settle_shortage(state: State, over: BytesByPlace, called: Container[Version
             for place, size in over.items()
         )
         state.log("warning", f"models use {what}")
-    for instance, version in list(state.held.items()):
+    for instance, version in list(state.memory_holders.items()):
         sizes = zip((memory.HOST, instance.spec.device), instance.memory, strict=True)
         large = [(p, size) for p, size in sizes if p in over and size > memory.budget_of(state, p)]
         if instance.state is _I.STARTING and large:
@@ -133,7 +133,7 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
     for the first time needs all."""
     found: dict[object, _Claim] = {}
     for version, instance in list(state.load_queue):
-        if instance.state is not _I.WAITING or instance in state.held:
+        if instance.state is not _I.WAITING or instance in state.memory_holders:
             continue
         serves = any((other.usable and not other.waits) or _loads(state, other) for other in version.instances)
         needed = not serves and version.waits > 0
@@ -161,7 +161,7 @@ def _loads(state: State, instance: Instance) -> bool:
     """Is the instance loading, or has it been granted memory to load?"""
     if instance.spec.passive or instance.over:
         return False
-    return instance.state is _I.STARTING or (instance.state is _I.WAITING and instance in state.held)
+    return instance.state is _I.STARTING or (instance.state is _I.WAITING and instance in state.memory_holders)
 
 
 def _is_awake(version: Version) -> bool:
@@ -181,7 +181,7 @@ def _called(state: State) -> set[Version]:
         request = todo.pop()
         run = state.runs.get(request.number)
         if run is not None:
-            todo += run.out.values()
+            todo += run.in_flight.values()
         elif request.state is RequestState.QUEUED:
             found.add(request.version)
     return found
@@ -215,7 +215,7 @@ def _never_fits(state: State, claim: _Claim, need: BytesByPlace, stays: BytesByP
 
 def _staying(state: State, version: Version) -> list[Instance]:
     """The version's instances that keep their memory until the version sleeps."""
-    return [one for one in version.instances if one in state.held and not (one.over or one.asleep_soon)]
+    return [one for one in version.instances if one in state.memory_holders and not (one.over or one.asleep_soon)]
 
 
 def _missing(state: State, used: BytesByPlace, need: BytesByPlace) -> BytesByPlace:
@@ -223,7 +223,7 @@ def _missing(state: State, used: BytesByPlace, need: BytesByPlace) -> BytesByPla
     return BytesByPlace({place: size for place, size in memory.shortage(state, after).items() if need[place]})
 
 
-def _tell(state: State, claim: _Claim, need: BytesByPlace, sleeping: int = 0, waits: bool = False) -> None:
+def _log_waking(state: State, claim: _Claim, need: BytesByPlace, sleeping: int = 0, waits: bool = False) -> None:
     version = claim.version
     if not version.sleep_state.woken or version.sleep_state.logged:
         return
@@ -264,18 +264,18 @@ def _free(
 
 def _take_from_lost(state: State, used: BytesByPlace, short: BytesByPlace) -> None:
     """Takes the memory of instances that could not load again and have no process until the next attempt."""
-    for instance, version in list(state.held.items()):
+    for instance, version in list(state.memory_holders.items()):
         charge = memory.charge_of(version, instance)
         if instance.state is _I.BACKOFF and instance.lost and any(charge[place] for place in short):
             used.subtract(charge)
-            del state.held[instance]
+            del state.memory_holders[instance]
 
 
 def _left(state: State, short: BytesByPlace, now: int) -> BytesByPlace:
     """These bytes minus those that will be free soon."""
     wait = state.limits.memory_wait_ns
     left = BytesByPlace(short)
-    for instance, version in state.held.items():
+    for instance, version in state.memory_holders.items():
         soon = version in state.to_sleep or now - state.yielding.get(version, now - wait) < wait or _ends(version)
         if instance.state in _LEAVING or instance.asleep_soon or instance.state is _I.KILLED or soon:
             left.subtract(memory.charge_of(version, instance))
@@ -283,7 +283,7 @@ def _left(state: State, short: BytesByPlace, now: int) -> BytesByPlace:
 
 
 def _candidates(state: State, keep: Version | None) -> list[Version]:
-    return [version for version in dict.fromkeys(state.held.values()) if _may_sleep(version, keep)]
+    return [version for version in dict.fromkeys(state.memory_holders.values()) if _may_sleep(version, keep)]
 
 
 def _resting(state: State, candidates: list[Version]) -> list[Version]:
@@ -296,7 +296,7 @@ def _resting(state: State, candidates: list[Version]) -> list[Version]:
 def _are_enough(state: State, short: BytesByPlace, resting: list[Version]) -> bool:
     left = BytesByPlace(short)
     for version in resting:
-        left.subtract(memory.of_version(version, state.held))
+        left.subtract(memory.of_version(version, state.memory_holders))
     return max(left.values(), default=0) <= 0
 
 
@@ -336,7 +336,7 @@ def _ends(version: Version) -> bool:
 
 def _take(state: State, version: Version, short: BytesByPlace) -> bool:
     """Subtracts the memory of this version from `short`, if that helps."""
-    charge = memory.of_version(version, state.held)
+    charge = memory.of_version(version, state.memory_holders)
     if not any(size > 0 and charge[place] for place, size in short.items()):
         return False
     short.subtract(charge)

@@ -17,13 +17,13 @@ SLOW_WINDOW_NS = 1_000_000_000
 """How often a version is measured while it is idle and has more instances than it needs."""
 SUSTAINED = 3
 """Consecutive windows in which requests must have waited too long. A single burst is over sooner."""
-FALLING = 0.9
+FALLING_RATIO = 0.9
 """If the time in the queue falls below this fraction of that in the previous window, the instances are catching up."""
-FULLEST = 0.8
+MAX_UTILIZATION = 0.8
 """Maximum utilization of the remaining instances after one is removed."""
-NOTHING_NS = 1_000_000
+NORMAL_QUEUE_NS = 1_000_000
 """Time in the queue that is caused by messages and turns, not by busy instances."""
-MOST_PATIENCE = 16
+MAX_PATIENCE = 16
 
 
 class Reading(Struct, frozen=True):
@@ -107,7 +107,7 @@ class Scaler(Struct):
         started = now.requests - before.requests
         # Queued requests have waited, on average, half as long as the oldest one.
         wait_ns = max((now.queue_ns - before.queue_ns) // started if started > 0 else 0, now.oldest_ns // 2)
-        is_falling, self.last_wait_ns = wait_ns < FALLING * self.last_wait_ns, wait_ns
+        is_falling, self.last_wait_ns = wait_ns < FALLING_RATIO * self.last_wait_ns, wait_ns
         is_short = wait_ns > limit_ns and not now.spare
         self.short = self.short + 1 if is_short else 0
         is_calm = wait_ns <= limit_ns // 2 and now.needed < now.instances and self._is_enough(now, busy)
@@ -123,9 +123,9 @@ class Scaler(Struct):
         fewer = now.instances - 1
         if fewer < 1:
             return False
-        if busy <= FULLEST * fewer and expected_wait(now.service_ns, busy, fewer) <= self.policy.up_ns / 2:
+        if busy <= MAX_UTILIZATION * fewer and expected_wait(now.service_ns, busy, fewer) <= self.policy.up_ns / 2:
             return True
-        return now.spare and self.last_wait_ns <= max(now.service_ns // 20, NOTHING_NS)
+        return now.spare and self.last_wait_ns <= max(now.service_ns // 20, NORMAL_QUEUE_NS)
 
     @property
     def down_ns(self) -> int:
@@ -133,7 +133,7 @@ class Scaler(Struct):
 
     def has_grown(self, now: int) -> None:
         soon = self.shrunk_at and now - self.shrunk_at < 2 * self.down_ns
-        self.patience = min(2 * self.patience, MOST_PATIENCE) if soon else 1
+        self.patience = min(2 * self.patience, MAX_PATIENCE) if soon else 1
         self.short = self.calm_since = 0
 
     def has_shrunk(self, now: int) -> None:

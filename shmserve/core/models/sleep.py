@@ -99,7 +99,9 @@ def _is_busy(state: State, instance: Instance) -> bool:
     if instance.state is _I.READY:
         calls = instance.caller is not None and bool(instance.caller.requests)
         return bool(instance.batches() or instance.streams or calls or _keeps_tensors(state, instance))
-    if instance.state is _I.WAITING and instance not in state.held:  # waits for its turn to load, or for memory
+    if (
+        instance.state is _I.WAITING and instance not in state.memory_holders
+    ):  # waits for its turn to load, or for memory
         return False
     return not (instance.over or instance.state in (_I.BACKOFF, _I.ASLEEP))
 
@@ -156,7 +158,7 @@ def put_to_sleep(state: State, version: Version) -> None:
         if instance.state is _I.BACKOFF:
             instance.lost = False
             instance.move(_I.ASLEEP)
-            state.held.pop(instance, None)
+            state.memory_holders.pop(instance, None)
             continue
         if instance in version.idle:
             version.idle.remove(instance)
@@ -171,7 +173,7 @@ def put_to_sleep(state: State, version: Version) -> None:
 def back_to_sleep(state: State, version: Version, instance: Instance) -> None:
     """Puts an instance that waits to load, but is no longer needed, back to sleep."""
     state.load_queue.remove((version, instance))
-    state.held.pop(instance, None)
+    state.memory_holders.pop(instance, None)
     instance.move(_I.ASLEEP)
     version.settle_sleep()
     if version.asleep:

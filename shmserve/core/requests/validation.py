@@ -29,7 +29,7 @@ _MAX_BYTES = 1 << 46
 """Upper bound for tensors: more than a process can map. Larger products of dims are rejected before use."""
 
 
-class Good(NamedTuple):
+class ValidInput(NamedTuple):
     """The result for a valid input. `size` -1: unknown, elements vary in length (BYTES)."""
 
     bit: int
@@ -94,7 +94,7 @@ class Checker:
         self._bits = {spec.name: 1 << index for index, spec in enumerate(policy.inputs)}
         self._least = sum(not spec.optional for spec in policy.inputs)
         self._required = sum(self._bits[spec.name] for spec in policy.inputs if not spec.optional)
-        self._good: dict[tuple[str, str, tuple[int, ...]], Good] = {}
+        self._valid_inputs: dict[tuple[str, str, tuple[int, ...]], ValidInput] = {}
         self._forms: dict[tuple[TensorForm, ...], CheckedForm] = {}
         self.varies = any(spec.optional or (-1 in spec.dims and not spec.ragged) for spec in policy.inputs)
         self._ragged = {spec.name for spec in policy.inputs if spec.ragged}
@@ -111,10 +111,10 @@ class Checker:
             shared = any(wanted.place is not None for wanted in outputs)
         if len(inputs) < self._least:  # before errors of single inputs, as in Triton
             self._missing(inputs)
-        known = self._good
+        known = self._valid_inputs
         for tensor in inputs:
             name = tensor.name
-            bit, its_rows, expected = known.get((name, tensor.dtype, tensor.shape)) or self._look(tensor)
+            bit, its_rows, expected = known.get((name, tensor.dtype, tensor.shape)) or self._validate_input(tensor)
             if mask & bit:
                 raise InvalidRequest(f"input '{name}' already exists in request to model '{self._policy.name}'")
             mask |= bit
@@ -195,7 +195,7 @@ class Checker:
 
     # ------------------------------------------------------------------------------------ one input
 
-    def _look(self, tensor: Tensor) -> Good:
+    def _validate_input(self, tensor: Tensor) -> ValidInput:
         """The full check of name, type and shape; memoized if valid."""
         policy, name, shape = self._policy, tensor.name, tensor.shape
         spec = self._specs.get(name)
@@ -222,10 +222,10 @@ class Checker:
             raise InvalidRequest(
                 f"input '{name}' of shape {_dims(shape)} has {count} elements, more than any memory can hold"
             )
-        good = Good(self._bits[name], rows if policy.max_batch else -1, count * item if item else -1)
-        if len(self._good) < _REMEMBERED:
-            self._good[name, tensor.dtype, shape] = good
-        return good
+        result = ValidInput(self._bits[name], rows if policy.max_batch else -1, count * item if item else -1)
+        if len(self._valid_inputs) < _REMEMBERED:
+            self._valid_inputs[name, tensor.dtype, shape] = result
+        return result
 
     def _check_shape(self, spec: TensorSpec, shape: tuple[int, ...]) -> None:
         policy = self._policy

@@ -25,7 +25,7 @@ import numpy as np
 from bench.lib.child import Answer, Handler
 from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
 from bench.soak.clients import Allowed, permitted
-from bench.soak.raw_clients import PATIENCE, Asker, LaneAsker, ZmqAsker
+from bench.soak.raw_clients import PATIENCE, RawClient, RawLaneClient, RawZmqClient
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     PACKET_BYTES,
@@ -47,14 +47,14 @@ PAUSE_S = 0.05
 """Pause between two attempts to connect, as the broker may be down."""
 
 
-class _Lane(LaneAsker):
+class _Lane(RawLaneClient):
     def take(self, message: Any) -> None:
         if isinstance(message, Goodbye):
             raise ConnectionClosed(message.text)
         super().take(message)
 
 
-class _Zmq(ZmqAsker):
+class _Zmq(RawZmqClient):
     """A ZeroMQ socket does not show that the server was replaced; a query does."""
 
     def receive(self) -> Any:
@@ -74,7 +74,7 @@ class _Zmq(ZmqAsker):
 def raw(link: str, path: str, seed: int, dtypes: Sequence[str], allowed: Allowed) -> Handler:
     """Requests in flight when the connection ends count as `connection lost`; `ends` counts how connections ended."""
 
-    def connect() -> Asker:
+    def connect() -> RawClient:
         made: Any = Lane(path) if link == "lane" else Zmq(path)
         try:
             return (_Lane if link == "lane" else _Zmq)(made, seed, dtypes, allowed)

@@ -103,7 +103,7 @@ def await_stop(pid: int) -> None:
         select.select([], [], [], 0.01)
 
 
-def test_a_server_rests_with_its_daemons_and_ends_with_them(tmp_path: Path) -> None:
+def test_a_server_pauses_and_ends_with_its_daemons(tmp_path: Path) -> None:
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         port = made.getsockname()[1]
@@ -112,10 +112,10 @@ def test_a_server_rests_with_its_daemons_and_ends_with_them(tmp_path: Path) -> N
         assert server.await_answer(post) == b"hello"
         members = server.members()
         assert len(members) == 2
-        server.rest()
+        server.pause()
         for pid in members:
             await_stop(pid)
-        server.go_on()
+        server.resume()
         assert server.await_answer(Post(post.url, {"Head-Size": "2"}, b"{}hello")) == b"hello"
     assert not server.members()
     with pytest.raises(ConnectionRefusedError):

@@ -59,7 +59,7 @@ def test_a_cancelled_coroutine_does_not_go_on_where_it_waited_for_room(loop: Eag
         finally:
             seen.append(stream.cancelled)
 
-    stream.loop, stream.task, stream.together = loop, loop.create_task(model()), (stream,)
+    stream.loop, stream.task, stream.task_streams = loop, loop.create_task(model()), (stream,)
     loop.turn(20)
     assert (passed, len(said), len(stream.kept)) == (WINDOW, WINDOW, 1)
     streams.turn.acquire()

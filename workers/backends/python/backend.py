@@ -25,7 +25,7 @@ from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
 from shmserve.workers.model_calls.answer import Request, Response, failure_of, failure_text
 from shmserve.workers.model_calls.responses import CANCELLED
-from shmserve.workers.model_calls.stream import NONE, ONE, ResponseSender, StreamClosed
+from shmserve.workers.model_calls.stream import NO_RESPONSE, SENT_TWICE, ResponseSender, StreamClosed
 from shmserve.workers.process.device import device_of
 from shmserve.workers.process.log import log_message, log_traceback, public
 
@@ -149,7 +149,8 @@ class Python(PythonModel, SeparateBackend):
                 sent = self.streams.withdraw_sent(stream.work.request)
                 if sent is not None:
                     log_message(
-                        f"model instance '{self._instance}' returned a response that it had sent before: {ONE}", "error"
+                        f"model instance '{self._instance}' returned a response that it had sent before: {SENT_TWICE}",
+                        "error",
                     )
                 answers.append(sent or self._converted(response))
             elif again and not stream.final:
@@ -157,7 +158,7 @@ class Python(PythonModel, SeparateBackend):
                 answers.append(self._again)
             else:
                 answer = self.streams.collect(stream)
-                answers.append(answer or self._failure(NONE))
+                answers.append(answer or self._failure(NO_RESPONSE))
         return answers
 
     # ------------------------------------------------------------------------------------ decoupled
@@ -204,18 +205,18 @@ class Python(PythonModel, SeparateBackend):
 
     def _start(self, coroutine: Coroutine[Any, Any, None], streams: list[ResponseSender]) -> None:
         loop = self._loop()
-        together = tuple(streams)
+        task_streams = tuple(streams)
 
         def started(task: asyncio.Task[None]) -> None:
-            for stream in together:
-                stream.together, stream.loop, stream.task = together, loop.loop, task
+            for stream in task_streams:
+                stream.task_streams, stream.loop, stream.task = task_streams, loop.loop, task
             task.add_done_callback(ended)
-            if all(stream.cancelled for stream in together):
+            if all(stream.cancelled for stream in task_streams):
                 loop.loop.call_soon(task.cancel)  # only after it has started, so that it can fail its streams
 
         def ended(task: asyncio.Task[None]) -> None:
-            for stream in together:
-                stream.together, stream.task = (), None
+            for stream in task_streams:
+                stream.task_streams, stream.task = (), None
 
         loop.start(coroutine, started)
 

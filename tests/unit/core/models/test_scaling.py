@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shmserve.core.events import Target
 from shmserve.core.models import sizes
-from shmserve.core.models.scaler import MOST_PATIENCE, WINDOW_NS, Reading, Scaler, expected_wait
+from shmserve.core.models.scaler import MAX_PATIENCE, WINDOW_NS, Reading, Scaler, expected_wait
 from shmserve.core.policy import InstanceSpec, ScaledGroup, ScalingPolicy
 from shmserve.core.records import Instance, Version
 from tests.support.core.policies import scaling_of
@@ -107,7 +107,7 @@ def test_an_instance_that_is_missed_soon_makes_it_more_patient() -> None:
         scaler.has_shrunk(now)
         now += scaler.down_ns
         scaler.has_grown(now)
-        assert scaler.patience == min(patience, MOST_PATIENCE)
+        assert scaler.patience == min(patience, MAX_PATIENCE)
         assert scaler.down_ns == scaler.patience * 2 * SECOND
     scaler.has_grown(now + 100 * SECOND)
     assert scaler.patience == 1, "the load has grown since"

@@ -230,7 +230,7 @@ def test_memory_of_good_shapes_has_an_end() -> None:
     one = checker(8, TensorSpec("x", "FP32", (-1, -1)))
     for a, b in itertools.product(range(1, 81), range(1, 81)):
         one.check((Tensor("x", "FP32", (1, a, b), (Handle(1, 0, 4 * a * b),)),), None)
-    assert len(one._good) == 4096
+    assert len(one._valid_inputs) == 4096
 
 
 def test_texts_have_no_inner_names() -> None:
