@@ -119,9 +119,9 @@ class InstanceWorkers:
         if worker is None or not descriptors:
             return
         try:
-            self._counters.add(peer, worker.about["model"], descriptors.pop(0), message.size)
+            self._counters.add(peer, worker.log_fields["model"], descriptors.pop(0), message.size)
         except ServeError as error:
-            log_record("warning", f"{worker.name}: cannot read its metrics: {error}", worker.about)
+            log_record("warning", f"{worker.name}: cannot read its metrics: {error}", worker.log_fields)
 
     def keep_counters(self, peer: int) -> None:
         """Keeps the counters of a worker that has exited for as long as its model is served."""

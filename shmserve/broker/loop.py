@@ -281,7 +281,7 @@ class Broker:
             return message
         if isinstance(message, Map) and message.name is not None:
             if peer >= WORKERS_FROM:
-                self._segments.named(message, self.workers.process_of(peer))
+                self._segments.add_named(message, self.workers.process_of(peer))
             return message
         if not descriptors:
             return events.Garbled(0, f"{type(message).__name__} without a file descriptor")

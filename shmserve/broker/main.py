@@ -110,9 +110,9 @@ class ServerProcess:
     def __init__(self, settings: argparse.Namespace, loop: Any, manager: ServiceManager, recent: RecentRecords) -> None:
         self._settings = settings
         self._loop = loop
-        self._code = 0
+        self._exit_code = 0
         self._stopping = False
-        self._stop_until = 0.0
+        self._drain_deadline = 0.0
         """Loop time at which requests in flight fail, once the server is stopping."""
         self._core = Core(f"shmserve {version()}", setting.limits(settings), settings.log_verbose > 1, survive=True)
         self._mode: str = settings.model_control_mode
@@ -182,8 +182,8 @@ class ServerProcess:
             gateway_settings(settings, busy_poll_ns),
             f"unix://{settings.runtime_dir.absolute() / LANE}",
             settings.exit_timeout_secs,
-            self._opened,
-            self._not_opened,
+            self._gateways_opened,
+            self._gateways_failed,
             log_record,
             setting.log_rate(settings),
         )
@@ -208,14 +208,14 @@ class ServerProcess:
         self._control.downloads = remote.downloads
         self._control.is_starting = self._is_downloading
         self._control.is_complete = lambda: not remote.unreadable
-        remote.retired = self._tidy_soon
+        remote.retired = self._schedule_tidy
         return RemoteChanges(remote, self._repositories, self._operations, self._disk_changes, self._downloaded)
 
     def _is_downloading(self) -> bool:
         """Whether models to serve from the start are being downloaded."""
         return self._remote_changes is not None and self._remote_changes.starting
 
-    def _tidy_soon(self) -> None:
+    def _schedule_tidy(self) -> None:
         self._operations.untidy = True
         self._broker.put(events.Closed(0))  # a no-op event, for a turn
 
@@ -315,7 +315,7 @@ class ServerProcess:
             if self._span_exporter is not None:
                 self._span_exporter.close()
             self._gpu_metrics.close()
-        return self._code
+        return self._exit_code
 
     def _begin_or_stop(self) -> None:
         """Handles signals without the loop, which does not run yet, as repository agents may take long."""
@@ -386,9 +386,9 @@ class ServerProcess:
             self._rereads += 1
             self._announcer.reloading()
             self._gateways.reread()
-            (self._remote_changes or self._disk_changes).reread(self._has_reread)
+            (self._remote_changes or self._disk_changes).reread(self._reread_finished)
 
-    def _has_reread(self) -> None:
+    def _reread_finished(self) -> None:
         self._rereads -= 1
         self._loop.call_soon(self._await_loading)  # after the turn that deploys the changes
 
@@ -407,21 +407,21 @@ class ServerProcess:
         failed += len(self._remote.unreadable) if self._remote is not None else 0
         if failed and self._settings.exit_on_error:
             log.error("%d model(s) failed to load and --exit-on-error is set: stopping", failed)
-            self._code = 1
+            self._exit_code = 1
             self._stop("exit-on-error")
             return
         self._phase_finished("models")
 
-    def _opened(self, ports: Mapping[str, int]) -> None:
+    def _gateways_opened(self, ports: Mapping[str, int]) -> None:
         """Called when all gateways are listening."""
         self._phase_finished("gateways")
 
-    def _not_opened(self, code: int, why: str) -> None:
+    def _gateways_failed(self, code: int, why: str) -> None:
         hint = "--no-gateway serves only clients on this machine"
         if "cannot listen on" in why:
             hint = "use other ports (--http-port, --grpc-port, --metrics-port) or addresses, or --no-gateway"
         log.error("%s; %s", why, hint)
-        self._code = code
+        self._exit_code = code
         self._stop("the gateway did not start")
 
     def _load_nice(self) -> int:
@@ -462,20 +462,20 @@ class ServerProcess:
             lambda: len(self._core.state.requests),
             lambda: self._loop.call_soon_threadsafe(self._loop.stop),
         ).start(limit_s)
-        self._stop_until = self._loop.time() + limit_s
+        self._drain_deadline = self._loop.time() + limit_s
         self._gateways.stop(limit_s, self._drain)
 
     def _stop_now(self) -> None:
         """Handles a second Ctrl-C."""
         log.warning("SIGINT again: failing the %d request(s) in flight", len(self._core.state.requests))
-        self._stop_until = self._loop.time()
+        self._drain_deadline = self._loop.time()
         if self._gateways.pids:
-            self._gateways.hurry()  # calls `_drain` after they have answered their clients and exited
+            self._gateways.fail_requests()  # calls `_drain` after they have answered their clients and exited
         else:
             self._drain()
 
     def _drain(self) -> None:
-        self._broker.put(events.Drain(max(0, int((self._stop_until - self._loop.time()) * 1e9))))
+        self._broker.put(events.Drain(max(0, int((self._drain_deadline - self._loop.time()) * 1e9))))
 
 
 def _agent_printed(line: str, model: str) -> None:

@@ -38,7 +38,7 @@ class Segments:
         self._descriptors[message.segment] = descriptor
         self._sizes[message.segment] = message.size
 
-    def named(self, message: Map, pid: int) -> None:
+    def add_named(self, message: Map, pid: int) -> None:
         """Records a worker's named segment. `forget` unlinks it, as the worker may have exited by then."""
         if message.name is not None and posix.is_made_by(pid, message.name):
             self._names[message.segment] = message.name, None

@@ -393,14 +393,14 @@ class Control:
                 one for one in self._core.state.models[ask.model].versions.values() if one.state is VersionState.READY
             ]
             versions = sorted(loaded, key=lambda version: version.number) or versions
-        return {"model_stats": [self._of(version) for version in versions]}
+        return {"model_stats": [self._version_statistics(version) for version in versions]}
 
     def _resident_bytes(self, version: Version) -> int:
         """The resident bytes of all processes that run this version."""
         peers = [instance.peer for instance in version.instances if instance.peer]
         return sum(procfs.usage(self.process_of(peer)).resident_bytes for peer in peers)
 
-    def _of(self, version: Version) -> dict[str, Any]:
+    def _version_statistics(self, version: Version) -> dict[str, Any]:
         counted = version.statistics
         all_generations = self._core.state.models[version.model].generations()
         generations = [other for other in all_generations if other.number == version.number]

@@ -114,7 +114,7 @@ class Catalog:
     def adopt(self, reading: Reading, operation: int = 0) -> list[Event]:
         """Events for the core: a Deploy, or Refuse with the reason if the model cannot be served."""
         scanned = reading.scanned
-        reason = self._why_not(scanned)
+        reason = self._refusal_reason(scanned)
         if scanned.config is None or reason:
             return [(0, Refuse(scanned.name, version, reason)) for version in scanned.versions or (0,)]
         targets = tuple(self._target(reading, scanned.config, number) for number in scanned.versions)
@@ -124,9 +124,9 @@ class Catalog:
         deploy = Deploy(scanned.name, targets, operation, present=scanned.present, traffic=traffic)
         return [(0, deploy), *[(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]]
 
-    def _why_not(self, scanned: ScannedModel) -> str:
+    def _refusal_reason(self, scanned: ScannedModel) -> str:
         """Why the model cannot be served, including missing resources of the rate limiter; "" if it can."""
-        reason = why_not(scanned)
+        reason = refusal_reason(scanned)
         if reason or scanned.config is None or self._resources is None:
             return reason
         return lacking(compile_instances(scanned.config, self._cores), self._resources)
@@ -134,7 +134,7 @@ class Catalog:
     def failed_load(self, scanned: ScannedModel) -> str:
         """The error text for a load of this model; "" if it can be served. Uses Triton's wording, which distinguishes a
         bad configuration from versions that cannot be loaded."""
-        reason = self._why_not(scanned)
+        reason = self._refusal_reason(scanned)
         if not reason:
             return ""
         if scanned.missing and len(scanned.problems) == len(scanned.missing):
@@ -199,7 +199,7 @@ class Catalog:
         rejected, scanned = self._rejected.get(reading.scanned.name), reading.scanned
         if not rejected or scanned.config is None:
             return False
-        known = [self._known(scanned.name, number, _mark(reading, number)) for number in scanned.versions]
+        known = [self._find_source(scanned.name, number, _mark(reading, number)) for number in scanned.versions]
         return {source.number if source is not None else 0 for source in known} == rejected
 
     # ------------------------------------------------------------------------------------ findings
@@ -241,7 +241,7 @@ class Catalog:
         kept = None
         if given is not None and given.folder is None and snapshot is not None:
             kept = KeptConfig(given, snapshot.digest())
-        source = self._known(scanned.name, version, mark)
+        source = self._find_source(scanned.name, version, mark)
         if source is None:
             number, generation = next(self._numbers), reading.generations.get(version)
             source = self._sources[number] = VersionSource(
@@ -263,7 +263,7 @@ class Catalog:
         source.completed = source.completed and _regrouped(source.completed, scanned.config)
         return source.number
 
-    def _known(self, model: str, version: int, mark: object) -> VersionSource | None:
+    def _find_source(self, model: str, version: int, mark: object) -> VersionSource | None:
         """The latest source with this mark: the last deployed one, or one that is still served after a failed load."""
         same = [
             source
@@ -274,8 +274,8 @@ class Catalog:
 
     def prune(self, live: Collection[int]) -> None:
         """Drops unused sources, and thereby their files."""
-        wanted = {*self._latest.values(), *live, *chain.from_iterable(self._previous.values())}
-        for number in [number for number in self._sources if number not in wanted]:
+        in_use = {*self._latest.values(), *live, *chain.from_iterable(self._previous.values())}
+        for number in [number for number in self._sources if number not in in_use]:
             del self._sources[number]
 
     def trees(self) -> set[str]:
@@ -287,7 +287,7 @@ class Catalog:
         source = self._sources.get(number)
         return source is not None and source.kind == "override"
 
-    def kept_of(self, sources: Iterable[int]) -> KeptConfig | None:
+    def kept_config(self, sources: Iterable[int]) -> KeptConfig | None:
         """The configuration that a load without one reuses. `sources`: those of the model's versions."""
         kept = [source.kept if (source := self._sources.get(number)) is not None else None for number in sources]
         return kept[0] if kept and kept.count(kept[0]) == len(kept) else None
@@ -364,7 +364,7 @@ class Catalog:
         return by_field, as_text(final, by_field)
 
 
-def why_not(scanned: ScannedModel) -> str:
+def refusal_reason(scanned: ScannedModel) -> str:
     """Why the model cannot be served; "" if it can."""
     if scanned.problems:
         return "; ".join(scanned.problem_texts)

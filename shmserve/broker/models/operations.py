@@ -135,7 +135,7 @@ class ClientOperations:
     def _start(self, job: Job, upload: Upload, body: bytes | None) -> None:
         what, model = job.ask.what, job.ask.model
         if what == "load":
-            kept = self._catalog.kept_of(self._served(model))
+            kept = self._catalog.kept_config(self._served(model))
             self.reader.load(lambda: self._read(model, upload, kept), lambda found: self._deploy(job, *found), job)
             return
         upload.close()

@@ -137,7 +137,7 @@ class LogFileHandler(logging.Handler):
             state = os.fstat(self._descriptor)
         except OSError:  # stderr is closed: writing to it fails
             return
-        self._place = state.st_dev, state.st_ino
+        self._file_id = state.st_dev, state.st_ino
         if not stat.S_ISREG(state.st_mode):
             self._poll = select.poll()
             self._poll.register(self._descriptor, select.POLLOUT)
@@ -148,7 +148,7 @@ class LogFileHandler(logging.Handler):
             return
         try:
             state = os.stat(self._path)
-            moved = (state.st_dev, state.st_ino) != self._place
+            moved = (state.st_dev, state.st_ino) != self._file_id
         except FileNotFoundError:
             moved = True
         if moved:

@@ -64,7 +64,7 @@ _COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
 """Attributes of Statistics with the counts of these summaries; all others use success_count."""
 
 
-class _Place(Struct):
+class _InstanceSamples(Struct):
     """The samples of an instance name, which two instances share while one replaces the other.
 
     `current`: `state` is that of an instance being served. Memory, CPU time and arena are sums.
@@ -181,40 +181,45 @@ class Metrics:
 
     def _instances(self, page: Page, generations: list[Version], arenas: dict[int, int]) -> None:
         """Adds the metrics of instances. `generations` are those of one version; the first is the one being served."""
-        places: dict[str, _Place] = {}
+        samples: dict[str, _InstanceSamples] = {}
         served = generations[0]
         for version in generations:
             for instance in version.instances:
-                self._gather(places, version, instance, version is served and not instance.over, arenas)
+                self._gather(samples, version, instance, version is served and not instance.over, arenas)
         for name, restarts in served.statistics.restarts.items():
-            if name in places:
-                places[name].restarts = restarts
-        for name, place in places.items():
+            if name in samples:
+                samples[name].restarts = restarts
+        for name, sample in samples.items():
             named = labels(INSTANCE, (served.model, str(served.number), name))
             add = page.add
-            add("shmserve_instance_state", 1, named + _INSTANCE_STATES[place.state])
-            add("shmserve_instance_memory_bytes", place.memory, named)
-            add("shmserve_instance_arena_bytes", place.arena, named)
-            add("shmserve_instance_cpu_seconds_total", place.cpu, named)
-            add("shmserve_instance_restarts_total", place.restarts, named)
-            add("shmserve_instance_busy_seconds", place.busy_ns / 1e9, named)
+            add("shmserve_instance_state", 1, named + _INSTANCE_STATES[sample.state])
+            add("shmserve_instance_memory_bytes", sample.memory, named)
+            add("shmserve_instance_arena_bytes", sample.arena, named)
+            add("shmserve_instance_cpu_seconds_total", sample.cpu, named)
+            add("shmserve_instance_restarts_total", sample.restarts, named)
+            add("shmserve_instance_busy_seconds", sample.busy_ns / 1e9, named)
 
     def _gather(
-        self, places: dict[str, _Place], version: Version, instance: Instance, current: bool, arenas: dict[int, int]
+        self,
+        samples: dict[str, _InstanceSamples],
+        version: Version,
+        instance: Instance,
+        current: bool,
+        arenas: dict[int, int],
     ) -> None:
         name = instance.spec.name
-        place = places.get(name)
-        if place is None:
-            place = places[name] = _Place(instance.state, current)
-        elif current and not place.current:
-            place.state, place.current = instance.state, current
-        place.busy_ns = max(place.busy_ns, activity.busy_ns(version, instance, time.monotonic_ns()))
+        sample = samples.get(name)
+        if sample is None:
+            sample = samples[name] = _InstanceSamples(instance.state, current)
+        elif current and not sample.current:
+            sample.state, sample.current = instance.state, current
+        sample.busy_ns = max(sample.busy_ns, activity.busy_ns(version, instance, time.monotonic_ns()))
         peer = instance.peer
         if peer:
             used = procfs.usage(self._process_of(peer) or -1)
-            place.memory += used.resident_bytes
-            place.cpu += used.cpu_seconds
-            place.arena += arenas.get(peer, 0)
+            sample.memory += used.resident_bytes
+            sample.cpu += used.cpu_seconds
+            sample.arena += arenas.get(peer, 0)
 
     # ------------------------------------------------------------------------------------ memory and clients
 

@@ -63,7 +63,7 @@ class TraceSettings:
         self, given: Mapping[str, Any], samples: dict[str, Sample], known: Callable[[], Collection[str]]
     ) -> None:
         self._samples = samples
-        self._known = known
+        self._model_names = known
         self._file = str(given.get("trace_file", ""))
         self._mode = str(given.get("trace_mode", TRITON))
         names = TraceSetting.__struct_fields__
@@ -123,7 +123,7 @@ class TraceSettings:
         return self.document(model)
 
     def _find(self, model: str) -> None:
-        if model not in self._known():
+        if model not in self._model_names():
             raise InvalidRequest(f"Request for unknown model : {model}")
 
     def _update_samples(self) -> None:

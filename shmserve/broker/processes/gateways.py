@@ -144,8 +144,8 @@ class Gateways:
         gateway.is_open = False
         self.pids.add(process.pid)
         self._loop.add_reader(ready_pipe, self._read_report, gateway)
-        self._loop.add_reader(gateway.pidfd, self._end, gateway)
-        gateway.timer = self._loop.call_later(OPEN_S, self._late, gateway)
+        self._loop.add_reader(gateway.pidfd, self._process_exited, gateway)
+        gateway.timer = self._loop.call_later(OPEN_S, self._open_timed_out, gateway)
 
     def _read_report(self, gateway: _Gateway) -> None:
         report = os.read(gateway.ready_pipe, 4096).split()
@@ -175,7 +175,7 @@ class Gateways:
             os.close(gateway.ready_pipe)
             gateway.ready_pipe = -1
 
-    def _late(self, gateway: _Gateway) -> None:
+    def _open_timed_out(self, gateway: _Gateway) -> None:
         gateway.timer = None
         log.error("gateway %d did not start listening within %g s", gateway.number, OPEN_S)
         self._kill(gateway)
@@ -183,17 +183,17 @@ class Gateways:
     def _log(self, number: int, level: str, text: str) -> None:
         self._log_record(level, f"[gateway] {text}", {"gateway": number})
 
-    def _end(self, gateway: _Gateway) -> None:
+    def _process_exited(self, gateway: _Gateway) -> None:
         """Handles the exit of the process."""
         assert gateway.process is not None
         assert gateway.output is not None
         code = gateway.process.wait()
         gateway.output.finish()
         last_line = gateway.output.last_line(ERROR_START)  # a hint may follow the error
-        self._drop(gateway)
+        self._release(gateway)
         self._handle_exit(gateway, code, last_line)
 
-    def _drop(self, gateway: _Gateway) -> None:
+    def _release(self, gateway: _Gateway) -> None:
         assert gateway.process is not None
         assert gateway.output is not None
         self._close_ready_pipe(gateway)
@@ -210,7 +210,7 @@ class Gateways:
         if self._ended is not None:
             self._check_ended()
         elif not self._begun:
-            self._ended = _nothing  # do not report the exits of the other gateways, which are stopped now
+            self._ended = _already_reported  # do not report the exits of the other gateways, which are stopped now
             why = last_line.removeprefix(ERROR_START) or children.describe_exit(code)
             self._failed(2 if code == 2 else 1, f"cannot start the gateway: {why}")
         else:
@@ -261,10 +261,10 @@ class Gateways:
 
     def _check_ended(self) -> None:
         if self._ended is not None and all(gateway.process is None for gateway in self._all):
-            ended, self._ended = self._ended, _nothing
+            ended, self._ended = self._ended, _already_reported
             ended()
 
-    def hurry(self) -> None:
+    def fail_requests(self) -> None:
         """Makes gateways fail their remaining requests and exit. Call after `stop`."""
         for gateway in self._all:
             if gateway.process is not None:
@@ -275,18 +275,18 @@ class Gateways:
 
     def close(self) -> None:
         """Kills gateways that are still running."""
-        self._ended = _nothing
+        self._ended = _already_reported
         for gateway in self._all:
             if gateway.process is not None:
                 self._kill(gateway)
                 select.select([gateway.pidfd], [], [])
                 gateway.process.wait()
-                self._drop(gateway)
+                self._release(gateway)
             elif gateway.timer is not None:
                 gateway.timer.cancel()
 
 
-def _nothing() -> None:
+def _already_reported() -> None:
     """The value of `_ended` after a stop or a failed start has been reported."""
 
 

@@ -102,7 +102,7 @@ class HelperProcess:
     def _on_end(self) -> None:
         assert self._process is not None
         code = self._process.wait()
-        self._drop()
+        self._release()
         if self._loop.time() - self._began > STEADY_S:
             self._consecutive_exits = 0
         self._restart(f"ended ({children.describe_exit(code)})")
@@ -114,7 +114,7 @@ class HelperProcess:
         log_record("error", text, None)
         self._start_timer = self._loop.call_later(pause, self.start)
 
-    def _drop(self) -> None:
+    def _release(self) -> None:
         """Releases the resources of a process that has exited."""
         assert self._process is not None
         assert self._output is not None
@@ -140,4 +140,4 @@ class HelperProcess:
         if not select.select([self._pidfd], [], [], grace_s)[0]:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self._process.wait()
-        self._drop()
+        self._release()

@@ -72,7 +72,7 @@ class Worker(Struct, eq=False):
 
     peer: int
     name: str
-    about: dict[str, Any]
+    log_fields: dict[str, Any]
     """For the log: model, version, instance."""
     link: PeerLink
     output: children.Output
@@ -99,10 +99,10 @@ class Workers:
         log_record: Callable[[str, str, dict[str, Any]], None],
         settings: WorkerSettings,
         groups: ControlGroups | None = None,
-        others: Set[int] = frozenset(),
+        other_children: Set[int] = frozenset(),
     ) -> None:
-        """`groups`: control groups, with which the kernel enforces memory limits. `others`: a live set of the pids of
-        children that are reaped elsewhere, such as gateways."""
+        """`groups`: control groups, with which the kernel enforces memory limits. `other_children`: a live set of the
+        pids of children that are reaped elsewhere, such as gateways."""
         self._settings = settings
         self._environment = partial(worker_environment, tuple(settings.variables))
         self._loop = loop
@@ -110,7 +110,7 @@ class Workers:
         self._exited = exited
         self._log_record = log_record
         self._workers: dict[int, Worker] = {}
-        self._others = others
+        self._other_children = other_children
         self._memory = MemoryLimits(loop, self.kill, groups=groups)
         self._gpu_memory = MemoryLimits(loop, self.kill, settings.used_on_gpu, what="GPU memory", knobs=GPU_KNOBS)
         self._zygote = Zygote(loop, self._forked, log_record, self._environment) if settings.prepared else None
@@ -125,7 +125,8 @@ class Workers:
     def names(self) -> dict[int, str]:
         """Names of running processes by pid."""
         names = {
-            worker.pid: f"{worker.name} of model '{worker.about['model']}'" for worker in list(self._workers.values())
+            worker.pid: f"{worker.name} of model '{worker.log_fields['model']}'"
+            for worker in list(self._workers.values())
         }
         if self._zygote is not None:
             names[self._zygote.pid] = "the process that workers are forked from"
@@ -135,8 +136,10 @@ class Workers:
         """Starts a worker, whose process may follow later. Raises OSError if it cannot be started."""
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        about = {"model": effect.model, "version": effect.version, "instance": spec.name}
-        output = children.Output(self._loop, _LEVELS, partial(self._log, spec.name, about), self._settings.log_rate)
+        log_fields = {"model": effect.model, "version": effect.version, "instance": spec.name}
+        output = children.Output(
+            self._loop, _LEVELS, partial(self._log, spec.name, log_fields), self._settings.log_rate
+        )
         group = self._memory.group(peer, resources.memory)
         arguments = arguments_of(spec, resources, str(group.processes) if group is not None else "") + self._variables(
             spec
@@ -146,7 +149,7 @@ class Workers:
         link = PeerLink(ours, peer, _codec, self._deliver, self._link_ended, self._loop)
         child_ends = (theirs.detach(), output.write_end)
         limits = resources.memory, resources.gpu_memory if spec.kind == "KIND_GPU" else 0
-        worker = Worker(peer, spec.name, about, link, output, arguments, limits, child_ends)
+        worker = Worker(peer, spec.name, log_fields, link, output, arguments, limits, child_ends)
         self._workers[peer] = worker
         if self._zygote is None or not self._zygote.start(peer, arguments, *child_ends):
             try:
@@ -220,15 +223,15 @@ class Workers:
         """Kills the process after GRACE_S. Usually it exits earlier by itself, which gives a better reason."""
         self._loop.call_later(GRACE_S, self.kill, peer, "it closed its connection and did not exit")
 
-    def _log(self, name: str, about: dict[str, Any], level: str, text: str) -> None:
-        self._log_record(level, f"[{name}] {text}", about)
+    def _log(self, name: str, log_fields: dict[str, Any], level: str, text: str) -> None:
+        self._log_record(level, f"[{name}] {text}", log_fields)
 
     def _ended(self, worker: Worker) -> None:
         """Delivers the last messages and output of a process that has exited, then reports the exit."""
         # Kill processes that the model started. The worker has not been reaped, so no other group can have its pid.
         with contextlib.suppress(ProcessLookupError, PermissionError):  # it exited before it became a group leader
             os.killpg(worker.pid, signal.SIGKILL)
-        code = _code(worker)
+        code = _exit_code(worker)
         worker.link.drain()
         worker.output.finish()
         self._loop.remove_reader(worker.pidfd)
@@ -252,7 +255,7 @@ class Workers:
     def _reap(self) -> None:
         assert self._zygote is not None
         if not self._zygote.busy:
-            reap({self._zygote.pid, *self._others, *(worker.pid for worker in self._workers.values())})
+            reap({self._zygote.pid, *self._other_children, *(worker.pid for worker in self._workers.values())})
         self._reaping = self._loop.call_later(REAP_S, self._reap)
 
     def close(self) -> None:
@@ -265,7 +268,7 @@ class Workers:
             self._zygote.close()
 
 
-def _code(worker: Worker) -> int:
+def _exit_code(worker: Worker) -> int:
     """Exit code as in Popen, negative for a signal."""
     if worker.process is not None:
         return worker.process.wait()

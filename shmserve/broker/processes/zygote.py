@@ -18,9 +18,9 @@ from shmserve.paths import python
 from shmserve.protocol.descriptors import ANCILLARY_BYTES, received
 from shmserve.system.process import CHILD_SUBREAPER, prctl
 
-ROOM = "-" * 1024
+ARGV_PLACEHOLDER = "-" * 1024
 """A placeholder argument: forked workers overwrite it with their own command line."""
-TIMES = 3
+MAX_EXITS = 3
 """Number of consecutive exits, without a forked worker in between, after which the zygote is not restarted."""
 
 
@@ -41,7 +41,7 @@ class Zygote:
         self._pending: deque[int] = deque()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._left = TIMES
+        self._exits_left = MAX_EXITS
 
     @property
     def pid(self) -> int:
@@ -67,15 +67,15 @@ class Zygote:
         return True
 
     def _open(self) -> bool:
-        if not self._left:
+        if not self._exits_left:
             return False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
             try:
-                _adopt()
+                _become_subreaper()
                 self._process = subprocess.Popen(
-                    [*python(), "-m", "shmserve.workers.zygote", str(theirs.fileno()), ROOM],
+                    [*python(), "-m", "shmserve.workers.zygote", str(theirs.fileno()), ARGV_PLACEHOLDER],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -102,7 +102,7 @@ class Zygote:
             what, _, reason = data.decode(errors="replace").partition(" ")
             descriptors = received(ancillary) if ancillary else []
             if what.isdecimal() and descriptors:
-                self._left = TIMES
+                self._exits_left = MAX_EXITS
                 self._done(self._pending.popleft(), int(what), descriptors[0])
             elif what == "failed":
                 self._done(self._pending.popleft(), 0, -1)
@@ -112,21 +112,21 @@ class Zygote:
                 self.replace("has exited")
 
     def replace(self, why: str) -> None:
-        """Starts another zygote, up to TIMES in a row."""
-        self._left = max(0, self._left - 1)
+        """Starts another zygote, up to MAX_EXITS in a row."""
+        self._exits_left = max(0, self._exits_left - 1)
         self._log_record("warning", f"the process that workers are forked from {why}", {})
         self._close()
         self._open()
 
     def _give_up(self, reason: str) -> None:
         """Stops using the zygote. This process remains the subreaper, as orphans may be workers."""
-        self._left = 0
+        self._exits_left = 0
         self._log_record("info", f"starting workers as new interpreters: {reason}", {})
         self._close()
 
     def close(self) -> None:
         """Stops the zygote permanently."""
-        self._left = 0
+        self._exits_left = 0
         self._close()
 
     def _close(self) -> None:
@@ -143,7 +143,7 @@ class Zygote:
             self._done(self._pending.popleft(), 0, -1)
 
 
-def _adopt() -> None:
+def _become_subreaper() -> None:
     """Makes this process the subreaper, so that orphaned descendants become its children."""
     if error := prctl(CHILD_SUBREAPER, 1):
         raise OSError(error, os.strerror(error))

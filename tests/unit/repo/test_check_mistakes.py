@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.broker.models.catalog import Catalog, why_not
+from shmserve.broker.models.catalog import Catalog, refusal_reason
 from shmserve.broker.models.repositories import Repositories
 from shmserve.repo.check import Checked
 from shmserve.repo.compile import CoreSet
@@ -158,7 +158,7 @@ def test_the_server_logs_every_warning_once(all_mistakes: Path) -> None:
     for checked in run(all_mistakes).models:
         logged = [text for text, _ in catalog.warnings(readings[checked.name])]
         assert len(logged) == len(set(logged))
-        assert not [text for text in logged if text in why_not(readings[checked.name].scanned)]
+        assert not [text for text in logged if text in refusal_reason(readings[checked.name].scanned)]
         expected = [finding.relative for finding in checked.findings if finding.severity == WARNING]
         assert set(expected) <= set(logged)
         count += len(expected)
