@@ -143,7 +143,7 @@ class Sending:
         core, number = self._core, self.number
         whole = size + 5
         out = core.out
-        if self._queue or whole > self.window or whole > core.window or whole > core.frame_bytes:
+        if self._queue or whole > min(self.window, core.window, core.frame_bytes) or not core.writable:
             self._queue_message(flag, size, parts)
             return
         self.window -= whole

@@ -121,6 +121,23 @@ def test_acknowledgements_that_a_client_does_not_read_are_counted() -> None:
     assert caller.errors(*[frame(SETTINGS, 0, 0)] * 2) == [CALM]
 
 
+def test_responses_that_a_client_with_large_windows_does_not_read_are_counted() -> None:
+    windows = b"\0\4" + number(1 << 30) + b"\0\5" + number((1 << 24) - 1)
+    caller = Caller(Host(held_bytes=1 << 20), opening=PREFACE + frame(SETTINGS, 0, 0, windows))
+    caller.raw([frame(WINDOW, 0, 0, number(1 << 30))])
+    caller.core.accepts = False
+    size = 100_000
+    calls = [unary(stream, bytes(size)) for stream in range(1, 41, 2)]
+    assert sum(len(payload) for kind, _, _, payload in caller.raw(calls) if kind == DATA) == 0
+    assert caller.host.answers[14] > 0  # UNAVAILABLE: over the share of a connection
+    queued = caller.host.answers[0]
+    assert caller.host.held == queued * (size + 5) <= 1 << 20
+    caller.core.resumed()
+    assert sum(len(payload) for kind, _, _, payload in caller.raw([]) if kind == DATA) == queued * (size + 5)
+    assert caller.host.held == 0
+    assert not caller.core.streams
+
+
 # ---------------------------------------------------------------------------------------- time
 
 
