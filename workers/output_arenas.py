@@ -72,7 +72,7 @@ class _AudienceArena(Arena):
         """Frees all segments without allocations and returns their ids. `trim` would keep one."""
         idle = [segment for segment in self.segments if not segment.blocks.used]
         for segment in idle:
-            self._give_up(segment)
+            self._release_segment(segment)
         return [segment.id for segment in idle]
 
 

@@ -21,7 +21,7 @@ from shmserve.core.core import Core
 from shmserve.core.effects import Send
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
 from shmserve.protocol.messages import Hello, Infer, Reply, Tensor
-from shmserve.protocol.roles import EVERYTHING
+from shmserve.protocol.roles import ALL_ROLES
 from shmserve.protocol.worker_messages import Done, Execute, Row, Started
 
 SHAPE = (1, 256)
@@ -61,7 +61,7 @@ class Driver:
         self.worker = next(iter(self.core.state.instances))
         self.handle([(self.worker, events.Compiled(policy))])
         for peer in range(1, clients + 1):
-            opened = events.Opened(peer, "uid:1000", "lane", EVERYTHING)
+            opened = events.Opened(peer, "uid:1000", "lane", ALL_ROLES)
             self.handle([(0, opened), (peer, Hello(1, 1, "bench", "memfd"))])
         self.answered = [peer for _ in range(flight // clients) for peer in range(1, clients + 1)]
 

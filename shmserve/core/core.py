@@ -37,7 +37,7 @@ from shmserve.core.sequences import scheduler
 from shmserve.core.state import WORKERS_FROM, State, Timer
 from shmserve.core.states import InstanceState
 from shmserve.protocol.messages import Ask, Bye, Cancel, Hello, Infer, InferBatch, Map, More, Ping, Pong, Return, Unmap
-from shmserve.protocol.roles import EVERYTHING, NOBODY
+from shmserve.protocol.roles import ALL_ROLES, NO_ROLES
 from shmserve.protocol.worker_messages import (
     Call,
     Done,
@@ -229,9 +229,9 @@ class Core:
     def roles_of(self, peer: int) -> int:
         """The roles of a peer. Workers have all roles, because models may send any query and start any operation."""
         if peer >= WORKERS_FROM:
-            return EVERYTHING
+            return ALL_ROLES
         client = self.state.clients.get(peer)
-        return client.roles if client is not None else NOBODY
+        return client.roles if client is not None else NO_ROLES
 
     # ------------------------------------------------------------------------------------ the end of a turn
 

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         return bool(otlp_exporter.export(maker.spans(records, now_offset())).name == "SUCCESS")
 
     def report(level: str, text: str) -> None:
-        text = text or f"the collector does not accept spans: {errors.text or 'unknown reason'}; counting them"
+        text = text or f"the collector does not accept spans: {errors.text or 'unknown reason'}; counting lost spans"
         print(f"{level}: {text}", file=sys.stderr, flush=True)
 
     queue = ExportQueue(settings, export, report)

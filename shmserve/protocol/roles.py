@@ -11,8 +11,8 @@ from typing import Any
 from shmserve.errors import Denied, InvalidRequest, ServeError
 
 INFER, OBSERVE, OPERATE = 1, 2, 4
-NOBODY = 0
-EVERYTHING = INFER | OBSERVE | OPERATE
+NO_ROLES = 0
+ALL_ROLES = INFER | OBSERVE | OPERATE
 ROLES = {"infer": INFER, "observe": OBSERVE, "operate": OPERATE}
 """Names as in --access. A set of roles is an int with one bit for each."""
 
@@ -21,7 +21,7 @@ PAGE = "page"
 CALLER_ROLES = (*ROLES, PAGE)
 """Roles of the callers of a gateway."""
 
-_ANY = EVERYTHING
+_ANY = ALL_ROLES
 _READ = OBSERVE | OPERATE
 _OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
 """Messages that affect only the client's own connection and requests; they need any role."""
@@ -58,7 +58,7 @@ that the client may use it; `register` announces memory by name, which a worker 
 
 
 def allows(action: str, roles: int) -> bool:
-    return bool(ACTIONS.get(action, NOBODY) & roles)
+    return bool(ACTIONS.get(action, NO_ROLES) & roles)
 
 
 def unknown(question: str) -> ServeError:
@@ -70,7 +70,7 @@ GIVEN_BY = "--access when the server is started"
 
 def refusal(action: str, roles: int, given_by: str = GIVEN_BY) -> ServeError:
     """The error for a denied action."""
-    enough = ACTIONS.get(action, NOBODY)
+    enough = ACTIONS.get(action, NO_ROLES)
     return Denied(
         f"'{action}' needs the role {' or '.join(names(enough))}, but this connection has {_have(roles)}; roles are "
         f"granted by {given_by}"
@@ -88,7 +88,7 @@ def names(roles: int) -> list[str]:
 
 def roles_of(text: str) -> int:
     """Parses a list such as `infer,observe`. Raises ValueError."""
-    roles = NOBODY
+    roles = NO_ROLES
     for name in text.split(","):
         if name not in ROLES:
             raise ValueError(f"{name[:40]!r} is not a role; roles are {', '.join(ROLES)}")

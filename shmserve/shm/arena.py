@@ -248,7 +248,7 @@ class Arena:
         needed = max(page, -(-size // page) * page)
         if self.committed + needed > self._limit and self._withdraw is not None:
             for segment in [segment for segment in self._segments.values() if not segment.blocks.used]:
-                self._give_up(segment)
+                self._release_segment(segment)
                 self._withdraw(segment.id)
         left = self._limit - self.committed
         if needed > left:
@@ -275,7 +275,7 @@ class Arena:
         self.committed += segment.size
         return segment
 
-    def _give_up(self, segment: Segment) -> None:
+    def _release_segment(self, segment: Segment) -> None:
         del self._segments[segment.id]
         self.committed -= segment.size
         if segment is self._warm:
@@ -292,7 +292,7 @@ class Arena:
         elif idle:
             idle.remove(max(idle, key=lambda segment: segment.size))
         for segment in idle:
-            self._give_up(segment)
+            self._release_segment(segment)
         return [segment.id for segment in idle]
 
     def renumber(self, owner: int) -> None:
@@ -319,4 +319,4 @@ class Arena:
         """Gives up all segments. Arrays stay valid, because their pages stay mapped. Idempotent."""
         self._closed = True
         for segment in self.segments:
-            self._give_up(segment)
+            self._release_segment(segment)

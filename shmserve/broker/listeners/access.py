@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from shmserve.protocol.roles import EVERYTHING, INFER, NOBODY, OBSERVE, roles_of
+from shmserve.protocol.roles import ALL_ROLES, INFER, NO_ROLES, OBSERVE, roles_of
 
 FORM = "WHO=ROLE,ROLE with WHO one of uid:N, gid:N, user:NAME, group:NAME, *"
 _MOST_ID = 2**32 - 2
@@ -50,7 +50,7 @@ class AccessRules:
 
     def _add(self, rule: Rule) -> None:
         place = rule.kind, rule.who
-        self._roles[place] = self._roles.get(place, NOBODY) | rule.roles
+        self._roles[place] = self._roles.get(place, NO_ROLES) | rule.roles
 
     @property
     def for_others(self) -> bool:
@@ -59,11 +59,11 @@ class AccessRules:
 
     def roles_of(self, principal: Principal) -> int:
         if principal.uid in self._privileged:
-            return EVERYTHING
+            return ALL_ROLES
         known = self._roles
-        roles = known.get(("*", ""), NOBODY) | known.get(("uid", principal.uid), NOBODY)
+        roles = known.get(("*", ""), NO_ROLES) | known.get(("uid", principal.uid), NO_ROLES)
         for group in principal.groups:
-            roles |= known.get(("gid", group), NOBODY)
+            roles |= known.get(("gid", group), NO_ROLES)
         return roles
 
 

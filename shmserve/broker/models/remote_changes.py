@@ -37,7 +37,7 @@ class RemoteChanges:
         self._operations = operations
         self._disk_changes = disk_changes
         self._began = began
-        self._unread = 0
+        self._models_left = 0
         """Number of models to load at startup that have not been read."""
         self.starting = True
         """The models to serve from the start are being downloaded."""
@@ -51,7 +51,7 @@ class RemoteChanges:
         if not self._operations.explicit or list(models) == ["*"]:
             self._remote.fetch_all(lambda failure, notes: self._fetched_all())
             return
-        self._unread = len(models)
+        self._models_left = len(models)
         for name in models:
             self.load(name)
         if not models:
@@ -122,8 +122,8 @@ class RemoteChanges:
                 return
             reading, needed = found
             self._operations.begin([reading], needed)
-            self._unread -= 1
-            if not self._unread:
+            self._models_left -= 1
+            if not self._models_left:
                 self._end_of_start()
 
         fetch(name)

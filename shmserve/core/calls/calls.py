@@ -55,7 +55,7 @@ class ModelCalls:
         caller, peer = instance.caller, instance.peer
         if caller is None:
             caller = instance.caller = CallingWorker(
-                peer, INTERNAL, "worker", "memfd", instance.spec.name, user=USER, roles=roles.EVERYTHING,
+                peer, INTERNAL, "worker", "memfd", instance.spec.name, user=USER, roles=roles.ALL_ROLES,
             )  # fmt: skip
         if not message.call or message.call in caller.requests:
             kill_for_protocol_error(self._state, version, instance, f"Call {message.call}")

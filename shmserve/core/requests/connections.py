@@ -121,7 +121,7 @@ class Connections:
             self._quotas.count_disconnect(client, self._state.now)
         client.disconnecting = True
         self._queries.gone(client.number)
-        client.roles = roles.NOBODY
+        client.roles = roles.NO_ROLES
         self._log_client("info", client, f"disconnected: {error.message}")
         self._state.send(client.number, Goodbye(error.code, error.message))
         self._state.effects.append(Close(client.number))

@@ -35,7 +35,7 @@ from shmserve.protocol.messages import (
     Unmap,
     Welcome,
 )
-from shmserve.protocol.roles import EVERYTHING
+from shmserve.protocol.roles import ALL_ROLES
 from shmserve.sim.faults import POISON
 from shmserve.sim.load import Arrival, Closed, Load
 from shmserve.sim.plan import SimModel, may_stream
@@ -107,7 +107,7 @@ class SimClient:
         self.leases: dict[tuple[str, int], SimLease] = {}
         """By model and version."""
         self.dead = False
-        world.arrive((0, events.Opened(peer, AUDIENCE, "lane", EVERYTHING)))
+        world.arrive((0, events.Opened(peer, AUDIENCE, "lane", ALL_ROLES)))
         world.arrive((peer, Hello(1, 1, f"simulated {peer}", "memfd", source.closed)))
         world.arrive((peer, Map(self.segment, SEGMENT_BYTES)))
 

@@ -23,7 +23,7 @@ from shmserve.core.policy import (
 )
 from shmserve.core.requests.cache import Placed
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Infer, InferBatch, Reply, ReplyBatch, Return, Tensor
-from shmserve.protocol.roles import EVERYTHING, INFER, OBSERVE
+from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE
 from shmserve.protocol.worker_messages import Row, Work
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references, replies_of
@@ -163,8 +163,8 @@ class Twin:
             self.world.deploy(*MODELS[name])
         self.clients: list[Listener] = []
         for audience, plane, roles in (
-            ("uid:1", "lane", EVERYTHING),
-            ("uid:1", "zmq", EVERYTHING),
+            ("uid:1", "lane", ALL_ROLES),
+            ("uid:1", "zmq", ALL_ROLES),
             ("uid:2", "lane", INFER),
             ("uid:3", "lane", OBSERVE),
         ):

@@ -31,7 +31,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, ScalingPolicy
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.protocol.messages import Hello, Map
-from shmserve.protocol.roles import EVERYTHING
+from shmserve.protocol.roles import ALL_ROLES
 from shmserve.protocol.worker_messages import LeaseOver
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.lease import FakeLease
@@ -292,7 +292,7 @@ class World:
     # ------------------------------------------------------------------------------------ clients
 
     def connect(
-        self, name: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: int = EVERYTHING,
+        self, name: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: int = ALL_ROLES,
         leases: bool = False, keeps: bool = False,
     ) -> FakeClient:  # fmt: skip
         self._last_client += 1

@@ -24,7 +24,7 @@ from shmserve.broker.listeners.lane import LaneListener, open_to_group, peer, ra
 from shmserve.errors import Denied
 from shmserve.protocol import codec
 from shmserve.protocol.messages import BrokerMessage, Goodbye
-from shmserve.protocol.roles import EVERYTHING, INFER, NOBODY, OBSERVE, OPERATE
+from shmserve.protocol.roles import ALL_ROLES, INFER, NO_ROLES, OBSERVE, OPERATE
 from tests.support.broker.fake_loop import Loop
 
 ME = pwd.getpwuid(os.geteuid())
@@ -41,19 +41,19 @@ def others(*rules: str, uid: int = OTHER, groups: tuple[int, ...] = (OTHER,), gr
 
 def test_without_rules_only_the_owner_and_root() -> None:
     for access in (AccessRules(), AccessRules([rule("*=infer")]), AccessRules([rule(f"uid:{ME.pw_uid}=infer")])):
-        assert access.roles_of(Principal(os.geteuid())) == EVERYTHING
-        assert access.roles_of(Principal(0, frozenset((5,)))) == EVERYTHING
-    assert others() == NOBODY
+        assert access.roles_of(Principal(os.geteuid())) == ALL_ROLES
+        assert access.roles_of(Principal(0, frozenset((5,)))) == ALL_ROLES
+    assert others() == NO_ROLES
 
 
 def test_rules_add_up() -> None:
     assert others(f"uid:{OTHER}=infer") == INFER
     assert others(f"uid:{OTHER}=infer", f"uid:{OTHER}=observe", "*=observe") == INFER | OBSERVE
     assert others("gid:7=infer", "gid:8=operate", groups=(6, 7, 8)) == INFER | OPERATE
-    assert others("gid:7=infer", f"uid:{OTHER + 1}=operate") == NOBODY
+    assert others("gid:7=infer", f"uid:{OTHER + 1}=operate") == NO_ROLES
     assert others("*=infer,observe") == INFER | OBSERVE
     assert others(group=7, groups=(7,)) == INFER | OBSERVE
-    assert others(f"uid:{OTHER}=operate", group=7, groups=(7,)) == EVERYTHING
+    assert others(f"uid:{OTHER}=operate", group=7, groups=(7,)) == ALL_ROLES
 
 
 def test_names_are_looked_up() -> None:
@@ -69,7 +69,7 @@ def test_any_text_is_a_rule_or_refused(text: str) -> None:
         assert str(error)  # noqa: PT017 (either is right)
     else:
         assert found.kind in ("uid", "gid", "*")
-        assert 0 < found.roles <= EVERYTHING
+        assert 0 < found.roles <= ALL_ROLES
 
 
 @given(
@@ -116,7 +116,7 @@ def test_who_comes_in(door: tuple[Loop, str, list[tuple[socket.socket, int, int]
         accept()
         accept()  # no other connection is waiting
     ((sock, uid, roles),) = opened
-    assert (uid, roles) == (os.geteuid(), EVERYTHING)
+    assert (uid, roles) == (os.geteuid(), ALL_ROLES)
     assert peer(sock) == Principal(os.geteuid(), frozenset((os.getegid(), *os.getgroups())))
 
 

@@ -180,7 +180,7 @@ def test_the_table_of_roles_is_complete() -> None:
 
 
 def test_a_client_without_roles_is_disconnected_and_ignored() -> None:
-    core, effects = serving(access.NOBODY)
+    core, effects = serving(access.NO_ROLES)
     (denial,) = denials(effects)
     assert isinstance(denial, Goodbye)
     assert "--access" in denial.text

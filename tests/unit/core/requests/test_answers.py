@@ -30,7 +30,7 @@ from shmserve.protocol.messages import (
     Tensor,
     Welcome,
 )
-from shmserve.protocol.roles import EVERYTHING
+from shmserve.protocol.roles import ALL_ROLES
 from shmserve.protocol.worker_messages import Counted, Done, Loaded, Probed, Row, WorkerReport
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker
@@ -114,7 +114,7 @@ def test_a_worker_that_answers_with_memory_of_others_is_killed(case: str) -> Non
 )
 def test_a_wrong_hello_closes_the_connection(hello: Hello, text: str) -> None:
     world = Recorded()
-    effects = world.core.handle([(0, events.Opened(1, "uid:1000", "lane", EVERYTHING)), (1, hello)], world.now)
+    effects = world.core.handle([(0, events.Opened(1, "uid:1000", "lane", ALL_ROLES)), (1, hello)], world.now)
     goodbye, close = [effect for effect in effects if not isinstance(effect, Log)]
     assert isinstance(goodbye, Send)
     assert isinstance(goodbye.message, Goodbye)
@@ -127,7 +127,7 @@ def test_frames_of_unknown_clients_are_freed() -> None:
     world = Recorded()
     block = Handle(1, 64, 4)
     framed = events.Framed(Infer(1, "m", 0, ()), (block,))
-    world.turn([(0, events.Opened(1, "uid:1000", "zmq", EVERYTHING))])
+    world.turn([(0, events.Opened(1, "uid:1000", "zmq", ALL_ROLES))])
     world.clients[1] = FakeClient(1, "a", "zmq", "frames")
     world.turn([(1, framed), (99, framed)])
     assert world.freed == [block, block]

@@ -30,7 +30,7 @@ from shmserve.protocol.messages import (
     Tensor,
     Unmap,
 )
-from shmserve.protocol.roles import EVERYTHING, INFER
+from shmserve.protocol.roles import ALL_ROLES, INFER
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.lent import Lent
 from tests.support.core.policies import plain, plain_mapped
@@ -86,7 +86,7 @@ def test_connections() -> None:
     late = world.connect("late", roles=INFER, audience="uid:9")
     check_refused(world.goodbyes(late), "connections", 3)
     assert not late.welcomed
-    assert world.connect("operator", roles=EVERYTHING, audience="uid:0").welcomed
+    assert world.connect("operator", roles=ALL_ROLES, audience="uid:0").welcomed
     world.gone(clients[0])
     world.gone(clients[1])
     assert world.connect("again", roles=INFER, audience="uid:9").welcomed

@@ -8,13 +8,13 @@ from shmserve.core.core import Core
 from shmserve.core.effects import Close, Effect, Forget, Log, Send
 from shmserve.core.events import Opened
 from shmserve.protocol.messages import OWNER_SHIFT, PROTOCOL, Goodbye, Hello, Map, Welcome
-from shmserve.protocol.roles import EVERYTHING, INFER, OBSERVE
+from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE
 from shmserve.shm.extents.cuda import name_of
 
 ON_GPU = name_of(bytes(range(64)), b"uuid")
 
 
-def connect(core: Core, peer: int, audience: str = "uid:1000", plane: str = "zmq", roles: int = EVERYTHING) -> Welcome:
+def connect(core: Core, peer: int, audience: str = "uid:1000", plane: str = "zmq", roles: int = ALL_ROLES) -> Welcome:
     hello = Hello(PROTOCOL, 0, "test", "posix" if plane == "zmq" else "memfd")
     (effect,) = core.handle([(0, Opened(peer, audience, plane, roles)), (peer, hello)], 0)
     assert isinstance(effect, Send)
