@@ -65,7 +65,7 @@ def is_ready(site: Site) -> bool:
 
 @pytest.mark.parametrize("name", [EVIL, "localhost"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json"])
-def test_a_page_of_another_origin_changes_nothing(page: Tab, site: Site, evil: int, name: str, kind: str) -> None:
+def test_a_page_of_another_origin_cannot_send_requests(page: Tab, site: Site, evil: int, name: str, kind: str) -> None:
     """This includes a page on another port of the same host, which browsers treat as the same site."""
     page.open(f"http://{name}:{evil}/")
     before = successes(site)
@@ -80,7 +80,7 @@ def test_a_page_of_another_origin_changes_nothing(page: Tab, site: Site, evil: i
     assert is_ready(site)
 
 
-def test_a_form_of_another_origin_changes_nothing(page: Tab, site: Site, evil: int) -> None:
+def test_a_form_of_another_origin_cannot_send_requests(page: Tab, site: Site, evil: int) -> None:
     page.open(f"http://{EVIL}:{evil}/")
     before = successes(site)
     for path in (INFER, UNLOAD):
@@ -95,7 +95,7 @@ def test_a_form_of_another_origin_changes_nothing(page: Tab, site: Site, evil: i
     assert is_ready(site)
 
 
-def test_a_name_that_was_rebound_to_this_machine_reaches_nothing(page: Tab, site: Site) -> None:
+def test_requests_after_dns_rebinding_are_refused(page: Tab, site: Site) -> None:
     """The browser treats the server as the page's own origin, and would show all responses to the page."""
     rebound = f"http://{EVIL}:{site.gateway.http}"
     for path in ("/", "/page/app.js", "/v2", "/v2/models/numbers/config"):

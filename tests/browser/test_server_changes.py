@@ -59,9 +59,7 @@ def thousand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
             gateway.stop()
 
 
-def test_a_thousand_models_cost_no_more_than_those_in_sight(
-    browser: Chromium, thousand: tuple[Server, Gateway]
-) -> None:
+def test_only_visible_rows_of_a_thousand_models_are_drawn(browser: Chromium, thousand: tuple[Server, Gateway]) -> None:
     server, gateway = thousand
     with opened(browser, f"http://localhost:{gateway.http}") as tab:
         tab.wait(f"{LISTED} === {MODELS + 1}")
@@ -108,7 +106,9 @@ def test_only_models_that_have_changed_are_sent(thousand: tuple[Server, Gateway]
         assert changed <= {"model-0042", "model-0777", "numbers"}, "the last two are of the test before"
 
 
-def test_a_gateway_that_restarts_and_a_server_that_is_lost(browser: Chromium, tmp_path: Path) -> None:
+def test_the_page_reconnects_after_a_gateway_restart_and_reports_a_lost_server(
+    browser: Chromium, tmp_path: Path
+) -> None:
     repository = tmp_path / "models"
     write_numbers(repository)
     with Server(repository) as server:

@@ -93,7 +93,7 @@ def ask(server: Server) -> None:
         client.infer("echo", {"x": np.ones((1, 2), np.float32)})
 
 
-def test_all_servers_are_listed_with_what_they_do(tab: Tab, fleet: Fleet) -> None:
+def test_all_servers_are_listed_with_their_state_and_load(tab: Tab, fleet: Fleet) -> None:
     for number, state in ((FIRST, "ready"), (SECOND, "ready"), (THIRD, "refused"), (GONE, "unreachable")):
         wait_for_state(tab, fleet, number, state)
     tab.wait_for("#servers", "2 of 5 servers ready")
@@ -113,7 +113,7 @@ def test_all_servers_are_listed_with_what_they_do(tab: Tab, fleet: Fleet) -> Non
     take(tab, "servers-360")
 
 
-def test_a_server_that_is_drained_and_one_that_comes_and_goes(tab: Tab, fleet: Fleet) -> None:
+def test_the_state_of_drained_started_and_stopped_servers_is_updated(tab: Tab, fleet: Fleet) -> None:
     wait_for_state(tab, fleet, SECOND, "ready")
     with fleet.servers[SECOND].client() as client:
         client.drain()
@@ -132,7 +132,7 @@ def test_a_server_that_is_drained_and_one_that_comes_and_goes(tab: Tab, fleet: F
     tab.wait_for("#notices", f"{fleet.name(GONE)}: unreachable")
 
 
-def test_a_token_is_sent_only_to_the_server_it_is_for(tab: Tab, fleet: Fleet) -> None:
+def test_a_token_is_sent_only_to_its_own_server(tab: Tab, fleet: Fleet) -> None:
     wait_for_state(tab, fleet, THIRD, "refused")
     tab.click("#access")
     tab.evaluate(f"document.querySelector('#token-server').value = {json.dumps(fleet.urls[THIRD])}")
@@ -163,7 +163,7 @@ def read(tab: Tab, method: str, url: str, headers: dict[str, str], body: str | N
     )
 
 
-def test_the_page_of_a_server_reads_the_state_of_another_and_nothing_else(browser: Chromium, fleet: Fleet) -> None:
+def test_the_page_can_read_only_the_event_stream_of_other_servers(browser: Chromium, fleet: Fleet) -> None:
     tab = Tab(browser, fleet.urls[FIRST], fleet.urls)
     try:
         tab.open()

@@ -86,7 +86,7 @@ def test_a_dropped_picture_is_classified(tab: Tab, site: Site, picture: Path) ->
     assert values == [24, 32, list(TOP), list(BOTTOM)]
 
 
-def test_the_code_for_a_picture_gives_the_same_answer(tab: Tab, site: Site, picture: Path) -> None:
+def test_the_generated_code_for_a_picture_returns_the_same_classes(tab: Tab, site: Site, picture: Path) -> None:
     show(tab, "colours")
     tab.choose_file("#in-x-file", picture)
     text = code(tab, "python", picture.name)
@@ -101,7 +101,7 @@ def test_the_code_for_a_picture_gives_the_same_answer(tab: Tab, site: Site, pict
     np.testing.assert_allclose(numbers, sorted(shares(), reverse=True), atol=2e-3)
 
 
-def test_a_picture_is_answered_by_a_picture(tab: Tab, site: Site, picture: Path) -> None:
+def test_an_output_picture_is_drawn(tab: Tab, site: Site, picture: Path) -> None:
     show(tab, "negative")
     tab.choose_file("#in-x-file", picture)
     tab.wait("document.querySelector('[aria-label=width]').checkVisibility()")
@@ -117,7 +117,7 @@ def test_a_picture_is_answered_by_a_picture(tab: Tab, site: Site, picture: Path)
     take(tab, "try-negative")
 
 
-def test_numbers_are_answered_by_a_table(tab: Tab, site: Site, tmp_path: Path) -> None:
+def test_output_numbers_are_shown_as_a_table(tab: Tab, site: Site, tmp_path: Path) -> None:
     show(tab, "numbers")
     tab.write("[data-input=x]", "1.5, -2.25")
     run(tab, "table")
@@ -134,7 +134,7 @@ def test_numbers_are_answered_by_a_table(tab: Tab, site: Site, tmp_path: Path) -
     assert "-2.25" in printed
 
 
-def test_texts_and_their_code(tab: Tab, site: Site, tmp_path: Path) -> None:
+def test_strings_are_quoted_correctly_in_the_generated_code(tab: Tab, site: Site, tmp_path: Path) -> None:
     """All kinds of quotes, backslashes and other alphabets, which shells and Python parse differently."""
     words = ["it's", 'a "quoted" \\n', "Größe 大きさ", "$HOME `id` <b>&amp;"]
     show(tab, "words")
@@ -169,7 +169,7 @@ def test_errors_are_shown_as_text(tab: Tab, site: Site) -> None:
     run(tab, "table")
 
 
-def test_a_stream_and_its_code(tab: Tab, site: Site, tmp_path: Path) -> None:
+def test_the_generated_code_of_a_stream_returns_each_response(tab: Tab, site: Site, tmp_path: Path) -> None:
     words = ["first", "second", "third"]
     show(tab, "talker")
     tab.write("[data-input=x]", json.dumps(words))
@@ -194,7 +194,7 @@ def test_a_stream_and_its_code(tab: Tab, site: Site, tmp_path: Path) -> None:
     assert printed.split() == [f"[b'{word}']" for word in words]
 
 
-def test_code_is_copied(tab: Tab, site: Site) -> None:
+def test_the_copy_button_copies_the_code(tab: Tab, site: Site) -> None:
     tab.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
     tab.call("Page.bringToFront")
     show(tab, "numbers")

@@ -70,7 +70,7 @@ def test_the_overview_shows_shares_bounds_and_sleep(tab: Tab) -> None:
     assert names(tab) == ["divided 1 90 % · @prod"]
 
 
-def test_the_page_of_a_model_shows_how_its_versions_are_used(tab: Tab, site: Site) -> None:
+def test_the_model_page_shows_traffic_shadow_and_aliases_of_versions(tab: Tab, site: Site) -> None:
     tab.go("#/model/divided")
     tab.wait_for("table[aria-label=Versions]", "next")
     cells = "[...row.children].map((one) => one.textContent)"
@@ -91,7 +91,7 @@ def test_the_page_of_a_model_shows_how_its_versions_are_used(tab: Tab, site: Sit
     tab.wait_for(".chips", "version 2")
 
 
-def test_a_model_that_sleeps_and_one_that_is_scaled(tab: Tab, site: Site) -> None:
+def test_the_model_page_shows_sleep_and_scaling_bounds(tab: Tab, site: Site) -> None:
     tab.go("#/model/scaled")
     tab.wait("document.querySelector('dl.facts').innerText.includes('1, at least 1, at most 4')")
     tab.go("#/model/sleeper")
@@ -103,7 +103,7 @@ def test_a_model_that_sleeps_and_one_that_is_scaled(tab: Tab, site: Site) -> Non
     tab.wait_for(".problem.mild", "Asleep")
 
 
-def test_a_drained_server(tab: Tab, site: Site) -> None:
+def test_a_drained_server_is_shown_as_out_of_service(tab: Tab, site: Site) -> None:
     with site.server.client() as client:
         tab.wait_for("#ready", "ready, up")
         client.drain()

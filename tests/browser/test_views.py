@@ -57,7 +57,7 @@ def show(tab: Tab, view: str) -> None:
     }[view])  # fmt: skip
 
 
-def test_the_overview_shows_models_at_work(tab: Tab, site: Site) -> None:
+def test_the_overview_lists_filters_and_sorts_models(tab: Tab, site: Site) -> None:
     tab.wait_for("[data-model=words]", "READY")
     assert names(tab) == MODELS
     measured = f"parseFloat({cell('numbers', 'requests')}) > 0 && /s$/.test({cell('numbers', 'p99')})"
@@ -116,7 +116,7 @@ def test_an_ensemble_is_a_graph_with_times_on_its_edges(tab: Tab, site: Site) ->
     tab.wait("document.querySelector('main h1').textContent === 'moody'")
 
 
-def test_a_model_that_fails_while_it_is_watched(tab: Tab, site: Site) -> None:
+def test_failures_appear_on_an_open_model_page(tab: Tab, site: Site) -> None:
     tab.go("#/model/moody")
     tab.wait_for("table[aria-label=Instances]", "moody_0_0")
     for _ in range(3):
@@ -181,7 +181,7 @@ def is_ready(site: Site, model: str) -> bool:
         return client.ready(model)
 
 
-def test_the_keyboard_reaches_everything(tab: Tab) -> None:
+def test_all_controls_are_reachable_by_keyboard(tab: Tab) -> None:
     tab.wait_for("[data-model=words]")
     tab.press("/")
     tab.wait("document.activeElement.matches('input[type=search]')")
@@ -207,7 +207,7 @@ def test_the_keyboard_reaches_everything(tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_everything_has_a_name_for_a_screen_reader(tab: Tab, view: str) -> None:
+def test_all_controls_have_accessible_names(tab: Tab, view: str) -> None:
     show(tab, view)
     assert tab.unnamed() == []
     roles = {role for role, _ in tab.accessible()}
@@ -225,7 +225,7 @@ GROUND = "[document.documentElement, document.body].map((one) => getComputedStyl
 
 
 @pytest.mark.parametrize(("scheme", "other"), [("light", "dark"), ("dark", "light")])
-def test_views_fit_a_phone_and_any_scheme(tab: Tab, scheme: str, other: str) -> None:
+def test_views_fit_narrow_screens_and_both_color_schemes(tab: Tab, scheme: str, other: str) -> None:
     tab.scheme(scheme)
     grounds = set()
     for width, height in ((360, 740), (1280, 900)):

@@ -331,7 +331,7 @@ def test_tensors_in_shared_memory(rpcs: Rpcs) -> None:
 
 
 @pytest.mark.parametrize("way", ["cancel", "deadline", "stream", "channel"])
-def test_a_caller_that_goes_away_cancels_its_requests(gateway: Gateway, server: Server, gate: Path, way: str) -> None:
+def test_a_disconnected_client_cancels_its_requests(gateway: Gateway, server: Server, gate: Path, way: str) -> None:
     with Rpcs(gateway.grpc) as rpcs:
         if way == "stream":
             with talk(rpcs) as stream:
@@ -404,7 +404,7 @@ def test_a_stream_of_a_decoupled_model(rpcs: Rpcs) -> None:
     assert [number for number, _ in numbers(talked)] == list(range(1000))
 
 
-def test_a_caller_that_leaves_a_long_stream_cancels_it(rpcs: Rpcs, server: Server) -> None:
+def test_closing_a_long_stream_cancels_it(rpcs: Rpcs, server: Server) -> None:
     with talk(rpcs) as stream:
         stream.say(count(50_000))
         assert numbers(stream.hear(2)) == [(0, False), (1, False)]

@@ -86,7 +86,7 @@ def test_health_and_documents(gateway: Gateway) -> None:
     assert gateway.ask("GET", "/v2/systemsharedmemory/status") == (200, b"[]")
 
 
-def test_roles_that_are_not_granted_and_unknown_paths(gateway: Gateway) -> None:
+def test_missing_roles_and_unknown_paths_are_refused(gateway: Gateway) -> None:
     """The default roles are infer and observe. A refused request's body is not read."""
     for path in ("/v2/repository/models/row/load", "/v2/repository/models/row/unload", "/v2/logging"):
         status, body = gateway.ask("POST", path, b"{}")
@@ -171,7 +171,7 @@ def test_many_requests_on_one_connection(gateway: Gateway) -> None:
             assert outputs(made.getresponse())[1]["o_FP32"] == given["i_FP32"][2]
 
 
-def test_a_raw_body_is_the_only_tensor(gateway: Gateway) -> None:
+def test_a_raw_body_is_the_only_input(gateway: Gateway) -> None:
     for path, body, expected in (
         ("row", rows(7)["i_FP32"][2], rows(7)["i_FP32"][2]),
         ("row", rows(70_000)["i_FP32"][2], rows(70_000)["i_FP32"][2]),
@@ -299,7 +299,7 @@ def test_errors(gateway: Gateway, case: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/v2/models/row/infer", "/v2/models/row/generate", "/v1/completions", "/v1/chat/completions"]
 )
-def test_json_that_is_too_large_is_refused_before_it_arrives(gateway: Gateway, path: str) -> None:
+def test_oversized_json_is_refused_before_the_body_is_read(gateway: Gateway, path: str) -> None:
     with gateway.socket() as made:
         made.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 200001\r\n\r\n" % path.encode())
         answer = made.recv(10_000)
@@ -356,7 +356,7 @@ def test_requests_in_flight_are_answered_at_shutdown(server: Server, gate: Path)
     assert gateway.process.returncode == 0
 
 
-def test_the_gateway_connects_again_after_a_restart_of_the_server(tmp_path: Path) -> None:
+def test_the_gateway_reconnects_after_a_server_restart(tmp_path: Path) -> None:
     model(tmp_path / "models", "row", ["FP32"], "[ -1 ]", 8)
     body, headers = binary(rows(3000))
     with Server(tmp_path / "models") as server:
@@ -380,7 +380,7 @@ def test_a_port_in_use(server: Server, gateway: Gateway) -> None:
     assert found.stderr.startswith(b"shmserve gateway: cannot listen on 127.0.0.1, port")
 
 
-def test_its_modules_are_frozen_for_the_collector(tmp_path: Path) -> None:
+def test_modules_are_frozen_before_serving(tmp_path: Path) -> None:
     """A full collection would delay all requests."""
     reader, writer = os.pipe()
     code = "import gc, sys; from shmserve.clients.cli.main import main; main(); print(gc.get_freeze_count())"

@@ -62,7 +62,7 @@ def caller(opened: tuple[Program, list[int]]) -> Iterator[Ask]:
 
 
 @pytest.mark.parametrize(("size", "times"), [(0, 3), (300, 20), (70_000, 5), (20 << 20, 2)])
-def test_calls_one_after_another(caller: Ask, size: int, times: int) -> None:
+def test_sequential_calls(caller: Ask, size: int, times: int) -> None:
     answers, expected = caller("unary", size=size, times=times)
     assert answers == [expected]
 
@@ -73,11 +73,11 @@ def test_compressed_calls(caller: Ask, compression: str) -> None:
     assert answers == [expected]
 
 
-def test_many_calls_at_once(caller: Ask) -> None:
+def test_many_concurrent_calls(caller: Ask) -> None:
     assert caller("at_once", calls=500) == 500
 
 
-def test_no_call_is_lost_when_a_connection_is_closed_for_its_age(
+def test_no_call_is_lost_when_a_connection_reaches_its_maximum_age(
     caller: Ask, opened: tuple[Program, list[int]]
 ) -> None:
     program, _ = opened

@@ -90,7 +90,7 @@ def test_a_completion(client: Any) -> None:
     assert found.usage.model_dump(exclude_none=True) == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
-def test_prompts_times_choices(client: Any) -> None:
+def test_choices_of_several_prompts_are_in_order(client: Any) -> None:
     """More prompts than are sent at once; choices are in OpenAI's order, with the prompts echoed."""
     prompts = [f"a{number} b c" for number in range(80)]
     found = client.completions.create(model="talk", prompt=prompts, n=2, echo=True, max_tokens=2)
@@ -161,7 +161,7 @@ def test_sampling_parameters(client: Any) -> None:
         client.completions.create(model="bare", prompt="a", stop=["b"])
 
 
-def test_stop(client: Any) -> None:
+def test_stop_strings_end_the_text(client: Any) -> None:
     found = client.completions.create(model="talk", prompt="one two three", stop="two").choices[0]
     assert (found.text, found.finish_reason) == ("one", "stop")
     *_, last = client.completions.create(model="talk", prompt="one two three", stop=["z", "th"], stream=True)
@@ -208,7 +208,7 @@ def test_tokens_arrive_one_by_one(client: Any, files: LanguageModels) -> None:
         assert texts(list(stream)) == [" GATE", " b"]
 
 
-def test_what_a_model_with_messages_gets(client: Any) -> None:
+def test_a_model_with_a_messages_input_gets_the_chat_as_json(client: Any) -> None:
     messages: Any = [{"role": "system", "content": "S", "name": "n"},
                      {"role": "user", "content": [{"type": "text", "text": "DOCUMENT"}]}]  # fmt: skip
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
@@ -236,7 +236,7 @@ def test_tool_calls(client: Any) -> None:
         client.chat.completions.create(model="vllm", messages=user("a"), tools=TOOLS)
 
 
-def test_a_model_in_the_style_of_triton(client: Any) -> None:
+def test_chats_of_a_triton_vllm_model_use_its_chat_template(client: Any) -> None:
     """The gateway renders the chat template of the model's configuration."""
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]},
                      {"role": "assistant", "content": "PARAMETERS"}]  # fmt: skip
@@ -261,7 +261,7 @@ def test_a_model_in_the_style_of_triton(client: Any) -> None:
         client.chat.completions.create(model="bare", messages=user("a"))
 
 
-def test_a_chat_template_that_takes_hours_delays_no_other(client: Any, gateway: Gateway) -> None:
+def test_an_endless_chat_template_does_not_block_other_requests(client: Any, gateway: Gateway) -> None:
     body = json.dumps({"model": "endless", "messages": user("a")})
     with contextlib.closing(HTTPConnection("127.0.0.1", gateway.http)) as endless:
         endless.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
@@ -270,14 +270,14 @@ def test_a_chat_template_that_takes_hours_delays_no_other(client: Any, gateway: 
             assert found.choices[0].message.content == "user: hi </s>"
 
 
-def test_a_model_with_nothing_but_texts(client: Any) -> None:
+def test_a_model_with_only_text_inputs_and_outputs(client: Any) -> None:
     found = client.completions.create(model="bare", prompt="a b")
     assert (found.choices[0].text, found.choices[0].finish_reason, found.usage) == ("a b", "stop", None)
     *_, last = client.completions.create(model="bare", prompt="a b", stream=True)
     assert (last.choices[0].text, last.choices[0].finish_reason) == ("", "stop")
 
 
-def test_a_model_that_is_not_decoupled(client: Any) -> None:
+def test_a_model_that_is_not_decoupled_streams_a_single_response(client: Any) -> None:
     """A single response, even for a stream; prompts and choices share batches."""
     found = client.completions.create(model="once", prompt=["a", "b"], n=2)
     assert [choice.text for choice in found.choices] == ["A", "A", "B", "B"]
@@ -317,7 +317,7 @@ def test_invalid_requests_for_embeddings(client: Any, more: dict[str, Any], text
         client.embeddings.create(**{"model": "embed", "input": "abc", **more})
 
 
-def test_embeddings_that_fail(client: Any) -> None:
+def test_model_errors_of_embeddings(client: Any) -> None:
     with pytest.raises(openai.InternalServerError, match="a text that fails"):
         client.embeddings.create(model="embed", input=["a"] * 200 + ["FAIL"] + ["b"] * 200)
     with pytest.raises(openai.InternalServerError, match="not finite"):
@@ -370,7 +370,7 @@ def test_an_error_in_the_middle_of_a_stream(client: Any) -> None:
         client.completions.create(model="talk", prompt="FAIL", stream=True)
 
 
-def test_one_of_several_prompts_fails(client: Any, server: Server, files: LanguageModels) -> None:
+def test_an_error_of_one_prompt_fails_the_request(client: Any, server: Server, files: LanguageModels) -> None:
     """The other prompts are cancelled."""
     before = cancelled(files)
     stream = client.completions.create(model="talk", prompt=["FOREVER a", "GATE FAIL"], stream=True)
@@ -385,7 +385,7 @@ def test_one_of_several_prompts_fails(client: Any, server: Server, files: Langua
 # ---------------------------------------------------------------------------------------- streams on the wire
 
 
-def test_the_events_and_the_next_request(gateway: Gateway) -> None:
+def test_a_stream_ends_with_done_and_keeps_its_connection_open(gateway: Gateway) -> None:
     """Exact framing, and a connection that stays open."""
     with contextlib.closing(gateway.connection()) as made:
         for _ in range(2):
@@ -405,7 +405,7 @@ def cancelled(files: LanguageModels) -> int:
     return len(files.log.read_text().splitlines())
 
 
-def test_closing_a_stream_reaches_the_model(client: Any, server: Server, files: LanguageModels) -> None:
+def test_closing_a_stream_cancels_the_model(client: Any, server: Server, files: LanguageModels) -> None:
     before = cancelled(files)
     with client.chat.completions.create(model="talk", messages=user("FOREVER x"), stream=True) as stream:
         next(stream)
@@ -418,7 +418,7 @@ def test_closing_a_stream_reaches_the_model(client: Any, server: Server, files: 
         until(native, lambda: cancelled(files) == before + 3, "the end of the sequences")
 
 
-def test_closing_a_stream_that_is_not_read(gateway: Gateway, server: Server, files: LanguageModels) -> None:
+def test_closing_an_unread_stream_cancels_the_model(gateway: Gateway, server: Server, files: LanguageModels) -> None:
     before = cancelled(files)
     body = json.dumps({"model": "talk", "prompt": "FOREVER " + "x" * 1000, "stream": True}).encode()
     with gateway.socket() as made:

@@ -99,7 +99,7 @@ def test_restricted_apis(start: Start) -> None:
         assert knowing.embeddings.create(model="embed", input="a").data[0].embedding[0] == 1
 
 
-def test_switched_off(start: Start) -> None:
+def test_allow_openai_false_removes_the_endpoints(start: Start) -> None:
     gateway = start("--allow-openai=false")
     assert gateway.ask("GET", "/v1/models")[0] == 404
     assert gateway.ask("POST", "/v1/completions", {"model": "talk", "prompt": "a"})[0] == 404
@@ -108,7 +108,7 @@ def test_switched_off(start: Start) -> None:
     assert not any(path.startswith("/v1") for path in paths)
 
 
-def test_shares_headers_and_bodies(start: Start) -> None:
+def test_connection_shares_forwarded_headers_and_compressed_bodies(start: Start) -> None:
     """A request whose prompts exceed the share of its connection sends them one after another."""
     gateway = start("--connection-share=0.0003", "--http-header-forward-pattern", "x-.*")
     with client_of(gateway, default_headers={"x-tenant": "me"}) as client:
@@ -124,7 +124,7 @@ def test_shares_headers_and_bodies(start: Start) -> None:
     assert (status, json.loads(text)["error"]["code"]) == (400, "unsupported")
 
 
-def test_browsers_and_old_clients(start: Start) -> None:
+def test_other_origins_and_streams_over_http_1_0_are_refused(start: Start) -> None:
     gateway = start("--http-allowed-origins", "https://friend.example")
     body = {"model": "talk", "prompt": "a", "stream": True}
     for origin, expected in (("https://friend.example", 200), ("https://evil.example", 403)):

@@ -108,14 +108,14 @@ def test_a_json_schema(client: Any) -> None:
     assert json.loads(found.choices[0].message.content)["a"] in ("x", "y")
 
 
-def test_a_schema_that_would_stop_the_engine(client: Any) -> None:
+def test_a_schema_that_would_crash_the_engine_is_refused(client: Any) -> None:
     schema = {"type": "string", "minLength": 5, "maxLength": 2}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match="'minLength' 5, which is above 'maxLength' 2"):
         client.chat.completions.create(messages=CHAT, response_format=form, **SAMPLING)
 
 
-def test_requests_that_the_engine_refuses(client: Any) -> None:
+def test_requests_refused_by_the_engine(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="context"):
         client.completions.create(prompt="a b " * 400, **SAMPLING)
     with pytest.raises(openai.BadRequestError, match="min_tokens"):

@@ -52,7 +52,7 @@ def head(gateway: Gateway, method: str, path: str, **headers: str) -> tuple[int,
         return answer.status, answer.headers
 
 
-def test_the_policy_of_the_page_allows_the_servers(gateway: Gateway) -> None:
+def test_the_content_security_policy_allows_the_page_servers(gateway: Gateway) -> None:
     status, headers = head(gateway, "GET", "/")
     assert status == 200
     assert f"connect-src 'self' {OTHER} https://gpu2.example" in headers["Content-Security-Policy"].split("; ")
@@ -71,7 +71,7 @@ def test_a_preflight_needs_no_token(gateway: Gateway) -> None:
     assert (status, headers[ALLOWED]) == (403, None)
 
 
-def test_the_event_stream_and_why_there_is_none(gateway: Gateway, token: tuple[str, str]) -> None:
+def test_cors_headers_are_sent_only_for_the_event_stream(gateway: Gateway, token: tuple[str, str]) -> None:
     bearer = f"Bearer {token[0]}"
     status, headers = head(gateway, "GET", "/page/events", Origin=OTHER, Authorization=bearer)
     assert (status, headers[ALLOWED], headers["Content-Type"]) == (200, OTHER, "text/event-stream; charset=utf-8")
@@ -84,6 +84,6 @@ def test_the_event_stream_and_why_there_is_none(gateway: Gateway, token: tuple[s
     assert (status, headers[ALLOWED]) == (200, None)
 
 
-def test_a_server_that_cannot_be_listed(server: Server) -> None:
+def test_an_invalid_page_server_is_refused(server: Server) -> None:
     with pytest.raises(AssertionError, match="'gpu1:8000' is not http://NAME:PORT"):
         Gateway(server, "--page-servers", "gpu1:8000")

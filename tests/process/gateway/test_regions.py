@@ -143,7 +143,7 @@ def until_unmapped(server: Server, key: str) -> None:
         until(client, lambda: key not in maps(server, "add"), f"{key} stays mapped")
 
 
-def test_workers_read_and_write_it_in_place(server: Server, gateway: Gateway) -> None:
+def test_workers_read_and_write_a_region_in_place(server: Server, gateway: Gateway) -> None:
     """Outputs are written in place from the second request on: the first one tells the gateway about the model."""
     with registered(gateway) as memory:
         for _ in range(3):

@@ -41,9 +41,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_a_gateway_comes_with_the_server_comes_back_on_its_port_and_goes_with_it(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_a_killed_gateway_is_restarted_on_its_port_and_stops_with_the_server(repository: Path, tmp_path: Path) -> None:
     with serving(repository, tmp_path, *ANY_PORTS, "--log-format", "ISO8601") as server:
         port = int(server.until(r"INFO \[gateway\] HTTP on 127.0.0.1, port (\d+)")[1])
         metrics = int(server.until(r"INFO \[gateway\] Prometheus on 127.0.0.1, port (\d+)")[1])
@@ -85,7 +83,7 @@ def test_several_gateways_share_the_ports(repository: Path, tmp_path: Path) -> N
         assert second in server.gateways()
 
 
-def test_at_a_stop_the_gateway_answers_what_it_has_before_the_server_goes(tmp_path: Path) -> None:
+def test_requests_in_flight_at_the_gateway_are_answered_before_the_server_stops(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     models = tmp_path / "models"
@@ -105,7 +103,7 @@ def test_at_a_stop_the_gateway_answers_what_it_has_before_the_server_goes(tmp_pa
     assert json.loads(answers[0][1])["outputs"][0]["data"] == [7]
 
 
-def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path: Path) -> None:
+def test_a_gateway_port_in_use_ends_the_server(repository: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = Serving(repository, tmp_path, "--http-port", str(port), "--grpc-port", "0", "--metrics-port", "0")
@@ -116,7 +114,7 @@ def test_a_door_that_cannot_be_opened_ends_the_server(repository: Path, tmp_path
     assert "ready:" not in "".join(server.log)
 
 
-def test_wrong_options_of_a_gateway_are_wrong_use(repository: Path, tmp_path: Path) -> None:
+def test_invalid_gateway_options_end_the_server_with_exit_code_2(repository: Path, tmp_path: Path) -> None:
     server = Serving(repository, tmp_path, *ANY_PORTS, "--gateway-args=--http-idle-timeout=never")
     said = server.until("ERROR cannot start the gateway").string
     assert server.end() == 2
@@ -124,7 +122,7 @@ def test_wrong_options_of_a_gateway_are_wrong_use(repository: Path, tmp_path: Pa
     assert "use other ports" not in said
 
 
-def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) -> None:
+def test_log_and_trace_settings_are_changed_over_http(repository: Path, tmp_path: Path) -> None:
     file = tmp_path / "traces.json"
     options = ("--http-roles", "infer,observe,operate", "--trace-config", f"triton,file={file}")
     with serving(repository, tmp_path, *ANY_PORTS, *options) as server:
@@ -154,13 +152,13 @@ def test_the_log_and_traces_are_set_over_http(repository: Path, tmp_path: Path) 
     assert {"COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"} <= times.keys()
 
 
-def test_servers_of_tests_have_no_doors_unless_they_are_asked_for(repository: Path) -> None:
+def test_the_server_fixture_has_no_gateway_by_default(repository: Path) -> None:
     with Server(repository) as server:
         assert server.endpoints == {}
         assert not gateways_of(server.pid)
 
 
-def test_r15_only_the_gateway_has_ports_and_only_on_loopback(repository: Path) -> None:
+def test_r15_only_the_gateway_listens_on_ports_and_only_on_loopback(repository: Path) -> None:
     with Server(repository, "--gateway-args=--http-idle-timeout=5", gateway=True) as server:
         assert set(server.endpoints) == {"http", "grpc", "metrics"}
         assert ask(int(server.endpoints["http"].partition(":")[2]), "/v2/health/ready")[0] == 200

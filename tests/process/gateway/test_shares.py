@@ -71,7 +71,7 @@ def attack(port: int) -> socket.socket:
     return made
 
 
-def test_a_flood_of_calls_to_a_slow_model_leaves_room_for_others(server: Server) -> None:
+def test_a_flood_of_calls_to_a_slow_model_does_not_block_other_clients(server: Server) -> None:
     gateway = Gateway(server)
     with contextlib.ExitStack() as stack:
         for _ in range(CONNECTIONS):
@@ -93,7 +93,7 @@ def test_a_flood_of_calls_to_a_slow_model_leaves_room_for_others(server: Server)
     gateway.stop()
 
 
-def test_over_the_share_a_call_is_unavailable_and_told_the_flag(server: Server) -> None:
+def test_a_call_over_the_connection_share_is_unavailable_and_names_the_flag(server: Server) -> None:
     gateway = Gateway(server, "--connection-share=0.0002")
     with Rpcs(gateway.grpc) as rpcs:
         first = rpcs.ModelInfer.future(request("slow"))
@@ -119,7 +119,7 @@ def with_tokens(server: Server, folder: Path, *options: str) -> tuple[Gateway, d
     return gateway, {name: f"Bearer {token}" for name, (token, _) in made.items()}
 
 
-def test_callers_with_tokens_have_sequence_ids_of_their_own(server: Server, tmp_path: Path) -> None:
+def test_sequence_ids_are_separate_for_each_token(server: Server, tmp_path: Path) -> None:
     gateway, header = with_tokens(server, tmp_path)
 
     def step(name: str, start: bool = False, end: bool = False) -> int:
@@ -145,7 +145,7 @@ def test_callers_with_tokens_have_sequence_ids_of_their_own(server: Server, tmp_
     gateway.stop()
 
 
-def test_a_token_has_one_share_over_http_and_grpc(server: Server, gate: Path, tmp_path: Path) -> None:
+def test_the_token_share_covers_http_and_grpc(server: Server, gate: Path, tmp_path: Path) -> None:
     gateway, header = with_tokens(server, tmp_path, "--token-share=0.0002")
     body = {"inputs": [{"name": "i_FP32", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}]}
     with Rpcs(gateway.grpc) as rpcs:

@@ -136,7 +136,7 @@ def bearer(token: str) -> dict[str, str]:
 # ---------------------------------------------------------------------------------------- TLS
 
 
-def test_large_bodies_both_ways_on_one_connection(gateway: SecureGateway) -> None:
+def test_large_requests_and_responses_on_one_connection(gateway: SecureGateway) -> None:
     """Large bodies are received straight into shared memory and sent from it, with small ones in between."""
     with contextlib.closing(gateway.connection()) as made:
         for width in (1_000_000, 4, 300_000, 4):
@@ -147,7 +147,7 @@ def test_large_bodies_both_ways_on_one_connection(gateway: SecureGateway) -> Non
             np.testing.assert_array_equal(np.frombuffer(found["o_FP32"], np.float32), given["i_FP32"][1][0])
 
 
-def test_only_tls_is_spoken(gateway: SecureGateway) -> None:
+def test_plain_http_is_refused_on_a_tls_port(gateway: SecureGateway) -> None:
     with gateway.socket() as plain:
         plain.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert not plain.recv(4096).startswith(b"HTTP")
@@ -159,7 +159,7 @@ def test_only_tls_is_spoken(gateway: SecureGateway) -> None:
     assert gateway.ask("GET", "/v2/health/live") == (200, b'{"live":true}')
 
 
-def test_who_does_not_go_on_is_let_go(place: Place, server: Server) -> None:
+def test_stalled_connections_are_closed_after_the_read_timeout(place: Place, server: Server) -> None:
     """Stalled clients are disconnected before the handshake, and in the middle of a request. Uses a separate gateway,
     because the timeout is too short for other tests."""
     gateway = SecureGateway(place, server, "--http-read-timeout", "1")
@@ -173,7 +173,7 @@ def test_who_does_not_go_on_is_let_go(place: Place, server: Server) -> None:
 
 
 @pytest.mark.parametrize("politely", [True, False])
-def test_who_leaves_in_the_middle_leaves_nothing(gateway: SecureGateway, politely: bool) -> None:
+def test_connections_closed_during_a_request_are_released(gateway: SecureGateway, politely: bool) -> None:
     body, headers = binary(rows(100_000))
     lines = [f"{name}: {value}" for name, value in (headers | bearer("user")).items()]
     head = "\r\n".join(
@@ -198,7 +198,7 @@ def test_who_leaves_in_the_middle_leaves_nothing(gateway: SecureGateway, politel
 # ---------------------------------------------------------------------------------------- tokens
 
 
-def test_tokens_say_who_may_do_what(gateway: SecureGateway) -> None:
+def test_tokens_determine_the_roles_of_a_request(gateway: SecureGateway) -> None:
     body, headers = binary(rows(4))
     assert gateway.ask("GET", "/v2/health/ready") == (200, b'{"ready":true}')
     with contextlib.closing(gateway.connection()) as made:
@@ -218,14 +218,14 @@ def test_tokens_say_who_may_do_what(gateway: SecureGateway) -> None:
     assert gateway.ask("GET", "/v2/models/row/stats", **bearer("admin"))[0] == 200
 
 
-def test_metrics_want_a_token_too(gateway: SecureGateway) -> None:
+def test_metrics_require_a_token(gateway: SecureGateway) -> None:
     for headers, status in (({}, 401), (bearer("user"), 403), (bearer("admin"), 200)):
         with contextlib.closing(gateway.connection(gateway.metrics)) as made:
             made.request("GET", "/metrics", headers=headers)
             assert made.getresponse().status == status
 
 
-def test_a_restricted_api_wants_its_header(gateway: SecureGateway) -> None:
+def test_a_restricted_api_requires_its_header(gateway: SecureGateway) -> None:
     path = "/v2/models/row/config"
     status, answer = gateway.ask("GET", path, **bearer("admin"))
     assert (status, json.loads(answer)["error"]) == (403, "This API is restricted, expecting header 'admin-key'")
@@ -234,7 +234,7 @@ def test_a_restricted_api_wants_its_header(gateway: SecureGateway) -> None:
     assert gateway.ask("GET", path, admin_key="open sesame")[0] == 401
 
 
-def test_headers_go_on_to_the_model(gateway: SecureGateway) -> None:
+def test_headers_are_forwarded_to_the_model(gateway: SecureGateway) -> None:
     request: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}]}
     request["parameters"] = {"a": 1, "x-user": "me"}
     sent = bearer("user") | {"X-User": "J\xf6rg", "admin-key": "open sesame", "y": "z"}
@@ -245,7 +245,7 @@ def test_headers_go_on_to_the_model(gateway: SecureGateway) -> None:
     assert (status, json.loads(json.loads(answer)["y"])) == (200, told)
 
 
-def test_grpc_uses_the_same_table_of_roles(gateway: SecureGateway) -> None:
+def test_tokens_and_restrictions_apply_to_grpc(gateway: SecureGateway) -> None:
     user, admin = ({"authorization": f"Bearer {token}"} for token in ("user", "admin"))
     key = {"triton-grpc-protocol-admin-key": "open sesame"}
     config, stats = rpc_message("ModelConfigRequest", name="row"), rpc_message("ModelStatisticsRequest", name="row")
@@ -279,7 +279,7 @@ def serial(gateway: SecureGateway) -> str:
         return str(found["serialNumber"])
 
 
-def test_files_are_read_again_and_connections_stay(gateway: SecureGateway, place: Place) -> None:
+def test_changed_certificates_and_tokens_are_reloaded_without_disconnects(gateway: SecureGateway, place: Place) -> None:
     body, headers = binary(rows(4))
     before = serial(gateway)
     with contextlib.closing(gateway.connection()) as made:
@@ -316,7 +316,7 @@ def test_files_are_read_again_and_connections_stay(gateway: SecureGateway, place
 # ---------------------------------------------------------------------------------------- certificates of callers
 
 
-def test_callers_need_a_certificate_where_one_is_wanted(server: Server, place: Place) -> None:
+def test_tls_client_ca_requires_a_client_certificate(server: Server, place: Place) -> None:
     root = place.folder / "root"
     place.authority.cert_pem.write_to_path(str(root))
     gateway = SecureGateway(place, server, "--tls-client-ca", str(root))

@@ -81,7 +81,7 @@ def test_tensors_of_all_types(listener: Door, face: str, size: int) -> None:
     assert found["o_BYTES"].tolist() == words.tolist()
 
 
-def test_commands(listener: Door) -> None:
+def test_commands_over_tcp_need_keys_and_roles(listener: Door) -> None:
     code, out, _ = shmserve_command("models", "--json", *listener.where("alice"))
     assert code == 0
     assert [entry["name"] for entry in json.loads(out)] == ["all"]
@@ -106,7 +106,7 @@ def test_metrics(listener: Door) -> None:
         until(bob, lambda: "\nshmserve_gateway_zmq_connections 1\n" in text())
 
 
-def test_keygen(tmp_path: Path) -> None:
+def test_keygen_writes_a_key_pair_and_overwrites_none(tmp_path: Path) -> None:
     code, out, _ = shmserve_command("keygen", "alice", "--out", str(tmp_path / "new"))
     assert code == 0
     key, public = tmp_path / "new" / "alice.key", tmp_path / "new" / "alice.pub"

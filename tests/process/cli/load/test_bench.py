@@ -34,7 +34,7 @@ pytestmark = pytest.mark.process
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_before_the_load(kind: str, served: BenchServer) -> None:
+def test_invalid_plans_fail_before_the_load_starts(kind: str, served: BenchServer) -> None:
     endpoint = served.endpoints[kind]
     with pytest.raises((NotFound, InvalidRequest), match="unknown model"):
         measure(Plan(model="nothing", endpoint=endpoint))
@@ -44,7 +44,7 @@ def test_errors_before_the_load(kind: str, served: BenchServer) -> None:
         measure(Plan(model="id", endpoint=endpoint, inputs=Inputs(outputs=("o_FP32", "z"))))
 
 
-def test_an_endpoint_of_another_protocol(served: BenchServer) -> None:
+def test_a_port_of_another_protocol_is_reported(served: BenchServer) -> None:
     http, grpc = (served.endpoints[kind].authority for kind in ("http", "grpc"))
     with pytest.raises(ConnectionLost, match=r"may expect TLS \(grpcs://\) or HTTP \(http://\)"):
         measure(Plan(model="id", endpoint=Endpoint(url=f"grpc://{http}")))
@@ -75,13 +75,13 @@ def test_ctrl_c_ends_the_load(served: BenchServer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_no_server(kind: str) -> None:
+def test_a_missing_server_is_reported(kind: str) -> None:
     with pytest.raises(ConnectionLost, match=f"no server at {kind}://127.0.0.1:1 "):
         measure(Plan(model="id", endpoint=Endpoint(url=f"{kind}://127.0.0.1:1")))
 
 
 @pytest.mark.parametrize(("kind", "what"), [("http", "GET /v2"), ("grpc", "the connection")])
-def test_a_server_that_never_answers(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_reported_after_the_timeout(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "ASK_S", 0.1)
     monkeypatch.setattr(connecting, "HANDSHAKE_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog accepts
@@ -93,7 +93,7 @@ def test_a_server_that_never_answers(kind: str, what: str, monkeypatch: pytest.M
             measure(Plan(model="id", endpoint=Endpoint(url=secure)))
 
 
-def test_the_command_writes_what_it_measured(served: BenchServer, tmp_path: Path) -> None:
+def test_the_command_writes_json_csv_and_html_reports(served: BenchServer, tmp_path: Path) -> None:
     files = {name: str(tmp_path / f"run.{name}") for name in ("save", "csv", "html")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     words = ["bench", "id", "--url", served.server.url, "-c", "1,2", *SHORT, *options]
@@ -110,7 +110,7 @@ def test_the_command_writes_what_it_measured(served: BenchServer, tmp_path: Path
 
 
 @pytest.mark.usefixtures("threads")
-def test_plan_reads_what_was_measured(served: BenchServer, tmp_path: Path) -> None:
+def test_plan_reads_saved_runs_and_server_statistics(served: BenchServer, tmp_path: Path) -> None:
     """Reads a saved run, the server's statistics over HTTP and over its socket, and a file with statistics."""
     run, statistics = tmp_path / "run.json", tmp_path / "stats.json"
     assert command("bench", "slow", "--url", served.server.url, *SHORT, "--save", str(run))[0] == 0
@@ -140,7 +140,7 @@ def test_a_run_without_a_success_fails(served: BenchServer) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_search_that_finds_no_load_fails(served: BenchServer) -> None:
+def test_a_search_without_a_load_within_the_limit_fails(served: BenchServer) -> None:
     code, out, err = command("bench", "id", "--url", served.server.url, "--until", "p50=1us", "-c", "1:2", *SHORT)
     assert (code, err) == (1, "")
     assert re.search("^no load (kept|is known to keep)", out, re.MULTILINE)
@@ -166,7 +166,7 @@ def test_a_token_is_sent_and_not_saved(served: BenchServer, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("scheme", ["https", "grpcs"])
-def test_tls(scheme: str, secure: tuple[Gateway, Path]) -> None:
+def test_tls_with_a_private_ca_and_client_certificates(scheme: str, secure: tuple[Gateway, Path]) -> None:
     gateway, folder = secure
     port = gateway.http if scheme == "https" else gateway.grpc
     ca, cert = str(folder / "ca"), str(folder / "client")
@@ -202,7 +202,7 @@ def test_tls(scheme: str, secure: tuple[Gateway, Path]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["unix", "http"])
-def test_ctrl_c_leaves_the_echo_server_to_its_owner(kind: str, tmp_path: Path) -> None:
+def test_ctrl_c_does_not_end_the_echo_server(kind: str, tmp_path: Path) -> None:
     """A terminal sends the signal to all processes; only the command itself may react to it."""
     reader, writer = os.pipe()
     words = [sys.executable, "-m", "shmserve.clients.load.echo", kind, str(tmp_path), str(writer)]

@@ -53,7 +53,7 @@ def test_a_closed_loop_over_each_transport(kind: str, served: BenchServer, capfd
 
 
 @pytest.mark.usefixtures("threads")
-def test_latencies_are_at_least_the_time_of_the_model(served: BenchServer) -> None:
+def test_latencies_are_at_least_the_service_time(served: BenchServer) -> None:
     point = one_point(Plan(model="slow", endpoint=served.endpoints["http"], loads=(Closed(2),), settings=QUICK))
     assert point.latency.low >= SERVICE_NS
     assert point.throughput.mean <= 1.01 * SECOND / SERVICE_NS + 2 * SECOND / QUICK.window_ns
@@ -63,7 +63,7 @@ def test_latencies_are_at_least_the_time_of_the_model(served: BenchServer) -> No
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http"])
-def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, served: BenchServer) -> None:
+def test_an_open_loop_above_capacity_is_reported_as_overloaded(kind: str, served: BenchServer) -> None:
     """Sends 200 requests per second to a model that answers 50, so they pile up and latencies grow."""
     settings = replace(QUICK, window_ns=SECOND // 6, min_windows=3, max_windows=6)
     plan = Plan(
@@ -80,7 +80,7 @@ def test_an_open_loop_that_asks_too_much_is_overloaded(kind: str, served: BenchS
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http"])
-def test_the_backlog_of_a_load_is_not_left_to_the_next(kind: str, served: BenchServer) -> None:
+def test_the_backlog_of_a_load_does_not_delay_the_next_load(kind: str, served: BenchServer) -> None:
     """After the first load, hundreds of requests are queued for a model that answers 50 per second."""
     settings = replace(QUICK, window_ns=SECOND // 5)
     loads = (Open(1000.0, "constant"), Closed(1))
@@ -94,7 +94,7 @@ def test_the_backlog_of_a_load_is_not_left_to_the_next(kind: str, served: BenchS
 
 
 @pytest.mark.usefixtures("threads")
-def test_recorded_times(served: BenchServer) -> None:
+def test_arrival_times_are_replayed_from_a_recording(served: BenchServer) -> None:
     times = tuple(number * 4_000_000 + (number % 3) * 100_000 for number in range(50))
     point = one_point(
         Plan(model="id", endpoint=served.endpoints["lane"], loads=(Replay(times, "file"),), settings=QUICK)
@@ -105,7 +105,7 @@ def test_recorded_times(served: BenchServer) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_deadline_that_cannot_be_kept(served: BenchServer) -> None:
+def test_a_deadline_below_the_service_time_gives_no_goodput(served: BenchServer) -> None:
     """Responses may arrive after the deadline, but none in time."""
     plan = Plan(model="slow", endpoint=served.endpoints["lane"], deadline_ns=SERVICE_NS // 4, settings=QUICK)
     point = one_point(plan)
@@ -148,7 +148,7 @@ def test_sequences(kind: str, load: Any, served: BenchServer) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_the_search_for_a_limit(served: BenchServer) -> None:
+def test_a_search_finds_the_largest_load_within_the_latency_limit(served: BenchServer) -> None:
     """With N callers, every request takes N times 20 ms, or longer on a busy machine."""
     run = measure(
         Plan(
@@ -169,7 +169,7 @@ def _kept(point: record.Point) -> bool:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_larger_than_any_window(kind: str, served: BenchServer) -> None:
+def test_tensors_larger_than_the_flow_control_window(kind: str, served: BenchServer) -> None:
     """Over gRPC, 800 KB need many frames, and windows that the server replenishes. Over ipc, outputs are sent as
     frames, because named segments of the worker would remain until the server ends.
     """
@@ -191,7 +191,7 @@ def test_strings_and_files_reach_the_model(served: BenchServer, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("threads")
-def test_processes_are_added_while_they_are_busy(served: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generator_processes_are_added_under_load(served: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are added until each caller has one; an explicit number is kept."""
     monkeypatch.setattr(one_load, "BUSY", -1.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
@@ -219,7 +219,9 @@ def test_errors_of_streams(served: BenchServer) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_generator_measures_itself(kind: str, served: BenchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_measures_the_cost_of_the_generator(
+    kind: str, served: BenchServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibration, "SETTINGS", QUICK)
     found = calibration.calibrate(Plan(model="id", endpoint=served.endpoints[kind]))
     assert found.protocol == {"lane": "unix", "tcp": "ipc"}.get(kind, kind)

@@ -89,7 +89,7 @@ def test_the_commands_of_the_page(folder: Path) -> None:
     assert "<svg" in (folder / "report.html").read_text()
 
 
-def test_apply_needs_a_setting_that_holds_the_target(folder: Path) -> None:
+def test_apply_changes_nothing_if_no_setting_meets_the_target(folder: Path) -> None:
     file = folder / "models/mlp/config.pbtxt"
     words = shlex.split("tune ../models/mlp --p99 1ms --seconds 0.1 --instances 1 --simulated 200 --apply")
     done = subprocess.run(
@@ -101,7 +101,7 @@ def test_apply_needs_a_setting_that_holds_the_target(folder: Path) -> None:
     assert file.read_text() == CONFIG
 
 
-def test_an_interrupt(folder: Path) -> None:
+def test_an_interrupt_prints_the_results_so_far(folder: Path) -> None:
     words = ["tune", "models/mlp", *QUICK.split(), "--instances", "1", "--seconds", "2", "--rate", "50"]
     with subprocess.Popen(
         command(*words), cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -129,7 +129,7 @@ def test_an_interrupt(folder: Path) -> None:
         (("models/mlp", "--p99", "20"), "'20' has no unit: 20ms?"),
     ],
 )
-def test_wrong_usage(folder: Path, words: tuple[str, ...], text: str) -> None:
+def test_invalid_arguments_are_refused(folder: Path, words: tuple[str, ...], text: str) -> None:
     done = subprocess.run(
         command("tune", *words, "--p99", "20ms"), cwd=folder, env=environment(folder), capture_output=True, text=True,
         timeout=END_S,

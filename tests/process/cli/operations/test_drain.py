@@ -82,7 +82,9 @@ IN = {"http": 200, "live": 200, "model": 200, "grpc": True, "health": 1}
 OUT = {"http": 400, "live": 200, "model": 200, "grpc": False, "health": 2}
 
 
-def test_out_of_service_and_back(server: Server, client: shmserve.Client, run: Run) -> None:
+def test_drain_takes_the_server_out_of_service_and_undrain_puts_it_back(
+    server: Server, client: shmserve.Client, run: Run
+) -> None:
     assert shown(server) == IN
     assert run("drain", *QUIET) == (
         0, "the server is empty: no request for 0.3 s; stop it, or run `shmserve drain --undrain`\n", ""
@@ -113,7 +115,7 @@ def test_out_of_service_and_back(server: Server, client: shmserve.Client, run: R
     assert run("ready")[0] == 0
 
 
-def test_what_it_waits_for(client: shmserve.Client, run: Run) -> None:
+def test_drain_waits_for_open_sequences(client: shmserve.Client, run: Run) -> None:
     """An open sequence, which continues, and one that begins while the server is out of service."""
     client.infer("talks", ONE, sequence=1, sequence_start=True)
     code, out, error = run("drain", *QUIET, "--timeout", "0.5")
@@ -137,7 +139,7 @@ def test_what_it_waits_for(client: shmserve.Client, run: Run) -> None:
     assert (last["requests"], last["sequences"]) == (0, 0)
 
 
-def test_another_operator_puts_it_back(server: Server, client: shmserve.Client) -> None:
+def test_drain_fails_if_the_server_is_put_back_into_service_meanwhile(server: Server, client: shmserve.Client) -> None:
     """Runs on a terminal, where the progress is shown."""
     client.infer("talks", ONE, sequence=1, sequence_start=True)
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "drain", "--runtime-dir", str(server.runtime_dir)]
@@ -149,7 +151,7 @@ def test_another_operator_puts_it_back(server: Server, client: shmserve.Client) 
     client.infer("talks", ONE, sequence=1, sequence_end=True)
 
 
-def test_wrong_usage(client: shmserve.Client, run: Run) -> None:
+def test_flags_that_cannot_be_combined_are_refused(client: shmserve.Client, run: Run) -> None:
     for words in ("--undrain --timeout 3", "--undrain --no-wait", "--no-wait --quiet 3"):
         code, _, error = run("drain", *words.split())
         assert code == 2

@@ -101,7 +101,7 @@ def test_records_of_a_model(server: Server, capsys: pytest.CaptureFixture[str]) 
     assert {record["model"] for record in records} == {"talks"}
 
 
-def test_names_that_are_unknown(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_name_gets_a_suggestion(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(server, capsys, "tlaks", code=1) == [
         "shmserve logs: Request for unknown model: 'tlaks' is not found; did you mean 'talks'?"
     ]
@@ -123,7 +123,7 @@ def test_on_a_terminal_levels_have_colors(server: Server) -> None:
     assert re.match(rb"\x1b\[2m\d{4}-.*?\x1b\[0m INFO ", seen)
 
 
-def test_follow_a_server_that_is_restarted(repository: Path, tmp_path: Path) -> None:
+def test_follow_reports_a_restarted_server(repository: Path, tmp_path: Path) -> None:
     place = tmp_path / "run"
     with contextlib.ExitStack() as stack:
         with Server(repository, runtime_dir=place) as server:
@@ -151,7 +151,9 @@ def test_follow_a_server_that_is_restarted(repository: Path, tmp_path: Path) -> 
     assert errors == "shmserve logs: the server was restarted\nshmserve logs: interrupted\n"
 
 
-def test_few_records_are_kept(repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recent_records_are_limited_in_bytes(
+    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A follower that is too slow gets a notice. One that starts later has missed nothing."""
     with Server(repository, "--log-recent-bytes", "1000", runtime_dir=tmp_path / "run") as server:
         lines = printed(server, capsys)
@@ -165,6 +167,8 @@ def test_few_records_are_kept(repository: Path, tmp_path: Path, capsys: pytest.C
         assert printed(server, capsys) == []
 
 
-def test_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_server_the_error_names_other_places_of_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["logs", "--runtime-dir", str(tmp_path)]) == 1
     assert "the log of a server that has ended is in its --log-file, or in `journalctl -u" in capsys.readouterr().err

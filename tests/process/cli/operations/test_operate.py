@@ -59,7 +59,7 @@ def pids(server: Server, model: str) -> list[int]:
         ]
 
 
-def test_the_life_of_a_model(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_loaded_restarted_and_unloaded(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*words: str) -> str:
         code = main.main(words)
         said = capsys.readouterr()
@@ -92,7 +92,9 @@ def test_the_life_of_a_model(server: Server, capsys: pytest.CaptureFixture[str])
     assert run("load", "--all", "--json").count('"READY"') == 2
 
 
-def test_names_that_are_misspelled(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelled_model_names_are_reported_by_each_command(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     unknown = "Request for unknown model: 'mpl' is not found"
     for words, text in (
         ("logs mpl", unknown),  # first: operations on any name leave records about it
@@ -115,7 +117,7 @@ def test_names_that_are_misspelled(server: Server, capsys: pytest.CaptureFixture
     assert main.main(["load", "mlp"]) == 0
 
 
-def test_config(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_the_origin_of_each_value(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["load", "mlp"]) == 0
     capsys.readouterr()
     assert main.main(["config", "mlp"]) == 0
@@ -131,7 +133,9 @@ def test_config(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(both["origins"].values()) <= {"file", "override", "model", "default"}
 
 
-def test_failures(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_failed_operations_print_the_reason_and_keep_the_served_version(
+    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main.main(["load", "nobody", "mlp"]) == 1
     said = capsys.readouterr()
     assert said.out.startswith("mlp: version 1 is READY after ")
@@ -145,7 +149,9 @@ def test_failures(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 @pytest.mark.parametrize(("face", "link"), [("sync", "url"), ("sync", "zmq_url"), ("uvloop", "url")])
-def test_a_model_that_is_sent(face: str, link: str, server: Server, repository: Path) -> None:
+def test_a_model_is_loaded_from_files_sent_by_the_client(
+    face: str, link: str, server: Server, repository: Path
+) -> None:
     """Sends megabytes; the responses equal those of the file."""
     model = repository / "mlp" / "1" / "model.onnx"
     config = {

@@ -65,7 +65,7 @@ def printed(server: Server | None, *words: str, code: int = 0) -> str:
 
 @pytest.mark.parametrize("columns", [80, 250])
 @pytest.mark.parametrize("color", [True, False])
-def test_the_screen(server: Server, columns: int, color: bool) -> None:
+def test_the_screen_shows_queued_requests_and_running_batches(server: Server, columns: int, color: bool) -> None:
     """Shows known numbers: a batch that does not end, and the requests queued behind it."""
     with server.client() as client, top(server, columns, **({} if color else {"NO_COLOR": "1"})) as terminal:
         for _ in range(9):
@@ -100,7 +100,7 @@ def restarted(server: Server) -> None:
         client.load("stuck")
 
 
-def test_operations_by_key_and_a_terminal_that_is_resized(server: Server) -> None:
+def test_operations_by_key_and_a_resized_terminal(server: Server) -> None:
     with top(server, 80) as terminal:
         terminal.wait_for(lambda text: re.search(r"cnn +1 +READY", text))
         terminal.press("u")
@@ -119,7 +119,7 @@ def test_operations_by_key_and_a_terminal_that_is_resized(server: Server) -> Non
         assert client.ready("cnn")
 
 
-def test_over_http_what_cannot_be_known_is_shown_as_such(server: Server) -> None:
+def test_values_that_http_does_not_provide_are_shown_as_n_a(server: Server) -> None:
     url, metrics = f"http://{server.endpoints['http']}", f"http://{server.endpoints['metrics']}"
     with top(server, 120, "--url", url, "--metrics-url", metrics) as terminal:
         terminal.wait_for(lambda text: re.search(r"cnn +1 +READY +1/1 +0 ", text))
@@ -137,7 +137,7 @@ def test_over_http_what_cannot_be_known_is_shown_as_such(server: Server) -> None
         terminal.wait_for(lambda text: re.search(r"^load of model 'cnn' done in", text, re.MULTILINE))
 
 
-def test_the_lane_and_http_tell_the_same(server: Server) -> None:
+def test_all_transports_show_the_same_values(server: Server) -> None:
     with server.client() as client:
         for _ in range(5):
             client.infer("mlp", {"x": np.ones((2, 3), np.float32)})
@@ -158,21 +158,21 @@ def test_the_lane_and_http_tell_the_same(server: Server) -> None:
     assert http["server"]["pid"] is not None
 
 
-def test_metrics_that_are_not_there(server: Server) -> None:
+def test_missing_metrics_are_reported_in_the_notes(server: Server) -> None:
     url = f"http://{server.endpoints['http']}"
     found = json.loads(printed(None, "--json", "--once", "--interval", "0.1", "--url", url, "--metrics-url", url))
     assert "p99" in found["unknown"]
     assert "--metrics-url" in found["notes"][0]
 
 
-def test_a_line_of_json_at_each_refresh(server: Server) -> None:
+def test_json_prints_a_line_at_each_refresh(server: Server) -> None:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "top", "--json", "--interval", "0.05"]
     lines, code, errors = first_lines([*command, "--url", server.url], 3)
     assert (code, errors) == (130, b"shmserve top: interrupted\n")
     assert {row["model"] for line in lines for row in line["models"]} == {"mlp", "cnn", "stuck"}
 
 
-def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
+def test_a_restarted_server_is_shown_again(tmp_path: Path) -> None:
     identity(tmp_path / "models", "m")
     runtime_dir = tmp_path / "run"
     with Server(tmp_path / "models", runtime_dir=runtime_dir) as server:
@@ -203,14 +203,14 @@ def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
         ("--once --url ftp://x", 2, "invalid url 'ftp://x'"),
     ],
 )
-def test_wrong_use(server: Server, words: str, code: int, text: str) -> None:
+def test_invalid_arguments_are_refused(server: Server, words: str, code: int, text: str) -> None:
     told = printed(None if "--url" in words else server, *words.split(), code=code)
     assert told.startswith("shmserve top: ")
     assert text in told
     assert told.count("\n") == 1
 
 
-def test_without_textual(server: Server) -> None:
+def test_snapshots_work_without_textual(server: Server) -> None:
     """A snapshot does not need textual. Without it, a live view prints how to install it."""
     missing = (
         "import sys\n"
@@ -234,7 +234,7 @@ def test_without_textual(server: Server) -> None:
         assert install_command("top") in terminal.text.replace("\n", "")
 
 
-def test_a_terminal_that_can_only_print(server: Server) -> None:
+def test_a_dumb_terminal_is_refused(server: Server) -> None:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "top", "--url", server.url]
     with Terminal(command, 200, 10, {"TERM": "dumb"}) as terminal:
         assert terminal.ends() == 2

@@ -75,7 +75,7 @@ def infer(servers: list[Server], model: str, count: int) -> None:
                 client.infer(model, {"x": np.ones((1, 3), np.float32)})
 
 
-def test_sources_of_all_kinds_tell_the_same(fleet: list[Server]) -> None:
+def test_all_transports_show_the_same_values(fleet: list[Server]) -> None:
     """Tests HTTP, the lane and ZeroMQ, also mixed."""
     infer(fleet, "mlp", 5)
     one, two = fleet
@@ -96,7 +96,7 @@ def test_sources_of_all_kinds_tell_the_same(fleet: list[Server]) -> None:
         assert len(found["total"]["releases"]) == 1
 
 
-def test_a_drained_server_and_one_that_is_gone(fleet: list[Server], nothing: str) -> None:
+def test_drained_unreachable_and_silent_servers_are_listed(fleet: list[Server], nothing: str) -> None:
     """Neither keeps the others from being shown. The wait for a silent server is limited."""
     with fleet[0].client() as client:
         client.drain()
@@ -113,7 +113,7 @@ def test_a_drained_server_and_one_that_is_gone(fleet: list[Server], nothing: str
     assert sorted(row["state"] for row in http["servers"]) == ["DRAINING", "READY"]
 
 
-def test_the_screen_and_one_server_of_it(fleet: list[Server], nothing: str) -> None:
+def test_enter_opens_a_server_and_q_returns_to_the_fleet(fleet: list[Server], nothing: str) -> None:
     """Enter shows one server as `top` does, q comes back, and q again quits."""
     words = named(fleet[0].url, fleet[1], nothing)
     with Terminal([*COMMAND, *words], 140, 30, {}) as terminal:
@@ -133,7 +133,7 @@ def test_the_screen_and_one_server_of_it(fleet: list[Server], nothing: str) -> N
         assert terminal.ends() == 0
 
 
-def test_a_server_that_comes_back(tmp_path: Path) -> None:
+def test_a_restarted_server_is_shown_again(tmp_path: Path) -> None:
     identity(tmp_path / "models", "m")
     with (
         Server(tmp_path / "models", runtime_dir=tmp_path / "run") as server,
@@ -148,24 +148,24 @@ def test_a_server_that_comes_back(tmp_path: Path) -> None:
         assert terminal.ends() == 0
 
 
-def test_a_line_of_json_at_each_refresh(fleet: list[Server]) -> None:
+def test_json_prints_a_line_at_each_refresh(fleet: list[Server]) -> None:
     lines, code, errors = first_lines([*COMMAND, "--json", *named(*fleet)], 3)
     assert (code, errors) == (130, b"shmserve top: interrupted\n")
     assert [line["total"]["states"] for line in lines] == [{"READY": 2}] * 3
 
 
-def test_a_word_that_is_a_model() -> None:
+def test_a_model_name_in_place_of_a_server_gets_a_suggestion() -> None:
     """A label of a host name has at most 63 characters, so no name server is asked for this one."""
     word = "m" * 64
     assert printed("--once", word, code=1).endswith(f"; of a model: did you mean --filter {word}?\n")
 
 
-def test_no_server_at_all() -> None:
+def test_a_fleet_without_a_reachable_server_fails() -> None:
     found = snapshot("127.0.0.1:1", "127.0.0.1:2", code=1)
     assert found["total"]["states"] == {"UNREACHABLE": 2}
 
 
-def test_one_word_is_one_server(fleet: list[Server]) -> None:
+def test_a_single_url_shows_one_server(fleet: list[Server]) -> None:
     found = snapshot(fleet[0].url)
     assert set(found) == {"url", "interval", "server", "models", "instances", "clients", "gpus", "unknown", "notes"}
     assert "clients" in snapshot(*named(fleet[0]))
@@ -186,7 +186,7 @@ def test_one_word_is_one_server(fleet: list[Server]) -> None:
         ("a tcp://b:5555", "--server-key"),
     ],
 )
-def test_wrong_use(words: str, text: str) -> None:
+def test_invalid_arguments_are_refused(words: str, text: str) -> None:
     told = printed("--once", *words.split(), code=2)
     assert told.startswith("shmserve top: ")
     assert text in told
@@ -197,7 +197,7 @@ LINES = [line for line in pages.commands("top") if "host1" in line]
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_page(line: str, fleet: list[Server]) -> None:
+def test_commands_of_the_page(line: str, fleet: list[Server]) -> None:
     words = line.split()
     first = words.index("host1")
     assert words[first : first + 3] == ["host1", "host2", "host3"]

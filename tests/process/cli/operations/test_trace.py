@@ -97,14 +97,16 @@ def traced(server: Server, capsys: pytest.CaptureFixture[str], *words: str, code
     return capsys.readouterr().err
 
 
-def test_nothing_happened(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_recording_without_requests_is_empty(
+    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     place = tmp_path / "run.json"
     assert "no request ended meanwhile" in traced(server, capsys, "-o", str(place), code=0)
     assert json.loads(place.read_text())["traceEvents"] == []
     assert place.stat().st_mode & 0o077 == 0, "it shows what others do"
 
 
-def test_errors_name_the_next_step(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_errors_suggest_the_next_step(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     place = tmp_path / "run.json"
     assert "did you mean 'add1'?" in traced(server, capsys, "--model", "add", "-o", str(place), code=1)
     missing = tmp_path / "none" / "run.json"

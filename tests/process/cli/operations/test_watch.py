@@ -42,7 +42,7 @@ def words(server: Server, *more: str) -> list[str]:
     return ["models", "--url", server.url, *more]
 
 
-def test_models_that_are_named(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_named_models_are_printed(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words(server)) == 0
     everything = capsys.readouterr().out
     assert "first" in everything
@@ -54,7 +54,7 @@ def test_models_that_are_named(server: Server, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_again_and_again(server: Server, terminal: bool) -> None:
+def test_watch_repeats_until_interrupted(server: Server, terminal: bool) -> None:
     ours, theirs = os.openpty() if terminal else os.pipe()
     command = [sys.executable, "-m", "shmserve.clients.cli.main", *words(server, "first", "--watch", "0.05")]
     environment = os.environ | {"TERM": "xterm"}
@@ -77,7 +77,7 @@ def test_again_and_again(server: Server, terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("command", ["models", "stats", "config first", "ready", "ready second"])
-def test_a_document_per_line(server: Server, command: str) -> None:
+def test_watch_with_json_prints_a_document_per_line(server: Server, command: str) -> None:
     """With --json, the documents equal those that the command prints without --watch."""
     words = ["shmserve.clients.cli.main", *command.split(), "--url", server.url, "--json"]
     once = subprocess.run([sys.executable, "-m", *words], capture_output=True, check=True).stdout
@@ -95,7 +95,7 @@ def test_a_document_per_line(server: Server, command: str) -> None:
     assert [keys(document) for document in documents] == [keys(json.loads(once))] * 3
 
 
-def test_check_again_and_again(tmp_path: Path) -> None:
+def test_check_with_watch_reads_the_repository_at_each_refresh(tmp_path: Path) -> None:
     """The repository is read at each refresh."""
     identity(tmp_path, "m")
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "check", str(tmp_path), "--watch", "0.05", "--json"]
@@ -110,7 +110,7 @@ def test_check_again_and_again(tmp_path: Path) -> None:
     assert process.returncode == 130
 
 
-def test_until_the_server_ends(tmp_path: Path) -> None:
+def test_watch_ends_with_the_server(tmp_path: Path) -> None:
     identity(tmp_path, "only")
     with Server(tmp_path) as server:
         command = [sys.executable, "-c", BRIEF, *words(server, "--watch", "0.05")]
