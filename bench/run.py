@@ -23,7 +23,7 @@ QUIET = 0.15
 """Cores that other processes may use before a warning is printed."""
 
 
-def arguments(words: list[str]) -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description="Measure shmserve against its machine.")
     parser.add_argument("--list", action="store_true", help="name the measures and stop")
     parser.add_argument("--only", action="append", metavar="NAME", help="this measure only; may be given again")
@@ -33,7 +33,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="short turns, few rounds, a soak of 10 s; nothing is kept")
     parser.add_argument("--cpus", metavar="LIST", help="run everything, baselines too, on these cores (as 0,1)")
     parser.add_argument("--save", action="store_true", help="keep the result also of a run with --only")
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 def take(names: list[str], setting: Setting) -> list[table.Row]:
@@ -55,8 +55,8 @@ def take(names: list[str], setting: Setting) -> list[table.Row]:
     return rows
 
 
-def main(words: list[str]) -> int:
-    chosen = arguments(words)
+def main(argv: list[str]) -> int:
+    chosen = arguments(argv)
     if chosen.list:
         for name, measure in measures.ALL.items():
             print(f"{name:18} {(measure.__doc__ or '').splitlines()[0]}")
@@ -84,7 +84,7 @@ def main(words: list[str]) -> int:
             "others": f"used up to {loud:.2f} cores during a measure",
             "turns": f"{setting.rounds} of {setting.seconds:g} s each, in turn with the baseline, medians",
         }
-        path = table.save(rows, shlex.join(["python", "-m", "bench.run", *words]), notes)
+        path = table.save(rows, shlex.join(["python", "-m", "bench.run", *argv]), notes)
         print(f"kept in bench/results/{path.name}")
     return 1 if any(row.verdict == "FAILED" for row in rows) else 0
 

@@ -15,7 +15,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-LEAST = (3, 10)
+MIN_PYTHON = (3, 10)
 LOAD_FAILED = 66
 TAG = 97
 LINK = "--link"
@@ -39,7 +39,7 @@ def main(words: list[str]) -> NoReturn:
     needed = [word.split("=", 2) for word in words[3 : count + 1]]
     arguments = words[count + 1 :]
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] < LEAST:
+    if sys.version_info[:2] < MIN_PYTHON:
         fail(arguments, f"it has Python {version}, and 3.10 or later is needed")
     sys.meta_path.insert(0, Finder({"shmserve": sources}))
     if EXTENSION_SUFFIXES[0] == suffix:  # packages compiled for the server's interpreter also work in this one

@@ -164,7 +164,7 @@ class EndpointMeasures:
             return ran.per_s
 
         mine, theirs = alternate(self.rounds, lambda: party(server), lambda: party(other))
-        beside = "; ".join(_said(name, runs) for name, runs in took.items())
+        beside = "; ".join(_summary(name, runs) for name, runs in took.items())
         return Row(point.text, median(mine) / median(theirs), "of Triton", at_least=point.at_least, beside=beside)
 
     # ------------------------------------------------------------------------------------ with Python clients
@@ -212,14 +212,14 @@ def _parts(parts: dict[str, float]) -> str:
     return " ".join(f"{name} {value:.0f} us" for name, value in parts.items())
 
 
-def _said(name: str, runs: list[Ran]) -> str:
+def _summary(name: str, runs: list[Ran]) -> str:
     cpu = " + ".join(f"{part} {median(ran.cpu_us[part] for ran in runs):.0f}" for part in runs[0].cpu_us)
     rate, p50 = median(ran.per_s for ran in runs), median(ran.p50_us for ran in runs)
     server = " + ".join(f"{part} {median(ran.server_us[part] for ran in runs):.0f}" for part in runs[0].server_us)
     return f"{name} {rate:,.0f}/s, p50 {micros(p50)} (server's: {server}), processors a request: {cpu} us"
 
 
-def arguments(words: list[str]) -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.endpoints", description=__doc__)
     option = parser.add_argument
     option("--triton-python", type=Path, metavar="PATH", help="a Python that has nvidia-pytriton, tritonclient[all] "
@@ -230,11 +230,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
     option("--rounds", type=int, default=3, help="turns of each server (default 3)")
     option("--quick", action="store_true", help="two short turns each, fewer points: under six minutes")
     option("--save", action="store_true", help="keep the result also of a run with --only or --quick")
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
-def main(words: list[str]) -> int:
-    chosen = arguments(words)
+def main(argv: list[str]) -> int:
+    chosen = arguments(argv)
     if not chosen.perf_analyzer.exists():
         print(f"there is no perf_analyzer at {chosen.perf_analyzer}: docs/performance.md", file=sys.stderr)
         return 2
@@ -244,7 +244,7 @@ def main(words: list[str]) -> int:
     print(table.plain(found))
     print(f"{perf_counter() - started:.0f} s", file=sys.stderr)
     if (chosen.triton_python and not chosen.only and not chosen.quick) or chosen.save:
-        shown = [word for word in words if word not in (str(chosen.triton_python), str(chosen.perf_analyzer))]
+        shown = [word for word in argv if word not in (str(chosen.triton_python), str(chosen.perf_analyzer))]
         turns = "two of 1 s each, in turn" if chosen.quick else f"{chosen.rounds} of {chosen.seconds:g} s each, in turn"
         loud = max((row.others for row in found), default=0.0)
         notes = {"others": f"used up to {loud:.2f} cores during a point", "turns": turns}

@@ -115,7 +115,7 @@ def rows(
     return found
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.endpoints.agreement", description=__doc__)
     option = parser.add_argument
     option("--perf-analyzer", type=Path, default=TOOL, metavar="PATH", help="(default: %(default)s)")
@@ -125,7 +125,7 @@ def main(words: list[str]) -> int:
     option("--delay-us", type=int, default=DELAY_US, help="time of the model; 0 compares the generators' own cost too "
            "(default: %(default)s)")  # fmt: skip
     option("--in-flight", type=int, action="append", metavar="N", help="may be given again (default: 1 and 8)")
-    chosen = parser.parse_args(words)
+    chosen = parser.parse_args(argv)
     tool = chosen.perf_analyzer if chosen.perf_analyzer.exists() else None
     wrk_tool = shutil.which(chosen.wrk)
     for name, there, hint in (

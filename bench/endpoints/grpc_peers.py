@@ -89,10 +89,10 @@ async def load(address: str, request: bytes, in_flight: int, seconds: float) -> 
     print(count, flush=True)
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     import uvloop
 
-    what, message, *rest = words
+    what, message, *rest = argv
     data = base64.b64decode(message)
     if what == "load":
         asyncio.run(load(rest[0], data, int(rest[1]), float(rest[2])))

@@ -90,11 +90,11 @@ def measured(python: Path, pid: int, address: str, request: bytes, in_flight: in
     return count, (own_seconds(pid) - before) * 1e6 / count
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.endpoints.grpc_servers", description=__doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="the median of which counts (default %(default)s)")
-    chosen = parser.parse_args(words)
+    chosen = parser.parse_args(argv)
     python, (request, answer) = environment(), messages()
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -185,11 +185,11 @@ class OpenAiMeasures:
         self._socket.close()
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.endpoints.openai", description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="turns of each way (default 9)")
     parser.add_argument("--requests", type=int, default=300, help="requests of a turn (default 300)")
-    chosen = parser.parse_args(words)
+    chosen = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="bench-") as work, ours(repository(Path(work))) as server:
         measures = OpenAiMeasures(server, chosen.rounds, chosen.requests)
         try:

@@ -148,7 +148,7 @@ def measured(servers: list[Server], chosen: argparse.Namespace, tool: str, work:
                     yield cell
 
 
-def arguments(words: list[str]) -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
     option = parser.add_argument
     option("--servers", nargs="+", default=[], metavar="NAME", choices=[server.name for server in SERVERS])
@@ -157,11 +157,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
     option("--rounds", type=int, default=5, help="turns of each server (default 5)")
     option("--wrk", default=WRK, metavar="PATH", help="(default: the one in PATH)")
     option("--save", action="store_true", help="keep the result in bench/results")
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
-def main(words: list[str]) -> int:
-    chosen = arguments(words)
+def main(argv: list[str]) -> int:
+    chosen = arguments(argv)
     tool = shutil.which(chosen.wrk) or installed_wrk(chosen.wrk)
     if tool is None:
         say("there is no wrk: `apt install wrk`, or give --wrk")
@@ -174,7 +174,7 @@ def main(words: list[str]) -> int:
     print(report.markdown(cells))
     if chosen.save:
         turns = f"{chosen.rounds} of {chosen.seconds:g} s each, in turn"
-        command = shlex.join(["python", "-m", "bench.peers", *words])
+        command = shlex.join(["python", "-m", "bench.peers", *argv])
         path = report.save(cells, command, {"servers": ", ".join(versions), "turns": turns})
         print(f"kept in bench/results/{path.name}")
     return 0

@@ -164,7 +164,7 @@ class Core:
             Timer.HANG: of_instance(partial(dispatch.check_hang, state)),
             Timer.RECALL: of_instance(partial(handover.recall_over, state)),
             Timer.OVERDUE: of_instance(partial(handover.overdue, state)),
-            Timer.LEAVE: partial(retirement.leave, state),
+            Timer.LEAVE: partial(retirement.end_grace_period, state),
             Timer.UNUSED: partial(sleep.check_idle, state),
             Timer.ROOM: _ignore,
             Timer.SCALE: partial(scaling.measure, state),

@@ -10,7 +10,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-EVERY = 4
+HEAVY_EVERY = 4
 """One in this many members taken from a user is a heavy one, so that they are delayed but not starved."""
 
 
@@ -32,7 +32,7 @@ class _User(Generic[T]):
         return self._next()[0]
 
     def _next(self) -> deque[T]:
-        heavy = self.heavy and (not self.cheap or (self.taken + 1) % EVERY == 0)
+        heavy = self.heavy and (not self.cheap or (self.taken + 1) % HEAVY_EVERY == 0)
         return self.heavy if heavy else self.cheap
 
 

@@ -344,11 +344,11 @@ def _sweep(args: argparse.Namespace) -> int:
     return 1 if lost else 0
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 for success, 1 if requests were lost, 2 for arguments that cannot be simulated. An
     internal error of the core is raised as an AssertionError."""
     made = parser()
-    args = made.parse_args(words)
+    args = made.parse_args(argv)
     if sum(bool(given) for given in (args.rate, args.callers, args.recording, args.sweep)) > 1:
         made.error("--rate, --callers, --recording and --sweep: only one of them")
     try:

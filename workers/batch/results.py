@@ -71,7 +71,7 @@ class Results(RequestOutputs):
             if isinstance(place, Handle):
                 return not self._scatter.placing.is_on_device(place)
             return place is None and elements(shape) * spec.item > self._most_inline()
-        return self._whole(index, shape) is not None
+        return self._block_sizes(index, shape) is not None
 
     def place(self, index: int, shape: tuple[int, ...]) -> Array:
         """Returns an array for an output of all requests. Its initial content is undefined."""
@@ -103,7 +103,7 @@ class Results(RequestOutputs):
             return None
         check_shape(self._scatter.model, spec, shape, self._rows)
         size = elements(shape) * spec.item
-        small = size <= INLINE_BYTES if len(works) == 1 else self._whole(index, shape) is None
+        small = size <= INLINE_BYTES if len(works) == 1 else self._block_sizes(index, shape) is None
         if small or (self._places is not None and any(place is not None for place in self._places[index])):
             return None
         try:
@@ -202,7 +202,7 @@ class Results(RequestOutputs):
     def omit(self, index: int) -> None:
         """Marks an output as absent from this batch; the rows do not contain it."""
         self._columns[index] = [None] * len(self._works)
-        self._holes = True
+        self._incomplete = True
 
     # ------------------------------------------------------------------------------------ the end
 
@@ -210,7 +210,7 @@ class Results(RequestOutputs):
         """Returns the row of each request, in the order of the works."""
         columns = self._finished()
         works = self._works
-        if columns and self._places is None and not (self._failures or self._holes or parameters):
+        if columns and self._places is None and not (self._failures or self._incomplete or parameters):
             each: Any = zip(*columns, strict=True)
             return [Row(work.request, tensors) for work, tensors in zip(works, each, strict=True)]
         return [self._row(position, columns, parameters) for position in range(len(works))]
@@ -218,7 +218,7 @@ class Results(RequestOutputs):
     def in_columns(self) -> Columns | list[Row]:
         """Returns the results in columns if all outputs are inside the message, otherwise as `rows`."""
         columns = self._finished()
-        if not columns or self._failures or self._holes or len(self._works) > PACKET_MESSAGES:
+        if not columns or self._failures or self._incomplete or len(self._works) > PACKET_MESSAGES:
             return self.rows()
         forms: list[TensorForm] = []
         blobs: list[list[bytes]] = []
@@ -258,7 +258,7 @@ class Results(RequestOutputs):
         if self._scatter.checks.strict or all(named):
             self.abandon()
             raise error
-        self._holes = True
+        self._incomplete = True
         for position in np.flatnonzero(named).tolist():
             self.fail(position, error)
 
@@ -286,7 +286,7 @@ class Results(RequestOutputs):
 
     # ------------------------------------------------------------------------------------ where outputs go
 
-    def _whole(self, index: int, shape: tuple[int, ...]) -> list[int] | None:
+    def _block_sizes(self, index: int, shape: tuple[int, ...]) -> list[int] | None:
         """Returns the bytes of each request's share if one block can hold them all and be split; else None."""
         works = self._works
         if self._places is not None and any(place is not None for place in self._places[index]):
@@ -321,11 +321,11 @@ class Results(RequestOutputs):
         return INLINE_BYTES if self._inlined else 1
 
     def _place_all(self, index: int, spec: Spec, shape: tuple[int, ...]) -> Array | None:
-        sizes = self._whole(index, shape)
+        sizes = self._block_sizes(index, shape)
         return None if sizes is None else self._allocate(index, spec, shape, sum(sizes))
 
     def _allocate(self, index: int, spec: Spec, shape: tuple[int, ...], size: int) -> Array | None:
-        """Returns a block for the whole output. Without room for it, `_one` tries the requests one by one."""
+        """Returns a block for the whole output. Without room for it, `_copy_share` tries the requests one by one."""
         try:
             block = self._scatter.arenas.allocate(self._works[0].audience, size)
         except Unavailable:

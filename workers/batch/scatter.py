@@ -80,20 +80,20 @@ class RequestOutputs:
     """The outputs that the requests of one group want, and the tensors that they get."""
 
     __slots__ = (
-        "_blocks", "_failures", "_holes", "_inline", "_inlined", "_one_each", "_placed", "_places", "_rows", "_scatter",
-        "_works",
+        "_blocks", "_failures", "_incomplete", "_inline", "_inlined", "_one_row_each", "_placed", "_places", "_rows",
+        "_scatter", "_works",
     )  # fmt: skip
 
     def __init__(self, scatter: Scatter, works: Sequence[Work], rows: int) -> None:
         self._scatter = scatter
         self._works = works
         self._rows = rows
-        self._one_each = rows == len(works)
+        self._one_row_each = rows == len(works)
         self._blocks: dict[int, Block] = {}
         """Output -> the block of an arena that is its array."""
         self._placed: set[int] = set()
         """Outputs whose array is the caller's own memory."""
-        self._holes = False
+        self._incomplete = False
         """Some row lacks some output."""
         self._failures: dict[int, ServeError] = {}
         self._inline = 0
@@ -105,13 +105,13 @@ class RequestOutputs:
         if len(works) == 1:
             self._inlined = works[0].inline
             if works[0].outputs is not None:
-                self._places = self._wanted(works)
+                self._places = self._requested_places(works)
         elif type(works) is not ColumnWorks:
             self._inlined = [work.inline for work in works].count(True) == len(works)
             if [work.outputs for work in works].count(None) != len(works):
-                self._places = self._wanted(works)
+                self._places = self._requested_places(works)
 
-    def _wanted(self, works: Sequence[Work]) -> list[list[_Place]]:
+    def _requested_places(self, works: Sequence[Work]) -> list[list[_Place]]:
         names, specs = self._scatter.names, self._scatter.specs
         places: list[list[_Place]] = [[False] * len(works) for _ in names]
         for position, work in enumerate(works):
@@ -129,7 +129,7 @@ class RequestOutputs:
                 elif not wanted.classes:
                     places[index][position] = wanted.place
                     if wanted.place is not None and self._scatter.placing.is_on_device(wanted.place):
-                        self._reach(position, wanted.place)
+                        self._check_reachable(position, wanted.place)
                 else:
                     try:
                         places[index][position] = top(self._scatter.model, specs[index], wanted, work.labels)
@@ -137,7 +137,7 @@ class RequestOutputs:
                         self.fail(position, error)
         return places
 
-    def _reach(self, position: int, place: Handle) -> None:
+    def _check_reachable(self, position: int, place: Handle) -> None:
         """Fails the request if its place on a GPU cannot be written from this process, whatever the model produces."""
         try:
             self._scatter.placing.gpu.address(place)
@@ -161,19 +161,19 @@ class RequestOutputs:
         if index in self._blocks:
             return self._split_block(index, spec, array, shape)
         if len(works) == 1:
-            return [self._one(index, spec, 0, array, shape)]
+            return [self._copy_share(index, spec, 0, array, shape)]
         if self._places is None and spec.item and self._inlined:
-            shares = (1,) * len(works) if self._one_each else shares_of(works)
+            shares = (1,) * len(works) if self._one_row_each else shares_of(works)
             step = array.nbytes // self._rows
-            largest = step if self._one_each else step * max(shares)
+            largest = step if self._one_row_each else step * max(shares)
             if largest <= INLINE_BYTES and self._inline + largest <= FIELD_BYTES:
                 self._inline += largest
-                return InlineColumn(spec, shape[1:], shares, _sliced(array.tobytes(), step, shares, self._one_each))
+                return InlineColumn(spec, shape[1:], shares, _sliced(array.tobytes(), step, shares, self._one_row_each))
         tensors = []
         start = 0
         for position, work in enumerate(works):
             end = start + work.rows
-            tensors.append(self._one(index, spec, position, array[start:end], (work.rows, *shape[1:])))
+            tensors.append(self._copy_share(index, spec, position, array[start:end], (work.rows, *shape[1:])))
             start = end
         return tensors
 
@@ -213,15 +213,15 @@ class RequestOutputs:
         tensors: list[Tensor | None] = []
         for position, share in enumerate(shares):
             if share is None:
-                self._holes = True
-            tensors.append(None if share is None else self._one(index, spec, position, share, share.shape))
+                self._incomplete = True
+            tensors.append(None if share is None else self._copy_share(index, spec, position, share, share.shape))
         return tensors
 
-    def _one(self, index: int, spec: Spec, position: int, part: Array, shape: tuple[int, ...]) -> Tensor | None:
+    def _copy_share(self, index: int, spec: Spec, position: int, part: Array, shape: tuple[int, ...]) -> Tensor | None:
         """Copies one request's share into the message, the caller's place or the arena."""
         place = self._place(index, position)
         if place is False or position in self._failures:
-            self._holes = True
+            self._incomplete = True
             return None
         dtype = spec.dtype
         try:
@@ -253,11 +253,11 @@ class RequestOutputs:
         return Tensor(spec.name, dtype, shape, (Handle(block.segment, block.offset, size),))
 
 
-def _sliced(data: bytes, step: int, shares: Sequence[int], one_each: bool) -> list[bytes]:
+def _sliced(data: bytes, step: int, shares: Sequence[int], one_row_each: bool) -> list[bytes]:
     """Returns the bytes of each request; a row has `step` bytes."""
     if not step:
         return [b""] * len(shares)
-    if one_each:
+    if one_row_each:
         return [data[at : at + step] for at in range(0, len(data), step)]
     ends = list(accumulate(shares))
     return [data[(end - share) * step : end * step] for share, end in zip(shares, ends, strict=True)]

@@ -171,7 +171,7 @@ class Lifecycle:
     def _handle_exit(self, version: Version, instance: Instance, event: Exited, explained: bool, now: int) -> None:
         """Decides whether the end of a process was expected, is final, or needs a restart. `explained`: the cause is a
         request that has already killed another worker."""
-        load_error = told = instance.load_error or event.loading_error
+        load_error = reported_error = instance.load_error or event.loading_error
         if instance.state is _I.STARTING and not load_error:
             load_error = f"its worker process ended while loading: {event.reason}"
         instance.last_words = "\n".join(text for text in (event.detail, version.traceback) if text)
@@ -191,7 +191,7 @@ class Lifecycle:
             retirement.remove_stopped(self._state, version, instance)
         elif instance.sleeping:
             about = _about(version, instance)
-            if told or instance.deaths:
+            if reported_error or instance.deaths:
                 sleep.wake_failed(self._state, version, instance, load_error or event.reason, now, about)
             else:
                 sleep.died_waking(self._state, version, instance, event.reason, about)

@@ -109,7 +109,7 @@ def settle_lost(state: State, version: Version) -> bool:
     return False
 
 
-def leave(state: State, subject: Version | Instance | None, now: int) -> None:
+def end_grace_period(state: State, subject: Version | Instance | None, now: int) -> None:
     """The grace period for sequences is over. None: the server stops, and only sequences with requests in progress
     continue."""
     if subject is None:

@@ -89,7 +89,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
         else:
             waits = waits or not claim.serves  # the next request needs it
             if claim.version.recovering and not blocked & limited:
-                left, resting = _left(state, short, now), _resting(state, _candidates(state, None))
+                left, resting = _remaining_shortage(state, short, now), _resting(state, _candidates(state, None))
                 if _are_enough(state, left, resting):
                     _let_sleep(state, left, resting)
     if not blocked:
@@ -244,7 +244,7 @@ def _free(
     """Puts versions to sleep until these bytes will be free. Returns how many, and whether it has to wait for busy
     versions."""
     wait = state.limits.memory_wait_ns
-    short = _left(state, short, now)
+    short = _remaining_shortage(state, short, now)
     candidates = _candidates(state, keep)
     sleeping = _let_sleep(state, short, _resting(state, candidates))
     if max(short.values(), default=0) <= 0:
@@ -271,7 +271,7 @@ def _take_from_lost(state: State, used: BytesByPlace, short: BytesByPlace) -> No
             del state.memory_holders[instance]
 
 
-def _left(state: State, short: BytesByPlace, now: int) -> BytesByPlace:
+def _remaining_shortage(state: State, short: BytesByPlace, now: int) -> BytesByPlace:
     """These bytes minus those that will be free soon."""
     wait = state.limits.memory_wait_ns
     left = BytesByPlace(short)

@@ -23,7 +23,7 @@ from shmserve.protocol.worker_messages import Row, Streamed
 _SENT, _OPEN, _LINGERING = RequestState.SENT, RequestState.OPEN, RequestState.LINGERING
 
 
-MOST = 2**63 - 1
+MAX_WINDOW = 2**63 - 1
 """The largest number that a message can contain."""
 
 
@@ -116,5 +116,5 @@ def more(state: State, request: Request, count: int) -> None:
         return
     if instance is not None and request.state in (_SENT, _OPEN):
         state.send(instance.peer, More(request.number, count))
-    window = min(options.window + count, MOST)
+    window = min(options.window + count, MAX_WINDOW)
     request.options = replace(options, window=window)  # messages already sent keep their options

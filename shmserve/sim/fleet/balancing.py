@@ -16,7 +16,7 @@ from shmserve.sim.fleet.plan import KEYED, FleetPlan
 POINTS = 64
 """Points of each server on the ring."""
 _MASK = (1 << 64) - 1
-AGAIN = 4
+REDRAWS = 4
 """Number of extra draws to avoid a server that just failed a request."""
 
 
@@ -62,7 +62,7 @@ class Ring:
         return len(self._servers)
 
 
-class Lowest:
+class LeastLoaded:
     """Finds a random server among those with the fewest requests. Keeps a list of servers for each number of
     requests."""
 
@@ -117,7 +117,7 @@ class Balancer:
         self._ring = ring
         self._bound = plan.bound
         self._total = 0
-        self._lowest = Lowest(random) if plan.policy == "least" else None
+        self._least_loaded = LeastLoaded(random) if plan.policy == "least" else None
         policies = {
             "random": self._any, "round-robin": self._next, "two-choices": self._better, "least": self._least,
             "hash": self._of_key, "bounded-hash": self._near_key,
@@ -133,8 +133,8 @@ class Balancer:
         self._places[server] = len(self._servers)
         self._servers.append(server)
         self._total += self.load[server]
-        if self._lowest is not None:
-            self._lowest.put(server, self.load[server])
+        if self._least_loaded is not None:
+            self._least_loaded.put(server, self.load[server])
 
     def remove(self, server: int) -> None:
         place, last = self._places.pop(server), self._servers.pop()
@@ -142,8 +142,8 @@ class Balancer:
             self._servers[place] = last
             self._places[last] = place
         self._total -= self.load[server]
-        if self._lowest is not None:
-            self._lowest.take(server)
+        if self._least_loaded is not None:
+            self._least_loaded.take(server)
 
     # ------------------------------------------------------------------------------------ requests in flight
 
@@ -155,8 +155,8 @@ class Balancer:
         if server in self._places:
             self._total += level - self.load[server]
         self.load[server] = level
-        if self._lowest is not None:
-            self._lowest.move(server, level)
+        if self._least_loaded is not None:
+            self._least_loaded.move(server, level)
 
     def report(self, in_flight: Sequence[int]) -> None:
         """Handles a report of all servers' requests in flight."""
@@ -165,8 +165,8 @@ class Balancer:
             if level != self.load[server]:
                 self._total += level - self.load[server]
                 self.load[server] = level
-                if self._lowest is not None:
-                    self._lowest.move(server, level)
+                if self._least_loaded is not None:
+                    self._least_loaded.move(server, level)
 
     # ------------------------------------------------------------------------------------ choosing
 
@@ -181,7 +181,7 @@ class Balancer:
                 return next(
                     server for step in range(self._ring.length) if (server := self._ring.at(place + step)) != failed
                 )
-            for _ in range(AGAIN):
+            for _ in range(REDRAWS):
                 found = self._any(key)
                 if found != failed:
                     break
@@ -201,8 +201,8 @@ class Balancer:
         return other if self.load[other] < self.load[one] else one
 
     def _least(self, key: int) -> int:
-        assert self._lowest is not None
-        return self._lowest.find()
+        assert self._least_loaded is not None
+        return self._least_loaded.find()
 
     def _of_key(self, key: int) -> int:
         return self._ring.at(self._ring.place(key))

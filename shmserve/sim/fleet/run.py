@@ -170,7 +170,7 @@ class Fleet:
         balancer = self._balancers[flight.balancer]
         number = balancer.choose(flight.key, flight.node)
         if number < 0:
-            self._over(flight, now, UNREACHED)
+            self._end_flight(flight, now, UNREACHED)
             return
         flight.tries += 1
         flight.node = number
@@ -195,7 +195,7 @@ class Fleet:
         """The response reaches the balancer."""
         flight, code = answer
         self._balancers[flight.balancer].count(flight.node, -1)
-        self._over(flight, now, code)
+        self._end_flight(flight, now, code)
 
     def _unreached(self, flight: Flight, now: int) -> None:
         """The balancer has given up connecting to a failed server. Nothing was sent, so the request can go to another
@@ -205,12 +205,12 @@ class Fleet:
 
     def _retry(self, flight: Flight, now: int, code: str) -> None:
         if flight.tries > self._plan.retries:
-            self._over(flight, now, code)
+            self._end_flight(flight, now, code)
             return
         self._result.retried += 1
         self._send(flight, now)
 
-    def _over(self, flight: Flight, now: int, code: str) -> None:
+    def _end_flight(self, flight: Flight, now: int, code: str) -> None:
         self._in_flight -= 1
         if self._scaler is not None:
             self._scaler.count(self._in_flight, now)
@@ -245,7 +245,7 @@ class Fleet:
         for balancer in self._balancers:
             balancer.add(number)
         if plan.mtbf_s:
-            self._at(now + round(self._random.expovariate(1 / plan.mtbf_s) * SECOND), self._breaks, node)
+            self._at(now + round(self._random.expovariate(1 / plan.mtbf_s) * SECOND), self._random_failure, node)
 
     def _unlist(self, node: Node) -> None:
         if node.listed:
@@ -260,7 +260,7 @@ class Fleet:
             node.ended = now
             node.alive = False
 
-    def _breaks(self, node: Node, now: int) -> None:
+    def _random_failure(self, node: Node, now: int) -> None:
         if node.alive and self._sending:
             self._fail(node, now, self._plan.repair_ns)
 
@@ -278,11 +278,11 @@ class Fleet:
         self._advance(node, now)
         self._end(node, now)
         noticed = min(self._plan.detect_ns, for_ns or FOREVER)
-        self._at(now + noticed, self._noticed, node)
+        self._at(now + noticed, self._failure_detected, node)
         if for_ns and not node.leaving:
-            self._at(now + for_ns, self._back, node.name)
+            self._at(now + for_ns, self._repaired, node.name)
 
-    def _noticed(self, node: Node, now: int) -> None:
+    def _failure_detected(self, node: Node, now: int) -> None:
         self._unlist(node)
         flights, node.flights = sorted(node.flights, key=lambda flight: flight.sent), set()
         for flight in flights:
@@ -290,9 +290,9 @@ class Fleet:
             if self._plan.retry_lost:
                 self._retry(flight, now, LOST)
             else:
-                self._over(flight, now, LOST)
+                self._end_flight(flight, now, LOST)
 
-    def _back(self, name: int, now: int) -> None:
+    def _repaired(self, name: int, now: int) -> None:
         self._start(name, now, now)
 
     # ------------------------------------------------------------------------------------ what happens at given times

@@ -17,8 +17,8 @@ RECORDS = 255
 
 class SimLease:
     __slots__ = (
+        "_notify_client",
         "_records",
-        "_tell_client",
         "_wake_worker",
         "_world",
         "closed",
@@ -38,11 +38,11 @@ class SimLease:
         message: Lease,
         opened: int,
         wake_worker: Callable[[], object],
-        tell_client: Callable[[Any, int], object],
+        notify_client: Callable[[Any, int], object],
     ) -> None:
         self._world = world
         self._wake_worker = wake_worker
-        self._tell_client = tell_client
+        self._notify_client = notify_client
         self._records: list[LeasedRequest] = []
         self.number = message.lease
         self.message = message
@@ -90,7 +90,7 @@ class SimLease:
         return len(self._records)
 
     def _answered(self, answer: Reply | Fail) -> None:
-        self._tell_client(answer, self._world.now)
+        self._notify_client(answer, self._world.now)
 
     @property
     def full(self) -> bool:

@@ -263,4 +263,4 @@ def test_the_server_has_the_packages_that_it_requires() -> None:
 def test_the_page_lists_the_packages_that_an_interpreter_needs() -> None:
     page = (ROOT / "docs" / "processes.md").read_text()
     assert all(f"| `{name}` | {least} or later |\n" in page for name, least in NEEDED.items())
-    assert "| Python | {}.{} or later |".format(*bootstrap.LEAST) in page
+    assert "| Python | {}.{} or later |".format(*bootstrap.MIN_PYTHON) in page
