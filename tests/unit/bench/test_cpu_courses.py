@@ -23,7 +23,7 @@ def course(steps: list[tuple[int, int]]) -> Course:
 
 
 @given(st.lists(TIMES, min_size=1, max_size=4))
-def test_threads_together_take_what_each_takes(threads: list[list[tuple[int, int]]]) -> None:
+def test_the_total_course_is_the_sum_of_the_thread_courses(threads: list[list[tuple[int, int]]]) -> None:
     courses = [course(steps) for steps in threads]
     found = together(courses)
     assert found[-1][1] == sum(one[-1][1] for one in courses)
@@ -31,13 +31,13 @@ def test_threads_together_take_what_each_takes(threads: list[list[tuple[int, int
     assert [at for at, _ in found] == sorted({at for one in courses for at, _ in one})
 
 
-def test_what_is_taken_anyway_does_not_count() -> None:
+def test_baseline_cpu_time_is_subtracted() -> None:
     expected = [(0.0, 0.0), (1.0, 0.3), (2.0, 0.3)]
     assert beyond([(0.0, 0.0), (1.0, 0.5), (2.0, 0.6)], [(0.0, 0.0), (4.0, 0.8)]) == expected
     assert beyond([(0.0, 0.0), (1.0, 0.5)], []) == [(0.0, 0.0), (1.0, 0.5)]
 
 
-def test_this_process_is_seen_and_a_burner_takes_as_much_as_it_should() -> None:
+def test_the_watcher_records_this_process_and_the_burner_follows_its_course() -> None:
     before = process_time()
     assert burner()(seconds=5.0, course=[(0.0, 0.0), (0.01, 0.02), (0.02, 0.05)]) == {}
     assert process_time() - before >= 0.05

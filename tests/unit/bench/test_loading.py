@@ -37,14 +37,14 @@ class Clock:
         return paced(call, lambda answer: None, seconds, self.wait, self.now)
 
 
-def test_calls_that_are_answered_in_time_count_from_when_they_were_made() -> None:
+def test_latency_counts_from_the_send_time_without_a_backlog() -> None:
     clock = Clock()
     taken = clock.felt([], 1.0)
     assert set(taken) == {1 * MS}
     assert 1000 * MS / SPACING_NS[1] <= len(taken) <= 1000 * MS / SPACING_NS[0] + 1
 
 
-def test_a_pause_is_felt_by_all_that_were_due_in_it() -> None:
+def test_a_pause_delays_every_call_due_during_it() -> None:
     smooth, stopped = Clock().felt([], 1.0), Clock().felt([1, 1, 200], 1.0)
     assert len(stopped) == len(smooth)  # none was left out
     assert stopped[:3] == [1 * MS, 1 * MS, 200 * MS]
@@ -55,7 +55,7 @@ def test_a_pause_is_felt_by_all_that_were_due_in_it() -> None:
     assert stopped[-1] == 1 * MS  # caught up with
 
 
-def test_what_is_checked_takes_no_time() -> None:
+def test_checking_answers_is_not_counted_in_the_latency() -> None:
     clock = Clock()
     seen: list[str] = []
 
@@ -75,7 +75,7 @@ def test_cycles_of_a_period() -> None:
     assert done["per_s"] <= 1 / 0.02
 
 
-def test_processor_time_is_that_of_the_kernel() -> None:
+def test_busy_seconds_agree_with_getrusage() -> None:
     def used() -> float:
         return sum(
             found.ru_utime + found.ru_stime

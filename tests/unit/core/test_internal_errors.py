@@ -95,7 +95,7 @@ def test_too_many_errors_end_the_server() -> None:
         world.turn([client.infer(13) for client in clients])
 
 
-def test_errors_are_raised_in_tests() -> None:
+def test_internal_errors_propagate_unless_the_core_survives_them() -> None:
     world = Faulty(survive=False)
     with pytest.raises(ZeroDivisionError):
         world.turn([world.connect("a").infer(13)])

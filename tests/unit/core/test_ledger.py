@@ -62,18 +62,18 @@ def told() -> Told:
     ("offset", "size"),
     [(4096, 1), (4095, 2), (0, 4097), (LAST, 1), (LAST, LAST), (1, LAST), (4097, 0), (2**32, 0), (2**62, 2**62)],
 )
-def test_places_outside_the_own_segment(told: Told, offset: int, size: int) -> None:
+def test_handles_outside_an_own_segment_are_refused(told: Told, offset: int, size: int) -> None:
     number = told.own(told.a)
     with pytest.raises(InvalidRequest, match=f"handle of {size} bytes at offset {offset} is outside"):
         told.ledger.resolve(told.a, Handle(number, offset, size))
 
 
 @pytest.mark.parametrize(("offset", "size"), [(0, 4096), (4096, 0), (4095, 1), (0, 0)])
-def test_places_at_its_edges(told: Told, offset: int, size: int) -> None:
+def test_handles_at_the_edges_of_an_own_segment_are_accepted(told: Told, offset: int, size: int) -> None:
     assert told.ledger.resolve(told.a, Handle(told.own(told.a), offset, size)) is None
 
 
-def test_segments_of_others_and_of_nobody(told: Told) -> None:
+def test_handles_in_foreign_and_unknown_segments_are_refused(told: Told) -> None:
     number = told.own(told.a)
     held = told.given(told.a)
     for handle in (Handle(number, 0, 1), held, Handle(LAST, LAST, LAST), Handle(0, 0, 0), Handle(1, 0, 0)):
@@ -81,7 +81,7 @@ def test_segments_of_others_and_of_nobody(told: Told) -> None:
             told.ledger.resolve(told.b, handle)
 
 
-def test_slices_of_what_is_held(told: Told) -> None:
+def test_slices_of_held_blocks_are_resolved(told: Told) -> None:
     told.given(told.a, 0, 64)
     told.given(told.a, 128, 64)
     told.given(told.b, 64, 64)
@@ -92,7 +92,7 @@ def test_slices_of_what_is_held(told: Told) -> None:
             told.ledger.resolve(told.a, Handle(SEGMENT, offset, size))
 
 
-def test_a_slice_that_is_given_on(told: Told) -> None:
+def test_a_slice_that_is_passed_on(told: Told) -> None:
     """A slice is another hold of the whole block, and is returned as the slice."""
     ledger, whole = told.ledger, told.given(told.a, 64, 64)
     part = Handle(SEGMENT, 80, 8)
@@ -122,7 +122,7 @@ def test_a_slice_that_is_given_on(told: Told) -> None:
     assert not told.b.held_bytes
 
 
-def test_slices_that_are_kept_and_that_go_with_their_holder(told: Told) -> None:
+def test_pinned_slices_outlive_their_holder(told: Told) -> None:
     ledger, whole = told.ledger, told.given(told.a, 64, 64)
     parts = (Handle(SEGMENT, 64, 8), Handle(SEGMENT, 100, 28))
     for part in parts:
@@ -137,7 +137,7 @@ def test_slices_that_are_kept_and_that_go_with_their_holder(told: Told) -> None:
     assert told.said() == [Send(WORKER, Return((whole,)))]
 
 
-def test_a_block_of_the_brokers_own_is_freed(told: Told) -> None:
+def test_a_block_of_the_broker_is_freed(told: Told) -> None:
     told.ledger.announce(0, Map(1, 4096), "internal")
     block = Handle(1, 64, 16)
     told.ledger.keep(block)
@@ -148,7 +148,7 @@ def test_a_block_of_the_brokers_own_is_freed(told: Told) -> None:
     assert told.said() == [Free((block,))]
 
 
-def test_announcing(told: Told) -> None:
+def test_a_segment_is_announced_and_withdrawn_once_by_its_owner(told: Told) -> None:
     number = told.own(told.a)
     with pytest.raises(InvalidRequest, match="has already been announced"):
         told.own(told.a)
@@ -175,7 +175,7 @@ def test_a_segment_in_use_outlives_its_withdrawal(told: Told) -> None:
     assert told.said() == [Send(WORKER, Unmap(number)), Forget(number)]
 
 
-def test_giving_back_exactly_once(told: Told) -> None:
+def test_a_block_is_returned_exactly_once_by_its_holder(told: Told) -> None:
     handle = told.given(told.a)
     told.said()
     for wrong in (Handle(SEGMENT, 0, 63), Handle(SEGMENT, 0, 65), Handle(SEGMENT, 1, 63), Handle(SEGMENT + 1, 0, 64)):
@@ -201,7 +201,7 @@ def test_a_pinned_block_waits_for_its_request(told: Told) -> None:
     assert told.said() == [Send(WORKER, Return((handle,)))]
 
 
-def test_two_holders(told: Told) -> None:
+def test_a_block_with_several_holders_is_freed_by_the_last_return(told: Told) -> None:
     """The same block may be given to several holders, and to one of them twice."""
     handle = told.given(told.a)
     told.ledger.give(told.a, handle)
@@ -215,7 +215,7 @@ def test_two_holders(told: Told) -> None:
     assert told.said() == [Send(WORKER, Return((handle,)))]
 
 
-def test_a_dead_worker_s_memory_goes_with_its_last_holder(told: Told) -> None:
+def test_memory_of_a_dead_worker_is_released_with_its_last_holder(told: Told) -> None:
     one, two = told.given(told.a, 0), told.given(told.b, 64)
     told.ledger.take_back(told.a, one)
     told.ledger.worker_died(WORKER)
@@ -231,7 +231,7 @@ def test_a_dead_worker_s_memory_goes_with_its_last_holder(told: Told) -> None:
     assert not told.ledger.segments
 
 
-def test_a_dead_client_is_told_of_nothing(told: Told) -> None:
+def test_a_dead_client_is_not_notified(told: Told) -> None:
     told.given(told.a)
     told.own(told.a)
     told.ledger.worker_died(WORKER)
@@ -240,7 +240,7 @@ def test_a_dead_client_is_told_of_nothing(told: Told) -> None:
     assert sorted(effect.segment for effect in told.said()) == [(1 << 32) + 1, SEGMENT]
 
 
-def test_the_owner_is_not_told_of_its_own_segment(told: Told) -> None:
+def test_the_owner_is_not_notified_of_its_own_segment(told: Told) -> None:
     told.given(told.a)
     told.said()
     told.ledger.show(SEGMENT, WORKER)
@@ -259,14 +259,14 @@ def test_the_owner_is_not_told_of_its_own_segment(told: Told) -> None:
         (SEGMENT + 1, 0, 1, "uid:1000", False),
     ],
 )
-def test_what_a_worker_may_give_away(
+def test_is_new_accepts_only_free_blocks_of_the_right_audience(
     told: Told, segment: int, offset: int, size: int, audience: str, new: bool
 ) -> None:
     told.given(told.a)
     assert told.ledger.is_new(Handle(segment, offset, size), audience) is new
 
 
-def test_many_returns_are_several_messages(told: Told) -> None:
+def test_many_returns_are_split_into_several_messages(told: Told) -> None:
     handles = [told.given(told.a, 64 * n) for n in range(5000)]
     told.said()
     for handle in handles:

@@ -101,16 +101,16 @@ def grown(step: Callable[[], None], first: int, rounds: int) -> int:
 
 @pytest.mark.parametrize("large", ["", "y"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_nothing_grows(name: str, large: str) -> None:
+def test_memory_does_not_grow_with_the_number_of_requests(name: str, large: str) -> None:
     assert grown(Busy(name, large).round, ROUNDS, ROUNDS) < LIMIT, "a request left behind is 500 bytes and more"
 
 
-def test_nothing_grows_when_workers_crash() -> None:
+def test_memory_does_not_grow_when_workers_crash() -> None:
     assert grown(Busy("plain", "y").crash, 15, 45) < SLOWLY
 
 
 @pytest.mark.parametrize("end", ["pass_on m_0 y {0} ; done m_0 ; give_back m_0 {0} ; return a {0}", "crash m_0"])
-def test_nothing_grows_when_models_call_others(end: str) -> None:
+def test_memory_does_not_grow_when_models_call_others(end: str) -> None:
     world = Scenario()
     world.checks = False
     for line in ("model n large=y", "model m large=y", "client a"):

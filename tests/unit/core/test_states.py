@@ -53,7 +53,7 @@ MOVES = [(start, finish) for kind in STATES for start, finish in itertools.produ
 
 
 @pytest.mark.parametrize(("start", "finish"), MOVES, ids=lambda state: f"{type(state).__name__}.{state.name}")
-def test_every_move(start: Any, finish: Any) -> None:
+def test_only_legal_transitions_are_accepted(start: Any, finish: Any) -> None:
     moving = thing(start)
     if finish in STATES[type(start)][start]:
         moving.move(finish)
@@ -64,7 +64,7 @@ def test_every_move(start: Any, finish: Any) -> None:
     assert moving.state is start
 
 
-def test_the_story_tells_what_one_needs_to_know() -> None:
+def test_the_story_of_an_illegal_transition_describes_the_object() -> None:
     with pytest.raises(IllegalMove) as caught:
         thing(RequestState.ENDED).move(RequestState.SENT)
     for part in ("request 42", "3 of client 7", "model 'm' version 1", "2 rows", "arrived 1000"):

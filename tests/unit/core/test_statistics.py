@@ -51,7 +51,7 @@ def test_quantile_without_durations() -> None:
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1), st.integers(1000, 2000), st.integers(0, 500))
-def test_requests_of_a_batch(arrivals: list[int], taken: int, took: int) -> None:
+def test_the_requests_of_a_batch_are_added_up(arrivals: list[int], taken: int, took: int) -> None:
     """Even if requests that arrived together are not adjacent in the batch."""
     together, alone = Statistics(), Statistics()
     now = taken + took
@@ -106,7 +106,7 @@ def test_refused_by_a_limit() -> None:
     assert counted(world).failures[FailureKind.REJECTED] == 2, "one was for another model"
 
 
-def test_every_limit_is_found_in_a_text_that_names_it() -> None:
+def test_every_limit_is_recognised_in_an_error_text() -> None:
     for row in NAMED:
         assert limit_in(f"there are 7 of them, the limit ({row.name}); try again later") == row.name
     assert limit_in("no room for 5 bytes (broker-arena-bytes)") == ""

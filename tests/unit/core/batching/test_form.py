@@ -74,13 +74,13 @@ def rules(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> tuple[in
 
 
 @given(QUEUES, POLICIES, st.booleans())
-def test_it_does_what_the_rules_say(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
+def test_plans_match_the_reference_rules(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
     plan = run(waiting, rules_of(policy, varies))
     assert (plan.count, plan.wake if not plan.count else 0) == rules(waiting, policy, varies)
 
 
 @given(QUEUES, POLICIES, st.booleans())
-def test_what_holds_of_every_plan(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
+def test_every_plan_satisfies_the_invariants(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
     plan = run(waiting, rules_of(policy, varies))
     taken = waiting[: plan.count]
     assert plan.rows == sum(request.cost for request in taken) <= MAX
@@ -91,7 +91,7 @@ def test_what_holds_of_every_plan(waiting: list[Waiting], policy: BatchPolicy, v
 
 
 @given(QUEUES, POLICIES, st.booleans())
-def test_the_reason_is_true(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
+def test_the_reason_of_a_plan_matches_its_batch(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
     plan = run(waiting, rules_of(policy, varies))
     if not plan.count:
         return
@@ -116,7 +116,7 @@ def test_the_reason_is_true(waiting: list[Waiting], policy: BatchPolicy, varies:
 
 
 @given(QUEUES, POLICIES, st.booleans(), st.integers(1, MAX - 1), st.sampled_from(["s", "t"]))
-def test_an_extension_fits(
+def test_an_extension_respects_the_size_limits_of_the_batch(
     waiting: list[Waiting], policy: BatchPolicy, varies: bool, base: int, signature: str
 ) -> None:
     rules = rules_of(policy, varies)
@@ -147,10 +147,10 @@ def test_an_extension_fits(
         ((8,), [2, 2], 2, Reason.IDLE),
     ],
 )
-def test_reasons(preferred: tuple[int, ...], sizes: list[int], count: int, reason: Reason) -> None:
+def test_the_reason_of_each_batch(preferred: tuple[int, ...], sizes: list[int], count: int, reason: Reason) -> None:
     plan = run([Waiting(size, "s", 90) for size in sizes], rules_of(BatchPolicy(preferred), True))
     assert (plan.count, plan.reason) == (count, reason)
 
 
-def test_sizes_that_mean_nothing_are_no_preferred_sizes() -> None:
+def test_meaningless_preferred_sizes_are_ignored() -> None:
     assert BatchRules.of(8, BatchPolicy(preferred=(0,)), False) == BatchRules.of(8, BatchPolicy(), False)

@@ -20,7 +20,7 @@ from tests.support.core.world import World
 FORM = TensorForm("x", "FP32", (1,))
 
 
-def test_small_requests_are_split_by_the_size_of_their_works() -> None:
+def test_small_requests_are_split_by_encoded_size() -> None:
     """Each has a tensor of one byte, but their names and numbers fill several packets."""
     world = World()
     world.deploy(plain(max_batch=8192))

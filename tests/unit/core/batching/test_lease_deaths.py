@@ -29,7 +29,7 @@ def dies(world: Lent, reason: str = "signal SIGSEGV", recorded: bool = False) ->
     return sent
 
 
-def test_a_request_dies_with_its_worker() -> None:
+def test_a_leased_request_fails_if_its_only_instance_crashes() -> None:
     """There is no other instance to run it."""
     world = Lent()
     world.alone()
@@ -47,7 +47,7 @@ def test_a_request_dies_with_its_worker() -> None:
     world.alone(1)
 
 
-def test_another_instance_runs_it() -> None:
+def test_a_leased_request_is_retried_on_another_instance() -> None:
     world = Lent(instances=2)
     world.alone()
     holder = world.holder()
@@ -60,7 +60,7 @@ def test_another_instance_runs_it() -> None:
     assert (world.statistics.success_count, world.statistics.fail_count) == (ALONE + 2, 0)
 
 
-def test_a_request_that_kills_workers_kills_two() -> None:
+def test_a_request_that_crashes_workers_crashes_at_most_two() -> None:
     """One while the request is leased and one while it is retried alone; the request causes both deaths."""
     world = Lent(instances=3)
     world.alone()
@@ -80,7 +80,7 @@ def test_a_request_that_kills_workers_kills_two() -> None:
     assert [instance.crashes for instance in world.version.instances if instance.crashes] in ([], [1])
 
 
-def test_requests_that_are_not_sent_again_are_forgotten() -> None:
+def test_requests_that_are_not_resent_are_forgotten() -> None:
     world = Lent(instances=2, leases=2)
     accused = []
     for number in range(4):
@@ -99,7 +99,7 @@ def test_requests_that_are_not_sent_again_are_forgotten() -> None:
     assert list(world.core.state.accused) == [(client.peer, sent.request) for client, sent in accused[-2:]]
 
 
-def test_not_if_the_model_forbids_it() -> None:
+def test_a_leased_request_is_not_retried_if_the_model_disables_retries() -> None:
     world = Lent(model(retry=False), 2)
     world.alone()
     sent = dies(world)
@@ -107,7 +107,7 @@ def test_not_if_the_model_forbids_it() -> None:
     assert (world.statistics.success_count, world.statistics.fail_count) == (ALONE + 1, 1)
 
 
-def test_one_that_is_recorded_is_counted_once() -> None:
+def test_a_recorded_request_is_counted_once_if_its_worker_crashes() -> None:
     """It must not run again, because the client may have its answer."""
     world = Lent(model(retry=False), 2)
     world.alone()
@@ -129,7 +129,7 @@ def test_the_death_of_an_idle_worker_fails_nothing() -> None:
     assert world.version.instances[0].crashes == 1, "what it served before does not undo its death"
 
 
-def test_one_that_had_not_begun_is_sent_again() -> None:
+def test_a_leased_request_that_had_not_started_is_resent() -> None:
     world = Lent(model(retry=False))
     world.alone()
     sent = world.leased()
@@ -208,7 +208,7 @@ def test_calls_of_leased_requests_do_not_count_as_busy(read_before: bool) -> Non
     assert activity.running(instance) == 1
 
 
-def test_a_request_that_is_recorded_does_not_hang() -> None:
+def test_a_recorded_request_does_not_exceed_the_execution_limit() -> None:
     world = Lent(execution_ns=100 * MS)
     world.alone()
     lease, holder = world.lease(), world.holder()
@@ -222,7 +222,7 @@ def test_a_request_that_is_recorded_does_not_hang() -> None:
     assert not holder.dead
 
 
-def test_while_it_runs_for_too_long_it_cannot_be_revoked() -> None:
+def test_a_lease_cannot_be_revoked_while_its_request_exceeds_the_execution_limit() -> None:
     world = Lent(execution_ns=100 * MS)
     other = world.connect("b")
     world.alone()
@@ -236,7 +236,7 @@ def test_while_it_runs_for_too_long_it_cannot_be_revoked() -> None:
     assert world.is_over()
 
 
-def test_reads_of_leases_that_are_over_change_nothing() -> None:
+def test_log_reads_of_ended_leases_are_ignored() -> None:
     world = Lent()
     world.alone()
     number = world.lease().number

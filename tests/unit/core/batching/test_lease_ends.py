@@ -19,7 +19,7 @@ from tests.support.core.fakes.lease import RECORDS
 from tests.support.core.lent import MS, Lent, model
 
 
-def test_another_client_waits_for_one_leased_request_at_most() -> None:
+def test_another_client_waits_for_at_most_one_leased_request() -> None:
     world = Lent()
     other = world.connect("b")
     world.alone()
@@ -39,7 +39,7 @@ def test_another_client_waits_for_one_leased_request_at_most() -> None:
     assert world.statistics.success_count == ALONE + 3
 
 
-def test_a_request_that_has_arrived_is_answered_before_the_lease_ends() -> None:
+def test_a_leased_request_that_has_arrived_is_answered_before_the_lease_ends() -> None:
     world = Lent()
     other = world.connect("b")
     world.alone()
@@ -50,7 +50,7 @@ def test_a_request_that_has_arrived_is_answered_before_the_lease_ends() -> None:
     assert world.is_over()
 
 
-def test_a_request_that_comes_too_late_is_sent_to_the_broker() -> None:
+def test_a_request_sent_after_the_end_of_the_lease_goes_to_the_broker() -> None:
     world = Lent()
     other = world.connect("b")
     world.alone()
@@ -68,7 +68,7 @@ def test_a_request_that_comes_too_late_is_sent_to_the_broker() -> None:
     assert world.statistics.success_count == ALONE + 3
 
 
-def test_work_behind_a_batch_of_another_instance_ends_leases() -> None:
+def test_requests_queued_behind_a_busy_instance_end_leases() -> None:
     """Otherwise the broker would send ahead to the busy instance instead of waiting for the lent one."""
     world = Lent(instances=2)
     other = world.connect("b")
@@ -82,7 +82,7 @@ def test_work_behind_a_batch_of_another_instance_ends_leases() -> None:
     assert world.is_over()
 
 
-def test_a_revocation_may_cross_the_end() -> None:
+def test_a_revocation_may_cross_the_end_reported_by_the_worker() -> None:
     """The worker ends the lease while it is being revoked, and reports the end twice; its next lease is unaffected."""
     world = Lent()
     other = world.connect("b")
@@ -108,7 +108,7 @@ def test_a_revocation_may_cross_the_end() -> None:
     assert holder.lease is not None
 
 
-def test_the_one_who_has_a_lease_and_sends_two_at_once_loses_it() -> None:
+def test_a_client_that_sends_two_requests_at_once_loses_its_lease() -> None:
     world = Lent()
     world.alone()
     world.leased()
@@ -120,7 +120,7 @@ def test_the_one_who_has_a_lease_and_sends_two_at_once_loses_it() -> None:
     assert not world.client.open
 
 
-def test_lending_pays_less_and_less_where_others_wait() -> None:
+def test_the_threshold_for_a_lease_doubles_when_other_clients_end_it() -> None:
     world = Lent()
     other = world.connect("b")
     needed = ALONE
@@ -148,7 +148,7 @@ def test_lending_pays_less_and_less_where_others_wait() -> None:
     assert world.lending.needed == ALONE
 
 
-def test_two_leases_that_end_together_count_once() -> None:
+def test_two_leases_that_end_together_double_the_threshold_once() -> None:
     world = Lent(instances=2)
     second = world.connect("b", leases=True)
     world.alone()
@@ -160,7 +160,7 @@ def test_two_leases_that_end_together_count_once() -> None:
     assert world.lending.needed == 2 * ALONE
 
 
-def test_what_is_only_considered_costs_nothing() -> None:
+def test_a_lease_that_never_began_does_not_raise_the_threshold() -> None:
     """Another request is waiting when the lease would begin."""
     world = Lent()
     world.alone(ALONE)
@@ -199,7 +199,7 @@ def test_a_full_log_is_read_in_time_or_ends_the_lease() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_the_client_leaves(busy: bool) -> None:
+def test_a_disconnected_client_ends_its_lease(busy: bool) -> None:
     world = Lent()
     world.alone()
     holder = world.holder()
@@ -217,7 +217,7 @@ def test_the_client_leaves(busy: bool) -> None:
     assert world.statistics.success_count == ALONE + 1 + busy
 
 
-def test_the_client_leaves_in_the_turn_in_which_it_would_get_a_lease() -> None:
+def test_a_client_that_disconnects_before_its_lease_begins_gets_none() -> None:
     world = Lent()
     world.alone(ALONE)
     world.ask(world.client)
@@ -270,7 +270,7 @@ def test_operations_end_leases(what: str, busy: bool) -> None:
 
 
 @pytest.mark.parametrize("what", ["restart", "restart of the instance"])
-def test_a_leased_request_has_as_long_as_others_to_finish(what: str) -> None:
+def test_operations_give_a_leased_request_the_exit_timeout(what: str) -> None:
     world = Lent(exit_ns=50 * MS)
     world.alone()
     sent = world.leased()
@@ -288,7 +288,7 @@ def test_a_leased_request_has_as_long_as_others_to_finish(what: str) -> None:
     assert world.is_over()
 
 
-def test_a_leased_request_has_as_long_as_others_when_the_server_stops() -> None:
+def test_shutdown_gives_a_leased_request_the_exit_timeout() -> None:
     world = Lent()
     world.alone()
     sent = world.leased()
@@ -304,7 +304,7 @@ def test_a_leased_request_has_as_long_as_others_when_the_server_stops() -> None:
     assert world.drained
 
 
-def test_what_was_sent_to_a_worker_that_stops_is_sent_to_its_successor() -> None:
+def test_a_leased_request_to_a_stopping_worker_is_resent_to_its_successor() -> None:
     world = Lent()
     world.alone()
     holder = world.holder()
@@ -319,7 +319,7 @@ def test_what_was_sent_to_a_worker_that_stops_is_sent_to_its_successor() -> None
     assert world.statistics.success_count == ALONE + 2
 
 
-def test_the_end_of_the_lease_is_told_before_the_server_stops() -> None:
+def test_shutdown_ends_leases_before_the_server_reports_drained() -> None:
     """The request arrives after the worker has closed the socket, and then fails like any other."""
     world = Lent()
     world.alone()
@@ -337,7 +337,7 @@ def test_the_end_of_the_lease_is_told_before_the_server_stops() -> None:
     assert answer.code == "UNAVAILABLE"
 
 
-def test_a_lease_of_the_default_version_ends_when_another_becomes_it() -> None:
+def test_a_lease_of_the_default_version_ends_when_the_default_changes() -> None:
     world = Lent()
     world.alone()
     assert world.started()[0].of_client.default
@@ -349,7 +349,7 @@ def test_a_lease_of_the_default_version_ends_when_another_becomes_it() -> None:
 
 
 @pytest.mark.parametrize("what", ["tensors", "caller", "log"])
-def test_leases_end_if_they_would_hide_what_is_traced(what: str) -> None:
+def test_leases_end_if_they_would_hide_requests_from_tracing(what: str) -> None:
     """The broker sees neither the tensors nor the batch of a leased request, nor for which one its worker calls."""
     world = Lent()
     world.alone()
@@ -368,7 +368,7 @@ def test_leases_end_if_they_would_hide_what_is_traced(what: str) -> None:
     assert len(world.started()) == 1
 
 
-def test_out_of_service_all_requests_come_to_the_broker() -> None:
+def test_no_leases_are_granted_while_out_of_service() -> None:
     """They show that the server is not empty. Once it is back in service, leases begin as before."""
     world = Lent()
     world.alone()
@@ -383,7 +383,7 @@ def test_out_of_service_all_requests_come_to_the_broker() -> None:
     assert len(world.started()) == 2
 
 
-def test_leased_requests_are_sampled_with_the_others() -> None:
+def test_leased_requests_are_included_in_trace_sampling() -> None:
     """Every third request: those that came to the broker count, as do those that it sees in the log."""
     world = Lent()
     state = world.core.state
@@ -412,7 +412,7 @@ def test_leased_requests_are_sampled_with_the_others() -> None:
     assert state.traces.samples["m"].left == 9 - (seen + 6) // 3
 
 
-def test_leased_requests_are_recorded_each_as_a_batch() -> None:
+def test_each_leased_request_is_recorded_as_a_batch() -> None:
     world = Lent()
     world.alone()
     world.core.state.recording = recording = Recording((), 100)

@@ -37,7 +37,7 @@ def test_a_client_that_sends_one_request_at_a_time_gets_a_lease() -> None:
     assert world.core.state.next_number() == before + 1, "the core has had work"
 
 
-def test_leased_requests_are_counted_as_others() -> None:
+def test_leased_requests_count_in_the_statistics() -> None:
     """Two requests of 1 and 3 rows that succeed, and one that fails, after those through the broker."""
     world = Lent(first_responses=True)
     assert isinstance(world.statistics.first, FirstResponses)
@@ -68,7 +68,7 @@ def test_leased_requests_are_counted_as_others() -> None:
     assert (found.success_count, found.fail_count) == (before + 2, 1), "counted twice"
 
 
-def test_inputs_may_be_in_memory_of_the_client() -> None:
+def test_leased_inputs_may_be_in_a_segment_of_the_client() -> None:
     """Inputs may be in any segment without a name, until the client withdraws it or disconnects."""
     world = Lent(instances=2)
     used, unused = world.segment(), world.segment()
@@ -96,7 +96,7 @@ def test_inputs_may_be_in_memory_of_the_client() -> None:
     assert world.is_over()
 
 
-def test_a_report_in_the_middle_of_a_turn_counts_too() -> None:
+def test_log_reads_in_the_middle_of_a_turn_are_counted() -> None:
     world = Lent()
     world.alone()
     lease = world.lease()
@@ -152,11 +152,11 @@ def wide(size: int) -> ModelPolicy:
         ModelPolicy("m", 1, 8, X, Y, None, steps=(step("other"),)),
     ],
 )
-def test_models_that_need_the_core_are_not_lent(policy: ModelPolicy) -> None:
+def test_models_that_need_the_core_are_not_leased(policy: ModelPolicy) -> None:
     assert lending_of(policy) is None
 
 
-def test_rows_are_limited_by_the_outputs() -> None:
+def test_the_rows_of_leased_requests_are_limited_by_the_output_size() -> None:
     found = lending_of(wide(INLINE_BYTES // 12))
     assert found is not None
     assert found.rows == 3
@@ -168,21 +168,21 @@ def test_rows_are_limited_by_the_outputs() -> None:
 
 
 @pytest.mark.parametrize("policy", [model(batching=BatchPolicy(preserve_ordering=True)), model(cached=True)])
-def test_neither_are_those_whose_answers_are_kept_or_in_order(policy: ModelPolicy) -> None:
+def test_cached_and_ordered_models_are_not_leased(policy: ModelPolicy) -> None:
     world = Lent(policy, cache_bytes=1 << 20)
     world.alone(2 * ALONE)
     assert world.version.lending is None
     assert not world.started()
 
 
-def test_without_the_consent_of_the_client_there_is_none() -> None:
+def test_clients_that_do_not_support_leases_get_none() -> None:
     world = Lent()
     for client in (world.connect("b"), world.connect("c", "zmq", leases=True)):
         world.alone(2 * ALONE, client)
     assert not world.started()
 
 
-def test_with_the_rate_limiter_there_is_none() -> None:
+def test_rate_limited_models_are_not_leased() -> None:
     world = Lent(rate_limit=True, resources=(("cpu", 0, 1),))
     world.alone(2 * ALONE)
     assert not world.started()
@@ -191,7 +191,7 @@ def test_with_the_rate_limiter_there_is_none() -> None:
 @pytest.mark.parametrize(
     "what", ["outputs", "an output", "a named segment", "rows", "two at once", "two clients", "one that waits"]
 )
-def test_other_requests_are_not_counted(what: str) -> None:
+def test_requests_that_cannot_be_leased_do_not_count_towards_a_lease(what: str) -> None:
     world = Lent(ModelPolicy("m", 1, 128, X, (TensorSpec("y", "FP32", (INLINE_BYTES // 64,)),), BATCHES))
     other = world.connect("b", leases=True)
     named = world.segment(name="/named")
@@ -222,7 +222,7 @@ def test_other_requests_are_not_counted(what: str) -> None:
     assert not world.started()
 
 
-def test_a_client_gets_one_lease_of_a_model_however_it_asks() -> None:
+def test_a_client_gets_at_most_one_lease_per_model() -> None:
     """While a leased request runs, others go through the broker, each alone."""
     world = Lent(instances=3)
     world.alone()
@@ -240,7 +240,7 @@ def test_a_client_gets_one_lease_of_a_model_however_it_asks() -> None:
     assert isinstance(world.client.answers[running.request], Reply)
 
 
-def test_a_client_gets_four_leases() -> None:
+def test_a_client_gets_at_most_four_leases() -> None:
     world = Lent()
     for number in range(6):
         world.deploy(model(f"m{number}"))
@@ -248,7 +248,7 @@ def test_a_client_gets_four_leases() -> None:
     assert [start.of_client.model for start in world.started()] == ["m0", "m1", "m2", "m3"]
 
 
-def test_if_its_sockets_cannot_be_made_it_is_over() -> None:
+def test_a_lease_ends_if_its_sockets_cannot_be_created() -> None:
     world = Lent()
     world.out_of_descriptors = True
     world.alone()
@@ -258,7 +258,7 @@ def test_if_its_sockets_cannot_be_made_it_is_over() -> None:
     assert world.statistics.success_count == ALONE + 4
 
 
-def test_a_worker_that_cannot_be_lent_says_so_once() -> None:
+def test_a_worker_that_cannot_be_leased_is_asked_once() -> None:
     world = Lent()
     world.alone()
     worker, lease = world.holder(), world.lease()

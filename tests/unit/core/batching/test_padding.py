@@ -89,7 +89,9 @@ def may_be_passed(request: Waiting, policy: BatchPolicy, urgent: int) -> int:
 
 
 @given(QUEUES, POLICIES, PADDINGS, st.sampled_from([0, 150]))
-def test_what_holds_of_every_plan(waiting: list[Any], policy: BatchPolicy, padding: PaddingPolicy, urgent: int) -> None:
+def test_every_plan_satisfies_the_invariants(
+    waiting: list[Any], policy: BatchPolicy, padding: PaddingPolicy, urgent: int
+) -> None:
     rules = BatchRules.of(MAX, policy, True)
     plan = form_padded(waiting, rules, padding, NOW, urgent)
     if not plan.count:
@@ -113,7 +115,7 @@ def test_what_holds_of_every_plan(waiting: list[Any], policy: BatchPolicy, paddi
 
 
 @given(QUEUES, POLICIES, PADDINGS, st.integers(1, MAX - 1), st.integers(0, 40))
-def test_an_extension_fits(
+def test_an_extension_respects_the_size_and_padding_limits(
     waiting: list[Any], policy: BatchPolicy, padding: PaddingPolicy, base: int, length: int
 ) -> None:
     useful = base * length
@@ -133,7 +135,7 @@ def test_an_extension_fits(
         assert place in places or not behind or behind <= may_be_passed(request, policy, 0)
 
 
-def test_what_costs_more_to_pad_than_a_batch_costs_runs_by_itself() -> None:
+def test_a_request_is_batched_only_if_padding_costs_less_than_another_batch() -> None:
     rules, waiting = BatchRules.of(MAX, BatchPolicy(), True), [Waiting(4), Waiting(60), Waiting(5)]
     for batch_cost, places, reason in ((111, [0, 1, 2], Reason.IDLE), (109, [0, 2], Reason.SHAPE)):
         plan = form_padded(waiting, rules, PaddingPolicy((), batch_cost=batch_cost), NOW)

@@ -52,7 +52,7 @@ def test_one_client_is_served_in_order_of_arrival() -> None:
     assert waiting.count == 0
 
 
-def test_a_newcomer_is_not_behind_all_that_another_has_piled_up() -> None:
+def test_a_new_client_does_not_wait_behind_the_backlog_of_another() -> None:
     waiting = queue()
     for name in range(100):
         waiting.add(request(1, name=name))
@@ -61,7 +61,7 @@ def test_a_newcomer_is_not_behind_all_that_another_has_piled_up() -> None:
     assert names(waiting.in_order())[:2] in ([10, 1000], [1000, 10])
 
 
-def test_a_user_gets_no_more_with_many_connections() -> None:
+def test_more_connections_do_not_increase_the_share_of_a_user() -> None:
     waiting = queue()
     crowd = [SimpleNamespace(number=number, user="ann") for number in range(100, 1100)]
     for name, client in enumerate(crowd):
@@ -91,7 +91,7 @@ def test_the_share_of_a_user_is_divided_between_its_clients() -> None:
     assert served[2] == pytest.approx(served[3], abs=2)
 
 
-def test_a_user_who_was_alone_is_neither_behind_nor_ahead() -> None:
+def test_a_user_that_was_served_alone_gets_an_equal_share_afterwards() -> None:
     waiting = queue()
     for name in range(100):
         waiting.add(request(1, cost=8, name=name))
@@ -101,7 +101,7 @@ def test_a_user_who_was_alone_is_neither_behind_nor_ahead() -> None:
     assert sum(each.client.user == "bob" for each in waiting.take(20)) == 10
 
 
-def test_what_is_put_back_is_not_charged_again() -> None:
+def test_requests_put_back_are_not_charged_twice() -> None:
     waiting = queue()
     for name in range(20):
         waiting.add(request(1, name=name))
@@ -113,7 +113,7 @@ def test_what_is_put_back_is_not_charged_again() -> None:
     assert names(waiting.take(20)) == [name for pair in range(10) for name in (pair, 100 + pair)]
 
 
-def test_a_put_back_request_of_a_user_who_was_idle_is_first_and_wins_nothing_else() -> None:
+def test_a_request_put_back_is_first_and_gives_its_user_no_further_precedence() -> None:
     waiting = queue()
     waiting.add(request(1, cost=4, name=1))
     (early,) = waiting.take(1)
@@ -127,7 +127,7 @@ def test_a_put_back_request_of_a_user_who_was_idle_is_first_and_wins_nothing_els
     assert sum(each.client.user == "ann" for each in waiting.take(20)) == 10
 
 
-def test_users_who_are_gone_take_no_memory() -> None:
+def test_the_number_of_remembered_idle_users_is_bounded() -> None:
     level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     for number in range(1, 2000):
         one: Any = request(name=number)
@@ -137,7 +137,7 @@ def test_users_who_are_gone_take_no_memory() -> None:
     assert len(level.shares) <= IDLE_USERS
 
 
-def test_cancelling_piles_up_no_refunds() -> None:
+def test_refunds_for_cancelled_requests_are_bounded() -> None:
     """Even while nothing is dequeued, as with a hanging model."""
     level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     level.add(request(1))
@@ -148,7 +148,7 @@ def test_cancelling_piles_up_no_refunds() -> None:
     assert len(level.share("ann").unserved) <= 2 * UNSERVED
 
 
-def test_costs_count_in_rows() -> None:
+def test_shares_are_measured_in_rows() -> None:
     waiting = queue()
     for name in range(40):
         waiting.add(request(1, cost=4, name=name))
@@ -159,7 +159,7 @@ def test_costs_count_in_rows() -> None:
     assert abs(mine - sum(each.cost for each in taken if each.client.number == 2)) <= 4
 
 
-def test_as_many_levels_as_64_bits_can_count() -> None:
+def test_priority_levels_reach_up_to_64_bits() -> None:
     last = 2**64 - 1
     waiting = queue(BatchPolicy(levels=last, default_level=last, level_policies={7: QueuePolicy(max_size=3)}))
     assert [waiting.level_of(given) for given in (0, 1, 2**40, last, last + 1)] == [last, 1, 2**40, last, last]
@@ -171,7 +171,7 @@ def test_as_many_levels_as_64_bits_can_count() -> None:
     assert names(waiting.take(3)) == [3, 0]
 
 
-def test_levels_that_are_empty_again_take_no_memory_and_a_request_put_back_stays_first() -> None:
+def test_empty_levels_are_dropped_and_a_request_put_back_stays_first() -> None:
     waiting = queue(BatchPolicy(levels=2**64 - 1, default_level=1))
     early = request(level=5, name=1, cost=9)
     waiting.add(early)
@@ -185,7 +185,7 @@ def test_levels_that_are_empty_again_take_no_memory_and_a_request_put_back_stays
     assert names(waiting.in_order()) == [1, 2]
 
 
-def test_what_was_cancelled_is_not_charged() -> None:
+def test_cancelled_requests_are_not_charged() -> None:
     """A client that sends a thousand requests and cancels 999 gets one turn, like another client's first request."""
     waiting = queue()
     piled = [request(1, name=name) for name in range(1000)]
@@ -200,7 +200,7 @@ def test_what_was_cancelled_is_not_charged() -> None:
     assert 3000 in names(waiting.in_order())[:4]
 
 
-def test_cancelling_wins_nothing() -> None:
+def test_cancelling_requests_gives_no_precedence() -> None:
     """Sending and cancelling requests does not give a client precedence."""
     waiting = queue()
     mine = [request(1, name=name) for name in range(100)]
@@ -213,7 +213,7 @@ def test_cancelling_wins_nothing() -> None:
     assert sum(each.client.number == 1 for each in first) <= 10
 
 
-def test_a_level_does_not_remember_clients_for_ever() -> None:
+def test_the_number_of_clients_that_a_level_remembers_is_bounded() -> None:
     level: PriorityLevel[Any] = PriorityLevel(QueuePolicy())
     last = SimpleNamespace(number=0, user="ann")
     level.add(SimpleNamespace(inline=0, deadline=0, client=last, cost=1, level=0, tag=0, delayed=False))
@@ -226,7 +226,7 @@ def test_a_level_does_not_remember_clients_for_ever() -> None:
     assert len(level.share("ann").tags) < 200
 
 
-def test_levels_are_strict_and_delayed_ones_last_in_theirs() -> None:
+def test_levels_are_served_strictly_and_delayed_requests_last_in_their_level() -> None:
     waiting = queue(BatchPolicy(levels=2, default_level=2, default_policy=QueuePolicy(TimeoutAction.DELAY, 1)))
     assert [waiting.level_of(priority) for priority in (0, 1, 2, 3, 2**63 - 1)] == [2, 1, 2, 2, 2]
     first, second, third, urgent = (request(level=n, name=i) for i, n in enumerate((2, 2, 1, 1)))
@@ -240,7 +240,7 @@ def test_levels_are_strict_and_delayed_ones_last_in_theirs() -> None:
     assert waiting.count == 0
 
 
-def test_reject_takes_it_out() -> None:
+def test_an_expired_request_with_timeout_action_reject_is_removed() -> None:
     waiting = queue(BatchPolicy(default_policy=QueuePolicy(TimeoutAction.REJECT, 1)))
     each = request()
     waiting.add(each)

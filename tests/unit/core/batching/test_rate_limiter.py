@@ -56,7 +56,7 @@ def spec(name: str, *resources: Resource, turn: int = 1, device: int = 0) -> Ins
     return InstanceSpec(name, device=device, resources=resources, turn=turn)
 
 
-def test_one_at_a_time_of_what_one_instance_asks_for_at_most() -> None:
+def test_instances_that_share_a_resource_run_one_at_a_time() -> None:
     gpu = Resource("memory", 4)
     world = Limited({"m": [spec("m_0", gpu), spec("m_1", gpu)], "free": [spec("free_0")]})
     world.turn(world.infers("m", 3) + world.infers("free", 1))
@@ -73,7 +73,7 @@ def test_one_at_a_time_of_what_one_instance_asks_for_at_most() -> None:
     assert len(world.client.answers) == 4
 
 
-def test_of_equal_rank_the_smaller_turn_goes_first() -> None:
+def test_instances_with_the_smaller_turn_run_first() -> None:
     gpu = Resource("memory", 4)
     models = {"b": [spec("b_0", gpu, turn=2)], "a": [spec("a_0", gpu)]}
     world = Limited(models, (("memory", 4, ANY),))
@@ -86,7 +86,7 @@ def test_of_equal_rank_the_smaller_turn_goes_first() -> None:
     assert "".join(order) == "aabaabbb"
 
 
-def test_each_device_has_its_own_unless_shared() -> None:
+def test_each_device_has_its_own_resource_unless_it_is_shared() -> None:
     own, shared = Resource("memory", 4), Resource("licence", 1, shared=True)
     world = Limited({"m": [spec("m_0", own), spec("m_1", own, device=1)]})
     world.turn(world.infers("m", 2))
@@ -96,7 +96,7 @@ def test_each_device_has_its_own_unless_shared() -> None:
     assert len(world.running()) == 1
 
 
-def test_turns_of_two_models() -> None:
+def test_instances_run_in_inverse_proportion_to_their_turn() -> None:
     """With priority 2, a model runs half as often."""
     one = Resource("r", 1)
     world = Limited({"often": [spec("often_0", one)], "seldom": [spec("seldom_0", one, turn=2)]})
@@ -107,7 +107,7 @@ def test_turns_of_two_models() -> None:
     assert abs(world.ran["often_0"] - 20) <= 1, world.ran
 
 
-def test_a_worker_that_dies_gives_back_what_it_had() -> None:
+def test_a_crashed_worker_releases_its_resources() -> None:
     one = Resource("r", 1)
     world = Limited({"m": [spec("m_0", one)], "n": [spec("n_0", one)]})
     world.turn(world.infers("m", 1) + world.infers("n", 1))
@@ -131,11 +131,11 @@ def test_a_worker_that_dies_gives_back_what_it_had() -> None:
         ((("r", SHARED, 1),), ""),
     ],
 )
-def test_too_little_for_ever(given: tuple[tuple[str, int, int], ...], text: str) -> None:
+def test_insufficient_resources_are_reported(given: tuple[tuple[str, int, int], ...], text: str) -> None:
     assert lacking([spec("m_0", Resource("r", 4))], given) == text
 
 
-def test_a_shared_one_is_another_than_that_of_a_device() -> None:
+def test_shared_and_device_resources_of_one_name_are_distinct() -> None:
     limiter = Limiter([("r", ANY, 1), ("r", SHARED, 7)])
     limiter.register(spec("m_0", Resource("r", 1)))
     limiter.register(spec("m_1", Resource("r", 5, shared=True)))
@@ -151,7 +151,7 @@ RESOURCES = st.lists(st.sampled_from([Resource("a", 1), Resource("a", 2), Resour
     st.lists(st.integers(0, 3), min_size=1, max_size=30),
     st.randoms(use_true_random=False),
 )
-def test_everything_runs_and_nothing_is_exceeded(
+def test_every_request_runs_and_no_resource_is_exceeded(
     instances: list[tuple[list[Resource], int, int]], wanted: list[int], random: Any
 ) -> None:
     """check() asserts after every turn that no resource is exceeded."""
@@ -170,7 +170,7 @@ def test_everything_runs_and_nothing_is_exceeded(
     assert len(world.client.answers) == len(wanted)
 
 
-def test_whoever_waits_for_another_model_lends_what_it_has() -> None:
+def test_an_instance_that_waits_for_a_call_releases_its_resources() -> None:
     """Otherwise the other model could not run. When the waiting model continues, resources may be exceeded temporarily,
     and no other model starts."""
     disk = Resource("disk", 1, True)

@@ -84,7 +84,7 @@ def owner(handle: Handle) -> int:
     return handle.segment >> OWNER_SHIFT
 
 
-def test_the_callers_own_memory_goes_through_and_is_copied_for_its_answer() -> None:
+def test_forwarded_caller_memory_is_copied_into_the_answer() -> None:
     world = Chained()
     world.ask("chain")
     for name in NAMES:
@@ -97,7 +97,7 @@ def test_the_callers_own_memory_goes_through_and_is_copied_for_its_answer() -> N
     world.over()
 
 
-def test_what_a_step_has_made_goes_through() -> None:
+def test_an_output_of_a_step_is_forwarded_without_a_copy() -> None:
     world = Chained(("two", "three"))
     world.ask("chain")
     first = world.finish_step("one")
@@ -111,7 +111,7 @@ def test_what_a_step_has_made_goes_through() -> None:
     world.over()
 
 
-def test_two_readers_of_what_one_of_them_gives_on() -> None:
+def test_a_tensor_with_two_readers_is_forwarded_by_one_of_them() -> None:
     world = Chained(("two",))
     world.ask("fork")
     first = world.finish_step("one")
@@ -125,7 +125,7 @@ def test_two_readers_of_what_one_of_them_gives_on() -> None:
     world.over()
 
 
-def test_what_the_caller_holds_goes_through() -> None:
+def test_a_block_held_by_the_caller_is_forwarded() -> None:
     """The input is an earlier answer, which the caller returns while the ensemble runs."""
     world = Chained()
     world.client.sends(2)
@@ -145,7 +145,7 @@ def test_what_the_caller_holds_goes_through() -> None:
 
 @pytest.mark.parametrize("end", ["failure", "cancel", "death", "caller"])
 @pytest.mark.parametrize("at", NAMES)
-def test_ends_in_the_midst(end: str, at: str) -> None:
+def test_an_ensemble_that_ends_between_steps_releases_forwarded_tensors(end: str, at: str) -> None:
     world = Chained(("two", "three"))
     world.ask("chain")
     for name in NAMES[: NAMES.index(at)]:
@@ -166,7 +166,7 @@ def test_ends_in_the_midst(end: str, at: str) -> None:
     world.over()
 
 
-def test_what_is_not_its_input_is_not_to_be_given() -> None:
+def test_a_worker_that_forwards_memory_it_did_not_receive_is_stopped() -> None:
     """The worker is stopped, because it has named memory that it did not receive."""
     world = Chained(())
     world.ask("chain")

@@ -113,7 +113,9 @@ ON_0, ON_1, ON_BOTH = [(GPU, 0)], [(GPU, 1)], [(GPU, 0), (GPU, 1)]
         (ON_0, ON_0, (True, False), ()),
     ],
 )
-def test_only_where_all_who_read_it_are_there(first: Any, last: Any, can: Any, wanted: tuple[str, ...]) -> None:
+def test_a_tensor_stays_on_the_gpu_only_if_all_its_readers_run_there(
+    first: Any, last: Any, can: Any, wanted: tuple[str, ...]
+) -> None:
     made, client = world(first, last, can)
     ask(made, client, 1, "y")
     assert near(made, "first") == wanted
@@ -123,7 +125,7 @@ def test_only_where_all_who_read_it_are_there(first: Any, last: Any, can: Any, w
     assert isinstance(client.answers[1], Reply)
 
 
-def test_what_the_caller_wants_too() -> None:
+def test_outputs_requested_by_the_caller_do_not_stay_on_the_gpu() -> None:
     made, client = world(ON_0, ON_0)
     ask(made, client, 1, "y", "t")
     assert near(made, "first") == ()
@@ -132,7 +134,7 @@ def test_what_the_caller_wants_too() -> None:
     assert isinstance(client.answers[1], Reply)
 
 
-def test_a_plain_request_has_nothing_near() -> None:
+def test_outputs_of_a_plain_request_do_not_stay_on_the_gpu() -> None:
     made, client = world(ON_0, ON_0)
     ask(made, client, 1, "y", name=FIRST)
     assert near(made, "first") == ()
@@ -150,7 +152,7 @@ def begun(first: list[tuple[str, int]], last: list[tuple[str, int]], busy: bool)
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_tensor_on_a_gpu_is_lost_with_its_maker(busy: bool) -> None:
+def test_a_tensor_on_a_gpu_is_lost_if_its_producer_ends(busy: bool) -> None:
     """Whether it is read now or later. The model that would have read it continues."""
     made, client = begun(ON_0, ON_0, busy)
     made.crash(made.worker("first_0"))
@@ -167,7 +169,7 @@ def test_a_tensor_on_a_gpu_is_lost_with_its_maker(busy: bool) -> None:
     assert isinstance(client.answers[2], Reply)
 
 
-def test_a_tensor_on_the_host_is_not() -> None:
+def test_a_tensor_on_the_host_survives_its_producer() -> None:
     made, client = begun([(CPU, 0)], ON_0, False)
     made.crash(made.worker("first_0"))
     assert 1 not in client.answers
@@ -175,7 +177,7 @@ def test_a_tensor_on_the_host_is_not() -> None:
     assert isinstance(client.answers[1], Reply)
 
 
-def test_a_tensor_that_waits_for_another_one() -> None:
+def test_a_step_that_has_not_started_fails_if_its_gpu_tensor_is_lost() -> None:
     """Its step has not started when the worker ends: it fails when it would start."""
     made = Gpus({FIRST: ON_0, LAST: ON_0, "other": ON_0})
     for name in (FIRST, "other"):
@@ -211,7 +213,7 @@ def test_a_tensor_that_waits_for_another_one() -> None:
     assert made.worker("last_0").running is None
 
 
-def test_what_was_given_to_a_caller_is_its_own_affair() -> None:
+def test_outputs_of_the_caller_are_not_lost_with_a_worker() -> None:
     """Callers never get a tensor on a GPU, so nothing is lost."""
     made, client = begun(ON_0, ON_0, False)
     done(made, "last")
@@ -243,7 +245,7 @@ class Tight(Gpus):
 
 
 @pytest.mark.parametrize("size", [60, 40])
-def test_with_a_budget_only_what_stays_loaded_reads_there(size: int) -> None:
+def test_with_a_memory_budget_only_models_that_stay_loaded_read_gpu_tensors(size: int) -> None:
     """The model that keeps a tensor on the GPU cannot sleep to make room for the reader."""
     for stays in (False, True):
         made = Tight({FIRST: ON_0, LAST: ON_0}, size)

@@ -392,7 +392,7 @@ def test_random_ensembles(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1_000_000, 1_000_000 + SEEDS))
-def test_random_ensembles_while_all_goes_wrong(seed: int) -> None:
+def test_random_ensembles_with_random_failures(seed: int) -> None:
     """Workers crash, requests are cancelled, clients disconnect: all other results are right, and nothing is left."""
     story = Story(seed)
     world, random = story.world, story.random

@@ -32,7 +32,7 @@ def test_the_expected_time_in_the_queue(count: int, share: float) -> None:
     assert expected_wait(100, share * count, count) == pytest.approx(exact, rel=0.15, abs=3.5)
 
 
-def test_more_work_than_instances_never_ends() -> None:
+def test_the_expected_wait_is_infinite_if_all_instances_are_overloaded() -> None:
     assert expected_wait(100, 2.0, 2) == float("inf")
 
 
@@ -70,7 +70,7 @@ def test_requests_wait_too_long_only_if_all_instances_are_busy() -> None:
     assert windows.pass_(2, 0, spare=False, oldest_ms=110) == (True, False), "some wait although others are preferred"
 
 
-def test_a_queue_that_shrinks_is_not_fallen_short_of() -> None:
+def test_a_shrinking_queue_is_reported_as_falling() -> None:
     windows = Windows()
     windows.pass_(2, 200, spare=False)
     windows.now = replace(windows.now, at=windows.now.at + WINDOW_NS, queue_ns=windows.now.queue_ns + 1000 * MS)
@@ -78,7 +78,7 @@ def test_a_queue_that_shrinks_is_not_fallen_short_of() -> None:
     assert windows.scaler.measure(windows.now, 0).is_falling
 
 
-def test_one_less_is_enough_if_the_others_are_not_too_busy() -> None:
+def test_an_instance_is_spare_if_the_others_stay_below_full_load() -> None:
     windows = Windows()
     assert windows.pass_(0.5, 0, spare=False) == (False, True)
     assert windows.pass_(0.9, 0, spare=False) == (False, False), "the other one would be busy nearly always"
@@ -89,7 +89,7 @@ def test_one_less_is_enough_if_the_others_are_not_too_busy() -> None:
     assert windows.pass_(0.5, 5, spare=False) == (False, False), "each would wait for the one before it"
 
 
-def test_calm_lasts_from_the_begin_of_its_first_window() -> None:
+def test_calm_starts_with_its_first_window() -> None:
     windows = Windows()
     windows.pass_(2, 0, spare=False)
     begin = windows.now.at
@@ -100,7 +100,7 @@ def test_calm_lasts_from_the_begin_of_its_first_window() -> None:
     assert not windows.scaler.calm_since
 
 
-def test_an_instance_that_is_missed_soon_makes_it_more_patient() -> None:
+def test_scaling_up_soon_after_scaling_down_doubles_the_delay() -> None:
     scaler = Windows(down="2s").scaler
     now = SECOND
     for patience in (2, 4, 8, 16, 16):
@@ -129,7 +129,7 @@ def on_gpus(least: int, most: int) -> ScalingPolicy:
     return ScalingPolicy(groups, 1, 1, cores=8)
 
 
-def test_names_are_unique_and_used_again() -> None:
+def test_names_are_unique_and_reused() -> None:
     policy = on_gpus(1, 3)
     version = served(policy, InstanceSpec("m_0", "KIND_GPU", 0), InstanceSpec("m_2", "KIND_GPU", 1))
     spec = sizes.next_spec(version, policy, policy.groups[1])
@@ -138,7 +138,7 @@ def test_names_are_unique_and_used_again() -> None:
     assert sizes.next_spec(version, policy, policy.groups[0]).name == "m_3"
 
 
-def test_each_number_has_the_cores_of_its_place() -> None:
+def test_added_instances_get_the_cores_of_their_index() -> None:
     specs = tuple(InstanceSpec(f"m_{index}", cpus=((0, 1), (2, 3))[index % 2]) for index in range(4))
     policy = ScalingPolicy((ScaledGroup("m", 1, 4, specs),), 1, 1, cores=4)
     version = served(policy, specs[0])

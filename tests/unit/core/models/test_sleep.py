@@ -12,7 +12,7 @@ from tests.support.core.policies import plain
 from tests.support.core.world import World
 
 
-def test_tensors_on_a_gpu_keep_their_owner_awake() -> None:
+def test_a_model_with_tensors_on_a_gpu_does_not_sleep() -> None:
     """They are lost with its process. Tensors on the host are not."""
     world = World(Limits(idle_unload_ns=10 * MS))
     world.gpus["m"] = 0
@@ -51,7 +51,7 @@ class Spawning(World):
             self.urgent.append(effect.urgent)
 
 
-def test_what_requests_wait_for_is_urgent() -> None:
+def test_loading_is_urgent_while_requests_wait_for_it() -> None:
     """A process that loads for an operator has lower priority than requests."""
     world = Spawning(Limits(idle_unload_ns=10 * MS))
     world.deploy(plain(), 2)

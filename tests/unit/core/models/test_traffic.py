@@ -66,7 +66,7 @@ def test_weights(shares: dict[int, int], ready: set[int]) -> None:
 
 @pytest.mark.parametrize("every", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize("percent", [1, 10, 50, 90])
-def test_shares_hold_whenever_requests_come(percent: int, every: int) -> None:
+def test_shares_do_not_depend_on_the_arrival_times(percent: int, every: int) -> None:
     """Requests in every second turn, for example, get the same shares."""
     split = Split([(2, 100 - percent), (3, percent)])
     chosen = [split.choose() for _ in range(2000 * every)][::every]
@@ -101,7 +101,7 @@ def test_shares_of_versions_that_are_not_ready_go_to_the_others() -> None:
     assert world.versions(100)[3] > 20
 
 
-def test_a_model_whose_ready_versions_get_nothing() -> None:
+def test_a_model_whose_ready_versions_have_no_share_is_not_found() -> None:
     world = Divided(shares={1: 0, 2: 0, 3: 0})
     assert "READY versions have a share of 0 %" in str(world.version_of())
     with pytest.raises(NotFound):
@@ -147,7 +147,7 @@ def test_an_alias_follows_its_version() -> None:
             world.state.look_up("m@prod", 0)
 
 
-def test_unloading_forgets_all() -> None:
+def test_unloading_a_model_drops_its_traffic() -> None:
     world = Divided(shares={2: 100}, aliases={"prod": 1})
     world.turn([(0, events.Unload("m", 1))])
     assert world.state.models["m"].traffic == Traffic()

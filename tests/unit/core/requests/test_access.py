@@ -167,7 +167,7 @@ def test_r8_actions_outside_the_table_are_denied() -> None:
     assert not access.allows("shutdown", ANY)
 
 
-def test_r8_requests_that_came_in_frames() -> None:
+def test_r8_requests_with_tensors_in_frames() -> None:
     core, _ = serving(LOOK, "zmq")
     infer = MESSAGES[Infer][1]
     effects = core.handle([(CLIENT, events.Framed(infer, ()))], 0)

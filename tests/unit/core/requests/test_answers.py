@@ -73,7 +73,7 @@ WRONG: dict[str, Callable[[Recorded, FakeWorker, FakeWorker], Any]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_worker_that_answers_with_memory_of_others_is_killed(case: str) -> None:
+def test_a_worker_that_answers_with_foreign_memory_is_killed(case: str) -> None:
     world = Recorded()
     client, _ = world.connect("a"), world.connect("b")
     world.deploy(POLICY, 2)
@@ -142,7 +142,7 @@ def test_a_second_hello_closes_the_connection() -> None:
     assert client.peer not in world.clients
 
 
-def test_welcome_tells_the_limits() -> None:
+def test_welcome_contains_the_limits() -> None:
     world = Recorded(Limits(client_requests=5, client_segments=6, client_held_bytes=7))
     client = world.connect("a")
     welcome = world.sent(client.peer, Welcome)[0]
@@ -193,7 +193,7 @@ def test_a_garbled_message_fails_its_request() -> None:
         (Map((1 << 32) + 1, 10, "named"), "a segment name must be a slash"),
     ],
 )
-def test_segments_that_cannot_be_announced(message: Map, part: str) -> None:
+def test_invalid_segments_disconnect_the_client(message: Map, part: str) -> None:
     world = Recorded()
     client = world.connect("a")
     world.turn([(client.peer, message)])
@@ -222,7 +222,7 @@ def test_every_message_of_the_protocol_has_a_handler() -> None:
     assert set(get_args(WorkerReport)) - of_the_broker <= set(core._of_workers)
 
 
-def test_versions_and_models_that_cannot_be_served() -> None:
+def test_requests_for_unavailable_models_and_versions_get_the_reason() -> None:
     world = Recorded()
     client = world.connect("a")
     reason = "no such backend"

@@ -55,7 +55,7 @@ def x(*values: float, name: str = "x", dtype: str = "FP32", shape: tuple[int, ..
     return Tensor(name, dtype, shape or (1, len(values)), struct.pack(f"<{len(values)}f", *values))
 
 
-def test_the_same_is_run_once() -> None:
+def test_equal_requests_run_once() -> None:
     world = Caching()
     client, other = world.connect("a"), world.connect("b")
     first = world.ask(client, (x(1),))
@@ -68,7 +68,7 @@ def test_the_same_is_run_once() -> None:
     assert (counted.success_count, counted.inference_count, counted.execution_count) == (4, 1, 1)
 
 
-def test_hits_and_misses_take_the_time_of_lookup_and_keeping() -> None:
+def test_hit_and_miss_durations_are_those_of_lookup_and_insertion() -> None:
     """Measured within a turn, whose own time stands still. Responses that cannot be kept count as neither."""
     world = Copying(large="y")
     world.core.copy_with(world.memory, count(0, 10).__next__)
@@ -103,7 +103,7 @@ DIFFERENT: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("one", "another"), DIFFERENT)
-def test_r19_whatever_an_answer_depends_on_is_in_the_key(one: Any, another: Any) -> None:
+def test_r19_everything_that_affects_a_response_is_part_of_the_key(one: Any, another: Any) -> None:
     world = Caching()
     client = world.connect("a")
     for inputs, outputs, options in (one, another, one, another):
@@ -111,7 +111,7 @@ def test_r19_whatever_an_answer_depends_on_is_in_the_key(one: Any, another: Any)
     assert world.runs == 2
 
 
-def test_r19_answers_are_for_one_audience() -> None:
+def test_r19_responses_are_cached_per_audience() -> None:
     world = Caching(large="y")
     client, stranger = world.connect("a"), world.connect("b", audience="uid:2000")
     world.ask(client, (x(1),))
@@ -121,7 +121,7 @@ def test_r19_answers_are_for_one_audience() -> None:
     assert not set(client.holds) & set(stranger.holds)
 
 
-def test_large_answers_stay_where_they_are() -> None:
+def test_large_responses_are_cached_without_a_copy() -> None:
     """The answer is one block, held by all clients that received it, and by the cache after they have returned it."""
     world = Caching(large="y")
     client, other = world.connect("a"), world.connect("b")
@@ -137,7 +137,7 @@ def test_large_answers_stay_where_they_are() -> None:
     assert world.runs == 1
 
 
-def test_what_was_used_longest_ago_goes_first() -> None:
+def test_the_least_recently_used_response_is_evicted_first() -> None:
     world = Caching(limit=3 * 600, large="y")
     client = world.connect("a")
     for value in (1, 2, 3, 1, 4):
@@ -234,7 +234,7 @@ class Framing(Copying):
         return client.answers[self.last]
 
 
-def test_what_comes_in_frames_is_compared_byte_by_byte() -> None:
+def test_inputs_in_frames_are_compared_byte_by_byte() -> None:
     world = Framing()
     client = world.connect("a", "zmq", "frames")
     many = x(*range(2000))
@@ -249,7 +249,7 @@ def test_what_comes_in_frames_is_compared_byte_by_byte() -> None:
     assert world.core.state.cache.bytes > 5 * 2000 * 4
 
 
-def test_it_is_the_same_in_a_frame_and_inside_of_the_message() -> None:
+def test_equal_inputs_in_a_frame_and_inline_share_an_entry() -> None:
     world = Framing()
     client = world.connect("a", "zmq", "frames")
     first = world.ask(client, (x(1), Tensor("i", "INT32", (1, 1), INT)))
@@ -257,7 +257,7 @@ def test_it_is_the_same_in_a_frame_and_inside_of_the_message() -> None:
     assert world.runs == 1
 
 
-def test_what_is_larger_than_the_cache_is_not_read() -> None:
+def test_inputs_larger_than_the_cache_are_not_read() -> None:
     world = Framing(limit=4 * KIB)
     client, sharer = world.connect("a", "zmq", "frames"), world.connect("b")
     many = x(*range(2000))
@@ -269,7 +269,7 @@ def test_what_is_larger_than_the_cache_is_not_read() -> None:
     assert not len(world.core.state.cache)
 
 
-def test_steps_with_what_came_in_frames() -> None:
+def test_ensemble_steps_with_inputs_in_frames_are_cached() -> None:
     """Including the rows over which a step is mapped."""
     world = Framing(policy=replace(POLICY, name="step"))
     steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
@@ -281,7 +281,7 @@ def test_steps_with_what_came_in_frames() -> None:
     assert world.runs == 3
 
 
-def test_memory_of_clients_is_compared_and_run_as_it_was_copied() -> None:
+def test_inputs_in_client_memory_are_copied_before_they_are_compared_and_run() -> None:
     """Whatever its owner writes later, the worker and the cache use the copy."""
     world = Copying()
     client, other = world.connect("a"), world.connect("b")
@@ -300,7 +300,7 @@ def test_memory_of_clients_is_compared_and_run_as_it_was_copied() -> None:
     assert world.freed == world.memory.placed[INTERNAL], "copies are for one run, and hits need none"
 
 
-def test_without_room_for_a_copy_it_is_run_and_not_kept() -> None:
+def test_without_memory_for_a_copy_a_request_runs_uncached() -> None:
     """Even if there was room for one of two inputs."""
     world = Copying()
     client = world.connect("a")
@@ -319,7 +319,7 @@ def test_without_room_for_a_copy_it_is_run_and_not_kept() -> None:
     assert not len(world.core.state.cache)
 
 
-def test_memory_that_cannot_be_read_is_not_compared() -> None:
+def test_requests_with_unreadable_memory_are_not_cached() -> None:
     """The memory is on a GPU, or has a name."""
     world = Copying()
     client = world.connect("a")
@@ -330,7 +330,7 @@ def test_memory_that_cannot_be_read_is_not_compared() -> None:
     assert not len(world.core.state.cache)
 
 
-def test_answers_are_kept_in_the_memory_of_the_broker() -> None:
+def test_responses_are_kept_in_the_memory_of_the_broker() -> None:
     world = Copying(large="y")
     client, other, stranger = world.connect("a"), world.connect("b"), world.connect("c", audience="uid:2000")
     first = world.ask(client, (x(1),))
@@ -354,7 +354,7 @@ def test_answers_are_kept_in_the_memory_of_the_broker() -> None:
     assert kept in world.freed
 
 
-def test_failures_and_placed_outputs_are_not_kept() -> None:
+def test_failures_and_placed_outputs_are_not_cached() -> None:
     world = Caching()
     client = world.connect("a")
     segment = world.own_segment(client, 4096)
@@ -373,7 +373,7 @@ def test_failures_and_placed_outputs_are_not_kept() -> None:
     assert not len(world.core.state.cache)
 
 
-def test_another_generation_answers_anew_and_nothing_of_the_old_one_stays() -> None:
+def test_a_new_generation_drops_the_cached_responses_of_the_old_one() -> None:
     world = Caching(large="y")
     client = world.connect("a")
     world.ask(client, (x(1),))
@@ -388,7 +388,7 @@ def test_another_generation_answers_anew_and_nothing_of_the_old_one_stays() -> N
     assert world.runs == before + 1
 
 
-def test_a_worker_that_dies_leaves_its_answers() -> None:
+def test_cached_responses_outlive_their_worker() -> None:
     """Their pages are kept as long as clients may map them."""
     world = Caching(large="y")
     client = world.connect("a")
@@ -400,7 +400,7 @@ def test_a_worker_that_dies_leaves_its_answers() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 100])
-def test_a_cache_that_is_too_small_or_none(limit: int) -> None:
+def test_without_room_in_the_cache_every_request_runs(limit: int) -> None:
     world = Caching(limit)
     client = world.connect("a")
     for _ in range(2):
@@ -408,7 +408,7 @@ def test_a_cache_that_is_too_small_or_none(limit: int) -> None:
     assert world.runs == 2
 
 
-def test_an_ensemble_keeps_no_answers_of_sequences() -> None:
+def test_responses_of_sequences_are_not_cached() -> None:
     """Their requests name the sequence, and its steps may keep state."""
     world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
     steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),)),)

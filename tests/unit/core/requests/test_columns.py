@@ -243,7 +243,7 @@ def test_a_worker_that_answers_in_irregular_columns_is_stopped(name: str) -> Non
 
 
 @pytest.mark.parametrize("numbers", [(1, 1), (1, 99)])
-def test_a_worker_that_answers_in_columns_what_it_does_not_run_is_stopped(numbers: tuple[int, int]) -> None:
+def test_a_worker_that_answers_requests_it_does_not_run_is_stopped(numbers: tuple[int, int]) -> None:
     """`numbers`: positions of the answered requests among the running ones; 99: not among them."""
     world, client = serving()
     worker = world.worker("m_0")
@@ -432,7 +432,7 @@ GROUPS = st.lists(
 
 
 @given(GROUPS)
-def test_requests_that_are_added_together_have_the_places_of_those_added_one_by_one(groups: Any) -> None:
+def test_requests_added_together_are_queued_like_requests_added_one_by_one(groups: Any) -> None:
     together: RequestQueue[Any] = RequestQueue(BatchPolicy())
     singly: RequestQueue[Any] = RequestQueue(BatchPolicy())
     number = 0

@@ -90,7 +90,7 @@ def test_two_clients_of_one_model(case: str) -> None:
     within(load.served, 2)
 
 
-def test_the_same_within_a_priority_level() -> None:
+def test_two_clients_within_a_priority_level() -> None:
     load = Load(model("m", BatchPolicy(levels=2, default_level=1)))
     a, b = load.world.connect("a"), load.world.connect("b")
     load.rounds(400, [(a, "m", 500, 1), (b, "m", 20, 1)])
@@ -104,7 +104,7 @@ def test_two_models_of_one_client() -> None:
     within(load.served, 2)
 
 
-def test_clients_that_come_later_get_their_share_at_once() -> None:
+def test_new_clients_get_their_share_at_once() -> None:
     load = Load(model("m"))
     clients = [load.world.connect(name) for name in "abc"]
     load.rounds(100, [(clients[0], "m", 500, 1)])
@@ -163,7 +163,7 @@ def test_rows_of_mapped_steps_are_requested_in_small_turns() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_rows_that_nobody_waits_for_any_more_are_not_asked_for(how: str) -> None:
+def test_no_rows_are_requested_for_a_cancelled_mapped_step(how: str) -> None:
     world = World(checks=False)
     world.deploy(model("m"))
     world.deploy(mapped("e"))

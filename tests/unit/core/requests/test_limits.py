@@ -103,7 +103,7 @@ def test_uid_connections() -> None:
     assert not world.connect("f").welcomed
 
 
-def test_connections_of_users_are_counted_to_nothing() -> None:
+def test_closed_connections_do_not_count_against_the_limit_of_their_user() -> None:
     world = Crowded(uid_connections=1)
     for _ in range(5):
         client = world.connect("a")
@@ -129,7 +129,7 @@ def test_client_requests() -> None:
 
 
 @pytest.mark.parametrize("name", ["requests", "model_queue"])
-def test_a_full_server_still_serves_those_who_ask_for_little(name: str) -> None:
+def test_clients_below_their_share_are_served_when_the_server_is_full(name: str) -> None:
     world = Crowded(**{name: 8})
     greedy, modest = world.connect("greedy"), world.connect("modest")
     world.ask(greedy, 12)
@@ -146,7 +146,7 @@ def test_a_full_server_still_serves_those_who_ask_for_little(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model_queue_bytes", "queue_bytes"])
-def test_bytes_that_wait(name: str) -> None:
+def test_queued_bytes_are_limited(name: str) -> None:
     """Requests of a kilobyte each; the worker has taken the first two."""
     world = Crowded(**{name: 64 << 10})
     greedy, modest = world.connect("greedy"), world.connect("modest")
@@ -196,7 +196,7 @@ def test_a_parameter_may_have_the_bytes_of_a_field(value: str) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), max_size=30), st.integers(1, 20))
 @settings(max_examples=examples(60))
-def test_totals_are_exceeded_at_most_twofold(asked: list[tuple[int, int]], limit: int) -> None:
+def test_totals_exceed_their_limit_at_most_twofold(asked: list[tuple[int, int]], limit: int) -> None:
     """A client with less than an equal share is always served."""
     world = Crowded(requests=limit)
     clients = [world.connect(f"c{n}") for n in range(4)]
@@ -323,7 +323,7 @@ def test_errors_below_the_rate_do_not_disconnect() -> None:
     assert world.goodbyes(client)
 
 
-def test_a_client_with_many_errors_is_read_only_at_the_rate_of_the_limit() -> None:
+def test_a_client_with_many_errors_is_throttled_to_the_error_limit() -> None:
     world = Crowded(client_errors=5)
     client, other = world.connect("a"), world.connect("b")
     world.turn([garbled(client)] * 5 * PATIENCE_S)
@@ -337,7 +337,7 @@ def test_a_client_with_many_errors_is_read_only_at_the_rate_of_the_limit() -> No
     assert list(world.paused) == [client.peer]
 
 
-def test_clients_of_a_user_whose_clients_are_disconnected_again_and_again_are_paused() -> None:
+def test_clients_of_a_user_with_many_disconnects_are_paused() -> None:
     """Each client sends Hello twice and is disconnected, and the next one connects at once."""
     world = Crowded()
     old, stranger = world.connect("a"), world.connect("b", audience="uid:7")

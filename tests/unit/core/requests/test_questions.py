@@ -79,7 +79,7 @@ def test_one_large_answer_is_built_in_a_turn() -> None:
     assert found == [[(1, 1)], [(2, 1), (3, 1)], [(1, 2), (3, 2)]]
 
 
-def test_a_client_that_is_behind_gets_nothing_answered() -> None:
+def test_questions_of_a_client_that_falls_behind_wait() -> None:
     core = serving(2)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 10)] + [(2, Ask(1, "live"))], 0)
     core.handle([(0, events.Behind(1, True))], 0)
@@ -90,7 +90,7 @@ def test_a_client_that_is_behind_gets_nothing_answered() -> None:
     assert [n for _, n in found] == [*range(found[0][1], 10), 20]
 
 
-def test_a_client_that_ends_while_it_is_behind() -> None:
+def test_questions_of_a_client_that_disconnects_while_behind_are_dropped() -> None:
     core = serving(1)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 10)], 0)
     core.handle([(0, events.Behind(1, True))], 0)
@@ -100,7 +100,7 @@ def test_a_client_that_ends_while_it_is_behind() -> None:
     core.check()
 
 
-def test_each_client_has_its_turn() -> None:
+def test_clients_are_served_round_robin() -> None:
     core = serving(3)
     events_ = [(1, Ask(n, "live")) for n in range(1, 7)] + [
         (2, Ask(1, "live")),
@@ -111,7 +111,7 @@ def test_each_client_has_its_turn() -> None:
     assert found == [[(1, 1), (2, 1), (3, 1), (1, 2)], [(3, 2), (1, 3), (1, 4), (1, 5)], [(1, 6)]]
 
 
-def test_questions_of_a_disconnected_client_are_dropped() -> None:
+def test_questions_are_dropped_when_the_client_disconnects() -> None:
     core = serving(2)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
     assert passed(core.handle([(0, events.Closed(1)), (2, Ask(1, "live"))], 0)) == [(2, 1)]
@@ -119,14 +119,14 @@ def test_questions_of_a_disconnected_client_are_dropped() -> None:
     core.check()
 
 
-def test_questions_of_a_client_that_is_disconnected_are_dropped() -> None:
+def test_questions_are_dropped_when_the_server_disconnects_the_client() -> None:
     core = serving(1)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
     assert passed(core.handle([(1, Hello(PROTOCOL, 1, "again", "memfd"))], 0)) == []
     assert core.deadline() is None
 
 
-def test_the_limit_counts_until_the_answer() -> None:
+def test_a_question_counts_against_the_limit_until_it_is_answered() -> None:
     core = serving(2, client_questions=3)
     effects = core.handle([(1, Ask(n, "live")) for n in range(1, 6)] + [(2, Ask(1, "live"))], 0)
     fails = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Fail)]
@@ -139,7 +139,7 @@ def test_the_limit_counts_until_the_answer() -> None:
     assert passed(core.handle([(1, Ask(6, "live"))], 0)) == [(1, 6)]
 
 
-def test_a_number_in_flight_is_refused() -> None:
+def test_a_question_with_a_number_in_flight_is_refused() -> None:
     core = serving(1)
     effects = core.handle([(1, Ask(1, "live")), (1, Ask(1, "live"))], 0)
     (fail,) = [e.message for e in effects if isinstance(e, Send)]
@@ -165,7 +165,7 @@ def test_the_bytes_of_a_body_do_not_wait_with_a_question() -> None:
     assert "too long" in fail.message.text
 
 
-def test_bye_behind_questions() -> None:
+def test_a_question_before_bye_is_answered() -> None:
     core = serving(1)
     effects = core.handle([(1, Ask(1, "live")), (1, Bye())], 0)
     assert passed(effects) == [(1, 1)]

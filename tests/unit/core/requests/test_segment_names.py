@@ -42,7 +42,7 @@ def test_wrong_names_end_the_connection(name: str) -> None:
     assert close == Close(1)
 
 
-def test_a_client_that_came_back_announces_its_segments_again() -> None:
+def test_a_named_segment_may_be_announced_on_two_connections() -> None:
     core = Core()
     connect(core, 1)
     connect(core, 2)
@@ -59,7 +59,7 @@ def test_a_segment_of_another_user_is_refused() -> None:
     assert Close(2) in announce(core, 2, "/theirs")
 
 
-def test_memory_that_others_have_made_over_the_lane() -> None:
+def test_named_memory_on_the_lane_needs_the_role_operate() -> None:
     core = Core()
     assert connect(core, 1, plane="lane").limits["named_memory"] == 1
     assert announce(core, 1, "/made") == []
@@ -67,7 +67,7 @@ def test_memory_that_others_have_made_over_the_lane() -> None:
     assert "needs the role operate" in farewell(announce(core, 2, "/made"))
 
 
-def test_memory_on_a_gpu_by_what_it_was_exported_as() -> None:
+def test_gpu_memory_is_announced_by_its_exported_handle() -> None:
     core = Core()
     assert connect(core, 1, plane="lane").limits["device_memory"] == 1
     assert announce(core, 1, ON_GPU) == []

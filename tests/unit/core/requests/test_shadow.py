@@ -136,7 +136,7 @@ def test_a_share_of_the_requests_that_name_no_version() -> None:
     world.check_idle()
 
 
-def test_what_the_shadow_has_no_room_for_is_skipped(world: Shadowed) -> None:
+def test_requests_over_the_pending_limit_of_the_shadow_are_skipped(world: Shadowed) -> None:
     client, most = world.connect("c"), PENDING_BATCHES * 4
     for _ in range(most + 5):
         world.ask(client)
@@ -149,7 +149,7 @@ def test_what_the_shadow_has_no_room_for_is_skipped(world: Shadowed) -> None:
     world.check_idle()
 
 
-def test_clients_come_before_the_shadow(world: Shadowed) -> None:
+def test_client_requests_run_before_shadow_requests(world: Shadowed) -> None:
     """Requests to version 2 itself run first. While one of them waits, no shadow request is added."""
     client = world.connect("c")
     first = world.ask(client, version=2)
@@ -170,7 +170,7 @@ def test_clients_come_before_the_shadow(world: Shadowed) -> None:
     world.check_idle()
 
 
-def test_a_shadow_that_is_not_served_skips(world: Shadowed) -> None:
+def test_a_shadow_that_is_not_served_skips_requests(world: Shadowed) -> None:
     client = world.connect("c")
     world.ask(client)
     world.turn([(0, events.Deploy("m", (world.targets["m"][1],)))])
@@ -182,7 +182,7 @@ def test_a_shadow_that_is_not_served_skips(world: Shadowed) -> None:
 
 
 @pytest.mark.parametrize("death", ["crash", "unload"])
-def test_a_shadow_that_ends_costs_no_answer(death: str) -> None:
+def test_the_end_of_a_shadow_fails_no_client_request(death: str) -> None:
     world = Shadowed(large="y")
     client = world.connect("c")
     for _ in range(3):

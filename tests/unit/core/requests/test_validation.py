@@ -53,7 +53,7 @@ def test_missing_inputs() -> None:
     )
 
 
-def test_missing_inputs_are_told_before_mistakes_in_the_others() -> None:
+def test_missing_inputs_are_reported_before_errors_in_other_inputs() -> None:
     wrong = Tensor("INPUT0", "FP64", (1, 16), bytes(128))
     assert refused(checker(8, *TWO), wrong).startswith("expected 2 inputs but got 1 inputs for model 'm'")
 
@@ -80,7 +80,7 @@ def test_type() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["", "fp32", "FLOAT", "\0", "INT128"])
-def test_no_type_at_all(dtype: str) -> None:
+def test_a_missing_type_is_refused(dtype: str) -> None:
     made = Tensor("INPUT0", dtype, (1, 16), bytes(64))
     assert refused(checker(), made) == f"inference input 'INPUT0' data-type is '{dtype}', but model 'm' expects 'FP32'"
 
@@ -126,7 +126,7 @@ def test_strings() -> None:
         assert one.check((tensor("INPUT1", dtype="BYTES", size=size),), None)[0] == 1
 
 
-def test_no_strings_have_no_bytes() -> None:
+def test_a_string_tensor_without_elements_has_no_bytes() -> None:
     one = checker(8, TensorSpec("INPUT1", "BYTES", (-1,)))
     assert one.check((tensor("INPUT1", (1, 0), "BYTES", 0),), None) == (1, (("INPUT1", (0,)),), 0, False, 0)
     assert "expected 0 string elements" in refused(one, tensor("INPUT1", (1, 0), "BYTES", 3))
@@ -147,18 +147,18 @@ def test_outputs() -> None:
     assert one.check((tensor(),), (Wanted("w", Handle(1, 2, 3)),))[3]
 
 
-def test_a_frame_that_did_not_come() -> None:
+def test_a_missing_frame_is_refused() -> None:
     assert "refers to frame 7" in refused(checker(), Tensor("INPUT0", "FP32", (1, 16), 7))
 
 
-def test_too_much_inside_the_message() -> None:
+def test_inline_data_over_the_limit_is_refused() -> None:
     one = checker(8, *(TensorSpec(f"x{n}", "UINT8", (4096,)) for n in range(17)))
     text = refused(one, *(tensor(f"x{n}", (1, 4096), "UINT8") for n in range(17)))
     assert str(FIELD_BYTES) in text
     assert "shared memory" in text
 
 
-def test_sizes_that_no_machine_has() -> None:
+def test_sizes_beyond_any_memory_are_refused() -> None:
     one = checker(8, TensorSpec("x", "FP64", (-1, -1, -1)))
     huge = Tensor("x", "FP64", (1, 2**63 - 1, 2**63 - 1, 2**63 - 1), b"")
     assert "more than any memory can hold" in refused(one, huge)
@@ -205,7 +205,7 @@ DIMS = st.lists(st.sampled_from([-1, 0, 1, 3]), max_size=3).map(tuple)
     dtype=st.sampled_from(["FP32", "UINT8", "FP64"]),
     off=st.sampled_from([0, 0, 0, 1]),
 )
-def test_exactly_the_right_ones_are_let_in(
+def test_exactly_the_valid_tensors_are_accepted(
     dims: tuple[int, ...], shape: tuple[int, ...], max_batch: int, dtype: str, off: int
 ) -> None:
     size = ITEM_BYTES[dtype]
@@ -226,13 +226,13 @@ def test_exactly_the_right_ones_are_let_in(
             assert (rows, inline, in_shared_memory) == (shape[0] if max_batch else 0, size, False)
 
 
-def test_memory_of_good_shapes_has_an_end() -> None:
+def test_the_cache_of_valid_shapes_is_bounded() -> None:
     one = checker(8, TensorSpec("x", "FP32", (-1, -1)))
     for a, b in itertools.product(range(1, 81), range(1, 81)):
         one.check((Tensor("x", "FP32", (1, a, b), (Handle(1, 0, 4 * a * b),)),), None)
     assert len(one._valid_inputs) == 4096
 
 
-def test_texts_have_no_inner_names() -> None:
+def test_error_texts_contain_no_internal_names() -> None:
     text = refused(checker(8, *THREE), tensor())
     assert not re.search(r"0x|/tmp|Spec|policy", text)

@@ -373,12 +373,12 @@ class SequenceMachine(WorldMachine):
 
 
 @pytest.mark.hypothesis
-def test_whatever_happens_the_rules_of_sequences_hold() -> None:
+def test_sequence_rules_hold_under_random_events() -> None:
     run_machine(SequenceMachine, 80)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_each_model_of_the_machine_is_one_that_can_be_served(name: str) -> None:
+def test_every_model_of_the_machine_can_be_served(name: str) -> None:
     machine = SequenceMachine()
     machine.begin(name, 2)
     client = machine.clients[0]

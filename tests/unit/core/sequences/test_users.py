@@ -43,7 +43,7 @@ class Sequenced(World):
 
 
 @pytest.mark.parametrize("strings", [False, True])
-def test_two_users_with_one_id(strings: bool) -> None:
+def test_two_users_may_use_the_same_sequence_id(strings: bool) -> None:
     world = Sequenced(strings)
     one, other = world.connect("one"), world.connect("other", audience="uid:2000")
     refused = world.step(other, 1)
@@ -90,7 +90,7 @@ def test_the_end_of_an_idle_sequence_names_the_sequence_of_its_user() -> None:
     assert isinstance(world.step(one, 3, end=True), Reply)
 
 
-def test_callers_of_one_client_have_ids_of_their_own() -> None:
+def test_callers_of_one_client_have_separate_sequence_ids() -> None:
     """For example the callers of a gateway, which distinguishes them by their tokens."""
     world = Sequenced(False)
     gateway = world.connect("gateway")

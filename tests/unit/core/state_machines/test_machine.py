@@ -393,12 +393,12 @@ class CoreMachine(WorldMachine):
 
 
 @pytest.mark.hypothesis
-def test_whatever_happens_the_books_balance() -> None:
+def test_the_ledger_balances_under_random_events() -> None:
     run_machine(CoreMachine, 120)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_model_of_the_machine_is_one_that_can_be_served(name: str) -> None:
+def test_every_model_of_the_machine_can_be_served(name: str) -> None:
     machine = CoreMachine()
     machine.begin([name], "plain")
     client = machine.clients[0]

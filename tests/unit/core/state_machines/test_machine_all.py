@@ -318,13 +318,13 @@ class EverythingMachine(OperatedMachine):
 
 
 @pytest.mark.hypothesis
-def test_with_everything_at_once_the_books_balance() -> None:
+def test_the_ledger_balances_with_all_features_combined() -> None:
     run_machine(EverythingMachine, 60)
 
 
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_each_model_of_the_machine_answers_as_it_should(name: str, limited: bool) -> None:
+def test_every_model_of_the_machine_answers_a_request(name: str, limited: bool) -> None:
     machine = EverythingMachine()
     machine.begin([name], limited)
     client = machine.clients[0]
@@ -336,7 +336,7 @@ def test_each_model_of_the_machine_answers_as_it_should(name: str, limited: bool
     machine.teardown()
 
 
-def test_one_answer_asked_of_a_model_that_has_many_uses_no_memory() -> None:
+def test_a_refused_request_to_a_decoupled_model_keeps_no_memory() -> None:
     """The request is refused, and memory for its places is not kept."""
     machine = EverythingMachine()
     machine.begin(["e_turn"], False)
@@ -350,7 +350,7 @@ def test_one_answer_asked_of_a_model_that_has_many_uses_no_memory() -> None:
     machine.teardown()
 
 
-def test_a_sequence_that_goes_on_in_the_turn_in_which_its_model_is_replaced() -> None:
+def test_a_sequence_continues_in_the_turn_that_replaces_its_model() -> None:
     """Uses an ensemble, whose requests choose a generation before any of their steps has begun."""
     state = EverythingMachine()
     state.begin(limited=False, names=["e_nest", "det", "e_seq"])

@@ -193,6 +193,6 @@ class CallingMachine(EverythingMachine):
 
 
 @pytest.mark.hypothesis
-def test_with_models_that_call_each_other_the_books_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ledger_balances_with_models_that_call_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlock, "closes_cycle", checked_closes_cycle)
     run_machine(CallingMachine, 25)

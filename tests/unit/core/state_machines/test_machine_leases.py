@@ -228,12 +228,12 @@ def _is_asked(worker: FakeWorker) -> bool:
 
 
 @pytest.mark.hypothesis
-def test_whatever_happens_to_leases_the_books_balance() -> None:
+def test_the_ledger_balances_with_leases() -> None:
     run_machine(LeaseMachine, 200)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_machine_lends_and_uses_each_model(name: str) -> None:
+def test_the_machine_leases_every_model(name: str) -> None:
     machine = LeaseMachine()
     machine.begin([name])
     (client,) = [client for client in machine.clients if client.leases]

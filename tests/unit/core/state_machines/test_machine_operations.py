@@ -181,11 +181,11 @@ def _may_leave(worker: FakeWorker) -> bool:
 
 
 @pytest.mark.hypothesis
-def test_whatever_operators_do_the_books_balance() -> None:
+def test_the_ledger_balances_with_random_operations() -> None:
     run_machine(OperatedMachine, 120)
 
 
-def test_what_is_back_in_the_queue_of_a_model_that_is_given_up_is_answered() -> None:
+def test_requeued_requests_are_answered_when_their_model_fails_to_reload() -> None:
     """One of two instances cannot be reloaded; the other one ends with a request that it had not begun."""
     machine = OperatedMachine()
     machine.begin(names=[], ahead="pair")

@@ -70,5 +70,5 @@ def _compares(worker: FakeWorker) -> Any:
 
 
 @pytest.mark.hypothesis
-def test_whatever_shadows_keep_is_released() -> None:
+def test_shadows_release_all_memory_they_keep() -> None:
     run_machine(ShadowMachine, 120)

@@ -182,25 +182,25 @@ class SleepyLeaseMachine(LeaseMachine):
 
 
 @pytest.mark.hypothesis
-def test_with_everything_at_once_all_that_sleeps_wakes() -> None:
+def test_sleeping_models_wake_with_all_features_combined() -> None:
     run_machine(SleepMachine, 40)
 
 
 @pytest.mark.hypothesis
-def test_with_everything_at_once_in_little_memory() -> None:
+def test_all_features_combined_under_memory_pressure() -> None:
     run_machine(TightMachine, 60)
 
 
 @pytest.mark.hypothesis
-def test_operations_in_little_memory() -> None:
+def test_operations_under_memory_pressure() -> None:
     run_machine(TightOperatedMachine, 25)
 
 
 @pytest.mark.hypothesis
-def test_models_that_call_each_other_in_little_memory() -> None:
+def test_models_that_call_each_other_under_memory_pressure() -> None:
     run_machine(TightCallingMachine, 30)
 
 
 @pytest.mark.hypothesis
-def test_what_is_lent_sleeps_when_its_client_is_silent() -> None:
+def test_leased_models_sleep_when_their_client_is_idle() -> None:
     run_machine(SleepyLeaseMachine, 40)
