@@ -25,7 +25,16 @@ from shmserve.session import WINDOW, Result, RowReply, Ticket, inline_result
 from shmserve.session.arguments import check_seconds, timeout_us_of
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
-from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_service, of_traffic, of_unload, recorded
+from shmserve.session.uploads import (
+    UNLOAD_MARGIN_S,
+    Body,
+    loading,
+    of_json,
+    of_service,
+    of_traffic,
+    of_unload,
+    recorded,
+)
 
 
 class _Ticket(Ticket):
@@ -134,7 +143,7 @@ class AsyncClient:
     ) -> AsyncFuture:
         """Like `infer`, but return an awaitable future immediately. Must be called in a running loop."""
         link = self._link
-        future, ticket = self._question()
+        future, ticket = self._new_ticket()
         if timeout is None:
             timeout = self._timeout
         link.session.infer(
@@ -173,7 +182,7 @@ class AsyncClient:
         link.send_soon(timeout is not None)
         return AsyncStream(link, flow)
 
-    def _question(self) -> tuple[AsyncFuture, _Ticket]:
+    def _new_ticket(self) -> tuple[AsyncFuture, _Ticket]:
         loop = self._link.bind()
         future = AsyncFuture(loop=loop)
         ticket = _Ticket(future)
@@ -203,12 +212,12 @@ class AsyncClient:
         """Send buffered requests, and release the memory of results that were dropped."""
         self._link.flush()
 
-    # ------------------------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------------------------ queries
 
     async def _ask(
         self, what: str, model: str = "", version: int | str | None = None, timeout: float | None = None
     ) -> Any:
-        future, ticket = self._question()
+        future, ticket = self._new_ticket()
         if timeout is None:
             timeout = self._timeout
         self._link.session.ask(ticket, what, monotonic(), model, version, timeout)
@@ -218,7 +227,7 @@ class AsyncClient:
     async def _operate(
         self, what: str, model: str, version: int | str | None, timeout: float | None, body: Body
     ) -> Any:
-        future, ticket = self._question()
+        future, ticket = self._new_ticket()
         self._link.session.ask(ticket, what, monotonic(), model, version, timeout, body)
         self._link.send_soon(timeout is not None)
         return await future
@@ -359,7 +368,7 @@ class AsyncClient:
         keeps unloading.
         """
         body = of_unload(unload_dependents, wait, force, timeout)
-        longer = None if timeout is None else timeout + ANSWER_S
+        longer = None if timeout is None else timeout + UNLOAD_MARGIN_S
         answer: dict[str, Any] = await self._operate("unload", model, None, longer, body)
         return answer
 

@@ -21,7 +21,16 @@ from shmserve.session import WINDOW, Result
 from shmserve.session.arguments import check_seconds, timeout_us_of
 from shmserve.session.encode import TopK
 from shmserve.session.gpu.tensors import DeviceArray
-from shmserve.session.uploads import ANSWER_S, Body, loading, of_json, of_service, of_traffic, of_unload, recorded
+from shmserve.session.uploads import (
+    UNLOAD_MARGIN_S,
+    Body,
+    loading,
+    of_json,
+    of_service,
+    of_traffic,
+    of_unload,
+    recorded,
+)
 
 BUFFERED_MESSAGES = 32
 BUFFERED_BYTES = 64 * 1024
@@ -208,7 +217,7 @@ class Client:
         """Send buffered requests, and release the memory of results that were dropped."""
         self._link.flush()
 
-    # ------------------------------------------------------------------------------------ questions
+    # ------------------------------------------------------------------------------------ queries
 
     def _ask(self, what: str, model: str = "", version: int | str | None = None, timeout: float | None = None) -> Any:
         link = self._link
@@ -373,7 +382,7 @@ class Client:
         keeps unloading.
         """
         body = of_unload(unload_dependents, wait, force, timeout)
-        longer = None if timeout is None else timeout + ANSWER_S
+        longer = None if timeout is None else timeout + UNLOAD_MARGIN_S
         answer: dict[str, Any] = self._operate("unload", model, None, longer, body)
         return answer
 

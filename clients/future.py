@@ -24,7 +24,7 @@ CANCELLED = "CANCELLED_AND_NOTIFIED"
 FINISHED = "FINISHED"
 
 
-class AnswerReader(Protocol):
+class ResponseReader(Protocol):
     """The interface of the link that delivers the answer (`transport.shared_reader`)."""
 
     uncollected: int
@@ -73,7 +73,7 @@ class Future(Ticket, concurrent.futures.Future[Any]):
     _answer: Any = None
     _watch: Watch | None = None
 
-    def __init__(self, reader: AnswerReader) -> None:
+    def __init__(self, reader: ResponseReader) -> None:
         self._reader = reader
 
     # ------------------------------------------------------------------------------------ called by the session

@@ -40,7 +40,7 @@ _ERRORS: dict[int, type[ServeError]] = {
 }
 TIMEOUT_S = 10.0
 METRICS_PORT = 8002
-ANSWER_BYTES = 256 << 20
+MAX_RESPONSE_BYTES = 256 << 20
 """Maximum size of a response."""
 
 _UNKNOWN = (
@@ -213,9 +213,9 @@ class _Connection:
         headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
         self._made.request(method, path, body, headers)
         answer = self._made.getresponse()
-        data = answer.read(ANSWER_BYTES + 1)
-        if len(data) > ANSWER_BYTES:
-            raise http.client.HTTPException(f"its answer has more than {ANSWER_BYTES} bytes")
+        data = answer.read(MAX_RESPONSE_BYTES + 1)
+        if len(data) > MAX_RESPONSE_BYTES:
+            raise http.client.HTTPException(f"its answer has more than {MAX_RESPONSE_BYTES} bytes")
         return answer.status, data.decode(errors="replace")
 
     def _lost(self, error: Exception) -> ConnectionLost:

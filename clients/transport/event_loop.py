@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from shmserve.clients.transport.address import no_server
-from shmserve.clients.transport.link import CLOSED, PAUSE_MOST_S, PAUSE_S, ServerLink, SessionLink, open_link
+from shmserve.clients.transport.link import CLOSED, MAX_PAUSE_S, PAUSE_S, ServerLink, SessionLink, open_link
 from shmserve.errors import Cancelled, ConnectionLost, ServeError, Unavailable
 from shmserve.session import Incoming, Ticket
 
@@ -250,7 +250,7 @@ class LoopLink(SessionLink):
                     if not self._was_connected or monotonic() + pause >= limit:
                         raise
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, PAUSE_MOST_S)
+                pause = min(2 * pause, MAX_PAUSE_S)
             self._adopt(link, welcome)
         except ServeError as error:
             self.session.fail_all(error)
@@ -335,5 +335,5 @@ class LoopLink(SessionLink):
         self._start()
         if link is not None:
             link.abandon()
-        session.questions.close()
+        session.queries.close()
         session.memory.close()

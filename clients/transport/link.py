@@ -17,8 +17,8 @@ from shmserve.session.leases import LeaseSockets
 
 CLOSED = "the client was closed before the response arrived"
 PAUSE_S = 0.01
-"""Delay before the first reconnect; doubled after each failure, up to PAUSE_MOST_S."""
-PAUSE_MOST_S = 0.25
+"""Delay before the first reconnect; doubled after each failure, up to MAX_PAUSE_S."""
+MAX_PAUSE_S = 0.25
 INTERRUPTED = ConnectionLost("reading was interrupted")
 
 

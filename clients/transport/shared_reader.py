@@ -47,7 +47,7 @@ class _ReaderThread(threading.Thread):
 
 
 class SharedLink(ThreadedLink):
-    """The link behind a client's futures. It implements `AnswerReader`."""
+    """The link behind a client's futures. It implements `ResponseReader`."""
 
     def _start(self) -> None:
         super()._start()

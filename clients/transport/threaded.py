@@ -18,7 +18,7 @@ from shmserve.clients.transport.address import no_server
 from shmserve.clients.transport.link import (
     CLOSED,
     INTERRUPTED,
-    PAUSE_MOST_S,
+    MAX_PAUSE_S,
     PAUSE_S,
     ServerLink,
     SessionLink,
@@ -250,7 +250,7 @@ class ThreadedLink(SessionLink):
                 if not self._was_connected or monotonic() + pause >= limit or self.closed:
                     raise
             self._closing.wait(pause)
-            pause = min(2 * pause, PAUSE_MOST_S)
+            pause = min(2 * pause, MAX_PAUSE_S)
 
     def _greet(self, limit: float) -> tuple[ServerLink, Incoming]:
         link = self._dialed = open_link(self.address)

@@ -16,7 +16,7 @@ from shmserve.clients.tune.goal import Goal
 from shmserve.clients.tune.space import Candidate, TunedModel
 from shmserve.sim import Load, Plan, Poisson, SimModel, simulate
 
-MOST_REQUESTS = 40_000
+MAX_REQUESTS = 40_000
 LATENCIES = 5
 """A simulation lasts at least this many times the latency target, so that a growing queue has time to show."""
 STEPS = (0.8, 0.95, 0.5, 0.25, 0.1, 0.03)
@@ -72,7 +72,7 @@ class Predictor(Struct, frozen=True):
         policy = self.model.policy_of(candidate)
         model = SimModel(policy, self.model.instances_of(candidate), service)
         load = Load(policy.name, Poisson(rate), CLIENTS, (goal.rows, goal.rows), lengths=goal.lengths)
-        count = min(max(longer * goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MOST_REQUESTS)
+        count = min(max(longer * goal.simulated, round(rate * LATENCIES * goal.p99_ns / 1e9)), MAX_REQUESTS)
         plan = Plan((model,), (load,), requests=count, seed=1, link_ns=self.link_ns, message_ns=self.message_ns)
         found = simulate(plan).models[policy.name]
         latency, asked = found.latency, found.answered + sum(found.failed.values())

@@ -36,7 +36,7 @@ LEAST = 40
 times its duration."""
 LONGEST = 5.0
 KEPT = 20_000
-MOST_IN_FLIGHT = 30_000
+MAX_IN_FLIGHT = 30_000
 """Requests in flight at which a measurement ends as overloaded. The server must admit as many from one client."""
 
 Inputs = Callable[[int], Sequence[Mapping[str, Any]]]
@@ -188,7 +188,7 @@ class _Load:
     async def open(self, rate: float, seconds: float, give_up_ns: float, draws: Random) -> None:
         self._mean = SECOND / rate
         self._draws = draws
-        self._most = min(max(50.0, rate * give_up_ns / SECOND), MOST_IN_FLIGHT - 1)
+        self._most = min(max(50.0, rate * give_up_ns / SECOND), MAX_IN_FLIGHT - 1)
         begin = perf_counter_ns() + SECOND // 100
         self._from = begin + round(seconds * WARM_SHARE * SECOND)
         longer = min(LEAST * self._mean, seconds * LONGEST * SECOND)

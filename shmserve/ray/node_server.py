@@ -203,12 +203,12 @@ class NodeServer:
         with owned, owned.makefile("r") as lines:
             try:
                 for line in lines:
-                    self._told(owned, json.loads(line))
+                    self._state_changed(owned, json.loads(line))
             except (OSError, ValueError):
                 pass  # the connection ended in the middle of a line: the host was killed
-        self._told(owned, {"state": "over", "reason": "the host of the server has ended"})
+        self._state_changed(owned, {"state": "over", "reason": "the host of the server has ended"})
 
-    def _told(self, owned: socket.socket, state: dict[str, Any]) -> None:
+    def _state_changed(self, owned: socket.socket, state: dict[str, Any]) -> None:
         with self._news:
             if owned is not self._socket:
                 return

@@ -46,7 +46,7 @@ MESSAGE_BYTES = 48 * 1024
 """Maximum total size of inline inputs per message. Further inputs are placed in shared memory, whatever their size."""
 
 _LARGEST = 2**63 - 1
-_MOST_CLASSES = 2**31 - 1
+_MAX_CLASSES = 2**31 - 1
 _NAMES = {to_numpy(name): name for name in ITEM_BYTES if name != "BYTES" and from_numpy(to_numpy(name)) == name}
 """numpy dtype -> wire name. BF16 has no dtype unless ml_dtypes is installed."""
 _ndarray = np.ndarray
@@ -216,11 +216,11 @@ class TopK(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         try:
-            good = 0 < index(self.k) <= _MOST_CLASSES and not isinstance(self.k, bool)
+            good = 0 < index(self.k) <= _MAX_CLASSES and not isinstance(self.k, bool)
         except TypeError:
             good = False
         if not good:
-            raise InvalidRequest(f"TopK({self.k!r}): expected a number from 1 to {_MOST_CLASSES}")
+            raise InvalidRequest(f"TopK({self.k!r}): expected a number from 1 to {_MAX_CLASSES}")
 
 
 def options_of(

@@ -1,4 +1,4 @@
-"""Questions, which change nothing, and operations, which do. Both are answered with JSON.
+"""Queries, which change nothing, and operations, which do. Both are answered with JSON.
 
 Invariant: a question may be resent over a new connection; an operation is never resent once any part of it was sent.
 
@@ -39,7 +39,7 @@ class _Operation:
 
 
 class Queries:
-    """Pending questions and operations. `tickets` and `outbox` are the session's."""
+    """Pending queries and operations. `tickets` and `outbox` are the session's."""
 
     def __init__(self, tickets: dict[int, Ticket], outbox: SessionOutbox) -> None:
         self._tickets = tickets

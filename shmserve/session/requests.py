@@ -1,4 +1,4 @@
-"""The sending half of a session: queues requests, questions and operations, and cancels or expires them."""
+"""The sending half of a session: queues requests, queries and operations, and cancels or expires them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class SessionRequests:
         """Queued messages, which `take` packs."""
         self.urgent = False
         """Call `take` soon, even if no user calls anything: for example for a Pong, or for returns after Reclaim."""
-        self.questions = Queries(self.tickets, self.outbox)
-        self._operations_to_send = self.questions.to_send
+        self.queries = Queries(self.tickets, self.outbox)
+        self._operations_to_send = self.queries.to_send
         self._leases = SessionLeases(self._tickets, memory, lease_sockets)
         self._leased_models = self._leases.by_model
         self._encode = encode
@@ -145,12 +145,12 @@ class SessionRequests:
     ) -> dict[str, Any] | None:
         """Converts Python values in inputs to arrays. None: the model's inputs are queried first, then `again` is
         called."""
-        arrays = self.questions.typed.typed(model, version_of(version), inputs)
+        arrays = self.queries.typed.typed(model, version_of(version), inputs)
         if arrays is None:
             self.ask(ticket, METADATA, now, model, version, timeout)
             question = ticket.message
             assert isinstance(question, Ask)
-            self.questions.typed.wait(question, again)
+            self.queries.typed.wait(question, again)
         return arrays
 
     def _with_context(self, parameters: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -185,7 +185,7 @@ class SessionRequests:
             ticket.deadline = now + timeout_us_of(timeout) * 1e-6
             self._tickets.add_deadline(ticket.deadline, number)
         self.tickets[number] = ticket
-        self.questions.put(message, body)
+        self.queries.put(message, body)
 
     # ------------------------------------------------------------------------------------ ending
 
@@ -195,7 +195,7 @@ class SessionRequests:
             return False
         if isinstance(ticket.message, Infer):
             self.outbox.queue(Cancel(ticket.number))
-        elif self.questions.withdraw(ticket.number):
+        elif self.queries.withdraw(ticket.number):
             self._tickets.remove(ticket)
             return True
         self._tickets.abandon(ticket)
@@ -216,7 +216,7 @@ class SessionRequests:
             what = "respond" if not isinstance(ticket, StreamTicket) else "complete its responses"
             text = f"model '{message.model}' did not {what} within the timeout of {message.timeout_us / 1e6:g} s"
         else:
-            text = self.questions.timeout_text(ticket.number)
+            text = self.queries.timeout_text(ticket.number)
         if self.cancel(ticket):
             ticket.fail(DeadlineExceeded(text))
 
@@ -234,7 +234,7 @@ class SessionRequests:
     def _remove(self, ticket: Ticket) -> None:
         """Remove a ticket, and release its inputs and its operation's body."""
         self._tickets.remove(ticket)
-        self.urgent |= self.questions.withdraw(ticket.number)
+        self.urgent |= self.queries.withdraw(ticket.number)
 
     # ------------------------------------------------------------------------------------ deadlines
 
@@ -263,5 +263,5 @@ class SessionRequests:
             if leased is not None:
                 return [*self.outbox.take(), leased]
         if self._operations_to_send:
-            return self.questions.packets(self._fail) + self.outbox.take()
+            return self.queries.packets(self._fail) + self.outbox.take()
         return self.outbox.take()

@@ -259,13 +259,13 @@ class Session(SessionRequests):
             if self._explain_lost is not None:
                 message = self._explain_lost(message, ticket, self.memory)
         elif message.code in _MODEL_CHANGED and isinstance(ticket.message, Infer):
-            self.questions.typed.forget(ticket.message.model)
+            self.queries.typed.forget(ticket.message.model)
         self._remove(ticket)
         ticket.fail(from_wire(message.code, message.text))
         return 1
 
     def _on_answer(self, message: Answer) -> int:
-        settled = self.questions.on_answer(message)
+        settled = self.queries.on_answer(message)
         self.urgent |= bool(self.outbox.messages)  # such as a request that waited for this answer
         return settled
 
@@ -320,7 +320,7 @@ class Session(SessionRequests):
         return 0
 
     def _on_pong(self, message: Pong) -> int:
-        self.urgent |= self.questions.on_pong()
+        self.urgent |= self.queries.on_pong()
         return 0
 
     def _on_refused(self, message: codec.Refused) -> int:
@@ -355,7 +355,7 @@ class Session(SessionRequests):
             if ticket.message is None:
                 self._remove(ticket)  # it was cancelled, and the new server does not know it
             elif isinstance(ticket.message, Ask):
-                self.questions.put_again(ticket.message)
+                self.queries.put_again(ticket.message)
         self._to_resend = renew(self.tickets, numbers, self.memory)
         if self._to_resend and not first:
             self.ask(Resume(self._send_again), LOADED, 0.0)
@@ -376,14 +376,14 @@ class Session(SessionRequests):
         raise from_wire(message.code, message.text)
 
     def disconnected(self) -> None:
-        """Handle a disconnect. Questions, requests without a sequence, and operations that have not begun are kept for
+        """Handle a disconnect. Queries, requests without a sequence, and operations that have not begun are kept for
         resending; requests of sequences, and operations and streams that have begun, fail.
         """
         self.connected = False
         self.outbox.clear()
-        self.questions.typed.forget_all()
+        self.queries.typed.forget_all()
         self._leases.clear()
-        self.questions.disconnected()
+        self.queries.disconnected()
         self.memory.disconnected()
         for number in sorted(self.tickets):
             ticket = self.tickets[number]
@@ -391,7 +391,7 @@ class Session(SessionRequests):
             if message is None or isinstance(ticket, Resume):
                 self._remove(ticket)
             elif isinstance(message, Ask):
-                error = self.questions.lost_error(message, self.goodbye)
+                error = self.queries.lost_error(message, self.goodbye)
                 if error is not None:
                     self._fail(ticket, error)
             elif message.options is not None and message.options.sequence:

@@ -1,4 +1,4 @@
-"""Requests and questions in flight. A ticket does not depend on how its caller waits for the answer."""
+"""Requests and queries in flight. A ticket does not depend on how its caller waits for the answer."""
 
 from __future__ import annotations
 

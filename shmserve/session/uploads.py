@@ -134,7 +134,7 @@ def of_json(value: Mapping[str, Any]) -> Body:
     return Body([_Bytes("", json.dumps(value).encode())])
 
 
-ANSWER_S = 2.0
+UNLOAD_MARGIN_S = 2.0
 """Extra time that a client waits, beyond the server's limit, for the end of an unload."""
 
 

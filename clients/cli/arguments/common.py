@@ -27,7 +27,7 @@ CODES = """exit codes:
 """
 MOST = 2**63 - 1
 DIGITS = 30
-MOST_NS = 10**18
+MAX_NS = 10**18
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min|m|h)?")
 _UNITS = {"us": 1e3, "ms": 1e6, "s": 1e9, "m": 60e9, "min": 60e9, "h": 3600e9}
 ELSEWHERE = ("--url URL, --runtime-dir DIR", "the server (default: this user's)")
@@ -181,7 +181,7 @@ def duration(text: str) -> int:
     if found is not None and not found[2]:
         raise argparse.ArgumentTypeError(f"'{text}' has no unit: {text.strip()}ms? Units are us, ms, s, m and h")
     value = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not 1 <= value < MOST_NS:
+    if not 1 <= value < MAX_NS:
         raise argparse.ArgumentTypeError(f"'{text}' is not a time above 0, such as 300us, 20ms, 1.5s or 2m")
     return round(value)
 

@@ -22,11 +22,11 @@ from shmserve.clients.cli.arguments.common import (
 from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.help import CommandParser, rare
 
-MOST_LOADS = 1000
-MOST_CALLERS = 65_536
-MOST_PER_S = 10_000_000
-MOST_PROCESSES = 256
-MOST_WAITING = 1_000_000
+MAX_LOADS = 1000
+MAX_CALLERS = 65_536
+MAX_PER_S = 10_000_000
+MAX_PROCESSES = 256
+MAX_WAITING = 1_000_000
 """Maximum number of requests or sequences in flight in an open loop."""
 SYNONYMS = {
     "--duration": "--window", "--time": "--window", "--measurement-interval": "--window",
@@ -92,7 +92,7 @@ def _add_load(command: CommandParser) -> None:
         "(default: 1:1024), or --rate LOW:HIGH")  # fmt: skip
     rare(add("--arrivals", choices=("poisson", "constant"), default="poisson",
              help="with --rate: random or equal gaps between requests (default: %(default)s)"))  # fmt: skip
-    rare(add("--in-flight", metavar="N", type=integer(1, MOST_WAITING), default=4096,
+    rare(add("--in-flight", metavar="N", type=integer(1, MAX_WAITING), default=4096,
              help="with --rate or --replay: maximum requests in flight; others wait, which counts as latency "
              "(default: %(default)s)"))  # fmt: skip
 
@@ -114,7 +114,7 @@ def _add_requests(command: CommandParser) -> None:
         help="for decoupled models; also measures the time to the first response and between responses",
     )
     rare(add("--sequence-length", metavar="N", type=at_least_1, help="send sequences of N requests"))
-    rare(add("--sequences", metavar="N", type=integer(1, MOST_WAITING), default=64,
+    rare(add("--sequences", metavar="N", type=integer(1, MAX_WAITING), default=64,
              help="with --sequence-length, in an open loop: sequences at a time (default: %(default)s)"))  # fmt: skip
     add(
         "--deadline",
@@ -138,7 +138,7 @@ def _add_measurement(command: CommandParser) -> None:
              help="of all intervals (default: 95)"))  # fmt: skip
     rare(add("--percentile", metavar="P", type=percentile, default=50.0,
              help="latency that must be stable: p50, p90, p95, p99, p99.9 or p99.99 (default: p50)"))  # fmt: skip
-    rare(add("--processes", metavar="N", type=integer(1, MOST_PROCESSES), default=0,
+    rare(add("--processes", metavar="N", type=integer(1, MAX_PROCESSES), default=0,
              help="generator processes (default: 1, and more if they are too slow: up to half of the cores, or "
              "all for a remote server)"))  # fmt: skip
     rare(add("--memory", choices=("posix", "frames"), help="with ipc://: how large tensors are passed"))
@@ -216,20 +216,20 @@ def number_range(text: str) -> tuple[float, ...]:
 def _steps(low: float, high: float, step: float = 0.0) -> tuple[float, ...]:
     """The last value is always `high`."""
     found = [low]
-    while len(found) < MOST_LOADS and found[-1] < high:
+    while len(found) < MAX_LOADS and found[-1] < high:
         found.append(min(high, found[-1] + step if step > 0 else found[-1] * 2))
     return tuple(found) if found[-1] == high else ()
 
 
 def rates(text: str) -> tuple[float, ...]:
-    return _at_most(MOST_PER_S, "requests per second", number_range(text))
+    return _at_most(MAX_PER_S, "requests per second", number_range(text))
 
 
 def callers(text: str) -> tuple[float, ...]:
     found = number_range(text)
     if any(value != int(value) for value in found):
         raise argparse.ArgumentTypeError(f"'{text}' has a number that is not an integer")
-    return _at_most(MOST_CALLERS, "callers", found)
+    return _at_most(MAX_CALLERS, "callers", found)
 
 
 def _at_most(most: int, what: str, found: tuple[float, ...]) -> tuple[float, ...]:

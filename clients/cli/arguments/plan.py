@@ -23,9 +23,9 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)([kKM]?)")
 _FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6}
 POLICIES = ("random", "round-robin", "two-choices", "least", "hash", "bounded-hash")
 """The policies of the simulator, which is imported only to run it."""
-MOST_SERVERS = 100_000
-MOST_KEYS = 10_000_000
-MOST_REQUESTS = 1_000_000_000
+MAX_SERVERS = 100_000
+MAX_KEYS = 10_000_000
+MAX_REQUESTS = 1_000_000_000
 
 
 def add_plan(commands: Any) -> None:
@@ -43,7 +43,7 @@ queue that behaves like the product's scheduler; --exact runs the scheduler itse
     codes = ("simulated", "no request was completed in time, or --from cannot be read")
     command = add_command(commands, "plan", "plan", about, examples, codes, note)
     add = command.add_argument
-    add("--servers", metavar="N", type=several(integer(1, MOST_SERVERS)), help="number of servers (default: 100)")
+    add("--servers", metavar="N", type=several(integer(1, MAX_SERVERS)), help="number of servers (default: 100)")
     add("--instances", metavar="N", type=at_least_1, help="model instances of each, e.g. one per GPU (default: 8)")
     add("--rate", metavar="N", type=several(rate), help="requests per second: 500, 50k, 1.2M (default: 70%% load)")
     add("--service-ms", metavar="MS", type=positive, help="time of a batch (default: 12); --service has more forms")
@@ -163,15 +163,15 @@ def rate(text: str) -> float:
 
 def requests(text: str) -> int:
     value = round(rate(text))
-    if not 1 <= value <= MOST_REQUESTS:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of requests from 1 to {MOST_REQUESTS:,}")
+    if not 1 <= value <= MAX_REQUESTS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of requests from 1 to {MAX_REQUESTS:,}")
     return value
 
 
 def keys(text: str) -> int:
     value = round(rate(text))
-    if not 1 <= value <= MOST_KEYS:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 to {MOST_KEYS:,}")
+    if not 1 <= value <= MAX_KEYS:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 to {MAX_KEYS:,}")
     return value
 
 

@@ -21,9 +21,9 @@ from shmserve.paths import python
 from shmserve.terminal.errors import Failed, Misuse
 
 SHELLS = ("bash", "zsh", "fish")
-ANSWER_S = 2.0
+QUERY_TIMEOUT_S = 2.0
 """Maximum time to wait for the server's answer when completing."""
-_ASKED = "_ARGCOMPLETE"
+_COMPLETION_VARIABLE = "_ARGCOMPLETE"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 Completer = Callable[..., "list[str]"]
@@ -46,7 +46,7 @@ def completes(action: argparse.Action, completer: Completer) -> None:
 
 def wanted() -> bool:
     """Whether the shell has run this process to get completions."""
-    return _ASKED in os.environ
+    return _COMPLETION_VARIABLE in os.environ
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def _add_options_of_serve(parser: argparse.ArgumentParser) -> None:
     import subprocess
 
     command = [*python(), "-m", "shmserve.broker.main", "--help-all"]
-    environment = {name: value for name, value in os.environ.items() if name != _ASKED}
+    environment = {name: value for name, value in os.environ.items() if name != _COMPLETION_VARIABLE}
     help_page = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     commands: Any = next(action for action in parser._actions if action.dest == "command")
     serve = commands.choices["serve"]
@@ -98,7 +98,7 @@ def _of_model(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _index(args: argparse.Namespace) -> list[dict[str, Any]]:
     try:
-        with make_client(args, ANSWER_S) as client:
+        with make_client(args, QUERY_TIMEOUT_S) as client:
             return client.models()
     except (Misuse, ServeError):
         return []

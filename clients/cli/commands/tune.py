@@ -136,12 +136,12 @@ def _read(file: Path) -> str:
 
 def _tuned(args: argparse.Namespace, folder: Path, goal: Goal) -> Outcome:
     from shmserve.clients.cli.temporary_server import TemporaryServer, ended_in_order
-    from shmserve.clients.tune.served import MOST_IN_FLIGHT, Served
+    from shmserve.clients.tune.served import MAX_IN_FLIGHT, Served
     from shmserve.clients.tune.space import TunedModel, check_tunable
     from shmserve.clients.tune.tuner import Tuner
     from shmserve.repo.config.schema import from_triton_json
 
-    options = ["--model-control-mode", "explicit", "--limit", f"client_requests={MOST_IN_FLIGHT}"]
+    options = ["--model-control-mode", "explicit", "--limit", f"client_requests={MAX_IN_FLIGHT}"]
     options += [word for given in args.backend_config for word in ("--backend-config", given)]
     options += ["--backend-directory", str(args.backend_directory)] if args.backend_directory else []
     with ended_in_order(), TemporaryServer([folder.parent], options) as server, server.client(ASK_S) as client:

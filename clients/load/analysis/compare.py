@@ -22,7 +22,7 @@ BETTER, WORSE, SAME, UNKNOWN = "better", "worse", "no difference", "unknown"
 MIXED = "mixed"
 FAILED = "failed"
 """The metric of failures. Its values are shares of all responses."""
-MOST_EXACT = 500
+MAX_EXACT = 500
 """Up to this number of failures, probabilities are exact; above, the normal distribution is used."""
 
 
@@ -170,7 +170,7 @@ def _failures(old: Point, new: Point, confidence: float) -> Change:
 
 def _two_sided(found: int, count: int, share: float) -> float:
     """The probability that a binomial count is at least as far from its mean as this one."""
-    if count > MOST_EXACT:
+    if count > MAX_EXACT:
         deviation = math.sqrt(count * share * (1 - share))
         away = max(0.0, abs(found - count * share) - 0.5)
         return 2 * NormalDist().cdf(-away / deviation) if deviation else 1.0

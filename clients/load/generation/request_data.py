@@ -18,7 +18,7 @@ from shmserve.terminal.files import from_file
 from shmserve.terminal.inputs import Arrays
 from shmserve.terminal.values import Spec
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Random requests are distinct as long as they need no more memory than this."""
 
 
@@ -38,7 +38,7 @@ def request_inputs(given: Inputs, model: str, facts: ModelFacts) -> list[Arrays]
     randoms = [inputs.random(left, given.batch, shapes, given.seed)] if left else []
     if left:
         size = max(1, sum(getattr(array, "nbytes", 0) for array in randoms[0].values()))
-        count = max(1, min(given.distinct, MOST_BYTES // size))
+        count = max(1, min(given.distinct, MAX_BYTES // size))
         randoms += [inputs.random(left, given.batch, shapes, given.seed + number) for number in range(1, count)]
     longest = max([len(values) for values in lists.values()] + [len(documents), len(randoms), 1])
     return [

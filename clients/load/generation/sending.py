@@ -18,7 +18,7 @@ from shmserve.errors import ServeError
 
 BURST = 64
 """Number of requests of a late schedule that are dispatched before other work of the event loop gets its turn."""
-MOST_ERRORS = 100
+MAX_ERRORS = 100
 """Maximum number of distinct error texts that are recorded separately."""
 
 
@@ -46,7 +46,7 @@ class Recorder:
     def _code(self, text: str) -> int:
         found = self._codes.get(text)
         if found is None:
-            if len(self._codes) >= MOST_ERRORS:
+            if len(self._codes) >= MAX_ERRORS:
                 text = "other errors"
             found = self._codes.setdefault(text, len(self._codes) + 1)
             if found > len(self.errors):

@@ -21,14 +21,14 @@ from shmserve.gateway.kserve.status import grpc_text_of
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import SLICE_BYTES, Job
 from shmserve.gateway.upstream.device_regions import DeviceRegion
-from shmserve.gateway.upstream.documents import BrokerQuery, FixedDocument, YesOrNo, question_of
+from shmserve.gateway.upstream.documents import BrokerQuery, FixedDocument, YesOrNo, query_of
 from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Region
 from shmserve.gateway.upstream.requests import PendingCall, PendingInference, PendingQuery, ask, serve_error, withdraw
 from shmserve.protocol.messages import Reply
 
-ASKED_BYTES = 64 * 1024
+MAX_QUERY_BYTES = 64 * 1024
 """Maximum size of a message, except for loads. A decoded message takes many times as much memory."""
 Targets = Mapping[str, Region | DeviceRegion]
 
@@ -193,12 +193,14 @@ class AskCall(Unary):
     def begin(self, data: Buffer) -> None:
         services, rpc = self._services, self._rpc
         try:
-            if len(data) > ASKED_BYTES and rpc.action is not Action.LOAD:
-                raise InvalidRequest(f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {ASKED_BYTES}")
+            if len(data) > MAX_QUERY_BYTES and rpc.action is not Action.LOAD:
+                raise InvalidRequest(
+                    f"{rpc.request.DESCRIPTOR.name} has {len(data)} bytes; the limit is {MAX_QUERY_BYTES}"
+                )
             route, arguments = rpc.query(read(rpc.request, bytes(data)))
             if route.action is not rpc.action:
                 services.access.check(route.action, self._stream.metadata.get)  # the action depends on the message
-            question = question_of(route, arguments, services.sender.regions)
+            question = query_of(route, arguments, services.sender.regions)
             if isinstance(question, FixedDocument):
                 self._answer(question.document)
             else:

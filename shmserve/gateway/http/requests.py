@@ -32,7 +32,7 @@ from shmserve.gateway.upstream.documents import (
     arguments_of,
     error_body,
     http_answer,
-    question_of,
+    query_of,
 )
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Allocate, ReceiveBuffer, Room
@@ -321,7 +321,7 @@ class Requests:
         elif route.action is Action.OPENAPI:
             connection.answer(200, [openapi.text(self._openai is not None)])
         else:
-            self._begin_question(connection, head, bytes(body))
+            self._begin_query(connection, head, bytes(body))
 
     def _begin_openai(self, connection: HttpConnection, head: HttpHead, body: Buffer) -> None:
         if len(body) > self._limits.json_bytes:
@@ -329,12 +329,12 @@ class Requests:
         assert self._openai is not None
         self._openai.begin(connection, head, body)
 
-    def _begin_question(self, connection: HttpConnection, head: HttpHead, body: bytes) -> None:
+    def _begin_query(self, connection: HttpConnection, head: HttpHead, body: bytes) -> None:
         def show(document: Any) -> None:
             status, text = http_answer(document)
             connection.answer(status, [text])
 
-        question = question_of(head.route, arguments_of(head.route, body), self._sender.regions)
+        question = query_of(head.route, arguments_of(head.route, body), self._sender.regions)
         if isinstance(question, BrokerQuery):
             self._ask(connection, head, question, show)
         else:

@@ -65,16 +65,16 @@ class Charged(Protocol):
 class Payer:
     """One connection with one token, and the accounts that its calls are charged to. The first account is the total."""
 
-    __slots__ = ("_pool", "accounts", "calls", "input_bytes", "questions", "token")
+    __slots__ = ("_pool", "accounts", "calls", "input_bytes", "queries", "token")
 
     def __init__(
-        self, pool: Pool, accounts: tuple[ShareAccount, ...], questions: Payer | None = None, token: str = ""
+        self, pool: Pool, accounts: tuple[ShareAccount, ...], queries: Payer | None = None, token: str = ""
     ) -> None:
         self._pool = pool
         self.accounts = accounts
         self.calls = 0
         self.input_bytes = 0
-        self.questions = questions or self
+        self.queries = queries or self
         """The account for queries."""
         self.token = token
         """Name of the token, or the key of a ZeroMQ client; "": none. Sequence ids are scoped by it."""
@@ -208,8 +208,8 @@ class ConnectionShares:
         """`token`: the name of the token; "" for a call without one."""
         payer = self._payers.get(token)
         if payer is None:
-            shares, address, (requests, questions) = self._shares, self._address, self._accounts
-            query_payer = Payer(shares.questions, shares.questions.enter(questions, address, token))
+            shares, address, (requests, queries) = self._shares, self._address, self._accounts
+            query_payer = Payer(shares.queries, shares.queries.enter(queries, address, token))
             payer = Payer(shares.requests, shares.requests.enter(requests, address, token), query_payer, token)
             self._payers[token] = payer
         return payer
@@ -217,7 +217,7 @@ class ConnectionShares:
     def close(self) -> None:
         for token in self._payers:
             self._shares.requests.leave(self._address, token)
-            self._shares.questions.leave(self._address, token)
+            self._shares.queries.leave(self._address, token)
         self._payers = {}
 
 
@@ -227,11 +227,11 @@ class Shares:
     def __init__(self, bounds: ShareBounds | None = None) -> None:
         self.bounds = bounds or ShareBounds()
         self.requests = Pool("requests", "client_requests", 8192, self.bounds)
-        self.questions = Pool("questions", "client_questions", 1024, self.bounds)
+        self.queries = Pool("questions", "client_questions", 1024, self.bounds)
 
     def limits(self, limits: dict[str, int]) -> None:
         """Applies the limits in the broker's Welcome."""
-        for pool in (self.requests, self.questions):
+        for pool in (self.requests, self.queries):
             pool.allow(limits.get(pool.limit, pool.calls))
 
     def connect(self, address: str) -> ConnectionShares:
@@ -240,13 +240,11 @@ class Shares:
         return ConnectionShares(self, network_of(address))
 
     def metrics(self) -> str:
-        requests, questions = self.requests, self.questions
-        refused = {
-            f'share="{kind}"': count + questions.refused[kind] for kind, count in sorted(requests.refused.items())
-        }
+        requests, queries = self.requests, self.queries
+        refused = {f'share="{kind}"': count + queries.refused[kind] for kind, count in sorted(requests.refused.items())}
         return (
             family("requests", "gauge", "Requests in flight at the broker", {"": requests.total.calls})
-            + family("questions", "gauge", "Queries in flight at the broker", {"": questions.total.calls})
+            + family("questions", "gauge", "Queries in flight at the broker", {"": queries.total.calls})
             + family("input_bytes", "gauge", "Bytes of inputs in flight", {"": requests.total.input_bytes})
             + family(
                 "share_refusals_total",

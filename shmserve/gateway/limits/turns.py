@@ -99,9 +99,9 @@ class JobTurns:
 
 READ_BYTES = 2 << 20
 """Bytes that all connections together read in one iteration of the loop: 1 to 2 ms of work."""
-LEAST_BYTES = 64 * 1024
+MIN_BYTES = 64 * 1024
 """Minimum share of a connection."""
-SMALL_READ_BYTES = LEAST_BYTES // 32
+SMALL_READ_BYTES = MIN_BYTES // 32
 """Reads up to this size are not counted: the event loop reads from a connection at most 32 times per iteration."""
 BUSY_READ_BYTES = 16 * 1024
 """Maximum size of one read when READ_BYTES or the share of the connection are used up."""
@@ -173,9 +173,9 @@ class ReadTurns:
         paused = self._paused
         self._turn += 1
         self._left = READ_BYTES
-        self._share = max(LEAST_BYTES, READ_BYTES // max(1, len(paused)))
+        self._share = max(MIN_BYTES, READ_BYTES // max(1, len(paused)))
         self._scheduled = False
-        for _ in range(min(len(paused), READ_BYTES // LEAST_BYTES)):
+        for _ in range(min(len(paused), READ_BYTES // MIN_BYTES)):
             paused.popleft().resume()
         if paused:
             self._scheduled = True

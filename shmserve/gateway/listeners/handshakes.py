@@ -29,7 +29,7 @@ ADDRESS_SHARE = 0.5
 """Fraction of UNDER_WAY, less what other addresses use, that one address may use."""
 ACCEPTED = 16
 """Connections accepted per iteration; the others wait in the backlog of the socket."""
-LEAST_ROOM = 32
+MIN_ROOM = 32
 """Number of connections that may be in the handshake when the endpoint is full. Idle connections are closed for them
 afterwards."""
 EVICTION_S = 0.5
@@ -131,7 +131,7 @@ class Handshakes:
 
     def _arrive(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
-        if self.count >= max(LEAST_ROOM, self._room()):
+        if self.count >= max(MIN_ROOM, self._room()):
             busiest = max(self._addresses.values(), key=_waiting)
             if busiest.arrivals:
                 self._drop(next(iter(busiest.arrivals)))

@@ -72,7 +72,7 @@ class Viewer:
         self.connection.end_events()
 
 
-class _Question(Ticket):
+class _ActivityQuery(Ticket):
     __slots__ = ("_feed",)
 
     def __init__(self, feed: PageFeed) -> None:
@@ -150,7 +150,7 @@ class PageFeed:
         self._asking = True
         self._next_at = self._loop.time() + PERIOD_S
         try:
-            self._link.session.ask(_Question(self), "activity", _NO_TIME)
+            self._link.session.ask(_ActivityQuery(self), "activity", _NO_TIME)
         except ServeError as error:
             self.failed(error)
             return

@@ -23,7 +23,7 @@ _FILE = "file:"
 _VERSIONS = re.compile(r"[0-9]{1,19}(,[0-9]{1,19}){0,63}", re.ASCII)
 _NO_MODEL = "failed to poll from model repository"
 _MEMORY = ("system_shared_memory", "cuda_shared_memory")
-_ASKED_BYTES = 1 << 20
+_MAX_QUERY_BYTES = 1 << 20
 """Maximum size of a body, except for loads."""
 _SETTINGS_BYTES = 16 * 1024
 _encode = msgspec.json.Encoder().encode
@@ -99,7 +99,7 @@ class Arguments(Struct):
     settings: dict[str, Any] | None = None
 
 
-def question_of(route: Route, given: Arguments, regions: Regions) -> BrokerQuery | FixedDocument:
+def query_of(route: Route, given: Arguments, regions: Regions) -> BrokerQuery | FixedDocument:
     """The query, or the document if no query is needed. Raises the errors that the client receives."""
     model, version = route.model, route.version
     match route.action:
@@ -283,8 +283,8 @@ def _read(kind: Any, body: bytes) -> Any:
 
 
 def _check_size(body: bytes) -> None:
-    if len(body) > _ASKED_BYTES:
-        raise InvalidRequest(f"the request body has {len(body)} bytes; the limit is {_ASKED_BYTES}")
+    if len(body) > _MAX_QUERY_BYTES:
+        raise InvalidRequest(f"the request body has {len(body)} bytes; the limit is {_MAX_QUERY_BYTES}")
 
 
 def _only_ready(body: bytes) -> bool:

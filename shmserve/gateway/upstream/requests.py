@@ -141,7 +141,7 @@ def serve_error(error: Exception) -> ServeError:
 
 def ask(link: GatewayLink, payer: Payer, ticket: Charge, query: BrokerQuery) -> None:
     """Sends a query. Raises the errors that the client receives, such as Unavailable if a share is exceeded."""
-    payer.questions.charge(ticket, 0)
+    payer.queries.charge(ticket, 0)
     try:
         link.session.ask(ticket, query.what, NO_TIME, query.model, query.version or None, None, query.body)
     except BaseException:

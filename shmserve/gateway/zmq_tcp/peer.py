@@ -273,13 +273,13 @@ class Peer:
     def _ask(self, message: Ask) -> None:
         try:
             if message.what:
-                self._begin_question(message)
+                self._begin_query(message)
             else:
                 self._go_on(message)
         except ServeError as error:
             self._refuse(0 if message.request in self.tickets else message.request, error)
 
-    def _begin_question(self, message: Ask) -> None:
+    def _begin_query(self, message: Ask) -> None:
         if message.what not in roles.QUERIES:
             raise roles.unknown(message.what)
         self._check_role(message.what)
@@ -379,7 +379,7 @@ class Peer:
         else:
             self.queue(Part(number, answer.version, answer.outputs, answer.parameters, last))
 
-    def answered_question(self, ticket: PeerQuery, answer: Any) -> None:
+    def query_answered(self, ticket: PeerQuery, answer: Any) -> None:
         self._over(ticket)
         if not self.entry.roles & roles.OPERATE:
             roles.remove_private(ticket.what, answer)

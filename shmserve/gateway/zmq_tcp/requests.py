@@ -30,7 +30,7 @@ class Recipient(Protocol):
 
     def answered(self, ticket: PeerRequest | PeerStream, answer: Reply | Held) -> None: ...
 
-    def answered_question(self, ticket: PeerQuery, answer: Any) -> None: ...
+    def query_answered(self, ticket: PeerQuery, answer: Any) -> None: ...
 
     def part(self, ticket: PeerStream, answer: Reply | Held | None, last: bool) -> None: ...
 
@@ -61,7 +61,7 @@ class PeerQuery(PeerRequest):
         self.what = ask.what
 
     def settle(self, answer: Any) -> None:
-        self.peer.answered_question(self, answer)
+        self.peer.query_answered(self, answer)
 
 
 class PeerStream(PendingStream):

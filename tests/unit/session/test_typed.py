@@ -90,7 +90,7 @@ def test_the_question_fails() -> None:
     ticket, packets = ask(session, {"x": [1]})
     feed(session, Fail(decoded(packets)[0].request, "NOT_FOUND", "no model m"))
     assert isinstance(ticket.error, NotFound)
-    assert session.questions.typed.take(decoded(packets)[0].request) is None
+    assert session.queries.typed.take(decoded(packets)[0].request) is None
 
 
 def test_cancelled_while_it_waits() -> None:

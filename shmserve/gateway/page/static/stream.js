@@ -1,7 +1,7 @@
 /** The event stream. It is read with fetch, as EventSource can neither send a token nor tell why it was refused. */
 
 const RETRY_MS = 500
-const MOST_MS = 8000
+const MAX_MS = 8000
 const SILENT_MS = 15_000
 const HIDDEN_MS = 300_000
 
@@ -39,7 +39,7 @@ export function follow(open, event, lost) {
 			clearTimeout(timer)
 			lost(error)
 			if (error.status !== 401 && error.status !== 403) timer = setTimeout(connect, pause)
-			pause = Math.min(2 * pause, MOST_MS)
+			pause = Math.min(2 * pause, MAX_MS)
 		}
 	}
 

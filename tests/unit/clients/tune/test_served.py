@@ -15,7 +15,7 @@ from shmserve.clients.tune.confirm import Confirmation, Confirmed, Point
 from shmserve.clients.tune.goal import Goal
 from shmserve.clients.tune.predict import Prediction
 from shmserve.clients.tune.reasons import reasons
-from shmserve.clients.tune.served import MOST_IN_FLIGHT, SECOND, WINDOW_COUNT, WINDOWS, _Load, _p99, _quantile
+from shmserve.clients.tune.served import MAX_IN_FLIGHT, SECOND, WINDOW_COUNT, WINDOWS, _Load, _p99, _quantile
 from shmserve.clients.tune.space import Candidate
 from shmserve.clients.tune.tuner import Outcome, choose
 from shmserve.errors import ConnectionLost, ModelFailed, QueueTimeout, ServeError, Unavailable
@@ -53,7 +53,7 @@ def test_a_load_ends_before_the_server_refuses_requests() -> None:
     found = asyncio.run(run())
     assert found.overloaded
     assert (found.failed, found.p99_ns) == (0, math.inf)
-    assert sent == MOST_IN_FLIGHT
+    assert sent == MAX_IN_FLIGHT
 
 
 def point(rate: float, p99_ms: float, holds: bool, late_ms: float = 0.0) -> Point:

@@ -16,7 +16,7 @@ import pytest
 import trustme
 import uvloop
 
-from shmserve.gateway.listeners.handshakes import ADDRESS_SHARE, LEAST_ROOM, UNDER_WAY, Handshakes
+from shmserve.gateway.listeners.handshakes import ADDRESS_SHARE, MIN_ROOM, UNDER_WAY, Handshakes
 
 uvloop.new_event_loop().close()  # the first loop of a process opens a pipe for signals, which libuv keeps
 MOST = int(UNDER_WAY * ADDRESS_SHARE)
@@ -154,12 +154,12 @@ def test_connections_in_the_handshake_are_limited(authority: trustme.CA) -> None
     async def test(endpoint: Endpoint) -> None:
         other = await endpoint.connect("127.0.0.1", False)
         await endpoint.until(lambda: endpoint.handshakes.count == 1)
-        silent = [await endpoint.connect("127.0.0.2", False) for _ in range(LEAST_ROOM + 7)]
+        silent = [await endpoint.connect("127.0.0.2", False) for _ in range(MIN_ROOM + 7)]
         for caller in silent[:8]:
             assert await endpoint.loop.sock_recv(caller, 1) == b"", "the oldest of the address with most are closed"
         assert await endpoint.honest() == b"welcome\n"
         await endpoint.until(lambda: endpoint.handshakes.under_way == 0)
-        assert endpoint.handshakes.count == LEAST_ROOM - 1
+        assert endpoint.handshakes.count == MIN_ROOM - 1
         await endpoint.loop.sock_sendall(other, endpoint.hello())
         assert await endpoint.loop.sock_recv(other, 1) == b"\x16", "it is still open and gets the server's hello"
         endpoint.close()

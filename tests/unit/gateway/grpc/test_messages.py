@@ -28,7 +28,7 @@ from shmserve.gateway.grpc.wire import IS_FINAL, ResponseEncoder, stream_error, 
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.kserve.json_tensors import CONTENTS, contents_to_bytes
 from shmserve.gateway.kserve.plans import InputPlan, RegionSlice, RequestOptions, RequestPlan
-from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, question_of
+from shmserve.gateway.upstream.documents import BadLoad, BrokerQuery, query_of
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.messages import TENSORS, Tensor
 from shmserve.protocol.roles import ROLES
@@ -303,7 +303,7 @@ def query(rpc_name: str, /, **fields: Any) -> BrokerQuery:
     """The broker query of a call."""
     rpc = RPCS[rpc_name]
     route, arguments = rpc.query(rpc.request(**fields))
-    found = question_of(route, arguments, Regions(False))
+    found = query_of(route, arguments, Regions(False))
     assert isinstance(found, BrokerQuery)
     return found
 

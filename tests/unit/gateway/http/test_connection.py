@@ -18,7 +18,7 @@ from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
 from shmserve.gateway.http.routes import METRICS_ROUTES
-from shmserve.gateway.limits.turns import LEAST_BYTES, READ_BYTES
+from shmserve.gateway.limits.turns import MIN_BYTES, READ_BYTES
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
@@ -402,7 +402,7 @@ def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
         assert turn == 0 or uploads > 4 or min(taken) >= READ_BYTES // uploads // 4
         assert not any(transport.reads for _, transport in many if turn == 0 or uploads <= 4)
         loop.iterate()
-        assert sum(transport.reads for _, transport in many) == min(uploads, READ_BYTES // LEAST_BYTES)
+        assert sum(transport.reads for _, transport in many) == min(uploads, READ_BYTES // MIN_BYTES)
 
 
 def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:

@@ -269,7 +269,7 @@ def test_actions_that_only_operators_may_call() -> None:
 
 def question(name: str, body: bytes = b"", model: str = "") -> documents.BrokerQuery:
     route = Route(Action(name), model, kind="system")
-    query = documents.question_of(route, documents.arguments_of(route, body), Regions(False))
+    query = documents.query_of(route, documents.arguments_of(route, body), Regions(False))
     assert isinstance(query, documents.BrokerQuery)
     return query
 
@@ -331,7 +331,7 @@ def test_loads_and_unloads() -> None:
         ("load", b'{"parameters": {"config": "no JSON"}}', InvalidRequest),
         ("load", b"[" * 5000, InvalidRequest),
         ("unload", b'{"parameters": {"unload_dependents": "yes"}}', InvalidRequest),
-        ("index", b"{" + b" " * documents._ASKED_BYTES + b"}", InvalidRequest),
+        ("index", b"{" + b" " * documents._MAX_QUERY_BYTES + b"}", InvalidRequest),
         ("index", b'{"other": ' + b"[" * 5000, InvalidRequest),
         ("memory_register", b'{"key": "/x", "byte_size": 1}', Unsupported),
         ("named_repository", b"", Unsupported),

@@ -5,7 +5,7 @@ import {modelPath} from "../route.js"
 import {SCALES} from "./image.js"
 import {isFloat, nested, textOf} from "./tensors.js"
 
-const MOST_JSON = 4096
+const MAX_JSON = 4096
 const KNOWN = /^(sequence_(id|start|end)|priority)$/
 
 const shell = text => `'${text.replaceAll("'", "'\\''")}'`
@@ -69,7 +69,7 @@ function tritonCode({model, version, inputs, outputs, parameters, stream}) {
 			: [`result = client.infer(${list(args, header)})`, shown.map(one => `print(${one})`)])
 }
 
-export const fitsJson = ({inputs}) => inputs.every(({datatype, values, files}) => !files && !/^B?FP?16/.test(datatype) && values.length <= MOST_JSON)
+export const fitsJson = ({inputs}) => inputs.every(({datatype, values, files}) => !files && !/^B?FP?16/.test(datatype) && values.length <= MAX_JSON)
 
 export function generateRequest({inputs, parameters}) {
 	const values = inputs.map(({name, values: all}) => `${json(name)}: ${all.length === 1 ? json(all[0]) : `[${list(all.map(json))}]`}`)
