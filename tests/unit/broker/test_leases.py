@@ -103,7 +103,7 @@ def test_a_lease_is_started(lender: Lender) -> None:
 
 
 @pytest.mark.parametrize(("full", "copies"), [(CLIENT, 0), (WORKER, 0), (WORKER, 1)])
-def test_one_that_cannot_be_started_leaves_nothing_behind(
+def test_a_lease_that_cannot_be_started_leaves_nothing_behind(
     lender: Lender, full: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lender.fill(full)
@@ -124,7 +124,7 @@ def test_one_that_cannot_be_started_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("gone", [CLIENT, WORKER])
-def test_one_whose_client_or_worker_has_left(lender: Lender, gone: int) -> None:
+def test_a_lease_whose_client_or_worker_has_disconnected(lender: Lender, gone: int) -> None:
     link = lender.links.pop(gone)
     lender.leases.start(START)
     assert lender.events == [(WORKER, LeaseOver(7))]

@@ -78,7 +78,7 @@ def test_a_change_is_made_once(operated: Operated) -> None:
     assert SetService(True).out_of_service
 
 
-def test_it_is_quiet_since_its_last_request(operated: Operated) -> None:
+def test_quiet_seconds_count_from_the_last_request(operated: Operated) -> None:
     assert operated.quiet() == 0, "in service"
     operated.control.change(OUT)
     assert operated.quiet(5) == pytest.approx(5 * TICK_S)
@@ -110,7 +110,7 @@ def test_an_open_sequence_is_waited_for(operated: Operated) -> None:
     assert operated.quiet(3) == pytest.approx(3 * TICK_S)
 
 
-def test_timers_of_the_core_are_not_requests(operated: Operated) -> None:
+def test_timers_of_the_core_do_not_reset_quiet_seconds(operated: Operated) -> None:
     """For example timers that measure a scaled version, about once a second."""
     operated.control.change(OUT)
     state = operated.world.core.state

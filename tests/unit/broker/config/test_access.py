@@ -39,7 +39,7 @@ def others(*rules: str, uid: int = OTHER, groups: tuple[int, ...] = (OTHER,), gr
 # ---------------------------------------------------------------------------------------------- rules
 
 
-def test_without_rules_only_the_owner_and_root() -> None:
+def test_without_rules_only_the_owner_and_root_have_access() -> None:
     for access in (AccessRules(), AccessRules([rule("*=infer")]), AccessRules([rule(f"uid:{ME.pw_uid}=infer")])):
         assert access.roles_of(Principal(os.geteuid())) == ALL_ROLES
         assert access.roles_of(Principal(0, frozenset((5,)))) == ALL_ROLES
@@ -109,7 +109,9 @@ def connected(path: str) -> socket.socket:
     return sock
 
 
-def test_who_comes_in(door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener]) -> None:
+def test_a_connection_has_the_identity_of_its_peer_process(
+    door: tuple[Loop, str, list[tuple[socket.socket, int, int]], LaneListener],
+) -> None:
     loop, path, opened, _ = door
     with connected(path):
         (accept,) = loop.readers.values()

@@ -69,7 +69,7 @@ def test_an_integer_out_of_range_is_reported_with_both_bounds(
     assert f"argument {name}: '{value}' is not an integer from {bounds}" in capsys.readouterr().err
 
 
-def test_nothing_is_passed_on_that_was_not_given(tmp_path: Path) -> None:
+def test_only_given_flags_are_passed_to_the_gateway(tmp_path: Path) -> None:
     assert parsed(tmp_path) == GatewaySettings(1, ())
     assert parsed(tmp_path, "--allow-client-shm=false", "--reuse-http-port", "false") == GatewaySettings(1, ())
     assert parsed(tmp_path, "--http-port", "0", "--gateways=3") == GatewaySettings(3, ("--http-port=0",))
@@ -81,13 +81,13 @@ def test_nothing_is_passed_on_that_was_not_given(tmp_path: Path) -> None:
     assert parsed(tmp_path, "--no-gateway", "--http-port", "0") == GatewaySettings(0, ())
 
 
-def test_words_that_do_not_end_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unclosed_quotation_in_gateway_args_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed(tmp_path, "--gateway-args='a")
     assert "--gateway-args: No closing quotation" in capsys.readouterr().err
 
 
-def test_without_the_packages_there_are_no_doors_unless_they_are_asked_for(
+def test_without_its_packages_the_gateway_starts_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(startup, "GATEWAY", ("no_such_package",))
@@ -101,6 +101,6 @@ def test_without_the_packages_there_are_no_doors_unless_they_are_asked_for(
             startup.gateway_settings(settings.parse([*words, asked]))
 
 
-def test_pauses_grow_and_end() -> None:
+def test_restart_pauses_grow_up_to_a_limit() -> None:
     assert [pause_ns(deaths, *PAUSES_NS) / 1e9 for deaths in range(1, 6)] == [0, 1, 2, 4, 8]
     assert pause_ns(10_000, *PAUSES_NS) == PAUSES_NS[1]

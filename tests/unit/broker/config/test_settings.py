@@ -83,7 +83,9 @@ def test_defaults(base: list[str], tmp_path: Path) -> None:
     assert found.runtime_dir is not None
 
 
-def test_strength(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_take_precedence_over_the_environment_and_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     file = written(
@@ -104,7 +106,7 @@ def test_strength(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.exit_timeout_secs, found.log_verbose, found.id) == (7, 0, "f")
 
 
-def test_given_twice_and_alone(base: list[str], tmp_path: Path) -> None:
+def test_repeated_flags_and_flags_without_a_value(base: list[str], tmp_path: Path) -> None:
     found = settings.parse(
         [*base, "--model-store", str(tmp_path), "--exit-on-error"]
         + ["--log-verbose", "1", "--log-verbose=2", "--log-info=false", "--strict-readiness", "FALSE", "--hints"]
@@ -135,7 +137,9 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
 
 
 @pytest.mark.parametrize("flag", BOTH, ids=lambda flag: flag.name)
-def test_all_places_read_the_same(flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_environment_and_file_are_parsed_alike(
+    flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, value, toml = SAMPLES.get(flag.kind, ("", None, ""))
     if flag.kind in ("path", "repository"):
         text, value, toml = str(tmp_path), tmp_path, '"."'
@@ -238,7 +242,9 @@ def test_choices_are_read_in_any_case(flag: Flag) -> None:
         (["models"], "models: no such file or directory"),
     ],
 )
-def test_wrong_use(arguments: list[str], text: str, base: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_reported_once(
+    arguments: list[str], text: str, base: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     message = refused([*base, *arguments], capsys)
     assert text in message
     assert message.count("\n") == 3, "what is wrong, once"
@@ -259,7 +265,7 @@ def test_a_repository_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model-repository" in refused([], capsys)
 
 
-def test_all_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_errors_are_reported_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(
         tmp_path / "s.toml", 'log-verbos = 1\nlog-file = 3\nrepoagent-directory = 1\nhints = true\nconfig = "x"\n'
     )
@@ -313,7 +319,7 @@ def test_unknown_variables_are_reported(base: list[str], monkeypatch: pytest.Mon
     ]
 
 
-def test_help_is_grouped_and_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_grouped_and_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         settings.parse(["--help-all"])
     assert ended.value.code == 0
@@ -398,7 +404,7 @@ def test_host_policies(base: list[str]) -> None:
     assert settings.host_policies(found) == {"cpu": (CORE,), "mine": (CORE,)}
 
 
-def test_rules_for_those_who_cannot_connect(base: list[str]) -> None:
+def test_access_rules_for_users_that_cannot_connect_are_warned_about(base: list[str]) -> None:
     other = f"uid:{os.geteuid() + 1}=infer"
     assert "without --socket-group" in settings.parse([*base, "--access", other]).warnings[0]
     for fine in ([f"--access=uid:{os.geteuid()}=infer"], ["--access", other, "--socket-group", GROUP.gr_name]):

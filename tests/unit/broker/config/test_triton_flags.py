@@ -30,7 +30,7 @@ def test_each_flag_of_triton_is_known(name: str) -> None:
 
 
 @pytest.mark.parametrize("flag", TRITON_FLAGS, ids=lambda flag: flag.name)
-def test_what_has_no_effect_says_so_and_what_cannot_be_is_refused(
+def test_flags_without_effect_are_noted_and_unsupported_ones_refused(
     flag: Flag, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert flag.name in TRITON

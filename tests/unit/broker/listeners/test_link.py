@@ -99,7 +99,7 @@ def client(loop: asyncio.AbstractEventLoop) -> Iterator[ClientEnds]:
 
 @pytest.mark.parametrize("unread", [0, 1, 5])
 @pytest.mark.parametrize("more", [0, 1, 2])
-def test_last_words(ends: Ends, unread: int, more: int) -> None:
+def test_the_last_messages_of_a_peer_are_read_before_its_end(ends: Ends, unread: int, more: int) -> None:
     """Even if the peer left packets unread, which the kernel reports first, and if more is sent to it before its
     messages are read."""
     for number in range(unread):
@@ -115,7 +115,7 @@ def test_last_words(ends: Ends, unread: int, more: int) -> None:
 
 
 @pytest.mark.parametrize("unread", [0, 1])
-def test_last_words_of_a_process_that_has_ended(ends: Ends, unread: int) -> None:
+def test_drain_reads_the_last_messages_of_a_process_that_has_ended(ends: Ends, unread: int) -> None:
     """Its last messages are read at once, before its end is processed."""
     for number in range(unread):
         ends.say(Pong(number))
@@ -125,7 +125,7 @@ def test_last_words_of_a_process_that_has_ended(ends: Ends, unread: int) -> None
     assert ends.ended == [""]
 
 
-def test_a_pause(client: ClientEnds) -> None:
+def test_a_paused_link_is_read_only_after_the_pause(client: ClientEnds) -> None:
     """Nothing is read before the pause is over; the longest pause counts; then everything is read in order."""
     for number in range(3):
         client.theirs.send(codec.encode([Pong(number)]))
@@ -151,7 +151,7 @@ def test_a_pause_ends_with_the_link(client: ClientEnds) -> None:
     assert not client.heard
 
 
-def test_a_packet_that_waits_for_one_who_ends(ends: Ends) -> None:
+def test_the_last_messages_are_read_while_output_to_the_peer_is_blocked(ends: Ends) -> None:
     large = bytes(60_000)
     ends.link.outbox.append(Pong(1))
     while not ends.link._unsent:

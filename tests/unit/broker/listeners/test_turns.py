@@ -201,7 +201,7 @@ def test_floods_share_equally(worlds: Callable[..., World]) -> None:
     assert max(heard.values()) - min(heard.values()) <= 2 * SHARE
 
 
-def test_nothing_is_delivered_of_a_link_that_is_paused_or_closed(worlds: Callable[..., World]) -> None:
+def test_nothing_is_delivered_from_a_paused_or_closed_link(worlds: Callable[..., World]) -> None:
     world = worlds(2)
     world.send(1, PACKET_MESSAGES)
     world.send(2, PACKET_MESSAGES)
@@ -220,7 +220,7 @@ def test_nothing_is_delivered_of_a_link_that_is_paused_or_closed(worlds: Callabl
     assert heard >= PACKET_MESSAGES - 2 * SHARE
 
 
-def test_the_last_packets_of_a_peer_that_reset_the_connection(worlds: Callable[..., World]) -> None:
+def test_the_last_packets_before_a_connection_reset_are_delivered(worlds: Callable[..., World]) -> None:
     """Even behind a large packet. Event loops no longer report such sockets."""
     world = worlds(1)
     world.links[1]._sock.send(b"unread")  # type: ignore[union-attr]
@@ -276,7 +276,7 @@ def test_a_small_packet_goes_before_large_ones_of_its_user(worlds: Callable[...,
     assert found[flooders + 1] == 1
 
 
-def test_links_that_wait_in_a_crowd_are_not_watched_in_between(worlds: Callable[..., World]) -> None:
+def test_links_that_wait_for_their_turn_are_not_polled(worlds: Callable[..., World]) -> None:
     links, packets = MESSAGES + 44, 8
     world = worlds(links)
     for _ in range(packets):
@@ -356,7 +356,9 @@ def test_a_client_that_ends_while_it_is_behind(worlds: Callable[..., World]) -> 
     assert not world.backlog._of_users
 
 
-def test_over_the_limit_of_a_user_the_one_that_reads_nothing_is_disconnected(worlds: Callable[..., World]) -> None:
+def test_over_the_backlog_limit_of_a_user_a_client_that_does_not_read_is_disconnected(
+    worlds: Callable[..., World],
+) -> None:
     limit = 4 * (4 << 20)
     world = worlds(4, {4: "uid:2"}, limit)
     for peer in (4, 1, 2, 3):
@@ -370,7 +372,7 @@ def test_over_the_limit_of_a_user_the_one_that_reads_nothing_is_disconnected(wor
     assert sum(world.backlog._bytes.values()) == world.backlog._total <= limit
 
 
-def test_over_the_limit_of_all_the_one_that_reads_nothing_is_disconnected(worlds: Callable[..., World]) -> None:
+def test_over_the_total_backlog_limit_a_client_that_does_not_read_is_disconnected(worlds: Callable[..., World]) -> None:
     limit = 4 * (4 << 20)
     world = worlds(8, {peer: f"uid:{peer}" for peer in range(1, 9)}, limit)
     for peer in range(1, 9):

@@ -212,7 +212,7 @@ def test_a_backend_that_is_still_being_copied_waits(tmp_path: Path, backends: Pa
     assert [reading.scanned.name for reading in poll.check().readings] == ["a"]
 
 
-def test_the_backend_directory_comes_and_goes(tmp_path: Path, backends: Path) -> None:
+def test_backends_may_be_added_and_removed_at_run_time(tmp_path: Path, backends: Path) -> None:
     model(tmp_path / "models", "plain")
     model(tmp_path / "models", "late", MINE.replace("mine", "late"))
     catalog = catalog_of(tmp_path, backends)

@@ -80,7 +80,7 @@ def spawn(catalog: Catalog, source: int) -> Spawn:
 # ---------------------------------------------------------------------------------------------- one source or two
 
 
-def test_nothing_has_changed(catalog: Catalog) -> None:
+def test_an_unchanged_model_keeps_its_sources(catalog: Catalog) -> None:
     first = sources(catalog)
     assert first.keys() == {1, 2}
     assert len(set(first.values())) == 2
@@ -118,7 +118,7 @@ def config(text: str) -> Callable[[Path], object]:
         *("comment", "instances", "version policy", "time of a directory", "version"),
     ],
 )
-def test_another_source_only_for_what_matters(
+def test_only_relevant_changes_give_a_version_a_new_source(
     catalog: Catalog, root: Path, change: Callable[[Path], object], changed: set[int]
 ) -> None:
     first = sources(catalog)
@@ -128,7 +128,7 @@ def test_another_source_only_for_what_matters(
     assert sources(catalog) == second
 
 
-def test_another_configuration_for_a_while(catalog: Catalog) -> None:
+def test_an_overridden_configuration_gets_its_own_source(catalog: Catalog) -> None:
     first = sources(catalog)
     given = LoadOverride(parse_override(OVERRIDE), None)
     overridden = sources(catalog, given)
@@ -139,7 +139,7 @@ def test_another_configuration_for_a_while(catalog: Catalog) -> None:
     assert sources(catalog)[2] != overridden[2]
 
 
-def test_what_goes_on_because_its_successor_failed_is_not_loaded_again(catalog: Catalog) -> None:
+def test_a_version_kept_after_a_failed_load_keeps_its_source(catalog: Catalog) -> None:
     first = sources(catalog)
     broken = sources(catalog, LoadOverride(parse_override(OVERRIDE), None))
     catalog.prune(first.values())
@@ -149,7 +149,7 @@ def test_what_goes_on_because_its_successor_failed_is_not_loaded_again(catalog: 
     assert again[2] not in {*broken.values(), *first.values()}, "nothing was made of the broken one any more"
 
 
-def test_what_was_unloaded_is_read_anew(catalog: Catalog) -> None:
+def test_an_unloaded_model_is_read_again(catalog: Catalog) -> None:
     first = sources(catalog)
     catalog.forget("m")
     second = sources(catalog)
@@ -159,7 +159,7 @@ def test_what_was_unloaded_is_read_anew(catalog: Catalog) -> None:
         catalog.load_order(spawn(catalog, first[1]))
 
 
-def test_a_model_of_the_same_name_elsewhere(catalog: Catalog, root: Path, tmp_path: Path) -> None:
+def test_a_model_moved_to_another_repository_gets_new_sources(catalog: Catalog, root: Path, tmp_path: Path) -> None:
     both = Catalog(Repositories([root, tmp_path / "other"]), {}, CoreSet((0,)))
     (tmp_path / "other").mkdir()
     first = sources(both)
@@ -216,7 +216,7 @@ def test_a_completed_configuration_follows(catalog: Catalog, root: Path) -> None
     assert "count: 2" in text
 
 
-def test_a_worker_may_not_change_everything(catalog: Catalog) -> None:
+def test_a_worker_cannot_change_the_model_name_or_complete_invalid_values(catalog: Catalog) -> None:
     first = sources(catalog)
     given = decode_config(loaded(catalog, first[1]))
     with pytest.raises(InvalidRequest, match="changed its own name to 'other'"):
@@ -230,7 +230,7 @@ def test_a_worker_may_not_change_everything(catalog: Catalog) -> None:
 # ---------------------------------------------------------------------------------------------- orders for workers
 
 
-def test_a_worker_loads_what_was_read(root: Path, tmp_path: Path) -> None:
+def test_a_worker_loads_the_files_as_they_were_read(root: Path, tmp_path: Path) -> None:
     catalog = Catalog(Repositories([root], generations=kept(tmp_path)), {"key": "value"}, CoreSet((0,)))
     number = sources(catalog)[1]
     (root / "m" / "1" / "weights").write_text("newer")
@@ -244,7 +244,7 @@ def test_a_worker_loads_what_was_read(root: Path, tmp_path: Path) -> None:
     assert ((folder / "1" / "weights").read_text(), (folder / "labels.txt").read_text()) == ("a", "cat\n")
 
 
-def test_a_worker_is_told_how_linked_files_looked(root: Path, tmp_path: Path) -> None:
+def test_a_load_order_contains_the_state_of_linked_files(root: Path, tmp_path: Path) -> None:
     (root / "m" / "1" / "weights").write_bytes(bytes((1 << 20) + 1))
     catalog = Catalog(Repositories([root], generations=kept(tmp_path)), {}, CoreSet((0,)))
     load, descriptor = catalog.load_order(spawn(catalog, sources(catalog)[1]))
@@ -253,7 +253,7 @@ def test_a_worker_is_told_how_linked_files_looked(root: Path, tmp_path: Path) ->
     assert looks == {"1/weights": list(take(root / "m").files["1/weights"])}
 
 
-def test_a_generation_is_removed_with_what_is_made_of_it(catalog: Catalog, root: Path) -> None:
+def test_a_generation_is_removed_with_its_last_source(catalog: Catalog, root: Path) -> None:
     first = sources(catalog)
     made = set((root.parent / "kept").iterdir())
     assert len(made) == 2
@@ -270,7 +270,7 @@ def test_a_generation_is_removed_with_what_is_made_of_it(catalog: Catalog, root:
     assert list((root.parent / "kept").iterdir()) == []
 
 
-def test_files_that_came_with_a_call_are_ours(root: Path, tmp_path: Path) -> None:
+def test_uploaded_files_are_loaded_without_a_copy(root: Path, tmp_path: Path) -> None:
     catalog = Catalog(Repositories([root], generations=kept(tmp_path)), {}, CoreSet((0,)))
     folder = model(tmp_path / "given", "m", "")
     number = sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1]
@@ -283,7 +283,7 @@ def test_files_that_came_with_a_call_are_ours(root: Path, tmp_path: Path) -> Non
 # ---------------------------------------------------------------------------------------------- what is forgotten
 
 
-def test_directories_of_overrides_go_when_nothing_is_made_of_them(catalog: Catalog, tmp_path: Path) -> None:
+def test_directories_of_overrides_are_removed_with_their_last_source(catalog: Catalog, tmp_path: Path) -> None:
     folders = [model(tmp_path / f"given{number}", "m", "") for number in range(3)]
     made = [sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1] for folder in folders]
     assert len(set(made)) == 3
@@ -308,7 +308,7 @@ def test_a_directory_that_two_versions_share(catalog: Catalog, tmp_path: Path) -
     assert not folder.exists()
 
 
-def test_what_came_with_a_call_goes_when_it_cannot_be_read(
+def test_uploaded_files_are_removed_if_they_cannot_be_read(
     catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = model(tmp_path / "given", "m", "")
@@ -327,7 +327,7 @@ def test_what_came_with_a_call_goes_when_it_cannot_be_read(
 # ---------------------------------------------------------------------------------------------- going back
 
 
-def test_what_was_served_before(catalog: Catalog, root: Path) -> None:
+def test_a_model_is_rolled_back_to_the_previous_generation(catalog: Catalog, root: Path) -> None:
     with pytest.raises(NotFound, match="'m': it has no previous generation"):
         catalog.previous("m", 1, [])
     first = deploy(catalog)
@@ -343,7 +343,7 @@ def test_what_was_served_before(catalog: Catalog, root: Path) -> None:
     assert (Path(load.model_dir) / "labels.txt").read_text() == "cat\n"
 
 
-def test_what_was_gone_back_from(catalog: Catalog, root: Path) -> None:
+def test_a_generation_that_was_rolled_back_is_rejected_until_it_changes(catalog: Catalog, root: Path) -> None:
     first = deploy(catalog)
     (root / "m" / "labels.txt").write_text("dog\n")
     newer = [target.source for target in deploy(catalog).targets]
@@ -396,7 +396,7 @@ def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name", ["", " ", "../m", "..", ".", "m/", "/m", "m/1", ".hidden", "a\0b", "m\n", "é", "x" * 200]
 )
-def test_names_that_are_no_models(catalog: Catalog, name: str) -> None:
+def test_invalid_and_unknown_model_names_are_refused(catalog: Catalog, name: str) -> None:
     with pytest.raises((InvalidRequest, NotFound)):
         catalog.repositories.read(name)
 

@@ -33,7 +33,7 @@ def loaded(folder: Path, source: int, version: int, configuration: bool = True) 
     ("path", "changed"),
     [("1/file", {1, 3}), ("2/more", {2}), ("labels.txt", {1, 2, 3}), ("config.pbtxt", {1, 2}), (".hidden", set())],
 )
-def test_what_has_changed(tmp_path: Path, path: str, changed: set[int]) -> None:
+def test_changed_files_are_found_per_version(tmp_path: Path, path: str, changed: set[int]) -> None:
     folder = model(tmp_path / "m")
     entries = [loaded(folder, 1, 1), loaded(folder, 2, 2), loaded(folder, 3, 1, configuration=False)]
     assert compare(entries) == {1: False, 2: False, 3: False}
@@ -66,7 +66,7 @@ class Loop:
         return self.later[-1]
 
 
-def test_one_comparison_is_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_callers_share_one_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     comparisons: list[list[LoadedVersion]] = []
 
     def compared(entries: list[LoadedVersion]) -> dict[int, bool]:
@@ -89,7 +89,7 @@ def test_one_comparison_is_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.
     assert len(loop.later) == 1
 
 
-def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers wait for a limited time, and the next comparison begins where this one ended."""
     comparisons: list[list[int]] = []
 

@@ -94,7 +94,7 @@ def test_an_internal_error_is_reported_to_the_caller(
     assert "load of model 'm' failed" in caplog.text
 
 
-def test_what_a_spawn_needs_is_kept_until_the_core_has_seen_it(shell: Shell) -> None:
+def test_a_source_is_kept_until_the_core_has_processed_its_spawn(shell: Shell) -> None:
     """A load, an unload, and the end of an earlier operation, all before the next turn."""
     shell.ask("load")
     shell.ask("unload")

@@ -84,7 +84,7 @@ def refused(place: Path, body: bytes, *texts: str, **more: Any) -> None:
 # ------------------------------------------------------------------------------------------------- what is right
 
 
-def test_nothing(place: Path) -> None:
+def test_a_load_without_overrides(place: Path) -> None:
     assert unpack(place, b"") is None
     assert unpack(place, b"{}\n") is None
     assert tree(place) == {}
@@ -142,7 +142,7 @@ def test_a_large_body_is_not_kept_in_memory(place: Path) -> None:
     assert (found.folder / "1" / "b").read_bytes() == b"end"
 
 
-def test_an_upload_that_is_given_up(place: Path) -> None:
+def test_an_aborted_upload_leaves_no_files(place: Path) -> None:
     upload = Upload(place, 4 * IN_MEMORY)
     upload.add(bytes(2 * IN_MEMORY))
     upload.close()
@@ -177,7 +177,7 @@ def test_names_outside_the_directory_are_refused(place: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("model", ["", "..", ".", "../evil", "a/b", "/etc", ".hidden", "a\0", "a\n", "x" * 129, "é"])
-def test_names_of_models_that_lead_elsewhere(place: Path, model: str) -> None:
+def test_model_names_with_path_traversal_are_refused(place: Path, model: str) -> None:
     refused(place, body_of([["1/x", 1]], b"a"), "model name must not contain path traversal", model=model)
 
 
@@ -202,7 +202,7 @@ def test_a_name_may_begin_at_the_directory_of_the_model(place: Path) -> None:
     refused(place, body_of([["1/a", 1], ["/1/a", 1]], b"xy"), "conflicts with another one")
 
 
-def test_names_that_only_look_alike(place: Path) -> None:
+def test_similar_file_names_do_not_conflict(place: Path) -> None:
     names = ["1/a", "1/ab", "1/a.b", "1/b/a", "11/a", "1/a b"]
     found = unpack(place, body_of([[name, 1] for name in names], b"x" * len(names)))
     assert found is not None
@@ -211,7 +211,7 @@ def test_names_that_only_look_alike(place: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"12345", b"1234567", bytes(10_000)])
-def test_other_sizes_than_announced(place: Path, data: bytes) -> None:
+def test_bodies_of_another_size_than_announced_are_refused(place: Path, data: bytes) -> None:
     refused(place, body_of([["1/a", 2], ["1/b", 4]], data), "expected 6 bytes", f"received {len(data)}")
 
 
@@ -271,7 +271,7 @@ def test_many_files(place: Path) -> None:
 # ------------------------------------------------------------------------------------------------- a disk that fails
 
 
-def test_a_full_disk_while_it_comes(place: Path) -> None:
+def test_a_full_disk_during_an_upload(place: Path) -> None:
     upload = Upload(place, LIMIT)
     upload.close()
     with open("/dev/full", "wb", buffering=0) as full:
@@ -280,7 +280,7 @@ def test_a_full_disk_while_it_comes(place: Path) -> None:
             upload.add(b"x")
 
 
-def test_a_full_disk_at_the_end(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_end_of_an_upload(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the files already exist."""
     write = module._write
     written: list[Path] = []

@@ -92,7 +92,7 @@ def test_an_empty_repository(world: World) -> None:
     assert list(world.poll.check().names) == []
 
 
-def test_a_model_is_read_when_it_has_been_left_alone(world: World) -> None:
+def test_a_model_is_read_once_its_files_have_settled(world: World) -> None:
     world.model("m")
     for _ in range(3):
         found = world.poll.check()
@@ -109,13 +109,13 @@ def test_a_model_is_read_when_it_has_been_left_alone(world: World) -> None:
     assert quiet(world.settled())
 
 
-def test_what_is_old_when_it_is_first_seen_is_read_at_once(world: World) -> None:
+def test_a_model_with_old_files_is_read_at_once(world: World) -> None:
     world.model("m")
     world.later(SETTLE + 10)
     assert names(world.poll.check()) == ["m"]
 
 
-def test_a_copy_that_goes_on_waits(world: World) -> None:
+def test_a_model_that_is_still_being_copied_is_not_read(world: World) -> None:
     folder = world.model("m")
     weights = folder / "1" / "weights"
     for part in range(1, 6):
@@ -191,7 +191,7 @@ def test_a_model_that_vanishes_while_it_is_read(world: World) -> None:
     assert quiet(world.settled()), "nobody has heard of it, so nobody has to hear that it has gone"
 
 
-def test_a_model_that_vanishes_between_two_looks(world: World) -> None:
+def test_a_model_that_vanishes_between_two_polls(world: World) -> None:
     folder = world.model("m")
     world.model("other")
     world.settled()
@@ -205,7 +205,7 @@ def test_a_model_that_vanishes_between_two_looks(world: World) -> None:
     assert names(world.settled()) == ["m"]
 
 
-def test_a_broken_configuration_is_told_once_for_each_change(world: World) -> None:
+def test_a_broken_configuration_is_reported_once_per_change(world: World) -> None:
     folder = world.model("m", GOOD.replace("max_batch_size", "max_bach_size"))
     found = world.settled()
     assert names(found) == ["m"]
@@ -220,7 +220,7 @@ def test_a_broken_configuration_is_told_once_for_each_change(world: World) -> No
     assert world.settled().readings[0].scanned.problem_texts == ()
 
 
-def test_a_model_that_cannot_be_looked_at_is_told_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_scanned_is_reported_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.model("m")
     monkeypatch.setattr(snapshot, "ENTRIES", 1)
     assert names(world.poll.check()) == []
@@ -261,7 +261,7 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
     assert world.settled().removed == ["m"]
 
 
-def test_a_repository_that_goes_and_comes_back(tmp_path: Path) -> None:
+def test_a_repository_that_disappears_and_returns(tmp_path: Path) -> None:
     world = World(tmp_path / "first", tmp_path / "second")
     world.model("m")
     world.model("n", root=tmp_path / "second")
@@ -279,7 +279,7 @@ def test_a_repository_that_goes_and_comes_back(tmp_path: Path) -> None:
     assert names(world.settled()) == ["m"]
 
 
-def test_a_repository_that_is_no_directory_any_more(world: World) -> None:
+def test_a_repository_that_becomes_a_file(world: World) -> None:
     world.model("m")
     world.settled()
     shutil.rmtree(world.root)
@@ -292,7 +292,7 @@ def test_a_repository_that_is_no_directory_any_more(world: World) -> None:
     assert world.settled().removed == ["m"], "empty is not the same as not there"
 
 
-def test_at_the_start_models_are_read_as_they_are(world: World) -> None:
+def test_at_startup_models_are_read_without_waiting_for_them_to_settle(world: World) -> None:
     folder = world.model("m")
     assert names(world.poll.check(at_start=True)) == ["m"]
     assert names(world.settled()) == []

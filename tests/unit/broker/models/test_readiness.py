@@ -18,7 +18,7 @@ def version(number: int) -> ModelPolicy:
     return ModelPolicy("m", number, 4, (X,), (Y,))
 
 
-def test_a_version_that_loads_for_the_first_time_is_waited_for() -> None:
+def test_readiness_waits_for_the_first_load_of_a_model() -> None:
     world = World()
     control = Control(world.core, cast("Any", None), "test", "1", True)
     world.deploy(version(1), load=False)
@@ -30,7 +30,7 @@ def test_a_version_that_loads_for_the_first_time_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_one_that_loads_beside_versions_that_are_served_is_not(strict: bool) -> None:
+def test_readiness_does_not_wait_for_further_versions(strict: bool) -> None:
     world = World()
     control = Control(world.core, cast("Any", None), "test", "1", strict)
     world.deploy(version(1))
@@ -39,7 +39,7 @@ def test_one_that_loads_beside_versions_that_are_served_is_not(strict: bool) -> 
     assert control.server_ready()
 
 
-def test_one_that_is_being_unloaded_is_not() -> None:
+def test_readiness_ignores_versions_that_are_unloading() -> None:
     """Otherwise a load balancer would take the server out while the model finishes its requests."""
     world = World()
     control = Control(world.core, cast("Any", None), "test", "1", True)

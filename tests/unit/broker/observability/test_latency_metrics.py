@@ -29,7 +29,7 @@ SUMMARIES = tuple(f"nv_inference_{what}_summary_us" for what in (
 FIRST = "nv_inference_first_response_histogram_ms"
 
 
-def test_what_is_off_by_default() -> None:
+def test_latency_summaries_are_off_by_default() -> None:
     world = World()
     world.deploy(policy())
     client = world.connect("c")

@@ -130,7 +130,7 @@ def test_a_traceback_is_indented(text: str) -> None:
         assert line.replace("\t", "").isprintable()
 
 
-def test_what_is_escaped() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable("plain text, é and 模型\t.") == "plain text, é and 模型\t."
     assert printable("a\nb\r\x1b[2J\u2028\u202e\x85") == "a\\nb\\r\\x1b[2J\\u2028\\u202e\\x85"
 
@@ -177,7 +177,7 @@ def test_r11_injections(form: str, text: str, tmp_path: Path) -> None:
 
 
 @given(st.text(), st.dictionaries(st.text(), st.text() | st.integers()))
-def test_a_record_as_json_is_one_line_that_says_it_all(text: str, fields: dict[str, Any]) -> None:
+def test_a_json_record_is_one_line_with_all_fields(text: str, fields: dict[str, Any]) -> None:
     made = record(text)
     made.fields = fields
     line = Formatter("json").format(made)
@@ -197,7 +197,7 @@ def test_a_traceback_in_json() -> None:
     assert "ValueError: why" in found["traceback"]
 
 
-def test_last_words_are_for_programs(tmp_path: Path) -> None:
+def test_last_words_appear_only_in_json_records(tmp_path: Path) -> None:
     """In the text format they have already been logged line by line."""
     made = record("ended")
     made.fields = {"last_words": "the last\nlines"}
@@ -264,7 +264,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("room", [0, 30], ids=["nothing fits", "a part of a record fits"])
-def test_a_full_disk_costs_two_notices(
+def test_a_full_disk_and_its_end_are_each_reported_once(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "log"
@@ -287,7 +287,7 @@ def test_a_full_disk_costs_two_notices(
     assert (after.endswith(" INFO after"), more.endswith(" INFO and on")) == (True, True)
 
 
-def test_a_full_console_costs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lost_records_are_counted_when_the_console_is_full(capfd: pytest.CaptureFixture[str]) -> None:
     kept = os.dup(2)
     full = os.open("/dev/full", os.O_WRONLY)
     try:
@@ -306,7 +306,7 @@ def test_a_full_console_costs_nothing(capfd: pytest.CaptureFixture[str]) -> None
     assert after.endswith(" INFO after")
 
 
-def test_a_reader_that_does_not_read_or_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_blocked_or_closed_pipe_does_not_block_the_server(capfd: pytest.CaptureFixture[str]) -> None:
     """A full pipe would block the server forever."""
     kept = os.dup(2)
     reader, writer = os.pipe()

@@ -35,7 +35,7 @@ PAGE = ROOT / "docs" / "metrics.md"
 
 @settings(max_examples=examples(30))
 @given(st.text(), st.text())
-def test_labels_may_be_anything(client: str, model: str) -> None:
+def test_any_label_value_is_escaped(client: str, model: str) -> None:
     page = Page()
     page.add("shmserve_client_requests", 1, metric_definitions.labels(("client", "name"), (client, model)))
     text = page.text()
@@ -70,7 +70,7 @@ def test_names_of_metrics() -> None:
 # ------------------------------------------------------------------------------------------------ what it counts
 
 
-def test_a_server_with_nothing() -> None:
+def test_metrics_of_a_server_without_models() -> None:
     seen = metrics(World())
     assert seen("shmserve_ready") == 1
     assert seen("shmserve_held_bytes") == 0
@@ -132,7 +132,7 @@ def test_the_state_of_models_that_should_be_served() -> None:
     assert metrics(world)("shmserve_model_state", model="m", version="1", state="READY") == 1
 
 
-def test_one_sample_while_generations_change() -> None:
+def test_instances_have_one_sample_each_while_generations_change() -> None:
     world = World()
     world.deploy(policy(), instances=2)
     client = world.connect("c")
@@ -208,7 +208,7 @@ def test_a_version_that_sleeps() -> None:
     assert seen("shmserve_model_wake_seconds_sum", **named) == 0.25
 
 
-def test_instances_that_are_lost() -> None:
+def test_lost_and_quarantined_instances_are_counted() -> None:
     world = World(Limits(crashes=2))
     world.deploy(policy(), 2)
     client = world.connect("c")

@@ -64,7 +64,7 @@ def test_pages() -> None:
     assert found == [str(number) for number in range(2 * PAGE + 5)]
 
 
-def test_a_reader_of_the_server_before() -> None:
+def test_a_reader_from_before_a_restart_loses_no_records() -> None:
     """A later server has larger numbers, so no record is skipped, and none counts as lost."""
     before, after = RecentRecords(1 << 20, START), RecentRecords(1 << 20, START + 500)
     put(before, "old")
@@ -110,7 +110,7 @@ def test_long_texts_are_cut() -> None:
 
 
 @pytest.mark.usefixtures("own_log")
-def test_what_is_logged_is_kept(tmp_path: Path) -> None:
+def test_logged_records_are_kept_as_recent_records(tmp_path: Path) -> None:
     recent = RecentRecords(1 << 20)
     set_up(settings(log_file=tmp_path / "log", log_warning=False), recent)
     about = {"model": "m", "version": 1}
@@ -139,7 +139,7 @@ def test_what_is_logged_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_log")
-def test_records_that_the_disk_does_not_take_are_kept(tmp_path: Path) -> None:
+def test_records_are_kept_when_the_disk_is_full(tmp_path: Path) -> None:
     recent = RecentRecords(1 << 20)
     set_up(settings(log_file="/dev/full"), recent)
     log_record("info", "one")

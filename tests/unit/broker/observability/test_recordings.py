@@ -84,7 +84,7 @@ def test_only_the_named_models_are_recorded() -> None:
     assert numbers(world.do("read", number)) == [2]
 
 
-def test_what_was_recorded_is_read_in_pages_after_it_was_stopped() -> None:
+def test_a_stopped_recording_is_read_in_pages() -> None:
     world = Recorded()
     number = world.do("start")["recording"]
     world.serve(PAGE + 1)
@@ -127,7 +127,7 @@ def test_an_invalid_body_is_refused(body: bytes) -> None:
         Recorded().recordings.change(body)
 
 
-def test_nothing_of_a_recording_runs_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_recording_code_runs_unless_a_recording_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("called")
 

@@ -97,14 +97,14 @@ def told(loop: Any, address: str, ear: Ear) -> Iterator[Told]:
 # ------------------------------------------------------------------------------------------------- the manager
 
 
-def test_without_a_manager_nothing_is_made() -> None:
+def test_without_a_service_manager_notifications_do_nothing() -> None:
     manager = ServiceManager({}, 1)
     assert not manager
     manager.notify("READY=1")
     manager.close()
 
 
-def test_the_variables_are_for_this_process_alone(address: str) -> None:
+def test_the_variables_are_removed_from_the_environment(address: str) -> None:
     environment = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "17", "PATH": "/bin"}
     manager = ServiceManager(environment, 17)
     assert environment == {"PATH": "/bin"}
@@ -113,7 +113,7 @@ def test_the_variables_are_for_this_process_alone(address: str) -> None:
 
 
 @pytest.mark.parametrize(("usec", "pid", "seconds"), [("", "", 0), ("x", "", 0), ("5000000", "18", 0), ("1", "", 1e-6)])
-def test_a_watchdog_that_is_not_ours(address: str, usec: str, pid: str, seconds: float) -> None:
+def test_a_watchdog_of_another_process_is_ignored(address: str, usec: str, pid: str, seconds: float) -> None:
     manager = ServiceManager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": usec, "WATCHDOG_PID": pid}, 17)
     assert manager.watchdog_s == seconds
     manager.close()
@@ -138,20 +138,20 @@ def test_workers_get_the_variables_that_the_operator_names(monkeypatch: pytest.M
     assert {"PASSWORD", "HF_TOKEN"} < set(worker_environment(["*"]))
 
 
-def test_an_address_of_another_kind_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unsupported_address_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     manager = ServiceManager({"NOTIFY_SOCKET": "vsock:2:1"}, 1)
     assert not manager
     assert "NOTIFY_SOCKET is neither a path nor an abstract name" in caplog.text
 
 
-def test_a_manager_that_is_gone_is_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_service_manager_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manager = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "nobody")}, 1)
     manager.notify("READY=1", once=True)
     manager.close()
     assert "cannot notify the service manager of READY=1" in caplog.text
 
 
-def test_a_manager_that_does_not_listen_is_waited_for_only_once(
+def test_a_manager_that_does_not_read_delays_only_one_notification(
     address: str, ear: Ear, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmserve.system.service_manager.SEND_TIMEOUT_MS", 1)
@@ -170,7 +170,7 @@ def test_a_manager_that_does_not_listen_is_waited_for_only_once(
 # ------------------------------------------------------------------------------------------------- the census
 
 
-def test_the_census() -> None:
+def test_models_are_counted_by_state() -> None:
     unloaded = model("old", UNAVAILABLE)
     unloaded.versions[1].reason = "unloaded"
     models = [
@@ -222,7 +222,7 @@ def test_from_start_to_stop(told: Told) -> None:
     assert told.is_silent()
 
 
-def test_out_of_service_is_told(told: Told) -> None:
+def test_the_status_shows_out_of_service(told: Told) -> None:
     told.models = [model("mlp", READY)]
     told.announcer.ready()
     told.hear()
@@ -234,7 +234,7 @@ def test_out_of_service_is_told(told: Told) -> None:
     assert told.hear() == {"STATUS": "serving 1 of 1 models"}
 
 
-def test_a_reload_is_told_with_its_time(told: Told) -> None:
+def test_a_reload_is_notified_with_its_time(told: Told) -> None:
     told.models = [model("mlp", READY)]
     told.announcer.ready()
     told.hear()
@@ -248,13 +248,13 @@ def test_a_reload_is_told_with_its_time(told: Told) -> None:
     assert told.is_silent()
 
 
-def test_a_reload_before_all_is_ready_does_not_make_it_so(told: Told) -> None:
+def test_a_reload_before_readiness_does_not_notify_ready(told: Told) -> None:
     told.announcer.reloading()
     told.announcer.reloaded()
     assert told.is_silent()
 
 
-def test_a_reload_does_not_hide_a_stop(told: Told) -> None:
+def test_ready_is_not_notified_after_stopping(told: Told) -> None:
     told.announcer.ready()
     told.hear()
     told.announcer.reloading()
@@ -265,7 +265,7 @@ def test_a_reload_does_not_hide_a_stop(told: Told) -> None:
     assert told.is_silent()
 
 
-def test_the_loop_feeds_the_watchdog_and_nothing_else_does(loop: Any, address: str, ear: Ear) -> None:
+def test_the_watchdog_is_notified_only_while_the_loop_runs(loop: Any, address: str, ear: Ear) -> None:
     told = Told(loop, address, ear, WATCHDOG_USEC="20000")
     told.models = [model("mlp", READY)]
     told.announcer.begin()
@@ -290,7 +290,7 @@ def test_the_loop_feeds_the_watchdog_and_nothing_else_does(loop: Any, address: s
 # ------------------------------------------------------------------------------------------------- a gateway
 
 
-def test_a_gateway_says_when_it_listens_and_that_it_lives(ear: Ear, address: str, loop: Any) -> None:
+def test_a_gateway_notifies_readiness_and_the_watchdog(ear: Ear, address: str, loop: Any) -> None:
     service = Service(loop, ServiceManager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "400000"}, 1))
     assert ear.hear() == {"WATCHDOG": "1"}
     service.ready({"http": 8000, "metrics": 8002})
@@ -306,7 +306,7 @@ def test_a_gateway_says_when_it_listens_and_that_it_lives(ear: Ear, address: str
     service.close()
 
 
-def test_a_gateway_without_a_manager_says_nothing(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gateway_without_a_service_manager_notifies_nothing(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
     manager = ServiceManager({"WATCHDOG_USEC": "20000"}, 1)
     service = Service(loop, manager)
     service.ready({})

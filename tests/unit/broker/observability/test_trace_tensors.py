@@ -62,7 +62,7 @@ def test_strings() -> None:
     assert len(data(Tensor("x", "BYTES", (len(long),), packed(*long)))) < STRING_BYTES
 
 
-def test_of_large_ones_only_the_first_elements_are_read() -> None:
+def test_only_the_first_elements_of_large_tensors_are_read() -> None:
     memory = np.arange(ELEMENTS + 500, dtype="<i4").tobytes()
     parts = (Handle(1, 0, 400), Handle(1, 400, len(memory) - 400))
     read: list[int] = []
@@ -77,11 +77,11 @@ def test_of_large_ones_only_the_first_elements_are_read() -> None:
     assert found["tensor"]["shape"] == str(ELEMENTS + 500)
 
 
-def test_what_the_broker_cannot_read() -> None:
+def test_unreadable_tensors_have_no_data() -> None:
     assert data(Tensor("x", "FP32", (2,), (Handle(1, 0, 8),))) == ""
 
 
-def test_the_lines_are_tritons() -> None:
+def test_trace_lines_have_the_format_of_triton() -> None:
     x, y = (np.array([values], "<i4").tobytes() for values in ([0, 1], [1, 2]))
     tensors = ((Tensor("INPUT0", "INT32", (1, 2), x),), (Tensor("OUTPUT0", "INT32", (1, 2), y),))
     traced = Traced({"model": "m", "version": 1}, 1, (), 2, None, tensors, timestamps=False, number=1)
@@ -107,7 +107,7 @@ class Sampled(World):
             self.found.append(effect)
 
 
-def test_what_a_request_was_asked_and_answered_with() -> None:
+def test_inputs_and_outputs_of_a_request_are_traced() -> None:
     world = Sampled(ModelPolicy("m", 1, 4, X, Y, BatchPolicy()))
     world.client.sends(1)
     x = Tensor("x", "FP32", (1, 1), bytes(4))

@@ -49,7 +49,7 @@ class Changing:
         return self.settings.change(json.dumps(changes).encode())
 
 
-def test_the_log_changes_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_settings_change_at_run_time(capfd: pytest.CaptureFixture[str]) -> None:
     changing = Changing()
     assert changing.settings.document() == changing.to() == LOG
     assert changing.to(log_verbose_level=2, log_format="json") == LOG | {"log_verbose_level": 2, "log_format": "json"}
@@ -64,7 +64,7 @@ def test_the_log_changes_while_it_runs(capfd: pytest.CaptureFixture[str]) -> Non
     assert not capfd.readouterr().err
 
 
-def test_of_the_file_only_its_name_is_told_and_it_stays(tmp_path: Path) -> None:
+def test_only_the_name_of_the_log_file_is_shown_and_it_cannot_be_changed(tmp_path: Path) -> None:
     changing = Changing(log_file=tmp_path / "server.log")
     assert changing.to(log_verbose_level=1)["log_file"] == "server.log"
     assert "log settings changed" in (tmp_path / "server.log").read_text()
@@ -86,7 +86,7 @@ def test_of_the_file_only_its_name_is_told_and_it_stays(tmp_path: Path) -> None:
         ({"log_level": 1}, "unknown setting 'log_level' of the log; expected one of: log_file, log_info,"),
     ],
 )
-def test_what_is_wrong_changes_nothing(changes: dict[str, Any], text: str) -> None:
+def test_invalid_log_settings_change_nothing(changes: dict[str, Any], text: str) -> None:
     changing = Changing()
     with pytest.raises(InvalidRequest) as refused:
         changing.to(log_warning=False, **changes)
@@ -96,7 +96,7 @@ def test_what_is_wrong_changes_nothing(changes: dict[str, Any], text: str) -> No
 
 
 @pytest.mark.parametrize("body", [b"[]", b"1", b'{"log_info"', b"\xff", b"[" * 5000])
-def test_a_body_that_is_no_object(body: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="settings of the log must be a JSON object"):
         Changing().settings.change(body)
     with pytest.raises(InvalidRequest, match="settings of the traces must be a JSON object"):
@@ -114,7 +114,7 @@ def changed(settings: TraceSettings, model: str = "", **changes: Any) -> dict[st
     return settings.change(model, json.dumps(changes).encode())
 
 
-def test_nothing_is_sampled_until_it_is_wanted() -> None:
+def test_nothing_is_sampled_until_a_trace_level_is_set() -> None:
     samples: dict[str, Sample] = {}
     settings = tracing(samples)
     assert settings.document("") == settings.document("a") == changed(settings) == OFF
@@ -127,7 +127,7 @@ def test_nothing_is_sampled_until_it_is_wanted() -> None:
     assert settings.document("")["trace_count"] == "5"
 
 
-def test_a_model_has_what_it_does_not_say_from_the_server_and_that_from_the_start() -> None:
+def test_trace_settings_are_inherited_from_the_server_and_the_flags() -> None:
     samples: dict[str, Sample] = {}
     settings = tracing(samples, trace_level=("TIMESTAMPS",), trace_rate=7, trace_file="/some/where/t.json")
     assert settings.document("a") == OFF | {
@@ -179,7 +179,7 @@ def test_a_model_has_what_it_does_not_say_from_the_server_and_that_from_the_star
         ),
     ],
 )
-def test_what_is_wrong_with_traces(changes: dict[str, Any], kind: type[ServeError], text: str) -> None:
+def test_invalid_trace_settings_are_refused(changes: dict[str, Any], kind: type[ServeError], text: str) -> None:
     settings = tracing()
     with pytest.raises(kind) as refused:
         changed(settings, **{"trace_rate": 1, "log_frequency": 1} | changes)
@@ -187,7 +187,7 @@ def test_what_is_wrong_with_traces(changes: dict[str, Any], kind: type[ServeErro
     assert settings.document("") == OFF
 
 
-def test_models_that_there_are_not() -> None:
+def test_trace_settings_of_unknown_models_are_refused() -> None:
     settings = tracing()
     with pytest.raises(InvalidRequest, match=r"^Request for unknown model : c$"):
         settings.document("c")
@@ -196,7 +196,7 @@ def test_models_that_there_are_not() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(sorted(OFF) + sorted(LOG)), ANYTHING), st.sampled_from(["", "a"]))
-def test_whatever_comes_is_done_or_refused(changes: dict[str, Any], model: str) -> None:
+def test_any_trace_settings_are_applied_or_refused(changes: dict[str, Any], model: str) -> None:
     settings = tracing()
     refused = None
     try:
@@ -228,7 +228,7 @@ def test_whatever_comes_is_done_or_refused(changes: dict[str, Any], model: str) 
         ("rate", None),
     ],
 )
-def test_the_flag(text: str, found: tuple[str, Any] | None) -> None:
+def test_the_trace_config_flag_is_parsed(text: str, found: tuple[str, Any] | None) -> None:
     if found is None:
         with pytest.raises(ValueError, match=r"trace|missing"):
             config(text)
@@ -236,7 +236,7 @@ def test_the_flag(text: str, found: tuple[str, Any] | None) -> None:
         assert config(text) == found
 
 
-def test_levels_add_up() -> None:
+def test_trace_levels_of_several_flags_are_combined() -> None:
     values = [config(text) for text in ("level=TIMESTAMPS", "rate=2", "level=TENSORS", "rate=3", "level=OFF")]
     assert merged(values) == {"trace_level": ("TIMESTAMPS", "TENSORS"), "trace_rate": 3}
     assert merged([config("level=OFF")]) == {"trace_level": ("OFF",)}
@@ -290,7 +290,7 @@ def test_the_file_is_json_at_any_time(tmp_path: Path) -> None:
     assert [line["id"] for line in read(path)] == [1] * 9 + [2] * 5 + [3] * 9
 
 
-def test_so_many_traces_fill_a_file_of_their_own(tmp_path: Path) -> None:
+def test_log_frequency_splits_traces_into_numbered_files(tmp_path: Path) -> None:
     frequency = 2
     loop = Loop()
     file = TraceFile(loop, tmp_path / "t", lambda model: frequency, nothing)
@@ -303,7 +303,7 @@ def test_so_many_traces_fill_a_file_of_their_own(tmp_path: Path) -> None:
     assert found == {"t.0": [1, 2], "t.1": [3, 4], "t.2": [5], "t": [6]}
 
 
-def test_steps_and_calls_stand_in_the_file_of_their_request(tmp_path: Path) -> None:
+def test_steps_and_calls_are_in_the_trace_file_of_their_request(tmp_path: Path) -> None:
     """The settings of the request apply, not those of the steps' own models."""
     asked = []
 
@@ -337,7 +337,7 @@ def test_without_a_file_traces_go_to_the_log_but_not_too_many(caplog: pytest.Log
     assert len(texts) == 1 + PER_SECOND
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_trace_file_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger().addHandler(caplog.handler)
     file = TraceFile(Loop(), tmp_path / "none" / "t", lambda model: 0, nothing)
     with caplog.at_level("ERROR"):
@@ -349,7 +349,7 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.Lo
 # ---------------------------------------------------------------------------------------- OpenTelemetry
 
 
-def test_the_mode_opentelemetry() -> None:
+def test_flags_of_the_mode_opentelemetry() -> None:
     values = [
         config(text)
         for text in (

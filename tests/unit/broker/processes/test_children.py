@@ -86,7 +86,7 @@ def test_a_segfault_is_an_error(child: Make) -> None:
     assert child().write(text.encode() + b"\n\n") == [("error", text), ("info", "")]
 
 
-def test_frames_of_ours_are_left_out_of_a_crash(child: Make) -> None:
+def test_internal_frames_are_removed_from_a_crash_report(child: Make) -> None:
     """They are only removed from a crash: a model may print any traceback."""
     ours = Path(log.__file__)
     printed = f'  File "{ours}", line 5, in say'
@@ -148,7 +148,7 @@ def test_no_limit(child: Make) -> None:
     assert len(child(lines=0, bytes=0).write(lines)) == 1000
 
 
-def test_what_a_child_writes_last_is_logged_whatever_the_limit(child: Make) -> None:
+def test_the_last_lines_of_a_child_are_logged_over_the_limit(child: Make) -> None:
     one = child(lines=1)
     assert len(one.write(b"".join(b"%d\n" % number for number in range(100)))) == 1
     one.output.finish()
@@ -167,7 +167,7 @@ def test_lines_that_are_not_split_are_counted() -> None:
     assert whole.end() == tail.end() == []
 
 
-def test_what_is_left_of_a_line_when_a_child_ends(child: Make) -> None:
+def test_an_unfinished_line_is_logged_when_the_child_ends(child: Make) -> None:
     """A process that the child has started keeps the pipe open, so there is no end of file."""
     one = child()
     one.write(b"half a line")
@@ -182,13 +182,13 @@ def test_notices_count_as_lines() -> None:
     assert str([*throttle.admit([], WINDOW_S)][-1]).endswith("the limit is 10 lines (--log-worker-lines) per second")
 
 
-def test_ends() -> None:
+def test_exit_statuses_are_described() -> None:
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-signal.SIGSEGV) == "signal SIGSEGV"
     assert describe_exit(-1000) == "signal 1000"
 
 
-def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_allowed_environment_variables_are_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     monkeypatch.setenv("SSL_CERT_FILE", "x")
     monkeypatch.setenv("SOME_SECRET", "x")

@@ -135,7 +135,7 @@ def test_policies(tmp_path: Path) -> None:
         (HostPolicy(node=2), "host policy 'x': NUMA node 2 has no usable cores; usable nodes: 0, 1"),
     ],
 )
-def test_policies_that_cannot_be(policy: HostPolicy, text: str, tmp_path: Path) -> None:
+def test_invalid_policies_are_refused(policy: HostPolicy, text: str, tmp_path: Path) -> None:
     sys = tree(tmp_path, {0: "0-3", 1: "4-7", 2: "8-9"})
     with pytest.raises(ValueError, match=f"^{text}$"):
         resolve([("x", policy)], sys=sys, usable=range(6))
@@ -152,7 +152,7 @@ def test_one_node() -> None:
     assert dealt(model(group(2, passive=True)), ONE) == [((), 8)] * 2
 
 
-def test_without_cores_nothing_is_said() -> None:
+def test_without_cores_an_instance_has_no_affinity() -> None:
     assert compile_instances(model(group(1))) == (InstanceSpec("a_0"),)
 
 
@@ -205,6 +205,6 @@ def test_more_instances_of_a_group_change_neither_names_nor_cores(
         assert threads <= max(size, sum(spec.cpus == node for spec in before))
 
 
-def test_many_instances_are_quick_to_deal() -> None:
+def test_cores_are_assigned_to_many_instances() -> None:
     config = model(*(group(1, f"g{number}") for number in range(500)), group(500))
     assert len(compile_instances(config, TWO)) == 1000

@@ -37,7 +37,7 @@ def set_up(patch: pytest.MonkeyPatch, *gpus: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------- discovery
 
 
-def test_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_listed_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     set_up(monkeypatch, *TWO)
     found = discover({})
     assert found == Gpus(
@@ -69,12 +69,12 @@ def test_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         ("NoDevFiles", []),
     ],
 )
-def test_what_a_program_sees(text: str, wanted: Sequence[int]) -> None:
+def test_cuda_visible_devices_selects_gpus(text: str, wanted: Sequence[int]) -> None:
     assert [gpu.ordinal for gpu in visible(EVERY, text)] == wanted
 
 
 @given(st.text("0123GPU-ab, x", max_size=20))
-def test_any_text_hides_or_orders(text: str) -> None:
+def test_any_text_of_cuda_visible_devices_selects_existing_gpus(text: str) -> None:
     found = visible(EVERY, text)
     assert len({gpu.uuid for gpu in found}) == len(found)
     assert all(gpu in EVERY for gpu in found)
@@ -105,7 +105,7 @@ def test_packages_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_only() == {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
 
 
-def test_why_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_missing_gpus_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason is only reported where a driver is installed."""
     control = tmp_path / "nvidiactl"
     assert discover({}, control) == Gpus()
@@ -150,7 +150,7 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_gpu_that_is_only_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_cover_only_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's number in the server differs from its number in the driver."""
     set_up(monkeypatch, *TWO)
     made = GpuMetrics(discover({"CUDA_VISIBLE_DEVICES": "1"}).found)
@@ -161,7 +161,7 @@ def test_a_gpu_that_is_only_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None
     assert "GPU-aa11" not in text
 
 
-def test_what_processes_have_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_memory_is_measured_per_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_up(monkeypatch, *TWO)
     told = tmp_path / "processes"
     told.write_text(json.dumps({"GPU-aa11": {"7": 100, "8": None}, "GPU-bb22": {"7": 11}}))

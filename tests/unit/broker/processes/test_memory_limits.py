@@ -37,7 +37,7 @@ class Place:
         )
 
 
-def test_who_has_too_much_is_ended_and_nobody_else() -> None:
+def test_only_the_process_over_its_limit_is_killed() -> None:
     place = Place()
     place.memory.started(1, 101, 100 * MIB)
     place.memory.started(2, 102, 300 * MIB)
@@ -53,7 +53,7 @@ def test_who_has_too_much_is_ended_and_nobody_else() -> None:
     assert len(place.killed) == 1
 
 
-def test_memory_on_a_gpu_is_called_that() -> None:
+def test_the_message_about_gpu_memory_names_its_setting() -> None:
     loop, killed = Loop(), list[tuple[int, str]]()
     memory = MemoryLimits(
         loop, lambda *what: killed.append(what), lambda pid: 3 * MIB, what="GPU memory", knobs=GPU_KNOBS
@@ -65,7 +65,7 @@ def test_memory_on_a_gpu_is_called_that() -> None:
     assert killed == [(1, text)]
 
 
-def test_who_is_near_to_its_limit_is_looked_at_more_often() -> None:
+def test_processes_near_their_limit_are_polled_more_often() -> None:
     place = Place()
     place.memory.started(1, 101, 100 * MIB)
     place.used = {101: 80 * MIB}
@@ -76,7 +76,7 @@ def test_who_is_near_to_its_limit_is_looked_at_more_often() -> None:
     assert place.loop.fire() == POLL_S
 
 
-def test_without_limits_nobody_looks() -> None:
+def test_without_limits_memory_is_not_polled() -> None:
     place = Place()
     place.memory.started(1, 101, 0)
     assert not place.loop.timers
@@ -90,7 +90,7 @@ def test_without_limits_nobody_looks() -> None:
     assert timer.cancelled
 
 
-def test_what_a_process_has_for_itself() -> None:
+def test_own_bytes_are_the_anonymous_memory_of_a_process() -> None:
     """Compared with the sums of smaps; 0 for a process that has ended."""
     text = Path("/proc/self/smaps_rollup").read_text()
     found = re.search(r"^Anonymous:\s+(\d+) kB$", text, re.MULTILINE)
@@ -120,7 +120,7 @@ def events(folder: Path, **counts: int) -> None:
     (folder / "memory.events").write_text("".join(f"{key} {value}\n" for key, value in counts.items()))
 
 
-def test_the_kernel_is_told_the_limit_and_tells_who_went_over_it(top: Path) -> None:
+def test_a_control_group_enforces_the_limit_and_reports_oom_kills(top: Path) -> None:
     place = Place(ControlGroups.take_over(top))
     assert (top / "server" / "cgroup.procs").read_text() == str(os.getpid())
     assert (top / "cgroup.subtree_control").read_text() == "+memory"
@@ -138,7 +138,7 @@ def test_the_kernel_is_told_the_limit_and_tells_who_went_over_it(top: Path) -> N
 
 
 @pytest.mark.parametrize("counts", [{}, {"oom": 0, "oom_kill": 0}, {"oom": 0, "oom_kill": 1}])
-def test_an_end_for_another_reason(top: Path, counts: dict[str, int]) -> None:
+def test_an_exit_for_another_reason_is_not_reported_as_over_the_limit(top: Path, counts: dict[str, int]) -> None:
     """Including the end of a service that exceeds its limit as a whole."""
     place = Place(ControlGroups.take_over(top))
     assert place.memory.group(7, MIB) is not None
@@ -169,7 +169,7 @@ def test_groups_of_a_server_that_was_killed_are_removed(top: Path) -> None:
     assert not (top / "instance-3").exists()
 
 
-def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_is_polled_where_no_control_group_can_be_created(top: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = Place(ControlGroups.take_over(top))
     (top / "instance-7").mkdir()
     assert place.memory.group(7, MIB) is None
@@ -189,13 +189,13 @@ def test_where_no_group_can_be_made_memory_is_watched(top: Path, caplog: pytest.
         (lambda top: (top / "server").write_text(""), "below that of this service: File exists"),
     ],
 )
-def test_where_there_can_be_none(top: Path, spoil: Callable[[Path], Any], why: str) -> None:
+def test_unusable_control_groups_are_refused_with_the_reason(top: Path, spoil: Callable[[Path], Any], why: str) -> None:
     spoil(top)
     with pytest.raises(CgroupsUnavailable, match=why):
         ControlGroups.take_over(top)
 
 
-def test_a_group_that_was_not_left_to_us_is_not_touched(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_control_group_that_is_not_delegated_is_not_used(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unmarked(path: Path, name: str) -> bytes:
         raise OSError(61, "No data available")
 
@@ -209,7 +209,7 @@ def test_a_group_that_was_not_left_to_us_is_not_touched(top: Path, monkeypatch: 
         ControlGroups.take_over(top)
 
 
-def test_which_group_is_ours(tmp_path: Path) -> None:
+def test_the_own_control_group_is_found(tmp_path: Path) -> None:
     proc, mounts = tmp_path / "cgroup", tmp_path / "mounts"
     proc.write_text("4:memory:/x\n0::/system.slice/shmserve.service\n")
     mounts.write_text("cgroup /sys/fs/cgroup/memory cgroup rw 0 0\ncgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n")
@@ -222,7 +222,7 @@ def test_which_group_is_ours(tmp_path: Path) -> None:
         cgroups.own(proc, mounts)
 
 
-def test_a_model_says_more_than_the_server() -> None:
+def test_model_parameters_override_the_limits_of_the_server() -> None:
     def of(**parameters: str) -> WorkerResources:
         said = {key: ModelParameter(string_value=value) for key, value in parameters.items()}
         return resources_of(

@@ -15,7 +15,7 @@ def made() -> tuple[Loop, Probes, list[tuple[int, Probe]], list[bool]]:
     return loop, probes, sent, answers
 
 
-def test_all_must_say_so() -> None:
+def test_readiness_requires_all_probes() -> None:
     loop, probes, sent, answers = made()
     assert probes.probe([1, 2, 3], answers.append)
     assert sent == [(1, Probe(1)), (2, Probe(1))]
@@ -28,7 +28,7 @@ def test_all_must_say_so() -> None:
     assert loop.timers[0].cancelled
 
 
-def test_one_is_enough_to_say_no() -> None:
+def test_one_failed_probe_ends_readiness() -> None:
     _, probes, _, answers = made()
     probes.probe([1, 2], answers.append)
     probes.probed(2, Probed(1, False))
@@ -36,7 +36,7 @@ def test_one_is_enough_to_say_no() -> None:
     assert answers == [False]
 
 
-def test_who_does_not_answer_is_not_ready() -> None:
+def test_a_probe_that_does_not_answer_is_not_ready() -> None:
     loop, probes, _, answers = made()
     probes.probe([1], answers.append)
     assert loop.fire() == LIMIT_S
@@ -51,7 +51,7 @@ def test_who_does_not_answer_is_not_ready() -> None:
     assert answers == [False] * 3
 
 
-def test_those_that_cannot_say_are_not_asked() -> None:
+def test_peers_that_do_not_support_probes_are_not_asked() -> None:
     loop, probes, sent, answers = made()
     assert not probes.probe([7], answers.append)
     assert not sent
