@@ -185,7 +185,8 @@ class PeerLink:
             )
 
     def _try(self, packet: bytes, descriptors: list[int]) -> bool:
-        """False if the socket is full. A broken link counts as sent: `drain` reports it after the last packets."""
+        """False if the socket is full. On a broken link the packet counts as sent and the queue is dropped; `drain`
+        reports the end after the peer's last packets."""
         sock = self._sock
         assert sock is not None
         try:
@@ -197,6 +198,7 @@ class PeerLink:
         except BlockingIOError:
             return False
         except (BrokenPipeError, ConnectionResetError):
+            self._drop_unsent()
             self._loop.call_soon(self.drain)
         except OSError as error:
             self.close(error.strerror or "connection lost")

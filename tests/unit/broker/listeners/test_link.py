@@ -160,3 +160,16 @@ def test_the_last_messages_are_read_while_output_to_the_peer_is_blocked(ends: En
     ends.until(lambda: ends.ended)
     assert ends.heard == LAST
     assert ends.ended == [""]
+
+
+def test_a_broken_link_drops_its_queue_at_the_first_packet(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One system call and one callback for each of thousands of queued packets would stall the broker."""
+    drains: list[PeerLink] = []
+    monkeypatch.setattr(PeerLink, "drain", lambda link: drains.append(link))
+    while len(ends.link._unsent) < 100:
+        ends.say(Pong(1))
+    ends.theirs.close()
+    ends.link._writable()
+    assert not ends.link._unsent
+    ends.loop.run_until_complete(asyncio.sleep(0))
+    assert len(drains) == 1
