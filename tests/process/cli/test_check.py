@@ -101,7 +101,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 WARNING = "metric_tags: has no effect: metrics do not have model-specific labels yet"
 
 
-def test_what_it_prints(mixed: Path) -> None:
+def test_problems_are_printed_below_their_model(mixed: Path) -> None:
     assert run("models", code=1) == (
         f"""models/notes.txt: warning: not a directory, ignored
     -> a model is a directory: NAME/config.pbtxt and NAME/1/
@@ -118,7 +118,7 @@ typo  1 error
     )
 
 
-def test_quiet_and_strict(mixed: Path) -> None:
+def test_quiet_prints_only_errors_unless_strict_adds_warnings(mixed: Path) -> None:
     errors = """models/lost/1: has no file 'model.py': the directory is empty
 models/lost/config.pbtxt:5:1: max_batch_size: found -2, expected 0 or more
 models/typo/config.pbtxt:1:1: backnd: ModelConfig has no such field; did you mean "backend"?
@@ -127,7 +127,7 @@ models/typo/config.pbtxt:1:1: backnd: ModelConfig has no such field; did you mea
     assert f"models/lost/config.pbtxt:4:1: warning: {WARNING}" in run("models", "--quiet", "--strict", code=1)[0]
 
 
-def test_how_it_ends(tmp_path: Path) -> None:
+def test_exit_codes_and_last_lines(tmp_path: Path) -> None:
     identity(tmp_path / "good", "echo")
     assert run(tmp_path / "good") == ("echo  ok\n1 model, 1 ok: no problems\n", "")
     assert run(tmp_path / "good", "--quiet") == ("", "")
@@ -138,7 +138,7 @@ def test_how_it_ends(tmp_path: Path) -> None:
     assert "--model-config-name" in run(tmp_path / "good", "--model-config-name", "../x", code=2)[1]
 
 
-def test_several_repositories(mixed: Path, tmp_path: Path) -> None:
+def test_a_model_in_two_repositories_is_an_error(mixed: Path, tmp_path: Path) -> None:
     identity(tmp_path / "more", "good")
     out = run("models", "more", code=1)[0]
     both = "model appears in two or more repositories: 'good' is also in"
@@ -198,7 +198,7 @@ def test_each_model_is_loaded(tmp_path: Path, temporary: Path) -> None:
     assert ("crash", "1", "UNAVAILABLE") in told
 
 
-def test_json_of_what_could_not_be_loaded(tmp_path: Path, temporary: Path) -> None:
+def test_json_reports_a_failed_load_with_its_log(tmp_path: Path, temporary: Path) -> None:
     python(tmp_path / "models", "raises", 'raise ValueError("no weights here")')
     out, err = run(tmp_path / "models", "--load", "--json", code=1)
     assert err == ""
@@ -221,7 +221,7 @@ def waits(root: Path, fifo: Path) -> Iterator[int]:
         os.close(reader)
 
 
-def test_not_in_time(tmp_path: Path, temporary: Path) -> None:
+def test_a_load_over_the_timeout_is_an_error(tmp_path: Path, temporary: Path) -> None:
     with waits(tmp_path / "models", tmp_path / "fifo"):
         out = run(tmp_path / "models", "--load", "--timeout", "0.5", code=1)[0]
     assert f"  {tmp_path}/models/slow/1: not loaded within 0.5 s\n      -> --timeout allows more\n" in out
@@ -235,7 +235,9 @@ def apart(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted(number: signal.Signals, code: int, tmp_path: Path, temporary: Path) -> None:
+def test_a_signal_during_a_load_ends_the_server(
+    number: signal.Signals, code: int, tmp_path: Path, temporary: Path
+) -> None:
     """The server and its workers end with it; the leak check would report any that are left."""
     with waits(tmp_path / "models", tmp_path / "fifo") as reader:
         process = apart(tmp_path / "models", "--load", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -262,7 +264,7 @@ BEFORE_ITS_START = "temporary_server._delayed_signals = lambda: os.kill(os.getpi
 
 @pytest.mark.parametrize("place", [AT_ITS_START, BEFORE_ITS_START], ids=["at", "before"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_while_the_server_is_started(
+def test_a_signal_while_the_server_starts_ends_it(
     number: signal.Signals, code: int, place: str, tmp_path: Path, temporary: Path
 ) -> None:
     identity(tmp_path / "models", "m")
@@ -274,7 +276,7 @@ def test_interrupted_while_the_server_is_started(
     assert (ran.returncode, "Traceback" in ran.stderr) == (code, False), ran.stderr
 
 
-def test_a_live_line_for_people(tmp_path: Path, temporary: Path) -> None:
+def test_progress_is_shown_on_one_line_of_a_terminal(tmp_path: Path, temporary: Path) -> None:
     """On a terminal, one line is updated, and removed in the end."""
     identity(tmp_path / "models", "good")
     ours, theirs = pty.openpty()
@@ -314,7 +316,7 @@ def test_commands_of_the_page(command: str, tmp_path: Path, temporary: Path, mon
     run(*words[2:])
 
 
-def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_on_the_page_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = pages.page("check")
     config = pages.blocks(text, "text")[0]
     shown = next(block for block in pages.blocks(text, "") if block.startswith("digits "))

@@ -125,19 +125,19 @@ def test_ready(server: Server) -> None:
     assert "Request for unknown model: 'nobody' is not found; `shmserve models` lists the models" in said
 
 
-def test_version_of_both(server: Server) -> None:
+def test_version_shows_client_and_server(server: Server) -> None:
     found = run_json(server, "version", "--url", server.url)
     assert found.keys() == {"shmserve", "server"}
     assert run(server, "version").startswith("shmserve ")
 
 
-def test_every_way_to_the_server(server: Server) -> None:
+def test_a_server_is_found_by_url_or_runtime_directory(server: Server) -> None:
     plain = run(server, "models")
     for where in (["--url", server.url], ["--url", server.zmq_url], ["--runtime-dir", str(server.runtime_dir)]):
         assert run(None, "models", *where) == plain
 
 
-def test_statistics_count_what_was_asked(server: Server) -> None:
+def test_stats_counts_requests_batches_and_rows(server: Server) -> None:
     def of_cnn() -> list[str]:
         return next(line for line in run(server, "stats").splitlines() if line.startswith("cnn ")).split()
 
@@ -180,7 +180,7 @@ VALUES = dict.fromkeys(ITEM_BYTES, "1,2") | {"BOOL": "true,false", "BYTES": '["�
 EXPECTED: dict[str, Any] = {name: [1, 2] for name in ITEM_BYTES} | {"BOOL": [True, False], "BYTES": ["ünï", ""]}
 
 
-def test_every_dtype_there_and_back(server: Server, tmp_path: Path) -> None:
+def test_every_dtype_is_parsed_and_printed(server: Server, tmp_path: Path) -> None:
     words = [f"--input=in_{name}={value}" for name, value in VALUES.items()]
     found = run_json(server, "infer", "every", *words)["outputs"]
     assert {name: found[f"out_{name}"]["data"] for name in ITEM_BYTES} == EXPECTED
@@ -198,7 +198,7 @@ def test_every_dtype_there_and_back(server: Server, tmp_path: Path) -> None:
     assert {name: found[f"out_{name}"]["data"] for name in ITEM_BYTES} == EXPECTED
 
 
-def test_files_hold_what_numpy_says(server: Server, tmp_path: Path) -> None:
+def test_tensors_are_read_from_and_written_to_npy_files(server: Server, tmp_path: Path) -> None:
     x = np.random.default_rng(1).standard_normal((3, 64), np.float32)
     np.save(tmp_path / "x.npy", x)
     run(server, "infer", "mlp", "--input", f"x=@{tmp_path}/x.npy", "--out", str(tmp_path / "results"))
@@ -260,7 +260,7 @@ def test_errors_are_one_line(server: Server, words: list[str], code: int, text: 
     assert text in run(server, "infer", *words, code=code)
 
 
-def test_an_end_of_the_reader_is_no_error(server: Server) -> None:
+def test_a_closed_output_pipe_is_not_an_error(server: Server) -> None:
     """`shmserve models | head -1`"""
     reader, writer = os.pipe()
     os.close(reader)
@@ -272,7 +272,7 @@ def test_an_end_of_the_reader_is_no_error(server: Server) -> None:
     assert ran.stderr == b""
 
 
-def test_ctrl_c_is_no_traceback(server: Server) -> None:
+def test_ctrl_c_prints_no_traceback(server: Server) -> None:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "infer", "slow", "--random", "--repeat", "1000"]
     with server.client() as client:
         while client.statistics("slow")["model_stats"][0]["queued"]:
@@ -310,7 +310,7 @@ def test_demo(server: Server) -> None:
         assert found["ocr_rec"]["text"] == "Handles travel, tensors stay: 64 MiB, 0 copies"
 
 
-def test_demo_and_ready_where_something_is_amiss(tmp_path: Path) -> None:
+def test_demo_and_ready_report_models_that_are_not_ready(tmp_path: Path) -> None:
     repository = tmp_path / "models"
     samples.build(tmp_path / "all", lambda text: None)
     shutil.copytree(tmp_path / "all" / "mlp", repository / "mlp")
@@ -343,7 +343,7 @@ def test_demo_without_samples(tmp_path: Path) -> None:
         assert "the server has none of the sample models: `python -m shmserve.repo.samples DIR`" in ran.stderr
 
 
-def test_a_server_without_models(tmp_path: Path) -> None:
+def test_models_of_an_empty_server(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         assert run(server, "models").startswith("no models: ")
 
@@ -377,7 +377,7 @@ def test_serve_passes_its_options_on_and_ctrl_c_stops_it(tmp_path: Path) -> None
     assert not list((tmp_path / "run").glob("*.sock"))
 
 
-def test_serve_used_wrongly() -> None:
+def test_serve_without_a_repository_fails() -> None:
     for words, code, text in (["--help"], 0, "usage: shmserve serve"), ([], 2, "nothing to serve: "):
         ran = run_apart(None, "serve", *words)
         assert ran.returncode == code
@@ -476,7 +476,7 @@ def test_every_command_of_the_page_that_runs_until_ctrl_c(line: str, server: Ser
     assert json.loads(first) if "--json" in line else first.strip()
 
 
-def test_the_commands_of_the_page_that_change_what_is_served(place: Path) -> None:
+def test_the_commands_of_the_page_that_change_served_models(place: Path) -> None:
     """In order, on a separate server."""
     options = ["--model-control-mode", "explicit", "--load-model", "*"]
     mlp = place / "build" / "samples" / "mlp"

@@ -74,7 +74,7 @@ def client(site: Site) -> Iterator[shmserve.Client]:
         yield client
 
 
-def test_every_kind_is_ready_and_free_of_problems(site: Site, client: shmserve.Client) -> None:
+def test_generated_models_pass_the_check_and_become_ready(site: Site, client: shmserve.Client) -> None:
     assert {entry["name"]: entry["state"] for entry in client.models()} == dict.fromkeys(
         [*site.printed, *TRAINED], "READY"
     )
@@ -143,7 +143,7 @@ def test_torch(site: Site, client: shmserve.Client) -> None:
 
 
 @needs_torch
-def test_a_wrong_file_fails_and_a_reader_that_crashes_is_a_warning(
+def test_a_wrong_file_is_an_error_and_a_crashed_reader_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An uncaught exception also ends the reader with exit code 1."""

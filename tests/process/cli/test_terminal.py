@@ -74,7 +74,7 @@ def words(command: str, server: Server, root: Path) -> list[str]:
 
 @pytest.mark.parametrize("columns", [60, 250])
 @pytest.mark.parametrize("command", ["models", "models --instances", "stats", "check"])
-def test_it_fits_the_terminal(server: Server, root: Path, command: str, columns: int) -> None:
+def test_tables_fit_the_terminal(server: Server, root: Path, command: str, columns: int) -> None:
     text = on_a_terminal(words(command, server, root), columns)
     lines = ESCAPE.sub("", text).splitlines()
     assert max(map(len, lines)) <= columns
@@ -102,17 +102,19 @@ def test_a_reason_is_shown_below_its_row(server: Server, root: Path) -> None:
         (["--no-color"], {"FORCE_COLOR": "1"}, False),
     ],
 )
-def test_color(server: Server, root: Path, more: list[str], variables: dict[str, str], colored: bool) -> None:
+def test_color_follows_the_flag_and_the_environment(
+    server: Server, root: Path, more: list[str], variables: dict[str, str], colored: bool
+) -> None:
     text = on_a_terminal([*words("models", server, root), *more], 120, variables)
     assert bool(re.search(r"\x1b\[32mREADY", text)) is colored
     assert ("\x1b" in text) is colored
 
 
-def test_the_choice_before_the_command(server: Server, root: Path) -> None:
+def test_global_options_are_accepted_before_the_command(server: Server, root: Path) -> None:
     assert "\x1b[32mREADY" in on_a_terminal(["--color", *words("models", server, root)], 120, {"NO_COLOR": "1"})
 
 
-def test_a_pipe_has_whole_lines_without_color(server: Server) -> None:
+def test_lines_in_a_pipe_are_not_truncated_or_colored(server: Server) -> None:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "models", "--url", server.url]
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     environment["COLUMNS"] = "40"

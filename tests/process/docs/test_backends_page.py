@@ -148,7 +148,7 @@ def test_a_python_model_for_all_models_of_a_backend(tmp_path: Path, stacked: str
         assert worker.array(row.outputs[0], np.float32).tolist() == [[7, 14, 21]]
 
 
-def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_installed_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend_of_the_page(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / ".hidden").mkdir()
@@ -167,7 +167,9 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is not a directory" in backend_directory_problem(tmp_path / "nowhere")
 
 
-def test_the_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_directory_must_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     found = settings.parse(["--model-repository", ".", "--backend-directory", "mine"])
@@ -191,7 +193,7 @@ ONE = "from shmserve.workers.backends import StackedBackend, SeparateBackend\ncl
     ],
     ids=["one", "derived", "two", "imported", "other"],
 )
-def test_the_class(tmp_path: Path, text: str, name: str) -> None:
+def test_the_backend_class_is_found_in_backend_py(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "beside.py").touch()
     (tmp_path / "mine" / "backend.py").write_text(f"import beside\n{text}")
@@ -205,7 +207,7 @@ def test_the_class(tmp_path: Path, text: str, name: str) -> None:
         from_directory(str(tmp_path), "mine")
 
 
-def test_a_class_of_another_module_is_not_taken() -> None:
+def test_an_imported_class_is_not_the_backend() -> None:
     module = ModuleType("mine")
     module.Kind = StackedBackend  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match="it has none"):
@@ -217,7 +219,9 @@ def test_a_class_of_another_module_is_not_taken() -> None:
     [("onnxruntime", "onnxruntime", "server"), ("pytorch", "torch", "torch"), ("openvino",) * 3,
      ("tensorflow",) * 3, ("tflite", "ai_edge_litert", "tflite"), ("dali", "nvidia", "dali")],
 )  # fmt: skip
-def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_its_extra(
+    name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packages = {"onnx": ["backend"], "pytorch": ["backend", "programs", "device"]}
     packages["tensorflow"] = ["backend", "engine", "files", "sessions"]
     modules = [f"{package}.{module}" for package, names in packages.items() for module in names]
@@ -235,9 +239,9 @@ def test_a_missing_library(name: str, library: str, extra: str, monkeypatch: pyt
     [("pytorch", "model.pt", False), ("pytorch", "model.pt2", True), ("openvino", "", True), ("linear", "", True),
      ("identity", "", False)],
 )  # fmt: skip
-def test_who_can_say_what_the_configuration_leaves_out(backend: str, file: str, known: bool) -> None:
+def test_backends_that_can_complete_a_configuration(backend: str, file: str, known: bool) -> None:
     assert can_complete(ModelConfig(name="m", backend=backend, default_model_filename=file)) == known
 
 
-def test_the_reason_on_the_page() -> None:
+def test_the_page_shows_the_error_of_a_missing_library() -> None:
     assert "backend 'pytorch' needs a package that is not installed (No module named 'torch'): .venv/bin/pip" in PAGE

@@ -47,7 +47,7 @@ def answer(parts: shmserve.Stream) -> str:
     return b"".join(part["text_output"][0] for part in parts).decode()
 
 
-def test_it_knows_something(client: shmserve.Client) -> None:
+def test_the_model_completes_a_fact(client: shmserve.Client) -> None:
     sampling = {"temperature": 0, "max_tokens": 3}
     stream = client.stream("chat", {"text_input": ["The capital of France is"]}, parameters=sampling, timeout=120)
     assert answer(stream) == "The capital of France is Paris.\n"

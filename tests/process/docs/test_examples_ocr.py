@@ -153,13 +153,13 @@ def test_step_by_step(server: Server, oracle: Oracle, name: str) -> None:
     ],
     ids=["nothing", "GIF", "cut off", "narrow", "huge"],
 )
-def test_what_is_no_picture_is_an_error(server: Server, data: Callable[[], bytes], text: str) -> None:
+def test_invalid_images_are_refused(server: Server, data: Callable[[], bytes], text: str) -> None:
     with server.client() as client, pytest.raises(shmserve.ServeError, match=text) as failed:
         client.infer("ocr_prepare", {"IMAGE": np.array([data()], object)})
     assert "0x" not in str(failed.value)
 
 
-def test_what_is_transparent_is_white(server: Server) -> None:
+def test_transparent_pixels_become_white(server: Server) -> None:
     from PIL import Image
 
     image = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
@@ -187,7 +187,7 @@ def test_the_ensemble(server: Server, oracle: Oracle, name: str) -> None:
     assert_same(found, oracle(page.data), page.lines)
 
 
-def test_pages_at_once(server: Server, oracle: Oracle) -> None:
+def test_concurrent_pages_share_batches(server: Server, oracle: Oracle) -> None:
     """Lines of several pages are batched, each line runs once, and each page gets its own lines."""
     names = ["turned, grey", "nothing", "many lines", "downwards", "turned, grey"]
     lines = sum(PAGES[name].lines for name in names)
@@ -206,7 +206,7 @@ def counts(client: shmserve.Client) -> tuple[int, int]:
     return int(found["inference_count"]), int(found["execution_count"])
 
 
-def test_an_error_of_a_step_is_told(server: Server) -> None:
+def test_an_error_of_a_step_names_the_ensemble(server: Server) -> None:
     with (
         server.client() as client,
         pytest.raises(shmserve.ServeError, match=r"in ensemble 'ocr', .*IMAGE cannot be read"),

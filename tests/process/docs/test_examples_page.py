@@ -89,7 +89,7 @@ def test_programs(server: Server) -> None:
     assert len(chances.splitlines()) == 16_000 // samples.VAD_CHUNK
 
 
-def test_what_the_page_says_of_the_samples() -> None:
+def test_the_page_lists_all_sample_models() -> None:
     table = PAGE.partition("| set | models |")[2].partition("\n\n")[0]
     named = set(re.findall(r"`(\w+)`", table))
     assert named <= MODELS

@@ -88,7 +88,7 @@ def test_the_ensemble(server: Server, weights: dict[str, float]) -> None:
         assert {name: value.tolist() for name, value in only.items()} == {"LABEL": [[b"negative"]]}
 
 
-def test_callers_of_the_ensemble_and_of_a_step_at_once(server: Server) -> None:
+def test_concurrent_requests_to_the_ensemble_and_to_a_step(server: Server) -> None:
     """Each caller gets its own response, whichever texts share a batch."""
     words = np.zeros((1, 32), np.int64)
     texts = [text for text in TEXTS for _ in range(8)]

@@ -85,14 +85,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def test_voices_are_heard(expected: list[Sound]) -> None:
+def test_expected_probabilities_vary(expected: list[Sound]) -> None:
     """The expected values vary, so that comparing them is meaningful."""
     assert max(found.max() for found in expected) > 0.8
     assert min(found.min() for found in expected) < 0.2
     assert len({found.round(4).tobytes() for found in expected}) == STREAMS
 
 
-def test_the_wrapper_of_the_package_says_the_same(voices: list[Sound], expected: list[Sound]) -> None:
+def test_expected_probabilities_equal_those_of_silero_vad(voices: list[Sound], expected: list[Sound]) -> None:
     torch = pytest.importorskip("torch")
     package = pytest.importorskip("silero_vad")
     wrapper = package.load_silero_vad(onnx=True)
@@ -118,7 +118,7 @@ def heard(futures: list[Future[shmserve.Result]]) -> Sound:
 
 @pytest.mark.parametrize("model", ["vad", "vad_direct"])
 @pytest.mark.parametrize("names", ["numbers", "texts"])
-def test_streams_at_once(server: Server, model: str, names: str, voices: list[Sound], expected: list[Sound]) -> None:
+def test_concurrent_streams(server: Server, model: str, names: str, voices: list[Sound], expected: list[Sound]) -> None:
     """Chunks are sent in any order across streams, many in flight, but in order within each stream."""
     turns = [stream for stream, chunks in enumerate(voices) for _ in chunks]
     random.Random(f"{model} {names}").shuffle(turns)
@@ -131,14 +131,14 @@ def test_streams_at_once(server: Server, model: str, names: str, voices: list[So
             np.testing.assert_allclose(heard(found), wanted, atol=1e-5)
 
 
-def test_a_stream_of_a_caller_that_waits(server: Server, voices: list[Sound], expected: list[Sound]) -> None:
+def test_chunks_sent_one_at_a_time(server: Server, voices: list[Sound], expected: list[Sound]) -> None:
     with server.client() as client:
         for _ in range(2):  # the second time, all state has been reset
             found = [step(client, "vad", 7, voices[3], at).result()["PROBABILITY"] for at in range(len(voices[3]))]
             np.testing.assert_allclose(np.concatenate(found)[:, 0], expected[3], atol=1e-5)
 
 
-def test_more_streams_than_places(server: Server, voices: list[Sound], expected: list[Sound]) -> None:
+def test_more_streams_than_slots(server: Server, voices: list[Sound], expected: list[Sound]) -> None:
     """Streams beyond the slots wait for one to end."""
     many = [stream for _ in range(3) for stream in range(STREAMS)]
     with server.client() as client:
@@ -150,7 +150,7 @@ def test_more_streams_than_places(server: Server, voices: list[Sound], expected:
             np.testing.assert_allclose(heard(found), expected[stream], atol=1e-5)
 
 
-def test_a_chunk_that_belongs_to_nothing(server: Server, voices: list[Sound]) -> None:
+def test_a_chunk_outside_a_sequence_is_refused(server: Server, voices: list[Sound]) -> None:
     with server.client() as client:
         with pytest.raises(shmserve.InvalidRequest, match="START"):
             step(client, "vad", 99, voices[0], 3).result()

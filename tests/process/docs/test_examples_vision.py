@@ -93,7 +93,7 @@ def test_classification_and_segmentation(server: Server, package: Any, turned: b
 
 
 @pytest.mark.usefixtures("package")  # without the package, the samples are not built
-def test_what_is_not_an_image_is_refused(server: Server) -> None:
+def test_invalid_images_are_refused(server: Server) -> None:
     with server.client() as client, pytest.raises(shmserve.ServeError, match="its 7 bytes are not a PNG or JPEG file"):
         client.infer("scan", {"IMAGE": np.array([b"nothing"], object)})
 
@@ -139,7 +139,7 @@ def columns_of(image: Array) -> tuple[Array, Array, Array]:
     return (chances * np.arange(WIDTH)).sum(-1) / (WIDTH - 1), (chances * strips).sum(-1), mask[None]
 
 
-def test_lanes_are_where_they_were_drawn(server: Server) -> None:
+def test_lanes_are_found_where_they_were_drawn(server: Server) -> None:
     pytest.importorskip("onnx")  # for make_models.py
     images = [road(lines, seed) for seed, lines in enumerate(ROADS)]
     with server.client() as client:

@@ -50,7 +50,7 @@ def ids_of(folder: Path, texts: list[str]) -> tuple[Any, Any]:
     return ids, mask
 
 
-def test_requests_get_what_they_would_get_alone(folder: Path, server: Server) -> None:
+def test_padded_batches_give_the_same_results_as_single_requests(folder: Path, server: Server) -> None:
     engine = ort.InferenceSession(str(folder / "texts/encoder/1/model.onnx"), providers=["CPUExecutionProvider"])
     random = np.random.default_rng(1)
     requests = [
@@ -90,7 +90,7 @@ def test_lengths_that_differ_within_a_request_are_refused(server: Server) -> Non
             client.infer("encoder", bad)
 
 
-def test_the_command_tells_of_padding(server: Server) -> None:
+def test_stats_reports_the_share_of_padding(server: Server) -> None:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "stats", "encoder", "--url", server.url]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert re.search(r"encoder version 1: [\d.]+% of [\d,]+ elements \(rows x padded length\) were padding", said), said

@@ -82,7 +82,7 @@ def requests_in_flight(folder: Path, *options: str) -> Iterator[tuple[Serving, I
         assert server.end() == 0
 
 
-def test_a_second_ctrl_c_answers_the_requests_in_flight(tmp_path: Path) -> None:
+def test_requests_in_flight_are_answered_at_a_second_ctrl_c(tmp_path: Path) -> None:
     with requests_in_flight(tmp_path, "--exit-timeout-secs", "3600") as (server, requests):
         server.process.send_signal(signal.SIGINT)
         server.until(r"\[gateway\] shutting down: new requests are refused")

@@ -63,7 +63,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_client(server: Server, way: str) -> None:
+def test_every_client_receives_the_top_classes(server: Server, way: str) -> None:
     face, link = way.split()
     options = {"memory": "frames"} if link == "frames" else {}
     with FACES[face](server.url if link == "lane" else server.zmq_url, **options) as client:
@@ -110,7 +110,7 @@ def test_labels_of_ensembles(tmp_path: Path) -> None:
             assert found == f"4.000000:1:{expected} 1".encode()
 
 
-def test_strings_have_no_classes(server: Server) -> None:
+def test_classes_of_a_string_output_are_refused(server: Server) -> None:
     with (
         server.client() as client,
         pytest.raises(shmserve.InvalidRequest, match="unsupported type 'BYTES': output 'y'"),
@@ -118,7 +118,7 @@ def test_strings_have_no_classes(server: Server) -> None:
         client.infer("words", {"x": np.array([["a"]], object)}, outputs={"y": TopK(2)})
 
 
-def test_the_page(server: Server) -> None:
+def test_the_example_of_the_page(server: Server) -> None:
     """The program prints the output in the comment of the example."""
     program = section("Labels and classes")[2]
     (expected,) = re.findall(r"# (\[\[.*\]\])", program)

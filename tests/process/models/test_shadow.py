@@ -97,7 +97,7 @@ def cli(server: Server, *words: str) -> str:
     return done.stdout
 
 
-def test_every_answer_is_compared(client: shmserve.Client) -> None:
+def test_every_response_is_compared_with_the_shadow(client: shmserve.Client) -> None:
     """Sends one request after the other, so that no comparison is skipped. Floats are equal within the tolerance."""
     client.traffic("m", shadow={2: 100})
     for number in range(20):
@@ -108,7 +108,7 @@ def test_every_answer_is_compared(client: shmserve.Client) -> None:
     assert versions["2"]["inference_stats"]["success"]["count"] == 20, "its latency is that of the version"
 
 
-def test_differences_and_failures(server: Server, client: shmserve.Client) -> None:
+def test_differences_and_failures_of_the_shadow_are_counted_and_logged(server: Server, client: shmserve.Client) -> None:
     assert "100 % also go to version 3" in cli(server, "traffic", "m", "--shadow", "3=100")
     expected = {"equal": 0, "different": 0, "failed": 0}
     for value, result in ((4, "equal"), (5, "different"), (6, "failed")):
@@ -139,7 +139,7 @@ def test_large_tensors(server: Server, client: shmserve.Client) -> None:
     await_counts(client, 2, equal=4, skipped=1)
 
 
-def test_what_cannot_be_compared_is_refused(client: shmserve.Client) -> None:
+def test_invalid_shadows_are_refused(client: shmserve.Client) -> None:
     client.load("stream")
     with pytest.raises(InvalidRequest, match="a decoupled model cannot have a shadow"):
         client.traffic("stream", shadow={1: 5})

@@ -84,7 +84,7 @@ def cli(server: Server, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_versions_of_a_load(client: shmserve.Client) -> None:
+def test_a_load_selects_versions(client: shmserve.Client) -> None:
     client.load("m")
     assert ready(client, "m") == ["3"], "the version policy selects the latest"
     client.load("m", versions=[1, 2])
@@ -194,7 +194,7 @@ def test_a_failing_canary_is_visible_and_rolled_back(server: Server, hold: Path,
         client.unload("canary")
 
 
-def test_versions_of_a_load_over_http(server: Server, client: shmserve.Client) -> None:
+def test_a_load_selects_versions_over_http(server: Server, client: shmserve.Client) -> None:
     def load(parameters: dict[str, Any]) -> tuple[int, str]:
         with closing(http.client.HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
             connection.request("POST", "/v2/repository/models/m/load", json.dumps({"parameters": parameters}))
@@ -281,7 +281,9 @@ def test_traffic_of_the_configuration(server: Server, client: shmserve.Client, r
         ({"aliases": {"": 1}}, "alias '': expected up to 64 letters"),
     ],
 )
-def test_wrong_changes_change_nothing(client: shmserve.Client, changes: dict[str, dict[int, int]], text: str) -> None:
+def test_invalid_changes_leave_the_traffic_unchanged(
+    client: shmserve.Client, changes: dict[str, dict[int, int]], text: str
+) -> None:
     client.load("m")
     client.traffic("m", shares={3: 50}, aliases={"prod": 3})
     before = client.traffic("m")

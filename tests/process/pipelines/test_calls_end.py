@@ -133,7 +133,7 @@ def test_the_deadline_of_the_client_ends_the_call(client: shmserve.Client, gate:
     assert statistics["fail"]["count"] >= 1
 
 
-def test_the_server_stops_after_the_call(server: Launched, client: shmserve.Client, gate: Gate) -> None:
+def test_a_stop_waits_for_a_call_in_flight(server: Launched, client: shmserve.Client, gate: Gate) -> None:
     """The server stops after the requests in flight, including the calls that they still make."""
     future = under_way(client, gate)
     server.signal(signal.SIGTERM)

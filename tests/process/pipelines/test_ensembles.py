@@ -135,7 +135,7 @@ def test_the_broker_neither_copies_nor_maps_large_tensors(server: Server, way: s
     assert all(size < 4 << 20 or " ---p " in line for size, line in zip(sizes, mapped, strict=True)), mapped
 
 
-def test_tensors_in_frames(server: Server) -> None:
+def test_tensors_sent_in_frames_release_their_memory(server: Server) -> None:
     with connect(server, "sync frames") as client:
         x = numbers(10_000)
         both = client.infer("all", {"x": x})
@@ -217,7 +217,7 @@ def test_conditional_steps(client: shmserve.Client, size: int) -> None:
     assert (client.infer("given", {"x": x, "f": outside})["z"] == x + 1).all()
 
 
-def test_conditional_steps_of_rows(client: shmserve.Client) -> None:
+def test_conditional_steps_run_only_for_matching_rows(client: shmserve.Client) -> None:
     x = np.abs(numbers(30, 40)) + 1
     found = client.infer("judged", {"x": x})
     assert (found["z"] == x + 1).all()
@@ -289,7 +289,7 @@ def test_a_deadline_ends_a_request_whose_step_hangs(client: shmserve.Client) -> 
     assert client.infer("both", {"x": np.zeros(1, np.float32)})["r"] == 20
 
 
-def test_a_worker_dies_in_a_step(client: shmserve.Client) -> None:
+def test_a_worker_killed_in_a_step_fails_the_request(client: shmserve.Client) -> None:
     future = client.submit("both", {"x": np.array([777], np.float32)})
     (pid,) = pids(client, "plus1").values()
     os.kill(pid, signal.SIGKILL)
@@ -301,7 +301,7 @@ def test_a_worker_dies_in_a_step(client: shmserve.Client) -> None:
     assert (client.infer("both", {"x": x}, timeout=PATIENCE_S)["l"] == x + 1).all()
 
 
-def test_a_worker_dies_between_rows(client: shmserve.Client) -> None:
+def test_rows_of_a_killed_worker_are_retried(client: shmserve.Client) -> None:
     """The rows of the worker's batch are retried, each alone."""
     before = pids(client, "row1")
     (pid,) = before.values()
@@ -342,7 +342,7 @@ def own_segments(server: Server, name: str) -> int:
     raise AssertionError(f"{name} has no worker")
 
 
-def test_identities_copy_nothing_between_steps(explicit: tuple[Server, Path]) -> None:
+def test_identity_steps_pass_tensors_on_without_a_copy(explicit: tuple[Server, Path]) -> None:
     """Only the last step allocates memory, for the result."""
     server, _ = explicit
     with server.client() as client:
@@ -448,7 +448,7 @@ def test_the_example_of_the_page(tmp_path: Path) -> None:
     assert printed.strip() == expected
 
 
-def test_the_errors_of_the_page(
+def test_the_error_output_on_the_page_is_current(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_page(tmp_path, '"SQUARE" value', '"SQUARES" value')

@@ -282,7 +282,7 @@ def test_a_removed_instance_finishes_its_sequences(client: shmserve.Client, repo
     until(client, lambda: set(pids(client, "shrinks").values()) == {more[0].pid}, "it ends with its last sequence")
 
 
-def test_an_idle_sequence_loses_its_place(client: shmserve.Client) -> None:
+def test_an_idle_sequence_loses_its_slot(client: shmserve.Client) -> None:
     """Its slot is given to the waiting sequence."""
     idle, waiting = Summed(client, "narrow", "idle"), Summed(client, "narrow", "waiting")
     idle.step(1, "start")

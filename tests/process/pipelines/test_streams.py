@@ -207,7 +207,7 @@ def test_a_slow_reader_slows_the_model_down_and_cancels_it(client: Any, model: s
 
 
 @pytest.mark.parametrize("model", ["repeat", "tokens"])
-def test_a_timeout_cancels_the_model(server: Server, model: str, report: Any) -> None:
+def test_a_stream_timeout_cancels_the_model(server: Server, model: str, report: Any) -> None:
     path, read = report
     x = np.array([[1_000_000]], np.float32)
     with shmserve.Client(server.url) as client:
@@ -222,7 +222,7 @@ def test_a_timeout_cancels_the_model(server: Server, model: str, report: Any) ->
 
 
 @pytest.mark.parametrize("model", ["repeat", "tokens"])
-def test_the_end_of_a_client_cancels_the_model(server: Server, model: str, report: Any) -> None:
+def test_a_killed_client_cancels_the_model(server: Server, model: str, report: Any) -> None:
     path, read = report
     program = (
         "import sys, numpy, shmserve\n"
@@ -241,7 +241,7 @@ def test_the_end_of_a_client_cancels_the_model(server: Server, model: str, repor
     assert read().startswith("cancelled after ")
 
 
-def test_the_end_of_a_worker_ends_its_streams(server: Server) -> None:
+def test_a_killed_worker_ends_its_streams(server: Server) -> None:
     with shmserve.Client(server.url) as client:
         (row,) = [row for row in client.models() if row["name"] == "mortal"]
         (instance,) = row["instances"]

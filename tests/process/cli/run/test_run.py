@@ -50,7 +50,7 @@ class Ran:
 # ------------------------------------------------------------------------------------------ models that work
 
 
-def test_a_python_model_and_its_prints(models: Path) -> None:
+def test_a_python_model_runs_and_its_prints_are_shown(models: Path) -> None:
     ran = Ran("greeter", "-i", "x=[[1, 2], [3, 4]]", "-i", 'who=["you", "me"]', cwd=models)
     lines = ran.out.splitlines()
     assert lines[0] == "initialize greeter 1"
@@ -70,7 +70,7 @@ def test_a_python_model_and_its_prints(models: Path) -> None:
     assert sorted(path.name for path in (models / "greeter").rglob("*")) == ["1", "config.pbtxt", "model.py"]
 
 
-def test_json_is_alone_on_standard_output(models: Path) -> None:
+def test_standard_output_contains_only_json_with_json(models: Path) -> None:
     ran = Ran("greeter/", "-", "--outputs", "y", "--repeat", 5, "--json", cwd=models, text='{"inputs": {"x": [1, 2]}}')
     assert ran.document["outputs"] == {"y": {"dtype": "FP32", "shape": [1, 2], "data": [[2, 4]]}}
     assert (ran.document["model"], ran.document["version"], ran.document["warnings"]) == ("greeter", 1, [])
@@ -99,7 +99,7 @@ def test_a_model_that_completes_its_own_configuration(models: Path) -> None:
     assert ran.document["outputs"] == {"b": {"dtype": "INT32", "shape": [3], "data": [2, 3, 4]}}
 
 
-def test_the_model_directory_itself_may_be_where_one_is(models: Path) -> None:
+def test_the_current_directory_can_be_the_model(models: Path) -> None:
     assert "greeter version 1" in Ran(".", "--random", cwd=models / "greeter").out
 
 
@@ -118,7 +118,7 @@ def onnx_model(folder: Path) -> onnx.ModelProto:
     return model
 
 
-def test_an_onnx_model_against_the_bare_engine(tmp_path: Path) -> None:
+def test_an_onnx_model_gives_the_same_results_as_onnx_runtime(tmp_path: Path) -> None:
     """The model has no configuration, and the tensors do not fit into messages."""
     model = onnx_model(tmp_path / "matrix")
     x = np.random.default_rng(5).random((4, 2048), np.float32)
@@ -168,7 +168,7 @@ def test_versions_and_configurations_by_name(
 # ------------------------------------------------------------------------------------------ models that fail
 
 
-def test_what_the_model_raises_is_shown_from_its_own_first_line(models: Path) -> None:
+def test_a_traceback_starts_in_the_code_of_the_model(models: Path) -> None:
     ran = Ran("greeter", "-i", "x=1001,2", "--repeat", 3, cwd=models, code=1)
     lines = ran.err.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
@@ -188,7 +188,7 @@ def test_what_the_model_raises_is_shown_from_its_own_first_line(models: Path) ->
         (1006, 1, "output 'y' of model 'greeter' has the wrong data type: expected FP32, found complex64"),
     ],
 )
-def test_other_ways_to_fail(models: Path, value: int, code: int, text: str) -> None:
+def test_invalid_results_and_exits_of_the_model_fail_the_run(models: Path, value: int, code: int, text: str) -> None:
     ran = Ran("greeter", "-i", f"x={value},2", cwd=models, code=code)
     assert text in ran.err
     assert ran.out.splitlines()[-1] == "finalize"
@@ -210,7 +210,7 @@ def test_models_that_do_not_load(models: Path, model: str, texts: list[str]) -> 
     assert "loaded in" not in ran.out
 
 
-def test_a_model_that_fails_at_its_end(models: Path) -> None:
+def test_an_exception_in_finalize_fails_the_run(models: Path) -> None:
     ran = Ran("last", "--random", "--json", cwd=models, code=1)
     assert ran.out == ""
     assert "OSError: no end" in ran.err
@@ -239,7 +239,7 @@ def test_a_model_that_fails_at_its_end(models: Path) -> None:
         ({"model_dir": "nowhere"}, "nowhere is not a directory"),
     ],
 )
-def test_wrong_use_ends_with_2(
+def test_invalid_arguments_end_with_exit_code_2(
     order: dict[str, Any], text: str, models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(models)
@@ -249,7 +249,7 @@ def test_wrong_use_ends_with_2(
     assert err.count("\n") == 1
 
 
-def test_exit_codes_and_the_next_step_come_through_the_command(models: Path) -> None:
+def test_the_command_passes_on_exit_codes_and_error_texts(models: Path) -> None:
     assert "--random for random data" in Ran("identity", cwd=models, code=2).err
     assert "'0' is not an integer of at least 1" in Ran("identity", "--repeat", 0, cwd=models, code=2).err
 
@@ -257,7 +257,7 @@ def test_exit_codes_and_the_next_step_come_through_the_command(models: Path) -> 
 # ------------------------------------------------------------------------------------------ the two sides, the page
 
 
-def test_what_the_command_passes_on_is_what_the_process_understands() -> None:
+def test_the_command_passes_on_every_field_of_the_run_order() -> None:
     given = ["request.json", "--seed=1", "--batch=1", "--outputs=y", "--out=o", "--version=1", "--backend-directory=d"]
     order = json.loads(order_of(parser().parse_args(["run", "model", *given])))
     assert set(order) == set(RunOrder.__struct_fields__)
@@ -311,7 +311,7 @@ model_warmup [ { batch_size: 2 inputs { key: "x" value { data_type: TYPE_FP32 di
 """
 
 
-def test_a_model_with_many_answers(tmp_path: Path) -> None:
+def test_each_response_of_a_decoupled_model_is_shown(tmp_path: Path) -> None:
     write_model(tmp_path, "counts", COUNTS_CONFIG, COUNTS)
     shown = Ran("counts", "--input", "x=3", "--repeat", "2", cwd=tmp_path).out
     assert [line for line in shown.splitlines() if line.startswith("part ")] == ["part 1", "part 2", "part 3"]

@@ -76,7 +76,7 @@ class Conversation:
 PROMPT = "(Pdb) "
 
 
-def test_breakpoints_stop_in_the_model_and_go_on(models: Path) -> None:
+def test_a_breakpoint_opens_the_debugger_and_continues(models: Path) -> None:
     with Conversation("greeter", "-i", "x=1002,2", cwd=models) as terminal:
         assert "greeter/1/model.py(" in terminal.until(PROMPT)
         terminal.say("p first + 1")
@@ -87,7 +87,7 @@ def test_breakpoints_stop_in_the_model_and_go_on(models: Path) -> None:
         assert "2004 4" in text
 
 
-def test_leaving_the_debugger_ends_the_run(models: Path) -> None:
+def test_quitting_the_debugger_ends_the_run(models: Path) -> None:
     with Conversation("greeter", "-i", "x=1002,2", "--pdb", cwd=models) as terminal:
         terminal.until(PROMPT)
         terminal.say("q")
@@ -118,7 +118,7 @@ def test_pdb_stops_where_loading_failed(models: Path) -> None:
         assert terminal.end()[1] == 1
 
 
-def test_the_debugger_has_the_terminal_when_inputs_came_from_a_pipe(models: Path, tmp_path: Path) -> None:
+def test_the_debugger_uses_the_terminal_if_standard_input_is_a_pipe(models: Path, tmp_path: Path) -> None:
     """Like `cat request.json | shmserve run greeter -`: there is a terminal, but standard input is a pipe."""
     request = tmp_path / "request.json"
     request.write_text('{"inputs": {"x": [1002, 2]}}')

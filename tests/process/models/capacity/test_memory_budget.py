@@ -84,7 +84,7 @@ def ask(server: Server, seed: int, answered: list[bool]) -> None:
             answered.append(bool((client.infer(f"m{random.randrange(MODELS)}", {"x": x})["y"] == x).all()))
 
 
-def test_many_models_in_little_memory(tmp_path: Path) -> None:
+def test_models_over_the_memory_budget_take_turns(tmp_path: Path) -> None:
     write_models(tmp_path)
     limits = ("--model-memory-budget", str(BUDGET), "--strict-readiness=false")
     with Server(tmp_path, *limits) as server, server.client() as client:

@@ -91,7 +91,7 @@ def gated(server: tuple[Server, Gated]) -> Iterator[Gated]:
         gated.answer()
 
 
-def test_instances_come_with_the_queue_and_go_without_it(server: tuple[Server, Gated], gated: Gated) -> None:
+def test_instances_are_added_for_a_queue_and_removed_without_one(server: tuple[Server, Gated], gated: Gated) -> None:
     before = gated.scales()
     for _ in range(2):
         (first,) = gated.await_size(1).items()
@@ -109,7 +109,7 @@ def test_instances_come_with_the_queue_and_go_without_it(server: tuple[Server, G
     assert "needs one instance less, so 'm_0_2' leaves (2 remain, of at least 1): fewer were enough for" in log
 
 
-def test_no_request_is_lost_when_instances_come_and_die(gated: Gated) -> None:
+def test_no_request_is_lost_when_an_added_instance_is_killed(gated: Gated) -> None:
     """The added instance crashes with a request, which another instance runs again."""
     gated.await_size(1)
     gated.ask(20)
@@ -120,7 +120,7 @@ def test_no_request_is_lost_when_instances_come_and_die(gated: Gated) -> None:
     gated.answer()
 
 
-def test_a_load_keeps_the_number_within_its_new_bounds(gated: Gated) -> None:
+def test_a_load_adjusts_the_number_of_instances_to_new_bounds(gated: Gated) -> None:
     def load(**given: str) -> dict[str, int]:
         write(gated.config, scaled(**given))
         gated.client.load("m")
@@ -145,7 +145,9 @@ def test_a_load_keeps_the_number_within_its_new_bounds(gated: Gated) -> None:
     gated.await_size(1)
 
 
-def test_an_instance_that_cannot_load(server: tuple[Server, Gated], gated: Gated) -> None:
+def test_a_failed_load_of_an_added_instance_does_not_degrade_the_model(
+    server: tuple[Server, Gated], gated: Gated
+) -> None:
     gated.await_size(1)
     gated.broken.touch()
     gated.ask(20)
@@ -158,7 +160,7 @@ def test_an_instance_that_cannot_load(server: tuple[Server, Gated], gated: Gated
     gated.await_size(3)
 
 
-def test_an_unload_ends_all_that_were_added(gated: Gated) -> None:
+def test_an_unload_ends_all_added_instances(gated: Gated) -> None:
     gated.await_size(1)
     gated.ask(20)
     gated.await_size(3)

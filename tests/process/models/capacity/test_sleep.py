@@ -98,7 +98,7 @@ def fall_asleep(client: shmserve.Client, *names: str) -> None:
     until(client, all_asleep)
 
 
-def test_a_request_wakes_what_sleeps(server: Server, client: shmserve.Client) -> None:
+def test_a_request_wakes_a_sleeping_model(server: Server, client: shmserve.Client) -> None:
     fall_asleep(client, "plain")
     found = entry(client, "plain")
     assert (found["state"], found["asleep"], found["degraded"], found["reason"]) == ("READY", True, False, "")
@@ -114,19 +114,19 @@ def test_a_request_wakes_what_sleeps(server: Server, client: shmserve.Client) ->
     assert client.statistics("plain")["model_stats"][0]["inference_count"] == before + 1
 
 
-def test_steps_and_calls_wake_their_models(client: shmserve.Client) -> None:
+def test_ensemble_steps_and_model_calls_wake_sleeping_models(client: shmserve.Client) -> None:
     for name, members in (("chain", ("first", "second")), ("caller", ("caller", "called"))):
         fall_asleep(client, *members)
         assert client.ready(name)
         assert (client.infer(name, {"x": ONE})["y"] == ONE).all()
 
 
-def test_what_must_stay_loaded_does(client: shmserve.Client) -> None:
+def test_models_with_stay_loaded_do_not_sleep(client: shmserve.Client) -> None:
     fall_asleep(client, "plain", "first", "second")
     assert not entry(client, "awake")["asleep"]
 
 
-def test_it_wakes_as_what_was_loaded(client: shmserve.Client, root: Path) -> None:
+def test_a_woken_model_has_the_generation_that_was_loaded(client: shmserve.Client, root: Path) -> None:
     """Not the repository's current state."""
     assert answer(client, "m") == 1
     fall_asleep(client, "m")
@@ -142,7 +142,7 @@ def test_it_wakes_as_what_was_loaded(client: shmserve.Client, root: Path) -> Non
     assert answer(client, "m") == 2
 
 
-def test_a_load_that_fails_when_it_wakes(client: shmserve.Client, root: Path) -> None:
+def test_a_failed_wake_up_is_reported_and_retried(client: shmserve.Client, root: Path) -> None:
     fall_asleep(client, "fragile")
     flag = root.parent / "broken"
     flag.touch()

@@ -104,7 +104,7 @@ def text(serving: tuple[Server, dict[str, str]]) -> Iterator[Text]:
 # ---------------------------------------------------------------------------------------------- what is generated
 
 
-def test_texts_are_those_of_the_engine(text: Text) -> None:
+def test_generated_texts_equal_those_of_the_engine(text: Text) -> None:
     config = text.client.config("text")
     assert [entry["name"] for entry in config["input"]][:3] == ["text_input", "prompt_token_ids", "messages"]
     assert config["model_transaction_policy"] == {"decoupled": True}
@@ -130,7 +130,7 @@ def test_streams_share_a_batch(text: Text) -> None:
     assert found == text.expected
 
 
-def test_outputs_that_are_asked_for(text: Text) -> None:
+def test_requested_outputs_are_returned(text: Text) -> None:
     asked: dict[str, Any] = dict.fromkeys(requests.RETURNED, True)
     prompt = PROMPTS[1]
     parts = list(text.stream(prompt, sampling={"logprobs": 2}, **asked))
@@ -176,7 +176,7 @@ def test_sampling_parameters(text: Text) -> None:
     assert found["finish_reason"].tolist() == [b"stop"]
 
 
-def test_several_texts_stream(text: Text) -> None:
+def test_several_texts_of_a_prompt_are_streamed(text: Text) -> None:
     parts = list(text.stream(PROMPTS[5], sampling={"n": 2}, return_num_output_tokens=True))
     texts = [b"".join(part["text_output"][index] for part in parts).decode() for index in range(2)]
     assert texts == [text.expected[PROMPTS[5]]] * 2
@@ -253,7 +253,7 @@ def test_the_stream_of_a_client_that_dies_leaves_the_engine(text: Text) -> None:
     assert_free(text)
 
 
-def test_a_slow_reader_delays_nobody_else(text: Text) -> None:
+def test_a_slow_reader_does_not_delay_other_streams(text: Text) -> None:
     """The slow reader also loses nothing, although the engine generated the text long before."""
     slow = text.stream(PROMPTS[6], window=1)
     first = text_of(next(slow))
@@ -262,7 +262,7 @@ def test_a_slow_reader_delays_nobody_else(text: Text) -> None:
     assert first + said(slow) == text.expected[PROMPTS[6]]
 
 
-def test_a_worker_that_dies_ends_its_streams(text: Text) -> None:
+def test_a_killed_worker_ends_its_streams(text: Text) -> None:
     stream = endless(text)
     (killed,) = pids(text.client, "one").values()
     os.kill(killed, signal.SIGKILL)
@@ -301,7 +301,7 @@ def test_errors_of_a_request(
     assert text_of(text.complete(PROMPTS[0])) == text.expected[PROMPTS[0]]
 
 
-def test_grammars_where_they_are_allowed(text: Text) -> None:
+def test_grammars_constrain_the_text_if_enabled(text: Text) -> None:
     def complete(grammar: str) -> str:
         return said(text.stream(PROMPTS[0], "one", sampling={"structured_outputs": {"grammar": grammar}}))
 
@@ -318,7 +318,7 @@ def broken(folder: Path, data: bytes | None = None, config: str = "", **own: str
     (folder / "config.pbtxt").write_text('backend: "llamacpp"\n' + config + parameters(**own))
 
 
-def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+def test_invalid_model_files_and_settings_are_reported(tmp_path: Path) -> None:
     wrong_type = 'input [ { name: "text_input" data_type: TYPE_UINT8 dims: [ 1 ] } ]\n'
     broken(tmp_path / "garbage", b"garbage" * 99)
     broken(tmp_path / "half", b"")
@@ -346,7 +346,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     assert reasons.keys() == words.keys()
 
 
-def test_a_file_is_served_by_itself(tmp_path: Path) -> None:
+def test_a_gguf_file_is_served_without_a_repository(tmp_path: Path) -> None:
     file = gguf_models.write(tmp_path / "chat.gguf", context=512)
     (expected,) = llm_oracle.texts(file, [{"prompt": "hello", "max_tokens": 16, "temperature": 0}])
     with Server(file) as server, server.client() as client:

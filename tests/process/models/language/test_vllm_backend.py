@@ -101,7 +101,7 @@ def text(serving: Server, network: tuple[Path, dict[str, str]]) -> Iterator[Text
         yield Text(serving, client, network[1])
 
 
-def test_texts_are_continued(text: Text) -> None:
+def test_prompts_are_completed(text: Text) -> None:
     config = text.client.config("text")
     assert [entry["name"] for entry in config["input"]][:3] == ["text_input", "image", "stream"]
     assert config["model_transaction_policy"] == {"decoupled": True}
@@ -113,13 +113,13 @@ def test_texts_are_continued(text: Text) -> None:
     assert "".join(part["text_output"][0].decode() for part in parts) == expected
 
 
-def test_several_texts_at_once(text: Text) -> None:
+def test_concurrent_prompts(text: Text) -> None:
     streams = [text.stream(one, TOKENS, exclude_input_in_output=True) for one in TEXTS]
     answers = [[part["text_output"][0].decode() for part in stream] for stream in streams]
     assert answers == [[text.expected[one]] for one in TEXTS]
 
 
-def test_outputs_that_are_asked_for(text: Text) -> None:
+def test_requested_outputs_are_returned(text: Text) -> None:
     more = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
     (found,) = text.stream("hello", 5, **more)
     assert found["finish_reason"].tolist() == [b"length"]
@@ -147,7 +147,7 @@ def test_errors_of_a_request(text: Text) -> None:
     assert text.complete("hello", 1) == "hello" + text.expected["hello"][:1]
 
 
-def test_a_cancelled_request_ends_in_the_engine(text: Text) -> None:
+def test_a_cancelled_request_is_aborted_in_the_engine(text: Text) -> None:
     def is_cancelled() -> bool:
         for _ in text.stream("hello", LENGTH - 10, stream=True):
             break  # leaving the loop cancels the request, unless the engine is already done
@@ -170,7 +170,7 @@ def test_metrics_of_the_engine(text: Text) -> None:
     assert f"vllm:request_params_n_count{labels}" in text.client.metrics()
 
 
-def test_an_engine_that_does_not_start(text: Text) -> None:
+def test_an_engine_start_failure_is_reported(text: Text) -> None:
     with pytest.raises(ServeError, match=r"load failed for model 'broken': .*HFValidationError"):
         text.client.load("broken", timeout=240)
     assert text.complete("hello", 1) == "hello" + text.expected["hello"][:1]

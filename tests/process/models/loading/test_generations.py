@@ -179,7 +179,7 @@ def scale(folder: Path, number: float, external: bool = False) -> None:
 @pytest.mark.parametrize(
     "options", [(), ALL_LINKED, ("--generation-file-bytes", "100")], ids=["copied", "linked", "both"]
 )
-def test_weights_that_are_replaced_are_kept_until_the_next_load(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_replaced_weights_are_kept_until_the_next_load(tmp_path: Path, options: tuple[str, ...]) -> None:
     root = tmp_path / "models"
     names = {"inside": False, "external": True}
     for name, external in names.items():
@@ -195,7 +195,7 @@ def test_weights_that_are_replaced_are_kept_until_the_next_load(tmp_path: Path, 
             assert answers(client, name) == {2}
 
 
-def test_the_files_of_a_version_are_removed_with_it(tmp_path: Path) -> None:
+def test_linked_files_are_removed_with_their_version(tmp_path: Path) -> None:
     """The server removes them; if it was killed, the next server does."""
     folder = generation(tmp_path, "m", 1)
     with Server(tmp_path, *EXPLICIT, *ALL_LINKED) as server:
@@ -241,7 +241,7 @@ def test_models_shows_what_has_changed_on_disk(server: Server, root: Path, clien
 # ------------------------------------------------------------------------------------------------ rollback
 
 
-def test_a_rollback_and_its_rollback(server: Server, root: Path, client: shmserve.Client) -> None:
+def test_a_second_rollback_undoes_the_first(server: Server, root: Path, client: shmserve.Client) -> None:
     folder = generation(root, "m", 1, group(2))
     client.load("m")
     with pytest.raises(NotFound, match="failed to load 'm': it has no previous generation"):

@@ -231,7 +231,7 @@ def repository(tmp_path: Path) -> Path:
     return repository
 
 
-def test_operators_at_work_under_load(repository: Path) -> None:
+def test_requests_are_answered_while_models_are_loaded_and_unloaded(repository: Path) -> None:
     options = ("--model-control-mode", "explicit", "--load-model", STEADY)
     with Server(repository, *options) as server:
         loads = [Load(server, number) for number in range(CLIENTS)]

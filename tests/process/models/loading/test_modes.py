@@ -47,7 +47,7 @@ def test_mode_none_ignores_changes_and_refuses_operations(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------ explicit
 
 
-def test_deleted_versions_are_not_listed_for_ever(tmp_path: Path) -> None:
+def test_deleted_versions_are_not_listed_after_a_load(tmp_path: Path) -> None:
     """A version that the version policy leaves out is still listed, as in Triton."""
     config = "version_policy { all { } }"
     for version in (1, 2, 3):
@@ -147,7 +147,7 @@ def test_a_broken_model_is_not_ready_until_it_is_repaired_or_unloaded(root: Path
     assert index(client).keys() == {"resnet/"}
 
 
-def test_a_repository_that_cannot_be_read(root: Path, client: shmserve.Client) -> None:
+def test_an_unreadable_repository_keeps_loaded_models(root: Path, client: shmserve.Client) -> None:
     client.load("resnet")
     root.rename(root.with_name("away"))
     assert states(client, "resnet") == {"1": "READY"}
@@ -187,7 +187,7 @@ def polled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
         yield server, root
 
 
-def test_a_model_is_not_read_before_it_has_settled(tmp_path: Path) -> None:
+def test_changes_are_not_loaded_before_the_settle_time(tmp_path: Path) -> None:
     """Except at the start of the server."""
     served = generation(tmp_path, "served", 1)
     identity(tmp_path, "removed")

@@ -81,7 +81,9 @@ def test_a_failed_reload_is_shown_until_one_succeeds(root: Path, polled: Launche
         assert command("ready", "m") == (0, "model 'm' is ready\n", "")
 
 
-def test_waiting_ends_when_the_outcome_is_known(root: Path, polled: Launched, command: Command, tmp_path: Path) -> None:
+def test_ready_with_wait_fails_as_soon_as_the_load_has_failed(
+    root: Path, polled: Launched, command: Command, tmp_path: Path
+) -> None:
     """However long the timeout is: here an hour."""
     # Moved into place in one step, because the poll could read a half-written model.
     generation(tmp_path / "aside", "bad", "nothing").rename(root / "bad")
@@ -104,7 +106,7 @@ def test_waiting_ends_when_the_outcome_is_known(root: Path, polled: Launched, co
         client.wait_ready()
 
 
-def test_what_was_unloaded_is_waited_for(root: Path, tmp_path: Path, command: Command) -> None:
+def test_ready_with_wait_keeps_waiting_for_an_unloaded_model(root: Path, tmp_path: Path, command: Command) -> None:
     """The wait continues after an unload, because the model may be loaded again."""
     identity(root, "m")
     options = ("--model-control-mode", "explicit", "--load-model", "m")

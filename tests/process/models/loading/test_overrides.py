@@ -237,7 +237,7 @@ def begin(lane: Lane, request: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("end", ["disconnected", "cancelled"])
-def test_an_incomplete_body_is_dropped(server: Server, client: shmserve.Client, lane: Lane, end: str) -> None:
+def test_an_incomplete_upload_is_discarded(server: Server, client: shmserve.Client, lane: Lane, end: str) -> None:
     await_connections(client, 2)
     before = descriptors(server)
     for request in (1, 2, 3):

@@ -156,7 +156,7 @@ def outputs(result: Any) -> dict[str, Any]:
     return {name: array.tolist() for name, array in result.items()}
 
 
-def test_what_is_served(client: shmserve.Client) -> None:
+def test_functions_and_files_become_models(client: shmserve.Client) -> None:
     ready = {"add", "scale", "lengths", "words", "count", "classify", "wrong", "my_net", "identity"}
     assert states(client) == dict.fromkeys(ready, "READY") | {"unfinished": "UNAVAILABLE"}
     reason = next(entry["reason"] for entry in client.models() if entry["name"] == "unfinished")
@@ -164,13 +164,13 @@ def test_what_is_served(client: shmserve.Client) -> None:
     assert "parameter 'x' has no type: write x: shmserve.Tensor" in reason
 
 
-def test_file_with_weights_beside_it(client: shmserve.Client) -> None:
+def test_an_onnx_file_with_external_weights(client: shmserve.Client) -> None:
     assert outputs(client.infer("my_net", {"x": [[1, 2]]})) == {"y": [[3, 6]]}
     assert client.metadata("my_net")["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]
     assert client.infer("identity", {"x": [0.5, 1]})["y"].tolist() == [0.5, 1]
 
 
-def test_functions(client: shmserve.Client) -> None:
+def test_functions_with_defaults_bytes_and_several_outputs(client: shmserve.Client) -> None:
     assert outputs(client.infer("add", {"a": 1.5})) == {"output": [2.5]}
     assert outputs(client.infer("add", {"a": 1.5, "b": 2})) == {"output": [3.5]}
     assert outputs(client.infer("classify", {"image": b"abc"})) == {"label": [b"dog"], "scores": [1, 0]}
@@ -232,7 +232,7 @@ def test_errors_of_functions(client: shmserve.Client) -> None:
         client.infer("lengths", {"texts": [[b"\xff"]]})
 
 
-def test_changes_are_followed(folder: Path, client: shmserve.Client) -> None:
+def test_changed_files_are_reloaded(folder: Path, client: shmserve.Client) -> None:
     """Runs last, because it changes the files. An unreadable file changes nothing, and its models report the reason."""
     app = folder / "app.py"
     write(app, "def broken(:\n")

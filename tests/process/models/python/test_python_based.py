@@ -310,7 +310,7 @@ def test_a_cancelled_request_reaches_the_engine(place: Place) -> None:
     place.client.unload("cancelled")
 
 
-def test_an_engine_that_is_not_healthy_unloads_its_model(place: Place) -> None:
+def test_an_unhealthy_engine_unloads_its_model(place: Place) -> None:
     place.model("unhealthy", CONFIG + parameters(HEALTH_CHECK="true"))
     place.client.load("unhealthy")
     with pytest.raises(ServeError, match="the engine is not healthy"):
@@ -319,7 +319,7 @@ def test_an_engine_that_is_not_healthy_unloads_its_model(place: Place) -> None:
     until(place.client, lambda: {m["state"] for m in place.client.models() if m["name"] == "unhealthy"} == states)
 
 
-def test_an_engine_in_a_process_that_is_spawned(place: Place) -> None:
+def test_an_engine_in_a_spawned_process(place: Place) -> None:
     """A spawned process imports the module of its function, which is beside the model.py."""
     place.model("spawned", CONFIG.replace("words", "spawning"), prefix="s-")
     place.client.load("spawned")
@@ -327,7 +327,7 @@ def test_an_engine_in_a_process_that_is_spawned(place: Place) -> None:
     place.client.unload("spawned")
 
 
-def test_a_backend_stays_as_it_was_loaded(place: Place) -> None:
+def test_a_changed_backend_is_not_used_before_the_next_load(place: Place) -> None:
     shared = place.backend("changing") / "utils" / "engine.py"
     place.model("changed", CONFIG.replace("words", "changing"))
     place.client.load("changed")
@@ -364,7 +364,7 @@ def test_a_backend_stays_as_it_was_loaded(place: Place) -> None:
     ],
     ids=["missing", "old", "own"],
 )
-def test_a_package_that_is_missing(place: Place, what: str, reason: str) -> None:
+def test_a_missing_package_is_reported(place: Place, what: str, reason: str) -> None:
     name = what.split()[1].split(".", maxsplit=1)[0]
     place.backend(name, source=BACKEND.replace("class Stopped", f"{what}\n\n\nclass Stopped"))
     place.model(f"with_{name}", CONFIG.replace("words", name))

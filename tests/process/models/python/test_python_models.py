@@ -102,7 +102,7 @@ def maker(array: np.ndarray[Any, Any]) -> int:
     return int(hold.what.segment) >> 32
 
 
-def test_outputs_are_copied_once_and_inputs_not_at_all(client: shmserve.Client) -> None:
+def test_outputs_are_copied_once_and_inputs_never(client: shmserve.Client) -> None:
     """The model reads the client's memory; its result is copied once."""
     copies = []
     for _ in range(8):
@@ -153,7 +153,7 @@ def test_a_decoupled_model_calls_models(client: shmserve.Client) -> None:
     assert found == np.arange(100, dtype=np.float32).cumsum().tolist()
 
 
-def test_responses_are_relayed_as_they_come(client: shmserve.Client) -> None:
+def test_responses_of_a_called_model_are_relayed_as_they_arrive(client: shmserve.Client) -> None:
     """Tested with a slow reader, and with one that closes the stream early. Nothing is copied or kept."""
     (made,) = {maker(answer["y"]) for answer in client.stream("wide", {"x": np.full((1, 1), 3, np.float32)})}
     with client.stream("relay", {"x": np.full((1, 1), 300, np.float32)}, window=2) as answers:
@@ -180,7 +180,7 @@ def held_bytes(client: shmserve.Client) -> float:
     return float(line.split()[1])
 
 
-def test_many_calls_at_once(server: Launched, client: shmserve.Client) -> None:
+def test_many_concurrent_calls_return_all_memory(server: Launched, client: shmserve.Client) -> None:
     """Coroutines and chains of calls, small and large, some of them cancelled; all memory is returned."""
     random = np.random.default_rng(7)
     inputs = [np.full((1, size), number, np.float32) for number, size in enumerate((1, 700, 1500, 40_000, 300_000))]
@@ -219,7 +219,7 @@ def test_a_stacked_model(client: shmserve.Client) -> None:
     assert (client.infer("stacked", {"x": np.ones((3, 2), np.float32)})["y"] == 4).all()
 
 
-def test_models_load_models(client: shmserve.Client) -> None:
+def test_a_model_loads_and_unloads_other_models(client: shmserve.Client) -> None:
     client.load("control")
     for expected in ([0, 1], [1, 0], [0, 1]):
         assert client.infer("control", {"x": np.zeros((1, 1), np.float32)})["y"].tolist()[0] == expected
@@ -261,7 +261,7 @@ def test_metrics_of_models_survive_a_restart(client: shmserve.Client) -> None:
 @pytest.mark.parametrize(
     ("method", "level"), [("log_info", "INFO"), ("log_warn", "WARNING"), ("log_error", "ERROR"), ("log_verbose", "")]
 )
-def test_log_methods_have_levels(server: Launched, client: shmserve.Client, method: str, level: str) -> None:
+def test_each_log_method_logs_at_its_level(server: Launched, client: shmserve.Client, method: str, level: str) -> None:
     before = len(server.log)
     client.infer("leaf", {"x": LARGE}, parameters={"log": method})
     while "it prints" not in (said := server.log[before:]):

@@ -85,7 +85,7 @@ def test_a_refused_change_leaves_the_old_version_serving(place: Path, client: sh
     assert answer(client, "k") == 1.0
 
 
-def test_the_checksum_of_triton(place: Path, client: shmserve.Client) -> None:
+def test_the_checksum_agent_of_triton(place: Path, client: shmserve.Client) -> None:
     model = generation(place / "models", "c", 1)
     digest = hashlib.md5((model / "1" / "model.py").read_bytes()).hexdigest()
     write(model / "config.pbtxt", PYTHON + agents_text(("checksum", {"MD5:1/model.py": digest})))
@@ -146,7 +146,7 @@ def test_a_missing_agent_is_named(place: Path, client: shmserve.Client) -> None:
     assert set(states(client, "u").values()) == {"UNAVAILABLE"}
 
 
-def test_after_a_kill_the_agents_are_told(place: Path, tmp_path: Path) -> None:
+def test_agents_are_notified_of_unloads_after_a_kill(place: Path, tmp_path: Path) -> None:
     generation(tmp_path / "models", "m", 1, noting(place, "m", "replace"))
     options = ("--repoagent-directory", str(place / "agents"))
     with Server(tmp_path / "models", *options, runtime_dir=tmp_path / "run") as server:

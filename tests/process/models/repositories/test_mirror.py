@@ -50,7 +50,7 @@ def prefix(url: str) -> str:
     return url.rpartition("/")[2]
 
 
-def test_cut_connections_cost_only_their_pieces(
+def test_only_the_piece_of_a_lost_connection_is_downloaded_again(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     data = data_of(5 * PIECE + 7)
@@ -76,7 +76,7 @@ def test_cut_connections_cost_only_their_pieces(
         assert not list(mirror.cache.partial("").iterdir())
 
 
-def test_what_was_downloaded_before_a_failure_is_kept_unless_it_is_damaged(
+def test_downloaded_pieces_survive_a_failure_unless_they_are_damaged(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     data = data_of(4 * PIECE)
@@ -103,7 +103,7 @@ def test_what_was_downloaded_before_a_failure_is_kept_unless_it_is_damaged(
         assert sorted(proxy.ranges("model.bin")) == [f"bytes={PIECE}-{2 * PIECE - 1}", last]
 
 
-def test_a_changed_answer_is_never_served(
+def test_corrupted_downloads_are_never_served(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = repository(store, proxy, request, **{"1/model.bin": data_of(2 * PIECE)})
@@ -168,7 +168,7 @@ def test_an_object_that_is_added_after_the_listing(
         assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": b"one", "2/model.bin": b"two"}
 
 
-def test_a_store_that_goes_away(
+def test_an_unreachable_store_keeps_the_cached_files(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = repository(store, proxy, request, **{"1/model.bin": b"one"})
@@ -200,7 +200,7 @@ def test_a_store_that_goes_away(
         assert not mirror.folder().exists()
 
 
-def test_the_least_recently_used_files_make_room(
+def test_the_least_recently_used_files_are_evicted(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = repository(store, proxy, request)
@@ -228,7 +228,7 @@ def test_the_least_recently_used_files_make_room(
         assert not proxy.ranges("/a/"), "what the cache has is not downloaded"
 
 
-def test_content_that_the_model_had_is_not_downloaded_again(
+def test_known_content_is_not_downloaded_again(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     data = data_of(3 * PIECE)
@@ -244,7 +244,7 @@ def test_content_that_the_model_had_is_not_downloaded_again(
 
 
 @pytest.mark.parametrize("key", ["m/1/a\\b", "m/1/" + "x" * 300, "m/config.pbtxt/below"])
-def test_names_that_are_no_paths(
+def test_object_names_that_are_not_valid_paths_are_refused(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest, key: str
 ) -> None:
     url = repository(store, proxy, request)
@@ -311,7 +311,7 @@ def web_server(root: Path, kind: type[_Files]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", [_Files, _Json])
-def test_a_web_server(tmp_path: Path, kind: type[_Files]) -> None:
+def test_models_are_mirrored_from_a_web_server(tmp_path: Path, kind: type[_Files]) -> None:
     model = tmp_path / "www/repo/a model"
     (model / "1").mkdir(parents=True)
     data = data_of(3 * PIECE)

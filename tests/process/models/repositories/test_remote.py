@@ -100,7 +100,7 @@ ensemble_scheduling { step [ { model_name: "step" model_version: -1
 """
 
 
-def test_a_killed_download_is_resumed_and_nothing_shows_the_secret(
+def test_a_killed_download_is_resumed_and_the_secret_is_not_exposed(
     store: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
     """The model has two pieces, and is loaded automatically because an ensemble needs it."""
@@ -148,7 +148,7 @@ def test_a_killed_download_is_resumed_and_nothing_shows_the_secret(
         assert KEY_ID not in shown
 
 
-def test_an_unloaded_model_makes_room_for_another(store: ObjectStore, proxy: Proxy, tmp_path: Path) -> None:
+def test_unloading_a_model_frees_cache_space(store: ObjectStore, proxy: Proxy, tmp_path: Path) -> None:
     url = proxy.url.replace("/repo", "/room")
     for name in ("first", "second"):
         put(store, tmp_path, name, 1, "room")
@@ -174,7 +174,7 @@ def failing(store: ObjectStore) -> Iterator[Proxy]:
         yield proxy
 
 
-def test_changes_are_followed_and_a_store_may_go_away(store: ObjectStore, failing: Proxy, tmp_path: Path) -> None:
+def test_changes_are_polled_and_models_survive_a_lost_store(store: ObjectStore, failing: Proxy, tmp_path: Path) -> None:
     proxy, url = failing, failing.url.replace("/repo", "/away")
     for name in ("stays", "goes"):
         put(store, tmp_path, name, 1, "away")
