@@ -96,7 +96,7 @@ def test_a_server_starts_answers_and_stops_on_sigint(repository: Path, tmp_path:
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_orders_reach_a_worker_in_the_order_of_turns(running: Launched) -> None:
+def test_messages_reach_a_worker_in_the_order_of_turns(running: Launched) -> None:
     """Sending the answer to a question polls ZeroMQ in the middle of a turn. Requests that arrive at that point must
     wait until the orders of this turn have been sent."""
     before = len(running.log)
@@ -175,7 +175,7 @@ def test_a_second_server_in_the_same_directory_is_refused(running: Launched, rep
         assert is_live(lane)
 
 
-def test_programs_that_clean_temporary_directories_see_a_lock(running: Launched) -> None:
+def test_the_runtime_directory_is_locked_against_systemd_tmpfiles(running: Launched) -> None:
     """systemd-tmpfiles acquires this lock before it removes anything."""
     directory = os.open(running.runtime_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -185,7 +185,7 @@ def test_programs_that_clean_temporary_directories_see_a_lock(running: Launched)
         os.close(directory)
 
 
-def test_a_server_leaves_the_files_of_its_successor(repository: Path, tmp_path: Path) -> None:
+def test_a_stopping_server_keeps_the_files_of_its_successor(repository: Path, tmp_path: Path) -> None:
     """A program that cleans temporary directories has removed the first server's files, and a second server was
     started."""
     with Launched(repository, tmp_path / "run") as first:
@@ -346,13 +346,13 @@ def test_a_model_that_cannot_be_loaded_is_named_and_the_others_serve(running: La
         assert client.receive_kind(Answer).body == b'{"ready":false,"settled":true,"out_of_service":false}'
 
 
-def test_exit_on_error(repository: Path, tmp_path: Path) -> None:
+def test_exit_on_error_ends_the_server_if_a_model_fails_to_load(repository: Path, tmp_path: Path) -> None:
     write_model(repository, "broken", BROKEN)
     with Launched(repository, tmp_path / "run", "--exit-on-error", "true", wait=False) as server:
         assert server.wait() == 1
 
 
-def test_workers_run_on_their_cores_and_the_log_has_why_a_batch_was_formed(strict: Launched) -> None:
+def test_workers_run_on_their_cores_and_the_reason_for_a_batch_is_logged(strict: Launched) -> None:
     with Lane(strict.lane) as lane:
         lane.hello("memfd")
         lane.send(infer(1))

@@ -22,7 +22,7 @@ def status(address: str, path: str) -> int:
 
 
 @pytest.mark.parametrize("mode", ["none", "poll", "explicit"])
-def test_the_server_runs_and_is_not_live(mode: str, tmp_path: Path) -> None:
+def test_a_server_with_a_missing_repository_runs_but_is_not_live(mode: str, tmp_path: Path) -> None:
     options = ["--exit-on-error=false", "--model-control-mode", mode, "--metrics-config", "summary_latencies=true"]
     with Server(tmp_path / "none", *options, gateway=True) as server, server.client() as client:
         found = [status(server.endpoints["http"], path) for path in ("/v2/health/live", "/v2/health/ready", "/v2")]

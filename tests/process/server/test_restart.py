@@ -39,7 +39,7 @@ MODEL = python_model(
 )
 
 
-def test_requests_outlive_the_server(tmp_path: Path) -> None:
+def test_requests_survive_a_server_restart(tmp_path: Path) -> None:
     """The models have begun to run the requests. The next server receives them while its models are still loading."""
     cases = [(link, size) for link in ("lane", "zmq") for size in (3, 30_000)]
     folders = [tmp_path / "models" / f"{link}_{size}" for link, size in cases]

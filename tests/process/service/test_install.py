@@ -104,7 +104,7 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
     assert not [name for name in packaged if name.startswith(("tests/", "bench/", "workers/", "repo/", "clients/"))]
 
 
-def test_importing_the_client_is_light(python: Path, tmp_path: Path) -> None:
+def test_importing_the_client_imports_only_required_packages(python: Path, tmp_path: Path) -> None:
     """Only the packages that `pip install .` installs are imported and, from shmserve, only the client's modules."""
     found = json.loads(run(python, "-c", MODULES, cwd=tmp_path))
     assert Path(found["file"]).is_relative_to(python.parents[1])
@@ -132,7 +132,7 @@ def test_importing_the_package_imports_nothing_else(python: Path, tmp_path: Path
     assert not {"numpy", "msgspec", "asyncio"} & set(found)
 
 
-def test_the_command(python: Path, tmp_path: Path) -> None:
+def test_the_installed_command_prints_version_and_help(python: Path, tmp_path: Path) -> None:
     command = python.with_name("shmserve")
     assert "0.1.0" in run(command, "version", cwd=tmp_path)
     assert "serve" in run(command, "--help", cwd=tmp_path)
@@ -145,7 +145,7 @@ def test_the_samples_come_from_the_wheel(python: Path, tmp_path: Path) -> None:
     assert shape == "(48, 800, 3)"
 
 
-def test_configurations_can_be_read_there(python: Path, tmp_path: Path) -> None:
+def test_the_wheel_contains_the_configuration_schema(python: Path, tmp_path: Path) -> None:
     assert run(python, "-c", CONFIG, cwd=tmp_path).strip() == "inference.ModelConfig"
 
 

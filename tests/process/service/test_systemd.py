@@ -106,7 +106,7 @@ def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @needs_analyze
-def test_systemd_finds_nothing_wrong_with_the_units(unit: Path) -> None:
+def test_systemd_analyze_accepts_the_units(unit: Path) -> None:
     mps = unit.with_name("shmserve-mps.service")
     mps.write_text(mps.read_text().replace("/usr/bin/nvidia-cuda-mps-control", "/bin/true"))
     for path in (unit, unit.with_name("shmserve-gateway.service"), unit.with_suffix(".slice"), mps):
@@ -118,7 +118,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(unit: Path) -> None:
 
 @needs_analyze
 @pytest.mark.parametrize("name", ["shmserve", "shmserve-gateway"])
-def test_the_services_are_closed(unit: Path, name: str) -> None:
+def test_the_exposure_level_of_the_services_is_low(unit: Path, name: str) -> None:
     found = analyze("security", "--offline=true", unit.with_name(f"{name}.service"))
     level = re.search(rf"Overall exposure level for {name}.service: ([\d.]+)", found.stdout)
     assert level, found.stdout + found.stderr
@@ -147,7 +147,7 @@ def test_a_stop_by_systemd_leaves_time_for_requests_in_flight() -> None:
 # ------------------------------------------------------------------------------------------------- on a machine
 
 
-def test_packagers_get_everything_below_one_directory(wheel: Path, tmp_path: Path) -> None:
+def test_destdir_installs_everything_below_one_directory(wheel: Path, tmp_path: Path) -> None:
     interpreter = python()
     if interpreter is None:
         pytest.skip("no Python that a service could run")
@@ -172,7 +172,7 @@ def test_packagers_get_everything_below_one_directory(wheel: Path, tmp_path: Pat
     assert settings.read_text() == "# mine\n"
 
 
-def test_an_interpreter_that_the_service_could_not_run_is_refused(tmp_path: Path) -> None:
+def test_an_interpreter_that_the_service_cannot_run_is_refused(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir()
     closed.chmod(0o700)
@@ -251,7 +251,7 @@ def journal(machine: Machine, text: str, unit: str = "shmserve") -> Iterator[Non
         assert any(text in line for line in process.stdout), f"nothing like '{text}' in the journal"
 
 
-def test_the_service_from_install_to_uninstall(machine: Machine) -> None:
+def test_the_service_is_installed_started_and_uninstalled(machine: Machine) -> None:
     machine.run("systemctl", "start", "--no-block", "shmserve")
     sees_when_it_is_ready(machine)
     is_shut_in(machine)

@@ -31,7 +31,7 @@ def models(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-def test_it_serves_in_a_directory_of_its_own_and_leaves_nothing(models: Path) -> None:
+def test_a_server_uses_a_temporary_directory_and_leaves_nothing_behind(models: Path) -> None:
     with Server(models) as server:
         where, pid = server.runtime_dir, server.pid
         with server.client(timeout=30) as client:
@@ -50,7 +50,7 @@ def test_it_serves_in_a_directory_of_its_own_and_leaves_nothing(models: Path) ->
         _ = server.url
 
 
-def test_it_serves_asyncio(models: Path) -> None:
+def test_async_client_connects_to_the_server(models: Path) -> None:
     async def ask(server: Server) -> bool:
         async with server.async_client() as client:
             return np.array_equal((await client.infer("echo", {"x": X}))["y"], X)
@@ -59,14 +59,14 @@ def test_it_serves_asyncio(models: Path) -> None:
         assert asyncio.run(ask(server))
 
 
-def test_its_options_and_its_directory(models: Path, tmp_path: Path) -> None:
+def test_options_and_runtime_directory_are_passed_on(models: Path, tmp_path: Path) -> None:
     with Server(models, "--log-verbose", "1", runtime_dir=tmp_path / "here") as server:
         assert server.runtime_dir == tmp_path / "here"
         assert (tmp_path / "here" / "lane.sock").is_socket()
     assert not (tmp_path / "here" / "lane.sock").exists()
 
 
-def test_clients_outlive_a_restart_and_a_crash(models: Path) -> None:
+def test_clients_survive_a_restart_and_a_crash(models: Path) -> None:
     with Server(models) as server, server.client() as client:
         pids = {server.pid}
         assert np.array_equal(client.infer("echo", {"x": X})["y"], X)
@@ -83,12 +83,12 @@ def test_clients_outlive_a_restart_and_a_crash(models: Path) -> None:
         assert server.log.count("ready: serving 1 of 1 models") == 3
 
 
-def test_a_killed_server_is_no_error_at_the_end(models: Path) -> None:
+def test_leaving_the_block_after_kill_is_not_an_error(models: Path) -> None:
     with Server(models) as server:
         server.kill()
 
 
-def test_it_may_be_started_and_stopped_by_hand(models: Path) -> None:
+def test_a_server_is_started_and_stopped_without_a_block(models: Path) -> None:
     server = Server(models)
     server.stop()
     server.start()
@@ -100,7 +100,7 @@ def test_it_may_be_started_and_stopped_by_hand(models: Path) -> None:
     server.stop()
 
 
-def test_a_server_that_cannot_start_says_why(models: Path, tmp_path: Path) -> None:
+def test_a_failed_start_raises_the_reason(models: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)ended with code 2 before it was ready:.*--nonsense"):
         Server(models, "--nonsense").start()
     with pytest.raises(RuntimeError, match=r"(?s)ended with code 2 before it was ready:.*is not a directory"):
@@ -133,7 +133,7 @@ def test_a_server_that_does_not_stop_is_killed(models: Path) -> None:
         os.kill(server.pid, signal.SIGSTOP)
 
 
-def test_what_a_server_leaves_is_an_error(models: Path, tmp_path: Path) -> None:
+def test_leftover_shared_memory_is_an_error(models: Path, tmp_path: Path) -> None:
     name = Path("/dev/shm")
     server = Server(models, runtime_dir=tmp_path / "run")
     server.start()
@@ -146,12 +146,12 @@ def test_what_a_server_leaves_is_an_error(models: Path, tmp_path: Path) -> None:
         name.unlink()
 
 
-def test_an_error_of_the_block_is_not_lost(models: Path) -> None:
+def test_an_exception_in_the_block_is_propagated(models: Path) -> None:
     with pytest.raises(ZeroDivisionError), Server(models):
         raise ZeroDivisionError
 
 
-def test_its_page_example_works(models: Path) -> None:
+def test_the_example_in_the_docstring_works(models: Path) -> None:
     """The unchanged fixture of the module's docstring."""
     example = "\n".join(
         line[4:] for line in (testing.__doc__ or "").splitlines() if line.startswith("    ") or not line

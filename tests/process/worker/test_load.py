@@ -38,7 +38,9 @@ RAISES = EXECUTE + "  def initialize(self, args): raise KeyError('k')"
         ("python", RAISES, "MODEL_FAILED", "KeyError: 'k'"),
     ],
 )
-def test_the_worker_reports_why_and_ends(tmp_path: Path, backend: str, source: str, code: str, text: str) -> None:
+def test_a_failed_load_is_reported_and_ends_the_worker(
+    tmp_path: Path, backend: str, source: str, code: str, text: str
+) -> None:
     python_model(tmp_path, source)
     with WorkerProcess(config(backend, X, Y), tmp_path) as worker:
         failed = worker.failed()

@@ -104,7 +104,7 @@ def test_the_end_of_one_batch_and_the_start_of_the_next_are_one_packet(gated: Ga
     assert requests(done) == [2]
 
 
-def test_a_join_that_comes_too_late(gated: Gated) -> None:
+def test_a_join_after_the_start_begins_a_new_batch(gated: Gated) -> None:
     worker = gated.worker
     first = worker.execute(gated.request(1, gated=True))
     gate = gated.wait()
@@ -117,7 +117,7 @@ def test_a_join_that_comes_too_late(gated: Gated) -> None:
     assert (done.batch, requests(done)) == (late, [2, 3])
 
 
-def test_an_open_batch_that_starts_at_once_says_so(gated: Gated) -> None:
+def test_an_open_batch_is_reported_when_it_starts(gated: Gated) -> None:
     worker = gated.worker
     number = worker.execute(gated.request(1, gated=True), open=True)
     gate = gated.wait()
@@ -131,7 +131,7 @@ def test_an_open_batch_that_starts_at_once_says_so(gated: Gated) -> None:
     assert (done.batch, done.next) == (number, 0)
 
 
-def test_more_is_waited_for(gated: Gated) -> None:
+def test_a_batch_waits_for_its_announced_requests(gated: Gated) -> None:
     worker = gated.worker
     first = worker.execute(gated.request(1), more=True)
     worker.send(Ping(1))
@@ -144,7 +144,7 @@ def test_more_is_waited_for(gated: Gated) -> None:
     assert (done.batch, requests(done)) == (first, [1, 2, 3])
 
 
-def test_everything_in_one_packet(gated: Gated) -> None:
+def test_execute_withdraw_and_stop_in_one_packet(gated: Gated) -> None:
     worker = gated.worker
     executes = [Execute(number, 0, (gated.request(number),), False, number == 3) for number in range(1, 6)]
     worker.send(*executes, Withdraw((3,)), Stop())
@@ -155,7 +155,7 @@ def test_everything_in_one_packet(gated: Gated) -> None:
     assert worker.ended() == 0
 
 
-def test_withdrawn_to_nothing(gated: Gated) -> None:
+def test_a_batch_whose_requests_are_all_withdrawn_can_be_joined(gated: Gated) -> None:
     worker = gated.worker
     worker.execute(gated.request(1, gated=True))
     gate = gated.wait()
@@ -170,7 +170,7 @@ def test_withdrawn_to_nothing(gated: Gated) -> None:
     assert requests(worker.expect(Done)) == [3]
 
 
-def test_stop_lets_everything_finish(gated: Gated) -> None:
+def test_stop_finishes_all_queued_batches(gated: Gated) -> None:
     worker = gated.worker
     worker.execute(gated.request(1, gated=True))
     gate = gated.wait()

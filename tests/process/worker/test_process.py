@@ -85,7 +85,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
         yield worker
 
 
-def test_what_a_worker_runs_with(tmp_path: Path) -> None:
+def test_cores_privileges_name_and_descriptors_of_a_worker(tmp_path: Path) -> None:
     cpu = str(min(os.sched_getaffinity(0)))
     with WorkerProcess(reporter(tmp_path), tmp_path, cpus=cpu, instance="m_0_0") as worker:
         worker.loaded()
@@ -101,7 +101,7 @@ def test_what_a_worker_runs_with(tmp_path: Path) -> None:
             assert line in worker.said()
 
 
-def test_signals_are_left_to_the_broker(shared: WorkerProcess) -> None:
+def test_sigterm_and_sigint_are_ignored(shared: WorkerProcess) -> None:
     shared.process.send_signal(signal.SIGTERM)
     shared.process.send_signal(signal.SIGINT)
     (row,) = shared.run(work(1, X))
@@ -187,7 +187,7 @@ def test_a_worker_exits_with_its_parent() -> None:
     ],
     ids=["falling numbers", "no requests", "load again", "no descriptor", "report", "garbage"],
 )
-def test_a_broken_order_ends_the_worker(tmp_path: Path, packet: bytes) -> None:
+def test_an_invalid_message_ends_the_worker(tmp_path: Path, packet: bytes) -> None:
     with WorkerProcess(identity(), tmp_path) as worker:
         worker.loaded()
         worker.sock.send(packet)
@@ -203,7 +203,7 @@ def test_a_wrong_command_line(arguments: str) -> None:
     assert b"cannot start" in done.stderr
 
 
-def test_a_model_that_fails_at_its_end(tmp_path: Path) -> None:
+def test_an_exception_in_finalize_has_its_own_exit_code(tmp_path: Path) -> None:
     python_model(tmp_path, REPORTER.replace('pb_utils.Logger.log_info("finalized")', 'raise ValueError("at the end")'))
     with WorkerProcess(config("python", *XY, max_batch=4), tmp_path) as worker:
         worker.loaded()
@@ -212,7 +212,7 @@ def test_a_model_that_fails_at_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("trigger", "code"), [("crash", -signal.SIGSEGV), ("exit", 33)])
-def test_a_crash_ends_the_link(tmp_path: Path, trigger: str, code: int) -> None:
+def test_a_crash_ends_the_process_with_its_exit_code(tmp_path: Path, trigger: str, code: int) -> None:
     with WorkerProcess(identity(triggers="1"), tmp_path) as worker:
         worker.loaded()
         worker.execute(work(1, X, options=Options(parameters={trigger: 33})))
@@ -244,7 +244,7 @@ def test_an_unmapped_segment_leaves_nothing_in_the_worker(shared: WorkerProcess)
     assert usage() == before
 
 
-def test_memory_that_cannot_be_trusted_is_not_mapped(shared: WorkerProcess) -> None:
+def test_an_unsealed_segment_is_not_mapped(shared: WorkerProcess) -> None:
     segment = (CLIENT << 32) + 99
     descriptor = os.memfd_create("unsealed")
     os.ftruncate(descriptor, 8192)
@@ -267,7 +267,7 @@ def test_the_output_of_one_batch_is_the_input_of_the_next(shared: WorkerProcess)
         shared.send(Return(output.data))  # type: ignore[arg-type]
 
 
-def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
+def test_outputs_are_limited_until_they_are_returned(tmp_path: Path) -> None:
     settings = {KNOB: str(2 << 20)}
     with WorkerProcess(identity(), tmp_path, settings=settings) as worker:
         worker.loaded()
@@ -293,7 +293,7 @@ def test_the_limit_of_outputs_and_their_return(tmp_path: Path) -> None:
         worker.mapped.close()
 
 
-def test_an_audience_gets_memory_that_another_has_returned(tmp_path: Path) -> None:
+def test_memory_is_not_reused_across_audiences(tmp_path: Path) -> None:
     settings = {KNOB: str(3 << 20)}
     with WorkerProcess(identity(), tmp_path, settings=settings) as worker:
         worker.loaded()

@@ -128,7 +128,7 @@ def number(value: float) -> Tensor:
     return Tensor("x", "FP32", (1, 1), np.array([[value]], np.float32).tobytes())
 
 
-def test_controls_and_the_end_of_sequences(tmp_path: Path) -> None:
+def test_control_inputs_and_states_across_sequences(tmp_path: Path) -> None:
     with WorkerProcess(counting(tmp_path), tmp_path) as worker:
         found = worker.loaded()
         assert [entry.name for entry in found.input] == ["x"]
@@ -152,7 +152,7 @@ def test_controls_and_the_end_of_sequences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["one too many", "one too few", "other data type"])
-def test_controls_that_the_model_does_not_have(tmp_path: Path, case: str) -> None:
+def test_mismatched_control_inputs_are_refused(tmp_path: Path, case: str) -> None:
     given = counting(tmp_path)
     known = config("onnxruntime", {"x": ("FP32", (1,))}, {"y": ("FP32", (6,))})
     assert given.sequence_batching is not None
@@ -219,7 +219,7 @@ class TritonPythonModel:
 """
 
 
-def test_a_python_model_with_controls_states_and_second_runs(tmp_path: Path) -> None:
+def test_a_python_model_with_controls_states_and_rescheduling(tmp_path: Path) -> None:
     python_model(tmp_path, REMEMBER)
     outputs = {"y": ("FP32", (5,)), "name": ("STRING", (1,))}
     state = ModelSequenceBatchingState(input_name="s", output_name="t", data_type="TYPE_FP32", dims=(1,))
@@ -295,7 +295,7 @@ def test_ragged_batches(tmp_path: Path) -> None:
         worker.mapped.close()
 
 
-def test_completion_leaves_out_batch_inputs(tmp_path: Path) -> None:
+def test_batch_inputs_are_not_added_to_a_completed_configuration(tmp_path: Path) -> None:
     graph = Graph().input("x", "FP32", [-1, 2]).input("count", "INT32", [-1]).output("y", "FP32", [-1, 2])
     graph.weight("column", np.array([-1, 1])).node("Reshape", ["count", "column"], ["table"])
     graph.node("Cast", ["table"], ["counts"], to=1).node("Mul", ["x", "counts"], ["y"]).save(tmp_path)

@@ -118,7 +118,7 @@ def test_samples_run_before_the_model_is_ready(tmp_path: Path) -> None:
         assert " ms: 2 run(s) of 4 request(s)" in said
 
 
-def test_nothing_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_leaves_no_memory_or_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first segment is announced with the first large output, and that output is its only block. No compiled file
     is in the repository, whatever the model imports, and when."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -143,7 +143,7 @@ def test_nothing_of_it_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("kind", "dtypes"),
     [pytest.param(kind, dtypes, id=f"{kind.name}-{len(dtypes)}") for kind in KINDS for dtypes in kind.dtypes],
 )
-def test_all_types_at_once(tmp_path: Path, kind: Kind, dtypes: tuple[str, ...]) -> None:
+def test_samples_of_all_data_types(tmp_path: Path, kind: Kind, dtypes: tuple[str, ...]) -> None:
     """Small and large tensors, in every backend."""
     needs(kind)
     given = kind.echo(tmp_path, dtypes, (-1,), 8)
@@ -179,7 +179,7 @@ def test_strings(tmp_path: Path) -> None:
         assert [call[0]["x"][2] for call in found] == [list(map(repr, some)) for some in expected]
 
 
-def test_onnx_is_warm_and_right(tmp_path: Path) -> None:
+def test_a_warmed_up_onnx_model_gives_correct_results(tmp_path: Path) -> None:
     """A model whose batch dimension and sizes come from its file. Its answers equal those of the bare engine."""
     weights = np.random.default_rng(5).standard_normal((64, 2000)).astype(np.float32)
     graph = Graph().input("x", "FP32", [-1, 64]).output("y", "FP32", [-1, 2000]).weight("w", weights)
@@ -213,7 +213,7 @@ def test_onnx_is_warm_and_right(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ what fails
 
 
-def test_a_model_that_fails_its_sample(tmp_path: Path) -> None:
+def test_a_failed_sample_fails_the_load(tmp_path: Path) -> None:
     source = RECORDER.replace("self.calls.append(", "assert len(self.calls) < 2, 'tired'\n        self.calls.append(")
     given = recorder(tmp_path, sample("s", 1, 3, x=data("FP32", 3, zero_data=True)))
     python_model(tmp_path, source)
@@ -263,7 +263,7 @@ BAD: dict[str, tuple[ModelWarmup, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_samples(tmp_path: Path, case: str) -> None:
+def test_invalid_samples_are_refused(tmp_path: Path, case: str) -> None:
     """Runs without a process, because none of the samples reaches the model."""
     bad, text = BAD[case]
     folder = tmp_path / "m"
@@ -282,7 +282,7 @@ def test_bad_samples(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\1\0\0\0a", b"\1\0\0\0a\2\0\0\0b", b"\1\0\0\0a\1\0\0\0b\1\0\0\0c"])
-def test_files_that_are_not_the_strings(tmp_path: Path, content: bytes) -> None:
+def test_invalid_files_of_strings_are_refused(tmp_path: Path, content: bytes) -> None:
     file(tmp_path, "words", content)
     given = recorder(tmp_path, sample("s", 1, x=data("BYTES", 2, input_data_file="words")), dtype="BYTES")
     found = load_failure(given, tmp_path)
@@ -297,7 +297,7 @@ def test_a_batch_for_a_model_without_batches(tmp_path: Path) -> None:
     assert "warm-up sample 's' of model 'm' has batch_size 2; max_batch_size is 0, so it can be 1" in found.text
 
 
-def test_labels_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_label_file_fails_the_load(tmp_path: Path) -> None:
     given = recorder(tmp_path)
     given = replace(given, output=(replace(given.output[0], label_filename="labels.txt"),))
     found = load_failure(given, tmp_path)
@@ -328,7 +328,9 @@ def test_classes_of_a_python_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("said", "threads"), [("3", 3), ("", 0), ("many", 0)])
-def test_threads(tmp_path: Path, said: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_follows_its_precedence(
+    tmp_path: Path, said: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Precedence: configuration, environment variable, number of cores."""
     monkeypatch.setenv(THREADS, said)
     context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {}, _threads())

@@ -102,7 +102,7 @@ def counted(client: shmserve.Client, result: str) -> int:
 # ---------------------------------------------------------------------------------------- contexts
 
 
-def test_the_context_of_the_native_client(server: Server, collector: Collector) -> None:
+def test_the_trace_context_of_the_native_client(server: Server, collector: Collector) -> None:
     """The context comes from parameters, or from the application's current span."""
     trace_id, parent = parent_of(1)
     with server.client() as client:
@@ -122,7 +122,7 @@ def test_the_context_of_the_native_client(server: Server, collector: Collector) 
     assert not _of_trace(collector, parent_of(3)[0]), "it is not sampled"
 
 
-def test_the_contexts_of_http_and_grpc(server: Server, collector: Collector) -> None:
+def test_trace_contexts_of_http_and_grpc_requests(server: Server, collector: Collector) -> None:
     body = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
     trace_id, parent = parent_of(10)
     connection = HTTPConnection(server.endpoints["http"], timeout=60)
@@ -138,7 +138,7 @@ def test_the_contexts_of_http_and_grpc(server: Server, collector: Collector) -> 
     assert of_trace(collector, trace_id, 3)["infer add1"].trace_state == "d=4"
 
 
-def test_ensembles_and_calls(server: Server, collector: Collector) -> None:
+def test_spans_of_ensembles_and_model_calls(server: Server, collector: Collector) -> None:
     with server.client() as client:
         for number, name, count in ((20, "twice", 7), (21, "calls", 6)):
             trace_id, parent = parent_of(number)
@@ -157,7 +157,7 @@ def test_ensembles_and_calls(server: Server, collector: Collector) -> None:
     assert call.end_time_unix_nano <= whole.end_time_unix_nano
 
 
-def test_a_batch_and_a_failure(server: Server, collector: Collector) -> None:
+def test_spans_of_a_batch_and_of_a_failed_request(server: Server, collector: Collector) -> None:
     with server.client() as client:
         given = [parent_of(number) for number in range(30, 50)]
         sent = [client.submit("together", {"x": numbers(1, 4)}, parameters={"traceparent": one[1]}) for one in given]
@@ -209,7 +209,7 @@ def test_a_collector_that_hangs_refuses_or_is_down(repository: Path) -> None:
         assert "[traces] the collector accepts spans again; " in server.log
 
 
-def test_the_process_is_started_again_and_sends_the_rest_at_the_end(repository: Path) -> None:
+def test_a_killed_exporter_is_restarted_and_flushed_at_shutdown(repository: Path) -> None:
     with collecting() as collector:
         with Server(repository, *options(collector, "rate=1")) as server, server.client() as client:
             client.infer("add1", {"x": numbers(1, 4)})

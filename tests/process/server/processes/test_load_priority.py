@@ -96,7 +96,7 @@ AS_OTHERS = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a
 
 @pytest.mark.parametrize("more", [(), ("again",)], ids=["once", "in a second interpreter"])
 @pytest.mark.parametrize("limit", [-1, pytest.param(20, marks=AS_OTHERS)], ids=["as we are", "with RLIMIT_NICE"])
-def test_a_priority_that_can_be_restored_is_lowered(limit: int, more: tuple[str, ...]) -> None:
+def test_the_priority_is_lowered_while_a_model_loads(limit: int, more: tuple[str, ...]) -> None:
     if limit < 0 and not may_restore():
         pytest.skip("this user may not restore a nice value")
     ((normal,), group), (loading, group_loading), (after, group_after) = looks(LOWERED, limit, *more)
@@ -108,7 +108,7 @@ def test_a_priority_that_can_be_restored_is_lowered(limit: int, more: tuple[str,
 
 
 @AS_OTHERS
-def test_a_nice_value_that_could_not_be_restored_stays() -> None:
+def test_a_priority_that_cannot_be_restored_is_not_lowered() -> None:
     ((normal,), group), (loading, _), (after, group_after) = looks(LOWERED, 0)
     assert loading == after == [normal] * 4
     assert group_after == group

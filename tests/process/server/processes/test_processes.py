@@ -90,7 +90,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 # ------------------------------------------------------------------------------------------------- memory
 
 
-def test_a_worker_over_its_memory_limit_is_killed_alone(place: Place) -> None:
+def test_only_the_worker_over_its_memory_limit_is_killed(place: Place) -> None:
     place.write("hungry", count=2, memory_limit_mb="250")
     place.write("modest")
     place.client.load("hungry")
@@ -133,7 +133,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_the_interpreter_of_a_directory(place: Place, environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_uses_the_interpreter_of_its_environment(
+    place: Place, environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.write("own", count=2, EXECUTION_ENV_PATH=str(environment))
     place.client.load("own")
     assert place.ask("own", "prefix") == str(environment)
@@ -241,7 +243,7 @@ def test_packages_that_an_interpreter_lacks_are_named(environment: Path) -> None
     assert code == Exit.LOAD_FAILED == bootstrap.LOAD_FAILED
 
 
-def test_the_tag_of_the_bootstrap_message() -> None:
+def test_the_bootstrap_message_has_the_tag_of_load_failed() -> None:
     assert LoadFailed.__struct_config__.tag == bootstrap.TAG
 
 

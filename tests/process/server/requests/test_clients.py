@@ -130,7 +130,7 @@ def test_a_failed_request_does_not_affect_the_next(client: Any) -> None:
     assert client.infer("batched", {"i_FP32": x})["o_FP32"].shape == (1, 4)
 
 
-def test_questions_about_the_server_and_its_models(client: Any, server: Server) -> None:
+def test_queries_about_the_server_and_its_models(client: Any, server: Server) -> None:
     assert client.live()
     assert client.ready()
     assert client.ready("types")

@@ -151,7 +151,7 @@ def test_requests_of_different_rows_get_the_same_results_as_alone(server: Server
     assert found == [2 * COUNT, 2 * sum(rows), 0]
 
 
-def test_models_without_batches_and_strings_are_answered(server: Server) -> None:
+def test_models_without_batching_and_string_inputs(server: Server) -> None:
     single = run(ask_all(server, "lane", "single", [{"i_FP32": np.full(2, n, np.float32)} for n in range(COUNT)]))
     words = [np.array([[b"%d" % number]], object) for number in range(COUNT)]
     strings = run(ask_all(server, "lane", "strings", [{"i_BYTES": word} for word in words]))
@@ -190,7 +190,9 @@ def test_a_failed_batch_fails_each_request_once(server: Server) -> None:
     ],
     ids=["unequal rows", "data type", "a missing input", "too many rows"],
 )
-def test_wrong_requests_fail_alone_with_the_error_that_they_get_alone(server: Server, wrong: dict[str, Any]) -> None:
+def test_invalid_requests_fail_alone_with_the_same_error_as_outside_a_batch(
+    server: Server, wrong: dict[str, Any]
+) -> None:
     """Of every eight requests, two consecutive ones are wrong."""
     given = [wrong if number % 8 in (3, 4) else inputs(number) for number in range(COUNT)]
     results = failures(server, "pair", given)

@@ -184,7 +184,9 @@ def test_arrays_of_a_library_are_copied_within_the_device(
 
 
 @pytest.mark.parametrize("model", ["other", "host", "both"])
-def test_models_elsewhere_get_tensors_through_the_host(runtime: Any, client: shmserve.Client, model: str) -> None:
+def test_tensors_for_models_on_other_devices_pass_through_the_host(
+    runtime: Any, client: shmserve.Client, model: str
+) -> None:
     given = numbers(2)
     x, y = Foreign(runtime, given), Foreign(runtime, np.zeros_like(given))
     more = {"host": 0, "other": 1, "both": 2}[model]

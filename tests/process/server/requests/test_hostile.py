@@ -255,7 +255,7 @@ def test_a_connection_needs_exactly_one_hello(server: Served, kind: str) -> None
 
 
 @pytest.mark.parametrize(("kind", "outputs"), [("lane", "frames"), ("lane", "posix"), ("zmq", "memfd"), ("zmq", "")])
-def test_kinds_of_output_memory_that_a_link_cannot_carry_are_refused(server: Served, kind: str, outputs: str) -> None:
+def test_output_memory_that_the_transport_does_not_support_is_refused(server: Served, kind: str, outputs: str) -> None:
     with connect(server, kind, greet=False) as link:
         link.send(Hello(messages.PROTOCOL, os.getpid(), "other", outputs))
         goodbye = link.receive_kind(Goodbye)
@@ -324,7 +324,7 @@ def test_a_handle_of_another_client_is_refused(server: Served, lane: Lane, segme
     assert lane.read(output) == np.arange(4096, dtype=np.float32).tobytes()
 
 
-def test_a_handle_must_be_returned_once_and_whole(lane: Lane, segment: Segment) -> None:
+def test_a_handle_must_be_returned_once_and_unchanged(lane: Lane, segment: Segment) -> None:
     _, held = large(lane, segment)
     for wrong in (
         Handle(held.segment, held.offset, held.size - 1),
@@ -395,7 +395,7 @@ def test_invalid_segment_names_are_refused(server: Served, name: str) -> None:
 # ------------------------------------------------------------------------------------------------- all together
 
 
-def test_invalid_messages_leave_nothing_behind(server: Served) -> None:
+def test_invalid_messages_leak_no_descriptors_or_segments(server: Served) -> None:
     """All cases above, three times; compares descriptors and segments before and after."""
     before = ServerSnapshot.of(server.broker_pid())
     for kind in LINKS:
@@ -412,7 +412,7 @@ def test_invalid_messages_leave_nothing_behind(server: Served) -> None:
     assert not worse
 
 
-def test_many_connections_without_a_hello(server: Served) -> None:
+def test_many_connections_without_a_hello_do_not_block_requests(server: Served) -> None:
     before = ServerSnapshot.of(server.broker_pid())
     silent = [connect(server, "lane", greet=False) for _ in range(100)]
     with connect(server, "lane") as link:
@@ -424,7 +424,7 @@ def test_many_connections_without_a_hello(server: Served) -> None:
     assert not worse
 
 
-def test_hostile_clients_beside_an_honest_one(tmp_path: Path) -> None:
+def test_hostile_clients_do_not_affect_a_valid_client(tmp_path: Path) -> None:
     found = run_hostile(tmp_path, 50_000, 5.0)
     assert found.harm == 0, found.examples
     assert found.right > 0

@@ -117,7 +117,7 @@ def borrow(client: Any, model: str = "m", width: int = 2) -> int:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_an_answer_that_is_read_with_a_packet_of_the_lane(
+def test_a_response_and_a_lane_packet_in_the_same_event_loop_iteration(
     leases: Leases, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     """Both arrive before the same iteration of the event loop, the packet first. The lease continues, and its socket is
@@ -159,7 +159,7 @@ def test_an_answer_that_is_read_with_a_packet_of_the_lane(
 
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("model", ["m", "identity"])
-def test_requests_over_a_lease_are_counted_as_all_others(leases: Leases, face: str, model: str) -> None:
+def test_requests_over_a_lease_are_counted_like_all_others(leases: Leases, face: str, model: str) -> None:
     before = leases.counts(model)
     with FACES[face](leases.server.url) as client:
         sent = borrow(client, model)
@@ -247,13 +247,13 @@ def test_large_bodies_of_http_go_over_the_lease_of_the_gateway(leases: Leases) -
     caller.close()
 
 
-def test_the_first_lease_comes_after_requests_that_were_alone(leases: Leases) -> None:
+def test_a_lease_is_granted_after_enough_requests_without_competition(leases: Leases) -> None:
     with leases.server.client() as client, leases.server.client() as other:
         other.infer("m", inputs())
         assert borrow(client) >= ALONE
 
 
-def test_requests_of_others_end_a_lease_and_wait_for_one_request_at_most(leases: Leases) -> None:
+def test_a_request_of_another_client_ends_the_lease_after_one_request(leases: Leases) -> None:
     with leases.server.client() as client, leases.server.client() as other:
         borrow(client)
         assert other.infer("m", inputs(5))["y"][0, 0] == 10
@@ -303,7 +303,7 @@ def test_requests_that_a_lease_does_not_take_pass_through_the_broker(leases: Lea
         assert [future.result()["y"][0, 0] for future in futures] == [2 * number for number in range(1, 40)]
 
 
-def test_a_worker_that_dies_while_it_runs_a_request_of_a_lease(leases: Leases) -> None:
+def test_a_worker_crash_during_a_leased_request(leases: Leases) -> None:
     with leases.server.client() as client:
         borrow(client)
         *_, failed = leases.counts()
@@ -314,7 +314,7 @@ def test_a_worker_that_dies_while_it_runs_a_request_of_a_lease(leases: Leases) -
         borrow(client)
 
 
-def test_a_worker_that_dies_between_requests_of_a_lease(leases: Leases) -> None:
+def test_a_worker_crash_between_leased_requests(leases: Leases) -> None:
     with leases.server.client() as client:
         borrow(client)
         *_, failed = leases.counts()
@@ -325,7 +325,7 @@ def test_a_worker_that_dies_between_requests_of_a_lease(leases: Leases) -> None:
         borrow(client)
 
 
-def test_another_instance_runs_what_died_with_its_worker(leases: Leases) -> None:
+def test_requests_continue_on_another_instance_after_a_worker_crash(leases: Leases) -> None:
     with leases.server.client() as client, leases.server.client() as other:
         borrow(client, "two")
         borrow(other, "two")
@@ -336,7 +336,7 @@ def test_another_instance_runs_what_died_with_its_worker(leases: Leases) -> None
         assert other.infer("two", inputs(3))["y"][0, 0] == 6
 
 
-def test_a_request_over_the_execution_limit(leases: Leases) -> None:
+def test_a_leased_request_over_the_execution_limit_is_killed(leases: Leases) -> None:
     with leases.server.client() as client:
         borrow(client, "limited")
         with pytest.raises(shmserve.ModelFailed, match=r"more than 1 s \(--execution-limit-secs"):
@@ -346,7 +346,7 @@ def test_a_request_over_the_execution_limit(leases: Leases) -> None:
 
 
 @pytest.mark.parametrize("by", ["load", "restart"])
-def test_a_new_generation_takes_over(leases: Leases, by: str) -> None:
+def test_a_reload_or_restart_ends_the_lease(leases: Leases, by: str) -> None:
     with leases.server.client() as client, leases.server.client() as operator:
         borrow(client, "generations")
         if by == "restart":
@@ -372,7 +372,7 @@ def test_unloading_ends_a_lease(leases: Leases) -> None:
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_client_that_gives_up(leases: Leases, face: str) -> None:
+def test_requests_continue_after_a_timeout_on_a_lease(leases: Leases, face: str) -> None:
     with FACES[face](leases.server.url) as client, leases.server.client() as other:
         borrow(client)
         with pytest.raises(shmserve.DeadlineExceeded, match="did not respond within the timeout of"):
@@ -384,7 +384,7 @@ def test_a_client_that_gives_up(leases: Leases, face: str) -> None:
     leases.clear()
 
 
-def test_a_client_that_leaves_with_a_request_running(leases: Leases) -> None:
+def test_a_lease_of_a_closed_client_ends_after_its_running_request(leases: Leases) -> None:
     client = leases.server.client()
     borrow(client)
     client.submit("m", inputs(STICK))
@@ -400,7 +400,7 @@ def test_a_client_that_leaves_with_a_request_running(leases: Leases) -> None:
     leases.clear()
 
 
-def test_callers_of_a_gateway_share_its_lease(leases: Leases) -> None:
+def test_clients_of_a_gateway_share_its_lease(leases: Leases) -> None:
     address = leases.server.endpoints["http"]
     body = json.dumps({"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [4, 5]}]})
     lent: set[str] = set()
@@ -456,7 +456,7 @@ def test_a_forked_child_has_no_lease(leases: Leases) -> None:
         assert client.infer("m", inputs(6))["y"][0, 0] == 12
 
 
-def test_a_server_that_lends_nothing(leases: Leases) -> None:
+def test_a_limit_of_0_leases_disables_them(leases: Leases) -> None:
     with Server(leases.repository, "--limit", "leases=0", "--load-model", "identity",
                 "--model-control-mode", "explicit") as server, server.client() as client:  # fmt: skip
         for _ in range(4 * ALONE):

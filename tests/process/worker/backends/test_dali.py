@@ -112,7 +112,7 @@ def test_a_bad_image_fails_its_request_only(decoder: WorkerProcess) -> None:
 
 
 @pytest.mark.process
-def test_images_as_bytes_of_different_numbers(tmp_path: Path) -> None:
+def test_encoded_images_of_different_lengths(tmp_path: Path) -> None:
     pipeline(tmp_path, decoding)
     pictures = [image(30, 9, 1), image(8, 8, 2), image(10, 40, 3)]
     with WorkerProcess(image_config("UINT8", (-1,)), tmp_path) as worker:
@@ -143,7 +143,7 @@ def test_outputs_of_different_shapes(tmp_path: Path) -> None:
         )
 
 
-def test_what_a_pipeline_declares(tmp_path: Path) -> None:
+def test_declared_inputs_and_outputs_of_a_pipeline(tmp_path: Path) -> None:
     from nvidia.dali import types
 
     def make(fn: Any, kinds: Any) -> Any:
@@ -202,7 +202,7 @@ def test_what_a_pipeline_declares(tmp_path: Path) -> None:
         (X, Y, {"split_along_outer_axis": "y"}, "parameter split_along_outer_axis of model 'm' is not supported"),
     ],
 )
-def test_configurations_that_do_not_match(
+def test_mismatched_configurations_are_refused(
     inputs: Any, outputs: Any, parameters: dict[str, str], said: str, tmp_path: Path
 ) -> None:
     pipeline(tmp_path, lambda fn, types: source(fn, types, "x", "FP32", 1))
@@ -211,7 +211,7 @@ def test_configurations_that_do_not_match(
 
 
 @pytest.mark.parametrize("damage", ["cut off", "text", "numbers"])
-def test_a_file_that_is_not_a_pipeline(damage: str, tmp_path: Path) -> None:
+def test_an_invalid_pipeline_file_is_refused(damage: str, tmp_path: Path) -> None:
     path = pipeline(tmp_path, lambda fn, types: source(fn, types, "x", "FP32", 1))
     data = {"cut off": path.read_bytes()[:-9], "text": b"not a pipeline", "numbers": b"\x28\x01\x38\x01"}[damage]
     path.write_bytes(data)
@@ -219,7 +219,7 @@ def test_a_file_that_is_not_a_pipeline(damage: str, tmp_path: Path) -> None:
     assert "unable to load model 'm': its file is not a serialized pipeline of DALI: " in failure.text
 
 
-def test_a_missing_input(tmp_path: Path) -> None:
+def test_missing_and_optional_inputs_are_refused(tmp_path: Path) -> None:
     pipeline(tmp_path, lambda fn, types: source(fn, types, "x", "FP32", 1) + source(fn, types, "z", "FP32", 1))
     assert (
         "configuration expects 1 inputs, model provides 2: it also has z"
@@ -229,7 +229,7 @@ def test_a_missing_input(tmp_path: Path) -> None:
     assert "input 'z' is optional, and a pipeline of DALI needs all inputs" in load_failure(given, tmp_path).text
 
 
-def test_operators_of_a_gpu_on_the_cpu(tmp_path: Path) -> None:
+def test_gpu_operators_are_refused_on_a_cpu_instance(tmp_path: Path) -> None:
     """A pipeline as built on a machine with a GPU: the device of its operator is changed in the file."""
     path = pipeline(tmp_path, lambda fn, types: fn.copy(source(fn, types, "x", "FP32", 1)))
     operator = b"\n\x06device\x12\x06string*\x03cpu"
@@ -256,7 +256,7 @@ def scaled():
 
 
 @pytest.mark.process
-def test_a_pipeline_in_python_served(tmp_path: Path) -> None:
+def test_a_pipeline_written_in_python_is_served(tmp_path: Path) -> None:
     """Served from dali.py without a configuration. The pipeline was written for a GPU, and its inputs differ in
     length."""
     version = tmp_path / "scaled" / "1"
@@ -349,7 +349,7 @@ OTHER = "\n\n@autoserialize\n@pipeline_def(batch_size=1)\ndef other():\n    retu
 
 
 @pytest.mark.parametrize(("script", "number"), [("", 0), (SCRIPT + OTHER, 2)], ids=["none", "two"])
-def test_a_file_without_one_pipeline(script: str, number: int, tmp_path: Path) -> None:
+def test_a_file_without_exactly_one_pipeline_is_refused(script: str, number: int, tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "dali.py").write_text(script)
     (tmp_path / "1" / "beside.py").write_text("FACTOR = 3.0\n")
@@ -358,7 +358,7 @@ def test_a_file_without_one_pipeline(script: str, number: int, tmp_path: Path) -
     assert not list(tmp_path.glob("**/__pycache__")), "nothing is written beside it"
 
 
-def test_an_instance_for_a_gpu_gets_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instance_on_a_gpu_gets_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no GPU, so DALI itself refuses."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     pipeline(tmp_path, lambda fn, types: source(fn, types, "x", "FP32", 1))

@@ -34,7 +34,7 @@ def mlp(folder: Path, width: int, classes: int) -> Path:
 
 
 @pytest.mark.parametrize("classes", [10, 3000])
-def test_batches_give_what_the_bare_engine_computes(tmp_path: Path, classes: int) -> None:
+def test_batches_give_the_same_results_as_onnx_runtime(tmp_path: Path, classes: int) -> None:
     """Outputs of 10 elements are sent in messages; those of 3,000 are computed in shared memory."""
     path = mlp(tmp_path, 200, classes)
     given = config("onnxruntime", {"x": ("FP32", (200,))}, {"y": ("FP32", (classes,))}, max_batch=16)
@@ -96,7 +96,7 @@ def test_a_model_of_fixed_size_is_completed_without_batching(tmp_path: Path) -> 
     assert described(found) == (0, [("x", "TYPE_INT64", (3, -1))], [("y", "TYPE_INT64", (3, -1))])
 
 
-def test_a_model_with_nothing_but_the_batch_dimension(tmp_path: Path) -> None:
+def test_a_model_with_only_a_batch_dimension(tmp_path: Path) -> None:
     """Callers see dims [1], the model sees none."""
     graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [-1])
     graph.node("Neg", ["x"], ["y"]).save(tmp_path)
@@ -116,7 +116,7 @@ def test_a_model_with_nothing_but_the_batch_dimension(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dims", [(1,), (1, 1)])
-def test_dims_of_1_stand_for_a_scalar(tmp_path: Path, dims: tuple[int, ...]) -> None:
+def test_dims_of_1_represent_a_scalar(tmp_path: Path, dims: tuple[int, ...]) -> None:
     Graph().input("x", "FP32", []).output("y", "FP32", []).node("Neg", ["x"], ["y"]).save(tmp_path)
     given = config("onnxruntime", {"x": ("FP32", dims)}, {"y": ("FP32", dims)})
     with loaded(given, tmp_path) as model:
@@ -140,7 +140,7 @@ def test_an_input_with_a_default_value_is_optional(tmp_path: Path) -> None:
         assert [worker.array(row.outputs[0], np.float32).tolist() for row in rows] == [[[11, 22]], [[6, 7]], [[11, 22]]]
 
 
-def test_outputs_of_a_size_that_only_the_run_tells(tmp_path: Path) -> None:
+def test_outputs_of_data_dependent_size(tmp_path: Path) -> None:
     graph = Graph().input("x", "FP32", [-1]).output("where", "INT64", [1, -1]).output("y", "FP32", [-1])
     graph.node("NonZero", ["x"], ["where"]).node("Identity", ["x"], ["y"]).save(tmp_path)
     outputs = {"where": ("INT64", (1, -1)), "y": ("FP32", (-1,))}

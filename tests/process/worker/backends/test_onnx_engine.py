@@ -63,7 +63,7 @@ def test_the_engine_needs_no_memory_for_tensors_that_are_bound(tmp_path: Path) -
         worker.mapped.close()
 
 
-def test_a_limit_of_host_memory(tmp_path: Path) -> None:
+def test_a_request_over_the_host_memory_limit_fails(tmp_path: Path) -> None:
     """The engine allocates an output of unknown size. That request fails, the next one does not. Other settings of the
     session and its runs are accepted, and a likely typo is logged."""
     negative(tmp_path)
@@ -87,7 +87,7 @@ def test_a_limit_of_host_memory(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- files
 
 
-def test_a_directory_as_the_model_with_weights_beside_it(tmp_path: Path) -> None:
+def test_a_model_directory_with_external_weights(tmp_path: Path) -> None:
     weights = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     graph = Graph().input("x", "FP32", [-1, 64]).output("y", "FP32", [-1, 64]).weight("w", weights)
     path = graph.node("MatMul", ["x", "w"], ["y"]).save(tmp_path)
@@ -118,7 +118,7 @@ def with_library(name: str) -> ModelConfig:
     return replace(config("onnxruntime", *VECTOR), model_operations=ModelOperations(op_library_filename=(name,)))
 
 
-def test_libraries_of_operators(tmp_path: Path) -> None:
+def test_custom_operator_libraries_are_loaded(tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     negative(tmp_path)
     assert "model 'm' has no file 'libours.so'" in refused(with_library("libours.so"), tmp_path)
@@ -155,7 +155,7 @@ def classifier(folder: Path) -> None:
     save(folder, helper.make_graph(nodes, "graph", [x], [y, sequence]))
 
 
-def test_a_sequence_is_not_supported_but_may_be_left_out(tmp_path: Path) -> None:
+def test_an_output_of_sequence_type_can_be_omitted(tmp_path: Path) -> None:
     classifier(tmp_path)
     text = refused(config("onnxruntime", {}, {}), tmp_path)
     assert "tensor 'all' of the model is a seq(tensor(float)), not supported" in text
@@ -167,7 +167,7 @@ def test_a_sequence_is_not_supported_but_may_be_left_out(tmp_path: Path) -> None
         assert worker.array(row.outputs[0], np.float32).tolist() == [[-1, -2]]
 
 
-def test_an_input_that_is_optional_by_its_type(tmp_path: Path) -> None:
+def test_inputs_of_optional_type_are_refused(tmp_path: Path) -> None:
     tensor = helper.make_tensor_type_proto(TensorProto.FLOAT, [2])
     given = helper.make_value_info("x", helper.make_optional_type_proto(tensor))
     y = helper.make_tensor_value_info("y", TensorProto.BOOL, [])
@@ -216,7 +216,7 @@ def runs_like_the_cpu(folder: Path, given: ModelConfig) -> None:
 
 
 @pytest.mark.skipif("OpenVINOExecutionProvider" not in ort.get_available_providers(), reason="no onnxruntime-openvino")
-def test_openvino(tmp_path: Path) -> None:
+def test_the_openvino_accelerator(tmp_path: Path) -> None:
     runs_like_the_cpu(tmp_path, accelerated("KIND_CPU", "openvino", precision="FP32"))
     shutil.rmtree(tmp_path / "1")
     negative(tmp_path)

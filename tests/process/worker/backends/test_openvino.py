@@ -43,7 +43,7 @@ def tensor(values: Any) -> Tensor:
 
 
 @pytest.mark.process
-def test_a_model_says_its_inputs_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_and_outputs_are_read_from_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine must not send telemetry, which would create a directory."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
@@ -144,7 +144,7 @@ def test_a_batch_that_an_operator_fixes(tmp_path: Path, choice: str) -> None:
 
 
 @pytest.mark.process
-def test_an_onnx_file_with_other_dims(tmp_path: Path) -> None:
+def test_an_onnx_file_is_reshaped_to_the_configured_dims(tmp_path: Path) -> None:
     graph = Graph().input("x", "FP32", [1, 5]).output("y", "FP32", [-1, -1]).node("Neg", ["x"], ["y"])
     graph.save(tmp_path)
     parameters = {"RESHAPE_IO_LAYERS": "YES", "PERFORMANCE_HINT": "latency", "HINT_BF16": "YES"}
@@ -217,7 +217,7 @@ SKIP = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES"}
         (on_a_gpu, Unsupported, "device GPU.1, which OpenVINO does not find"),
     ],
 )
-def test_models_that_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
     given = make(tmp_path)
     model = openvino.OpenVino(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
     try:
@@ -227,7 +227,7 @@ def test_models_that_are_refused(tmp_path: Path, make: Any, kind: type[ServeErro
         model.close()
 
 
-def test_a_wrong_setting(tmp_path: Path) -> None:
+def test_an_invalid_setting_is_refused(tmp_path: Path) -> None:
     double(tmp_path, (-1, 3))
     settings = {"openvino,default-max-batch-size": "some"}
     model = openvino.OpenVino(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", settings, 1))

@@ -69,7 +69,7 @@ def check(product: Any, doubled: Any) -> None:
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["json", "pdmodel"])
-def test_a_model_says_its_inputs_and_outputs(older: bool, tmp_path: Path) -> None:
+def test_inputs_and_outputs_are_read_from_the_model(older: bool, tmp_path: Path) -> None:
     paddle_models.save(tmp_path, linear, older)
     file = "model.pdmodel" if older else "model.json"
     assert sorted(path.name for path in (tmp_path / "1").iterdir()) == sorted([file, "model.pdiparams"])
@@ -112,7 +112,7 @@ def accelerated(name: str, **parameters: str) -> ModelOptimizationPolicy:
     return ModelOptimizationPolicy(execution_accelerators=accelerators)
 
 
-def test_accelerators_of_triton(tmp_path: Path) -> None:
+def test_accelerators_and_their_parameters_are_validated(tmp_path: Path) -> None:
     paddle_models.save(tmp_path, linear)
     given = bare("model.json")
     good = replace(given, optimization=accelerated("mkldnn", cpu_threads="1", capacity="4", use_int8="false"))
@@ -127,7 +127,7 @@ def test_accelerators_of_triton(tmp_path: Path) -> None:
         assert text in load_failure(bad, tmp_path).text
 
 
-def test_a_configuration_in_another_order(tmp_path: Path) -> None:
+def test_inputs_and_outputs_are_matched_by_name(tmp_path: Path) -> None:
     paddle_models.save(tmp_path, linear)
     given = config(
         "paddle",
@@ -139,7 +139,7 @@ def test_a_configuration_in_another_order(tmp_path: Path) -> None:
     check(found["fetch_name_0"], found["fetch_name_1"])
 
 
-def test_configurations_that_do_not_match(tmp_path: Path) -> None:
+def test_mismatched_configurations_are_refused(tmp_path: Path) -> None:
     paddle_models.save(tmp_path, linear)
     x, counts = ("FP32", (4,)), ("INT64", (1,))
     outputs = {"fetch_name_0": ("FP32", (3,)), "fetch_name_1": ("INT64", (1,))}
@@ -159,7 +159,7 @@ def test_configurations_that_do_not_match(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["model.json", "model.pdmodel"])
-def test_a_file_that_is_no_model(file: str, tmp_path: Path) -> None:
+def test_an_invalid_model_file_is_refused(file: str, tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / file).write_bytes(b'{"a": 1}')
     failure = load_failure(bare(file), tmp_path)

@@ -88,7 +88,7 @@ def test_inputs_that_a_script_does_not_have(tmp_path: Path, names: tuple[str, ..
         programs.arrange("m", program, specs(*names))
 
 
-def test_strings_and_optional_inputs_are_what_the_script_takes(tmp_path: Path) -> None:
+def test_string_and_optional_inputs_must_match_the_script(tmp_path: Path) -> None:
     program = opened(torch_forward(tmp_path, "x: List[str]", "return x"))
     assert programs.arrange("m", program, specs("x", dtype="STRING")) == [0]
     with pytest.raises(InvalidRequest, match=r"'x' is FP32 in the configuration.*is a List\[str\]"):
@@ -116,7 +116,9 @@ class Pair(NamedTuple):
     ],
     ids=["one", "tuple", "places", "one of them", "dict", "dict in order", "named tuple"],
 )
-def test_outputs(value: Callable[[Any, Any], Any], names: tuple[str, ...], expected: str) -> None:
+def test_results_are_matched_with_configured_outputs(
+    value: Callable[[Any, Any], Any], names: tuple[str, ...], expected: str
+) -> None:
     tensors = {"a": torch.zeros(1), "b": torch.ones(2)}
     found = programs.picker("m", programs.Program(), made(*names))(value(*tensors.values()))
     assert [item.tolist() for item in found] == [tensors[name].tolist() for name in expected]
@@ -128,7 +130,7 @@ def test_outputs_that_are_strings() -> None:
     assert pick((["a", "b"],)) == [["a", "b"]]
 
 
-def test_outputs_too_few() -> None:
+def test_missing_outputs_are_reported() -> None:
     for names, wrong in ((("y", "z"), "z"), (("OUTPUT__1",), "OUTPUT__1")):
         text = f"The output {wrong} in the model configuration refers to an output index which doesn't exist. "
         with pytest.raises(Internal, match=f"^{text}This model has 1 outputs$"):
@@ -170,7 +172,7 @@ def test_names_of_a_program(tmp_path: Path) -> None:
     ],
     ids=["no", "another", "itself", "a view", "dropout"],
 )
-def test_what_may_be_written_to(tmp_path: Path, lines: tuple[str, ...], changed: bool) -> None:
+def test_arguments_that_the_model_modifies_are_detected(tmp_path: Path, lines: tuple[str, ...], changed: bool) -> None:
     assert [argument.changed for argument in opened(torch_forward(tmp_path, "x", *lines)).arguments] == [changed]
     body = "".join(f"        {line}\n" for line in lines)
     source = f"class Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
@@ -178,7 +180,7 @@ def test_what_may_be_written_to(tmp_path: Path, lines: tuple[str, ...], changed:
     assert [argument.changed for argument in opened(path).arguments] == [changed]
 
 
-def test_what_is_kept_is_a_copy(tmp_path: Path) -> None:
+def test_tensors_kept_by_the_model_are_copies(tmp_path: Path) -> None:
     source = """\
 class Model(torch.nn.Module):
     def __init__(self):
@@ -249,7 +251,7 @@ def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
         assert "not writable" not in worker.said()
 
 
-def test_a_program_says_its_inputs_and_outputs(tmp_path: Path) -> None:
+def test_inputs_and_outputs_are_read_from_an_exported_program(tmp_path: Path) -> None:
     batch = torch.export.Dim("batch", max=64)
     x, k = torch.zeros(2, 3), torch.zeros(2, 3)
     source = TREE.replace("x, flag, more, *, k", "x, k").replace(' more["q"] * 1', "")
@@ -323,7 +325,7 @@ def no_archive(folder: Path) -> ModelConfig:
         (on_a_gpu, Unsupported, "to run on GPU 1, and the PyTorch that is installed sees none"),
     ],
 )
-def test_models_that_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
     if make is on_a_gpu and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     given = make(tmp_path)
@@ -335,7 +337,7 @@ def test_models_that_are_refused(tmp_path: Path, make: Any, kind: type[ServeErro
         model.close()
 
 
-def test_a_script_does_not_say_its_inputs(tmp_path: Path) -> None:
+def test_a_torchscript_model_needs_configured_inputs(tmp_path: Path) -> None:
     torch_forward(tmp_path, "x", "return x")
     given = config("pytorch", {}, {})
     with pytest.raises(InvalidRequest, match="a TorchScript file does not say what shapes it takes"):

@@ -123,7 +123,7 @@ def test_a_model_without_a_configuration_in_a_server(trained: Path, tmp_path: Pa
 
 
 @pytest.mark.process
-def test_another_signature_with_scalars(trained: Path) -> None:
+def test_a_selected_signature_with_scalars(trained: Path) -> None:
     """Dims [1] stand for a scalar, as in Triton."""
     parameters = {"TF_SIGNATURE_DEF": "scale", "TF_NUM_INTRA_THREADS": "2", "TF_USE_PER_SESSION_THREADS": "1"}
     given = config("tensorflow", {}, {}, parameters=parameters)
@@ -163,7 +163,7 @@ def test_tags_and_signatures(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_variable_keeps_its_value_when_the_memory_of_a_client_changes(tmp_path: Path) -> None:
+def test_variables_do_not_alias_client_memory(tmp_path: Path) -> None:
     def make() -> Any:
         x = placeholder("x", "FP32", [2000])
         kept = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[2000], shared_name="kept")
@@ -188,7 +188,7 @@ def test_a_variable_keeps_its_value_when_the_memory_of_a_client_changes(tmp_path
     assert found == [{-1.0}, {1.0}, {2.0}]
 
 
-def test_operators_that_keep_tensors_are_found_in_functions() -> None:
+def test_operators_that_retain_tensors_are_found_in_functions() -> None:
     def inner(handle: Any, x: Any) -> Any:
         tf.raw_ops.AssignVariableOp(resource=handle, value=x)
         return x + 1
@@ -206,7 +206,7 @@ def test_operators_that_keep_tensors_are_found_in_functions() -> None:
 
 
 @pytest.mark.process
-def test_a_tensor_with_any_number_of_dims_has_those_of_the_configuration(tmp_path: Path) -> None:
+def test_tensors_of_unknown_rank_use_the_configured_dims(tmp_path: Path) -> None:
     def make() -> Any:
         x = placeholder("x", "FP32", None)
         return {"x": x}, {"y": x * 2}
@@ -224,7 +224,7 @@ def test_a_tensor_with_any_number_of_dims_has_those_of_the_configuration(tmp_pat
 
 
 @pytest.mark.process
-def test_a_frozen_graph_with_operators_to_run_first(tmp_path: Path) -> None:
+def test_a_frozen_graph_with_initialization_operators(tmp_path: Path) -> None:
     """Any tensor can be an input or output, even one in the middle; nodes behind an input are not needed."""
 
     def make() -> None:
@@ -252,7 +252,7 @@ def test_a_frozen_graph_with_operators_to_run_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_the_error_of_an_operator(tmp_path: Path) -> None:
+def test_an_operator_error_fails_only_its_request(tmp_path: Path) -> None:
     def make() -> Any:
         x = placeholder("x", "FP32", None)
         return {"x": x}, {"y": tf.matmul(x, tf.ones([3, 3]), name="product")}
@@ -349,7 +349,7 @@ def optional(folder: Path) -> ModelConfig:
         (lambda f: frozen(f, outputs={"z": ("FP32", (3,))}), InvalidRequest, "output 'z', allowed outputs are: y"),
     ],
 )
-def test_models_that_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
     given = make(tmp_path)
     model = TensorFlow(context(tmp_path))
     try:
@@ -389,7 +389,7 @@ def test_settings_of_the_session() -> None:
         ({"allow_soft_placement": "so"}, "allow-soft-placement must be true or false, found 'so'"),
     ],
 )
-def test_wrong_settings(tmp_path: Path, settings: dict[str, str], text: str) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path, settings: dict[str, str], text: str) -> None:
     simple(tmp_path)
     model = TensorFlow(context(tmp_path, **settings))
     with pytest.raises(InvalidRequest, match=text):
@@ -397,7 +397,7 @@ def test_wrong_settings(tmp_path: Path, settings: dict[str, str], text: str) -> 
 
 
 @pytest.mark.parametrize("text", ["{}", '{"init_ops": "fill"}', "[", '{"init_ops": [1]}'])
-def test_a_wrong_file_of_operators(tmp_path: Path, text: str) -> None:
+def test_invalid_files_of_initialization_operators_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "start.json").write_text(text)
     with pytest.raises(InvalidRequest, match=r"start\.json must contain"):

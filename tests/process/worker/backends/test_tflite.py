@@ -63,7 +63,7 @@ def test_a_model_for_one_image_runs_batches(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("batch", [1, -1])
-def test_a_model_says_its_inputs_and_outputs(tmp_path: Path, batch: int) -> None:
+def test_inputs_and_outputs_are_read_from_the_model(tmp_path: Path, batch: int) -> None:
     dense(tmp_path, batch, signatures=True)
     with WorkerProcess(config("tflite", {}, {}), tmp_path) as worker:
         found = worker.loaded()
@@ -75,7 +75,7 @@ def test_a_model_says_its_inputs_and_outputs(tmp_path: Path, batch: int) -> None
 
 
 @pytest.mark.process
-def test_a_model_goes_on_after_an_error(tmp_path: Path) -> None:
+def test_a_model_serves_requests_after_an_error(tmp_path: Path) -> None:
     """Errors of the engine, in a run or before it, and an output of the wrong shape."""
     graph = Graph()
     x, shape = graph.input("x", "FP32", [-1]), graph.weight("shape", np.array([2, -1], np.int32))
@@ -157,7 +157,7 @@ def on_a_gpu(folder: Path) -> ModelConfig:
         (on_a_gpu, Unsupported, "on GPU 1, and models of LiteRT run on the CPU"),
     ],
 )
-def test_models_that_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
     found = make(tmp_path)
     model = tflite.TfLite(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
     try:

@@ -188,7 +188,7 @@ def test_lightgbm(objective: str, count: int, tmp_path: Path) -> None:
         ("lightgbm", "multiclass", 3),
     ],
 )
-def test_predictions_of_the_library_itself(kind: str, objective: str, count: int, tmp_path: Path) -> None:
+def test_predictions_equal_those_of_the_library(kind: str, objective: str, count: int, tmp_path: Path) -> None:
     """The predictions are equal to the last bit."""
     if kind == "lightgbm":
         oracle = lightgbm(tmp_path, objective, count)
@@ -263,14 +263,14 @@ def test_a_model_without_inputs_and_outputs_in_its_configuration(tmp_path: Path)
             assert np.abs(values[:, 0] - oracle(x[number : number + 2])).max() < CLOSE
 
 
-def test_the_completed_output_has_what_the_parameters_ask_for(tmp_path: Path) -> None:
+def test_the_completed_output_follows_the_parameters(tmp_path: Path) -> None:
     xgboost(tmp_path, "xgboost.json", "multi:softprob", 3)
     bare = replace(config("fil", {}, {}), default_model_filename="xgboost.json")
     proba = replace(bare, parameters=fil("xgboost_json", 3, predict_proba="true").parameters)
     assert [tuple(completed(given, tmp_path).output[0].dims) for given in (bare, proba)] == [(1,), (3,)]
 
 
-def test_one_row_without_a_batch_dimension_and_a_number_for_each_row(tmp_path: Path) -> None:
+def test_a_single_row_without_a_batch_dimension(tmp_path: Path) -> None:
     oracle = xgboost(tmp_path, "xgboost.json", "reg:squarederror")
     x, _ = data()
     plain = replace(fil("xgboost_json", 1), max_batch_size=0)
@@ -305,7 +305,7 @@ def test_a_wrong_number_of_features(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_parameters_that_do_not_fit(change: dict[str, str], text: str, tmp_path: Path) -> None:
+def test_mismatched_parameters_are_refused(change: dict[str, str], text: str, tmp_path: Path) -> None:
     xgboost(tmp_path, "xgboost.json", "multi:softprob", 3)
     (tmp_path / "1" / "model.txt").write_text("nothing of the kind")
     given = fil("xgboost_json", 1)
@@ -318,7 +318,7 @@ def test_parameters_that_do_not_fit(change: dict[str, str], text: str, tmp_path:
     assert text in failure.text
 
 
-def test_what_is_not_supported(tmp_path: Path) -> None:
+def test_unsupported_features_are_refused(tmp_path: Path) -> None:
     xgboost(tmp_path, "xgboost.json", "reg:squarederror")
     given = fil("xgboost_json", 1)
     shap = replace(given.output[0], name="treeshap_output", dims=(FEATURES + 1,))

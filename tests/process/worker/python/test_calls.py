@@ -211,7 +211,7 @@ def test_a_computed_input_is_in_memory_of_the_worker_until_the_call_is_answered(
     assert len(blocks) == 1
 
 
-def test_an_answer_for_another_audience_is_copied(broker: Broker) -> None:
+def test_a_response_for_another_audience_is_copied(broker: Broker) -> None:
     call = broker.call("pass_on", large(), audience="uid:1")
     broker.reply(call, broker.output(large(7)))
     row = broker.row()
@@ -230,7 +230,7 @@ def test_options_and_parameters_of_a_call(broker: Broker) -> None:
     broker.row()
 
 
-def test_a_dropped_answer_is_returned_after_the_batch(broker: Broker) -> None:
+def test_a_dropped_response_is_returned_after_the_batch(broker: Broker) -> None:
     call = broker.call("drop")
     broker.reply(call, broker.output(large()))
     assert floats(broker.row()) == [large().sum()]
@@ -255,7 +255,7 @@ def part(call: Call, number: float, last: bool = False) -> Part:
     return Part(call.call, 1, (small(number),), None, last)
 
 
-def test_the_answers_of_a_decoupled_model_have_a_window(broker: Broker) -> None:
+def test_responses_of_a_called_decoupled_model_have_a_window(broker: Broker) -> None:
     call = broker.call("parts")
     assert call.options == Options(window=64)
     for number in range(64):
@@ -274,7 +274,7 @@ def test_the_answers_of_a_decoupled_model_have_a_window(broker: Broker) -> None:
     assert floats(message.rows[0]) == [101, sum(range(100))], "the last response has no outputs, and counts"
 
 
-def test_answers_too_large_for_a_second_loop(broker: Broker) -> None:
+def test_responses_too_large_to_iterate_twice(broker: Broker) -> None:
     call = broker.call("large_parts")
     size = large(0).nbytes
     count = REPLAYED_BYTES // size + 1
@@ -287,7 +287,7 @@ def test_answers_too_large_for_a_second_loop(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("cancel", [True, False])
-def test_answers_that_the_model_does_not_read_are_cancelled_and_returned(broker: Broker, cancel: bool) -> None:
+def test_unread_responses_are_cancelled_and_returned(broker: Broker, cancel: bool) -> None:
     call = broker.call("few_parts", cancel=cancel)
     outputs = [broker.output(large(number)) for number in range(3)]
     for tensor in outputs:
@@ -307,7 +307,7 @@ def test_answers_that_the_model_does_not_read_are_cancelled_and_returned(broker:
     broker.worker.send(Part(call.call, 1, (broker.output(large(9)),)), Fail(call.call, "CANCELLED", "it was cancelled"))
 
 
-def test_a_coroutine_reads_many_answers(broker: Broker) -> None:
+def test_a_coroutine_reads_many_responses(broker: Broker) -> None:
     call = broker.call("parts_later")
     broker.worker.send(part(call, 1), part(call, 2), part(call, 3, last=True))
     assert floats(broker.row()) == [3]
@@ -317,7 +317,7 @@ def test_a_coroutine_reads_many_answers(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("wish", ["threads", "own_loop", "async"])
-def test_calls_at_once_are_answered_in_any_order(broker: Broker, wish: str) -> None:
+def test_concurrent_calls_are_answered_in_any_order(broker: Broker, wish: str) -> None:
     if wish == "async":
         broker.send("", batch="async")
     else:
@@ -332,7 +332,7 @@ def test_calls_at_once_are_answered_in_any_order(broker: Broker, wish: str) -> N
     assert floats(broker.row()) == [0, 10, 20, 30]
 
 
-def test_a_thread_calls_when_there_is_no_request(broker: Broker) -> None:
+def test_a_thread_can_call_models_between_requests(broker: Broker) -> None:
     broker.send("background")
     broker.row()
     broker.send("released_now")
@@ -356,7 +356,7 @@ def test_a_forked_child_cannot_use_the_link(broker: Broker) -> None:
 # ---------------------------------------------------------------------------------------------- questions
 
 
-def test_a_model_asks_the_server(broker: Broker) -> None:
+def test_a_model_queries_loads_and_unloads_other_models(broker: Broker) -> None:
     broker.send("control")
     for version, ready in ((0, True), (2, False)):
         ask = broker.worker.expect(Ask)
@@ -378,7 +378,7 @@ def test_a_model_asks_the_server(broker: Broker) -> None:
     broker.row()
 
 
-def test_the_server_refuses_a_question(broker: Broker) -> None:
+def test_a_failed_query_raises_in_the_model(broker: Broker) -> None:
     broker.send("refused")
     ask = broker.worker.expect(Ask)
     broker.worker.send(Fail(ask.request, "NOT_FOUND", "there is none"))
@@ -386,14 +386,14 @@ def test_the_server_refuses_a_question(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize(("wish", "text"), [("unsayable", "model"), ("came", "this request was sent to the model")])
-def test_calls_that_cannot_be_made(broker: Broker, wish: str, text: str) -> None:
+def test_invalid_calls_raise_in_the_model(broker: Broker, wish: str, text: str) -> None:
     broker.send(wish)
     error = broker.failure()
     assert "TritonModelException" in error.text
     assert text in error.text
 
 
-def test_a_model_asks_the_server_while_it_is_loaded(tmp_path: Path) -> None:
+def test_a_model_can_query_the_server_while_it_loads(tmp_path: Path) -> None:
     """Orders that arrive in the meantime wait."""
     python_model(tmp_path, LOADING)
     with WorkerProcess(replace(CONFIG, name="early"), tmp_path) as process:

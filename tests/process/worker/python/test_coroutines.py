@@ -105,7 +105,7 @@ def test_a_model_without_execute_is_not_loaded(tmp_path: Path, source: str, text
 
 
 @senders("execute", "threads")
-def test_a_sender_that_waits_for_its_window_is_cancelled(worker: WorkerProcess, sender: str) -> None:
+def test_a_sender_waiting_for_its_window_is_cancelled(worker: WorkerProcess, sender: str) -> None:
     worker.execute(asks(1, 1000, window=1))
     if sender == "threads":
         rows_and_done(worker, 1)
@@ -120,7 +120,7 @@ def test_a_sender_that_waits_for_its_window_is_cancelled(worker: WorkerProcess, 
 
 
 @senders()
-def test_a_request_that_is_withdrawn_just_before_it_runs_is_cancelled(worker: WorkerProcess) -> None:
+def test_a_request_withdrawn_just_before_it_runs_is_cancelled(worker: WorkerProcess) -> None:
     """The broker considers the request running; it runs, and its responses are dropped."""
     worker.number += 1
     worker.send(Execute(worker.number, 0, (asks(1, 1000, window=1),)), Withdraw((1,)))
@@ -148,7 +148,7 @@ def test_coroutines_of_several_batches_are_cancelled_one_by_one(worker: WorkerPr
 
 
 @senders("coroutine")
-def test_one_request_of_a_batch_of_a_coroutine_is_cancelled(worker: WorkerProcess) -> None:
+def test_one_request_of_a_coroutine_batch_can_be_cancelled(worker: WorkerProcess) -> None:
     worker.execute(asks(1, 3, window=1), asks(2, 3, window=1))
     rows_and_done(worker, 2)
     withdraw(worker, 1)

@@ -90,7 +90,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
         ("deep", "FP32", np.array([1, 2], np.float32).reshape((1,) * 31 + (2,))),
     ],
 )
-def test_the_array_is_passed_on_as_it_is(worker: WorkerProcess, wish: str, dtype: str, expected: Any) -> None:
+def test_arrays_that_differ_from_the_configuration_are_passed_on(
+    worker: WorkerProcess, wish: str, dtype: str, expected: Any
+) -> None:
     row = ask(worker, wish)
     assert row.error is None, row.error
     y, z = row.outputs
@@ -113,13 +115,13 @@ def test_the_array_is_passed_on_as_it_is(worker: WorkerProcess, wish: str, dtype
         ),
     ],
 )
-def test_what_cannot_be_passed_on(
+def test_unsupported_outputs_are_refused(
     worker: WorkerProcess, wish: str, outputs: list[Wanted] | None, code: str, text: str
 ) -> None:
     assert_failed(ask(worker, wish, outputs), code, text)
 
 
-def test_outputs_may_be_missing(worker: WorkerProcess) -> None:
+def test_missing_outputs_are_left_out(worker: WorkerProcess) -> None:
     for outputs in (None, [Wanted("z")]):
         row = ask(worker, "nothing", outputs)
         assert row.error is None
@@ -127,7 +129,7 @@ def test_outputs_may_be_missing(worker: WorkerProcess) -> None:
 
 
 @pytest.mark.parametrize(("wish", "found"), [("FP64", b"2.000000:1"), ("INT64", b"2:1"), ("rank", b"2.000000:0")])
-def test_classes(worker: WorkerProcess, wish: str, found: bytes) -> None:
+def test_classes_are_computed_from_the_returned_array(worker: WorkerProcess, wish: str, found: bytes) -> None:
     row = ask(worker, wish, [Wanted("y", None, 1)])
     assert row.error is None, row.error
     assert found in worker.array(row.outputs[0], object).ravel().tolist()
@@ -252,7 +254,7 @@ def wish(text: str) -> dict[str, Any]:
     return {"parameters": {"wish": text}}
 
 
-def test_clients_get_what_the_model_made(client: shmserve.Client) -> None:
+def test_clients_receive_the_data_type_of_the_model(client: shmserve.Client) -> None:
     futures = [client.submit("differs", {"x": ONE}, **wish("FP64")) for _ in range(20)]
     for future in futures:
         assert future.result()["y"].dtype == np.float64
@@ -265,7 +267,7 @@ def test_clients_get_what_the_model_made(client: shmserve.Client) -> None:
         client.infer("differs", {"x": ONE}, outputs=["y"], **wish("nothing"))
 
 
-def test_a_place_of_the_models_data_type(client: shmserve.Client) -> None:
+def test_an_output_array_of_the_data_type_of_the_model(client: shmserve.Client) -> None:
     place = client.empty((1, 2), "float64")
     assert client.infer("differs", {"x": ONE}, outputs={"y": place}, **wish("FP64"))["y"].tolist() == [[1, 2]]
     assert place.tolist() == [[1, 2]]
@@ -276,7 +278,7 @@ class OwnMemory:
         return True
 
 
-def test_a_place_of_another_data_type() -> None:
+def test_an_output_array_of_another_data_type_is_refused() -> None:
     """The worker, which only knows the size of the place, has written the output there."""
     memory = cast(SessionMemory, OwnMemory())
     tensor = Tensor("y", "FP64", (1, 2), (Handle(1, 0, 16),))
@@ -288,7 +290,7 @@ def test_a_place_of_another_data_type() -> None:
         output_of(tensor, (), np.zeros((1, 4), np.float32), memory)
 
 
-def test_ensembles_check_where_a_step_needs_it(client: shmserve.Client) -> None:
+def test_ensembles_check_tensors_between_steps(client: shmserve.Client) -> None:
     assert client.infer("last", {"x": ONE}, **wish("FP64"))["y"].dtype == np.float64
     assert client.infer("chain", {"x": ONE})["y"].tolist() == [[1, 2]]
     expected = "in ensemble 'chain', step 1: inference input 'x' data-type is 'FP64', but model 'plain' expects 'FP32'"
@@ -301,7 +303,7 @@ def test_ensembles_check_where_a_step_needs_it(client: shmserve.Client) -> None:
             client.infer(ensemble, {"x": ONE}, **wish("nothing"))
 
 
-def test_a_step_may_leave_out_what_only_optional_inputs_read(client: shmserve.Client) -> None:
+def test_a_step_can_omit_outputs_read_only_by_optional_inputs(client: shmserve.Client) -> None:
     for parameters in ({}, wish("nothing")):
         assert client.infer("spare", {"x": ONE}, **parameters)["out"].tolist() == [[1, 2]]
 

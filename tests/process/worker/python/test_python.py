@@ -184,7 +184,7 @@ def ask(worker: WorkerProcess, wish: str, **how: Any) -> Row:
     return rows[1]
 
 
-def test_what_a_request_shows_to_the_model(scripted: WorkerProcess) -> None:
+def test_request_attributes_are_visible_to_the_model(scripted: WorkerProcess) -> None:
     options = Options(
         id="abc",
         sequence=7,
@@ -250,7 +250,7 @@ def test_a_request_without_options(scripted: WorkerProcess) -> None:
         ("sender", "MODEL_FAILED", "the model dropped the request without a response"),
     ],
 )
-def test_mistakes_that_fail_one_request(scripted: WorkerProcess, wish: str, code: str, text: str) -> None:
+def test_an_error_of_one_response_fails_one_request(scripted: WorkerProcess, wish: str, code: str, text: str) -> None:
     assert_failed(ask(scripted, wish), code, text)
 
 
@@ -264,7 +264,7 @@ def test_mistakes_that_fail_one_request(scripted: WorkerProcess, wish: str, code
         ("no_such_wish", "AttributeError: 'TritonPythonModel' object has no attribute 'no_such_wish'"),
     ],
 )
-def test_mistakes_that_fail_a_batch(scripted: WorkerProcess, wish: str, text: str) -> None:
+def test_exceptions_in_execute_fail_the_batch(scripted: WorkerProcess, wish: str, text: str) -> None:
     error = assert_failed(ask(scripted, wish), "MODEL_FAILED", text)
     assert error.text.startswith("Failed to process the request(s) for model instance 'scripted_0_1', message: ")
 
@@ -277,7 +277,7 @@ def test_mistakes_that_fail_a_batch(scripted: WorkerProcess, wish: str, text: st
         ("short", "InferenceResponse objects returned (0) from execute must match the number of requests (2)"),
     ],
 )
-def test_wrong_results_of_execute(scripted: WorkerProcess, wish: str, text: str) -> None:
+def test_invalid_results_of_execute_fail_the_batch(scripted: WorkerProcess, wish: str, text: str) -> None:
     options = Options(parameters={"batch": wish})
     for row in scripted.run(work(1, tensor(1), options=options), work(2, tensor(1))):
         assert_failed(row, "MODEL_FAILED", text)
@@ -290,11 +290,11 @@ def test_paths_in_errors_are_relative_to_the_model(scripted: WorkerProcess) -> N
     assert assert_failed(ask(scripted, "where"), "MODEL_FAILED").text == "see <model>/1/model.py:12"
 
 
-def test_a_parameter_that_cannot_be_encoded(scripted: WorkerProcess) -> None:
+def test_parameters_that_cannot_be_encoded_are_replaced(scripted: WorkerProcess) -> None:
     assert ask(scripted, "surrogate_parameter").parameters == {"a?": "?"}
 
 
-def test_arrays_that_are_not_contiguous(scripted: WorkerProcess) -> None:
+def test_noncontiguous_arrays_are_returned_correctly(scripted: WorkerProcess) -> None:
     row = ask(scripted, "strided")
     assert scripted.array(row.outputs[0], np.float32).tolist() == [[0, 3]]
 

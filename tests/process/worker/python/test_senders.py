@@ -183,7 +183,7 @@ class TritonPythonModel:
 """
 
 
-def test_a_request_of_an_iterative_model_is_run_again(tmp_path: Path) -> None:
+def test_a_rescheduled_request_of_an_iterative_model_is_run_again(tmp_path: Path) -> None:
     given = replace(ordinary(tmp_path, RESCHEDULING), sequence_batching=ModelSequenceBatching(iterative_sequence=True))
     with WorkerProcess(given, tmp_path) as worker:
         worker.loaded()
@@ -194,7 +194,7 @@ def test_a_request_of_an_iterative_model_is_run_again(tmp_path: Path) -> None:
         assert_failed(row, "MODEL_FAILED", "Expected a None object in the execute function return list for")
 
 
-def test_a_request_of_another_model_is_not_run_again(tmp_path: Path) -> None:
+def test_only_iterative_models_can_reschedule_requests(tmp_path: Path) -> None:
     with WorkerProcess(ordinary(tmp_path, RESCHEDULING), tmp_path) as worker:
         worker.loaded()
         refused, answered = worker.run(asks(1, 0, again=1), asks(2, 0, again=0))

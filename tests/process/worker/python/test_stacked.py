@@ -77,7 +77,7 @@ def test_a_batch_is_one_array(model: WorkerProcess) -> None:
         assert (model.array(together, np.int32) == np.full((count, 1), 4)).all()
 
 
-def test_requests_that_do_not_stack_run_apart(model: WorkerProcess) -> None:
+def test_requests_that_cannot_be_stacked_run_separately(model: WorkerProcess) -> None:
     more = model.tensor("more", np.full((1, 1), 100, np.float32))
     rows = model.run(
         work(1, inputs(model, 1, 1)), work(2, inputs(model, 1, 2, length=4)), work(3, inputs(model, 1, 3), more)
@@ -86,17 +86,17 @@ def test_requests_that_do_not_stack_run_apart(model: WorkerProcess) -> None:
     assert [array.tolist() for array in arrays] == [[[2] * 3], [[4] * 4], [[106] * 3]]
 
 
-def test_one_request_is_where_it_was(model: WorkerProcess) -> None:
+def test_a_batch_of_one_request(model: WorkerProcess) -> None:
     (row,) = model.run(work(1, inputs(model, 4, 5, length=5000)))
     assert (model.array(row.outputs[0], np.float32) == 10).all()
 
 
-def test_outputs_that_nobody_wants(model: WorkerProcess) -> None:
+def test_only_requested_outputs_are_returned(model: WorkerProcess) -> None:
     (row,) = model.run(work(1, inputs(model, 1, 5), outputs=[Wanted("rows")]))
     assert [tensor.name for tensor in row.outputs] == ["rows"]
 
 
-def test_a_coroutine(model: WorkerProcess) -> None:
+def test_execute_can_be_a_coroutine(model: WorkerProcess) -> None:
     (row,) = model.run(work(1, inputs(model, 1, 1006)))
     assert model.array(row.outputs[0], np.float32).tolist() == [[1007] * 3]
 
@@ -112,7 +112,7 @@ def test_a_coroutine(model: WorkerProcess) -> None:
         (1005, "the model did not produce output 'y'"),
     ],
 )
-def test_what_fails_a_batch(model: WorkerProcess, first: float, text: str) -> None:
+def test_invalid_results_fail_the_batch(model: WorkerProcess, first: float, text: str) -> None:
     rows: list[Row] = model.run(work(1, inputs(model, 1, first)), work(2, inputs(model, 1, first), options=Options()))
     for row in rows:
         assert_failed(row, "MODEL_FAILED", text)
@@ -141,7 +141,7 @@ def test_outputs_that_differ_from_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "text"), [("maybe", "parameter 'stacked' of model 'm' is 'maybe', not true or false"), ("true", "")]
 )
-def test_what_does_not_load(tmp_path: Path, value: str, text: str) -> None:
+def test_invalid_stacked_models_do_not_load(tmp_path: Path, value: str, text: str) -> None:
     python_model(tmp_path, "class TritonPythonModel: pass\n")
     with WorkerProcess(config("python", IN, OUT, parameters={"stacked": value}), tmp_path) as process:
         assert (text or "has no execute method") in process.failed().text
@@ -159,7 +159,7 @@ class TritonPythonModel:
 """
 
 
-def test_shapes_that_differ(tmp_path: Path) -> None:
+def test_ragged_inputs_are_concatenated(tmp_path: Path) -> None:
     python_model(tmp_path, RAGGED)
     settings = config("python", {"x": ("FP32", (-1,))}, {"y": ("FP32", (1,))}, max_batch=8)
     starts = BatchInput(

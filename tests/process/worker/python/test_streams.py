@@ -48,7 +48,7 @@ def test_responses_are_sent_before_the_batch_is_done(worker: WorkerProcess) -> N
     done(worker)
 
 
-def test_threads_go_on_while_further_batches_run(tmp_path: Path) -> None:
+def test_threads_continue_while_further_batches_run(tmp_path: Path) -> None:
     source = IN_THREADS.replace(
         "for index in", 'gate(request) if "gate" in wishes(request) else None\n        for index in'
     )
@@ -269,7 +269,7 @@ def test_a_window_may_grow_before_the_model_has_the_request(worker: WorkerProces
     done(worker)
 
 
-def test_a_thread_that_sends_for_many_need_not_wait(tmp_path: Path) -> None:
+def test_a_thread_can_send_for_many_requests_without_blocking(tmp_path: Path) -> None:
     source = """\
 class TritonPythonModel:
     def execute(self, requests):
