@@ -144,7 +144,7 @@ def test_shared_and_inline_inputs_in_one_batch(batched: Echo) -> None:
         batched.check(row, arrays)
 
 
-def test_requests_that_do_not_stack_run_apart(batched: Echo) -> None:
+def test_requests_of_different_shapes_run_separately(batched: Echo) -> None:
     """The broker never batches such requests. If it did, each would still get its own outputs."""
     batched.round_trip(*[batched.arrays((1, width)) for width in (3, 4, 3, 1200)])
 

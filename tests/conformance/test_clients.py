@@ -166,7 +166,7 @@ def test_memory_of_empty_is_kept_while_a_request_is_in_flight(client: Any, broke
     assert (future.result()["x"] == 9).all()
 
 
-def test_empty_over_any_link(client: Any) -> None:
+def test_empty_returns_arrays_over_every_link(client: Any) -> None:
     for shape, dtype in (((2, 3), "float32"), ((0, 5), "int8"), ((), "float64"), (7, "bool"), ((3,), object)):
         x = client.empty(shape, dtype)
         assert x.dtype == np.dtype(dtype)

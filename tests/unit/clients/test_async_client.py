@@ -48,7 +48,7 @@ def test_a_request_has_the_same_arguments_everywhere() -> None:
         assert [one for one in arguments(client.stream) if one[0] != "window"] == expected
 
 
-def test_a_cancelled_task_takes_its_request_back(run: Run, url: str, broker: FakeBroker) -> None:
+def test_cancelling_a_task_cancels_its_request(run: Run, url: str, broker: FakeBroker) -> None:
     async def main() -> None:
         async with shmserve.AsyncClient(url) as client:
             await client.live()
@@ -66,7 +66,7 @@ def test_a_cancelled_task_takes_its_request_back(run: Run, url: str, broker: Fak
     run(main())
 
 
-def test_deadlines_of_many(run: Run, url: str) -> None:
+def test_each_of_many_requests_has_its_own_deadline(run: Run, url: str) -> None:
     async def late(client: shmserve.AsyncClient, timeout: float) -> bool:
         with pytest.raises(shmserve.DeadlineExceeded):
             await client.infer("hold", {"x": X}, timeout=timeout)
@@ -91,7 +91,7 @@ def test_requests_of_one_turn_share_a_packet(run: Run, broker: FakeBroker) -> No
     assert [count for count in counts if count] == [20]
 
 
-def test_it_goes_on_in_another_loop_when_its_own_was_closed(url: str) -> None:
+def test_a_client_continues_in_a_new_loop_after_its_own_was_closed(url: str) -> None:
     client = shmserve.AsyncClient(url)
 
     async def main() -> Any:
@@ -162,7 +162,7 @@ def test_closing_while_connecting(run: Run, broker: FakeBroker) -> None:
     run(main())
 
 
-def test_results_do_not_wait_for_the_collector(run: Run, broker: FakeBroker) -> None:
+def test_results_are_released_without_the_garbage_collector(run: Run, broker: FakeBroker) -> None:
     async def main() -> None:
         async with shmserve.AsyncClient(broker.lane) as client:
             x = np.zeros(10_000)

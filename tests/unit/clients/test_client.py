@@ -55,7 +55,7 @@ def test_threads_wait_for_each_others_futures(client: shmserve.Client) -> None:
         assert found == expected[start:] + expected[:start]
 
 
-def test_a_follower_leads_when_the_leader_has_its_answer(client: shmserve.Client, broker: FakeBroker) -> None:
+def test_another_thread_reads_once_the_leader_has_its_answer(client: shmserve.Client, broker: FakeBroker) -> None:
     first, second = client.submit("hold", {"x": X}), client.submit("hold", {"x": X + 1})
     waiting = threading.Barrier(3)
 
@@ -96,7 +96,7 @@ def test_each_thread_keeps_its_own_deadline(client: shmserve.Client, broker: Fak
     assert "timeout of 0.05 s" in found[1]
 
 
-def test_close_ends_the_waiting_of_others(client: shmserve.Client, broker: FakeBroker) -> None:
+def test_close_wakes_threads_that_wait_for_results(client: shmserve.Client, broker: FakeBroker) -> None:
     futures = [client.submit("hold", {"x": X}) for _ in range(3)]
     broker.parked.get(timeout=20)
 
@@ -114,7 +114,7 @@ def test_close_ends_the_waiting_of_others(client: shmserve.Client, broker: FakeB
         client.submit("echo", {"x": X})
 
 
-def test_the_link_ends_while_threads_wait(client: shmserve.Client, broker: FakeBroker) -> None:
+def test_waiting_threads_fail_when_the_link_ends(client: shmserve.Client, broker: FakeBroker) -> None:
     futures = [client.submit("hold", {"x": X + number}) for number in range(3)]
     peer, _, _ = broker.parked.get(timeout=20)
     refused = Goodbye("UNAVAILABLE", "the server stops")
@@ -139,7 +139,9 @@ def infers(packets: list[list[Any]]) -> list[int]:
     return [count for packet in packets if (count := sum(isinstance(message, Infer) for message in packet))]
 
 
-def test_requests_go_at_once_unless_results_wait(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_sent_at_once_unless_results_are_unread(
+    broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parked: list[tuple[Peer, Infer]] = []
 
     def in_batches(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
@@ -167,7 +169,7 @@ def test_requests_go_at_once_unless_results_wait(broker: FakeBroker, monkeypatch
             assert futures[number].result()["x"][0] == number + 8
 
 
-def test_what_is_buffered_is_sent_by_any_other_call(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffered_requests_are_sent_by_any_other_call(broker: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     def pair(broker: FakeBroker, peer: Peer, infer: Infer, frames: list[bytes]) -> None:
         """Sends nothing at first, then two answers in one packet."""
         broker.parked.put((peer, infer, frames))

@@ -67,7 +67,7 @@ def test_a_forked_child_connects_for_itself(client: shmserve.Client, broker: Fak
     assert client.infer("echo", {"x": own})["x"].shape == (100, 100)
 
 
-def test_the_death_of_the_parent_is_seen_although_a_child_lives(broker: FakeBroker) -> None:
+def test_the_end_of_a_parent_is_detected_while_its_child_runs(broker: FakeBroker) -> None:
     """The child must not keep the parent's connection open."""
     stop, alive = os.pipe(), os.pipe()
 
@@ -119,14 +119,14 @@ def test_a_callback_may_fork(client: shmserve.Client, broker: FakeBroker, monkey
     np.testing.assert_array_equal(future.result(20)["x"], X)
 
 
-def test_a_client_that_is_only_dropped_leaves_nothing(broker: FakeBroker) -> None:
+def test_a_client_dropped_without_close_leaves_nothing_behind(broker: FakeBroker) -> None:
     client = shmserve.Client(broker.lane)
     client.infer("echo", {"x": np.zeros(10_000)})
     del client
     gc.collect()
 
 
-def test_interrupted_by_a_signal(client: shmserve.Client, broker: FakeBroker) -> None:
+def test_a_client_survives_ctrl_c_while_it_waits(client: shmserve.Client, broker: FakeBroker) -> None:
     """Ctrl-C while waiting: the client can be used afterwards, and the request is not lost."""
 
     def interrupt() -> None:
@@ -162,7 +162,7 @@ def test_interrupted_by_a_signal(client: shmserve.Client, broker: FakeBroker) ->
 
 
 @pytest.mark.parametrize("reader", [False, True], ids=["alone", "beside_the_reader_thread"])
-def test_interrupted_anywhere(broker: FakeBroker, reader: bool) -> None:
+def test_a_client_survives_an_interrupt_at_any_point(broker: FakeBroker, reader: bool) -> None:
     """KeyboardInterrupt at every point where the interpreter checks for signals during a call: the client can still be
     closed."""
     number = 0

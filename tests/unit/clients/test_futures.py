@@ -21,7 +21,7 @@ as_completed: Callable[..., Iterator[Any]] = concurrent.futures.as_completed
 X = np.arange(4, dtype=np.float32)
 
 
-def test_result_times_out_and_the_request_goes_on(client: shmserve.Client, broker: FakeBroker) -> None:
+def test_a_timeout_of_result_does_not_end_the_request(client: shmserve.Client, broker: FakeBroker) -> None:
     future = client.submit("hold", {"x": X})
     with pytest.raises(concurrent.futures.TimeoutError):
         future.result(0.02)
@@ -36,7 +36,7 @@ def test_result_times_out_and_the_request_goes_on(client: shmserve.Client, broke
     assert future.done()
 
 
-def test_done_alone_brings_the_answer(client: shmserve.Client, broker: FakeBroker) -> None:
+def test_done_reads_the_answer(client: shmserve.Client, broker: FakeBroker) -> None:
     """No other thread reads, so done() does."""
     future = client.submit("hold", {"x": X})
     broker.answer()
@@ -91,7 +91,7 @@ def test_dropping_a_future_does_not_cancel(client: shmserve.Client, broker: Fake
     assert [request.model for request in broker.requests] == ["echo"]
 
 
-def test_results_that_nobody_asks_for_are_given_back(client: shmserve.Client, broker: FakeBroker) -> None:
+def test_unread_results_of_dropped_futures_are_returned(client: shmserve.Client, broker: FakeBroker) -> None:
     future = client.submit("echo", {"x": np.zeros(10_000)})
     client.live()
     client.live()
@@ -119,7 +119,7 @@ class Collecting:
         return self._found.recvmsg_into(*arguments)
 
 
-def test_the_collector_may_run_in_the_midst_of_reading(client: shmserve.Client, broker: FakeBroker) -> None:
+def test_the_garbage_collector_may_run_during_a_read(client: shmserve.Client, broker: FakeBroker) -> None:
     cycle: list[Any] = [client.infer("echo", {"x": np.zeros(FLUSH_BYTES)})]
     cycle.append(cycle)
     link: Any = client._link._link

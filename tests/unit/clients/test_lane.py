@@ -18,7 +18,7 @@ from shmserve.session import Packet
     ("length", "error", "text"),
     [(107, shmserve.ConnectionLost, "no server at"), (108, shmserve.InvalidRequest, r"too long for a socket \(107")],
 )
-def test_the_length_of_a_path(length: int, error: type[Exception], text: str) -> None:
+def test_socket_paths_over_the_length_limit_are_refused(length: int, error: type[Exception], text: str) -> None:
     path = "/" + "é" * ((length - 1) // 2) + "x" * ((length - 1) % 2)
     with shmserve.Client(f"unix://{path}") as client, pytest.raises(error, match=text):
         client.metadata()

@@ -15,7 +15,9 @@ from tests.support.broker.fake_broker import FakeBroker
 X = np.arange(4, dtype=np.float32)
 
 
-def test_callbacks(client: shmserve.Client, broker: FakeBroker, caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_run_once_and_their_errors_are_logged(
+    client: shmserve.Client, broker: FakeBroker, caplog: pytest.LogCaptureFixture
+) -> None:
     called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     future = client.submit("hold", {"x": X})
     future.add_done_callback(lambda _: 1 // 0)
@@ -41,7 +43,7 @@ def test_callbacks(client: shmserve.Client, broker: FakeBroker, caplog: pytest.L
     assert called.get(timeout=20).cancelled()
 
 
-def test_callbacks_come_at_a_deadline(client: shmserve.Client) -> None:
+def test_callbacks_run_when_a_deadline_passes(client: shmserve.Client) -> None:
     called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.submit("hold", {"x": X}).add_done_callback(called.put)  # the reader waits without a limit
     client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
@@ -87,7 +89,7 @@ def test_a_deadline_is_kept_while_another_thread_reads(client: shmserve.Client, 
     waiting.join()
 
 
-def test_a_thread_exists_only_once_callbacks_do(client: shmserve.Client) -> None:
+def test_the_reader_thread_starts_with_the_first_callback(client: shmserve.Client) -> None:
     before = threading.active_count()
     client.infer("echo", {"x": X})
     futures = [client.submit("echo", {"x": X}) for _ in range(50)]

@@ -45,7 +45,7 @@ def test_metrics_and_labels_exist(name: str) -> None:
         assert labels_in(expression) <= allowed, expression
 
 
-def test_most_metrics_have_a_place() -> None:
+def test_most_metrics_are_shown_on_a_dashboard() -> None:
     shown = {metric for dashboard in DASHBOARDS.values() for text in expressions(dashboard) for metric in
              metrics_in(text)}  # fmt: skip
     assert len(shown & METRICS.keys()) >= 45

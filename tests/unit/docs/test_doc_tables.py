@@ -9,7 +9,7 @@ from tests.support.docs.doc_tables import DOCS, PARTS, STATES, DocPart, size, wi
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_the_page_has_the_current_part(part: DocPart) -> None:
+def test_generated_parts_of_pages_are_current(part: DocPart) -> None:
     page = (DOCS / part.page).read_text()
     assert with_part(page, part) == page, "write it with: make docs"
 

@@ -100,7 +100,7 @@ def test_files_that_contributing_names_exist() -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-def test_measures_and_modules_in_the_pages_exist() -> None:
+def test_benchmarks_and_modules_in_the_pages_exist() -> None:
     texts = [page.read_text() for page in PAGES if page.name != "CHANGELOG.md"]
     lines = [line for text in texts for line in text.splitlines() if "make compare" not in line]  # which has its own
     measures = {name for line in lines for name in re.findall(r"--only ([a-z-]+)", line)}

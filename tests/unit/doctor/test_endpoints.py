@@ -32,7 +32,7 @@ def test_a_path_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert only(endpoints.runtime_directory(machine(tmp_path))).state == state
 
 
-def test_the_kernel_has_that_limit() -> None:
+def test_the_kernel_limits_the_length_of_a_socket_path() -> None:
     for length, text in ((107, "No such file"), (108, "path too long")):
         with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError, match=text):
             probe.connect("/tmp/" + "x" * (length - len("/tmp/")))

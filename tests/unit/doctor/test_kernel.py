@@ -71,7 +71,7 @@ def test_memory(tmp_path: Path) -> None:
     assert "MemoryMax=" in found.fix
 
 
-def test_little_memory(tmp_path: Path) -> None:
+def test_little_available_memory_is_a_warning_and_none_an_error(tmp_path: Path) -> None:
     whole = machine(tmp_path)
     write(tmp_path, "proc/meminfo", "MemAvailable:    524288 kB\n")
     assert only(kernel.memory(whole)).state == WARNING

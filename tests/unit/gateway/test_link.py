@@ -208,7 +208,7 @@ def test_outputs_are_left_out_of_requests_that_name_all_of_the_model(connected: 
 
 
 @pytest.mark.parametrize("replied", [["z"], ["z", "y"], []])
-def test_a_model_whose_outputs_have_changed_is_asked_again_by_name(connected: Any, replied: list[str]) -> None:
+def test_a_request_is_repeated_with_output_names_if_the_outputs_changed(connected: Any, replied: list[str]) -> None:
     gateway = Gateway(*connected)
     gateway.infer(named("y"), ["y"])
     gateway.reply(Answer(gateway.sent(Ask).request, json.dumps({"output": named("y")}).encode()))

@@ -97,7 +97,7 @@ def test_a_region_in_use_is_unregistered_after_its_last_request(memory: tuple[st
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_no_place_is_outside_its_region(offset: int, size: int) -> None:
+def test_slices_outside_their_region_are_refused(offset: int, size: int) -> None:
     region = Region("r", Registration("/x", 1000, 5), os.open(os.devnull, os.O_RDWR))
     if offset < 1000 and offset + size <= 1000:
         region.check(RegionSlice("r", offset, size))
@@ -178,7 +178,7 @@ def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> Non
     ("copied", "size", "window", "asked"),
     [(False, 8192, 0, ["config"]), (True, 8192, 0, []), (False, 8192, 2, []), (False, INLINE_BYTES, 0, [])],
 )
-def test_what_a_model_is_is_asked_where_a_worker_could_write(
+def test_the_configuration_is_queried_only_if_a_worker_could_write_there(
     memory: tuple[str, int], copied: bool, size: int, window: int, asked: list[str]
 ) -> None:
     key, descriptor = memory
@@ -214,7 +214,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForeignMemory]:
     memory.close()
 
 
-def test_memory_on_a_gpu_is_only_passed_on(foreign: ForeignMemory) -> None:
+def test_gpu_memory_is_only_forwarded(foreign: ForeignMemory) -> None:
     handle = bytes(range(64))
     regions = Regions(True, lambda: foreign)
     regions.register("g", DeviceOrder(handle, 1, 1000))
@@ -266,7 +266,7 @@ def test_invalid_gpu_memory_is_refused(foreign: ForeignMemory, order: DeviceOrde
     assert foreign._announcements.maps == []
 
 
-def test_memory_on_a_gpu_where_the_broker_takes_none(foreign: ForeignMemory) -> None:
+def test_gpu_memory_is_refused_if_the_broker_does_not_accept_it(foreign: ForeignMemory) -> None:
     foreign._announcements.device_memory = False
     with pytest.raises(Unsupported, match="needs the role operate"):
         Regions(True, lambda: foreign).register("g", DeviceOrder(bytes(64), 0, 10))

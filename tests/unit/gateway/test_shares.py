@@ -62,7 +62,7 @@ def test_nine_connections_of_one_address_leave_room_for_others() -> None:
     assert len(fill(shares.connect("10.0.0.2").payer(""), 10_000)) >= 1000, "at another address"
 
 
-def test_nine_local_connections_leave_the_others_room() -> None:
+def test_nine_local_connections_leave_room_for_others() -> None:
     shares = Shares()
     for _ in range(9):
         fill(shares.connect("127.0.0.1").payer(""), 1000)

@@ -217,7 +217,7 @@ def test_an_announced_size_allocates_nothing(union: str) -> None:
 
 
 @pytest.mark.parametrize("message", [b"\xc0", b"\x90", b"\x91\x63", b"\x92\x04\x01"])
-def test_many_small_things_take_memory_in_proportion(message: bytes) -> None:
+def test_decoding_many_small_objects_takes_proportional_memory(message: bytes) -> None:
     """Objects cost some hundred bytes of memory per byte of the packet; the size of packets is limited."""
     count = 10_000
     packet = b"\xdd" + count.to_bytes(4, "big") + message * count
@@ -274,20 +274,20 @@ def test_deep_nesting_inside_a_valid_packet() -> None:
         "empty",
     ],
 )
-def test_known_oddities(packet: bytes) -> None:
+def test_unusual_packets_are_refused(packet: bytes) -> None:
     for union in UNIONS:
         found = decode(union, packet)
         assert found is None or all(isinstance(message, codec.Refused) for message in found)
 
 
-def test_one_invalid_message_too_many_refuses_the_packet() -> None:
+def test_a_packet_with_too_many_invalid_messages_is_refused() -> None:
     invalid = [4, "no number"]
     assert len(CODECS["client"].decode(msgpack.packb([invalid] * codec.REFUSED))) == codec.REFUSED
     with pytest.raises(ProtocolError, match=f"more than {codec.REFUSED} messages of the packet are invalid"):
         CODECS["client"].decode(msgpack.packb([invalid] * (codec.REFUSED + 1)))
 
 
-def test_texts_of_models_are_always_encoded() -> None:
+def test_invalid_unicode_of_models_is_encoded() -> None:
     row = worker_messages.Row(
         7,
         (messages.Tensor("y\udcff", "FP32", (1,), b"\xff" * 4),),

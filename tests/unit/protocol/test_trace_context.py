@@ -27,7 +27,7 @@ def test_later_versions_may_append() -> None:
         f"cc-{TRACE}-{SPAN}-01x", f" 00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-01\n",
     ],
 )  # fmt: skip
-def test_anything_else_is_no_context(parent: object) -> None:
+def test_an_invalid_traceparent_is_ignored(parent: object) -> None:
     assert parsed(parent) is None
 
 

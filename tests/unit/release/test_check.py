@@ -67,7 +67,7 @@ def test_another_version(root: Path) -> None:
     ]
 
 
-def test_without_addresses(root: Path) -> None:
+def test_missing_project_urls_are_reported(root: Path) -> None:
     (root / "setup.cfg").write_text(SETUP.partition("url")[0])
     assert problems(committed(root), "1.2.3") == [
         f"setup.cfg: [metadata] has no {key}, which PyPI shows: the public repository"
@@ -100,12 +100,12 @@ def test_a_tag_elsewhere(root: Path) -> None:
     assert problem.startswith("git: the tag v1.2.3 is at another commit, ")
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_requires_a_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "VERSION=X.Y.Z" in capsys.readouterr().err
 
 
-def test_of_this_tree_only_what_the_page_names_is_missing() -> None:
+def test_only_the_documented_problems_remain_in_this_tree() -> None:
     """What is missing is the first step of docs/releases.md, until the repository is public."""
     found = [problem for problem in problems(ROOT, "0.1.0") if problem.startswith("setup.cfg")]
     assert all("which PyPI shows" in problem for problem in found)

@@ -85,7 +85,7 @@ def test_a_search() -> None:
         plan("--until", "p99=20ms", "-c", "8")
 
 
-def test_the_rest_of_a_plan() -> None:
+def test_the_other_options_of_a_plan() -> None:
     found = plan(
         "--url", "http://h:1", "--version", "2", "-i", "x=1", "-b", "4", "--deadline", "300us",
         "--sequence-length", "5", "--windows", "2:4", "--warmup", "10ms", "--tolerance", "2.5", "--outputs", "a,b",

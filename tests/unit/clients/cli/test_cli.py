@@ -72,7 +72,7 @@ def test_infer_understands_all_its_options() -> None:
         "frobnicate",
     ],
 )
-def test_wrong_use_ends_with_2_and_a_usage_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_exit_with_2_and_a_usage_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(words.split())
     assert ended.value.code == 2
@@ -82,7 +82,9 @@ def test_wrong_use_ends_with_2_and_a_usage_line(words: str, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("command", [*ASKING, *ALONE])
-def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_full_help_of_every_command_has_examples_and_exit_codes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main([command, "--help-all"])
     assert ended.value.code == 0
@@ -107,7 +109,7 @@ def test_examples_of_the_help_parse() -> None:
     assert found >= len(ASKING + ALONE)
 
 
-def test_without_a_command_it_helps_and_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_help_is_printed_and_the_exit_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([]) == 2
     said = capsys.readouterr().err
     assert set(re.findall(r"^  (\w+)  ", said, re.MULTILINE)) | set(parser.OTHERS) == {*commands(), "others"}
@@ -150,7 +152,7 @@ def test_a_wrong_url(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "gopher://x" in capsys.readouterr().err
 
 
-def test_the_command_line_is_stronger_than_the_environment(
+def test_the_command_line_takes_precedence_over_the_environment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHMSERVE_URL", f"unix://{tmp_path}/other.sock")
@@ -259,7 +261,7 @@ def test_a_row_of_statistics() -> None:
     assert stats_row(unused) == ["m", "2", "0", "3", "0", "0", "0", "-", "-", "-", "-"]
 
 
-def test_why_it_is_not_ready() -> None:
+def test_the_reasons_for_not_being_ready_are_listed() -> None:
     index = [
         {"name": "a", "version": "1", "state": "READY", "reason": ""},
         {"name": "b", "version": "2", "state": "LOADING", "reason": ""},
@@ -289,7 +291,7 @@ def test_reasons_of_many_models_are_short_lines() -> None:
     assert not_ready_lines(one) == ["model 'm' is not ready: m is LOADING"]
 
 
-def test_what_is_ready_and_degraded() -> None:
+def test_degraded_models_are_listed() -> None:
     index = [
         {"name": "a", "version": "1", "state": "READY", "reason": "", "degraded": False},
         {"name": "b", "version": "2", "state": "READY", "reason": "degraded, 1 of 2 instances: why", "degraded": True},

@@ -131,7 +131,9 @@ def test_each_failure_has_its_reason(broker: Operated, capsys: pytest.CaptureFix
     assert found[1]["versions"][0]["state"] == "READY"
 
 
-def test_what_is_sent_along(broker: Operated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_sends_the_configuration_and_the_files(
+    broker: Operated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, model = tmp_path / "config.json", tmp_path / "model.onnx"
     config.write_text('{"backend": "onnxruntime"}')
     model.write_bytes(b"bytes\nof it")
@@ -214,7 +216,9 @@ def test_unload_of_a_model_that_does_not_exist(broker: Operated, capsys: pytest.
         ("config a --origins", "--origins needs --json"),
     ],
 )
-def test_wrong_use(words: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(
+    words: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, content in ("BAD", "{"), ("LIST", "[]"), ("OK", "{}"):
         (tmp_path / name).write_text(content)
         words = words.replace(name, str(tmp_path / name))
@@ -235,7 +239,7 @@ def environment(**more: str) -> dict[str, str]:
     return found | more
 
 
-def test_a_terminal_shows_how_far_it_is_and_ctrl_c_ends_it(broker: Operated) -> None:
+def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Operated) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 60, 0, 0))
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "load", "mlp", "never", "--url", broker.lane]
@@ -298,7 +302,7 @@ def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str
     assert "*" not in models_table([INDEX[1], INDEX[2]], Screen()), "of one version there is no choice"
 
 
-def test_a_server_that_knows_less() -> None:
+def test_the_table_of_an_index_with_few_fields() -> None:
     lines = models_table([{"name": "m", "version": "1", "state": "READY", "reason": ""}], Screen()).splitlines()
     assert lines[1].split() == ["m", "1", "READY", "-", "0", "0", "-", "-", "-", "-"]
 
@@ -314,7 +318,7 @@ def test_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out) == INDEX
 
 
-def test_what_is_degraded_is_shown() -> None:
+def test_degraded_instances_are_shown() -> None:
     lost = {
         "state": "backoff",
         "pid": 0,
@@ -336,7 +340,7 @@ def test_what_is_degraded_is_shown() -> None:
     assert rows[2][3] == "ready (quarantined)"
 
 
-def test_what_sleeps_is_shown() -> None:
+def test_sleeping_models_are_shown() -> None:
     entry = {
         "name": "m", "version": "1", "state": "READY", "asleep": True, "degraded": False, "reason": "",
         "instances": [instance("m_0_0", state="asleep", pid=0, memory_bytes=0)],

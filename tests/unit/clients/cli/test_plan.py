@@ -92,11 +92,11 @@ def test_failures_and_the_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert "LOST" not in kept["failed"]
 
 
-def test_nothing_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_is_1_if_no_request_meets_the_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     printed(f"{QUICK} --deadline 5ms", capsys, 1)
 
 
-def test_the_scheduler_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exact_simulates_the_scheduler_itself(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = printed(f"{QUICK} --exact", capsys)
     assert "the scheduler itself" in out
     assert "100.000%" in out
@@ -135,5 +135,5 @@ def test_times_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ("--kill-zone 5s --seconds 4", "something begins after 5 s, and requests are sent for 4 s"),
     ],
 )
-def test_wrong_words(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(words: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert text in refused(f"plan --requests 100 {words}".replace("--requests 100 --kill", "--kill"), capsys)

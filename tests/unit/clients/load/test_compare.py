@@ -41,7 +41,7 @@ def test_a_difference_below_the_least_does_not_count() -> None:
     assert compare(run(steady(1, exact[0])), run(steady(1, exact[1])), least=0.001).verdict == BETTER
 
 
-def test_better_here_and_worse_there() -> None:
+def test_a_result_that_is_partly_better_and_partly_worse_is_mixed() -> None:
     old = run(steady(1, OLD), steady(8, OLD))
     new = run(steady(1, [value * 2 for value in OLD]), steady(8, [value // 2 for value in OLD]))
     found = compare(old, new)
@@ -78,7 +78,7 @@ def test_the_more_rows_the_wider_the_intervals() -> None:
         (1000, 1020, SAME),
     ],
 )  # fmt: skip
-def test_failures_are_part_of_the_verdict(old: int, new: int, verdict: str) -> None:
+def test_the_rate_of_failures_affects_the_verdict(old: int, new: int, verdict: str) -> None:
     """Each run has 2,000 successful responses."""
     found = compare(run(steady(1, OLD, failed=old)), run(steady(1, OLD, failed=new)))
     (failed,) = [change for change in found.changes if change.metric == FAILED]
@@ -132,7 +132,7 @@ def test_what_makes_runs_different_is_noted() -> None:
 
 @settings(max_examples=examples(60))
 @given(*[st.lists(st.integers(500, 1500), min_size=2, max_size=6) for _ in range(2)])
-def test_the_other_way_round_the_verdict_is_the_opposite(first: list[int], second: list[int]) -> None:
+def test_swapping_the_runs_inverts_the_verdict(first: list[int], second: list[int]) -> None:
     opposite = {BETTER: WORSE, WORSE: BETTER, SAME: SAME, UNKNOWN: UNKNOWN, MIXED: MIXED}
     one, other = run(steady(1, first, failed=first[0] // 10)), run(steady(1, second, failed=second[0] // 10))
     assert compare(other, one, least=0).verdict == opposite[compare(one, other, least=0).verdict]

@@ -37,7 +37,7 @@ def test_ends_at_the_bounds() -> None:
     assert (list(tried), best(tried)) == ([4], None)
 
 
-def test_noise_above_a_failure_is_not_believed() -> None:
+def test_a_pass_above_a_failed_load_is_ignored() -> None:
     assert best({1: True, 2: True, 4: False, 8: True}) == 2
 
 

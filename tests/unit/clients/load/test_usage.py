@@ -16,7 +16,7 @@ from shmserve.clients.load.plan import Endpoint
 from shmserve.clients.load.targets.base import latest_statistics
 
 
-def test_use_is_a_difference_by_role() -> None:
+def test_cpu_usage_is_the_difference_of_readings_by_role() -> None:
     """A process that started in between counts from 0; one that ended no longer counts."""
     before = Reading(10.0, {1: ("broker", 5.0), 2: ("models", 1.0), 3: ("models", 9.0)}, {"GPU 0": (0.9, 7)})
     middle = Reading(0.0, {}, {"GPU 0": (0.2, 30)})
@@ -71,7 +71,7 @@ def test_no_process_listens() -> None:
         ("http://10.0.0.1:1", False), ("tcp://host:1", False), ("unix:///a", True), ("ipc:///a", True), (None, True),
     ],
 )  # fmt: skip
-def test_whether_a_server_is_here(url: str | None, local: bool) -> None:
+def test_a_server_is_recognised_as_local_by_its_url(url: str | None, local: bool) -> None:
     assert is_local(Endpoint(url=url)) is local
 
 

@@ -56,7 +56,7 @@ def test_a_window_has_what_arrived_in_it() -> None:
     assert collector.error_counts(rest) == {"second text": 1}
 
 
-def test_the_last_second_stays_for_the_progress() -> None:
+def test_the_last_second_is_kept_for_the_progress_display() -> None:
     """Windows end every second; a rate that started from 0 at each would rise from 0 to its value."""
     collector = Collector(2)
     half = SECOND // 2
@@ -69,7 +69,7 @@ def test_the_last_second_stays_for_the_progress() -> None:
     assert not len(collector.peek(0, SECOND).done)
 
 
-def test_processes_without_a_part_in_the_load_do_not_count() -> None:
+def test_processes_without_callers_are_not_waited_for() -> None:
     collector = Collector(1)
     collector.add(1, samples(5, [1], [1]))
     assert collector.count(0) == 0
@@ -149,7 +149,7 @@ def test_rare_percentiles_need_many_values() -> None:
     assert Histogram().extremes == (0.0, 0.0)
 
 
-def test_a_percentile_that_no_window_has_is_not_known() -> None:
+def test_a_percentile_that_no_window_has_is_unknown() -> None:
     found = latencies_of([np.arange(1, 601, dtype=np.int64)] * 2, 0.95).percentiles
     assert found["p90"].half == 0, "both windows agree"
     assert "p99" in found

@@ -130,7 +130,7 @@ def test_requests_that_no_batch_answers() -> None:
     assert (arrow["tid"], arrow["ts"]) == (whole["tid"], step["ts"])
 
 
-def test_a_call_leads_from_the_batch_that_made_it() -> None:
+def test_an_arrow_leads_from_a_batch_to_its_call() -> None:
     call = batch(9, (40, 40, 50, 50), request(2, 30, parent=1), model="n")
     found = events(collected(batch(8, (10, 10, 90, 90), request(1, 5)), call))
     (arrow,) = [event for event in found if event["name"] == "for" and event["ph"] == "s"]
@@ -170,7 +170,7 @@ def test_a_request_counts_once() -> None:
     assert (found.requests, len(found.batches), sorted(found.ends), found.left_out) == (3, 2, [1, 2, 3], 0)
 
 
-def test_at_the_limit_ends_are_kept_of_requests_that_are_kept() -> None:
+def test_over_the_limit_only_ends_of_kept_requests_are_kept() -> None:
     kept, others = [request(1, 0), request(2, 0)], [request(3, 0), request(4, 0)]
     found = collected(
         batch(8, (10,) * 4, *kept),

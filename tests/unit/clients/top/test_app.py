@@ -153,7 +153,7 @@ def test_sizes(size: tuple[int, int]) -> None:
     drive(steps, size=size)
 
 
-def test_tables_and_what_they_show() -> None:
+def test_keys_switch_between_the_tables() -> None:
     async def steps(top: Driver) -> None:
         assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
         await top.press("2")
@@ -392,7 +392,7 @@ def test_help() -> None:
     drive(steps, size=(80, 60))
 
 
-def test_what_is_shown_at_first() -> None:
+def test_options_select_the_first_table_its_order_and_filter() -> None:
     async def steps(top: Driver) -> None:
         assert [row["instance"] for row in top.table.rows] == ["beta_0_1", "beta_0_0"]
 

@@ -91,7 +91,7 @@ def test_widths_of_texts() -> None:
     assert line_text(fit([("abc", "dim"), ("模型", "plain")], 6)) == "abc模"
 
 
-def test_texts_of_others_cannot_control_the_terminal() -> None:
+def test_untrusted_texts_cannot_control_the_terminal() -> None:
     row = client(1, "x\x1b[2J\n\u202e")
     assert cell(CLIENTS.column("name"), row) == "x\\x1b[2J\\n\\u202e"
 
@@ -123,7 +123,7 @@ def test_more_columns_in_a_wider_terminal() -> None:
     assert [heads[0].index(one) for one in ("model", "ver", "state")] == [0, 1, 2]
 
 
-def test_long_names_get_what_is_left() -> None:
+def test_long_names_get_the_remaining_width() -> None:
     (row,) = make_view(None, document(1, model("a-name-of-thirty-characters-ok", instances=[]))).models
     assert "a-name-of-thirty-characters-ok" in line_text(spans(choose(MODELS, [row], 120), row))
     narrow = line_text(spans(choose(MODELS, [row], 80), row))
@@ -131,7 +131,7 @@ def test_long_names_get_what_is_left() -> None:
     assert "… " in narrow
 
 
-def test_what_is_unknown_is_not_shown_as_nothing() -> None:
+def test_unknown_and_empty_values_are_shown_differently() -> None:
     column = INSTANCES.column("batch_rows")
     assert cell(column, {"batch_rows": None}, frozenset({"batch_rows"})) == texts.UNKNOWN
     assert cell(column, {"batch_rows": None}) == texts.NOTHING

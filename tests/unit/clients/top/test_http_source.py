@@ -74,7 +74,7 @@ def test_samples_of_prometheus() -> None:
     ]
 
 
-def test_what_the_metrics_of_this_server_tell() -> None:
+def test_rates_and_percentiles_are_derived_from_the_metrics() -> None:
     before = document(10, METRICS) | {"time_ns": 1}
     more = METRICS.replace('le="0.008388607"} 30', 'le="0.008388607"} 130').replace("total 12.5", "total 13.5")
     view = make_view(before, document(110, more) | {"time_ns": 2_000_000_001})
@@ -215,7 +215,7 @@ def test_errors_of_the_server(status: int, text: str, error: type[Exception], wo
         ("_metrics", 'shmserve_request_duration_seconds_bucket{model="m",version="1"} 5'),
     ],
 )
-def test_answers_of_another_form(path: str, text: str) -> None:
+def test_responses_in_another_format_are_refused(path: str, text: str) -> None:
     words = "do not have the form of KServe v2"
     with serving(**{path: (200, text)}) as (url, _), source(url, url) as made, pytest.raises(Internal, match=words):
         made.read()
@@ -233,7 +233,7 @@ def test_a_server_that_went_away_and_came_back() -> None:
         made.read()
 
 
-def test_nobody_listens() -> None:
+def test_no_server_at_the_url() -> None:
     with (
         source("http://127.0.0.1:1") as made,
         pytest.raises(ConnectionLost, match=r"no server at http://127.0.0.1:1 \("),

@@ -48,7 +48,7 @@ def test_the_summary(width: int) -> None:
         assert "held 3.0M   shared 0B   refused 7" in text
 
 
-def test_a_server_of_which_little_is_known() -> None:
+def test_a_server_with_few_fields() -> None:
     found = document(1, model("m"), server={"name": "triton", "version": "2.50", "ready": False}, notes=["no metrics"])
     text = texts(summary(make_view(None, found), "http://host:8000", 80))
     assert text.splitlines()[0].startswith("triton 2.50   NOT READY   http://host:8000")

@@ -23,7 +23,7 @@ from shmserve.repo.config.schema import ModelConfig
 from tests.unit.clients.tune.simulated import MS, tuned
 
 
-def test_one_pause_does_not_decide() -> None:
+def test_one_pause_does_not_affect_the_percentile() -> None:
     count = WINDOWS * WINDOW_COUNT
     calm = [(at, 1000 + at % 100) for at in range(count)]
     paused = [(at, 50_000 if at < count // 20 else latency) for at, latency in calm]
@@ -94,7 +94,7 @@ def test_the_search_for_the_highest_rate() -> None:
     assert shaky.p99_ns(500) == 12 * MS
 
 
-def test_a_measurement_that_a_pause_has_spoiled() -> None:
+def test_one_outlier_does_not_determine_the_limit() -> None:
     one = confirmed(Candidate(1, 1, 8), point(1000, 50, False))
     # Half of the rate holds, and all rates up to 1200 hold, except for that one measurement. That measurement must not
     # determine the limit permanently.

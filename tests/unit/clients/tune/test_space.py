@@ -43,7 +43,7 @@ def completed(text: str) -> ModelConfig:
         Candidate(2, 1, 8, 100, 1, 128),
     ],
 )
-def test_the_text_means_the_candidate(text: str, candidate: Candidate) -> None:
+def test_the_edited_text_parses_to_the_candidate(text: str, candidate: Candidate) -> None:
     """The edited text, parsed as by a server, is the configuration that the tuner has measured."""
     model = replace(tuned(text), largest=64)
     if not model.pads:
@@ -56,7 +56,7 @@ def test_the_text_means_the_candidate(text: str, candidate: Candidate) -> None:
     assert edited.max_batch_size >= model.config.max_batch_size
 
 
-def test_nothing_is_touched_without_need() -> None:
+def test_unchanged_settings_leave_the_text_unchanged() -> None:
     model = tuned()
     assert model.edits(model.current) == []
     assert model.text_of(model.current) == CONFIG
@@ -75,7 +75,7 @@ def test_default_threads_follow_the_instances() -> None:
     assert [edit.path for edit in model.edits(Candidate(1, 1, 32))] == [("parameters", "intra_op_thread_count")]
 
 
-def test_what_cannot_be_tuned() -> None:
+def test_models_that_cannot_be_tuned_are_refused() -> None:
     groups = CONFIG.replace("count: 1 kind: KIND_CPU }", "count: 1 kind: KIND_CPU }, { count: 1 kind: KIND_CPU }")
     for text, reason in (
         (CONFIG.replace("dynamic_batching { }", "sequence_batching { }"), "sequence_batching"),

@@ -86,7 +86,7 @@ def test_the_fit_finds_the_hidden_times(found: Outcome) -> None:
     assert any("more than 3 instances" in text for text in found.times.skipped)
 
 
-def test_what_is_reported(found: Outcome) -> None:
+def test_the_report_has_the_diff_and_the_changed_text(found: Outcome) -> None:
     assert report.diff(found, "models/net/config.pbtxt").splitlines()[:2] == [
         "--- a/models/net/config.pbtxt",
         "+++ b/models/net/config.pbtxt",
@@ -159,7 +159,7 @@ def test_a_target_rate_takes_the_fewest_instances() -> None:
     assert "At 1,000 requests/s the p99 is" in report.text(outcome, Screen(False))
 
 
-def test_a_target_that_nothing_holds() -> None:
+def test_a_latency_target_that_no_setting_meets() -> None:
     # A batch of one row takes 2 ms.
     outcome = Tuner(SimulatedBench(sweet), tuned(), Goal(1 * MS, instances=(1, 1), simulated=QUICK), Events()).run()
     assert outcome.chosen is None
@@ -221,7 +221,7 @@ def test_an_interrupt_as_a_step_begins() -> None:
     assert outcome.chosen.batch == 8
 
 
-def test_failed_requests_end_it() -> None:
+def test_failed_requests_end_the_tuning() -> None:
     with pytest.raises(ModelFailed, match="3 requests failed while batches of 1 were measured: out of memory"):
         Tuner(SimulatedBench(sweet, lambda count: True), tuned(), Goal(30 * MS, simulated=QUICK), Events()).run()
 

@@ -65,7 +65,7 @@ def test_a_token_adds_to_the_roles_of_the_endpoint_and_an_unknown_one_is_refused
     assert str(access) == "roles observe, tokens: 1"
 
 
-def test_web_pages_change_nothing_without_a_token() -> None:
+def test_web_pages_cannot_change_anything_without_a_token() -> None:
     """Browsers let any page send a POST to this machine, with the page as its origin."""
     page = {"origin": "http://example.org", "authorization": "Bearer t"}
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}

@@ -60,13 +60,13 @@ FOREIGN = "a page of another origin may not do this"
         ["Sec-Fetch-Site: same-origin", "Sec-Fetch-Mode: cors"],
     ],
 )
-def test_a_page_whose_name_was_rebound_reaches_nothing(marks: list[str]) -> None:
+def test_dns_rebinding_is_refused(marks: list[str]) -> None:
     """To the browser, the server is the page's own origin: only the name in Host differs."""
     for method, path, action in endpoints():
         assert BY_NAME in refusal(RULES, method, path, REBOUND, *marks), action
 
 
-def test_programs_may_use_any_name_and_the_page_none_but_its_own() -> None:
+def test_any_host_name_is_allowed_for_programs_but_not_for_the_page() -> None:
     for method, path, action in endpoints():
         for marks in ((), ("Accept-Language: *", "Sec-Fetch-Mode: cors", "User-Agent: node")):
             assert bool(refusal(RULES, method, path, "gpu-7.internal:8000", *marks)) == (action in PAGE), action
@@ -98,7 +98,7 @@ def test_programs_may_use_any_name_and_the_page_none_but_its_own() -> None:
         (":8000", False),
     ],
 )
-def test_names_by_which_the_page_is_reached(host: str, allowed: bool) -> None:
+def test_host_names_of_the_page(host: str, allowed: bool) -> None:
     rules = BrowserRules(["other.example", " gpu.example ", ""])
     assert bool(refusal(rules, "GET", "/", host)) != allowed
     assert refusal(BrowserRules(["*"]), "GET", "/", host) == ""
@@ -140,7 +140,7 @@ def test_changes_come_from_the_same_origin(headers: list[str], foreign: bool, ki
             assert found == "", action
 
 
-def test_everything_that_is_posted_is_a_change_or_a_list() -> None:
+def test_every_post_is_a_change_or_an_index_query() -> None:
     posted = {action for method, _, action in endpoints() if method == "POST"}
     assert posted == CHANGES | {Action.INDEX}
 
@@ -152,7 +152,7 @@ def test_a_link_on_another_site_opens_the_page() -> None:
         assert FOREIGN in refusal(RULES, "GET", path, OWN, *link)
 
 
-def test_with_tls_only_pages_with_tls_have_the_same_origin() -> None:
+def test_with_tls_only_https_pages_have_the_same_origin() -> None:
     rules = BrowserRules(tls=True)
     assert FOREIGN in refusal(rules, "POST", "/v2/models/m/infer", OWN, "Origin: http://localhost:8000")
     assert refusal(rules, "POST", "/v2/models/m/infer", OWN, "Origin: https://localhost:8000") == ""
@@ -189,14 +189,14 @@ def test_pages_of_listed_servers_read_the_event_stream_and_nothing_else() -> Non
         "http://gpu1:8000.evil.example", "http://evil.example", "http://gpu1:8000, http://gpu1:8000",
     ],
 )  # fmt: skip
-def test_other_pages_do_not_read_it(origin: str) -> None:
+def test_pages_of_unlisted_servers_cannot_read_the_event_stream(origin: str) -> None:
     for method in ("GET", "OPTIONS"):
         head = head_of(FLEET, method, "/page/events", OWN, f"Origin: {origin}")
         assert FOREIGN in str(head.refusal)
         assert head.reader == ""
 
 
-def test_a_page_of_a_listed_server_is_told_why_it_is_refused() -> None:
+def test_a_page_of_a_listed_server_can_read_the_reason_of_a_refusal() -> None:
     """Without Access-Control-Allow-Origin, it could not distinguish a missing token from a server that is down."""
     origin = "Origin: http://gpu1:8000"
     head = head_of(FLEET, "GET", "/page/events", OWN, origin, roles=["infer"])
@@ -205,7 +205,7 @@ def test_a_page_of_a_listed_server_is_told_why_it_is_refused() -> None:
     assert head_of(FLEET, "OPTIONS", "/page/events", OWN, origin, roles=[]).refusal is None
 
 
-def test_names_of_listed_servers_are_names_of_this_one() -> None:
+def test_host_names_of_listed_servers_are_accepted() -> None:
     for host, allowed in (("gpu1:8000", True), ("gpu2.example", True), ("gpu3:8000", False)):
         assert (refusal(FLEET, "GET", "/", host) == "") == allowed
 
@@ -226,7 +226,7 @@ def test_a_list_of_servers() -> None:
         "http://gpu\N{CYRILLIC SMALL LETTER A}",
     ],
 )  # fmt: skip
-def test_what_is_no_server(text: str) -> None:
+def test_invalid_servers_are_refused(text: str) -> None:
     """Text that would change the meaning of a content security policy, or would never match."""
     with pytest.raises(ValueError, match=r"http://NAME:PORT|has the port"):
         read_servers(f"http://gpu0:8000,{text}")

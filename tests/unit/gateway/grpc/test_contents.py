@@ -89,7 +89,7 @@ def test_the_elements_of_a_slice_are_limited() -> None:
         assert slices_of(plan_in_slices(text)) >= len(text) // SLICE_BYTES
 
 
-def test_what_is_left_to_protobuf_is_limited() -> None:
+def test_the_bytes_and_fields_that_protobuf_parses_are_limited() -> None:
     parameters = {f"p{number}": {"string_param": "x" * 1000} for number in range(2000)}
     with pytest.raises(InvalidRequest, match="in addition to its tensors"):
         finished(plan_in_slices(request(("FP32", "fp32_contents", [1.0]), parameters=parameters)))

@@ -294,7 +294,7 @@ def test_answers_to_settings_and_pings() -> None:
     assert [one for one in frames if one[0] == PING] == [(PING, 1, 0, b"12345678")]
 
 
-def test_windows_are_kept() -> None:
+def test_data_stays_within_the_flow_control_window() -> None:
     """6.9.1 and 6.9.2: DATA stays within the window, even while SETTINGS have made it negative."""
     caller = Caller(opening=b"")
 

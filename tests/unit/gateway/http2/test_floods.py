@@ -263,7 +263,7 @@ def test_an_idle_stream_times_out() -> None:
     assert caller.status(used) == 4
 
 
-def test_what_calls_await() -> None:
+def test_the_deadline_of_a_call_depends_on_what_it_awaits() -> None:
     one, many = Case("ModelInfer"), Case("ModelStreamInfer")
     found = [one.call.awaits, many.call.awaits]
     one.ask()

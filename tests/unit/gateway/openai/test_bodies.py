@@ -110,7 +110,7 @@ def test_invalid_chats(change: dict[str, Any], param: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b'"\xed\xa0\x80"', b"[" * 200 + b"]" * 200, b"{}"])
-def test_what_is_no_request(text: bytes) -> None:
+def test_bodies_that_are_not_a_request_are_refused(text: bytes) -> None:
     for decode in (bodies.completion, bodies.chat, bodies.embedding):
         with pytest.raises(InvalidRequest):
             decode(text)
@@ -229,7 +229,7 @@ def test_models_for_embeddings(given: dict[str, Any], expected: tuple[str, str] 
     assert models.is_usable("m", given)
 
 
-def test_optional_inputs_do_not_matter() -> None:
+def test_optional_inputs_are_ignored_when_the_input_is_chosen() -> None:
     given = config("a text n:INT32", "y:FP32", parameters={"embedding_input": parameter("a")})
     given["input"][1]["optional"] = given["input"][2]["optional"] = True
     assert models.embedding_model("m", given).input.name == "a"
@@ -241,7 +241,7 @@ def test_optional_inputs_do_not_matter() -> None:
 @pytest.mark.parametrize(
     "given", [config("text_input:FP32"), config("text"), config("text_input", "text_output:FP32"), {}]
 )
-def test_models_without_language(given: dict[str, Any]) -> None:
+def test_models_that_are_not_language_models_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(NotFound, match="is not a language model"):
         models.language_model("m", given)
 

@@ -135,7 +135,7 @@ def test_dimensions() -> None:
         (reply([float("inf")]), "not finite"),
     ],
 )
-def test_answers_that_are_wrong(answer: Reply, text: str) -> None:
+def test_invalid_outputs_are_an_error_of_the_model(answer: Reply, text: str) -> None:
     client = Client()
     begun(client, ["a"])
     client.tickets[0].settle(answer)
@@ -158,7 +158,7 @@ def test_portions_and_a_failure() -> None:
     assert client.answered is None
 
 
-def test_disconnecting() -> None:
+def test_disconnecting_cancels_all_inputs() -> None:
     client = Client()
     begun(client, ["a", "b"])
     client.viewer.disconnected()
@@ -167,7 +167,7 @@ def test_disconnecting() -> None:
     assert client.error is None
 
 
-def test_no_room() -> None:
+def test_inputs_wait_for_room_unless_there_is_none() -> None:
     with pytest.raises(Unavailable):
         begun(Client(room=0), ["a"])
     client = Client(room=1)

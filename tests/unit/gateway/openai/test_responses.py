@@ -77,7 +77,7 @@ def test_token_ids() -> None:
 
 @settings(max_examples=examples(100))
 @given(st.text(max_size=12), st.lists(st.integers(0, 40), max_size=5))
-def test_characters_that_are_cut(text: str, cuts: list[int]) -> None:
+def test_characters_split_between_parts_are_joined(text: str, cuts: list[int]) -> None:
     raw = text.encode()
     places = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
     reader = PartReader("m", 2)
@@ -88,7 +88,7 @@ def test_characters_that_are_cut(text: str, cuts: list[int]) -> None:
     assert found == [text, "x" * (len(places) - 1)]
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_invalid_utf8_is_replaced() -> None:
     reader = PartReader("m", 1)
     assert [reader.deltas(part(text_output=[raw]))[0].text for raw in (b"a\xff", b"\xc3", b"b")] == [
         "a\ufffd",
@@ -109,7 +109,7 @@ def test_bytes_that_are_no_text() -> None:
         ({"text_output": [b"a", b"b"], "tool_calls": [b"[", b""]}, "'tool_calls' of model 'm' is not a JSON list"),
     ],
 )
-def test_parts_that_are_wrong(outputs: dict[str, Any], text: str) -> None:
+def test_invalid_parts_are_an_error_of_the_model(outputs: dict[str, Any], text: str) -> None:
     with pytest.raises(ModelFailed, match=text):
         PartReader("m", 2).deltas(part(**outputs))
 
@@ -140,7 +140,7 @@ def test_the_chosen_token_and_the_others() -> None:
 
 
 @pytest.mark.parametrize("given", [[1], [{}], [{"1": 2}], [{"1": {}}], [{"1": {"logprob": "a"}}], [None]])
-def test_log_probabilities_that_are_wrong(given: list[Any]) -> None:
+def test_invalid_log_probabilities_are_refused(given: list[Any]) -> None:
     with pytest.raises(ModelFailed, match="'logprobs'"):
         logprobs.tokens_of(Delta("a", logprobs=given), 1)
 
@@ -148,7 +148,7 @@ def test_log_probabilities_that_are_wrong(given: list[Any]) -> None:
 # ---------------------------------------------------------------------------------------- tool calls
 
 
-def test_pieces_and_whole_calls() -> None:
+def test_tool_calls_arrive_in_pieces_or_whole() -> None:
     calls = ToolCalls()
     first = {"index": 0, "id": "1", "function": {"name": "f", "arguments": "{"}}
     assert calls.add([first]) == [{"type": "function", **first}]
@@ -162,7 +162,7 @@ def test_pieces_and_whole_calls() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1, {}, {"function": 1}, {"index": 0, "function": {"arguments": 1}}])
-def test_tool_calls_that_are_wrong(wrong: Any) -> None:
+def test_invalid_tool_calls_are_refused(wrong: Any) -> None:
     calls = ToolCalls()
     calls.add([{"index": 0, "function": {"name": "f"}}])
     with pytest.raises(ModelFailed):
@@ -183,7 +183,9 @@ TEXTS = st.text(max_size=6)
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from([ChatFormat, CompletionFormat]), st.lists(TEXTS, min_size=1, max_size=5), TEXTS, st.booleans())
-def test_chunks_are_the_whole(kind: type[ResponseFormat], texts: list[str], model: str, shows_usage: bool) -> None:
+def test_the_chunks_add_up_to_the_whole_response(
+    kind: type[ResponseFormat], texts: list[str], model: str, shows_usage: bool
+) -> None:
     found = kind("id", 5, model, None, shows_usage)
     streamed, whole, data = Choice(), Choice(), b""
     deltas = [*[Delta(text) for text in texts[:-1]], Delta(texts[-1], "length")]
@@ -216,7 +218,7 @@ def test_text_beside_tool_calls() -> None:
     assert (message["content"], len(message["tool_calls"])) == ("a", 1)
 
 
-def test_usage_that_is_not_known() -> None:
+def test_unknown_usage_is_omitted() -> None:
     found = ChatFormat("id", 5, "m", None, True)
     assert "usage" not in json.loads(found.whole([Choice()], Usage(1, None)))
     assert documents(found.usage_chunk(Usage()))[0]["usage"] is None
@@ -325,7 +327,7 @@ def test_prompts_wait_for_room() -> None:
     assert [choice["text"] for choice in client.answered["choices"]] == [f"x{number}" for number in range(5)]
 
 
-def test_no_room_at_all() -> None:
+def test_without_any_room_a_request_is_refused() -> None:
     client = Client()
     client.room = 0
     with pytest.raises(Unavailable):
@@ -413,7 +415,7 @@ def test_a_failure_cancels_the_others(begun: bool) -> None:
     assert len(client.sent) <= 3
 
 
-def test_a_part_that_is_wrong_fails_the_request() -> None:
+def test_an_invalid_part_fails_the_request() -> None:
     client = Client()
     generation(client, 1, as_events=False)
     client.streams[0].part(part(other=[b"a"]), False)
@@ -421,7 +423,7 @@ def test_a_part_that_is_wrong_fails_the_request() -> None:
     assert client.cancelled == client.streams
 
 
-def test_what_came_before_a_part_that_is_wrong_is_sent() -> None:
+def test_text_before_an_invalid_part_is_sent() -> None:
     client = Client()
     client.writable = False
     generation(client, 1)
@@ -434,7 +436,7 @@ def test_what_came_before_a_part_that_is_wrong_is_sent() -> None:
     assert "returned no output" in error["error"]["message"]
 
 
-def test_disconnecting() -> None:
+def test_disconnecting_cancels_the_prompts_in_flight() -> None:
     client = Client()
     generation(client, AT_ONCE + 5)
     give(client.streams[0], b"a", True)

@@ -182,7 +182,7 @@ def failed(error: Exception) -> None:
     raise error
 
 
-def test_a_template_that_is_cancelled_or_fails_holds_no_share() -> None:
+def test_cancelled_and_failed_templates_release_their_share() -> None:
     budget = Budget(60)
     made = ChatTemplates(budget)
     work = made.render(ADDRESS, ENDLESS, {}, 10)

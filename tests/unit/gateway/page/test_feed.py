@@ -121,7 +121,7 @@ class Connection:
         return [(name, {row["name"]: row.get("queued", 0) for row in data["models"]}) for name, data in events]
 
 
-def test_nobody_is_asked_while_nobody_watches() -> None:
+def test_the_broker_is_polled_only_while_a_page_is_open() -> None:
     broker = Broker()
     broker.clock.advance(60)
     first, second = broker.view(), broker.view()
@@ -135,7 +135,7 @@ def test_nobody_is_asked_while_nobody_watches() -> None:
     assert len(broker.asked) == 21
 
 
-def test_pages_that_come_and_go_do_not_ask_more_often() -> None:
+def test_reopening_pages_does_not_poll_the_broker_more_often() -> None:
     broker = Broker()
     for _ in range(100):
         connection = broker.view()
@@ -144,7 +144,7 @@ def test_pages_that_come_and_go_do_not_ask_more_often() -> None:
     assert len(broker.asked) == 10
 
 
-def test_an_answer_that_costs_the_broker_much_is_asked_for_less_often() -> None:
+def test_the_broker_is_polled_less_often_if_its_answers_are_expensive() -> None:
     broker = Broker()
     broker.took_ns = 200_000_000
     broker.view()
@@ -167,7 +167,7 @@ def test_one_question_is_in_flight_at_a_time() -> None:
     assert len(broker.asked) == 1
 
 
-def test_a_page_that_is_opened_while_the_rows_of_closed_ones_are_compared() -> None:
+def test_a_page_opened_while_rows_are_compared_for_a_closed_one() -> None:
     broker = Broker()
     broker.answers = False
     first = broker.view()
@@ -184,7 +184,7 @@ def test_a_page_that_is_opened_while_the_rows_of_closed_ones_are_compared() -> N
     assert (name, len(rows)) == ("state", 3 * SLICE)
 
 
-def test_everything_first_and_changes_then() -> None:
+def test_the_first_event_has_the_whole_state_and_later_ones_only_changes() -> None:
     broker = Broker()
     broker.set(a=1, b=2)
     early = broker.view(roles=["page", "infer"])
@@ -204,7 +204,7 @@ def test_everything_first_and_changes_then() -> None:
     assert early.take() == late.take() == [("change", {})]
 
 
-def test_a_slow_reader_gets_what_it_missed_and_delays_nobody() -> None:
+def test_a_slow_reader_gets_missed_changes_and_does_not_delay_others() -> None:
     broker = Broker()
     broker.set(a=0, b=0)
     slow, quick = broker.view(), broker.view()
@@ -229,7 +229,7 @@ def test_a_slow_reader_gets_what_it_missed_and_delays_nobody() -> None:
     assert len(broker.asked) == 2 * STALLED + 3
 
 
-def test_a_server_that_is_lost_and_comes_back() -> None:
+def test_a_lost_server_is_reported_until_it_returns() -> None:
     broker = Broker()
     broker.set(a=1)
     early = broker.view()

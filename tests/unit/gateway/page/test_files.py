@@ -38,7 +38,7 @@ def test_every_file_is_served(path: Path) -> None:
     assert file.body == path.read_bytes()
 
 
-def test_nothing_that_the_policy_blocks() -> None:
+def test_the_files_contain_nothing_that_the_policy_blocks() -> None:
     index = (FOLDER / INDEX).read_text()
     assert not re.search(r"<style|\son[a-z]+=|\sstyle=|javascript:", index)
     assert re.findall(r"<script([^>]*)>(.*?)</script>", index, re.DOTALL) == [(' type="module" src="/page/app.js"', "")]

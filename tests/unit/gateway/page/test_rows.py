@@ -33,7 +33,7 @@ def since(rows: Rows, number: int) -> tuple[list[Document], list[list[str]]]:
     return json.loads(changed), json.loads(gone)
 
 
-def test_a_row_has_everything_that_is_not_empty() -> None:
+def test_a_row_omits_empty_values() -> None:
     rows = Rows()
     counters = {"success": 3, "failed": 0, "reasons": {}, "request_times": {17: 3}}
     update(rows, model("m", default=True, queued=0, counters=counters, instances=[instance(restarts=0)]))
@@ -66,7 +66,7 @@ def test_other_work_runs_between_slices() -> None:
     assert sum(1 for _ in Rows().update(models)) == 4
 
 
-def test_removals_are_not_remembered_for_ever() -> None:
+def test_the_number_of_remembered_removals_is_bounded() -> None:
     rows = Rows()
     update(rows, *[model(f"m{number}") for number in range(KEPT_GONE + 1)])
     update(rows, model("m0"))
@@ -82,7 +82,9 @@ MODELS = st.dictionaries(KEYS, st.integers(0, 2), max_size=4)
 
 @given(st.lists(st.tuples(MODELS, st.sets(st.integers(0, 2))), max_size=12))
 @settings(max_examples=examples(150))
-def test_viewers_have_the_state_whatever_they_missed(events: list[tuple[dict[tuple[str, str], int], set[int]]]) -> None:
+def test_viewers_reach_the_current_state_after_missed_events(
+    events: list[tuple[dict[tuple[str, str], int], set[int]]],
+) -> None:
     """Three viewers; each event reaches only some of them."""
     rows = Rows()
     seen: list[dict[tuple[str, str], Document]] = [{}, {}, {}]

@@ -65,7 +65,7 @@ def test_r15_the_endpoint_needs_keys(
         zmqtcp_start.check(parser().parse_args(["gateway", *options]))
 
 
-def test_r15_not_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r15_the_endpoint_needs_curve_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zmq.has", lambda what: what != "curve")
     options = ["--zmq-address", "tcp://127.0.0.1:8790", *GOOD]
     with pytest.raises(shmserve.Unsupported, match="was built without CURVE"):

@@ -145,7 +145,7 @@ def test_sorting_filter_and_pause() -> None:
     drive(steps, filter_text="c", sort_key="p99")
 
 
-def test_why_a_server_could_not_be_shown() -> None:
+def test_the_reason_for_a_server_that_is_not_shown() -> None:
     async def steps(top: Driver) -> None:
         assert top.message == "c: it went away"
         await top.press("escape")
@@ -154,7 +154,7 @@ def test_why_a_server_could_not_be_shown() -> None:
     drive(steps, message="c: it went away")
 
 
-def test_an_interval_is_for_the_servers_too() -> None:
+def test_the_interval_applies_to_all_servers() -> None:
     async def steps(top: Driver) -> None:
         await top.press("minus")
         assert {poller.interval for poller in top.fleet._pollers} == {60.0}

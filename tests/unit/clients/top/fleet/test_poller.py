@@ -88,7 +88,7 @@ def test_a_server_that_fails_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"server": []}, {"models": [{"name": 1}]}, {"time_ns": "now"}, {"gpus": 7}])
-def test_an_answer_that_makes_no_sense_is_a_problem_of_its_server(wrong: Document) -> None:
+def test_an_invalid_response_is_reported_for_its_server(wrong: Document) -> None:
     """The thread continues: another program may listen there temporarily."""
 
     def odd(number: int) -> Document:
@@ -103,7 +103,7 @@ def test_an_answer_that_makes_no_sense_is_a_problem_of_its_server(wrong: Documen
         await_(fleet, lambda: not by_name(fleet)["a"].problem)
 
 
-def test_waiting_ends_with_the_first_error_of_each() -> None:
+def test_wait_returns_once_every_server_has_answered_or_failed() -> None:
     with Fleet({"a": ScriptedSource("a", busy), "b": ScriptedSource("b", failing)}, OFTEN_S) as fleet:
         fleet.wait(PATIENCE_S)
         assert by_name(fleet)["b"].problem == "no server at b (refused)"
@@ -120,7 +120,7 @@ def test_refresh_reads_at_once() -> None:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_the_end_closes_sources_and_threads(held: bool) -> None:
+def test_closing_the_fleet_ends_its_sources_and_threads(held: bool) -> None:
     before = set(threading.enumerate())
     source = ScriptedSource("a", busy, held)
     with Fleet({"a": source}, NEVER_S):

@@ -158,7 +158,7 @@ def test_no_server_has_answered() -> None:
     assert "a" in text
 
 
-def test_names_of_servers_can_be_told_apart() -> None:
+def test_server_names_remain_distinguishable_in_narrow_tables() -> None:
     """On 80 columns; GPU columns take no space without GPUs."""
     names = ("127.0.0.1:33757", "127.0.0.1:33758")
     view = view_of(*[snapshot(name, served("m", 10, FAST)) for name in names])
