@@ -106,7 +106,7 @@ def test_a_command_names_the_extra_that_it_needs(arguments: tuple[str, ...], pac
     assert ended.stderr == f"shmserve {arguments[0]}: {text}\n"
 
 
-def test_in_a_source_directory(tmp_path: Path) -> None:
+def test_the_install_command_in_a_source_directory(tmp_path: Path) -> None:
     (tmp_path / "setup.cfg").touch()
     (tmp_path / "shmserve").mkdir()
     package = tmp_path / "shmserve"
@@ -115,11 +115,11 @@ def test_in_a_source_directory(tmp_path: Path) -> None:
     assert own == ".venv/bin/pip install -e '.[gpu]' in the source directory"
 
 
-def test_as_an_installed_package(tmp_path: Path) -> None:
+def test_the_install_command_of_an_installed_package(tmp_path: Path) -> None:
     assert install_command("gpu", tmp_path / "shmserve") == "pip install 'shmserve[gpu]'"
 
 
-def test_all_texts_use_it() -> None:
+def test_all_texts_use_the_install_command() -> None:
     """No text names an index package that is not published, and every named extra exists."""
     extras = set(re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text().split("[options.extras_require]")[1], re.M))
     for folder in ("shmserve", "workers", "repo", "clients"):

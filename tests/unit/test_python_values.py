@@ -118,7 +118,7 @@ def test_bfloat16_without_a_type_of_numpy(monkeypatch: pytest.MonkeyPatch) -> No
         (np.zeros(2), False), ([np.zeros(2)], False), (np.float64(1), False), ([np.float32(1)], False), (None, False),
     ],
 )  # fmt: skip
-def test_what_is_converted(value: Any, is_python: bool) -> None:
+def test_python_values_are_recognised(value: Any, is_python: bool) -> None:
     assert is_python_value(value) is is_python
 
 

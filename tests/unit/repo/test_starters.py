@@ -43,14 +43,14 @@ def config_of(folder: Path, source: str | Path, described: Described | None = No
     return (folder / "m" / "config.pbtxt").read_text()
 
 
-def test_rows(tmp_path: Path) -> None:
+def test_models_with_a_batch_dimension_are_batched(tmp_path: Path) -> None:
     text = config_of(tmp_path / "r", save(tmp_path / "a.onnx", ["n", 3, "h"], ["n", 1, 1]))
     assert '{ name: "x0" data_type: TYPE_FP32 dims: [ 3, -1 ] }' in text
     assert "\nmax_batch_size: 8\n" in text
     assert "\ndynamic_batching {" in text
 
 
-def test_without_rows(tmp_path: Path) -> None:
+def test_models_without_a_batch_dimension(tmp_path: Path) -> None:
     text = config_of(tmp_path / "r", save(tmp_path / "a.onnx", [4, "n"], []))
     assert '{ name: "x0" data_type: TYPE_FP32 dims: [ 4, -1 ] }' in text
     assert '{ name: "x1" data_type: TYPE_FP32 dims: [ 1 ] reshape { shape: [ ] } }' in text

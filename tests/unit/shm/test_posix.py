@@ -256,7 +256,7 @@ def test_the_sweep_keeps_names_that_a_process_holds(leftover: list[Path]) -> Non
 
 
 @pytest.mark.usefixtures("namespace")
-def test_a_name_that_blocks_who_opens_it(leftover: list[Path]) -> None:
+def test_opening_a_fifo_does_not_block_the_sweep(leftover: list[Path]) -> None:
     dead = path(python(LEAVE))
     leftover.append(dead)
     dead.unlink()

@@ -252,15 +252,15 @@ def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.Monk
     assert "test_honest_after_all_of_these left behind" not in text
 
 
-def test_what_is_ending_is_no_leak(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ending_threads_and_processes_are_not_leaks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     run(pytester, monkeypatch, wait=60, test_honest=HONEST).assert_outcomes(passed=HONEST.count("def test_"))
 
 
-def test_threads_that_blas_starts_again_are_no_leak(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_blas_restarts_are_not_leaks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     run(pytester, monkeypatch, test_forks=FORKS).assert_outcomes(passed=2)
 
 
-def test_a_process_that_has_gone_since_it_was_listed() -> None:
+def test_a_process_that_ends_after_it_was_listed() -> None:
     """A server waited for its child between the two listings: list again."""
     with subprocess.Popen(["true"]) as ended:
         stat = leaks._stat(str(ended.pid))

@@ -56,7 +56,7 @@ def test_without_rich_a_terminal_gets_whole_lines(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------------------------------------ width
 
 
-def test_wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wide_terminal_shows_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
     text = screen(monkeypatch, 250).table(COLUMNS, ROWS)
     assert plain(text) == Screen(False, io.StringIO()).table(COLUMNS, ROWS).splitlines()
 
@@ -76,7 +76,7 @@ def test_free_text_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_then_it_moves_below_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_text_moves_below_its_row_if_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = plain(screen(monkeypatch, 56).table(COLUMNS, ROWS))
     assert lines[0].split() == ["model", "state", "failed", "pid", "memory"]
     assert lines[2].split() == ["a-longer-name", "UNAVAILABLE", "3", "-", "-"]
@@ -84,7 +84,7 @@ def test_then_it_moves_below_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert " ".join(line.strip() for line in lines[3:]) == ROWS[1][-1]
 
 
-def test_then_columns_are_left_out_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_that_do_not_fit_are_left_out_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = plain(screen(monkeypatch, 45).table(COLUMNS, ROWS))
     assert lines[0].split() == ["model", "state", "failed", "memory"]
     assert lines[-1] == "not shown in 45 columns: pid"

@@ -49,7 +49,7 @@ def python_of(root: Path) -> str:
     return str(root / "bin/python")
 
 
-def test_what_is_in_it_comes_out(tmp_path: Path) -> None:
+def test_all_kinds_of_members_are_unpacked(tmp_path: Path) -> None:
     made = archive(
         tmp_path / "env.tar.gz",
         member("./", tarfile.DIRTYPE),
@@ -111,7 +111,7 @@ def close_locks(cache: Path) -> None:
         ([member("a", tarfile.BLKTYPE)], "'a' is neither a file nor a directory nor a link"),
     ],
 )
-def test_what_would_come_out_beside_it_is_refused(tmp_path: Path, members: list[tarfile.TarInfo], why: str) -> None:
+def test_members_outside_the_directory_are_refused(tmp_path: Path, members: list[tarfile.TarInfo], why: str) -> None:
     made = archive(tmp_path / "env.tar.gz", *members)
     with pytest.raises(InvalidRequest, match="the archive of EXECUTION_ENV_PATH is rejected") as found:
         environment_archive.unpacked(made, tmp_path / "cache", python_of)
@@ -131,7 +131,7 @@ def test_a_file_is_never_written_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["MEMBERS", "BYTES"])
-def test_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+def test_archives_over_the_limits_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(environment_archive, limit, 2)
     (tmp_path / "root").mkdir()
     made = archive(tmp_path / "env.tar.gz", *((member(str(number)), b"x") for number in range(3)))
@@ -140,7 +140,7 @@ def test_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -
 
 
 @pytest.mark.parametrize("data", [b"", b"no archive", b"\x1f\x8b" + bytes(50)])
-def test_no_archive(tmp_path: Path, data: bytes) -> None:
+def test_files_that_are_not_archives_are_refused(tmp_path: Path, data: bytes) -> None:
     made = tmp_path / "env.tar.gz"
     made.write_bytes(data)
     (tmp_path / "root").mkdir()
@@ -148,7 +148,7 @@ def test_no_archive(tmp_path: Path, data: bytes) -> None:
         environment_archive.extract(made, tmp_path / "root")
 
 
-def test_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+def test_an_archive_is_unpacked_again_only_if_it_has_changed(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     made = archive(tmp_path / "env.tar.gz", (member("a"), b"one"))
     first = environment_archive.unpacked(made, cache, python_of)
@@ -169,7 +169,7 @@ def test_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
     close_locks(cache)
 
 
-def test_what_was_begun_and_not_ended_is_begun_anew(tmp_path: Path) -> None:
+def test_an_incomplete_environment_is_unpacked_again(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     made = archive(tmp_path / "env.tar.gz", (member("a"), b"all of it"))
     root = environment_archive.unpacked(made, cache, python_of)
@@ -180,7 +180,7 @@ def test_what_was_begun_and_not_ended_is_begun_anew(tmp_path: Path) -> None:
     close_locks(cache)
 
 
-def test_it_stays_locked_for_the_process_that_goes_on(tmp_path: Path) -> None:
+def test_an_unpacked_environment_stays_locked_while_in_use(tmp_path: Path) -> None:
     root = environment_archive.unpacked(archive(tmp_path / "env.tar.gz", member("a")), tmp_path / "cache", python_of)
 
     def is_free() -> bool:
@@ -196,7 +196,7 @@ def test_it_stays_locked_for_the_process_that_goes_on(tmp_path: Path) -> None:
     assert is_free()
 
 
-def test_who_uses_it_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_in_use_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker has seen that the environment is missing. Before it can unpack it, another worker has, and keeps its
     lock."""
     made, cache = archive(tmp_path / "env.tar.gz", member("a")), tmp_path / "cache"
@@ -214,7 +214,7 @@ def test_who_uses_it_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Monke
     close_locks(cache)
 
 
-def test_where_others_may_write_nothing_is_unpacked(tmp_path: Path) -> None:
+def test_a_cache_that_other_users_can_write_to_is_refused(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     cache.chmod(0o777)
@@ -227,7 +227,7 @@ RELOCATE = b"#!/bin/sh\necho moved > $(dirname $0)/../moved\n"
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_what_conda_pack_brings_is_run_once(tmp_path: Path, code: int) -> None:
+def test_conda_unpack_runs_once(tmp_path: Path, code: int) -> None:
     program = RELOCATE + f"exit {code}\n".encode()
     made = archive(tmp_path / "env.tar.gz", (member(environment_archive.RELOCATE, mode=0o755), program))
     if code:

@@ -240,7 +240,7 @@ BAD = {
 
 @pytest.mark.parametrize("data", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("before", [False, True], ids=["first", "after a good one"])
-def test_anything_else_ends_the_lease_and_is_not_run(lent: Lent, data: bytes, before: bool) -> None:
+def test_invalid_packets_end_the_lease_and_are_not_run(lent: Lent, data: bytes, before: bool) -> None:
     if before:
         assert type(serve_one(lent, packet(infer()))) is Reply
     assert serve_one(lent, data) is None
@@ -273,7 +273,7 @@ def test_a_client_that_does_not_read_ends_the_lease(lent: Lent) -> None:
     assert lent.reports() == [LeaseOver(5)]
 
 
-def test_orders_come_before_requests(lent: Lent) -> None:
+def test_orders_of_the_broker_take_precedence_over_requests(lent: Lent) -> None:
     lent.client.send(packet(infer()))
     lent.broker.send(packet(Revoke(5)))
     received = lent.holder.receive()
@@ -310,7 +310,7 @@ def test_a_lease_that_is_revoked_while_a_request_runs_ends_after_its_answer(lent
     assert lent.reports() == [LeaseOver(5)]
 
 
-def test_the_broker_is_told_when_the_log_is_half_full_and_a_full_log_ends_the_lease(lent: Lent) -> None:
+def test_a_half_full_log_is_reported_and_a_full_log_ends_the_lease(lent: Lent) -> None:
     for number in range(1, RECORDS + 1):
         assert lent.holder.active
         assert type(serve_one(lent, packet(infer(number)))) is Reply
@@ -320,7 +320,7 @@ def test_the_broker_is_told_when_the_log_is_half_full_and_a_full_log_ends_the_le
     assert len(lent.log._words) >= RECORDS
 
 
-def test_a_model_with_threads_cannot_be_lent() -> None:
+def test_a_model_with_threads_cannot_be_leased() -> None:
     streams = Streams()
     lent = Lent(streams=streams)
     assert type(serve_one(lent, packet(infer()))) is Reply

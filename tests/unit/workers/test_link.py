@@ -40,7 +40,7 @@ def ends() -> Iterator[Ends]:
     ours.close()
 
 
-def test_packets_come_one_by_one(ends: Ends) -> None:
+def test_packets_are_received_one_by_one(ends: Ends) -> None:
     link, broker = ends
     assert link.drain() is None
     broker.send(codec.encode([Ping(1), Ping(2)]))
@@ -50,7 +50,7 @@ def test_packets_come_one_by_one(ends: Ends) -> None:
     assert link.drain() is None
 
 
-def test_descriptors_come_with_their_packet_and_are_not_inherited(ends: Ends) -> None:
+def test_descriptors_arrive_with_their_packet_and_are_not_inheritable(ends: Ends) -> None:
     link, broker = ends
     read, write = os.pipe()
     socket.send_fds(broker, [codec.encode([Map(1, 1), Map(2, 2)])], [read, write])
@@ -63,7 +63,7 @@ def test_descriptors_come_with_their_packet_and_are_not_inherited(ends: Ends) ->
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_the_end(ends: Ends, blocking: bool) -> None:
+def test_a_closed_link_raises_connection_lost(ends: Ends, blocking: bool) -> None:
     link, broker = ends
     broker.send(codec.encode([Ping(1)]))
     broker.close()
@@ -74,7 +74,7 @@ def test_the_end(ends: Ends, blocking: bool) -> None:
         link.send([Pong(1)])
 
 
-def test_what_is_no_packet(ends: Ends) -> None:
+def test_invalid_packets_are_refused(ends: Ends) -> None:
     link, broker = ends
     read, write = os.pipe()
     for data in (b"\xc1", b"\0" * (PACKET_BYTES + 2)):
@@ -121,7 +121,7 @@ def test_more_descriptors_than_the_kernel_takes_at_once(ends: Ends) -> None:
 # ---------------------------------------------------------------------------------------------- outbox
 
 
-def test_everything_said_is_one_packet(ends: Ends) -> None:
+def test_the_outbox_sends_one_packet(ends: Ends) -> None:
     link, broker = ends
     outbox = Outbox(link)
     outbox.flush()  # nothing to say, so nothing is sent
@@ -141,7 +141,7 @@ Y = TensorForm("y", "FP32", (1000,))
 
 
 @pytest.mark.parametrize("in_columns", [False, True], ids=["rows", "columns"])
-def test_many_results_go_in_chunks(ends: Ends, in_columns: bool) -> None:
+def test_many_results_are_sent_in_chunks(ends: Ends, in_columns: bool) -> None:
     link, broker = ends
     rows = tuple(Row(number, (Tensor("y", "FP32", (1, 1000), bytes([number] * 4000)),)) for number in range(100))
     if in_columns:
@@ -176,7 +176,7 @@ def test_few_results_in_columns_stay_in_columns(ends: Ends) -> None:
     assert decode(broker.recv(1 << 18)) == [Done(7, (), (1, 2, 3, 4), columns=columns)]
 
 
-def test_a_row_is_not_taken_for_smaller_than_it_is() -> None:
+def test_the_size_of_a_row_is_not_underestimated() -> None:
     rows = [
         Row(2**63 - 1, ()),
         Row(1, (Tensor("y" * 100, "FP32", (1,) * 8, bytes(4096)),) * 20),
@@ -191,13 +191,13 @@ def test_a_row_is_not_taken_for_smaller_than_it_is() -> None:
 # ---------------------------------------------------------------------------------------------- say
 
 
-def test_a_line_is_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_message_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     log_message("one\ntwo\r\x1b[31m\u2028three é", "warning")
     assert capfd.readouterr().err == "warning: one\\ntwo\\r\\x1b[31m\\u2028three é\n"
     assert escaped("plain") == "plain"
 
 
-def test_a_trace_is_readable(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_logged_line_by_line(capfd: pytest.CaptureFixture[str]) -> None:
     try:
         raise ValueError("first\nsecond")
     except ValueError as error:
@@ -248,7 +248,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
     return trace
 
 
-def test_a_trace_is_without_our_frames(trace: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_internal_frames_are_left_out_of_a_traceback(trace: Callable[[str], list[str]], tmp_path: Path) -> None:
     lines = trace("wraps")
     assert f'  File "{tmp_path}/model.py", line 4, in initialize' in lines
     assert any("json/decoder.py" in line for line in lines), "frames of libraries stay"
@@ -256,7 +256,7 @@ def test_a_trace_is_without_our_frames(trace: Callable[[str], list[str]], tmp_pa
     assert lines[-1] == "shmserve.errors.ModelFailed: failed"
 
 
-def test_a_trace_of_ours_alone(trace: Callable[[str], list[str]], tmp_path: Path) -> None:
+def test_a_traceback_of_internal_frames_only(trace: Callable[[str], list[str]], tmp_path: Path) -> None:
     assert trace("fails") == ["shmserve.errors.ModelFailed: the text says all"]
     assert any("ours.py" in line for line in trace("has_a_bug")), "a fault of ours keeps its frames"
     lines = trace("imports")
@@ -265,7 +265,7 @@ def test_a_trace_of_ours_alone(trace: Callable[[str], list[str]], tmp_path: Path
     assert not [line for line in lines if "frozen" in line]
 
 
-def test_texts_for_callers() -> None:
+def test_error_texts_for_callers_contain_no_paths() -> None:
     folder = str(Path("/", "srv", "models", "m"))
     assert public(f"no file {folder}/1/data.bin there", folder) == "no file <model>/1/data.bin there"
     assert public("Error at /build/engine/core/session.cc:31 in node /layer/MatMul") == (
@@ -277,7 +277,7 @@ def test_texts_for_callers() -> None:
     assert len(long) < TEXT_LIMIT + 50
 
 
-def test_polls_for_an_order_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_polls_for_an_order_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleeps only after the budget, or if another process wants the core."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, contextlib.closing(BrokerLink(ours, busy_poll_ns=10**12)) as link:

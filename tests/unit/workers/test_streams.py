@@ -39,7 +39,7 @@ def loop() -> Iterator[Eager]:
     loop.close()
 
 
-def test_a_cancelled_coroutine_does_not_go_on_where_it_waited_for_room(loop: Eager) -> None:
+def test_a_cancelled_coroutine_does_not_resume_when_the_window_opens(loop: Eager) -> None:
     streams = OpenResponses(decoupled=True)
     said: list[Row] = []
     streams.connect(said.append, lambda work, _: Row(work.request, ((),)), lambda _: None)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ def test_checksums(model: AgentModel, key: str, algorithm: str) -> None:
         ({"MD5:../m/1/weights": "0"}, "without .."),
     ],
 )
-def test_mistakes_in_checksums(model: AgentModel, parameters: dict[str, str], text: str) -> None:
+def test_invalid_checksum_parameters_are_refused(model: AgentModel, parameters: dict[str, str], text: str) -> None:
     assert text in refusal(Checksum(), model._replace(parameters=parameters))
 
 
@@ -102,7 +102,7 @@ def test_signed_models_are_accepted(signer: Signer) -> None:
     assert signature_agent().load(signer.model) is None
 
 
-def test_what_was_not_signed_is_refused(signer: Signer, tmp_path: Path) -> None:
+def test_unsigned_models_are_refused(signer: Signer, tmp_path: Path) -> None:
     agent, folder = signature_agent(), signer.model.folder
     assert "file 'SHA256SUMS' cannot be read" in refusal(agent, signer.model)
     signer.sign()
@@ -124,7 +124,7 @@ def test_what_was_not_signed_is_refused(signer: Signer, tmp_path: Path) -> None:
     assert "is not a signature of SHA256SUMS by the key" in refusal(agent, signer.model)
 
 
-def test_the_key_belongs_to_the_administrator(signer: Signer) -> None:
+def test_the_public_key_must_be_outside_the_model_directory(signer: Signer) -> None:
     agent, model = signature_agent(), signer.model
     signer.sign()
     (model.folder / "key.pem").write_bytes(Path(model.parameters["public_key_file"]).read_bytes())
@@ -170,7 +170,7 @@ def test_files_are_decrypted(model: AgentModel, tmp_path: Path, in_memory: Path)
     assert not list(made.rglob("*.age"))
 
 
-def test_what_cannot_be_decrypted_is_refused(model: AgentModel, tmp_path: Path, in_memory: Path) -> None:
+def test_files_that_cannot_be_decrypted_are_refused(model: AgentModel, tmp_path: Path, in_memory: Path) -> None:
     agent = decrypt_agent()
     plain = model._replace(work=in_memory, parameters={"identity_file": "/dev/null"})
     assert refusal(agent, plain) == "identity_file has no key; `age-keygen -o FILE` makes one"

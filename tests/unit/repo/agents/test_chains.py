@@ -133,7 +133,7 @@ def test_without_agents_nothing_runs(place: Place) -> None:
         ("die", "its repository agents were killed by SIGKILL"),
     ],
 )
-def test_if_one_fails_those_before_it_are_told(place: Place, what: str, text: str) -> None:
+def test_a_failed_agent_unloads_the_agents_before_it(place: Place, what: str, text: str) -> None:
     chains = place.chains()
     with pytest.raises(ServeError) as failed:
         chains.prepare("m", place.model, place.agents("replace", what), "1")
@@ -170,7 +170,7 @@ def test_a_stopping_server_does_not_wait_for_agents(place: Place) -> None:
         chains.prepare("m", place.model, place.agents("", "hang"), "1")
 
 
-def test_after_a_crash_the_agents_are_told_at_the_next_start(place: Place) -> None:
+def test_after_a_crash_agents_are_unloaded_at_the_next_start(place: Place) -> None:
     chains = place.chains()
     prepared = chains.prepare("m", place.model, place.agents("replace"), "1")
     assert prepared is not None
@@ -182,7 +182,7 @@ def test_after_a_crash_the_agents_are_told_at_the_next_start(place: Place) -> No
     assert not place.left(), "the server was killed before it had written the record"
 
 
-def test_at_the_next_start_only_agents_that_were_loaded_are_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_loaded_agents_are_unloaded_at_the_next_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other agent is notified, and no unnecessary process is started."""
     killed = place.chains()
     monkeypatch.setattr(killed, "_release", lambda *_: None)  # the server is killed before it cleans up
@@ -213,7 +213,7 @@ def test_at_the_next_start_only_agents_that_were_loaded_are_told(place: Place, m
     kept.clear()
 
 
-def test_the_end_of_the_server_ends_all(place: Place) -> None:
+def test_server_shutdown_unloads_all_agents(place: Place) -> None:
     chains = place.chains()
     prepared = chains.prepare("m", place.model, place.agents("", "raise at unload"), "1")
     assert prepared is not None
@@ -224,7 +224,7 @@ def test_the_end_of_the_server_ends_all(place: Place) -> None:
     assert not place.left()
 
 
-def test_the_limit_at_the_end_is_one_for_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_agents_share_the_time_limit_at_shutdown(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STOP_S", 0.5)
     hang = place.root / "notes.hang"
     hang.touch()

@@ -65,7 +65,7 @@ def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Conve
     made.chains.close()
 
 
-def test_plans_take_the_place_of_onnx_files(converter: Converter) -> None:
+def test_plans_replace_onnx_files(converter: Converter) -> None:
     folder = converter.convert("1")
     assert folder.name == "m"
     assert sorted(path.name for path in (folder / "1").iterdir()) == ["model.plan"]
@@ -90,7 +90,7 @@ def test_a_plan_is_built_once_for_each_content_and_gpu(converter: Converter, mon
     assert len(list(converter.cache.glob("*.plan"))) == 4
 
 
-def test_what_cannot_be_converted_is_refused(converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_be_converted_are_refused(converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequest, match=r"`shmserve build` failed for version 1: (?s:.*)--levle"):
         converter.convert("1", build_options="--levle 5")
     with pytest.raises(InvalidRequest, match="expected an absolute path"):

@@ -7,7 +7,7 @@ import os
 from shmserve.repo.agents.process import _Output
 
 
-def test_a_read_ends_while_the_process_goes_on_printing() -> None:
+def test_a_read_ends_while_the_process_continues_to_print() -> None:
     """Otherwise its time limit is not enforced."""
     printed, end = os.pipe()
     os.set_blocking(printed, False)

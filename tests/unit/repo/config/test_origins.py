@@ -172,7 +172,7 @@ def test_floats_have_the_shortest_text() -> None:
 # --------------------------------------------------------------------------------------------- completion warnings
 
 
-def test_a_completed_batch_size_is_a_surprise() -> None:
+def test_a_completed_batch_size_is_warned_about() -> None:
     given, filled = completed('backend: "onnxruntime"')
     (text,) = completion_warnings(given, complete_from_model(filled, *FACTS))
     assert "it is set to 4, and requests are batched dynamically" in text
@@ -182,7 +182,7 @@ def test_a_completed_batch_size_is_a_surprise() -> None:
     assert "it is set to 1. To change it" in text
 
 
-def test_a_given_batch_size_is_not_a_surprise() -> None:
+def test_a_given_batch_size_is_not_warned_about() -> None:
     given, filled = completed('backend: "onnxruntime" max_batch_size: 8')
     assert completion_warnings(given, complete_from_model(filled, *FACTS)) == []
     given, filled = completed('backend: "onnxruntime"')

@@ -113,6 +113,6 @@ def test_values_of_the_environment_are_removed(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "path", ["../x", "a/../../x", "/etc/x", "a//b", "a/", "a\0b", "a\nb", "a\\b", ".", "", "x" * 256]
 )
-def test_names_that_lead_elsewhere_are_refused(path: str) -> None:
+def test_file_names_outside_the_model_directory_are_refused(path: str) -> None:
     with pytest.raises(stores.StoreError, match="cannot be that of a file"):
         stores.checked("m", [stores.RemoteFile("fine", "k", 1, "t"), stores.RemoteFile(path, "k", 1, "t")])

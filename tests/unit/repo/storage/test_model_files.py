@@ -82,7 +82,7 @@ def test_a_python_file_is_a_model_of_the_python_backend() -> None:
         ("missing.onnx", "missing.onnx: no such file or directory"),
     ],
 )
-def test_refused(name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_files_are_refused(name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for file in ("photo.jpg", "clf.pkl", "net.pth", "m.onnx"):
         Path(file).touch()
@@ -164,7 +164,7 @@ def test_weights_of_paddle(tmp_path: Path) -> None:
     assert served(tmp_path / "run" / "net") == {name: str(tmp_path / to) for name, to in expected.items()}
 
 
-def test_functions_that_come_and_go(tmp_path: Path) -> None:
+def test_functions_may_be_added_and_removed(tmp_path: Path) -> None:
     app = tmp_path / "app.py"
     app.write_text(APP.format("first"))
     before = sorted(os.listdir(tmp_path))

@@ -50,7 +50,7 @@ def test_a_delay_that_is_no_number_is_refused() -> None:
 
 
 @pytest.mark.process
-def test_what_an_optional_input_lacks_is_zeros_if_its_shape_is_known(tmp_path: Path) -> None:
+def test_missing_optional_inputs_of_known_shape_are_zeros(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     with WorkerProcess(parse(OPTIONAL), tmp_path) as worker:
         worker.loaded()

@@ -139,7 +139,7 @@ def end(index: int, tokens: int, finish: str = "stop") -> bytes:
     return json.dumps(given | {"timings": {"prompt_n": 3, "cache_n": 2, "predicted_n": tokens}}).encode()
 
 
-def test_pieces_that_are_not_sent_join_the_next() -> None:
+def test_unsent_pieces_are_joined_with_the_next_one() -> None:
     """As for a caller that reads slowly."""
     made = reply()
     assert not made.add(piece_of(b'{"choices": [{}], "prompt_progress": {"total": 5, "processed": 5}}'))
@@ -155,7 +155,7 @@ def test_pieces_that_are_not_sent_join_the_next() -> None:
     assert (found["text_output"], found["num_output_tokens"], found["finish_reason"]) == (["c"], [2], ["stop"])
 
 
-def test_texts_end_at_different_times() -> None:
+def test_texts_of_one_request_may_end_at_different_times() -> None:
     made = reply(count=2, stream=False, prefix="> ")
     due = [made.add(piece_of(data)) for data in (piece(1, "a"), piece(0, "b"), end(1, 1, "length"), piece(0, "c"))]
     assert due == [False] * 4

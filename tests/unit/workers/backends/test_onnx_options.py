@@ -77,7 +77,7 @@ def planned(
     return plan(wanted, kind, device, available, 3, lambda key: (settings or {}).get(key, ""))
 
 
-def test_without_any_parameter() -> None:
+def test_defaults_without_any_parameter() -> None:
     found = planned(ModelConfig(name="m"))
     assert found.providers == ((CPU, {}),)
     assert found.attributes == {
@@ -122,11 +122,11 @@ def test_parameters_of_the_session(key: str, value: str, attribute: str, expecte
         (2, "ORT_DISABLE_ALL"),
     ],
 )
-def test_the_level_of_the_graph(level: int | None, name: str) -> None:
+def test_the_graph_optimization_level(level: int | None, name: str) -> None:
     assert planned(config(level=level)).attributes["graph_optimization_level"] == name
 
 
-def test_entries_of_the_session_go_through_and_count_more() -> None:
+def test_session_entries_are_passed_on_and_take_precedence() -> None:
     entries = {"session.intra_op.allow_spinning": "1", "session.disable_prepacking": "1", "other": "x"}
     assert planned(config(entries)).entries == {
         "session.intra_op.allow_spinning": "1",
@@ -135,7 +135,7 @@ def test_entries_of_the_session_go_through_and_count_more() -> None:
     }
 
 
-def test_settings_are_for_models_that_do_not_say() -> None:
+def test_server_settings_are_defaults_for_models() -> None:
     settings = {"intra_op_thread_count": "5", "inter_op_thread_count": "6"}
     found = planned(config({"intra_op_thread_count": "2"}), settings=settings)
     assert (found.attributes["intra_op_num_threads"], found.attributes["inter_op_num_threads"]) == (2, 6)
@@ -164,7 +164,7 @@ def test_the_limit_of_host_memory() -> None:
         ("KIND_GPU", "gpu:0;gpu:1", "gpu:2"),
     ],
 )
-def test_pools_that_shrink_are_those_that_the_instance_has(kind: str, text: str, run: str | None) -> None:
+def test_only_arenas_of_the_device_of_the_instance_shrink(kind: str, text: str, run: str | None) -> None:
     key = "memory.enable_memory_arena_shrinkage"
     assert planned(config({key: text}), kind, device=2).run.get(key) == run
 
@@ -278,7 +278,7 @@ def test_cuda_graphs(gpu: Any, captures: bool) -> None:
     assert found.run == ({"gpu_graph_id": "-1"} if captures else {})
 
 
-def test_any_kind_is_the_gpu_where_the_engine_has_it() -> None:
+def test_kind_auto_uses_the_gpu_if_the_engine_supports_it() -> None:
     found = planned(config(), "KIND_AUTO")
     assert [name for name, _ in found.providers] == [CUDA, CPU]
     assert found.required == ()
@@ -303,7 +303,7 @@ def test_any_kind_is_the_gpu_where_the_engine_has_it() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["KIND_CPU", "KIND_GPU"])
-def test_values_that_are_wrong(kind: str, parameters: dict[str, str], text: str) -> None:
+def test_invalid_parameters_are_refused(kind: str, parameters: dict[str, str], text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         planned(config(parameters), kind)
 
@@ -325,7 +325,7 @@ def test_values_that_are_wrong(kind: str, parameters: dict[str, str], text: str)
         ("KIND_GPU", "cuda", {"use_tf32": "2"}, "cuda parameter use_tf32 must be 0 or 1, not '2'"),
     ],
 )
-def test_accelerators_that_are_wrong(kind: str, name: str, options: dict[str, str], text: str) -> None:
+def test_invalid_accelerators_are_refused(kind: str, name: str, options: dict[str, str], text: str) -> None:
     listed = ((name, options),)
     with pytest.raises(InvalidRequest, match=text):
         planned(config(gpu=listed) if kind == "KIND_GPU" else config(cpu=listed), kind)
@@ -349,13 +349,13 @@ def test_providers_that_are_not_installed(kind: str, gpu: Any, cpu: Any, text: s
 
 
 @pytest.mark.parametrize("level", [-2, 3])
-def test_levels_that_there_are_not(level: int) -> None:
+def test_unknown_graph_optimization_levels_are_refused(level: int) -> None:
     with pytest.raises(InvalidRequest, match=f"optimization.graph.level {level} is not one of"):
         planned(config(level=level))
 
 
 @pytest.mark.parametrize("key", SETTINGS)
-def test_settings_that_are_wrong(key: str) -> None:
+def test_invalid_settings_are_refused(key: str) -> None:
     with pytest.raises(ServeError, match=f"--backend-config onnxruntime,{key} must be"):
         planned(config(), settings={key: "?"})
 
@@ -373,7 +373,7 @@ GPU_KEYS = (*CUDA_OPTIONS, *TENSORRT_OPTIONS, "precision_mode", "max_workspace_s
     tensorrt=st.dictionaries(st.sampled_from(GPU_KEYS), VALUES, max_size=3),
     kind=st.sampled_from(["KIND_CPU", "KIND_GPU", "KIND_AUTO", "KIND_MODEL"]),
 )
-def test_whatever_is_given_is_a_plan_or_said_to_be_wrong(
+def test_any_parameters_give_a_plan_or_are_refused(
     parameters: dict[str, str], cuda: dict[str, str], tensorrt: dict[str, str], kind: str
 ) -> None:
     try:
@@ -388,13 +388,13 @@ def test_whatever_is_given_is_a_plan_or_said_to_be_wrong(
     assert 1 <= threads <= 1024
 
 
-def test_a_slip_of_the_pen_is_noted() -> None:
+def test_a_misspelt_parameter_is_noted() -> None:
     found = planned(config({"intra_op_thread_coun": "1", "my_own": "x", "session.x": "1"}))
     assert len(found.notes) == 1
     assert "did you mean 'intra_op_thread_count'?" in found.notes[0]
 
 
-def test_the_place_of_an_instance() -> None:
+def test_the_device_of_an_instance() -> None:
     groups = (
         ModelInstanceGroup(name="a", kind="KIND_GPU", gpus=(2, 5), count=2),
         ModelInstanceGroup(name="b", kind="KIND_CPU", count=1),
@@ -426,7 +426,7 @@ def test_a_process_that_sees_one_device_only(variable: str, number: int) -> None
         ),
     ],
 )
-def test_what_the_engine_says(text: str, expected: str) -> None:
+def test_error_texts_of_the_engine_are_shortened(text: str, expected: str) -> None:
     assert engine_text(RuntimeError(text)) == expected
 
 

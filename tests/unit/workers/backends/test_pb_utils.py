@@ -47,7 +47,7 @@ def test_dlpack_without_a_copy() -> None:
     assert (pb_utils.Tensor.from_dlpack("b", tensor.to_dlpack()).as_numpy() == array).all()
 
 
-def test_dlpack_of_what_is_read_only() -> None:
+def test_dlpack_of_read_only_arrays() -> None:
     """Inputs are read-only. Consumers of the old form, which could write, get a copy."""
     array = np.arange(6, dtype=np.float32)
     array.flags.writeable = False
@@ -83,7 +83,7 @@ def test_dlpack_with_pytorch() -> None:
     assert torch.equal(torch.from_dlpack(found), brain)
 
 
-def test_dlpack_of_what_is_elsewhere() -> None:
+def test_dlpack_of_arrays_on_another_device() -> None:
     """The tensor's own library copies it."""
 
     class Device:
@@ -99,7 +99,7 @@ def test_dlpack_of_what_is_elsewhere() -> None:
     assert pb_utils.Tensor.from_dlpack("t", Device()).as_numpy().tolist() == [0, 1, 2]
 
 
-def test_dlpack_of_what_it_cannot_describe() -> None:
+def test_dlpack_of_unsupported_arrays_is_refused() -> None:
     with pytest.raises(pb_utils.TritonModelException, match="tensor 't' holds strings"):
         pb_utils.Tensor("t", np.array([b"a"], object)).to_dlpack()
     with pytest.raises(pb_utils.TritonModelException, match="not contiguous"):
@@ -157,7 +157,7 @@ def test_levels_of_the_log(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err.splitlines() == ["info: one", "warning: two"]
 
 
-def test_requests_that_a_model_makes() -> None:
+def test_requests_made_by_a_model() -> None:
     tensor = pb_utils.Tensor("x", np.zeros(1, np.float32))
     request = pb_utils.InferenceRequest(
         "other", ["y"], [tensor], request_id="r", correlation_id="c", flags=1, timeout=9, parameters={"k": 1}
@@ -190,7 +190,7 @@ def test_requests_that_a_model_makes() -> None:
         lambda: pb_utils.is_model_ready("m"),
     ],
 )
-def test_what_needs_a_server_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_need_a_server_are_refused_without_one(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pb_requests._Current, "host", None)  # another test may have loaded a model in this process
     with pytest.raises(pb_utils.TritonModelException, match="no model is loaded in this process"):
         call()

@@ -19,7 +19,7 @@ from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, Spec, check, c
 # ---------------------------------------------------------------------------------------------- batches
 
 
-def test_what_the_engine_says_completes_the_configuration(gpu: Gpu, tmp_path: Path) -> None:
+def test_the_engine_completes_the_configuration(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path)
     with gpu.load(tmp_path) as instance:
         found = instance.config
@@ -70,7 +70,7 @@ def test_small_rows_go_in_one_copy(gpu: Gpu, tmp_path: Path) -> None:
         assert gpu.copies() == [(48, 1), (48, 2)]
 
 
-def test_a_request_by_many_pieces_and_small_ones_between(gpu: Gpu, tmp_path: Path) -> None:
+def test_large_rows_are_copied_directly_and_small_runs_gathered(gpu: Gpu, tmp_path: Path) -> None:
     width = 10_000  # 40 kB a row: one is small, two are not
     adder(tmp_path, width)
     with gpu.load(tmp_path) as instance:
@@ -80,7 +80,7 @@ def test_a_request_by_many_pieces_and_small_ones_between(gpu: Gpu, tmp_path: Pat
         assert gpu.copies() == [(2 * row, 1), (2 * row, 1), (row, 1), (2 * row, 1), (row, 1), (8 * row, 2)]
 
 
-def test_a_threshold_of_pieces(gpu: Gpu, tmp_path: Path) -> None:
+def test_the_gather_kernel_buffer_threshold_is_the_number_of_pieces(gpu: Gpu, tmp_path: Path) -> None:
     width = 40_000
     adder(tmp_path, width)
     with gpu.load(tmp_path, tuned(gather_kernel_buffer_threshold=3)) as instance:
@@ -90,7 +90,7 @@ def test_a_threshold_of_pieces(gpu: Gpu, tmp_path: Path) -> None:
         assert [size // 160_000 for size, kind in gpu.copies() if kind == 1] == [1, 1, 3]
 
 
-def test_outputs_where_the_caller_wants_them(gpu: Gpu, tmp_path: Path) -> None:
+def test_outputs_are_written_to_memory_of_the_caller(gpu: Gpu, tmp_path: Path) -> None:
     width = 40_000
     adder(tmp_path, width)
     with gpu.load(tmp_path) as instance:
@@ -101,7 +101,7 @@ def test_outputs_where_the_caller_wants_them(gpu: Gpu, tmp_path: Path) -> None:
         np.testing.assert_array_equal(instance.array(row), x + 1)
 
 
-def test_only_what_is_wanted_comes_back(gpu: Gpu, tmp_path: Path) -> None:
+def test_only_requested_outputs_are_copied_to_the_host(gpu: Gpu, tmp_path: Path) -> None:
     tensors = [tensor("input", "x", [-1, 4]), tensor("output", "y", [-1, 4]), tensor("output", "z", [-1, 4])]
     plan(tmp_path, tensors, {"y": ["add", "x", 1], "z": ["copy", "x"]}, {"x": [[1, 4], [1, 4], [8, 4]]})
     with gpu.load(tmp_path) as instance:
@@ -158,7 +158,7 @@ def test_every_data_type(gpu: Gpu, tmp_path: Path, width: int) -> None:
                 assert instance.array(row, index).tolist() == array.tolist()
 
 
-def test_shapes_that_only_the_run_tells(gpu: Gpu, tmp_path: Path) -> None:
+def test_data_dependent_output_shapes(gpu: Gpu, tmp_path: Path) -> None:
     tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
     plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
     given = config(
@@ -197,7 +197,7 @@ def test_shape_tensors(gpu: Gpu, tmp_path: Path) -> None:
         gpu.load(tmp_path, config())
 
 
-def test_shapes_that_no_profile_allows(gpu: Gpu, tmp_path: Path) -> None:
+def test_shapes_outside_every_profile_are_refused(gpu: Gpu, tmp_path: Path) -> None:
     """Requests whose shapes no profile allows fail alone, and say what is allowed."""
     tensors = [tensor("input", "x", [-1, -1]), tensor("output", "y", [-1, -1])]
     plan(tmp_path, tensors, {"y": ["add", "x", 1]}, {"x": [[1, 2], [4, 8], [8, 16]]})
@@ -233,7 +233,7 @@ def grouped(*groups: tuple[str, ...]) -> ModelConfig:
     )
 
 
-def test_the_profile_that_is_nearest(gpu: Gpu, tmp_path: Path) -> None:
+def test_the_closest_profile_is_chosen(gpu: Gpu, tmp_path: Path) -> None:
     profiled(tmp_path)
     with gpu.load(tmp_path, grouped(("0", "1", "2"))) as instance:
         assert instance.config.max_batch_size == 16
@@ -316,7 +316,7 @@ def test_a_graph_that_serves_smaller_batches(gpu: Gpu, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_graphs_that_cannot_be(gpu: Gpu, tmp_path: Path, spec: Any, text: str) -> None:
+def test_invalid_cuda_graph_specs_are_refused(gpu: Gpu, tmp_path: Path, spec: Any, text: str) -> None:
     adder(tmp_path)
     with pytest.raises(InvalidRequest, match=text):
         gpu.load(tmp_path, tuned(Cuda(graphs=True, graph_spec=(spec,))))

@@ -48,7 +48,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("libraries")
-def test_a_file(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_built_from_a_file(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = model(tmp_path / "m.onnx", ["n", 3]), tmp_path / "m.plan"
     assert build(source, "-o", out, "--max-batch", 8) == 0
     shown = capsys.readouterr()
@@ -75,7 +75,7 @@ def test_a_file(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("libraries", "cache")
-def test_the_directory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_built_from_a_model_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "m"
     model(folder / "1" / "model.onnx", ["n", "w"])
     model(folder / "2" / "model.onnx", ["n", "w"])
@@ -94,7 +94,7 @@ def test_the_directory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("libraries", "cache")
-def test_what_the_library_is_asked_for(tmp_path: Path) -> None:
+def test_options_are_passed_to_the_library(tmp_path: Path) -> None:
     source, out = model(tmp_path / "m.onnx", ["n", 3]), tmp_path / "m.plan"
     words = [
         "--workspace-mb",
@@ -117,7 +117,7 @@ def test_what_the_library_is_asked_for(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_precision_is_for_the_older_library(
+def test_precision_is_supported_only_by_older_libraries(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = model(tmp_path / "m.onnx", [2, 3]), tmp_path / "m.plan"
@@ -132,7 +132,9 @@ def test_precision_is_for_the_older_library(
 
 
 @pytest.mark.usefixtures("libraries")
-def test_a_cache_that_cannot_be_kept(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_timing_cache_is_reported(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The plan is still written, unless the cache was requested by name."""
     source, out = model(tmp_path / "m.onnx", [2]), tmp_path / "m.plan"
     cache.mkdir(parents=True)
@@ -148,7 +150,7 @@ def test_a_cache_that_cannot_be_kept(tmp_path: Path, cache: Path, capsys: pytest
 
 
 @pytest.mark.usefixtures("libraries", "cache")
-def test_what_cannot_be_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_cannot_be_built_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "m.plan"
     out.write_bytes(b"the old one")
     wide = model(tmp_path / "wide.onnx", ["n", "w"])
@@ -173,7 +175,7 @@ def test_without_the_libraries(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert "tensorrt" in capsys.readouterr().err
 
 
-def test_an_interrupt(
+def test_an_interrupt_ends_the_build_at_the_next_step(
     tmp_path: Path, cache: Path, libraries: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It arrives while the library is busy, and takes effect at the next step."""
@@ -207,11 +209,11 @@ def test_an_interrupt(
         (["mask:0=1"], r"inputs with dynamic dims are missing: 'x' \[-1, 3\]"),
     ],
 )
-def test_profiles_that_make_no_sense(words: list[str], text: str) -> None:
+def test_invalid_profiles_are_refused(words: list[str], text: str) -> None:
     with pytest.raises(BadShapes, match=text):
         from_words(words, {"x": (-1, 3), "mask:0": (1,)})
 
 
-def test_a_profile_in_words() -> None:
+def test_profiles_are_parsed_from_arguments() -> None:
     found = from_words(["x=1x3:2x3:4x3", "mask:0=1"], {"x": (-1, 3), "mask:0": (1,)})
     assert found == {"x": ((1, 3), (2, 3), (4, 3)), "mask:0": ((1,), (1,), (1,))}

@@ -44,7 +44,7 @@ def test_streams_priorities_and_events(gpu: Gpu, tmp_path: Path) -> None:
         assert gpu.state.named("eventCreateWithFlags")[-1][1] == 3
 
 
-def test_staging_is_pinned_unless_it_must_not_be(gpu: Gpu, tmp_path: Path) -> None:
+def test_staging_buffers_are_pinned_unless_the_configuration_disables_it(gpu: Gpu, tmp_path: Path) -> None:
     off = schema.ModelOptimizationPolicyPinnedMemoryBuffer(enable=False)
     adder(tmp_path)
     for enable, count in ((None, 2), (off, 0)):
@@ -79,7 +79,7 @@ def test_the_pinned_pool_has_a_limit(gpu: Gpu, tmp_path: Path) -> None:
         assert len(gpu.state.registered) == 1  # only what this process may write
 
 
-def test_the_file_for_this_device(gpu: Gpu, tmp_path: Path) -> None:
+def test_the_plan_is_chosen_by_compute_capability(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path, width=4)
     adder(tmp_path, width=6, name="hopper.plan")
     names = {"9.0": "hopper.plan", "8.0": "missing.plan"}
@@ -101,7 +101,7 @@ def test_code_in_a_plan_must_be_allowed(gpu: Gpu, tmp_path: Path) -> None:
         check(instance, 1)
 
 
-def test_files_that_are_no_plans(gpu: Gpu, tmp_path: Path) -> None:
+def test_files_that_are_not_plans_are_refused(gpu: Gpu, tmp_path: Path) -> None:
     path = adder(tmp_path)
     path.write_bytes(b"not a plan")
     with pytest.raises(InvalidRequest, match=r"magic tag is wrong; a plan works .* capability 9\.0, TensorRT 11"):
@@ -132,7 +132,7 @@ def test_plugins_are_loaded_once(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.M
     assert loaded == [("/plugins/a.so", 256), ("/plugins/b.so", 256)]
 
 
-def test_a_plugin_that_is_not_there(gpu: Gpu, tmp_path: Path) -> None:
+def test_a_missing_plugin_is_an_error(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path)
     with pytest.raises(Unavailable, match=r"a library of plug-ins \(--backend-config tensorrt,plugins\) cannot"):
         gpu.load(tmp_path, settings={"tensorrt,plugins": "/nowhere/a.so"})
@@ -166,7 +166,7 @@ Y = {"name": "y", "data_type": "TYPE_FP32", "dims": (4,)}
     ],
     ids=str,
 )
-def test_configurations_that_are_wrong(
+def test_invalid_configurations_are_refused(
     gpu: Gpu, tmp_path: Path, changed: dict[str, Any], error: type[ServeError], text: str
 ) -> None:
     adder(tmp_path)
@@ -184,7 +184,7 @@ def test_configurations_that_are_wrong(
     ("more", "text"),
     [({"dtype": "FP8"}, "tensor 'x' of the engine is FP8, not supported"), ({"format": "CHW4"}, "has the layout CHW4")],
 )
-def test_engines_that_are_not_supported(gpu: Gpu, tmp_path: Path, more: dict[str, str], text: str) -> None:
+def test_unsupported_engines_are_refused(gpu: Gpu, tmp_path: Path, more: dict[str, str], text: str) -> None:
     x = tensor("input", "x", [2]) | more
     plan(tmp_path, [x, tensor("output", "y", [2])], {"y": ["copy", "x"]})
     with pytest.raises(Unsupported, match=text):
@@ -207,13 +207,13 @@ def test_without_the_libraries(gpu: Gpu, tmp_path: Path, name: str, monkeypatch:
 # ---------------------------------------------------------------------------------------------- what goes wrong
 
 
-def test_memory_that_is_not_there(gpu: Gpu, tmp_path: Path) -> None:
+def test_insufficient_gpu_memory_is_an_error(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path, width=100_000, high=4096)
     with pytest.raises(Unavailable, match=r"no room for 1638400000 bytes on the GPU: \d+ of 1073741824 bytes are free"):
         gpu.load(tmp_path)
 
 
-def test_a_failure_is_waited_out(gpu: Gpu, tmp_path: Path) -> None:
+def test_memory_of_a_failed_batch_is_reused_only_after_the_device_has_finished(gpu: Gpu, tmp_path: Path) -> None:
     """The memory of a failed batch is returned only when the device no longer uses it; the next batch is correct."""
     adder(tmp_path, width=40_000)
     with gpu.load(tmp_path) as instance:

@@ -76,7 +76,7 @@ def test_bfloat16(has_ml_dtypes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compared(one, two) == "y differs by 100 % of its largest value"
 
 
-def test_what_differs() -> None:
+def test_differences_are_described() -> None:
     one, ints = np.arange(6, dtype=np.float32), np.arange(6, dtype=np.int64)
     assert compared(tensor(one), tensor(one * 2)) == "y differs by 100 % of its largest value"
     assert compared(tensor(one), tensor(one.reshape(2, 3))) == "y has shape [2, 3], not [6]"

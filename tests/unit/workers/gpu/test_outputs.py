@@ -60,7 +60,7 @@ def test_outputs_are_written_to_memory_of_the_caller_on_the_gpu(pair: Pair, shar
 
 
 @pytest.mark.parametrize("case", ["one without", "one too small", "no room"])
-def test_batches_that_are_scattered_by_the_host(pair: Pair, case: str) -> None:
+def test_batches_that_the_host_scatters(pair: Pair, case: str) -> None:
     given, places = arrays(1, 1), Places(pair, [1, 1])
     rows = pair.produce(*given)
     handles: list[Handle | None] = list(places.handles)
@@ -174,7 +174,7 @@ def test_a_tensor_on_the_gpu_must_be_contiguous(runtime: Any) -> None:
     source.close()
 
 
-def test_the_device_of_a_capsule_decides_who_takes_it(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_a_capsule_decides_which_library_takes_it(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(12, dtype=np.float32)
     source = LibraryArray(runtime, array)
     cupy = __import__("cupy")
