@@ -168,7 +168,7 @@ NOT_RUN = {
     ("models", "shmserve serve"): "the tests of the page serve these files",
     ("models", "shmserve ready"): "the tests of the page serve other models of it",
     ("models", "import json"): "compiled only: a first model; tests/process/models serves models like it",
-    ("models", "cat\n"): "tests/process/models/test_classes_are_computed_from_the_returned_array.py writes it",
+    ("models", "cat\n"): "tests/process/models/test_classes.py writes it",
     ("onnx", "import onnxruntime"): "needs a model of the reader's",
     ("operations", ""): SERVICE,
     ("performance", "make bench"): BENCH,
