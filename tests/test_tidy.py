@@ -116,7 +116,7 @@ def test_modules_have_docstrings() -> None:
 
 
 @pytest.mark.parametrize("reason", BANNED_CODE)
-def test_banned(reason: str) -> None:
+def test_banned_code_is_not_used(reason: str) -> None:
     pattern = re.compile(BANNED_CODE[reason])
     found = []
     for name, text in code():
@@ -126,7 +126,7 @@ def test_banned(reason: str) -> None:
     assert not found, reason
 
 
-def test_the_patterns_match() -> None:
+def test_banned_code_patterns_match_their_targets() -> None:
     """The patterns match what they are meant to match, and strings and comments do not count."""
     seen = {
         "import time\ntime.sleep(1)": True,
@@ -146,12 +146,12 @@ def test_the_patterns_match() -> None:
         assert hit is banned, source
 
 
-def test_nothing_is_left_for_later() -> None:
+def test_no_unfinished_work_is_marked() -> None:
     found = [name for name, text in texts() if name != "LICENSE" and UNFINISHED.search(text)]
     assert not found
 
 
-def test_no_paths_of_one_machine() -> None:
+def test_no_machine_specific_paths() -> None:
     found = [f"{name}: {match[0]}" for name, text in texts() if (match := MACHINE.search(text))]
     assert not [line for line in found if not line.startswith("tests/test_tidy.py")]
 
@@ -160,7 +160,7 @@ def test_no_large_files() -> None:
     assert not [str(path) for path in committed() if path.is_file() and path.stat().st_size > FILE_BYTES]
 
 
-def test_links() -> None:
+def test_symbolic_links_have_their_targets() -> None:
     for link, target in LINKS.items():
         assert (ROOT / link).is_symlink()
         assert os.readlink(ROOT / link) == target
@@ -202,11 +202,11 @@ def test_every_data_file_is_packaged() -> None:
     assert set(missing) <= {"repo/examples/make_models.py", "repo/examples/make_picture.py"}
 
 
-def test_the_change_log_has_a_place_for_the_next_change() -> None:
+def test_the_change_log_has_an_unreleased_section() -> None:
     assert re.search(r"^## \[?Unreleased\]?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
-def test_hypothesis_tests_keep_the_profile() -> None:
+def test_hypothesis_tests_use_the_shared_profile() -> None:
     """Otherwise `make test` could fail randomly."""
     found = []
     for name, text in code():

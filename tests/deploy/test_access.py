@@ -87,7 +87,7 @@ def ask(pod: Pod, path: str, port: str, token: str = "") -> int:
     return pod.ask(path, pod.port(port), tls=True, headers=headers).status
 
 
-def test_tokens_and_tls(secured: tuple[Pod, Secret, str, str]) -> None:
+def test_tokens_are_required_except_by_probes_and_reloaded_on_sighup(secured: tuple[Pod, Secret, str, str]) -> None:
     """Only probes need no token. A token added to the secret is known after SIGHUP."""
     pod, secret, line, token = secured
     assert [pod.probe(name) for name in ("startupProbe", "readinessProbe", "livenessProbe")] == [200, 200, 200]

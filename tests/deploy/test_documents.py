@@ -34,7 +34,7 @@ def test_commands_of_the_page() -> None:
         assert (ROOT / name).is_file()
 
 
-def test_the_overlay_of_the_page(tmp_path: Path) -> None:
+def test_the_overlay_on_the_page_can_be_built(tmp_path: Path) -> None:
     """Uses the paths of an overlay beside deploy/."""
     program = programs.kubectl()
     if program is None:
@@ -48,14 +48,14 @@ def test_the_overlay_of_the_page(tmp_path: Path) -> None:
     assert "kind: PodMonitor\n" in made.stdout
 
 
-def test_components_and_overlays_of_the_page() -> None:
+def test_the_page_lists_all_components_and_overlays() -> None:
     listed = re.findall(r"^\| `([a-z-]+)` \| ", PAGE, re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in (KUBERNETES / "components").iterdir())
     (sentence,) = re.findall(r"The overlays (.*?) are combinations", PAGE)
     assert sorted(re.findall(r"`(\w+)`", sentence)) == sorted(name.split("/")[1] for name in OVERLAYS[1:])
 
 
-def test_numbers_of_the_page() -> None:
+def test_numbers_on_the_page_match_the_manifests() -> None:
     spec = one("base", "Deployment")["spec"]["template"]["spec"]
     command = container(one("base", "Deployment"))["lifecycle"]["preStop"]["exec"]["command"]
     assert f"`{' '.join(command)}`" in PAGE
@@ -66,7 +66,7 @@ def test_numbers_of_the_page() -> None:
     assert f"| {busy} |" in PAGE
 
 
-def test_arguments_of_the_recipe() -> None:
+def test_build_arguments_on_the_page_match_the_dockerfile() -> None:
     recipe = (CONTAINER / "Dockerfile").read_text()
     for name, default in re.findall(r"^\| `([A-Z_]+)` \| (.*?) \| ", PAGE, re.MULTILINE):
         assert f"\nARG {name}={default.strip().strip('`')}\n" in recipe
@@ -77,7 +77,7 @@ def compose() -> dict[str, Any]:
     return found
 
 
-def test_files_of_compose() -> None:
+def test_files_mounted_by_compose_exist() -> None:
     services = compose()["services"]
     build = services["shmserve"]["build"]
     assert (CONTAINER / build["context"]).resolve() == ROOT

@@ -19,7 +19,7 @@ GRPC_PORT = 9000
 VOLUME = "kserve-provision-location"
 
 
-def test_clients_of_kserve(built: str, models: Path, tmp_path: Path) -> None:
+def test_the_kserve_client_gets_the_results_of_the_model(built: str, models: Path, tmp_path: Path) -> None:
     """The results equal those of the engine."""
     interpreter = programs.cluster()
     if interpreter is None:

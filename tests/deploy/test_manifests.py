@@ -34,7 +34,7 @@ def broken() -> list[Thing]:
     return [deployment, monitor, scaled, runtime, service]
 
 
-def test_schemas() -> None:
+def test_manifests_match_the_kubernetes_schemas() -> None:
     objects = [thing for overlay in OVERLAYS for thing in things(overlay)]
     objects += read(KUBERNETES / "components/hpa/hpa.yaml")
     objects += [thing for path in sorted(KSERVE.glob("*.yaml")) for thing in read(path)]
@@ -129,7 +129,7 @@ def test_pods_are_restricted(overlay: str) -> None:
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
 
 
-def test_gpus_and_slices() -> None:
+def test_gpu_and_mig_overlays_request_one_device() -> None:
     """A pod has a GPU or a slice, and a rollout needs no more than exist."""
     asked = {}
     for name in ("gpu", "mig"):
@@ -148,7 +148,7 @@ def test_a_changed_setting_replaces_the_pods() -> None:
     assert volumes["config"]["configMap"]["name"] == name
 
 
-def test_tokens_and_tls_for_prometheus() -> None:
+def test_prometheus_scrapes_with_a_token_over_tls() -> None:
     (endpoint,) = one("overlays/production", "PodMonitor")["spec"]["podMetricsEndpoints"]
     assert (endpoint["scheme"], endpoint["port"]) == ("https", "metrics")
     assert endpoint["authorization"]["credentials"]["name"] == "shmserve-metrics-token"
@@ -162,7 +162,7 @@ def queries() -> dict[str, str]:
     return {trigger["name"]: trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]}
 
 
-def test_both_autoscalers_do_the_same() -> None:
+def test_hpa_and_keda_use_the_same_queries_and_thresholds() -> None:
     (scaled,) = read(KUBERNETES / "components/keda/scaledobject.yaml")
     (hpa,) = read(KUBERNETES / "components/hpa/hpa.yaml")
     (rules,) = read(KUBERNETES / "components/hpa/adapter-rules.yaml")
@@ -182,7 +182,7 @@ def test_both_autoscalers_do_the_same() -> None:
     assert "replicas" not in one("overlays/autoscaling", "Deployment")["spec"]
 
 
-def test_metrics_of_the_queries_exist() -> None:
+def test_metrics_in_the_queries_exist() -> None:
     known = {family.name for family in FAMILIES}
     for query in queries().values():
         named = {re.sub("_(bucket|sum)$", "", name) for name in re.findall(r"(?:shmserve|nv)_\w+", query)}

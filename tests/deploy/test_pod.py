@@ -73,7 +73,7 @@ def test_samples_over_grpc(lasting: Pod) -> None:
         assert rpcs.ServerReady(message("ServerReadyRequest"), timeout=PATIENCE_S).ready
 
 
-def test_metrics(lasting: Pod) -> None:
+def test_metrics_of_a_ready_pod(lasting: Pod) -> None:
     status, text = lasting.ask("/metrics", lasting.port("metrics"))
     assert status == 200
     assert b"\nshmserve_ready 1\n" in text
@@ -106,7 +106,7 @@ def test_shared_memory_has_the_size_of_the_manifest(lasting: Pod) -> None:
     assert int(lasting.output(*words)) == 1 << 30
 
 
-def test_the_command_line_in_the_pod(lasting: Pod) -> None:
+def test_the_cli_works_in_the_pod(lasting: Pod) -> None:
     states = json.loads(lasting.output("shmserve", "models", "--json"))
     assert {model["name"]: model["state"] for model in states} == dict.fromkeys(ALWAYS, "READY")
     assert "shmserve_ready 1" in lasting.output("shmserve", "stats", "--prometheus")
@@ -115,7 +115,7 @@ def test_the_command_line_in_the_pod(lasting: Pod) -> None:
     lasting.output("shmserve", "infer", "mlp", "--random")
 
 
-def test_the_image(built: str) -> None:
+def test_the_image_contains_only_the_program(built: str) -> None:
     """The image has the program only: no sources, no tests, no pip."""
     (found,) = json.loads(image.call("image", "inspect", built))
     assert found["User"] == "10001:10001"
@@ -162,7 +162,7 @@ class Calls(threading.Thread):
             assert self.news.wait_for(lambda: self.answered >= wanted, PATIENCE_S)
 
 
-def test_drain_before_the_end(mortal: Pod) -> None:
+def test_the_pre_stop_drain_loses_no_request(mortal: Pod) -> None:
     """preStop takes the pod out of service. Requests that still arrive are answered, including long ones. Then the pod
     is empty, and SIGTERM ends it at once."""
     calls = [Calls(mortal) for _ in range(3)]
@@ -193,7 +193,7 @@ def test_drain_before_the_end(mortal: Pod) -> None:
     assert '"stopped"' in mortal.log.read_text()
 
 
-def test_a_request_in_flight_at_sigterm(mortal: Pod) -> None:
+def test_a_request_in_flight_at_sigterm_is_answered(mortal: Pod) -> None:
     """Without a drain, as if preStop had failed, the request is answered and the pod ends by itself."""
     answers: list[int] = []
     long = threading.Thread(target=lambda: answers.append(mortal.ask("/v2/models/waits/infer", 8000, body(2.0)).status))
@@ -206,7 +206,7 @@ def test_a_request_in_flight_at_sigterm(mortal: Pod) -> None:
     assert answers == [200]
 
 
-def test_the_dockerfile_names_the_version() -> None:
+def test_the_dockerfile_has_the_current_version() -> None:
     version = re.search(r"^version = (.*)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
     assert version
     assert f"ARG VERSION={version[1]}\n" in (ROOT / "deploy/container/Dockerfile").read_text()

@@ -28,7 +28,7 @@ def drain(server: Server, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_kill_9_of_a_server(own_servers: tuple[list[Server], Balancer]) -> None:
+def test_a_killed_server_fails_only_its_sequences(own_servers: tuple[list[Server], Balancer]) -> None:
     """Only requests of sequences on that server fail, with an error that says why."""
     fleet, balancer = own_servers
     with Load(balancer) as load, over_http(balancer) as send:
@@ -46,7 +46,7 @@ def test_kill_9_of_a_server(own_servers: tuple[list[Server], Balancer]) -> None:
     assert not {text for text in load.broken if not any(known in text for known in SEQUENCE_ERRORS)}
 
 
-def test_drain_and_upgrade_of_a_server(own_servers: tuple[list[Server], Balancer]) -> None:
+def test_draining_and_upgrading_a_server_loses_no_request(own_servers: tuple[list[Server], Balancer]) -> None:
     """No request fails. HAProxy lets the sequences on that server end there."""
     fleet, balancer = own_servers
     sticks = balancer.name == "haproxy"
@@ -96,7 +96,7 @@ def test_streams_and_large_requests(balancer: Balancer) -> None:
     assert (code, "twice" in text) == ("INVALID_ARGUMENT", True), "it has reached a server, which says what is wrong"
 
 
-def test_what_is_for_one_server(balancer: Balancer) -> None:
+def test_operations_on_a_single_server_are_refused(balancer: Balancer) -> None:
     """Operations are refused; read-only queries are passed on."""
     for path in (
         "/v2/repository/models/twice/load",
@@ -118,7 +118,7 @@ def test_what_is_for_one_server(balancer: Balancer) -> None:
             assert refused(call, request)[0] == "PERMISSION_DENIED"
 
 
-def test_tls(balancer: Balancer, certificate: Path) -> None:
+def test_tls_for_http_and_grpc_on_one_port(balancer: Balancer, certificate: Path) -> None:
     """One port for both protocols."""
     port = balancer.ports.tls
     trust = ssl.create_default_context(cafile=str(certificate))

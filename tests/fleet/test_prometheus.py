@@ -65,7 +65,7 @@ def send(server: Server, count: int) -> None:
             client.infer("twice", {"x": np.full((1, 1), value, np.float32)})
 
 
-def test_rules_record(watched: Watched) -> None:
+def test_rules_are_evaluated_without_errors(watched: Watched) -> None:
     """Every rule has been evaluated without error; the fixture has seen a result of each recording rule."""
     prometheus = watched.prometheus
     rules = [rule for group in prometheus.ask("/api/v1/rules")["groups"] for rule in group["rules"]]
@@ -75,7 +75,7 @@ def test_rules_record(watched: Watched) -> None:
     assert [value for _, value in prometheus.query("job:shmserve_ready:sum")] == [2]
 
 
-def test_metrics_of_a_scrape_are_those_that_rules_may_name(watched: Watched) -> None:
+def test_scraped_metrics_are_known_to_the_rule_check(watched: Watched) -> None:
     for server in range(2):
         match = {"match[]": f'{{instance="{watched.address(server)}"}}'}
         names = {series["__name__"] for series in watched.prometheus.ask("/api/v1/series", **match)}
@@ -85,7 +85,7 @@ def test_metrics_of_a_scrape_are_those_that_rules_may_name(watched: Watched) -> 
 
 
 @pytest.mark.parametrize("name", dashboards())
-def test_panels_show_something(watched: Watched, name: str) -> None:
+def test_every_panel_query_returns_data(watched: Watched, name: str) -> None:
     """Each query is valid and has results in the form that Grafana sends it."""
     empty = []
     for expression in expressions(dashboards()[name]):
@@ -97,7 +97,7 @@ def test_panels_show_something(watched: Watched, name: str) -> None:
     assert not empty
 
 
-def test_an_alert_fires(watched: Watched) -> None:
+def test_an_alert_fires_for_a_killed_server(watched: Watched) -> None:
     """After a server is killed, the alert fires for that server and says what to do."""
     prometheus = watched.prometheus
     gone = watched.address(1)

@@ -34,11 +34,11 @@ def test_the_configuration_is_valid() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
-def test_cases(case: Path) -> None:
+def test_alerts_and_recording_rules_in_each_case(case: Path) -> None:
     assert "SUCCESS" in promtool("test", "rules", case)
 
 
-def test_promtool_sees_a_wrong_expectation(tmp_path: Path) -> None:
+def test_promtool_rejects_a_wrong_expectation(tmp_path: Path) -> None:
     """A case that expects no alert fails if one fires."""
     program = programs.promtool()
     if program is None:

@@ -108,7 +108,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_every_request_gets_its_rows(server: Server) -> None:
+def test_every_request_gets_its_own_rows(server: Server) -> None:
     random = np.random.default_rng(6)
     xs = [random.integers(0, 1000, (rows, WIDTH)).astype(np.float32) for rows in (1, 3, 2, 1, 1)]
     with server.client() as client:
@@ -121,7 +121,7 @@ def test_every_request_gets_its_rows(server: Server) -> None:
                 np.testing.assert_array_equal(future.result()[made], x + 1)
 
 
-def test_names_of_the_libraries() -> None:
+def test_the_functions_used_of_cupy_exist() -> None:
     """The functions that workers/gpu/api.py calls exist in the installed cupy."""
     pytest.importorskip("cupy")
     if not discover().found:

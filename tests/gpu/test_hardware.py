@@ -106,7 +106,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, sources: Path) -> Iterator[
 
 
 @pytest.mark.parametrize("model", ["plain", "graphs"])
-def test_batches(server: Server, sources: Path, model: str) -> None:
+def test_batches_give_the_same_results_as_on_the_cpu(server: Server, sources: Path, model: str) -> None:
     (source,) = (sources / "mlp").rglob("*.onnx")
     bare = ort.InferenceSession(str(source), providers=["CPUExecutionProvider"])
     random = np.random.default_rng(4)
@@ -119,14 +119,14 @@ def test_batches(server: Server, sources: Path, model: str) -> None:
                 np.testing.assert_allclose(future.result()["y"], wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_an_ensemble_hands_over_on_the_gpu(server: Server) -> None:
+def test_an_ensemble_passes_tensors_between_steps_on_the_gpu(server: Server) -> None:
     x = np.random.default_rng(5).standard_normal((1, WIDE)).astype(np.float32)
     with server.client() as client:
         for _ in range(4):
             np.testing.assert_array_equal(client.infer("both", {"x": x})["y"], (x + 1) + 1)
 
 
-def test_tensors_of_clients_on_the_gpu(server: Server) -> None:
+def test_clients_send_and_receive_tensors_on_the_gpu(server: Server) -> None:
     """The client's own memory, a library's array in the middle of its pool, and an array that is not written yet."""
     cupy = importlib.import_module("cupy")
     random = np.random.default_rng(6).standard_normal((1, WIDE)).astype(np.float32)
@@ -146,7 +146,7 @@ def test_tensors_of_clients_on_the_gpu(server: Server) -> None:
             np.testing.assert_array_equal(future.result()["y"], random + 1)
 
 
-def test_who_a_device_is(server: Server) -> None:
+def test_cupy_and_nvml_report_the_same_device_uuid(server: Server) -> None:
     """CuPy and NVML return the same uuid, as far as a uuid without a zero byte can show."""
     from shmserve.workers.gpu.api import Cuda
 
@@ -154,7 +154,7 @@ def test_who_a_device_is(server: Server) -> None:
     assert Cuda().uuid == device_id(uuid_bytes(first.uuid))
 
 
-def test_how_large_memory_of_another_process_is() -> None:
+def test_the_driver_reports_the_size_of_an_allocation() -> None:
     """The size that the driver reports for memory opened from another process."""
     from shmserve.workers.gpu.api import Cuda
 
@@ -167,7 +167,7 @@ def test_how_large_memory_of_another_process_is() -> None:
         cuda.free(address)
 
 
-def test_what_processes_have_on_the_gpu(server: Server) -> None:
+def test_gpu_memory_of_worker_processes_is_measured(server: Server) -> None:
     made = GpuMetrics(discover().found, shown=False, interval_s=3600)
     made.start()
     try:
@@ -211,14 +211,14 @@ def test_shared_memory_is_pinned_and_copied() -> None:
         extent.close()
 
 
-def test_memory_that_nobody_exports() -> None:
+def test_an_invalid_memory_handle_is_refused() -> None:
     from shmserve.workers.gpu.api import Cuda
 
     with pytest.raises(HandleLost):
         Cuda().open(bytes(64))
 
 
-def test_metrics() -> None:
+def test_metrics_list_all_gpus() -> None:
     gpus = discover()
     made = GpuMetrics(gpus.found)
     made.start()

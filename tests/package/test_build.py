@@ -18,7 +18,7 @@ LINKS = {"shmserve/workers", "shmserve/repo", "shmserve/clients"}
 """Links for tools in a checkout; `package_dir` in setup.cfg names the folders."""
 
 
-def test_two_builds_are_the_same(packages: Path, tmp_path: Path) -> None:
+def test_builds_are_reproducible(packages: Path, tmp_path: Path) -> None:
     """The second build is in another folder, with other file modes and times."""
     run("git", "clone", "--quiet", ROOT.as_uri(), tmp_path / "clone", cwd=tmp_path, umask=0o077)
     run(TOOLS, "-m", "deploy.release.build", tmp_path / "dist", cwd=tmp_path / "clone", umask=0o077)
@@ -29,7 +29,7 @@ def test_two_builds_are_the_same(packages: Path, tmp_path: Path) -> None:
     assert first == second
 
 
-def test_the_sums(packages: Path) -> None:
+def test_sha256sums_match_the_files(packages: Path) -> None:
     lines = (line.split() for line in (packages / "SHA256SUMS").read_text().splitlines())
     files = {path.name: path for path in packages.iterdir() if path.name != "SHA256SUMS"}
     assert {name: digest for digest, name in lines} == {
@@ -37,7 +37,7 @@ def test_the_sums(packages: Path) -> None:
     }
 
 
-def test_an_older_build_is_not_mixed_with_a_new_one(packages: Path) -> None:
+def test_a_build_into_a_folder_that_is_not_empty_is_refused(packages: Path) -> None:
     command = [str(TOOLS), "-m", "deploy.release.build", str(packages)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
@@ -52,7 +52,7 @@ def test_the_sdist_has_every_file(packages: Path) -> None:
     assert {name for name in tracked - packed if not name.startswith(NOT_IN_SDIST)} == LINKS
 
 
-def test_the_metadata(packages: Path, wheel: Path) -> None:
+def test_the_metadata_of_the_wheel(packages: Path, wheel: Path) -> None:
     run(TOOLS, "-m", "twine", "check", "--strict", *packages.glob("shmserve-*"), cwd=packages)
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

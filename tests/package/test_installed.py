@@ -96,7 +96,7 @@ def expected(x: NDArray[np.floating]) -> list[float]:
     return found
 
 
-def test_the_client(client: Installed, running: Server, tmp_path: Path) -> None:
+def test_the_installed_client_runs_inference(client: Installed, running: Server, tmp_path: Path) -> None:
     found = json.loads(run(client.python, "-c", CLIENT, running.url, running.zmq_url, cwd=tmp_path))
     assert Path(found["file"]).is_relative_to(client.python.parents[1])
     wanted = expected(np.linspace(-1, 1, 64))
@@ -104,7 +104,7 @@ def test_the_client(client: Installed, running: Server, tmp_path: Path) -> None:
         assert np.allclose(output, [wanted], rtol=1e-5, atol=1e-6)
 
 
-def test_the_command_of_the_client(client: Installed, running: Server, tmp_path: Path) -> None:
+def test_the_installed_cli_works_without_the_server_extra(client: Installed, running: Server, tmp_path: Path) -> None:
     command = client.python.with_name("shmserve")
     place = ("--runtime-dir", running.runtime_dir)
     assert "model" in run(command, "models", *place, cwd=tmp_path)
@@ -113,14 +113,14 @@ def test_the_command_of_the_client(client: Installed, running: Server, tmp_path:
     assert "pip install 'shmserve[server]'" in refused
 
 
-def test_the_server(server: Installed, tmp_path: Path) -> None:
+def test_the_installed_server_serves_a_model(server: Installed, tmp_path: Path) -> None:
     model = tmp_path / "model.onnx"
     model.write_bytes(MODEL.read_bytes())
     found = json.loads(run(server.python, "-c", SERVER, model, cwd=tmp_path))
     assert np.allclose(found, expected(np.arange(64) / 8), rtol=1e-5, atol=1e-6)
 
 
-def test_the_hint_of_a_missing_extra_installs_it_from_the_installed_package(server: Installed, tmp_path: Path) -> None:
+def test_the_suggested_install_command_works_for_the_installed_package(server: Installed, tmp_path: Path) -> None:
     """The command in the hint works for a package that no index has, because pip takes the installed one."""
     server.install("shmserve[server]")
     assert "0.1.0" in run(server.python.with_name("shmserve"), "version", cwd=tmp_path)

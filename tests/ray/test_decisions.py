@@ -41,7 +41,7 @@ def names(replicas: list[Any]) -> list[str]:
     return [one.replica_id.unique_id for one in replicas]
 
 
-def test_a_sequence_moves_only_if_its_replica_goes() -> None:
+def test_a_sequence_moves_only_if_its_replica_is_removed() -> None:
     replicas = [replica(name) for name in "abc"]
     sequences = [f"m:{number}" for number in range(300)]
     before = {one: of_sequence(replicas, one).replica_id.unique_id for one in sequences}
@@ -50,18 +50,18 @@ def test_a_sequence_moves_only_if_its_replica_goes() -> None:
     assert all(60 < list(before.values()).count(name) < 140 for name in "abc")
 
 
-def test_a_model_goes_where_it_is_awake_or_loading() -> None:
+def test_a_request_goes_to_a_replica_where_the_model_is_awake_or_loading() -> None:
     placements = Placements()
     assert names(placements.choose([replica("a"), replica("b", 0.0, ("m",))], "m")) == ["b"]
     assert names(placements.choose([replica("a"), replica("b", 0.0, loaded=("m",))], "m")) == ["b"]
 
 
-def test_a_model_that_sleeps_wakes_where_there_is_most_room() -> None:
+def test_a_sleeping_model_wakes_on_the_replica_with_the_most_free_memory() -> None:
     full = replica("b", 10.0, asleep=("m",), loaded=("m",))
     assert names(Placements().choose([replica("a", 20.0), full], "m")) == ["a"]
 
 
-def test_models_that_arrive_together_are_spread() -> None:
+def test_models_requested_together_are_spread_over_replicas() -> None:
     """The second request for a model goes to the same replica."""
     placements, replicas = Placements(), [replica("a", 30.0), replica("b", 20.0), replica("c", 10.0)]
     chosen = [names(placements.choose(replicas, model))[0] for model in ("m1", "m2", "m1", "m3")]
@@ -71,7 +71,7 @@ def test_models_that_arrive_together_are_spread() -> None:
     assert names(placements.choose(replicas, "m4")) == ["b"]
 
 
-def test_a_report_from_before_a_choice_does_not_count() -> None:
+def test_a_report_older_than_a_placement_is_ignored() -> None:
     """This includes a report that arrives later, and one that Ray sends again. A report counts once it shows the
     model."""
     placements = Placements(lambda: 0.0)
@@ -82,7 +82,7 @@ def test_a_report_from_before_a_choice_does_not_count() -> None:
     assert names(placements.choose(now, "m3")) == ["b"]
 
 
-def test_a_model_that_cannot_be_loaded_counts_for_a_while() -> None:
+def test_a_placement_that_is_never_reported_expires() -> None:
     now = 0.0
     placements, replicas = Placements(lambda: now), [replica("a", 20.0), replica("b", 30.0)]
     assert names(placements.choose(replicas, "broken")) == ["b"]
@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_loaded_counts_for_a_while() -> None:
     assert names(placements.choose(replicas, "m2")) == ["b"]
 
 
-def test_without_a_budget_the_fewest_models_count() -> None:
+def test_without_a_budget_the_replica_with_the_fewest_models_is_chosen() -> None:
     assert names(Placements().choose([replica("a", awake=("x",)), replica("b")], "m")) == ["b"]
 
 
@@ -111,7 +111,7 @@ def activity(time_s: float, finished: int, queue_s: float, batch_s: float, queue
         (activity(2.0, 0, 0.0, 0.0), 0.0, 0.0),
     ],
 )
-def test_measured_times(later: dict[str, Any], queue_ms: float, busy: float) -> None:
+def test_queue_time_and_utilization_between_two_reports(later: dict[str, Any], queue_ms: float, busy: float) -> None:
     measured = between(totals(activity(1.0, 0, 0.0, 0.0)), totals(later))
     assert measured == {"queue_ms": pytest.approx(queue_ms), "busy": pytest.approx(busy)}
 
@@ -128,14 +128,16 @@ def test_measured_times(later: dict[str, Any], queue_ms: float, busy: float) -> 
         (3, [], [], 3),
     ],
 )
-def test_number_of_replicas(replicas: int, queues: list[float], busy: list[float], wanted: int) -> None:
+def test_the_queue_time_policy_decides_the_number_of_replicas(
+    replicas: int, queues: list[float], busy: list[float], wanted: int
+) -> None:
     assert decide(replicas, queues, busy, 50.0) == wanted
     metrics = {"queue_ms": dict(enumerate(queues)), "busy": dict(enumerate(busy))}
     context = SimpleNamespace(target_num_replicas=replicas, aggregated_metrics=metrics)
     assert QueueTimePolicy(queue_ms=50.0)(context) == (wanted, {})
 
 
-def test_room_is_that_of_the_tightest_budget() -> None:
+def test_free_memory_is_that_of_the_tightest_budget() -> None:
     text = """
 shmserve_memory_budget_bytes{place="host"} 100
 shmserve_memory_budget_bytes{place="gpu0"} 50
@@ -160,13 +162,13 @@ shmserve_model_memory_bytes{model="b",version="1",place="host"} 40
         ("/v1/chat/completions", {}, b'{"model": "chat"}', Target("chat")),
     ],
 )
-def test_target_of_http(path: str, fields: dict[str, str], body: bytes, target: Target) -> None:
+def test_target_of_http_requests(path: str, fields: dict[str, str], body: bytes, target: Target) -> None:
     route: Any = resolve("POST", path)
     assert http_target(route, fields, body) == target
 
 
 @pytest.mark.parametrize("sequence", [0, 5, "five"])
-def test_target_of_grpc(sequence: int | str) -> None:
+def test_target_of_grpc_requests(sequence: int | str) -> None:
     x = np.zeros((1, 1), np.float32)
     request = infer_request("m", {"x": ("FP32", x, x.tobytes())}, parameters={"sequence_id": sequence})
     assert grpc_target("ModelInfer", request.SerializeToString()) == Target("m", str(sequence or ""))

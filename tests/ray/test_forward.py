@@ -41,7 +41,7 @@ class EchoServer:
         await self._server.stop(None)
 
 
-def test_the_channel_to_a_server_that_was_restarted_is_closed() -> None:
+def test_the_channel_to_a_restarted_server_is_closed() -> None:
     """The new server has another port. A call on the old channel still gets the error of the server that ended."""
 
     async def run() -> None:

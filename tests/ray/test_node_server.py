@@ -65,7 +65,7 @@ def twice(runtime_dir: Path) -> float:
         return float(client.infer("twice", {"x": np.array([[3.0]], np.float32)})["y"][0, 0])
 
 
-def test_owners_share_it_and_the_last_one_ends_it(config: ServerConfig, hosts: Path) -> None:
+def test_owners_share_a_server_until_the_last_one_closes_it(config: ServerConfig, hosts: Path) -> None:
     first, second = (NodeServer(config, "key", hosts) for _ in range(2))
     first.start(START_S)
     second.start(START_S)
@@ -77,7 +77,7 @@ def test_owners_share_it_and_the_last_one_ends_it(config: ServerConfig, hosts: P
     assert not (hosts).exists()
 
 
-def test_it_has_endpoints_of_its_own(config: ServerConfig, hosts: Path) -> None:
+def test_a_gateway_listens_on_its_own_ports(config: ServerConfig, hosts: Path) -> None:
     server = NodeServer(ServerConfig(config.models, gateway=True), "key", hosts)
     server.start(START_S)
     assert sorted(server.ports) == ["grpc", "http"]
@@ -85,7 +85,7 @@ def test_it_has_endpoints_of_its_own(config: ServerConfig, hosts: Path) -> None:
         server.close()
 
 
-def test_it_ends_with_an_owner_that_is_killed(config: ServerConfig, hosts: Path) -> None:
+def test_a_server_ends_when_its_owner_is_killed(config: ServerConfig, hosts: Path) -> None:
     command = [sys.executable, "-c", OWNER, config.models[0], str(hosts)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
@@ -108,7 +108,7 @@ def test_a_server_that_crashes_is_restarted(config: ServerConfig, hosts: Path) -
         server.close()
 
 
-def test_a_killed_host_takes_the_server_with_it(config: ServerConfig, hosts: Path) -> None:
+def test_a_server_ends_when_its_host_is_killed(config: ServerConfig, hosts: Path) -> None:
     """The owner notices and can start another one. The next start of any host removes the files of the killed one."""
     server = NodeServer(config, "key", hosts)
     server.start(START_S)
@@ -130,13 +130,13 @@ def test_a_killed_host_takes_the_server_with_it(config: ServerConfig, hosts: Pat
         server.close()
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path, hosts: Path) -> None:
+def test_a_failed_start_raises_the_reason(tmp_path: Path, hosts: Path) -> None:
     server = NodeServer(ServerConfig((str(tmp_path / "none"),)), "key", hosts)
     with pytest.raises(shmserve.Unavailable, match="exited with code"):
         server.start(START_S)
 
 
-def test_arguments_of_the_application() -> None:
+def test_arguments_of_the_application_are_validated() -> None:
     config = AppConfig.of({"models": "/srv/{revision}/models", "revision": "r7", "gpus": "1", "options": "--a 'b c'"})
     assert (config.repositories, config.gpus) == (("/srv/r7/models",), 1.0)
     assert config.server().options == ("--a", "b c")

@@ -61,7 +61,7 @@ def test_actors_of_a_node_share_a_server(place: Any, tmp_path: Path) -> None:
     assert 1 <= len(checked(found, "answer")) <= 3, "one process per server, one server per node"
 
 
-def test_every_row_once_although_a_server_is_killed(place: Any, tmp_path: Path) -> None:
+def test_every_row_is_returned_once_if_a_server_is_killed(place: Any, tmp_path: Path) -> None:
     import ray
 
     from shmserve.ray import Predictor
@@ -80,7 +80,7 @@ def test_every_row_once_although_a_server_is_killed(place: Any, tmp_path: Path) 
     assert marker.exists()
 
 
-def test_mistakes(place: Any, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(place: Any, tmp_path: Path) -> None:
     import ray
 
     from shmserve.ray import Predictor

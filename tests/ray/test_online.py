@@ -45,13 +45,13 @@ def http(place: Any, method: str, path: str, body: bytes | None = None) -> tuple
             return error.code, error.read(), dict(error.headers)
 
 
-def test_every_way_reaches_every_node(served: Any) -> None:
+def test_every_transport_reaches_every_node(served: Any) -> None:
     with Load(served) as load:
         assert len(load.until_served_by(3)) == 3
     assert not load.failed
 
 
-def test_errors_are_those_of_the_server(served: Any) -> None:
+def test_errors_of_the_server_are_passed_on(served: Any) -> None:
     with over_handle(served) as send, pytest.raises(Failed, match=r"handle NOT_FOUND: .*'nope'"):
         send("nope", 1.0)
     status, body, _ = http(served, "POST", "/v2/models/nope/infer", b'{"inputs": []}')
@@ -61,7 +61,7 @@ def test_errors_are_those_of_the_server(served: Any) -> None:
     assert (code, "nope" in text) == ("NOT_FOUND", True)
 
 
-def test_documents_over_http(served: Any) -> None:
+def test_health_and_metadata_over_http(served: Any) -> None:
     assert http(served, "GET", "/v2/health/ready")[0] == 200
     status, body, fields = http(served, "GET", "/v2/models/twice")
     assert (status, json.loads(body)["name"], fields["content-type"]) == (200, "twice", "application/json")
@@ -69,7 +69,7 @@ def test_documents_over_http(served: Any) -> None:
     assert http(served, "GET", "/v2/models/twice/infer")[0] == 405
 
 
-def test_what_is_for_one_server_is_refused(served: Any) -> None:
+def test_operations_on_a_single_server_are_refused(served: Any) -> None:
     for method, path in (
         ("POST", "/v2/repository/models/twice/load"),
         ("POST", "/v2/repository/models/twice/unload"),
@@ -100,7 +100,7 @@ def test_a_sequence_stays_on_its_replica(way: str, served: Any) -> None:
     assert len(pids) > 1, "twelve sequences are on more than one replica"
 
 
-def test_arrays_over_a_handle(served: Any) -> None:
+def test_a_handle_accepts_arrays_and_object_references(served: Any) -> None:
     """Arrays in the request, in the object store, and from a program with an event loop."""
     import ray
 
@@ -134,7 +134,7 @@ def test_a_body_that_is_too_large(served: Any) -> None:
         assert (answer.status, "max_input_bytes" in json.loads(answer.read())["error"]) == (413, True)
 
 
-def test_a_server_is_killed_under_load(served: Any) -> None:
+def test_a_server_killed_under_load_fails_no_request(served: Any) -> None:
     """The host restarts the server, and no request fails."""
     with Load(served) as load:
         before = load.until_served_by(3)
@@ -144,7 +144,7 @@ def test_a_server_is_killed_under_load(served: Any) -> None:
     assert not load.failed
 
 
-def test_a_node_is_killed_under_load(served: Any) -> None:
+def test_a_node_killed_under_load_fails_only_its_sequences(served: Any) -> None:
     """Only requests of sequences fail, and a new node replaces the lost one."""
     with Load(served) as load, contextlib.ExitStack() as stack:
         before = load.until_served_by(3)

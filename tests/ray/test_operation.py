@@ -47,7 +47,7 @@ def test_a_rolling_update_loses_no_request(place: Any, deployed: Any, tmp_path: 
     assert not load.failed
 
 
-def test_models_on_demand(place: Any, deployed: Any, tmp_path: Path) -> None:
+def test_models_on_demand_settle_on_their_replicas(place: Any, deployed: Any, tmp_path: Path) -> None:
     """Three replicas have memory for two models each. Six models are soon awake at the same time: none is started again
     in a round of requests. With more models, some must sleep."""
     for number in range(MODELS + 3):
@@ -67,7 +67,7 @@ def test_models_on_demand(place: Any, deployed: Any, tmp_path: Path) -> None:
         assert send("m1", 3.0)[0] == 9.0
 
 
-def test_models_on_demand_after_a_crash(place: Any, deployed: Any, tmp_path: Path) -> None:
+def test_models_on_demand_are_loaded_again_after_a_crash(place: Any, deployed: Any, tmp_path: Path) -> None:
     """The restarted server has no models until a request needs one."""
     write_times(tmp_path, "twice")
     deployed(models=str(tmp_path), replicas=1, multiplexed=True)
@@ -81,7 +81,7 @@ def test_models_on_demand_after_a_crash(place: Any, deployed: Any, tmp_path: Pat
             assert other != pid
 
 
-def test_a_queue_brings_another_replica(place: Any, deployed: Any, tmp_path: Path) -> None:
+def test_a_growing_queue_adds_a_replica(place: Any, deployed: Any, tmp_path: Path) -> None:
     """One instance that takes 50 ms per request, and six callers that wait for it."""
     write_times(tmp_path, "slow", 2.0, 0.05)
     faster = {"upscale_delay_s": 1.0, "look_back_period_s": 4.0}

@@ -83,7 +83,7 @@ def test_serve_run_without_a_cluster(samples: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
-def test_the_configuration_file(place: Any, samples: Path) -> None:
+def test_the_configuration_file_of_the_page(place: Any, samples: Path) -> None:
     """The file is valid for Serve, and its arguments deploy the application."""
     import yaml
     from ray import serve
@@ -107,7 +107,7 @@ def test_the_configuration_file(place: Any, samples: Path) -> None:
         app(yaml.safe_load(block("yaml", part))["args"])
 
 
-def test_map_batches(place: Any, samples: Path, tmp_path: Path) -> None:
+def test_the_map_batches_example_of_the_page(place: Any, samples: Path, tmp_path: Path) -> None:
     source = (
         block("python", "Predictor,").replace("/srv/models", str(samples / "1" / "models")).replace("10_000", "300")
     )

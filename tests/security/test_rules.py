@@ -146,7 +146,7 @@ def infer(client: shmserve.Client, name: str) -> Any:
     return client.infer(name, {"x": np.ones((1, 1), np.float32)})
 
 
-def test_r1_the_pattern_sees() -> None:
+def test_r1_the_pattern_matches_internal_names() -> None:
     for text in ("in /tmp/models", "<object at 0x7f00aa>", "shmserve-00ff00ff", "Traceback (most recent"):
         assert SECRETS.search(text)
 
@@ -173,7 +173,7 @@ def test_r5_the_server_listens_only_on_its_two_sockets(server: Launched) -> None
     assert listening == {server.lane, server.zmq}
 
 
-def test_r5_defaults(tmp_path: Path) -> None:
+def test_r5_load_calls_and_shared_access_are_off_by_default(tmp_path: Path) -> None:
     """Load calls, files in them, and roles for other users must be enabled explicitly."""
     found = settings.parse(["--model-repository", str(tmp_path)])
     assert found.model_control_mode == "none"
@@ -349,7 +349,7 @@ BOMBS = (
 """Pickles, in all protocols, that abort the process that loads them."""
 
 
-def test_r14_a_pickle_is_just_bytes() -> None:
+def test_r14_pickles_are_never_loaded() -> None:
     """Sent as a packet, as a field, and as a tensor, pickles are never loaded. The audit hook sees every class
     lookup."""
     seen: list[Any] = []
@@ -427,7 +427,7 @@ def test_r19_equal_bytes_in_other_shapes_are_not_a_cache_hit() -> None:
 
 
 @pytest.mark.process
-def test_r20_an_idle_client_with_held_memory_blocks_no_other(server: Launched) -> None:
+def test_r20_an_idle_client_with_held_memory_does_not_block_others(server: Launched) -> None:
     """The client holds responses without returning them, has sent half of a request, and does not read."""
     with Lane(server.lane) as idle, Lane(server.lane) as silent, Lane(server.lane) as other:
         idle.hello("memfd")
@@ -446,7 +446,7 @@ def test_r20_an_idle_client_with_held_memory_blocks_no_other(server: Launched) -
 
 
 @pytest.mark.process
-def test_half_open_connections_are_ended_by_their_first_wrong_word(server: Launched) -> None:
+def test_connections_that_do_not_start_with_hello_are_closed(server: Launched) -> None:
     for word in (Ping(1), Ask(1, "live"), messages.Bye(), Map(1 << 32, 4096, "/x")):
         with Lane(server.lane) as lane:
             lane.send(word)

@@ -120,7 +120,7 @@ def test_r15_another_user_cannot_connect(private: Launched) -> None:
             private.runtime_dir.chmod(0o700)
 
 
-def test_r15_without_the_group_nobody_comes_in(shared: Launched) -> None:
+def test_r15_users_outside_the_group_cannot_connect(shared: Launched) -> None:
     assert as_user(ALICE, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
 
 
@@ -162,7 +162,7 @@ def told(task: Any) -> str:
     return "OK"
 
 
-def test_r8_members_infer_and_observe(shared: Launched) -> None:
+def test_r8_group_members_can_only_infer_and_observe(shared: Launched) -> None:
     def use() -> list[Any]:
         with shmserve.Client(f"unix://{shared.lane}") as client:
             y = client.infer("m", {"x": np.ones((1, 3), np.float32)})["y"]
@@ -186,7 +186,7 @@ def test_r8_members_infer_and_observe(shared: Launched) -> None:
         assert "needs the role operate, but this connection has infer and observe" in answer
 
 
-def test_r8_a_rule_adds_roles(shared: Launched) -> None:
+def test_r8_an_access_rule_adds_roles(shared: Launched) -> None:
     """Bob may also operate. Access itself comes from his group."""
 
     def use() -> list[Any]:

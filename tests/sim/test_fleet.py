@@ -59,7 +59,7 @@ def accounted(result: FleetResult) -> int:
     ],
     ids=["single", "batches", "lognormal", "cache", "overload"],
 )  # fmt: skip
-def test_queues_are_like_the_core(given: dict[str, Any], p99_within: float) -> None:
+def test_queues_have_the_latencies_of_the_core(given: dict[str, Any], p99_within: float) -> None:
     """With 100 servers, the queues have the same latencies and throughput as the core."""
     core, queues = [simulate_fleet(plan(servers=100, requests=8000, fast=fast, **given)) for fast in (False, True)]
     assert queues.latency.quantile(0.5) == pytest.approx(core.latency.quantile(0.5), rel=0.03)
@@ -68,7 +68,7 @@ def test_queues_are_like_the_core(given: dict[str, Any], p99_within: float) -> N
     assert queues.hits == pytest.approx(core.hits, rel=0.02)
 
 
-def test_queues_are_like_theory() -> None:
+def test_queues_have_the_latencies_of_queueing_theory() -> None:
     """Random choice divides a Poisson process into Poisson processes: each server is M/D/1."""
     took, use = 10 * MS, 0.8
     result = simulate_fleet(
@@ -101,7 +101,7 @@ def balancers(policy: str, servers: int, **given: Any) -> tuple[Balancer, Ring]:
     return balancer, ring
 
 
-def test_least_chooses_the_least() -> None:
+def test_the_least_policy_chooses_the_least_loaded_server() -> None:
     balancer, _ = balancers("least", 20)
     random = Random(1)
     for _ in range(3000):
@@ -115,7 +115,7 @@ def test_least_chooses_the_least() -> None:
     assert 7 not in {balancer.choose(-1) for _ in range(500)}
 
 
-def test_hashing_moves_only_the_keys_of_a_server_that_goes() -> None:
+def test_hashing_moves_only_the_keys_of_a_removed_server() -> None:
     balancer, ring = balancers("hash", 20)
     before = {key: balancer.choose(key) for key in range(4000)}
     counts = [list(before.values()).count(server) for server in range(20)]
@@ -130,7 +130,7 @@ def test_hashing_moves_only_the_keys_of_a_server_that_goes() -> None:
     assert all(balancer.choose(key) == (20 if server == 3 else server) for key, server in before.items())
 
 
-def test_bounded_hashing_keeps_its_bound() -> None:
+def test_bounded_hashing_keeps_the_load_within_its_bound() -> None:
     balancer, _ = balancers("bounded-hash", 20, bound=1.5)
     for number in range(1000):
         found = balancer.choose(number % 3)  # three keys for 20 servers
@@ -138,7 +138,7 @@ def test_bounded_hashing_keeps_its_bound() -> None:
         assert max(balancer.load) <= 1.5 * (number + 1) / 20 + 1
 
 
-def test_a_retry_goes_elsewhere() -> None:
+def test_a_retry_goes_to_another_server() -> None:
     for policy in ("random", "round-robin", "least", "hash", "bounded-hash"):
         balancer, _ = balancers(policy, 20)
         for key in range(200):
@@ -148,7 +148,7 @@ def test_a_retry_goes_elsewhere() -> None:
     assert alone.choose(0, 0) == 0
 
 
-def test_old_information_makes_a_herd() -> None:
+def test_outdated_reports_cause_herding() -> None:
     """Balancers with the same outdated report send to the same servers; two random choices avoid that."""
     given = {"servers": 100, "rate": 26_000.0, "balancers": 20, "report_ns": 50 * MS, "requests": 15_000}
     p99 = {name: simulate_fleet(plan(policy=name, **given)).latency.quantile(0.99) for name in ("least", "two-choices")}
@@ -156,7 +156,7 @@ def test_old_information_makes_a_herd() -> None:
     assert p99["least"] > 1.3 * p99["two-choices"] > 1.3 * fresh.latency.quantile(0.99)
 
 
-def test_affinity_fills_the_caches() -> None:
+def test_key_affinity_increases_cache_hits() -> None:
     """A key's responses are cached on one server instead of on all."""
     given = {"keys": 5000, "cached": 300, "requests": 20_000, "rate": 2000.0}
     hits = {name: simulate_fleet(plan(policy=name, **given)).hits for name in ("hash", "bounded-hash", "random")}
@@ -171,7 +171,7 @@ ZONE = Outage(200 * MS, 300 * MS, zone=1)
 
 
 @ENGINES
-def test_a_zone_fails(fast: bool) -> None:
+def test_requests_avoid_a_failed_zone_after_detection(fast: bool) -> None:
     """Requests in the zone are lost. Later requests to it are redirected, until balancers exclude the zone."""
     given = {"outages": (ZONE,), "detect_ns": 100 * MS, "connect_ns": 20 * MS, "rate": 2000.0, "fast": fast}
     result = simulate_fleet(plan(**given))
@@ -187,14 +187,14 @@ def test_a_zone_fails(fast: bool) -> None:
     assert again.good > result.good
 
 
-def test_all_servers_fail() -> None:
+def test_requests_fail_while_all_servers_are_down() -> None:
     result = simulate_fleet(plan(outages=(Outage(100 * MS, servers=10),), detect_ns=50 * MS, connect_ns=10 * MS))
     assert accounted(result) == result.sent
     assert result.failed["UNREACHABLE"] > 1000
     assert result.recovered_s is None
 
 
-def test_servers_fail_all_the_time() -> None:
+def test_retries_hide_continual_server_failures() -> None:
     given = {"mtbf_s": 0.5, "repair_ns": 80 * MS, "detect_ns": 30 * MS, "connect_ns": 5 * MS, "requests": 5000}
     result = simulate_fleet(plan(**given, retry_lost=True, retries=8))
     assert accounted(result) == result.sent
@@ -205,7 +205,7 @@ def test_servers_fail_all_the_time() -> None:
 # ------------------------------------------------------------------------------------ load and costs
 
 
-def test_the_autoscaler_comes_late() -> None:
+def test_the_autoscaler_reacts_after_its_delays() -> None:
     """The load doubles at 1 s. The next decision adds servers, which are ready after `start`. When the load halves
     again, they stay for `down`."""
     scale = Autoscale(10, 40, 1.0, every_ns=200 * MS, start_ns=1000 * MS, down_ns=1500 * MS)
@@ -223,7 +223,7 @@ def test_the_autoscaler_comes_late() -> None:
     assert result.latency.quantile(0.99) < fixed.latency.quantile(0.99)
 
 
-def test_costs() -> None:
+def test_costs_per_million_requests() -> None:
     """40 instances at 3600 per hour cost 40 per second."""
     result = simulate_fleet(plan(requests=0, seconds=1.0, rate=1000.0))
     cost = result.cost(3600.0)
@@ -231,7 +231,7 @@ def test_costs() -> None:
     assert result.sent == pytest.approx(1000, rel=0.1)
 
 
-def test_plans_that_cannot_be() -> None:
+def test_invalid_plans_are_refused() -> None:
     for given, text in (
         ({"policy": "hash"}, "needs keys"),
         ({"policy": "best"}, "no policy"),
@@ -251,7 +251,7 @@ def batch(size: int, count: int, infer_ns: int) -> dict[str, Any]:
     return {"batch_size": size, **{name: {"count": count, "ns": ns} for name, ns in parts.items()}}
 
 
-def test_times_of_statistics() -> None:
+def test_service_times_are_read_from_statistics() -> None:
     entry = {"name": "mlp", "version": "1", "batch_stats": [batch(1, 10, 5 * MS), batch(8, 3, 9 * MS)]}
     found = read_measured({"model_stats": [entry, entry | {"name": "cnn", "batch_stats": []}]}, "mlp")
     assert found.service.entries == ((1, 5 * MS + 2000.0), (8, 9 * MS + 2000.0))
@@ -262,7 +262,7 @@ def test_times_of_statistics() -> None:
         read_measured({"model_stats": [entry | {"batch_stats": []}]})
 
 
-def test_times_of_reports() -> None:
+def test_service_times_are_read_from_reports() -> None:
     parts = {"queue": 9e6, "gather": 1e5, "compute": 5e6, "scatter": 2e5}
     server = {"requests": 40, "failed": 0, "batches": 10, "rows": 40, "parts": parts}
     run = read_measured({"points": [{"server": server}, {"server": None}]})

@@ -40,11 +40,11 @@ def both(model: SimModel, *loads: Load, **more: Any) -> tuple[Result, Result]:
     return simulate(plan), simulate(replace(plan, limits=WITHOUT))
 
 
-def test_logs_are_as_long_as_real_ones() -> None:
+def test_lease_logs_have_the_length_of_real_ones() -> None:
     assert leases.RECORDS == lease_log.RECORDS
 
 
-def test_a_lone_caller_saves_two_messages_and_two_turns() -> None:
+def test_a_lease_saves_a_single_client_two_messages_and_two_turns() -> None:
     model = served(policy(max_batch=1), 1, Constant(200 * US))
     lent, plain = both(model, Load("m", Closed(1)), requests=2000)
     assert plain.models["m"].latency.quantile(0.5) == pytest.approx(
@@ -56,7 +56,7 @@ def test_a_lone_caller_saves_two_messages_and_two_turns() -> None:
     assert lent.turns < 100 < 4000 <= plain.turns
 
 
-def test_the_core_counts_what_clients_have_been_answered() -> None:
+def test_the_core_counts_every_leased_request() -> None:
     """Also across leases that others end, and logs that are read when half full."""
     model = served(policy(), 2, Constant(100 * US))
     loads = Load("m", Closed(1)), Load("m", Closed(1, 50 * MS)), Load("m", Regular(40))
@@ -72,7 +72,7 @@ def test_the_core_counts_what_clients_have_been_answered() -> None:
 
 
 @pytest.mark.parametrize("phase", range(12))
-def test_another_client_waits_for_one_leased_request_and_the_revocation(phase: int) -> None:
+def test_another_client_waits_for_at_most_one_leased_request(phase: int) -> None:
     """At whatever point of a leased request the other client's request arrives."""
     service = 2 * MS
     model = served(policy(max_batch=1), 1, Constant(service))
@@ -87,7 +87,7 @@ def test_another_client_waits_for_one_leased_request_and_the_revocation(phase: i
 
 @pytest.mark.parametrize(("instances", "batch"), [(1, 1), (2, 1), (2, 8), (3, 4)])
 @pytest.mark.parametrize("others", [Poisson(150.0), Closed(1, 40 * MS), Closed(2)], ids=["poisson", "one", "two"])
-def test_others_get_as_much_as_without_leases(instances: int, batch: int, others: Poisson | Closed) -> None:
+def test_leases_do_not_slow_down_other_clients(instances: int, batch: int, others: Poisson | Closed) -> None:
     """Others also use the model of the caller with leases, in a second load."""
     model = served(policy(max_batch=batch), instances, Constant(2 * MS))
     loads = Load("m", Closed(1)), Load("m", others, clients=2)
@@ -120,7 +120,7 @@ def of_each_load(plan: Plan) -> tuple[Simulation, list[ModelResult]]:
 
 @pytest.mark.parametrize("retry", [True, False])
 @pytest.mark.parametrize("instances", [1, 2])
-def test_with_deaths_and_hangs_nothing_is_lost(retry: bool, instances: int) -> None:
+def test_no_leased_request_is_lost_when_workers_die_or_hang(retry: bool, instances: int) -> None:
     faults = Faults(death_every_s=0.2, crash_share=0.004, hang_share=0.001, failure_share=0.01, client_every_s=0.5)
     model = served(policy(retry=retry), instances, Constant(MS))
     loads = Load("m", Closed(1)), Load("m", Closed(1, 30 * MS))

@@ -54,7 +54,7 @@ def changes_between(found: ModelResult, begin: float, end: float) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_step_of_the_load_is_followed_up_and_down(seed: int) -> None:
+def test_instances_follow_a_step_of_the_load_up_and_down(seed: int) -> None:
     """A request takes 100 ms: 3 per second need one instance, 35 per second four or more."""
     load = Load("m", steps((60, 3), (120, 35), (180, 3), seed=seed), clients=4)
     found = run(scaled(Lognormal(100 * MS, 0.3)), load, 360)
@@ -67,7 +67,7 @@ def test_a_step_of_the_load_is_followed_up_and_down(seed: int) -> None:
     assert after == sorted(after, reverse=True), f"it oscillates: {found.sizes}"
 
 
-def test_a_steady_load_does_not_make_it_oscillate() -> None:
+def test_a_steady_load_causes_no_oscillation() -> None:
     """About two instances' worth of work. The number of instances settles, however long the load lasts."""
     found = run(scaled(Lognormal(100 * MS, 0.5), start=4), Load("m", Poisson(18.0), clients=4), 600)
     assert changes_between(found, 200, 600) <= 4, found.sizes
@@ -75,7 +75,7 @@ def test_a_steady_load_does_not_make_it_oscillate() -> None:
 
 
 @pytest.mark.parametrize("callers", [1, 3])
-def test_as_many_instances_as_callers_that_wait_for_their_answers(callers: int) -> None:
+def test_closed_loop_callers_get_one_instance_each(callers: int) -> None:
     found = run(scaled(Constant(200 * MS), start=6), Load("m", Closed(callers), clients=callers), 200)
     assert size_at(found, 199) == callers
     assert changes_between(found, 120, 200) == 0, found.sizes
@@ -86,7 +86,7 @@ def test_short_requests_of_one_caller_need_one_instance() -> None:
     assert size_at(found, 39) == 1
 
 
-def test_bounds_and_slow_loads() -> None:
+def test_slow_loads_add_one_instance_at_a_time_up_to_the_maximum() -> None:
     """Far too much work, and an instance takes 5 s to load: instances are added one at a time, up to the maximum."""
     found = run(scaled(Constant(100 * MS), least=2, most=4, start=2, load=Constant(5 * SECOND)),
                 Load("m", steps((20, 45.0)), clients=4), 20)  # fmt: skip
@@ -97,7 +97,7 @@ def test_bounds_and_slow_loads() -> None:
     assert all(later - earlier >= 5 for earlier, later in pairwise(grown)), found.sizes
 
 
-def test_bursts_that_are_over_soon_change_nothing() -> None:
+def test_short_bursts_do_not_change_the_number_of_instances() -> None:
     arrivals = tuple((second * SECOND, 1) for second in range(0, 60, 5) for _ in range(6))
     found = run(scaled(Constant(50 * MS)), Load("m", Replay(arrivals), clients=2), 60)
     assert found.sizes == [(0.0, 1)]

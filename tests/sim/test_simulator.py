@@ -60,7 +60,7 @@ def accounted(result: Result) -> None:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.5])
-def test_one_server_with_constant_times_waits_as_long_as_the_formula_says(load: float) -> None:
+def test_waiting_times_of_the_simulator_match_the_m_d_1_formula(load: float) -> None:
     """M/D/1: the mean wait is load * D / (2 * (1 - load))."""
     single = served(policy(max_batch=1), 1, Constant(MS))
     result = simulate(at_once((single,), (Load("m", Poisson(1000 * load)),), requests=15_000, seed=3))
@@ -72,13 +72,13 @@ def test_one_server_with_constant_times_waits_as_long_as_the_formula_says(load: 
 
 
 @pytest.mark.parametrize("load", [0.6, 0.8])
-def test_the_plain_queue_does_too(load: float) -> None:
+def test_waiting_times_of_the_plain_queue_match_the_m_d_1_formula(load: float) -> None:
     plain = first_come(Load("m", Poisson(1000 * load)), Constant(MS), 1, 1, 150.0, 1)
     assert plain.latency.mean - MS == pytest.approx(load * MS / (2 * (1 - load)), rel=0.05)
 
 
 @pytest.mark.parametrize(("instances", "batch"), [(1, 1), (3, 1), (1, 8)])
-def test_without_deadlines_it_is_a_plain_queue(instances: int, batch: int) -> None:
+def test_without_deadlines_the_simulator_equals_a_plain_queue(instances: int, batch: int) -> None:
     """Exact to the nanosecond if batches do not wait at workers: a batch is formed when an instance is idle."""
     known = policy(max_batch=batch)
     service = Affine(2 * MS, MS // 2)
@@ -95,7 +95,7 @@ def test_without_deadlines_it_is_a_plain_queue(instances: int, batch: int) -> No
         assert model.latency.mean == pytest.approx(plain.latency.mean, rel=0.2)
 
 
-def test_callers_in_a_circle_obey_the_law_of_response_times() -> None:
+def test_closed_loop_callers_obey_littles_law() -> None:
     """Callers = rate * (response time + think time)."""
     single = served(policy(max_batch=1), 2, Constant(4 * MS))
     result = simulate(at_once((single,), (Load("m", Closed(6, 5 * MS)),), seconds=5.0))
@@ -113,14 +113,14 @@ def test_regular_arrivals_below_capacity_never_wait() -> None:
     assert result.models["m"].utilisation == pytest.approx(0.5, rel=0.01)
 
 
-def test_messages_and_turns_take_their_time() -> None:
+def test_messages_and_turns_add_to_the_latency() -> None:
     """Request: a link, a turn, a link. Response: a link, a turn, a link."""
     single = served(policy(max_batch=1), 1, Constant(MS))
     plan = Plan((single,), (Load("m", Replay(((5, 1),))),), link_ns=1000, turn_ns=100, message_ns=10)
     assert simulate(plan).models["m"].latency.mean == MS + 4 * 1000 + 2 * 110
 
 
-def test_twice_the_load_with_deadlines_keeps_the_goodput() -> None:
+def test_deadlines_keep_the_goodput_at_twice_the_capacity() -> None:
     """Capacity is 800 a second: batches of 8 in 10 ms."""
     service = Affine(2 * MS, MS)
     load = Load("m", Poisson(1600), 8, timeout_ns=100 * MS)
@@ -130,7 +130,7 @@ def test_twice_the_load_with_deadlines_keeps_the_goodput() -> None:
     assert plain.goodput <= 0.2 * 800
 
 
-def test_twice_the_load_of_a_model_whose_batches_take_now_longer_now_less() -> None:
+def test_deadlines_keep_the_goodput_with_varying_service_times() -> None:
     """Requests that would just be in time, if their batch took the usual time, are often late; others get their
     place."""
     load = Load("m", Poisson(1600), 8, timeout_ns=100 * MS)
@@ -141,14 +141,14 @@ def test_twice_the_load_of_a_model_whose_batches_take_now_longer_now_less() -> N
 # ------------------------------------------------------------------------------------ the same again
 
 
-def test_the_same_seed_gives_the_same_answers_and_another_one_does_not() -> None:
+def test_results_depend_only_on_the_seed() -> None:
     plan = some_plan(3, 0.1)
     first, again, other = simulate(plan), simulate(plan), simulate(replace(plan, seed=4))
     assert first.as_json() == again.as_json()
     assert first.digest != other.digest
 
 
-def test_it_does_not_depend_on_the_process() -> None:
+def test_results_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "from tests.sim.plans import some_plan\nfrom shmserve.sim import simulate\n"
         "print(*[simulate(some_plan(seed, 0.1)).digest for seed in (5, 8, 11)])"
@@ -168,7 +168,7 @@ def test_it_does_not_depend_on_the_process() -> None:
     assert len(said.pop().split()) == 3
 
 
-def test_checking_changes_nothing() -> None:
+def test_invariant_checks_do_not_change_the_results() -> None:
     plan = some_plan(6, 0.2)
     assert simulate(replace(plan, check_every=0)).digest == simulate(plan).digest
 
@@ -177,7 +177,7 @@ def test_checking_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_whatever_goes_wrong_nothing_is_lost_and_nothing_answered_twice(seed: int) -> None:
+def test_every_request_is_answered_exactly_once_despite_faults(seed: int) -> None:
     """The clients assert that no request is answered twice; the core's `check` runs after every turn."""
     result = simulate(some_plan(seed, 0.25))
     accounted(result)
@@ -185,7 +185,7 @@ def test_whatever_goes_wrong_nothing_is_lost_and_nothing_answered_twice(seed: in
     assert not wrong & {code for model in result.models.values() for code in model.failed}, result.log
 
 
-def test_with_deaths_alone_only_those_fail_that_ran_alone() -> None:
+def test_after_a_worker_crash_only_requests_that_ran_alone_fail() -> None:
     """Other requests of the batch are run again. No request causes the deaths, so none fails twice."""
     plan = Plan(
         (served(policy(), 3),),
@@ -203,7 +203,7 @@ def test_with_deaths_alone_only_those_fail_that_ran_alone() -> None:
     assert model.failed.get("MODEL_FAILED", 0) <= model.deaths
 
 
-def test_requests_that_kill_are_found_and_the_others_succeed() -> None:
+def test_requests_that_crash_workers_are_isolated() -> None:
     plan = Plan(
         (served(policy(), 2),),
         (Load("m", Poisson(900), 4),),
@@ -219,7 +219,7 @@ def test_requests_that_kill_are_found_and_the_others_succeed() -> None:
     assert model.deaths >= model.failed["POISONED"]
 
 
-def test_one_that_hangs_is_killed_at_its_limit() -> None:
+def test_a_hanging_worker_is_killed_at_the_execution_limit() -> None:
     plan = Plan(
         (served(policy(max_batch=1), 1, Constant(MS)),),
         (Load("m", Regular(10)),),
@@ -241,14 +241,14 @@ def test_a_reload_under_load_loses_nothing_and_refuses_nothing() -> None:
     assert len(result.models["m"].failed) == 0
 
 
-def test_a_model_that_never_comes_is_told() -> None:
+def test_a_model_that_never_becomes_ready_is_reported() -> None:
     late = replace(served(policy()), load=Constant(3600 * 1000 * MS))
     with pytest.raises(Unavailable, match="not ready after 600 s"):
         simulate(Plan((late,), (Load("m", Poisson(1)),), seconds=1.0))
 
 
 @pytest.mark.parametrize("seed", range(0, SEEDS, 2))
-def test_nobody_waits_past_a_deadline(seed: int) -> None:
+def test_no_request_waits_past_its_deadline(seed: int) -> None:
     plan = some_plan(seed, 0.3, 0)
     loads = tuple(replace(load, timeout_ns=(3 + seed % 20) * MS) for load in plan.loads)
     result = simulate(replace(plan, loads=loads, link_ns=0, turn_ns=0, message_ns=0))
@@ -256,7 +256,7 @@ def test_nobody_waits_past_a_deadline(seed: int) -> None:
     assert all(model.overdue_ns == 0 for model in result.models.values())
 
 
-def test_expiry_is_told_within_5_ms_also_at_twice_the_load() -> None:
+def test_expired_requests_fail_within_5_ms_at_twice_the_capacity() -> None:
     load = Load("m", Poisson(3200), 8, timeout_ns=50 * MS)
     model = simulate(Plan((served(policy(), 2),), (load,), seconds=1.0)).models["m"]
     assert model.failed["DEADLINE_EXCEEDED"] > 1000
@@ -266,7 +266,7 @@ def test_expiry_is_told_within_5_ms_also_at_twice_the_load() -> None:
 # ------------------------------------------------------------------------------------ kinds of models
 
 
-def test_tensors_in_shared_memory_all_come_back() -> None:
+def test_all_shared_memory_is_returned() -> None:
     """The end of every simulation asserts that the ledger is empty; slow clients hold memory until then."""
     large = policy("m", 8, None, (tensor("x", (4000,)),), (tensor("y", (4000,)),))
     faults = Faults(slow_share=0.5, hold_ns=100 * MS, client_every_s=0.3)
@@ -276,7 +276,7 @@ def test_tensors_in_shared_memory_all_come_back() -> None:
     assert result.models["m"].abandoned
 
 
-def test_an_ensemble_runs_a_step_for_each_row_and_skips_what_was_not_asked() -> None:
+def test_mapped_and_conditional_ensemble_steps() -> None:
     result = simulate(Plan(pipeline(), (Load("both", Poisson(100)),), seconds=3.0, seed=1, check_every=1))
     accounted(result)
     both, cut, find = (result.models[name] for name in ("both", "cut", "find"))
@@ -294,7 +294,7 @@ def test_sequences_are_sent_one_by_one_from_start_to_end() -> None:
     assert result.models["m"].sent == result.models["m"].answered == 300
 
 
-def test_a_decoupled_model_answers_as_often_as_it_likes() -> None:
+def test_a_decoupled_model_sends_many_responses() -> None:
     known = policy("m", 4, decoupled=True)
     model = replace(served(known), responses=(7, 7))
     result = simulate(Plan((model,), (Load("m", Poisson(100), window=2),), requests=50, check_every=1))
@@ -302,7 +302,7 @@ def test_a_decoupled_model_answers_as_often_as_it_likes() -> None:
     assert result.models["m"].parts == 350
 
 
-def test_an_ensemble_with_a_decoupled_step_answers_as_often() -> None:
+def test_an_ensemble_with_a_decoupled_step_sends_many_responses() -> None:
     many = replace(served(policy("many", 4, decoupled=True)), responses=(0, 9))
     steps = StepPolicy("many", 0, (("x", "x"),), (("y", "t"),)), StepPolicy("next", 0, (("x", "t"),), (("y", "y"),))
     models = many, served(policy("next", 4), 2), SimModel(policy("both", 4, steps=steps))
@@ -313,7 +313,7 @@ def test_an_ensemble_with_a_decoupled_step_answers_as_often() -> None:
     assert result.models["next"].batches
 
 
-def test_a_model_that_calls_takes_as_long_as_all_of_it() -> None:
+def test_latency_of_a_model_includes_its_calls() -> None:
     """Requests are sent one after the other: each takes its own time plus that of both calls."""
     models = (
         replace(served(policy("m"), 1, Constant(MS)), calls=("n", "k")),
@@ -327,7 +327,7 @@ def test_a_model_that_calls_takes_as_long_as_all_of_it() -> None:
     assert sum(result.models["k"].batches.values()) == 20
 
 
-def test_while_one_waits_another_instance_runs_what_it_has() -> None:
+def test_another_instance_runs_while_one_waits_for_a_call() -> None:
     """Two instances of a calling model, and a slow called model: batches are not run one after the other."""
     caller = replace(served(policy("m", 1), 2, Constant(MS)), calls=("n",))
     models = caller, served(policy("n", 1), 2, Constant(9 * MS))
@@ -337,17 +337,17 @@ def test_while_one_waits_another_instance_runs_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(min(SEEDS, 6)), 234])
-def test_models_that_call_each_other_also_in_circles_lose_nothing(seed: int) -> None:
+def test_no_request_is_lost_with_circular_calls(seed: int) -> None:
     result = simulate(some_plan(seed, 0.3, kind=calling))
     accounted(result)
 
 
-def test_bursts_come_at_once_and_share_batches() -> None:
+def test_requests_of_a_burst_share_batches() -> None:
     result = simulate(Plan((served(policy()),), (Load("m", Bursts(100, 8)),), requests=400))
     assert result.models["m"].mean_batch > 7
 
 
-def test_requests_of_different_lengths_share_batches_where_they_are_padded() -> None:
+def test_padded_requests_of_different_lengths_share_batches() -> None:
     """A batch takes 1 ms plus 5 us per element."""
     found = {}
     for padding in (None, PaddingPolicy((("x", (0,)),), batch_cost=200)):
@@ -364,7 +364,7 @@ def test_requests_of_different_lengths_share_batches_where_they_are_padded() -> 
     assert 0 < padded.padded_elements < 0.25 * padded.elements
 
 
-def test_a_cache_answers_what_was_asked_before() -> None:
+def test_a_cache_answers_repeated_requests() -> None:
     cached = served(policy("m", cached=True), 1, Constant(MS))
     load = Load("m", Regular(100), distinct=10)
     result = simulate(Plan((cached,), (load,), requests=200, limits=Limits(cache_bytes=1 << 20), check_every=1))
@@ -389,7 +389,7 @@ def test_instances_that_share_a_resource_take_turns() -> None:
 
 
 @pytest.mark.parametrize("distinct", [0, 1, 5])
-def test_inputs_differ_for_a_cache_as_often_as_they_should(distinct: int) -> None:
+def test_inputs_have_the_configured_number_of_distinct_values(distinct: int) -> None:
     inputs = SimInputs(replace(policy(), cached=True), distinct)
     draw = Random(1)
     contents = {inputs.make(1, 0, draw)[0].data for _ in range(200)}
@@ -407,14 +407,14 @@ def test_inputs_differ_for_a_cache_as_often_as_they_should(distinct: int) -> Non
     ],
     ids=["no end", "no such model"],
 )
-def test_a_plan_that_makes_no_sense_is_refused(plan: Plan) -> None:
+def test_an_invalid_plan_is_refused(plan: Plan) -> None:
     with pytest.raises(InvalidRequest):
         simulate(plan)
 
 
 @settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 1.0]))
-def test_the_histogram_against_numpy(times: list[int], share: float) -> None:
+def test_quantiles_of_the_histogram_match_numpy(times: list[int], share: float) -> None:
     histogram = Histogram()
     for ns in times:
         histogram.add(ns)

@@ -39,19 +39,19 @@ MS = 1_000_000
         ("lognormal:4ms,0.25", Lognormal(4 * MS, 0.25)),
     ],
 )
-def test_service_times(text: str, service: Service) -> None:
+def test_service_times_are_parsed(text: str, service: Service) -> None:
     assert parse(text) == service
 
 
 @pytest.mark.parametrize(
     "text", ["", "5", "ms", "5 hours", "1ms+2ms", "lognormal:1ms,x", "other:5ms", "table:/no/such"]
 )
-def test_service_times_that_are_none(text: str) -> None:
+def test_invalid_service_times_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
         parse(text)
 
 
-def test_a_table_lies_between_what_was_measured(tmp_path: Path) -> None:
+def test_a_table_interpolates_between_measurements(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     path.write_text('{"8": [8, 10], "1": 2}')
     table = read_table(path)
@@ -64,14 +64,14 @@ def test_a_table_lies_between_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"0": 1}', '{"1": []}', '{"1": -1}', '{"a": 1}', '{"1": "x"}'])
-def test_tables_that_are_none(tmp_path: Path, text: str) -> None:
+def test_invalid_tables_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "times.json"
     path.write_text(text)
     with pytest.raises(InvalidRequest):
         read_table(path)
 
 
-def test_means_are_those_of_what_is_drawn() -> None:
+def test_means_match_the_drawn_service_times() -> None:
     draw = Random(1)
     table = Table(((8, (8 * MS, 10 * MS)),))
     for service, rows, mean in (
@@ -86,7 +86,7 @@ def test_means_are_those_of_what_is_drawn() -> None:
 
 @settings(max_examples=examples(20))
 @given(st.integers(0, 10), st.floats(10, 1e6))
-def test_arrivals_rise_and_keep_their_rate(seed: int, rate: float) -> None:
+def test_arrival_times_are_sorted_and_keep_their_rate(seed: int, rate: float) -> None:
     for arrivals in (Poisson(rate), Bursts(rate, 5)):
         drawn = arrivals.arrivals(Random(seed))
         times = [next(drawn)[0] for _ in range(4000)]
@@ -94,7 +94,7 @@ def test_arrivals_rise_and_keep_their_rate(seed: int, rate: float) -> None:
         assert 4000 / (times[-1] / 1e9) == pytest.approx(rate, rel=0.15)
 
 
-def test_a_recording_is_put_in_order(tmp_path: Path) -> None:
+def test_a_recording_is_sorted_by_time(tmp_path: Path) -> None:
     path = tmp_path / "calls.jsonl"
     lines = [{"at": 0.5, "model": "a", "rows": 2}, {"at": 0.25, "model": "a"}, {"at": 1, "model": "b"}]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
@@ -107,7 +107,7 @@ def test_a_recording_is_put_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["x", "[]", '{"model": "a"}', '{"at": 1}', '{"at": -1, "model": "a"}', '{"at": 1e999}']
 )
-def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "calls.jsonl"
     path.write_text(f'{{"at": 0, "model": "a"}}\n{line}\n')
     with pytest.raises(InvalidRequest, match="line 2"):
@@ -122,7 +122,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_json_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--rate", "300", "--seconds", "1", "--service-ms", "2", "--deadline-ms", "50", "--seed", "3", "--json")
     first, again = run(capsys, *words), run(capsys, *words)
     assert first == again
@@ -131,7 +131,7 @@ def test_json_and_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["models"]["model"]["sent"] == told["models"]["model"]["answered"] > 250
 
 
-def test_the_configuration_of_a_repository_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_use_their_configuration_in_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--repository", str(ROOT / "repo" / "examples"), "--model", "mlp", "--callers", "64", "--seconds", "0.2")
     told = json.loads(run(capsys, *words, "--json"))
     assert max(map(int, told["models"]["mlp"]["batches"])) == 32  # its max_batch_size
@@ -139,7 +139,7 @@ def test_the_configuration_of_a_repository_counts(capsys: pytest.CaptureFixture[
     assert several["models"]["mlp"]["instances"] == 3
 
 
-def test_an_ensemble_brings_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_ensemble_is_simulated_with_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--repository", str(ROOT / "repo" / "examples"), "--model", "sentiment", "--requests", "40", "--json")
     told = json.loads(run(capsys, *words, "--service", "sentiment_classifier=3ms", "--service", "1ms"))
     assert told["models"]["sentiment"]["answered"] == 40
@@ -149,7 +149,7 @@ def test_an_ensemble_brings_its_steps(capsys: pytest.CaptureFixture[str]) -> Non
     assert told["models"]["sentiment"]["latency_ms"]["p50"] > 5
 
 
-def test_a_model_brings_those_that_it_calls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_simulated_with_the_models_it_calls(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--repository", str(ROOT / "repo" / "examples"), "--model", "add_sub", "--requests", "40", "--json")
     told = json.loads(run(capsys, *words, "--calls", "add_sub=mlp,cnn", "--service", "cnn=5ms", "--service", "1ms"))
     models = told["models"]
@@ -182,7 +182,7 @@ def test_a_recording_is_replayed(capsys: pytest.CaptureFixture[str], tmp_path: P
         ["--recording", "no/such/file"],
     ],
 )
-def test_what_cannot_be_simulated_is_told_in_a_line(
+def test_a_failed_simulation_prints_a_one_line_error(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -196,7 +196,7 @@ def test_what_cannot_be_simulated_is_told_in_a_line(
 @pytest.mark.parametrize(
     "words", ["--rate 1 --callers 2", "--rows 3-1", "--fault x=1", "--rate 0", "--sweep 1,x", "--calls mlp"]
 )
-def test_words_that_are_wrong_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
@@ -213,20 +213,20 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_commands_of_the_page_do_what_they_say(
+def test_commands_of_the_page(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert run(capsys, *words)
 
 
-def test_the_python_of_the_page_runs() -> None:
+def test_the_program_of_the_page_runs() -> None:
     (block,) = pages.blocks(PAGE, "python")
     ran = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, check=True)
     assert re.search(r"\d", ran.stdout)
 
 
-def test_every_flag_and_fault_is_on_the_page_or_in_the_help() -> None:
+def test_every_fault_is_documented_on_the_page_and_in_the_help() -> None:
     from msgspec.structs import fields
 
     from shmserve.sim import Faults

@@ -174,7 +174,7 @@ def test_r13_memory_of_killed_clients_is_released(server: Server) -> None:
     assert not worse, worse
 
 
-def test_what_waits_for_the_dead_is_not_run(server: Server, repository: Path) -> None:
+def test_queued_requests_of_a_killed_client_are_not_run(server: Server, repository: Path) -> None:
     """One request runs and fifty wait behind it; then their client is killed."""
     path = server.url.partition("://")[2]
     with (
@@ -230,7 +230,7 @@ def ready_pids(client: Client) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("link", ["lane", "zmq"])
-def test_r13_killed_workers_leave_nothing(server: Server, link: str) -> None:
+def test_r13_killed_workers_leave_no_memory_or_descriptors(server: Server, link: str) -> None:
     roll = random.Random(SEED)
     fill(server)
     before = ServerSnapshot.of(server.pid)
@@ -273,7 +273,7 @@ def test_r13_killed_workers_leave_nothing(server: Server, link: str) -> None:
     assert not worse, worse
 
 
-def test_a_worker_killed_while_it_creates_a_segment_leaves_no_name(server: Server) -> None:
+def test_a_worker_killed_while_it_creates_a_segment_leaves_no_file(server: Server) -> None:
     """The segment was not announced to the broker, so no client's handle can keep or release it."""
     with Client(server.zmq_url) as client, Client(server.url) as lane:
         client.wait_ready("dies", timeout=END_S)

@@ -12,7 +12,7 @@ from bench.soak.run import run_soak
 pytestmark = pytest.mark.process
 
 
-def test_mixed_soak(tmp_path: Path) -> None:
+def test_a_mixed_load_loses_and_leaks_nothing(tmp_path: Path) -> None:
     found = run_soak(tmp_path, 6.0, largest=1 << 20)
     assert found.lost == 0, found.text()
     assert found.twice == 0, found.text()

@@ -62,7 +62,7 @@ def test_every_unit_test_is_recorded_once(tmp_path: Path, folder: str, variables
     }
 
 
-def test_scripts_find_the_packages_of_the_server_after_their_own(tmp_path: Path) -> None:
+def test_packages_of_the_script_take_precedence_over_those_of_the_server(tmp_path: Path) -> None:
     (tmp_path / "only_here.py").write_text("")
     (tmp_path / "unittest.py").write_text("raise AssertionError")
     variables = {"PYTHONPATH": str(workplace.HERE / "recorder"), "TRITON_QA_MORE": str(tmp_path)}
@@ -82,7 +82,7 @@ def test_a_failed_subtest_fails_its_test_in_pytest_too(tmp_path: Path) -> None:
     assert [outcome for outcome, _ in found.values()].count("failed") == 3
 
 
-def test_a_version_of_a_model_can_be_laid_out_under_another_number(tmp_path: Path) -> None:
+def test_a_model_version_can_be_copied_under_another_number(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     (checkout / "qa" / "L0_some" / "models" / "simple").mkdir(parents=True)
     (checkout / "qa" / "L0_some" / "models" / "simple" / "config.pbtxt").write_text("own")
@@ -95,7 +95,7 @@ def test_a_version_of_a_model_can_be_laid_out_under_another_number(tmp_path: Pat
     assert (found / "config.pbtxt").read_text() == "own"
 
 
-def test_a_script_goes_on_after_a_failure_and_finds_its_parts_here(tmp_path: Path) -> None:
+def test_a_script_continues_after_a_failure_and_uses_local_paths(tmp_path: Path) -> None:
     suite = tmp_path / "checkout" / "qa" / "L0_some"
     suite.mkdir(parents=True)
     lines = ["#!/bin/bash", "set -e", "kill 0", "false", "if true; then", "    exit 1", "fi"]
@@ -123,7 +123,7 @@ def test_a_script_goes_on_after_a_failure_and_finds_its_parts_here(tmp_path: Pat
 
 
 @pytest.mark.parametrize("given", [[], ["--backend-directory=other"]])
-def test_backends_of_the_script_win(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_given_by_the_script_take_precedence(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tritonserver.BACKENDS, "stand-ins")
     found = tritonserver.flags(["--model-repository=m", *given])
     assert found[0] == "--triton-compatible"
@@ -131,9 +131,7 @@ def test_backends_of_the_script_win(given: list[str], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", ["batches", "sequences", "alone"])
-def test_a_scheduler_can_be_delayed_once_until_requests_have_gathered(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scheduler_can_be_delayed_until_requests_are_queued(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "dispatch", dispatch.dispatch)
     monkeypatch.setattr(scheduler, "_run", scheduler._run)
     delayed.install({delayed.REQUESTS: "2", delayed.BACKLOG: "1" if kind == "sequences" else ""})
@@ -157,7 +155,7 @@ def test_a_scheduler_can_be_delayed_once_until_requests_have_gathered(
     assert counts == {"batches": [0, 2, 2], "sequences": [0, 0, 2], "alone": [1, 1, 1]}[kind]
 
 
-def test_known_differences_do_not_fail_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_differences_do_not_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = known.Known("L0_some", "Some.test_known", "as designed")
     monkeypatch.setattr(known, "KNOWN", (entry,))
     known.known.cache_clear()

@@ -36,6 +36,6 @@ def test_every_public_method_has_a_case(errors: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_method(errors: dict[str, str], method: str) -> None:
+def test_each_public_method_works(errors: dict[str, str], method: str) -> None:
     if errors[method]:
         pytest.fail(errors[method], pytrace=False)

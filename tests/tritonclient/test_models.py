@@ -12,7 +12,7 @@ from tests.tritonclient import models as client_models
 
 
 @pytest.mark.parametrize("name", client_models.MODELS)
-def test_it_can_be_served(name: str, tmp_path: Path) -> None:
+def test_each_client_model_can_be_served(name: str, tmp_path: Path) -> None:
     assert client_models.build(tmp_path, [name]) == [name]
     text = (tmp_path / name / "config.pbtxt").read_text()
     backend = "python" if (tmp_path / name / "1" / "model.py").exists() else "identity"
@@ -22,7 +22,7 @@ def test_it_can_be_served(name: str, tmp_path: Path) -> None:
         ast.parse(source.read_text())
 
 
-def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_builds_the_named_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert client_models.main([str(tmp_path), "simple", "simple_identity"]) == 0
     assert client_models.main([str(tmp_path), "simple"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["simple", "simple_identity"]

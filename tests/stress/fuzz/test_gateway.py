@@ -136,7 +136,7 @@ def spoiled(draw: DrawFn) -> bytes:
 
 @patient
 @given(spoiled() | st.binary(max_size=200))
-def test_any_bytes(gateway: Gateway, data: bytes) -> None:
+def test_arbitrary_bytes_get_a_valid_response_or_none(gateway: Gateway, data: bytes) -> None:
     with gateway.socket() as made:
         with contextlib.suppress(ConnectionError):  # the gateway may close the connection before it has read everything
             made.sendall(data)
@@ -305,7 +305,7 @@ def allowed(draw: DrawFn, document: Any) -> Request:
     return method.upper(), path, body, headers
 
 
-def test_valid_and_slightly_invalid_requests(gateway: Gateway, document: Any) -> None:
+def test_valid_and_mutated_requests(gateway: Gateway, document: Any) -> None:
     answered: Counter[int] = Counter()
     with contextlib.closing(gateway.connection()) as made:
 

@@ -116,7 +116,7 @@ def only(told: dict[str, int], *allowed: str) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------- memory
 
 
-def test_r3_bytes_that_change_while_they_are_read(server: Server, attacker: Child) -> None:
+def test_r3_inputs_that_change_while_they_are_read(server: Server, attacker: Child) -> None:
     """Changes numbers and the lengths of strings. The attacker's own answers may be anything, or the right error."""
     attacker.tell(do="flip", requests=800)
     with server.client() as client:
@@ -140,7 +140,7 @@ def test_r16_memory_that_the_server_reads_cannot_be_truncated(server: Server, at
 # ------------------------------------------------------------------------------------------------- handles
 
 
-def test_r13_a_handle_that_was_given_back_is_nothing(server: Server, attacker: Child) -> None:
+def test_r13_a_returned_handle_is_invalid(server: Server, attacker: Child) -> None:
     with server.client() as client:
         found = attacker.ask(do="replay")
         honest(client)
@@ -150,7 +150,7 @@ def test_r13_a_handle_that_was_given_back_is_nothing(server: Server, attacker: C
     assert "neither" in found["used"][0]
 
 
-def test_r17_what_a_handle_showed_is_not_shown_to_the_next(server: Server) -> None:
+def test_r17_reused_memory_shows_no_earlier_responses(server: Server) -> None:
     """A short answer reuses the memory of a longer one: the rest of the mapping is this user's own, or empty."""
     mark = bytes([0xA5]) * 64
     path = str(server.runtime_dir / "lane.sock")
@@ -166,7 +166,7 @@ def test_r17_what_a_handle_showed_is_not_shown_to_the_next(server: Server) -> No
 # ------------------------------------------------------------------------------------------------- limits
 
 
-def test_r20_a_stopped_client_with_held_memory(server: Server, attacker: Child) -> None:
+def test_r20_a_stopped_client_with_held_memory_does_not_block_others(server: Server, attacker: Child) -> None:
     """The client reaches its own limit. Then it is stopped, while it holds responses and does not read its socket."""
     held = attacker.ask(do="hold", most=50)
     assert held["held"] <= HELD // (1 << 20) + 1
@@ -185,7 +185,7 @@ def test_r20_a_stopped_client_with_held_memory(server: Server, attacker: Child) 
         os.kill(attacker.pid, signal.SIGCONT)
 
 
-def test_r20_a_flood(server: Server, attacker: Child) -> None:
+def test_r20_a_flood_of_requests_does_not_block_others(server: Server, attacker: Child) -> None:
     attacker.tell(do="flood", model="slow", requests=5000)
     with server.client() as client:
         honest(client, 20)
@@ -194,7 +194,7 @@ def test_r20_a_flood(server: Server, attacker: Child) -> None:
     assert found["UNAVAILABLE: .*client_requests"] > 0
 
 
-def test_r21_a_flood_of_questions(server: Server, attacker: Child) -> None:
+def test_r21_a_flood_of_queries_does_not_block_others(server: Server, attacker: Child) -> None:
     """Thousands of queries on each connection; half of the connections end without reading an answer."""
     attacker.tell(do="ask_at_once", connections=CONNECTIONS - 1, questions=20_000, what="metadata")
     with server.client() as client:
@@ -204,7 +204,7 @@ def test_r21_a_flood_of_questions(server: Server, attacker: Child) -> None:
         assert client.metadata("identity")["name"] == "identity"
 
 
-def test_r6_connections_that_say_nothing(server: Server, attacker: Child) -> None:
+def test_r6_silent_connections_are_limited(server: Server, attacker: Child) -> None:
     found = attacker.ask(do="connect", count=100)["told"]
     with server.client() as client:
         honest(client)
@@ -214,7 +214,7 @@ def test_r6_connections_that_say_nothing(server: Server, attacker: Child) -> Non
     assert counts[limit] > 0
 
 
-def test_r12_unexpected_descriptors(server: Server, attacker: Child) -> None:
+def test_r12_unexpected_descriptors_are_closed(server: Server, attacker: Child) -> None:
     before = ServerSnapshot.of(server.pid)
     for _ in range(3):
         found = attacker.ask(do="misplace")["told"]
@@ -245,7 +245,7 @@ LEASE_ENDS = ("garbage", "nothing", "two", "other message", "handle", "wrong siz
 
 
 @pytest.mark.parametrize("what", LEASE_ENDS)
-def test_whoever_misuses_a_lease_loses_it(server: Server, attacker: Child, what: str) -> None:
+def test_misusing_a_lease_ends_it(server: Server, attacker: Child, what: str) -> None:
     told = attacker.ask(do="abuse_lease", what=what)["told"]
     assert told == {"after it": True}
     with server.client() as client:
@@ -253,7 +253,9 @@ def test_whoever_misuses_a_lease_loses_it(server: Server, attacker: Child, what:
 
 
 @pytest.mark.parametrize("what", ["flood", "silence", "descriptors"])
-def test_one_who_keeps_a_lease_does_not_keep_others_waiting(server: Server, attacker: Child, what: str) -> None:
+def test_a_client_that_does_not_release_its_lease_does_not_block_others(
+    server: Server, attacker: Child, what: str
+) -> None:
     """The client has filled the socket and reads nothing, or sends nothing at all."""
     attacker.ask(do="abuse_lease", what=what, hold=True)
     with server.client() as client:
@@ -264,7 +266,7 @@ def test_one_who_keeps_a_lease_does_not_keep_others_waiting(server: Server, atta
 # ------------------------------------------------------------------------------------------------- names
 
 
-def test_r16_a_named_segment_that_was_cut_ends_the_worker_and_its_maker_is_named(server: Server) -> None:
+def test_r16_a_truncated_named_segment_fails_only_its_own_requests(server: Server) -> None:
     """Only the server's own user may use named segments. Other requests of the same batch succeed."""
     count = 64 * 1024
     extent = posix.create(4 * count)
@@ -298,7 +300,7 @@ def test_r16_a_named_segment_that_was_cut_ends_the_worker_and_its_maker_is_named
         extent.close()
 
 
-def test_r16_a_name_that_was_taken_away(server: Server) -> None:
+def test_r16_a_segment_name_removed_before_mapping_fails_the_request(server: Server) -> None:
     """If the name is removed before a worker has opened the segment, the request fails. Afterwards it has no effect."""
     extent = posix.create(4096)
     with Zmq(server.zmq_url.removeprefix("ipc://")) as link, server.client() as client:
