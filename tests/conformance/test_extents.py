@@ -126,7 +126,7 @@ def test_dropping_an_extent_closes_it(make: Callable[[int], Extent]) -> None:
 
 
 @pytest.mark.parametrize("size", [2**62, 2**70])
-def test_more_than_the_machine_has_is_refused_before_allocation(
+def test_a_size_over_the_free_memory_is_refused_before_allocation(
     make: Callable[[int], Extent], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the kernel would allocate all memory and then kill processes."""
@@ -160,7 +160,7 @@ def test_both_sides_see_each_others_writes(shared: Callable[[int], Extent]) -> N
     extent.close()
 
 
-def test_another_process_sees_it(shared: Callable[[int], Extent]) -> None:
+def test_another_process_sees_the_memory(shared: Callable[[int], Extent]) -> None:
     extent = shared(SIZE)
     array(extent)[:] = 9
     code = """if True:
@@ -180,7 +180,7 @@ def test_another_process_sees_it(shared: Callable[[int], Extent]) -> None:
     extent.close()
 
 
-def test_read_only_is_read_only(shared: Callable[[int], Extent]) -> None:
+def test_a_read_only_extent_cannot_be_written_to(shared: Callable[[int], Extent]) -> None:
     extent = shared(SIZE)
     other = attach(extent, SIZE, False)
     assert not other.writable

@@ -35,7 +35,7 @@ def with_included(extra: str) -> tuple[set[str], set[str]]:
     return packages, included
 
 
-def test_without_extras_there_is_the_client() -> None:
+def test_without_extras_only_the_client_is_installed() -> None:
     setup = configparser.ConfigParser(interpolation=None)
     setup.read(ROOT / "setup.cfg")
     assert names(setup["options"]["install_requires"]) == CLIENT

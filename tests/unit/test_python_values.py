@@ -43,7 +43,7 @@ INTEGERS = [name for name in ITEM_BYTES if "INT" in name]
         ("text", "BYTES", np.array("text", object)),
     ],
 )
-def test_converted(value: Any, dtype: str, expected: Any) -> None:
+def test_values_are_converted(value: Any, dtype: str, expected: Any) -> None:
     array = to_array(value, dtype)
     assert array.dtype == to_numpy(dtype)
     np.testing.assert_array_equal(array, expected)
@@ -88,7 +88,7 @@ def test_converted(value: Any, dtype: str, expected: Any) -> None:
         ([["a"], "b"], "BYTES", "1 items at [0], no list at [1]"),
     ],
 )
-def test_refused(value: Any, dtype: str, text: str) -> None:
+def test_unsupported_values_are_refused(value: Any, dtype: str, text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         to_array(value, dtype)
     assert text in str(caught.value)

@@ -91,7 +91,7 @@ def test_every_request_format_carries_the_same_values(workload: workloads.Worklo
     assert (np.array(json.loads(lists.body)["x"][0], np.float32) == row).all()
 
 
-def test_answers_are_read_in_each_form() -> None:
+def test_responses_are_parsed_in_each_format() -> None:
     y = np.array([1.5, -2], np.float32)
     for answer in (y.tobytes(), b"[[1.5, -2.0]]"):
         assert command.numbers(answer).tolist() == [1.5, -2]
@@ -122,7 +122,7 @@ def test_a_server_pauses_and_ends_with_its_daemons(tmp_path: Path) -> None:
         HTTPConnection("127.0.0.1", port).connect()
 
 
-def test_a_server_that_does_not_come_up_says_why(tmp_path: Path) -> None:
+def test_the_error_of_a_server_that_does_not_start_has_its_output(tmp_path: Path) -> None:
     post = Post("http://127.0.0.1:1/", {}, b"")
     with (
         running("it", [sys.executable, "-c", "raise SystemExit('no engine')"], {}, tmp_path) as server,

@@ -21,7 +21,7 @@ def test_the_page_has_all_public_names() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_public_has_a_docstring(name: str) -> None:
+def test_everything_public_has_a_docstring(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     found = getattr(importlib.import_module(module), attribute)
     assert found.__doc__

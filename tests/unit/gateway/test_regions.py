@@ -119,7 +119,7 @@ def test_the_offset_is_checked_before_the_size(offset: int, size: int, said: str
         RegionSlice("r", offset, size).check("r", 1000)
 
 
-def test_a_region_that_is_cut_short(memory: tuple[str, int]) -> None:
+def test_a_truncated_region_is_refused(memory: tuple[str, int]) -> None:
     key, descriptor = memory
     regions = Regions(True)
     regions.register("r", Registration(key, 4096))

@@ -83,7 +83,7 @@ unions = st.sampled_from(sorted(UNIONS))
 
 
 @given(unions, st.data())
-def test_what_is_encoded_is_decoded(union: str, data: st.DataObject) -> None:
+def test_messages_round_trip(union: str, data: st.DataObject) -> None:
     batch = data.draw(VALID[union])
     assert decode(union, codec.encode(batch)) == batch
 

@@ -25,7 +25,7 @@ from tests.support.repo.models import (
 )
 
 
-def test_a_repository_without_mistakes(tmp_path: Path) -> None:
+def test_a_repository_without_errors(tmp_path: Path) -> None:
     model(tmp_path, "good")
     model(tmp_path, "ensemble", ENSEMBLE)
     model(tmp_path, "python", PYTHON, {"1/model.py": SOURCE})

@@ -124,7 +124,7 @@ def lines(checked: Checked) -> list[str]:
     return [line_of(finding) + (f" [{finding.hint}]" if finding.hint else "") for finding in checked.all()]
 
 
-def test_each_mistake_alone(tmp_path: Path) -> None:
+def test_each_error_is_reported_alone(tmp_path: Path) -> None:
     found: list[str] = []
     for number, mistake in enumerate(MISTAKES):
         root = tmp_path / str(number)
@@ -142,7 +142,7 @@ def all_mistakes(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_mistakes_together(all_mistakes: Path) -> None:
+def test_all_errors_are_reported_together(all_mistakes: Path) -> None:
     checked = run(all_mistakes)
     expected = (Path(__file__).with_name("broken") / "repository.expected").read_text().splitlines()
     assert sorted(lines(checked)) == sorted(expected)

@@ -152,7 +152,7 @@ def test_inputs_are_kept_until_the_answer_or_the_end_of_the_lease(client: Client
     assert (ticket.ends, memory.used) == (1, 0)
 
 
-def test_memory_with_names_is_left_to_the_broker() -> None:
+def test_requests_with_named_memory_pass_through_the_broker() -> None:
     client = Client("posix")
     client.lend()
     for number in range(1, 4):
@@ -161,7 +161,7 @@ def test_memory_with_names_is_left_to_the_broker() -> None:
     client.session.close()
 
 
-def test_received_outputs_are_left_to_the_broker(client: Client) -> None:
+def test_requests_with_received_outputs_pass_through_the_broker(client: Client) -> None:
     ask_large(client)
     descriptor, size = os.memfd_create("output", os.MFD_ALLOW_SEALING), 16384
     os.ftruncate(descriptor, size)

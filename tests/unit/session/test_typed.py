@@ -36,7 +36,7 @@ def arrays(request: Infer) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return {tensor.name: (tensor.dtype, tensor.shape, tensor.data) for tensor in request.inputs}  # type: ignore[misc]
 
 
-def test_metadata_is_asked_for_once() -> None:
+def test_metadata_is_queried_once() -> None:
     session = connected()
     ticket, packets = ask(session, {"x": [[1, 2]], "n": "text"})
     (question,) = decoded(packets)
@@ -56,7 +56,7 @@ def test_metadata_is_asked_for_once() -> None:
     assert [type(message) for message in decoded(packets)] == [Ask], "another version may have other inputs"
 
 
-def test_arrays_are_sent_as_they_are() -> None:
+def test_arrays_are_sent_without_conversion() -> None:
     _, packets = ask(connected(), {"x": np.ones((1, 2))})
     (request,) = decoded(packets)
     assert request.inputs[0].dtype == "FP64"
@@ -74,7 +74,7 @@ def test_arrays_are_sent_as_they_are() -> None:
         ({"y": [1]}, "model 'm' has no input 'y'; its inputs are x, n"),
     ],
 )
-def test_values_that_do_not_fit(inputs: dict[str, Any], text: str) -> None:
+def test_values_that_do_not_fit_the_metadata_are_refused(inputs: dict[str, Any], text: str) -> None:
     session = connected()
     ticket, packets = ask(session, inputs)
     assert answered(session, decoded(packets)[0]) == 1
@@ -85,7 +85,7 @@ def test_values_that_do_not_fit(inputs: dict[str, Any], text: str) -> None:
         ask(session, inputs)
 
 
-def test_the_question_fails() -> None:
+def test_a_failed_metadata_query_fails_the_request() -> None:
     session = connected()
     ticket, packets = ask(session, {"x": [1]})
     feed(session, Fail(decoded(packets)[0].request, "NOT_FOUND", "no model m"))
@@ -93,7 +93,7 @@ def test_the_question_fails() -> None:
     assert session.queries.typed.take(decoded(packets)[0].request) is None
 
 
-def test_cancelled_while_it_waits() -> None:
+def test_a_request_cancelled_during_the_metadata_query_is_not_sent() -> None:
     session = connected()
     ticket, packets = ask(session, {"x": [[1, 2]]})
     (question,) = decoded(packets)
@@ -103,7 +103,7 @@ def test_cancelled_while_it_waits() -> None:
     assert ticket.ends == 0
 
 
-def test_the_timeout_covers_both() -> None:
+def test_the_timeout_covers_the_metadata_query_and_the_request() -> None:
     session = connected()
     ticket, packets = ask(session, {"x": [[1, 2]]}, timeout=2)
     session.tick(101)
@@ -115,7 +115,7 @@ def test_the_timeout_covers_both() -> None:
     assert sent(session) == [Cancel(request.request)]
 
 
-def test_question_is_repeated_on_a_new_connection() -> None:
+def test_the_metadata_query_is_repeated_on_a_new_connection() -> None:
     session = connected()
     ticket, packets = ask(session, {"x": [[1, 2]]})
     session.disconnected()
@@ -129,7 +129,7 @@ def test_question_is_repeated_on_a_new_connection() -> None:
 
 
 @pytest.mark.parametrize("event", ["refused", "disconnected"])
-def test_asked_again_when_the_model_may_have_changed(event: str) -> None:
+def test_metadata_is_queried_again_when_the_model_may_have_changed(event: str) -> None:
     session = known(connected())
     if event == "refused":
         ticket, packets = ask(session, {"x": [[1, 2]]})

@@ -27,7 +27,7 @@ def refused(fd: int, text: str, size: int = SIZE) -> None:
         os.fstat(fd)
 
 
-def test_it_cannot_be_truncated_or_unsealed() -> None:
+def test_a_memfd_cannot_be_resized_or_unsealed() -> None:
     extent = memfd.create(SIZE)
     for size in (0, SIZE - 1, SIZE + 1):
         with pytest.raises(PermissionError):

@@ -37,7 +37,7 @@ def run(
 
 
 @pytest.mark.parametrize("words", ["version", "--help", "infer --help-all", "serve --help-all"])
-def test_a_full_disk_is_one_line(words: str) -> None:
+def test_a_full_disk_is_reported_in_one_line(words: str) -> None:
     with Path("/dev/full").open("w") as full:
         ran = run(*words.split(), stdout=full)
     name = words.partition(" --")[0].replace("--help", "")
@@ -45,14 +45,14 @@ def test_a_full_disk_is_one_line(words: str) -> None:
     assert ran.returncode == 1
 
 
-def test_a_full_disk_is_one_line_without_a_buffer() -> None:
+def test_a_full_disk_is_reported_in_one_line_with_unbuffered_output() -> None:
     with Path("/dev/full").open("w") as full:
         ran = run("version", buffered=False, stdout=full)
     assert ran.stderr == "shmserve version: cannot write standard output: No space left on device\n"
 
 
 @pytest.mark.parametrize("words", ["version", "--help", "serve --help-all", "serve --help"])
-def test_a_reader_that_has_gone_is_no_error(words: str) -> None:
+def test_a_closed_pipe_is_not_an_error(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     ran = run(*words.split(), stdout=writer)
@@ -61,7 +61,7 @@ def test_a_reader_that_has_gone_is_no_error(words: str) -> None:
     assert ran.returncode in (0, 1)  # from Python 3.11 on, the parser ignores it if nothing is buffered
 
 
-def test_streams_that_are_closed() -> None:
+def test_a_command_runs_with_closed_standard_streams() -> None:
     ran = subprocess.run(
         ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *COMMAND, "version"], capture_output=True, check=False, timeout=END_S
     )

@@ -77,7 +77,7 @@ def test_any_text_is_a_rule_or_refused(text: str) -> None:
     st.integers(1, 4),
     st.frozensets(st.integers(1, 4)),
 )
-def test_roles_are_the_union_of_what_matches(
+def test_roles_are_the_union_of_all_matching_rules(
     rules: list[tuple[str, int, int]], uid: int, groups: frozenset[int]
 ) -> None:
     if uid == os.geteuid():

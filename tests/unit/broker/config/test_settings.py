@@ -296,7 +296,7 @@ def test_all_errors_are_reported_together(tmp_path: Path, capsys: pytest.Capture
         ("a =", "is not TOML"),
     ],
 )
-def test_a_wrong_file(
+def test_an_invalid_configuration_file_is_reported(
     line: str, text: str, base: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = refused([*base, *written(tmp_path / "s.toml", line)], capsys)
@@ -304,7 +304,9 @@ def test_a_wrong_file(
     assert str(tmp_path / "s.toml") in message
 
 
-def test_a_wrong_variable(base: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_environment_variable_is_reported(
+    base: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SHMSERVE_LOG_INFO", "perhaps")
     assert "SHMSERVE_LOG_INFO: 'perhaps' is neither true nor false" in refused(base, capsys)
 
@@ -433,7 +435,7 @@ def test_the_page_has_the_flags() -> None:
         assert (f"`--{flag.name}" in PAGE) is not flag.private
 
 
-def test_the_file_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_configuration_file_in_the_page_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = pages.blocks(PAGE, "toml")
     for name in ("models", "more-models"):
         (tmp_path / name).mkdir()
@@ -445,7 +447,7 @@ def test_the_file_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "requires setting '--model-control-mode=explicit'" in refused([*file, "--model-control-mode=poll"], capsys)
 
 
-def test_as_a_process(tmp_path: Path) -> None:
+def test_exit_codes_of_the_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(tmp_path)]
     found = subprocess.run([*command, "--model-namespacing=true"], capture_output=True, text=True, check=False)
     assert found.returncode == 2

@@ -192,7 +192,7 @@ def test_instances_that_come_with_a_call_change_in_place(catalog: Catalog) -> No
     assert not any(catalog.is_override(target.source) for target in after.targets)
 
 
-def test_a_completed_configuration_follows(catalog: Catalog, root: Path) -> None:
+def test_a_completed_configuration_follows_changes_of_the_file(catalog: Catalog, root: Path) -> None:
     first = sources(catalog)
     with pytest.raises(NotFound):
         catalog.config(first[1])

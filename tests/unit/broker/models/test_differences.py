@@ -41,7 +41,7 @@ def test_changed_files_are_found_per_version(tmp_path: Path, path: str, changed:
     assert {source for source, differs in compare(entries).items() if differs} == changed
 
 
-def test_a_model_that_is_gone(tmp_path: Path) -> None:
+def test_a_removed_model_differs(tmp_path: Path) -> None:
     entry = loaded(model(tmp_path / "m"), 1, 1)
     (tmp_path / "m").rename(tmp_path / "other")
     assert compare([entry]) == {1: True}

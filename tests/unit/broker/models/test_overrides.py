@@ -189,7 +189,7 @@ def test_a_model_with_a_backslash(place: Path) -> None:
 @pytest.mark.parametrize(
     "names", [("1/a", "1/a"), ("1/a", "1/a/b"), ("1/a/b", "1/a"), ("1/a/b/c", "1/a"), ("1/a", "2/b", "1/a/b/c")]
 )
-def test_files_in_the_place_of_each_other(place: Path, names: tuple[str, ...]) -> None:
+def test_conflicting_file_names_are_refused(place: Path, names: tuple[str, ...]) -> None:
     files = [[name, 1] for name in names]
     refused(place, body_of(files, b"x" * len(files)), f"file '{names[-1]}'", "conflicts with another one")
 
@@ -299,7 +299,7 @@ def test_a_full_disk_at_the_end_of_an_upload(place: Path, monkeypatch: pytest.Mo
     assert tree(place) == {}
 
 
-def test_a_directory_that_has_gone(place: Path) -> None:
+def test_a_missing_directory_is_reported(place: Path) -> None:
     place.rmdir()
     with pytest.raises(Unavailable, match="No such file or directory"):
         unpack(place, body_of([["1/a", 1]], b"x"))

@@ -233,7 +233,7 @@ def test_lost_and_quarantined_instances_are_counted() -> None:
     assert shapes() == [1, 0, 1], "it has a process, and has not answered yet"
 
 
-def test_what_clients_hold() -> None:
+def test_memory_held_by_clients() -> None:
     world = World(Limits(client_requests=50))
     world.deploy(policy(), large="y")
     clients = [world.connect(f"c{index}") for index in range(SHOWN_CLIENTS + 5)]
@@ -270,7 +270,7 @@ def test_the_arena_of_the_broker() -> None:
 # ------------------------------------------------------------------------------------------------ the kernel
 
 
-def test_what_a_process_uses() -> None:
+def test_resource_usage_of_a_process() -> None:
     own = procfs.usage(os.getpid())
     times = os.times()
     assert own.cpu_seconds == pytest.approx(times.user + times.system, abs=0.1)

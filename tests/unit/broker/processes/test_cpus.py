@@ -156,7 +156,7 @@ def test_without_cores_an_instance_has_no_affinity() -> None:
     assert compile_instances(model(group(1))) == (InstanceSpec("a_0"),)
 
 
-def test_policies_have_their_cores() -> None:
+def test_instances_get_the_cores_of_their_policy() -> None:
     cores = CoreSet(tuple(range(8)), TWO.nodes, {"cpu": (0, 1, 2, 3, 4, 5), "big": (6, 7)})
     config = model(group(3), group(1, "b", host_policy="big"), group(1, "c", host_policy="other"))
     assert dealt(config, cores) == [(cores.policies["cpu"], 2)] * 3 + [((6, 7), 2), ((), 8)]

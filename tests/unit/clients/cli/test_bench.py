@@ -135,7 +135,7 @@ def test_addresses() -> None:
         (["-c", "1", "-r", "1"], "not allowed with argument"),
     ],
 )
-def test_wrong_usage(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "m", *words])
     assert ended.value.code == 2

@@ -144,7 +144,7 @@ def test_no_server_after_waiting_for_one(tmp_path: Path, capsys: pytest.CaptureF
     assert said.count("\n") == 1
 
 
-def test_a_wrong_url(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_url_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main.main(["models", "--url", "http://x"]) == 2
     assert "shmserve models: invalid url 'http://x': expected unix:///path/lane.sock" in capsys.readouterr().err
     monkeypatch.setenv("SHMSERVE_URL", "gopher://x")

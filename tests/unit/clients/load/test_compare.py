@@ -30,7 +30,7 @@ def test_a_clear_difference() -> None:
     assert (p99.metric, p99.verdict) == ("p99", SAME)
 
 
-def test_noise_is_no_difference() -> None:
+def test_noise_is_not_a_difference() -> None:
     assert compare(run(steady(1, OLD)), run(steady(1, [900, 1100, 950, 1080]))).verdict == SAME
     assert compare(run(steady(1, OLD)), run(steady(1, OLD))).verdict == SAME
 
@@ -95,7 +95,7 @@ def test_responses_in_time_are_compared() -> None:
     assert "in time/s" in [change.metric for change in compare(run(one), run(one)).changes]
 
 
-def test_an_interval_as_wide_as_the_value_says_nothing() -> None:
+def test_an_interval_as_wide_as_the_value_gives_no_verdict() -> None:
     wild = steady(1, [100, 1900, 1000])
     found = compare(run(wild), run(wild)).changes[0]
     assert (found.metric, found.verdict) == ("throughput", UNKNOWN)
@@ -114,7 +114,7 @@ def test_the_throughput_of_an_open_loop_is_not_compared() -> None:
     assert [change.metric for change in compare(one, one).changes] == ["p50", "p99"]
 
 
-def test_one_window_is_too_few() -> None:
+def test_one_window_gives_no_verdict() -> None:
     assert compare(run(steady(1, [1000])), run(steady(1, [500]))).verdict == UNKNOWN
 
 
@@ -123,7 +123,7 @@ def test_runs_without_a_common_load() -> None:
         compare(run(steady(1, OLD)), run(steady(2, OLD)))
 
 
-def test_what_makes_runs_different_is_noted() -> None:
+def test_different_conditions_of_the_runs_are_noted() -> None:
     old, new = run(steady(1, OLD)), run(steady(1, OLD))
     other = type(new)(**{name: getattr(new, name) for name in new.__struct_fields__} | {"machine": {"cores": "64"}})
     assert any(note.startswith("the machine differs") for note in compare(old, other).notes)

@@ -34,7 +34,7 @@ def test_an_interval_by_hand() -> None:
     assert found.half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
 
 
-def test_one_value_says_nothing() -> None:
+def test_one_value_gives_no_interval() -> None:
     found = interval([10.0], 0.95)
     assert (found.low, found.high) == (0, 20)
     assert difference([1.0], [1.0, 2.0], 0.95) is None

@@ -52,7 +52,7 @@ def test_a_run_is_read_as_it_was_saved(load: object, tmp_path: Path) -> None:
         (None, "cannot read"),
     ],
 )
-def test_files_that_are_no_runs(text: str | None, message: str, tmp_path: Path) -> None:
+def test_files_that_are_not_runs_are_refused(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     if text is not None:
         path.write_text(text, "latin-1")
@@ -109,7 +109,7 @@ def test_a_mixed_result_says_what_is_worse() -> None:
     assert re.search(r"^concurrency 4 +failed +0% +2\.91% +\+2\.9 points +- +worse$", text, re.MULTILINE)
 
 
-def test_an_interval_that_says_nothing() -> None:
+def test_an_interval_that_is_too_wide_is_shown_as_too_few() -> None:
     wild = run(steady(1, [100, 1900, 1000]))
     assert re.search(r"^concurrency 1 +1,000 +too few ", run_text(wild, Screen(False, io.StringIO())), re.MULTILINE)
     text = comparison_text(compare(wild, wild), ("old", "new"), Screen(False, io.StringIO()))

@@ -97,7 +97,7 @@ def test_documents_in_turn(tmp_path: Path) -> None:
         ("x=@{}/empty", "the directory has no files"),
     ],
 )
-def test_what_cannot_be_an_input(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_inputs_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("1")
     (tmp_path / "odd.json").write_bytes(b"\xff")
     (tmp_path / "odd.bin").write_bytes(b"abc")
@@ -107,7 +107,7 @@ def test_what_cannot_be_an_input(text: str, message: str, tmp_path: Path) -> Non
         requests(Inputs(texts=(text.format(tmp_path),)), facts(x=("FP32", [-1, 2])))
 
 
-def test_a_file_that_is_no_image(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_image_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.png").write_bytes(b"abc")
     with pytest.raises(Misuse, match="is not an image"):
         requests(Inputs(texts=(f"x=@{tmp_path / 'odd.png'}",)), facts(x=("UINT8", [-1, 2, 2, 3])))

@@ -62,7 +62,7 @@ def found() -> Outcome:
     return outcome
 
 
-def test_the_optimum_by_calculation(found: Outcome) -> None:
+def test_the_calculated_optimum_is_found(found: Outcome) -> None:
     # 2 instances of 2000 rows/s are the most that any setting can do: 1 has 2000 (2 threads: 2222), 3 have 3478.
     chosen = found.chosen
     assert chosen is not None
@@ -170,7 +170,7 @@ def test_a_latency_target_that_no_setting_meets() -> None:
     assert "No setting holds a p99 of 1 ms. A request alone takes 2." in report.text(outcome, Screen(False))
 
 
-def test_memory_for_not_even_one_instance() -> None:
+def test_too_little_memory_for_one_instance() -> None:
     goal = Goal(30 * MS, memory=50 * MIB, instances=(1, 1), simulated=QUICK)
     outcome = Tuner(SimulatedBench(sweet), tuned(), goal, Events()).run()
     assert outcome.chosen is None
@@ -206,7 +206,7 @@ def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.Monkey
         assert not outcome.holds
 
 
-def test_an_interrupt_as_a_step_begins() -> None:
+def test_an_interrupt_at_the_start_of_a_step() -> None:
     """The user may press Ctrl-C after a step is shown but before its work has begun."""
 
     class Interrupting(Events):

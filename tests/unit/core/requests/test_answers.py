@@ -112,7 +112,7 @@ def test_a_worker_that_answers_with_foreign_memory_is_killed(case: str) -> None:
         (Hello(1, 1, "a", ""), "outputs '' are not possible"),
     ],
 )
-def test_a_wrong_hello_closes_the_connection(hello: Hello, text: str) -> None:
+def test_an_invalid_hello_closes_the_connection(hello: Hello, text: str) -> None:
     world = Recorded()
     effects = world.core.handle([(0, events.Opened(1, "uid:1000", "lane", ALL_ROLES)), (1, hello)], world.now)
     goodbye, close = [effect for effect in effects if not isinstance(effect, Log)]

@@ -97,7 +97,7 @@ def test_columns_are_read_as_the_tensors_of_each_request(data: st.DataObject) ->
         assert [tensor.shape for tensor in outputs] == [(rows[index], 2)] * len(forms)
 
 
-def test_rows_are_left_as_they_are() -> None:
+def test_plain_rows_are_returned_unchanged() -> None:
     rows = (Row(1, (Tensor("y", "FP32", (1,), bytes(4)),)),)
     assert rows_of(rows) is rows
 
@@ -293,7 +293,7 @@ def test_requests_that_have_ended_while_they_ran_are_left_out_of_the_reply() -> 
     assert not worker.dead
 
 
-def test_requests_whose_client_has_gone_are_left_out_and_the_others_are_answered() -> None:
+def test_requests_of_disconnected_clients_are_left_out_of_the_reply() -> None:
     world, client = serving()
     leaving = world.connect("leaving")
     worker = world.worker("m_0")
@@ -339,7 +339,7 @@ def test_a_batch_of_requests_of_several_forms_is_sent_one_by_one(first: str) -> 
     assert client.answers.keys() == {1, 2, 3, 4, 5}
 
 
-def test_a_client_that_holds_too_much_is_refused_in_columns_as_well() -> None:
+def test_columns_of_a_client_over_its_held_bytes_limit_are_refused() -> None:
     world = World(Limits(client_held_bytes=8))
     world.deploy(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()), large="y")
     client = world.connect("c")
@@ -394,7 +394,7 @@ def test_requests_without_inputs_have_no_rows() -> None:
     assert not form.by_rows
 
 
-def test_a_form_is_forgotten_while_requests_of_it_wait() -> None:
+def test_a_form_may_be_evicted_while_requests_of_it_wait() -> None:
     """The requests still run, and are not mistaken for others."""
     world, client = serving(max_batch=4)
     worker = world.worker("m_0")

@@ -177,7 +177,7 @@ class Pair:
     st.sampled_from(TIGHT),
     st.lists(STEPS, min_size=8, max_size=25),
 )
-def test_requests_in_columns_have_the_outcomes_of_the_same_requests_one_by_one(
+def test_requests_in_columns_have_the_same_outcomes_as_single_requests(
     names: list[str], limits: Limits, steps: list[tuple[Any, ...]]
 ) -> None:
     pair = Pair(names, limits)

@@ -32,7 +32,7 @@ def announce(core: Core, peer: int, name: str) -> list[Effect]:
 
 
 @pytest.mark.parametrize("name", ["", "/", "x", "/a/b", "/../x", "/.hidden", "/a b", "/" + "x" * 128])
-def test_wrong_names_end_the_connection(name: str) -> None:
+def test_invalid_names_end_the_connection(name: str) -> None:
     core = Core()
     connect(core, 1)
     forget, goodbye, close = [effect for effect in announce(core, 1, name) if not isinstance(effect, Log)]

@@ -172,7 +172,7 @@ def test_scalars_and_models_without_batches() -> None:
     assert one.check((tensor("x", (), "INT64"), tensor("z", (3,), "BOOL")), None) == (0, None, 11, False, 0)
 
 
-def test_what_may_share_a_batch() -> None:
+def test_requests_that_may_share_a_batch_have_equal_signatures() -> None:
     specs = (
         TensorSpec("x", "FP32", (-1,)),
         TensorSpec("r", "FP32", (-1,), ragged=True),

@@ -147,7 +147,7 @@ def test_empty_lists(small: int, data: str) -> None:
 
 @settings(max_examples=examples(200))
 @given(st.text('[]{},:"\\ 1a\n', max_size=40))
-def test_any_text_is_refused_or_gives_the_plan_of_the_whole(small: int, data: str) -> None:
+def test_any_text_is_refused_or_gives_the_same_plan_as_undivided(small: int, data: str) -> None:
     """Large requests are also refused for empty lists beside other lists."""
     text = body(data, 2)
     try:

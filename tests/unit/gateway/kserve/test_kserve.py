@@ -78,7 +78,7 @@ def test_all_fields_of_a_request() -> None:
     assert [found.is_binary(name) for name in "pqr"] == [True, False, True]
 
 
-def test_sequence_id_0_is_no_sequence() -> None:
+def test_sequence_id_0_is_not_a_sequence() -> None:
     options = plan_of(request(parameters={"sequence_id": 0, "sequence_start": True, "sequence_end": True})).options
     assert (options.sequence, options.sequence_start, options.sequence_end) == (None, False, False)
 

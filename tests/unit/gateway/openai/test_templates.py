@@ -65,7 +65,7 @@ def test_values() -> None:
 
 
 @pytest.mark.parametrize("part", [{"type": "image_url"}, {"type": "text"}, {"type": "text", "text": 1}, "a", None])
-def test_parts_that_are_no_text(part: Any) -> None:
+def test_parts_that_are_not_text(part: Any) -> None:
     with pytest.raises(BadParameter, match="has a part that is not a text"):
         render("", [{"role": "user", "content": [part]}])
 

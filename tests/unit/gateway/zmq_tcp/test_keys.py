@@ -74,7 +74,7 @@ def test_r15_the_endpoint_needs_curve_support(monkeypatch: pytest.MonkeyPatch) -
         keys.make_pair()
 
 
-def test_it_is_off_by_default_and_local_addresses_are_known() -> None:
+def test_the_endpoint_is_off_by_default_and_local_addresses_are_recognised() -> None:
     assert zmqtcp_start.check(parser().parse_args(["gateway"])) is None
     for address, others in (
         ("127.0.0.1", False), ("[::1]", False), ("localhost", False), ("0.0.0.0", True), ("*", True), ("[::]", True),

@@ -91,7 +91,7 @@ def test_a_valid_pipeline() -> None:
         ),
     ],
 )
-def test_a_mistake_in_the_ensemble(old: str, new: str, expected: str) -> None:
+def test_errors_in_the_ensemble_are_reported(old: str, new: str, expected: str) -> None:
     """`broken/repository.expected` has others."""
     assert PIPELINE.count(old) == 1
     assert expected in problems(PIPELINE.replace(old, new))
@@ -110,7 +110,7 @@ def test_steps_see_the_reshape() -> None:
     ]
 
 
-def test_a_mistake_in_a_model() -> None:
+def test_errors_in_a_model_of_the_ensemble_are_reported() -> None:
     dims = f'{STEP}[1].input_map["IN"]: {IN} has dims [4, -1, -1], but {PICTURE} has [3, 224, 224]'
     assert problems(classify=CLASSIFY.replace("[ 3, -1", "[ 4, -1")) == [dims]
     kind = f'{STEP}[1].input_map["IN"]: {IN} is TYPE_FP16, but {PICTURE} is TYPE_FP32'

@@ -293,7 +293,7 @@ MUTATIONS = [
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_a_single_mistake_is_reported(mutate: Callable[[Graph], Mutated]) -> None:
+def test_a_single_error_is_reported(mutate: Callable[[Graph], Mutated]) -> None:
     @settings(max_examples=examples(15))
     @given(st.integers(0, 2**32))
     def each(seed: int) -> None:

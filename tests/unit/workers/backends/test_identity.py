@@ -44,7 +44,7 @@ def test_loading_takes_as_long_as_the_configuration_says(monkeypatch: pytest.Mon
     assert waited == [2.5]
 
 
-def test_a_delay_that_is_no_number_is_refused() -> None:
+def test_a_delay_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="creation_delay_sec"):
         load("long")
 

@@ -68,7 +68,7 @@ CASES = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("steps", CASES.values(), ids=CASES)
-def test_batches(steps: str, form: Callable[[Execute], Execute]) -> None:
+def test_queued_orders_form_the_expected_batches(steps: str, form: Callable[[Execute], Execute]) -> None:
     """`start 4-6: 11 12` expects batch 4 with the Executes up to 6; `start` alone expects that none starts. `last` is a
     start after the last Execute. `withdraw 1 2: 2` expects that only 2 is withdrawn."""
     queue = BatchQueue()
@@ -230,7 +230,7 @@ moves: st.SearchStrategy[tuple[str, list[int]]] = st.one_of(
 
 
 @given(st.lists(moves, max_size=40), st.sampled_from(list(FORMS)))
-def test_both_sides_agree_whenever_reports_arrive(steps: list[tuple[str, list[int]]], form: str) -> None:
+def test_broker_and_worker_agree_whenever_reports_arrive(steps: list[tuple[str, list[int]]], form: str) -> None:
     sender = Sender(FORMS[form])
     for what, value in steps:
         if what == "send":

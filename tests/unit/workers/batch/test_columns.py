@@ -231,7 +231,7 @@ batches = st.tuples(
 
 
 @given(batches)
-def test_columns_give_the_same_rows_as_works_and_as_lone_requests(
+def test_columns_give_the_same_rows_as_works_and_single_requests(
     batch: tuple[str, list[int], int, bool, bool],
 ) -> None:
     name, shares, width, turned, placed = batch
