@@ -31,7 +31,7 @@ from shmserve.core.requests import completion, enqueue, responses
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.cache import Copies
 from shmserve.core.requests.connections import Connections
-from shmserve.core.requests.questions import QueryQueue
+from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import WORKERS_FROM, State, Timer

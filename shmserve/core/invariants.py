@@ -9,7 +9,7 @@ from shmserve.core.models.model import Model
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.client import CallingWorker, ClientState
 from shmserve.core.requests.completion import is_stream
-from shmserve.core.requests.questions import QueryQueue
+from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
 

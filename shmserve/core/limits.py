@@ -100,7 +100,7 @@ NAMED = (
           "about 100 MiB of records, and a queue of several seconds of work"),
     Limit("client_requests", "requests in flight of one client",
           "a longer queue does not improve batching"),
-    Limit("client_questions", "unanswered questions (readiness, metadata, metrics and the like) of one client",
+    Limit("client_questions", "unanswered queries (readiness, metadata, metrics and the like) of one client",
           "a gateway forwards those of all its callers; at about 300 bytes each they are cheap to keep"),
     Limit("model_queue", "requests queued for one model version; its max_queue_size may be lower",
           "half of `requests`, so that a stuck model leaves room for the others"),

@@ -22,7 +22,7 @@ from shmserve.core.models.scaler import Scaler
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, PaddingPolicy
 from shmserve.core.requests.client import CallingWorker, ClientState
 from shmserve.core.requests.validation import CheckedForm, Checker
-from shmserve.core.sequences.places import SequenceSlots
+from shmserve.core.sequences.slots import SequenceSlots
 from shmserve.core.states import (
     INSTANCE_MOVES,
     REQUEST_MOVES,

@@ -20,7 +20,7 @@ from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import completion, enqueue, responses
 from shmserve.core.requests.admission import count_refused
 from shmserve.core.requests.client import CallingWorker
-from shmserve.core.requests.questions import QueryQueue
+from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes

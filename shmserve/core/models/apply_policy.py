@@ -11,7 +11,7 @@ from shmserve.core.ensembles.graph import EnsembleGraph
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy
 from shmserve.core.records import Version
 from shmserve.core.requests.validation import Checker
-from shmserve.core.sequences.places import SequenceSlots
+from shmserve.core.sequences.slots import SequenceSlots
 from shmserve.core.state import State
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_BYTES

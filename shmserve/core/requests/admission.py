@@ -16,7 +16,7 @@ from shmserve.core.records import Request, Version
 from shmserve.core.requests import completion, enqueue, responses, shadow
 from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.connections import Connections
-from shmserve.core.requests.questions import QueryQueue
+from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes

@@ -10,7 +10,7 @@ from shmserve.core.events import Closed, Garbled, Opened
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.requests import completion
 from shmserve.core.requests.client import ClientState
-from shmserve.core.requests.questions import QueryQueue
+from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.requests.quotas import SECOND, Quotas
 from shmserve.core.state import State
 from shmserve.errors import ConnectionLost, Internal, ProtocolError, ServeError, Unavailable

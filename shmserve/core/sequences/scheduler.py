@@ -15,7 +15,7 @@ from shmserve.core.policy import SequencePolicy
 from shmserve.core.records import Instance, Key, Request, Sequence, Version
 from shmserve.core.requests import completion
 from shmserve.core.requests.client import ClientState
-from shmserve.core.sequences.places import SequenceSlots
+from shmserve.core.sequences.slots import SequenceSlots
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
 from shmserve.errors import InvalidRequest, Unavailable

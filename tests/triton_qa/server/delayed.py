@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from shmserve.core.batching import dispatch
 from shmserve.core.records import Instance, Sequence, Version
 from shmserve.core.sequences import scheduler
-from shmserve.core.sequences.places import SequenceSlots
+from shmserve.core.sequences.slots import SequenceSlots
 from shmserve.core.state import State
 
 REQUESTS, BACKLOG = "TRITONSERVER_DELAY_SCHEDULER", "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"

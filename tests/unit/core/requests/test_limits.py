@@ -404,7 +404,7 @@ def test_each_limit_is_listed_once_with_a_reason() -> None:
 
 
 def test_every_limit_has_its_test() -> None:
-    """The other limits are tested in test_questions.py, tests/process/server/test_broker.py, and test_turns.py."""
+    """The other limits are tested in test_queries.py, tests/process/server/test_broker.py, and test_turns.py."""
     source = Path(__file__).read_text()
     for row in NAMED:
         elsewhere = row.name in ("client_questions", "client_outbox_bytes", "outbox_bytes")

@@ -19,7 +19,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, IdControl, InstanceSpec, ModelPolicy, SequencePolicy, TensorSpec
 from shmserve.core.records import Instance, Request, Sequence, Version
 from shmserve.core.sequences import scheduler
-from shmserve.core.sequences.places import SequenceSlots
+from shmserve.core.sequences.slots import SequenceSlots
 from shmserve.core.state import State
 from shmserve.core.states import SequenceState
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Infer, Options, Reply, Tensor

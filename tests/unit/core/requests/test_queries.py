@@ -10,7 +10,7 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Query, Send
 from shmserve.core.limits import Limits
-from shmserve.core.requests.questions import QUERIES_PER_TURN
+from shmserve.core.requests.queries import QUERIES_PER_TURN
 from shmserve.protocol.messages import FIELD_BYTES, PROTOCOL, Ask, Bye, Fail, Hello
 
 EVERY = 7
