@@ -167,7 +167,7 @@ def test_symbolic_links_have_their_targets() -> None:
     assert {path.relative_to(ROOT).as_posix() for path in committed() if path.is_symlink()} == set(LINKS)
 
 
-def test_packages_in_setup_cfg_are_the_folders() -> None:
+def test_packages_in_setup_cfg_match_the_folders() -> None:
     listed = set(words(setup()["options"]["packages"]))
     names = set()
     for path in committed():

@@ -124,7 +124,7 @@ def test_the_page_cannot_be_framed(page: Tab, site: Site, evil: int) -> None:
     assert page.evaluate("window.frames[0].length") == 0
 
 
-def test_only_the_page_s_own_code_runs(tab: Tab, site: Site) -> None:
+def test_the_content_security_policy_blocks_injected_code(tab: Tab, site: Site) -> None:
     for hostile, directive in (
         ("document.createElement('script').text = 'window.ran = 1'", "trusted-types"),
         ("document.body.innerHTML = '<b>'", "trusted-types"),

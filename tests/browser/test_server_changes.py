@@ -84,7 +84,7 @@ def test_only_visible_rows_of_a_thousand_models_are_drawn(browser: Chromium, tho
         tab.wait("document.querySelector('svg[data-graph]')")
 
 
-def test_only_models_that_have_changed_are_sent(thousand: tuple[Server, Gateway]) -> None:
+def test_only_changed_models_are_sent(thousand: tuple[Server, Gateway]) -> None:
     server, gateway = thousand
     with contextlib.closing(gateway.connection()) as connection:
         connection.request("GET", "/page/events")

@@ -144,7 +144,7 @@ def test_a_token_is_sent_only_to_its_own_server(tab: Tab, fleet: Fleet) -> None:
     assert set(shown) == {f"{fleet.urls[THIRD]}/page/events"}
 
 
-def test_the_row_of_a_server_is_a_link_to_its_page(tab: Tab, fleet: Fleet) -> None:
+def test_a_server_row_links_to_the_page_of_the_server(tab: Tab, fleet: Fleet) -> None:
     wait_for_state(tab, fleet, SECOND, "ready")
     loaded = tab.loaded
     tab.click(f'[data-server="{fleet.name(SECOND)}"] td.requests')

@@ -91,13 +91,13 @@ def test_files_mounted_by_compose_exist() -> None:
     assert provider["options"]["path"] == mounted[1]
 
 
-def test_ports_of_compose_are_local() -> None:
+def test_compose_publishes_ports_only_on_loopback() -> None:
     ports = [port for service in compose()["services"].values() for port in service["ports"]]
     assert len(ports) == 4
     assert all(port.startswith("127.0.0.1:") for port in ports)
 
 
-def test_prometheus_of_compose(tmp_path: Path) -> None:
+def test_the_prometheus_configuration_of_compose_is_valid(tmp_path: Path) -> None:
     promtool = of_fleet.promtool()
     if promtool is None:
         pytest.skip("promtool is not installed; `make test-fleet` installs it")

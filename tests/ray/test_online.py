@@ -124,7 +124,7 @@ def test_a_stream_of_grpc(served: Any) -> None:
             assert np.frombuffer(outputs(answer.infer_response)["y"], np.float32)[0] == 2 * value
 
 
-def test_a_body_that_is_too_large(served: Any) -> None:
+def test_an_oversized_body_is_refused_before_it_is_read(served: Any) -> None:
     """The response is sent before the body has arrived."""
     with contextlib.closing(HTTPConnection("127.0.0.1", served.http, timeout=60)) as connection:
         connection.putrequest("POST", "/v2/models/twice/infer")

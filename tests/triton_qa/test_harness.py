@@ -70,7 +70,7 @@ def test_packages_of_the_script_take_precedence_over_those_of_the_server(tmp_pat
     subprocess.run(command, env=os.environ | variables, check=True)
 
 
-def test_a_failed_subtest_fails_its_test_in_pytest_too(tmp_path: Path) -> None:
+def test_a_failed_subtest_also_fails_its_test_in_pytest(tmp_path: Path) -> None:
     script, results = tmp_path / "some_test.py", tmp_path / "results"
     script.write_text("\n".join(TESTS.split("\n")[:-2]).replace("os._exit(3)", "self.fail('so')"))
     recorder = {"PYTHONPATH": str(workplace.HERE / "recorder"), "TRITON_QA_RESULTS": str(results)}

@@ -295,7 +295,7 @@ def test_progress_is_shown_on_one_line_of_a_terminal(tmp_path: Path, temporary: 
     assert b"\n" not in said
 
 
-def test_a_server_that_does_not_start(tmp_path: Path, temporary: Path) -> None:
+def test_a_failed_start_of_the_temporary_server_is_reported(tmp_path: Path, temporary: Path) -> None:
     identity(tmp_path / "models", "good")
     with mock.patch.dict(os.environ, {"SHMSERVE_HOST_POLICY": "nonsense"}):
         err = run(tmp_path / "models", "--load", code=1)[1]

@@ -214,7 +214,7 @@ def test_tensors_are_read_from_and_written_to_npy_files(server: Server, tmp_path
     assert np.load(tmp_path / "deep" / "dir_y.npy").tolist() == [5]
 
 
-def test_random_data(server: Server) -> None:
+def test_random_inputs_are_reproducible_by_seed(server: Server) -> None:
     words = ["infer", "mlp", "--random", "--batch", "3", "--seed"]
     one, same, other = (run_json(server, *words, seed)["outputs"]["y"] for seed in ("1", "1", "2"))
     assert one["shape"] == [3, 10]
@@ -229,7 +229,7 @@ def test_random_data(server: Server) -> None:
     assert all(len(text) == 8 for text in found["out_BYTES"]["data"])
 
 
-def test_repeat(server: Server) -> None:
+def test_repeat_prints_median_and_p99_latency(server: Server) -> None:
     said = run(server, "infer", "add_sub", "--random", "--repeat", "20").splitlines()[-1]
     unit = r"[\d.]+ (us|ms|s)"
     assert re.fullmatch(rf"add_sub version 1, 20 requests one after another: median {unit}, p99 {unit}", said)
@@ -256,7 +256,7 @@ def test_repeat(server: Server) -> None:
         (["failing", "--random"], 1, "no luck today"),
     ],
 )
-def test_errors_are_one_line(server: Server, words: list[str], code: int, text: str) -> None:
+def test_infer_errors_and_their_exit_codes(server: Server, words: list[str], code: int, text: str) -> None:
     assert text in run(server, "infer", *words, code=code)
 
 
@@ -295,7 +295,7 @@ def _asked(client: Any, model: str) -> int:
 # ------------------------------------------------------------------------------------------ demo
 
 
-def test_demo(server: Server) -> None:
+def test_demo_prints_results_of_the_sample_models(server: Server) -> None:
     said = run(server, "demo")
     assert "their sum is 11 22 33 44, their difference 9 18 27 36" in said
     assert "2,000 requests, 64 in flight" in said

@@ -74,7 +74,7 @@ def test_the_backend_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 'found "linear", which this server does not have' in capsys.readouterr().out
 
 
-def test_a_model_that_the_backend_refuses(tmp_path: Path) -> None:
+def test_a_model_can_be_refused_by_the_backend(tmp_path: Path) -> None:
     kind = from_directory(str(backend_of_the_page(tmp_path)), "linear")
     assert kind is not None
     context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {})
@@ -128,7 +128,7 @@ STACKED = """
 
 @pytest.mark.process
 @pytest.mark.parametrize("stacked", ["false", "true"])
-def test_a_python_model_for_all_models_of_a_backend(tmp_path: Path, stacked: str) -> None:
+def test_a_backend_in_model_py_serves_all_its_models(tmp_path: Path, stacked: str) -> None:
     source = SCALE if stacked == "false" else SCALE.partition("    def execute")[0] + STACKED
     (tmp_path / "backends" / "scale").mkdir(parents=True)
     (tmp_path / "backends" / "scale" / "model.py").write_text(source)

@@ -239,7 +239,7 @@ def test_every_data_type_as_contents(rpcs: Rpcs) -> None:
     assert outputs(rpcs.ModelInfer(request)) == expected
 
 
-def test_options_of_a_request(rpcs: Rpcs) -> None:
+def test_request_options_and_classification(rpcs: Rpcs) -> None:
     request = row(4, 3.0, id="me", model_version="1", parameters={"mine": "x", "timeout": 10_000_000})
     parameter(request.outputs.add(name="o_FP32").parameters["classification"], 2)
     request.raw_input_contents[0] = np.array([1, 4, 2, 3], np.float32).tobytes()
@@ -273,7 +273,7 @@ def ended(call: Any) -> tuple[str, str]:
     return call.code().name, call.details() or ""
 
 
-def test_malformed_messages_change_nothing(rpcs: Rpcs) -> None:
+def test_malformed_messages_do_not_affect_other_requests(rpcs: Rpcs) -> None:
     """Sends noise, and real requests with a changed byte, to every method."""
     chance = random.Random(7)
     good = row(4, id="me", parameters={"x": 1}).SerializeToString()
@@ -426,7 +426,7 @@ def test_sequences_over_a_stream(rpcs: Rpcs) -> None:
         assert [int(np.frombuffer(raw, np.int32)[0]) for raw in sums] == np.cumsum(numbers).tolist()
 
 
-def test_the_default_roles_and_options(server: Server) -> None:
+def test_default_roles_and_options_refuse_operations(server: Server) -> None:
     gateway = Gateway(server)
     with Rpcs(gateway.grpc) as rpcs:
         assert not rpcs.ModelInfer(row(4)).parameters

@@ -201,7 +201,7 @@ def test_a_chat_as_a_stream(client: Any) -> None:
         model="talk", messages=user("a"), stream=True))  # fmt: skip
 
 
-def test_tokens_arrive_one_by_one(client: Any, files: LanguageModels) -> None:
+def test_tokens_are_streamed_as_they_are_generated(client: Any, files: LanguageModels) -> None:
     with client.chat.completions.create(model="talk", messages=user("a GATE b"), stream=True) as stream:
         assert texts([next(stream), next(stream)]) == ["", "a"]
         open_gate(files.gate)
@@ -431,7 +431,7 @@ def test_closing_an_unread_stream_cancels_the_model(gateway: Gateway, server: Se
 # ---------------------------------------------------------------------------------------- asyncio, tokens, TLS
 
 
-def test_many_streams_at_once(gateway: Gateway) -> None:
+def test_many_concurrent_streams(gateway: Gateway) -> None:
     async def chat(client: Any, number: int) -> str:
         stream = await client.chat.completions.create(
             model="talk", messages=user(f"a{number} b c"), stream=True, max_tokens=3

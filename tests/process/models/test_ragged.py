@@ -59,7 +59,7 @@ def client(server: Server) -> Iterator[shmserve.Client]:
         yield client
 
 
-def test_identity_repeats_ragged_inputs(client: shmserve.Client) -> None:
+def test_identity_returns_ragged_inputs_unchanged(client: shmserve.Client) -> None:
     """It needs no batch_output, like Triton's backend of that name."""
     futures = [client.submit("same", {"x": x, "plain": np.array([[number]], np.int32)}) for number, x in enumerate(XS)]
     for number, (future, x) in enumerate(zip(futures, XS, strict=True)):

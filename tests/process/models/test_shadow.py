@@ -124,7 +124,7 @@ def test_differences_and_failures_of_the_shadow_are_counted_and_logged(server: S
     assert [pair["different"] for pair in found["compared"]] == [1]
 
 
-def test_large_tensors(server: Server, client: shmserve.Client) -> None:
+def test_large_inputs_are_kept_for_the_shadow(server: Server, client: shmserve.Client) -> None:
     """Inputs from the gateway, and frames in the broker, are kept until the shadow has read them. Inputs in the memory
     of an application are not compared, because the application may change them after the answer."""
     client.traffic("m", shadow={2: 100})
@@ -150,7 +150,7 @@ def test_invalid_shadows_are_refused(client: shmserve.Client) -> None:
     client.unload("stream")
 
 
-def test_the_shadow_of_the_configuration(client: shmserve.Client) -> None:
+def test_a_shadow_in_the_configuration_is_used(client: shmserve.Client) -> None:
     parameters = {"traffic": {"string_value": "1=100"}, "shadow": {"string_value": "2=100"}}
     client.unload("m")
     given = {"backend": "python", "max_batch_size": 8, "version_policy": {"all": {}}, "parameters": parameters} | {

@@ -216,7 +216,7 @@ def test_a_load_selects_versions_over_http(server: Server, client: shmserve.Clie
     assert ready(client, "m") == ["2"]
 
 
-def test_aliases(server: Server, client: shmserve.Client) -> None:
+def test_aliases_select_a_version(server: Server, client: shmserve.Client) -> None:
     client.load("m", versions=[1, 3])
     assert client.traffic("m", aliases={"prod": 1})["aliases"] == {"prod": 1}
     assert (answer(client, "m@prod"), answer(client, "m")) == (1, 3)
@@ -240,7 +240,9 @@ def test_aliases(server: Server, client: shmserve.Client) -> None:
     assert answer(client, "m@prod") == 3
 
 
-def test_traffic_of_the_configuration(server: Server, client: shmserve.Client, repository: Path) -> None:
+def test_traffic_shares_in_the_configuration_are_used(
+    server: Server, client: shmserve.Client, repository: Path
+) -> None:
     """A load changes it in place, unless an operator has set another."""
 
     def load(**parameters: str) -> dict[str, Any]:

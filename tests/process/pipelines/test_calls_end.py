@@ -106,7 +106,7 @@ def assert_serves(client: shmserve.Client) -> None:
     assert (found["y"] == X + 2).all()
 
 
-def test_the_calling_worker_is_killed(client: shmserve.Client, gate: Gate) -> None:
+def test_killing_the_calling_worker_fails_the_request(client: shmserve.Client, gate: Gate) -> None:
     future = under_way(client, gate)
     kill(client, "caller")
     with pytest.raises(shmserve.ModelFailed, match="SIGKILL"):
@@ -115,7 +115,7 @@ def test_the_calling_worker_is_killed(client: shmserve.Client, gate: Gate) -> No
     assert_serves(client)
 
 
-def test_the_called_worker_is_killed(client: shmserve.Client, gate: Gate) -> None:
+def test_killing_the_called_worker_fails_the_request(client: shmserve.Client, gate: Gate) -> None:
     future = under_way(client, gate)
     kill(client, "gate")
     with pytest.raises(shmserve.ServeError, match="model 'gate' version 1: the worker process"):

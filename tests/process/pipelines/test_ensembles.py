@@ -174,7 +174,7 @@ def test_a_mapped_step_runs_for_each_row(client: shmserve.Client, rows: int, wid
         assert after[1] - before[1] < 50, "rows share batches"
 
 
-def test_mapped_steps_in_a_row(client: shmserve.Client) -> None:
+def test_consecutive_mapped_steps(client: shmserve.Client) -> None:
     x = numbers(300, 50)
     y = client.infer("twice", {"x": x})["y"]
     assert (y == x + 2).all()
@@ -188,7 +188,7 @@ def test_a_mapped_step_has_at_most_4096_rows(client: shmserve.Client) -> None:
         client.infer("each", {"x": numbers(4097, 1)})
 
 
-def test_a_failed_row_is_named(client: shmserve.Client) -> None:
+def test_an_error_names_the_failed_row(client: shmserve.Client) -> None:
     x = numbers(20, 4)
     x[13, 2] = 666
     with pytest.raises(shmserve.ModelFailed, match=r"^in ensemble 'each', row 13 of step 0: .*666 is refused"):

@@ -335,7 +335,7 @@ def test_cancel_and_deadline_reach_waiting_requests(running: Launched, gate: Pat
         assert lane.receive_kind(Reply, Fail).request == 1
 
 
-def test_a_model_that_cannot_be_loaded_is_named_and_the_others_serve(running: Launched) -> None:
+def test_a_model_that_fails_to_load_does_not_affect_others(running: Launched) -> None:
     with Zmq(running.zmq) as client:
         client.hello("frames")
         client.send(Infer(1, "broken", 0, ()))

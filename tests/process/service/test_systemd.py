@@ -125,7 +125,7 @@ def test_the_exposure_level_of_the_services_is_low(unit: Path, name: str) -> Non
     assert float(level[1]) <= EXPOSURE
 
 
-def test_the_server_sees_the_gpus_and_the_gateway_the_network(unit: Path) -> None:
+def test_the_server_can_use_gpus_and_the_gateway_the_network(unit: Path) -> None:
     gateway = unit.with_name("shmserve-gateway.service").read_text()
     assert "\nPrivateDevices=yes\n" in gateway
     assert "\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6\n" in gateway

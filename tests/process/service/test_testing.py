@@ -117,7 +117,7 @@ def test_a_server_that_takes_too_long_is_killed(models: Path) -> None:
     server.stop()
 
 
-def test_a_server_that_crashed_is_an_error(models: Path) -> None:
+def test_a_crashed_server_is_an_error(models: Path) -> None:
     def crash() -> None:
         with Server(models) as server:
             os.kill(server.pid, signal.SIGKILL)

@@ -51,7 +51,7 @@ def test_a_failed_load_is_reported_and_ends_the_worker(
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "python"])
-def test_a_missing_model_file(tmp_path: Path, backend: str) -> None:
+def test_a_missing_model_file_is_reported(tmp_path: Path, backend: str) -> None:
     file = {"onnxruntime": "model.onnx", "python": "model.py"}[backend]
     found = load_failure(config(backend, X, Y), tmp_path)
     assert found.code == "NOT_FOUND"
@@ -70,7 +70,7 @@ def test_a_missing_model_file(tmp_path: Path, backend: str) -> None:
     ],
     ids=["syntax", "import", "class", "execute", "complete returns", "complete raises"],
 )
-def test_wrong_python_models(tmp_path: Path, source: str, code: str, text: str) -> None:
+def test_invalid_python_models_are_refused(tmp_path: Path, source: str, code: str, text: str) -> None:
     python_model(tmp_path, source)
     found = load_failure(config("python", X, Y), tmp_path)
     assert (found.code, text in found.text) == (code, True), found
@@ -124,7 +124,7 @@ def no_batches(folder: Path) -> ModelConfig:
         (no_batches, "does not support batching"),
     ],
 )
-def test_wrong_onnx_models(tmp_path: Path, make: Callable[[Path], ModelConfig], text: str) -> None:
+def test_invalid_onnx_models_are_refused(tmp_path: Path, make: Callable[[Path], ModelConfig], text: str) -> None:
     found = load_failure(make(tmp_path), tmp_path)
     assert (found.code, text in found.text) == ("INVALID_ARG", True), found
 
@@ -137,7 +137,9 @@ def test_wrong_onnx_models(tmp_path: Path, make: Callable[[Path], ModelConfig], 
         (Y, {"delay_us": "soon"}, "delay_us must be a number"),
     ],
 )
-def test_wrong_identity_models(tmp_path: Path, outputs: Tensors, parameters: dict[str, str], text: str) -> None:
+def test_invalid_identity_models_are_refused(
+    tmp_path: Path, outputs: Tensors, parameters: dict[str, str], text: str
+) -> None:
     found = load_failure(config("identity", X, outputs, parameters=parameters), tmp_path)
     assert (found.code, text in found.text) == ("INVALID_ARG", True), found
 

@@ -70,7 +70,7 @@ def requests(done: Done) -> list[int]:
     return [row.request for row in done.rows]
 
 
-def test_a_batch_that_waits_grows_and_shrinks_until_it_starts(gated: Gated) -> None:
+def test_requests_join_and_leave_a_waiting_batch_until_it_starts(gated: Gated) -> None:
     worker = gated.worker
     first = worker.execute(gated.request(1, gated=True))
     gate = gated.wait()

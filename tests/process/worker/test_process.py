@@ -121,7 +121,7 @@ def test_the_end_of_the_link_ends_the_worker(tmp_path: Path) -> None:
     [([Stop()], Exit.BAD_ORDER, b"the first order must be Load"), ([], Exit.LINK_LOST, b"")],
     ids=["another order", "the end of the link"],
 )
-def test_the_first_order_must_be_load(orders: list[object], code: Exit, text: bytes) -> None:
+def test_the_first_message_must_be_load(orders: list[object], code: Exit, text: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "shmserve.workers.main", "--link", str(theirs.fileno())]
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
@@ -196,7 +196,7 @@ def test_an_invalid_message_ends_the_worker(tmp_path: Path, packet: bytes) -> No
 
 
 @pytest.mark.parametrize("arguments", ["--link 3 --cpus 99999", "--link 0", "--link 3 --cpus x"])
-def test_a_wrong_command_line(arguments: str) -> None:
+def test_an_invalid_command_line_has_its_own_exit_code(arguments: str) -> None:
     command = [sys.executable, "-m", "shmserve.workers.main", *arguments.split()]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
     assert done.returncode == Exit.USAGE
@@ -222,7 +222,7 @@ def test_a_crash_ends_the_process_with_its_exit_code(tmp_path: Path, trigger: st
 # ---------------------------------------------------------------------------------------------- memory
 
 
-def test_an_unmapped_segment_leaves_nothing_in_the_worker(shared: WorkerProcess) -> None:
+def test_an_unmapped_segment_leaks_no_descriptors_or_mappings(shared: WorkerProcess) -> None:
     proc = Path(f"/proc/{shared.process.pid}")
 
     def usage() -> tuple[int, int]:

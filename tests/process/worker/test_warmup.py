@@ -290,7 +290,7 @@ def test_invalid_files_of_strings_are_refused(tmp_path: Path, content: bytes) ->
     assert "warm-up sample 's' of model 'm': input 'x': file 'words'" in found.text
 
 
-def test_a_batch_for_a_model_without_batches(tmp_path: Path) -> None:
+def test_a_batched_sample_for_a_model_without_batching_is_refused(tmp_path: Path) -> None:
     given = recorder(tmp_path, sample("s", 2, x=data("FP32", 3, zero_data=True)), max_batch=0)
     found = load_failure(given, tmp_path)
     assert found.code == "INVALID_ARG"

@@ -20,7 +20,7 @@ SEED = int(os.environ.get("SHMSERVE_SEED", "1"))
 
 
 @pytest.mark.parametrize("sleeping", [False] if SECONDS < LONG else [False, True])
-def test_every_request_is_answered_once_whatever_dies(tmp_path: Path, sleeping: bool) -> None:
+def test_every_request_is_answered_once_whatever_process_is_killed(tmp_path: Path, sleeping: bool) -> None:
     found = run_chaos(tmp_path, SECONDS, SEED, sleeping)
     print(found.text())
     assert not found.faults, found.report()

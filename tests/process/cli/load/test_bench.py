@@ -130,7 +130,7 @@ def test_plan_reads_saved_runs_and_server_statistics(served: BenchServer, tmp_pa
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_run_without_a_success_fails(served: BenchServer) -> None:
+def test_a_run_without_a_successful_request_fails(served: BenchServer) -> None:
     words = ["bench", "sequence", "--url", served.endpoints["http"].url or "", *SHORT]
     code, out, err = command(*words, "--json")
     assert code == 1
@@ -147,7 +147,7 @@ def test_a_search_without_a_load_within_the_limit_fails(served: BenchServer) -> 
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_token_is_sent_and_not_saved(served: BenchServer, tmp_path: Path) -> None:
+def test_a_token_is_sent_but_not_saved(served: BenchServer, tmp_path: Path) -> None:
     text, line = tokens.new("alice", "infer,observe")
     (tmp_path / "tokens").write_text(f"{line}\n")
     gateway = Gateway(served.server, "--tokens-file", str(tmp_path / "tokens"))

@@ -116,7 +116,7 @@ def test_a_deadline_below_the_service_time_gives_no_goodput(served: BenchServer)
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
-def test_streams(kind: str, served: BenchServer) -> None:
+def test_a_stream_load_measures_first_and_later_responses(kind: str, served: BenchServer) -> None:
     plan = Plan(
         model="talker", endpoint=served.endpoints[kind], stream=True, inputs=Inputs(texts=("count=5",)), settings=QUICK
     )
@@ -134,7 +134,7 @@ def test_streams(kind: str, served: BenchServer) -> None:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
 @pytest.mark.parametrize("load", [Closed(3), Open(100.0)], ids=["closed", "open"])
-def test_sequences(kind: str, load: Any, served: BenchServer) -> None:
+def test_a_sequence_load_sends_start_and_end_flags(kind: str, load: Any, served: BenchServer) -> None:
     """The model refuses requests without a sequence, and those of a sequence that has not been started."""
     plan = Plan(
         model="sequence", endpoint=served.endpoints[kind], loads=(load,), sequences=Sequences(3, 4), settings=QUICK
@@ -181,7 +181,7 @@ def test_tensors_larger_than_the_flow_control_window(kind: str, served: BenchSer
 
 
 @pytest.mark.usefixtures("threads")
-def test_strings_and_files_reach_the_model(served: BenchServer, tmp_path: Path) -> None:
+def test_inputs_from_files_and_strings_are_sent(served: BenchServer, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.ones((2, 4), np.float32))
     inputs = Inputs(texts=(f"i_FP32=@{tmp_path}", 'i_BYTES=[["a", "bc", "", "d"], ["1", "2", "3", "4"]]'))
     for kind in ("lane", "http", "grpc"):
@@ -203,7 +203,7 @@ def test_generator_processes_are_added_under_load(served: BenchServer, monkeypat
 
 
 @pytest.mark.usefixtures("threads")
-def test_errors_of_streams(served: BenchServer) -> None:
+def test_failed_streams_are_counted_as_failures(served: BenchServer) -> None:
     """A negative count makes the model fail after its last response."""
     for kind in ("lane", "http", "grpc"):
         plan = Plan(

@@ -159,7 +159,7 @@ def test_flags_that_cannot_be_combined_are_refused(client: shmserve.Client, run:
     assert client.ready()
 
 
-def test_a_request_in_flight_is_waited_for(tmp_path: Path) -> None:
+def test_drain_waits_for_requests_in_flight(tmp_path: Path) -> None:
     """This also applies without clients. A restart puts the server back into service."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)

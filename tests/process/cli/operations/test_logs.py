@@ -107,7 +107,7 @@ def test_an_unknown_model_name_gets_a_suggestion(server: Server, capsys: pytest.
     ]
 
 
-def test_on_a_terminal_levels_have_colors(server: Server) -> None:
+def test_levels_are_colored_on_a_terminal(server: Server) -> None:
     ours, theirs = os.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
     process = subprocess.Popen(command(server, "-n", "1"), stdout=theirs, env=environment)

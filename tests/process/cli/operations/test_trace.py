@@ -52,7 +52,7 @@ def is_recording(client: shmserve.Client) -> bool:
     return any("recording 1 of requests" in record["text"] for record in client.logs()["records"])
 
 
-def test_requests_batches_steps_and_leases(server: Server, tmp_path: Path) -> None:
+def test_a_recording_contains_requests_batches_steps_and_leases(server: Server, tmp_path: Path) -> None:
     place = tmp_path / "run.json.gz"
     words = ["trace", "--runtime-dir", str(server.runtime_dir), "--seconds", "600", "--json", "-o", str(place)]
     command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]

@@ -148,7 +148,7 @@ def here(capfd: pytest.CaptureFixture[str], code: int = 0, **order: Any) -> tupl
     return out, err
 
 
-def test_versions_and_configurations_by_name(
+def test_a_version_and_a_configuration_can_be_selected(
     models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(models)
@@ -203,7 +203,7 @@ def test_invalid_results_and_exits_of_the_model_fail_the_run(models: Path, value
         ("names", ["shmserve run: ", "names", "TYPE_INVALID"]),
     ],
 )
-def test_models_that_do_not_load(models: Path, model: str, texts: list[str]) -> None:
+def test_load_failures_are_reported(models: Path, model: str, texts: list[str]) -> None:
     ran = Ran(model, "--random", cwd=models, code=1)
     for text in texts:
         assert text in ran.err

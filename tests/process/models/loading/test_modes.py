@@ -86,7 +86,7 @@ def test_no_model_is_loaded_at_start(client: shmserve.Client) -> None:
         client.infer("resnet", {"x": living.ONE})
 
 
-def test_names_that_are_not_model_names_are_refused(root: Path, client: shmserve.Client) -> None:
+def test_invalid_model_names_are_refused(root: Path, client: shmserve.Client) -> None:
     (root.parent / "outside" / "1").mkdir(parents=True)
     with pytest.raises(shmserve.NotFound, match=r"failed to load 'resnt'.*did you mean 'resnet'"):
         client.load("resnt")
@@ -100,7 +100,7 @@ def test_names_that_are_not_model_names_are_refused(root: Path, client: shmserve
     assert client.ready()
 
 
-def test_a_model_that_is_added_changed_and_removed(root: Path, client: shmserve.Client) -> None:
+def test_load_applies_added_changed_and_removed_versions(root: Path, client: shmserve.Client) -> None:
     folder = generation(root, "new", 1)
     assert states(client, "new") == {"": ""}
     assert client.load("new")["versions"][0]["state"] == "READY"
@@ -160,7 +160,7 @@ def test_an_unreadable_repository_keeps_loaded_models(root: Path, client: shmser
 
 
 @pytest.mark.parametrize("chosen", [["a", "b", "broken", "missing"], ["*"]], ids=["several", "all"])
-def test_models_that_are_loaded_at_start(tmp_path: Path, chosen: list[str]) -> None:
+def test_load_model_selects_the_models_loaded_at_start(tmp_path: Path, chosen: list[str]) -> None:
     for name in ("a", "b", "c", "broken"):
         identity(tmp_path, name)
     living.write(tmp_path / "broken" / "config.pbtxt", BROKEN)

@@ -84,7 +84,7 @@ def test_a_configuration_is_kept_until_the_files_change(server: Server, root: Pa
     assert client.load("m")["changed"] is False
 
 
-def test_a_configuration_is_not_kept_over_an_unload(client: shmserve.Client) -> None:
+def test_an_unload_discards_the_configuration(client: shmserve.Client) -> None:
     client.load("m", config=CONFIG)
     client.unload("m")
     client.load("m")
@@ -99,7 +99,7 @@ def test_a_rollback_removes_a_configuration(client: shmserve.Client) -> None:
     assert batch(client) == 8
 
 
-def test_a_wrong_configuration_is_refused(client: shmserve.Client) -> None:
+def test_an_invalid_configuration_is_refused(client: shmserve.Client) -> None:
     before = pids(client, "m")
     wrong: list[tuple[Any, str]] = [
         (CONFIG | {"max_bach_size": 3}, "failed to load 'm'.*max_bach_size.*did you mean.*max_batch_size"),
@@ -136,7 +136,7 @@ def test_a_configuration_that_fails_in_the_worker_does_not_replace_the_model(cli
 # ------------------------------------------------------------------------------------------------ files
 
 
-def test_a_model_that_is_in_no_repository_is_loaded_from_files(
+def test_a_model_outside_any_repository_is_loaded_from_files(
     server: Server, root: Path, client: shmserve.Client
 ) -> None:
     for number in (0, 1, 2):
@@ -255,7 +255,7 @@ def test_an_incomplete_upload_is_discarded(server: Server, client: shmserve.Clie
     assert answer(client, "m") == 1
 
 
-def test_the_number_of_bodies_at_a_time_is_limited(server: Server, client: shmserve.Client, lane: Lane) -> None:
+def test_the_number_of_concurrent_uploads_is_limited(server: Server, client: shmserve.Client, lane: Lane) -> None:
     for request in range(16):
         begin(lane, request, FIELD_BYTES)
     lane.send(Ask(16, "load", "sent", 0, b"", True))

@@ -120,7 +120,7 @@ def processes(server: Server) -> set[int]:
 # ------------------------------------------------------------------------------------------------ generations
 
 
-def test_reload_under_load(server: Server, root: Path, client: shmserve.Client) -> None:
+def test_no_request_fails_during_reloads_under_load(server: Server, root: Path, client: shmserve.Client) -> None:
     folder = generation(root, "m", 1, "dynamic_batching { }\n" + group(2))
     client.load("m")
     with Load(server, "m", 1) as load:
@@ -136,7 +136,9 @@ def test_reload_under_load(server: Server, root: Path, client: shmserve.Client) 
     assert load.seen() == [[1, 2, 3, 4, 5]] * 4
 
 
-def test_concurrent_loads(server: Server, root: Path, client: shmserve.Client) -> None:
+def test_the_last_of_concurrent_loads_determines_what_is_served(
+    server: Server, root: Path, client: shmserve.Client
+) -> None:
     """The last load determines what is served; earlier ones succeed or fail, but do not hang."""
     folder = generation(root, "hasty", 1)
     client.load("hasty")
@@ -295,7 +297,7 @@ def test_a_change_of_the_version_policy_keeps_other_versions(
 # ------------------------------------------------------------------------------------------------ restarts
 
 
-def test_restarts_under_load(server: Server, root: Path, client: shmserve.Client) -> None:
+def test_no_request_fails_during_restarts_under_load(server: Server, root: Path, client: shmserve.Client) -> None:
     generation(root, "again", 1, "dynamic_batching { }\n" + group(3))
     client.load("again")
     with Load(server, "again", 1) as load:
@@ -407,7 +409,9 @@ def test_outputs_of_an_unloaded_model_survive_the_start_of_another_server(
         assert (future.result(living.PATIENCE_S)["y"] == 1).all()
 
 
-def test_unload_of_a_model_that_is_loading(server: Server, root: Path, client: shmserve.Client, tmp_path: Path) -> None:
+def test_unloading_a_loading_model_fails_the_load(
+    server: Server, root: Path, client: shmserve.Client, tmp_path: Path
+) -> None:
     """The model never becomes READY, and the load call fails."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)

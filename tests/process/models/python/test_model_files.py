@@ -218,12 +218,12 @@ def test_asyncio(server: Server) -> None:
         ("value", "0.5 is not an integer, as INT64 needs"),
     ],
 )
-def test_results_that_differ_from_the_hints(how: str, text: str, client: shmserve.Client) -> None:
+def test_results_that_do_not_match_the_type_hints_are_refused(how: str, text: str, client: shmserve.Client) -> None:
     with pytest.raises(shmserve.ModelFailed, match=text):
         client.infer("wrong", {"how": how})
 
 
-def test_errors_of_functions(client: shmserve.Client) -> None:
+def test_exceptions_in_functions_fail_the_request(client: shmserve.Client) -> None:
     with pytest.raises(shmserve.InvalidRequest, match=r"^no such word$"):
         client.infer("wrong", {"how": "invalid"})
     with pytest.raises(shmserve.ModelFailed, match="KeyError: 'other'"):
@@ -262,7 +262,7 @@ def test_functions_of_the_pages(tmp_path: Path) -> None:
         np.testing.assert_allclose(rows, [[0.6, 0.8, 0]], rtol=1e-6)
 
 
-def test_explicit_mode(tmp_path: Path) -> None:
+def test_files_are_loaded_by_name_in_explicit_mode(tmp_path: Path) -> None:
     path = tmp_path / "net.onnx"
     matmul(path, 2)
     with Server(path, "--model-control-mode", "explicit") as server, server.client() as client:

@@ -76,7 +76,7 @@ def test_a_replaced_directory_is_served(place: Path, server: Server, client: shm
     until(client, lambda: notes(place, "r").count("unload") == 2 and not chains(server), "the agents know")
 
 
-def test_a_refused_change_leaves_the_old_version_serving(place: Path, client: shmserve.Client) -> None:
+def test_a_refused_change_keeps_the_old_version_serving(place: Path, client: shmserve.Client) -> None:
     model = generation(place / "models", "k", 1, noting(place, "k"))
     client.load("k")
     write(model / "config.pbtxt", PYTHON + noting(place, "k", "refuse"))
@@ -97,7 +97,7 @@ def test_the_checksum_agent_of_triton(place: Path, client: shmserve.Client) -> N
         client.load("c")
 
 
-def test_an_encrypted_model(place: Path, server: Server, client: shmserve.Client) -> None:
+def test_an_agent_decrypts_a_model(place: Path, server: Server, client: shmserve.Client) -> None:
     import pyrage
 
     identity = pyrage.x25519.Identity.generate()
@@ -116,7 +116,7 @@ def test_an_encrypted_model(place: Path, server: Server, client: shmserve.Client
     until(client, lambda: not chains(server) and not list(server.runtime_dir.glob("generations/*")), "nothing is left")
 
 
-def test_files_of_a_load_call_pass_the_agents(place: Path, client: shmserve.Client) -> None:
+def test_files_of_a_load_call_are_passed_to_the_agents(place: Path, client: shmserve.Client) -> None:
     config = {
         "backend": "python",
         "max_batch_size": 8,

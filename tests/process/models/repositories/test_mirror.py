@@ -117,7 +117,7 @@ def test_corrupted_downloads_are_never_served(
         assert mirror.sync().state == "published"
 
 
-def test_an_object_that_changes_during_the_download(
+def test_an_object_changed_during_its_download_is_downloaded_again(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The download never mixes both: after the first piece of the old object, all of the new one is downloaded."""
@@ -150,7 +150,7 @@ def test_an_object_that_changes_during_the_download(
         assert mirror.files()["1/model.bin"] == new
 
 
-def test_an_object_that_is_added_after_the_listing(
+def test_an_object_added_after_the_listing(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = repository(store, proxy, request, **{"1/model.bin": b"one"})

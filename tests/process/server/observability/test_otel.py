@@ -177,7 +177,7 @@ def test_spans_of_a_batch_and_of_a_failed_request(server: Server, collector: Col
 # ---------------------------------------------------------------------------------------- collectors
 
 
-def test_a_collector_that_hangs_refuses_or_is_down(repository: Path) -> None:
+def test_requests_do_not_depend_on_the_collector(repository: Path) -> None:
     """Requests are answered regardless, and lost spans are counted. Later spans arrive again."""
     with collecting() as collector:
         more = ("rate=1", "opentelemetry,bsp_max_queue_size=30", "opentelemetry,bsp_max_export_batch_size=3")

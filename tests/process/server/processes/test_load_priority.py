@@ -114,7 +114,7 @@ def test_a_priority_that_cannot_be_restored_is_not_lowered() -> None:
     assert group_after == group
 
 
-def test_the_priority_of_other_processes_stays() -> None:
+def test_the_priority_of_other_processes_is_unchanged() -> None:
     """A worker that shares its session, or its process group, with other processes does not change theirs."""
     ((normal,), group), *later = looks(LOWERED, -1, new_session=False)
     assert later == [([normal] * 4, group)] * 2

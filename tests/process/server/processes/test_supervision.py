@@ -143,7 +143,7 @@ def test_consecutive_crashes_delay_restarts(server: Server) -> None:
     ]
 
 
-def test_requests_of_a_crashed_batch_fail_without_retry_alone(server: Server) -> None:
+def test_requests_of_a_crashed_batch_fail_if_retries_are_disabled(server: Server) -> None:
     with server.client() as client:
         found = ask(client, "once", [1, 13, 2])
         assert [str(answer).partition(":")[0] for answer in found] == ["MODEL_FAILED"] * 3
@@ -175,7 +175,7 @@ def test_idle_workers_that_are_killed_are_replaced(server: Server) -> None:
         assert ask(client, "pair", [1, 2, 3]) == [2.0, 4.0, 6.0]
 
 
-def test_a_model_that_never_finishes_loading_is_given_up(tmp_path: Path) -> None:
+def test_a_load_over_the_load_limit_is_aborted(tmp_path: Path) -> None:
     write(tmp_path, "stuck", model="import threading\nthreading.Event().wait()\n")
     write(tmp_path, "good")
     with Server(tmp_path, "--load-limit-secs", "5") as server, server.client() as client:

@@ -72,7 +72,7 @@ def test_many_requests_share_batches(client: Any, width: int) -> None:
         np.testing.assert_array_equal(future.result()["o_FP32"], x + number)
 
 
-def test_inputs_and_outputs_in_memory_of_the_client(client: Any) -> None:
+def test_inputs_and_outputs_in_client_memory(client: Any) -> None:
     x = client.empty((1, 100_000))
     place = client.empty((1, 100_000))
     x[:] = np.arange(100_000)
@@ -100,7 +100,7 @@ def test_output_memory_is_reused(server: Server) -> None:
         assert len(places) <= 3, "what is dropped goes back and is used again"
 
 
-def test_deadline_queue_timeout_and_cancel(client: Any) -> None:
+def test_deadlines_queue_timeouts_and_cancellation(client: Any) -> None:
     x = np.zeros((1, 30_000), np.float32)
     with pytest.raises(shmserve.DeadlineExceeded):
         client.infer("slow", {"i_FP32": x}, timeout=0.05)

@@ -80,7 +80,7 @@ def test_a_client_announces_its_segments_again_over_a_new_connection(server: Lau
         identity(client, 6, 4 * SIZE)
 
 
-def test_a_connection_that_cannot_be_accepted_is_refused_with_the_reason(server: Launched) -> None:
+def test_a_connection_is_refused_if_the_server_has_no_descriptors_left(server: Launched) -> None:
     with shmserve.Client(f"unix://{server.lane}") as other:
         identity(other, 1)
         await_connections(other, 1)

@@ -294,7 +294,7 @@ def test_parts_with_the_wrong_total_size_are_refused(lane: Lane, segment: Segmen
     assert "Expected 16, got 12" in fail.text
 
 
-def test_an_output_in_memory_of_others_is_refused(lane: Lane, segment: Segment) -> None:
+def test_an_output_handle_outside_client_memory_is_refused(lane: Lane, segment: Segment) -> None:
     for place in (Handle(segment.id, SIZE, 16), Handle(7, 0, 16), Handle(77 << 32 | 1, 0, 16)):
         fail = refused(lane, infer(outputs=(Wanted("y", place),)))
         assert fail.code == "INVALID_ARG"

@@ -187,7 +187,7 @@ def used(client: Any) -> float:
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_inputs_in_shared_memory_go_over_a_lease(leases: Leases, face: str) -> None:
+def test_inputs_in_shared_memory_are_sent_over_a_lease(leases: Leases, face: str) -> None:
     """Each input reuses the memory of the previous one; small inputs are in between."""
     before = leases.counts("large")
     with FACES[face](leases.server.url) as client:
@@ -221,7 +221,7 @@ def test_an_input_is_not_overwritten_while_a_worker_reads_it(leases: Leases) -> 
             leases.clear()
 
 
-def test_large_bodies_of_http_go_over_the_lease_of_the_gateway(leases: Leases) -> None:
+def test_large_http_bodies_are_sent_over_the_lease_of_the_gateway(leases: Leases) -> None:
     spec = {"name": "x", "shape": [1, WIDE], "datatype": "FP32", "parameters": {"binary_data_size": 4 * WIDE}}
     head = json.dumps({"inputs": [spec]}).encode()
     caller = http.client.HTTPConnection(leases.server.endpoints["http"])
@@ -288,7 +288,7 @@ def test_errors_of_the_model_arrive_over_the_lease(leases: Leases) -> None:
         assert leases.counts()[3] == failed + 1
 
 
-def test_requests_that_a_lease_does_not_take_pass_through_the_broker(leases: Leases) -> None:
+def test_requests_unsuitable_for_a_lease_pass_through_the_broker(leases: Leases) -> None:
     with leases.server.client() as client:
         borrow(client)
         with pytest.raises(shmserve.InvalidRequest, match=r"Expected \[-1,2\], got \[1,3\]"):

@@ -51,7 +51,7 @@ def refused(given: ModelConfig, folder: Path) -> str:
 # ---------------------------------------------------------------------------------------------- memory
 
 
-def test_the_engine_needs_no_memory_for_tensors_that_are_bound(tmp_path: Path) -> None:
+def test_bound_tensors_are_not_copied_by_the_engine(tmp_path: Path) -> None:
     """4 MiB in and out, with a limit of 1 MiB for the engine's allocations: nothing is copied on either side."""
     negative(tmp_path, LARGE)
     vector = {"x": ("FP32", (LARGE,))}, {"y": ("FP32", (LARGE,))}

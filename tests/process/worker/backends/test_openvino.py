@@ -63,7 +63,7 @@ def test_inputs_and_outputs_are_read_from_the_model(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.process
-def test_outputs_of_a_known_shape(tmp_path: Path) -> None:
+def test_outputs_of_known_shape_are_written_in_place(tmp_path: Path) -> None:
     """Whatever outputs are requested, and wherever, the engine writes only those, and only there."""
     from openvino import opset13
 
@@ -102,7 +102,7 @@ def test_outputs_of_a_known_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_batch_of_one_size_only(tmp_path: Path) -> None:
+def test_a_model_with_a_fixed_batch_size_needs_padding(tmp_path: Path) -> None:
     double(tmp_path, (4, 3))
     parameters = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES", "ENABLE_BATCH_PADDING": "YES", "NUM_STREAMS": "AUTO"}
     with WorkerProcess(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
@@ -123,7 +123,7 @@ def test_a_batch_of_one_size_only(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("choice", ["", "NO"])
-def test_a_batch_that_an_operator_fixes(tmp_path: Path, choice: str) -> None:
+def test_a_batch_size_fixed_by_an_operator(tmp_path: Path, choice: str) -> None:
     """As in models of Triton's tests: the inputs could have any number of rows, but the output could not."""
     from openvino import opset13
 

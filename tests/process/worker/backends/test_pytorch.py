@@ -67,7 +67,9 @@ def export(folder: Path, source: str, *arguments: Any, dynamic: Any = None, **mo
         ("x, y: Optional[Tensor] = None", ("INPUT__0",), [0, None]),
     ],
 )
-def test_inputs_of_a_script(tmp_path: Path, arguments: str, names: tuple[str, ...], expected: list[int]) -> None:
+def test_inputs_are_matched_with_script_arguments(
+    tmp_path: Path, arguments: str, names: tuple[str, ...], expected: list[int]
+) -> None:
     program = opened(torch_forward(tmp_path, arguments, "return x"))
     assert programs.arrange("m", program, specs(*names)) == expected
 
@@ -82,7 +84,7 @@ def test_inputs_of_a_script(tmp_path: Path, arguments: str, names: tuple[str, ..
         (("a__0", "b__0"), "input 'b__0' is no argument"),
     ],
 )
-def test_inputs_that_a_script_does_not_have(tmp_path: Path, names: tuple[str, ...], text: str) -> None:
+def test_inputs_unknown_to_the_script_are_refused(tmp_path: Path, names: tuple[str, ...], text: str) -> None:
     program = opened(torch_forward(tmp_path, "x, y", "return x"))
     with pytest.raises(InvalidRequest, match=text):
         programs.arrange("m", program, specs(*names))
@@ -124,7 +126,7 @@ def test_results_are_matched_with_configured_outputs(
     assert [item.tolist() for item in found] == [tensors[name].tolist() for name in expected]
 
 
-def test_outputs_that_are_strings() -> None:
+def test_string_outputs() -> None:
     pick = programs.picker("m", programs.Program(), made("s", dtype="STRING"))
     assert pick(["a", "b"]) == [["a", "b"]]
     assert pick((["a", "b"],)) == [["a", "b"]]
@@ -144,7 +146,7 @@ class Model(torch.nn.Module):
 """
 
 
-def test_names_of_a_program(tmp_path: Path) -> None:
+def test_inputs_and_outputs_of_an_exported_program_are_matched_by_name(tmp_path: Path) -> None:
     x, q, k = (torch.zeros(2, 3) for _ in range(3))  # sizes that are equal in the export must stay equal
     program = opened(export(tmp_path, TREE, x, True, {"q": q}, k=k))
     names = ("KWARGS[k]", "ARGS[0]", "ARGS[2][q]")
@@ -231,7 +233,7 @@ def test_inputs_are_not_copied_and_outputs_are_views(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_model_that_writes_to_its_input(tmp_path: Path) -> None:
+def test_a_model_that_modifies_its_input_does_not_change_client_memory(tmp_path: Path) -> None:
     """The clients' bytes stay unchanged."""
     torch_forward(tmp_path, "x", "x.add_(1)", "return x")
     outputs = {"y": ("FP32", (2000,))}

@@ -282,7 +282,7 @@ def test_a_single_row_without_a_batch_dimension(tmp_path: Path) -> None:
     assert np.abs(np.frombuffer(row.outputs[0].data, np.float32) - oracle(x[3:4])).max() < CLOSE
 
 
-def test_a_wrong_number_of_features(tmp_path: Path) -> None:
+def test_a_wrong_number_of_features_is_refused(tmp_path: Path) -> None:
     """It is detected at load if the configuration has the number, else in the request."""
     xgboost(tmp_path, "xgboost.json", "reg:squarederror")
     failure = load_failure(fil("xgboost_json", 1, features=5), tmp_path)
@@ -329,7 +329,7 @@ def test_unsupported_features_are_refused(tmp_path: Path) -> None:
     assert "needs its input" in load_failure(replace(given, input=(optional,)), tmp_path).text
 
 
-def test_parameters_of_triton_without_effect(tmp_path: Path) -> None:
+def test_triton_parameters_without_effect_are_accepted(tmp_path: Path) -> None:
     """Too many threads are not an error."""
     oracle = xgboost(tmp_path, "xgboost.json", "reg:squarederror")
     x, _ = data()

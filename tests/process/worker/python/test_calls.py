@@ -419,13 +419,13 @@ def ending(tmp_path: Path) -> Iterator[Broker]:
 
 
 @pytest.mark.parametrize("wish", ["computed", "threads", "own_loop"])
-def test_the_link_is_lost_while_the_model_waits(ending: Broker, wish: str) -> None:
+def test_the_worker_exits_if_the_link_is_lost_during_a_call(ending: Broker, wish: str) -> None:
     ending.call(wish)
     ending.worker.sock.close()
     assert ending.worker.process.wait(PATIENCE_S) == Exit.LINK_LOST
 
 
-def test_the_worker_is_stopped_while_a_thread_waits(ending: Broker) -> None:
+def test_the_worker_can_be_stopped_during_a_call_of_a_thread(ending: Broker) -> None:
     for wish in ("background", "released_now"):
         ending.send(wish)
     while not isinstance(ending.worker.next()[0], Call):

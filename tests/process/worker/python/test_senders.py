@@ -134,7 +134,7 @@ def test_each_request_gets_its_first_response(worker: WorkerProcess) -> None:
 
 
 @pytest.mark.parametrize(("wish", "text"), [("ended", FINAL_FIRST), ("sent_and_raised", "ValueError: told to")])
-def test_a_response_that_was_sent_counts_when_execute_fails(worker: WorkerProcess, wish: str, text: str) -> None:
+def test_sent_responses_are_kept_if_execute_fails(worker: WorkerProcess, wish: str, text: str) -> None:
     first, second, third = worker.run(asks(1, 0, wish="sent"), asks(2, 0, wish=wish), asks(3, 0, wish="sent"))
     sent(first, 2)
     if wish == "sent_and_raised":

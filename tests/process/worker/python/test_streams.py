@@ -170,7 +170,7 @@ def faulty(faulty_worker: WorkerProcess) -> Iterator[WorkerProcess]:
         ("no_response", "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute function return list"),
     ],
 )
-def test_a_wrong_response_ends_its_stream(faulty: WorkerProcess, wish: str, code: str, text: str) -> None:
+def test_an_invalid_response_ends_its_stream(faulty: WorkerProcess, wish: str, code: str, text: str) -> None:
     faulty.execute(asks(1, 0, wish=wish))
     values(faulty, 1, 1)
     last(faulty, 1, code, text)
