@@ -90,7 +90,7 @@ def test_blocks_are_aligned_and_do_not_overlap(arena: Arena) -> None:
             assert data.ctypes.data == block.address
 
 
-def test_the_block_freed_last_comes_first_also_across_segments(arena: Arena) -> None:
+def test_the_block_freed_last_is_reused_first_even_across_segments(arena: Arena) -> None:
     blocks = [arena.allocate(600 * 1024) for _ in range(4)]
     assert len({block.segment for block in blocks}) > 1
     for block in blocks:
@@ -175,7 +175,7 @@ def test_idle_segments_make_room_if_they_can_be_withdrawn() -> None:
     arena.close()
 
 
-def test_trim_gives_up_all_idle_segments_but_one(arena: Arena) -> None:
+def test_trim_releases_all_idle_segments_but_one(arena: Arena) -> None:
     blocks = [arena.allocate(MIB) for _ in range(8)]
     kept = blocks[0]
     for block in blocks[1:]:
@@ -219,7 +219,7 @@ def test_a_block_that_was_not_allocated_cannot_be_freed(arena: Arena) -> None:
         arena.allocate(-5)  # with one
 
 
-def test_closing_leaves_arrays_valid_and_nothing_else(arena: Arena) -> None:
+def test_close_keeps_arrays_valid_and_leaves_no_descriptors_or_names(arena: Arena) -> None:
     before = len(os.listdir("/proc/self/fd")), own_names()
     data = arena.allocate(400).array(F32, (10, 10))
     data[:] = 3

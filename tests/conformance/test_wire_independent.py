@@ -393,7 +393,7 @@ def test_another_protocol_is_refused_by_number(server: Path) -> None:
         assert "protocol 2" in answer[2]
 
 
-def test_hello_comes_first(server: Path) -> None:
+def test_hello_must_be_the_first_message(server: Path) -> None:
     with WireClient(server, "frames", greet=False) as client:
         client.send([PING, 1], [INFER, 1, "identity", 0, []])
         answers = [client.read()]

@@ -49,7 +49,7 @@ def tool(folder: Path, body: str) -> str:
     return str(path)
 
 
-def test_the_report_of_wrk_is_read(tmp_path: Path) -> None:
+def test_the_report_of_wrk_is_parsed(tmp_path: Path) -> None:
     fake = tool(tmp_path, """echo 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "p99": 1600, "failed": 0}'""")
     assert agreement.by_wrk(fake, "127.0.0.1:1", 2, 1.0, tmp_path) == Turn(250.0, 1500)
     assert '"shape": [1, 16]' in (tmp_path / "wrk.body").read_text()

@@ -30,7 +30,7 @@ def tool(folder: Path, code: int = 0, valid: int = 0) -> Path:
     return made
 
 
-def test_rows(tmp_path: Path) -> None:
+def test_the_report_of_perf_analyzer_is_parsed(tmp_path: Path) -> None:
     server = servers.Serving("some", {}, "127.0.0.1:1")
     four, one = perf_analyzer.rows(tool(tmp_path), server, "m", "http", [], 1.0)
     assert (four.per_s, four.p50_us, four.p99_us) == (2000.5, 800, 990)
@@ -45,7 +45,7 @@ def test_rows(tmp_path: Path) -> None:
         perf_analyzer.rows(tool(tmp_path, valid=9000), server, "m", "http", [], 1.0)
 
 
-def test_models_can_be_served(tmp_path: Path) -> None:
+def test_the_configurations_of_the_models_are_valid(tmp_path: Path) -> None:
     network = tmp_path / "mlp.onnx"
     network.write_bytes(b"")
     root = servers.repository(tmp_path, network)

@@ -38,7 +38,7 @@ async def told(broker: FakeBroker, kind: type) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, broker.wait_for, kind)
 
 
-def test_a_request_has_the_same_arguments_everywhere() -> None:
+def test_all_request_methods_have_the_same_arguments() -> None:
     def arguments(function: Callable[..., Any]) -> list[Any]:
         return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
 

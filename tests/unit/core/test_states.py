@@ -73,7 +73,7 @@ def test_the_story_of_an_illegal_transition_describes_the_object() -> None:
         thing(InstanceState.STOPPED).move(InstanceState.READY)
 
 
-def test_every_state_has_a_row_and_can_be_left_or_is_an_end() -> None:
+def test_every_state_has_a_row_and_is_reachable() -> None:
     for kind, moves in STATES.items():
         assert set(moves) == set(kind)
         _, *others = kind

@@ -106,7 +106,7 @@ def test_skipped_samples_name_their_packages(tmp_path: Path, monkeypatch: pytest
         ocr.read_characters()
 
 
-def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_named_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert samples.main([str(tmp_path / "new" / "place")]) == 0
     assert (tmp_path / "new" / "place" / "add_sub" / "1" / "model.py").is_file()
     assert samples.main([]) == 2

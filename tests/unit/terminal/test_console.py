@@ -61,7 +61,7 @@ def test_a_wide_terminal_shows_the_whole_table(monkeypatch: pytest.MonkeyPatch) 
     assert plain(text) == Screen(False, io.StringIO()).table(COLUMNS, ROWS).splitlines()
 
 
-def test_a_table_of_exactly_this_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_as_wide_as_the_terminal_is_not_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No column is made narrower for a gap at the end of a line."""
     columns, rows = COLUMNS[:5], [row[:5] for row in ROWS]
     whole = Screen(False, io.StringIO()).table(columns, rows).splitlines()
@@ -120,7 +120,7 @@ def test_a_frame_is_cut_to_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------ colour
 
 
-def test_precedence_of_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precedence_of_color_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")

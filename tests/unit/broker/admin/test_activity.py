@@ -144,7 +144,7 @@ def test_r8_users_are_named_to_operators_only() -> None:
         assert found == client | {"user": ""}
 
 
-def test_asking_changes_nothing() -> None:
+def test_a_query_changes_no_statistics() -> None:
     world = World()
     world.deploy(policy())
     client = world.connect("c")

@@ -63,7 +63,7 @@ def operated() -> Operated:
     return Operated()
 
 
-def test_a_change_is_made_once(operated: Operated) -> None:
+def test_repeated_changes_are_applied_once(operated: Operated) -> None:
     for _ in range(2):
         document = operated.control.change(OUT)
         assert document["out_of_service"]

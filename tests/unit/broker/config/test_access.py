@@ -178,7 +178,7 @@ def test_a_user_with_very_many_groups(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 @pytest.mark.parametrize("umask", [0, 0o777])
-def test_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path) -> None:
+def test_file_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         door = LaneListener(tmp_path / "lane.sock", Loop(), AccessRules([], os.getegid()), lambda *_: None)

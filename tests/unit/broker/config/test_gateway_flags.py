@@ -41,7 +41,7 @@ def parsed(place: Path, *words: str) -> GatewaySettings:
 
 
 @pytest.mark.parametrize("flag", PASSED, ids=lambda flag: flag.name)
-def test_each_is_an_option_of_the_gateway_with_the_same_default(flag: Flag, tmp_path: Path) -> None:
+def test_each_flag_is_a_gateway_option_with_the_same_default(flag: Flag, tmp_path: Path) -> None:
     value = SAMPLES.get(flag.name, "true" if flag.kind == "boolean" else "7")
     found = parsed(tmp_path, f"--{flag.name}", value)
     assert len(found.arguments) == 1

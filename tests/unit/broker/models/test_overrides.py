@@ -194,7 +194,7 @@ def test_conflicting_file_names_are_refused(place: Path, names: tuple[str, ...])
     refused(place, body_of(files, b"x" * len(files)), f"file '{names[-1]}'", "conflicts with another one")
 
 
-def test_a_name_may_begin_at_the_directory_of_the_model(place: Path) -> None:
+def test_a_file_name_may_start_with_a_slash(place: Path) -> None:
     found = unpack(place, body_of([["/1/model.py", 1], ["1/b", 1]], b"xy"))
     assert found is not None
     assert found.folder is not None
@@ -240,11 +240,11 @@ def test_files_without_a_configuration(place: Path) -> None:
         body_of([["1/" + "a/" * 600, 0]]),
     ],
 )
-def test_a_first_line_that_cannot_be_read(place: Path, line: bytes) -> None:
+def test_an_invalid_first_line_is_refused(place: Path, line: bytes) -> None:
     refused(place, line, "the first line of the load call's body cannot be read", limit=1 << 22)
 
 
-def test_a_first_line_that_is_too_long(place: Path) -> None:
+def test_a_first_line_over_the_limit_is_refused(place: Path) -> None:
     body = body_of(None, b"", {"backend": "x" * HEADER_BYTES})
     refused(place, body, f"is longer than {HEADER_BYTES} bytes", limit=1 << 30, piece=1 << 16)
 

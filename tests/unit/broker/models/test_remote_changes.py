@@ -106,7 +106,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
     started.operations.close()
 
 
-def test_a_model_is_deployed_as_the_thread_has_read_it(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_deployed_as_the_polling_thread_read_it(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop reads no files, and does not notice that a step's model has been released in the meantime."""
     readers: set[threading.Thread] = set()
     read = started.catalog.repositories.read
@@ -140,7 +140,7 @@ def test_all_models_are_loaded(started: Started) -> None:
 
 
 @pytest.mark.parametrize("models", [["*"], ["both"]])
-def test_the_start_ends_although_the_disk_fails(
+def test_startup_completes_although_the_disk_fails(
     started: Started, monkeypatch: pytest.MonkeyPatch, models: list[str]
 ) -> None:
     """Otherwise the server would never be ready, without saying why."""

@@ -55,7 +55,7 @@ def test_levels(given: dict[str, Any], shown: str, capfd: pytest.CaptureFixture[
         ("ISO8601", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING model 'm' is slow\n"),
     ],
 )
-def test_forms(form: str, pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_formats(form: str, pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
     set_up(settings(log_format=form))
     log.warning("model '%s' is slow", "m")
     assert re.fullmatch(pattern, capfd.readouterr().err)
@@ -65,7 +65,7 @@ def test_forms(form: str, pattern: str, capfd: pytest.CaptureFixture[str]) -> No
     ("form", "begin"),
     [("default", r"\w\d{4} \d\d:\d\d:\d\d\.\d{6}"), ("ISO8601", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \w")],
 )
-def test_the_forms_of_triton(form: str, begin: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_formats_of_triton(form: str, begin: str, capfd: pytest.CaptureFixture[str]) -> None:
     set_up(settings(log_format=form, triton_compatible=True, log_verbose=1))
     text = 'said "é"\n\x1b\udc80'
     for level in LEVELS:
@@ -76,7 +76,7 @@ def test_the_forms_of_triton(form: str, begin: str, capfd: pytest.CaptureFixture
     assert [one[1][0 if form == "default" else -1] for one in found if one] == list("IIWEE")
 
 
-def test_triton_s_variable_turns_escaping_off(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_the_variable_of_triton_turns_escaping_off(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("TRITON_SERVER_ESCAPE_LOG_MESSAGES", "0")
     set_up(settings(triton_compatible=True))
     log.info('input "x\ny"')

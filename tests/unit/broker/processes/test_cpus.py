@@ -46,7 +46,7 @@ TWO = CoreSet(tuple(range(8)), ((0, 1, 2, 3), (4, 5, 6, 7)))
 # ---------------------------------------------------------------------------------------------- what there is
 
 
-def test_survey(tmp_path: Path) -> None:
+def test_cores_nodes_policies_and_gpus_are_discovered(tmp_path: Path) -> None:
     sys = tree(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15", 2: ""}, {"0000:3b:00.0": "0-3,8-11", "0001:af:00.0": "0-15"})
     gpus = {0: "00000000:3B:00.0", 1: "0001:AF:00.0", 2: "0000:00:00.0"}
     found = survey({"cpu": (1,)}, gpus, sys=sys, cgroup=tmp_path / "none", usable=range(1, 16))
@@ -63,7 +63,7 @@ def test_nodes_without_a_usable_core_do_not_count(tmp_path: Path) -> None:
     assert survey(sys=tmp_path / "none", cgroup=tmp_path / "none", usable=(1, 0)).nodes == ((0, 1),)
 
 
-def test_this_machine() -> None:
+def test_the_usable_cores_of_this_machine_are_discovered() -> None:
     found = survey()
     assert set(found.usable) == os.sched_getaffinity(0)
     assert {core for node in found.nodes for core in node} <= set(found.usable)

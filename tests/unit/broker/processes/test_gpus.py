@@ -80,7 +80,7 @@ def test_any_text_of_cuda_visible_devices_selects_existing_gpus(text: str) -> No
     assert all(gpu in EVERY for gpu in found)
 
 
-def test_packages_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_installed_without_gpu_support_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"onnxruntime": "1.20.0", "torch": "2.6.0+cpu"}
 
     def version(package: str) -> str:

@@ -70,7 +70,7 @@ def test_a_percentile_that_windows_do_not_have() -> None:
         (["--url", "https://h:1", "--stream", "--outputs", "y"], "generate_stream sends all outputs: leave out --outp"),
     ],
 )
-def test_options_that_the_endpoint_has_no_use_for(words: list[str], text: str) -> None:
+def test_options_that_the_endpoint_does_not_support_are_refused(words: list[str], text: str) -> None:
     with pytest.raises((InvalidRequest, Unsupported), match=re.escape(text)):
         check(plan(*words))
 

@@ -47,7 +47,7 @@ def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("command", sorted(set(commands()) - {"serve"}))
-def test_all_of_the_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_all_has_everything_that_help_leaves_out(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything that --help leaves out is in --help-all."""
     brief, full = said([command, "--help"], capsys), said([command, "--help-all"], capsys)
     actions = [action for action in commands()[command]._actions if action.help is not argparse.SUPPRESS]
@@ -81,7 +81,7 @@ def test_suggestions(words: str, text: str, capsys: pytest.CaptureFixture[str]) 
     assert error.endswith(f"`{command} --help` explains its use\n")
 
 
-def test_options_of_other_programs_lead_to_options() -> None:
+def test_options_of_other_programs_are_synonyms_of_known_options() -> None:
     for name, command in commands().items():
         known = set(command._option_string_actions)
         assert set(command.synonyms.values()) <= known, name

@@ -363,7 +363,7 @@ def test_config(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"config": config, "origins": origins["origins"]}
 
 
-def test_sizes() -> None:
+def test_sizes_in_bytes_are_shown_in_binary_units() -> None:
     sizes = [0, 999, 1000, 1 << 20, 150 << 20, 1023 << 20, 1 << 30, 5 << 50]
     assert [bytes_text(size) for size in sizes] == [
         "0 bytes", "999 bytes", "1.0 KiB", "1.0 MiB", "150 MiB", "1.0 GiB", "1.0 GiB", "5120 TiB",

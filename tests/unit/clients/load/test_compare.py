@@ -35,7 +35,7 @@ def test_noise_is_not_a_difference() -> None:
     assert compare(run(steady(1, OLD)), run(steady(1, OLD))).verdict == SAME
 
 
-def test_a_difference_below_the_least_does_not_count() -> None:
+def test_a_difference_below_the_threshold_is_ignored() -> None:
     exact = [1000, 1000, 1000], [1005, 1005, 1005]
     assert compare(run(steady(1, exact[0])), run(steady(1, exact[1]))).verdict == SAME
     assert compare(run(steady(1, exact[0])), run(steady(1, exact[1])), least=0.001).verdict == BETTER
@@ -58,7 +58,7 @@ def test_the_values_are_those_of_the_reports() -> None:
     assert p99.old == p99.new == one.latency.percentiles["p99"].mean == pytest.approx(5e6, rel=2e-3)
 
 
-def test_the_more_rows_the_wider_the_intervals() -> None:
+def test_more_rows_widen_the_intervals() -> None:
     """With many loads, a difference must be larger to be found than with one load."""
     slower = [value * 975 // 1000 for value in OLD]
     rest = [steady(concurrency, OLD) for concurrency in range(2, 20)]
@@ -86,7 +86,7 @@ def test_the_rate_of_failures_affects_the_verdict(old: int, new: int, verdict: s
     assert failed.verdict == found.verdict == verdict
 
 
-def test_without_failures_they_have_no_row() -> None:
+def test_runs_without_failures_have_no_row_for_them() -> None:
     assert FAILED not in [change.metric for change in compare(run(steady(1, OLD)), run(steady(1, OLD))).changes]
 
 

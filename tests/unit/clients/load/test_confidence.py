@@ -54,7 +54,7 @@ def test_a_slow_start_is_left_out() -> None:
     assert (found.stable, found.first) == (True, 2)
 
 
-def test_reasons() -> None:
+def test_the_reason_for_an_unstable_result_is_given() -> None:
     few = stability([window(0, 100), window(1, 100)], PLAN)
     assert (few.stable, few.note) == (False, "2 of at least 3 windows")
     wide = stability([window(0, 100), window(1, 120), window(2, 80)], PLAN)
@@ -76,7 +76,7 @@ def test_the_rate_of_an_open_loop_need_not_be_stable() -> None:
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 10_000), min_size=3, max_size=8), st.integers(1, 50))
-def test_the_unit_does_not_matter(counts: list[int], factor: int) -> None:
+def test_stability_does_not_depend_on_the_unit(counts: list[int], factor: int) -> None:
     one = stability([window(number, count) for number, count in enumerate(counts)], PLAN)
     other = stability([window(number, count * factor) for number, count in enumerate(counts)], PLAN)
     assert (one.stable, one.first) == (other.stable, other.first)

@@ -165,7 +165,7 @@ def test_a_chart_keeps_the_order_of_its_points() -> None:
     assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
 
 
-def test_nothing_to_draw() -> None:
+def test_charts_without_points_are_empty() -> None:
     assert lines("title", Axis("x"), Axis("y"), []) == ""
     assert bars("title", Axis("x"), Axis("y"), []) == ""
 

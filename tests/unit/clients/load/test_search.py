@@ -25,13 +25,13 @@ def searched(limit: Limit, highest: float, whole: bool) -> dict[float, bool]:
     return tried
 
 
-def test_doubles_and_then_halves() -> None:
+def test_the_load_is_doubled_and_then_bisected() -> None:
     tried = searched(Limit(99.0, 1, 1, 64), 11, whole=True)
     assert list(tried) == [1, 2, 4, 8, 16, 12, 10, 11]
     assert best(tried) == 11
 
 
-def test_ends_at_the_bounds() -> None:
+def test_the_search_ends_at_the_bounds() -> None:
     assert list(searched(Limit(99.0, 1, 1, 6), 100, whole=True)) == [1, 2, 4, 6]
     tried = searched(Limit(99.0, 1, 4, 64), 3, whole=True)
     assert (list(tried), best(tried)) == ([4], None)
@@ -68,7 +68,9 @@ def test_windows_of_a_search_have_enough_responses() -> None:
 
 @settings(max_examples=examples(200))
 @given(st.floats(1, 5000), st.floats(0.5, 1e5), st.booleans(), st.floats(0.01, 0.2))
-def test_finds_the_load_to_the_resolution(low: float, highest: float, whole: bool, resolution: float) -> None:
+def test_the_search_finds_the_load_to_the_resolution(
+    low: float, highest: float, whole: bool, resolution: float
+) -> None:
     low = float(int(low)) if whole else low
     limit = Limit(99.0, 1, low, low * 1000, resolution)
     tried = searched(limit, highest, whole)

@@ -177,7 +177,7 @@ def test_refused_requests_miss_the_target() -> None:
     assert (gone.failed > 0, gone.refused) == (True, 0)
 
 
-def test_a_refused_caller_sends_no_more() -> None:
+def test_a_refused_caller_stops_sending() -> None:
     """Otherwise callers of a full queue would be refused over and over."""
     sent = 0
 

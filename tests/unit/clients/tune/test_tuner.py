@@ -113,7 +113,7 @@ def test_the_report_has_the_diff_and_the_changed_text(found: Outcome) -> None:
 
 
 @pytest.mark.parametrize("policy", ["max_queue_size: 24", "default_timeout_microseconds: 25000"])
-def test_limits_of_the_queue(policy: str) -> None:
+def test_queue_limits_do_not_change_the_optimum(policy: str) -> None:
     """Queue limits reject requests of a saturated model, which is how times are measured. The optimum stays the same,
     and the rate is the highest with less than 1 % rejected."""
     text = CONFIG.replace("dynamic_batching { }", f"dynamic_batching {{ default_queue_policy {{ {policy} }} }}")
@@ -135,7 +135,7 @@ def test_limits_of_the_queue(policy: str) -> None:
     json.dumps(report.as_json(outcome, "x"), allow_nan=False)
 
 
-def test_the_memory_limit() -> None:
+def test_the_memory_limit_bounds_the_number_of_instances() -> None:
     # One instance of 100 MiB: a second thread is all that is left, 2222 rows/s instead of 2000.
     goal = Goal(30 * MS, memory=(EACH_MIB + 50) * MIB, confirm=2, simulated=QUICK)
     bench = SimulatedBench(sweet)
@@ -226,7 +226,7 @@ def test_failed_requests_end_the_tuning() -> None:
         Tuner(SimulatedBench(sweet, lambda count: True), tuned(), Goal(30 * MS, simulated=QUICK), Events()).run()
 
 
-def test_requests_of_several_rows() -> None:
+def test_requests_with_more_rows_than_a_batch_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="requests of 64 rows: the largest batch of 'net' is 32"):
         Tuner(SimulatedBench(sweet), tuned(), Goal(30 * MS, rows=64, simulated=QUICK), Events())
     assert tuned().batches(6) == [6, 8, 16, 32]

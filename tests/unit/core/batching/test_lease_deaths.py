@@ -80,7 +80,7 @@ def test_a_request_that_crashes_workers_crashes_at_most_two() -> None:
     assert [instance.crashes for instance in world.version.instances if instance.crashes] in ([], [1])
 
 
-def test_requests_that_are_not_resent_are_forgotten() -> None:
+def test_crashes_of_requests_that_are_not_resent_are_forgotten() -> None:
     world = Lent(instances=2, leases=2)
     accused = []
     for number in range(4):

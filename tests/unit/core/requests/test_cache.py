@@ -421,7 +421,7 @@ def test_responses_of_sequences_are_not_cached() -> None:
     assert world.runs == 3
 
 
-def test_ensembles() -> None:
+def test_responses_of_ensembles_are_cached_until_a_step_changes() -> None:
     """The ensemble's answer is kept. If the model of a step changes, the cached answer does not apply."""
     world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
     steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),)),)

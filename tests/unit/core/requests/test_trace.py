@@ -179,7 +179,7 @@ def test_a_sample_takes_the_same_requests_however_they_arrive(rate: int, left: i
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-def test_a_request_with_a_sampled_context_is_traced_beside_the_rate() -> None:
+def test_a_request_with_a_sampled_context_is_traced_regardless_of_the_rate() -> None:
     world = Logged()
     world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
     traces = world.core.state.traces

@@ -140,7 +140,7 @@ def test_many_addresses_share_the_handshakes(authority: trustme.CA) -> None:
     run(test, authority)
 
 
-def test_unfinished_handshakes_do_not_keep_their_own_address_out(authority: trustme.CA) -> None:
+def test_unfinished_handshakes_do_not_lock_out_their_own_address(authority: trustme.CA) -> None:
     async def test(endpoint: Endpoint) -> None:
         for _ in range(MOST + 8):
             await endpoint.connect("127.0.0.1", True)

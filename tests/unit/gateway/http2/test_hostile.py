@@ -98,7 +98,7 @@ def test_resets_after_the_deadline_of_their_calls_are_not_counted(monkeypatch: p
 
 
 @pytest.mark.parametrize(("count", "error"), [(20, COMPRESSION), (16_000, CALM)])
-def test_a_bomb_of_headers(count: int, error: int) -> None:
+def test_an_hpack_bomb_is_refused(count: int, error: int) -> None:
     """One large header is stored in the table, and then referenced thousands of times with one byte each."""
     caller = Caller(opening=b"")
     large = hpack.Encoder().encode([(":method", "POST"), (":path", "/a"), ("x", "y" * 3900)])

@@ -139,7 +139,7 @@ def test_tensors() -> None:
     assert plan.options.id == "id"
 
 
-def test_the_queue_and_the_parameters_of_a_model_without_an_input_for_them() -> None:
+def test_fields_without_an_input_become_request_options_or_parameters() -> None:
     model = models.language_model("m", config("text_input"))
     request = bodies.completion(b'{"model": "m", "prompt": "a", "priority": 2, "timeout": 5, "temperature": 0.5}')
     prompts, _ = inputs.prompt_tensors(model, request)

@@ -57,7 +57,7 @@ def test_name_from_the_stem(name: str, model: str, tmp_path: Path) -> None:
     assert list(models_of(model_file(str(path)))) == [model]
 
 
-def test_name_in_front(tmp_path: Path) -> None:
+def test_a_name_may_precede_the_path(tmp_path: Path) -> None:
     path = tmp_path / "日本.onnx"
     path.touch()
     assert list(models_of(model_file(f"net={path}"))) == ["net"]
@@ -193,7 +193,7 @@ def test_broken_file_keeps_its_models(tmp_path: Path) -> None:
     assert files.problem(folder) == ""
 
 
-def test_the_same_name_twice(tmp_path: Path) -> None:
+def test_two_files_of_the_same_name_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for folder in (tmp_path, other):

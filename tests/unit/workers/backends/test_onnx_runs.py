@@ -350,7 +350,7 @@ def test_recorded_runs_have_tensors_of_their_own(tmp_path: Path) -> None:
     ("dtype", "dims", "text"),
     [("FP32", (-1,), "is not known before"), ("STRING", (1,), "is BYTES"), ("BF16", (1,), "is BF16")],
 )
-def test_a_run_with_such_an_output_cannot_be_recorded(dtype: str, dims: Sequence[int], text: str) -> None:
+def test_outputs_of_strings_or_unknown_size_cannot_be_recorded(dtype: str, dims: Sequence[int], text: str) -> None:
     model = config("onnxruntime", {"x": ("FP32", (1,))}, {"y": (dtype, dims)}, max_batch=2)
     with pytest.raises(Unsupported, match=f"output 'y'.*{text}"):
         OnnxGraphs("m", None, ("cuda", 0), inputs_of(model), outputs_of(model))

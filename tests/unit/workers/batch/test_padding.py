@@ -150,7 +150,7 @@ def test_an_output_is_cut_into_the_memory_of_its_client() -> None:
 
 
 @pytest.mark.parametrize(("length", "shape"), [(0, (1, 3)), (3, (1, 3)), (8, (1, 8))])
-def test_requests_are_padded_one_by_one_too(length: int, shape: tuple[int, ...]) -> None:
+def test_single_requests_are_padded_to_the_given_length(length: int, shape: tuple[int, ...]) -> None:
     with Parts(model()) as made:
         arrays = arrays_of(1, 1, 3)
         found = made.gather.read(work_of(made, 1, arrays, [0]), length)[0]

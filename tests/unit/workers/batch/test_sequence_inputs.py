@@ -401,7 +401,7 @@ def test_a_model_that_handles_requests_one_by_one() -> None:
         assert runner.run([step(10, 1, [-3])])[0] == []
 
 
-def test_requests_that_run_again() -> None:
+def test_iterative_requests_are_run_again() -> None:
     backend = Separate()
     with runner_for(config_of(iterative_sequence=True), backend) as runner:
         iterating = step(1, 6, [99], start=True, end=True)
