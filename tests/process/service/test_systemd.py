@@ -253,9 +253,9 @@ def journal(machine: Machine, text: str, unit: str = "shmserve") -> Iterator[Non
 
 def test_the_service_is_installed_started_and_uninstalled(machine: Machine) -> None:
     machine.run("systemctl", "start", "--no-block", "shmserve")
-    sees_when_it_is_ready(machine)
-    is_shut_in(machine)
-    lets_in_whom_it_should(machine)
+    becomes_active_when_loaded(machine)
+    processes_are_restricted(machine)
+    access_follows_roles(machine)
     with machine.start(*MEMBER, "/opt/shmserve/bin/python", "-c", ASKER) as asker:
 
         def ask(model: str) -> None:
@@ -271,7 +271,7 @@ def test_the_service_is_installed_started_and_uninstalled(machine: Machine) -> N
         can_be_watched(machine)
 
         machine.run("systemctl", "start", "shmserve-gateway")
-        speaks_with_the_network(machine)
+        gateway_serves_http(machine)
 
         with journal(machine, "repositories reread"):
             renew(machine.path(MODELS) / "number", 2)
@@ -297,8 +297,8 @@ def test_the_service_is_installed_started_and_uninstalled(machine: Machine) -> N
             machine.run("systemctl", "stop", "--no-block", "shmserve")
         assert answer() == "1.0"
     machine.run("systemctl", "stop", "shmserve")
-    outlives_the_server(machine)
-    left_nothing(machine)
+    gateway_survives_server_restart(machine)
+    nothing_is_left_behind(machine)
     print(machine.run("journalctl", "-u", "shmserve", "-u", GATEWAY, "-u", "shmserve.slice", "--no-pager"))
     machine.run("make", "-C", "/opt/source", "uninstall-systemd")
     for name in ("/opt/shmserve", SHMSERVE, "/usr/lib/systemd/system/shmserve.service"):
@@ -307,7 +307,7 @@ def test_the_service_is_installed_started_and_uninstalled(machine: Machine) -> N
     assert "could not be found" in machine.run("systemctl", "status", "shmserve", code=4)
 
 
-def sees_when_it_is_ready(machine: Machine) -> None:
+def becomes_active_when_loaded(machine: Machine) -> None:
     """The service becomes active when the last model has loaded, and not before. The failed model is named."""
     with gate(machine, "load"):
         assert shown(machine, "ActiveState") == "activating"
@@ -320,12 +320,12 @@ def sees_when_it_is_ready(machine: Machine) -> None:
     assert 'Status: "serving 2 of 3 models; failed: bad"' in said
 
 
-def is_shut_in(machine: Machine) -> None:
+def processes_are_restricted(machine: Machine) -> None:
     """systemd's restrictions are in effect in the kernel, including for the workers."""
     main = shown(machine, "MainPID")
     pids = machine.run("cat", f"/proc/{main}/task/{main}/children").split()
     assert len(pids) == 3, "the workers of two models, and the process that they are made of"
-    holds_them_to_their_memory(machine, main, pids)
+    workers_have_memory_limits(machine, main, pids)
     user = machine.run("id", "-u", "shmserve").strip()
     for pid in (main, *pids):
         said = machine.run("cat", f"/proc/{pid}/status")
@@ -339,7 +339,7 @@ def is_shut_in(machine: Machine) -> None:
         assert not names & {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
 
 
-def holds_them_to_their_memory(machine: Machine, main: str, pids: list[str]) -> None:
+def workers_have_memory_limits(machine: Machine, main: str, pids: list[str]) -> None:
     """Where the kernel supports it, each worker is in its own cgroup, inside the service's."""
     groups = {pid: machine.run("cat", f"/proc/{pid}/cgroup").strip().rpartition("::")[2] for pid in (main, *pids)}
     place = f"{shown(machine, 'ControlGroup')}/"
@@ -360,7 +360,7 @@ def holds_them_to_their_memory(machine: Machine, main: str, pids: list[str]) -> 
     assert limits == [f"{4 << 30}\n"] * 2
 
 
-def lets_in_whom_it_should(machine: Machine) -> None:
+def access_follows_roles(machine: Machine) -> None:
     """R15: other users cannot even connect; members of the group may query but not operate; root may operate."""
     said = machine.run(*STRANGER, SHMSERVE, "ready", "--runtime-dir", "/run/shmserve", code=1)
     print(said)
@@ -387,7 +387,7 @@ def asked(machine: Machine, path: str) -> str:
     return machine.run("/opt/shmserve/bin/python", "-c", CALLER, path).strip()
 
 
-def speaks_with_the_network(machine: Machine) -> None:
+def gateway_serves_http(machine: Machine) -> None:
     """The gateway is active when it listens, runs as a separate user who may not operate, and is restarted when
     killed."""
     assert shown(machine, "StatusText", GATEWAY).startswith("listening: http on port 8000")
@@ -405,7 +405,7 @@ def speaks_with_the_network(machine: Machine) -> None:
     assert shown(machine, "NRestarts", GATEWAY) == "1"
 
 
-def outlives_the_server(machine: Machine) -> None:
+def gateway_survives_server_restart(machine: Machine) -> None:
     """Without the server, callers get an error; with the next server they are served again."""
     assert shown(machine, "ActiveState", GATEWAY) == "active"
     assert asked(machine, "/v2/models/number") == "503"
@@ -415,7 +415,7 @@ def outlives_the_server(machine: Machine) -> None:
     assert shown(machine, "Result", GATEWAY) == "success"
 
 
-def left_nothing(machine: Machine) -> None:
+def nothing_is_left_behind(machine: Machine) -> None:
     assert (shown(machine, "ActiveState"), shown(machine, "Result")) == ("inactive", "success")
     assert not machine.path("/run/shmserve").exists()
     assert not list(machine.path("/dev/shm").iterdir())

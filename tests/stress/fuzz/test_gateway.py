@@ -270,7 +270,7 @@ def with_binary(draw: DrawFn, body: bytes) -> tuple[bytes, dict[str, str]]:
 
 
 @st.composite
-def nearly_right(draw: DrawFn) -> Request:
+def mutated_request(draw: DrawFn) -> Request:
     path, body = draw(st.sampled_from(RIGHT))
     for _ in range(draw(st.integers(0, 2))):
         body = spoil(draw, body)
@@ -310,7 +310,7 @@ def test_valid_and_mutated_requests(gateway: Gateway, document: Any) -> None:
     with contextlib.closing(gateway.connection()) as made:
 
         @patient
-        @given(nearly_right() | allowed(document))
+        @given(mutated_request() | allowed(document))
         def send(request: Request) -> None:
             method, path, body, headers = request
             made.request(method, path, body, headers)

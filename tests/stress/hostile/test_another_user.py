@@ -235,7 +235,7 @@ def test_r12_unexpected_descriptors_are_closed(server: Server, attacker: Child) 
 # ------------------------------------------------------------------------------------------------- leases
 
 
-def asks_lent(client: Client, rounds: int = 5) -> None:
+def infer_leased_model(client: Client, rounds: int = 5) -> None:
     for number in range(rounds):
         x = np.full((1, 4), number, np.float32)
         assert np.array_equal(client.infer("lent", {"x": x}, timeout=30)["y"], x)
@@ -249,7 +249,7 @@ def test_misusing_a_lease_ends_it(server: Server, attacker: Child, what: str) ->
     told = attacker.ask(do="abuse_lease", what=what)["told"]
     assert told == {"after it": True}
     with server.client() as client:
-        asks_lent(client)
+        infer_leased_model(client)
 
 
 @pytest.mark.parametrize("what", ["flood", "silence", "descriptors"])
@@ -259,7 +259,7 @@ def test_a_client_that_does_not_release_its_lease_does_not_block_others(
     """The client has filled the socket and reads nothing, or sends nothing at all."""
     attacker.ask(do="abuse_lease", what=what, hold=True)
     with server.client() as client:
-        asks_lent(client, 40)
+        infer_leased_model(client, 40)
         honest(client)
 
 

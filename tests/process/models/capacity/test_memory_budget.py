@@ -89,7 +89,7 @@ def test_models_over_the_memory_budget_take_turns(tmp_path: Path) -> None:
     limits = ("--model-memory-budget", str(BUDGET), "--strict-readiness=false")
     with Server(tmp_path, *limits) as server, server.client() as client:
         all_answer(server, client)
-        a_large_one_gets_the_memory_of_small_ones(client)
+        large_model_evicts_small_ones(client)
         (entry,) = (entry for entry in client.models() if entry["name"] == "too_large")
         assert entry["state"] == "UNAVAILABLE"
         assert "it needs 4.19 GB of memory, and the budget is 105 MB (--model-memory-budget)" in entry["reason"]
@@ -117,7 +117,7 @@ def all_answer(server: Server, client: shmserve.Client) -> None:
     assert 0 < sum(charged) <= BUDGET
 
 
-def a_large_one_gets_the_memory_of_small_ones(client: shmserve.Client) -> None:
+def large_model_evicts_small_ones(client: shmserve.Client) -> None:
     """The large model is measured once loaded, because its size was not known."""
     assert (client.infer("large", {"x": ONE})["y"] == ONE).all()
     until(client, lambda: charge(client, "large") >= 60 << 20)
