@@ -30,7 +30,7 @@ def counts(durations: list[int]) -> list[int]:
 
 
 @given(st.lists(NS))
-def test_buckets(durations: list[int]) -> None:
+def test_durations_are_counted_in_their_buckets(durations: list[int]) -> None:
     found = histogram.empty()
     for ns in durations:
         found[ns.bit_length()] += 1

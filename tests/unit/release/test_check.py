@@ -56,11 +56,11 @@ def test_a_release_that_is_ready(root: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.2", "v1.2.3", "1.2.3-rc1", "../1", ""])
-def test_a_wrong_version(root: Path, version: str) -> None:
+def test_an_invalid_version_is_refused(root: Path, version: str) -> None:
     assert problems(root, version) == [f"'{version}' is not a version such as 1.2.3 or 1.2.3rc1"]
 
 
-def test_another_version(root: Path) -> None:
+def test_a_version_that_differs_from_the_files_is_reported(root: Path) -> None:
     assert problems(root, "1.3.0") == [
         "setup.cfg: version is 1.2.3, not 1.3.0",
         "CHANGELOG.md: no section '## 1.3.0 - YYYY-MM-DD'",
@@ -83,7 +83,7 @@ def test_missing_project_urls_are_reported(root: Path) -> None:
         ("1.2.3 - 2026-11-23", "1.2.3", "no section '## 1.2.3 - YYYY-MM-DD'"),
     ],
 )
-def test_changes(root: Path, old: str, new: str, problem: str) -> None:
+def test_invalid_sections_of_the_changelog_are_reported(root: Path, old: str, new: str, problem: str) -> None:
     (root / "CHANGELOG.md").write_text(CHANGES.replace(old, new))
     assert problems(committed(root), "1.2.3") == [f"CHANGELOG.md: {problem}"]
 
@@ -93,7 +93,7 @@ def test_a_checkout_with_changes(root: Path) -> None:
     assert problems(root, "1.2.3") == ["git: the checkout has changes that are not committed"]
 
 
-def test_a_tag_elsewhere(root: Path) -> None:
+def test_a_tag_at_another_commit_is_reported(root: Path) -> None:
     git(root, "tag", "v1.2.3")
     git(root, "commit", "--quiet", "--allow-empty", "--message=more")
     (problem,) = problems(root, "1.2.3")

@@ -413,7 +413,7 @@ def test_access_rules_for_users_that_cannot_connect_are_warned_about(base: list[
         assert not settings.parse([*base, *fine]).warnings
 
 
-def test_limits(base: list[str]) -> None:
+def test_flags_set_the_limits(base: list[str]) -> None:
     assert settings.limits(settings.parse(base)) == Limits()
     given = ["--limit", "requests=7", "--limit=client_errors=0", "--limit", "requests=9", "--execution-limit-secs=2"]
     given += ["--crash-limit=5", "--idle-unload-secs=1.5", "--model-memory-budget=8GiB", "--gpu-memory-budget=1GiB"]

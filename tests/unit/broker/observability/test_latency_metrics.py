@@ -42,7 +42,7 @@ def test_latency_summaries_are_off_by_default() -> None:
     assert (counted.summaries, counted.first) == (None, None)
 
 
-def test_summaries() -> None:
+def test_summaries_cover_the_last_minute() -> None:
     """Summaries of the last minute, compared with the durations of the simulated requests; sum and count cover all
     time."""
     world = World(Limits(summaries=True))
@@ -152,7 +152,7 @@ def test_buckets_of_latencies(us: int) -> None:
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=200), st.floats(0, 1))
-def test_quantiles(durations: list[int], share: float) -> None:
+def test_quantiles_are_close_to_the_exact_ones(durations: list[int], share: float) -> None:
     window = latencies.Window()
     for ns in durations:
         window.add(ns * 1000, 1, 0)

@@ -38,7 +38,7 @@ def settings(**given: Any) -> argparse.Namespace:
         ({"log_info": False, "log_warning": False, "log_error": False}, ""),
     ],
 )
-def test_levels(given: dict[str, Any], shown: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_settings_select_levels(given: dict[str, Any], shown: str, capfd: pytest.CaptureFixture[str]) -> None:
     set_up(settings(**given))
     for level in LEVELS:
         getattr(log, level)("said as %s", level)

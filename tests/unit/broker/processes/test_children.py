@@ -129,7 +129,7 @@ def test_repeats_are_counted(child: Make) -> None:
         ({"lines": 0, "bytes": 9}, "9 bytes (--log-worker-bytes)"),
     ],
 )
-def test_limits(child: Make, rate: dict[str, int], limit: str) -> None:
+def test_lines_over_a_limit_are_dropped_and_counted(child: Make, rate: dict[str, int], limit: str) -> None:
     one = child(**rate)
     lines = b"".join(b"%03d\n" % number for number in range(1000))
     assert one.write(lines[:2000]) == [("info", "000"), ("info", "001"), ("info", "002")]
@@ -143,7 +143,7 @@ def test_limits(child: Make, rate: dict[str, int], limit: str) -> None:
     assert one.loop.timers == []
 
 
-def test_no_limit(child: Make) -> None:
+def test_a_limit_of_zero_turns_limiting_off(child: Make) -> None:
     lines = b"".join(b"%03d\n" % number for number in range(1000))
     assert len(child(lines=0, bytes=0).write(lines)) == 1000
 

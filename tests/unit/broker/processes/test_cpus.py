@@ -121,7 +121,7 @@ def test_lists_of_cores(cores: set[int]) -> None:
 # ---------------------------------------------------------------------------------------------- host policies
 
 
-def test_policies(tmp_path: Path) -> None:
+def test_cores_of_host_policies_are_resolved(tmp_path: Path) -> None:
     sys = tree(tmp_path, {0: "0-3", 1: "4-7"})
     texts = ["a,cpu-cores=0-1,3", "b,numa-node=1", "c,numa-node=0", "c,cpu-cores=5", "a,cpu-cores=2"]
     found = resolve(map(host_policy, texts), sys=sys, usable=range(7))
@@ -144,7 +144,7 @@ def test_invalid_policies_are_refused(policy: HostPolicy, text: str, tmp_path: P
 # ---------------------------------------------------------------------------------------------- who gets what
 
 
-def test_one_node() -> None:
+def test_cores_of_one_node_are_divided_among_instances() -> None:
     assert dealt(model(group(1)), ONE) == [((), 8)]
     assert dealt(model(group(3)), ONE) == [((), 2)] * 3
     assert dealt(model(group(20)), ONE) == [((), 1)] * 20
@@ -173,7 +173,7 @@ def test_several_nodes() -> None:
     assert dealt(model(group(4)), uneven) == [(uneven.nodes[0], 3), ((6, 7), 1)] * 2
 
 
-def test_a_quota() -> None:
+def test_the_quota_limits_the_number_of_threads() -> None:
     cores = CoreSet(tuple(range(8)), (tuple(range(8)),), {"cpu": (0, 1, 2, 3)}, quota=3)
     assert dealt(model(group(1)), cores) == [((0, 1, 2, 3), 3)]
     assert dealt(model(group(2)), cores) == [((0, 1, 2, 3), 1)] * 2

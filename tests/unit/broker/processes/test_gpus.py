@@ -120,7 +120,7 @@ def test_the_reason_for_missing_gpus_is_reported(tmp_path: Path, monkeypatch: py
 # ---------------------------------------------------------------------------------------------- metrics
 
 
-def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     set_up(monkeypatch, TWO[0], TWO[1] | {"missing": ["power", "energy"], "utilization": 100})
     made = GpuMetrics(discover({}).found)
     made.start()

@@ -34,7 +34,7 @@ def plan(*words: str) -> Any:
         (["-r", "100:250:100", "--arrivals", "constant"], [Open(rate, "constant") for rate in (100, 200, 250)]),
     ],
 )
-def test_loads(words: list[str], loads: list[Any]) -> None:
+def test_options_select_the_loads(words: list[str], loads: list[Any]) -> None:
     assert list(plan(*words).loads) == loads
 
 
@@ -75,7 +75,7 @@ def test_options_that_the_endpoint_does_not_support_are_refused(words: list[str]
         check(plan(*words))
 
 
-def test_a_search() -> None:
+def test_until_searches_within_bounds() -> None:
     assert plan("--until", "p99=20ms").limit == Limit(99.0, 20_000_000, 1, 1024)
     assert plan("--until", "p99.9 <= 1.5s", "-r", "10:500").limit == Limit(99.9, 1_500_000_000, 10, 500)
     for words in (["-r", "10"], ["-r", "10,5"]):
@@ -98,7 +98,7 @@ def test_the_other_options_of_a_plan() -> None:
     assert settings.tolerance == pytest.approx(0.025)
 
 
-def test_addresses() -> None:
+def test_urls_of_endpoints_are_parsed() -> None:
     six = plan("--url", "http://[::1]:8000/").endpoint
     assert (six.address, six.authority) == (("::1", 8000), "[::1]:8000")
     assert plan("--url", "grpc://host:1").endpoint.authority == "host:1"

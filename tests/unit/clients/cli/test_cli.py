@@ -181,7 +181,7 @@ def test_tables_are_as_wide_as_they_need_to_be() -> None:
     assert table(["a", "b"], []) == "a  b"
 
 
-def test_values() -> None:
+def test_values_are_shortened_for_display() -> None:
     assert values_text(np.array([1.5, -2, 1 / 3], np.float32)) == "1.5 -2 0.333333"
     assert values_text(np.array(3)) == "3"
     assert values_text(np.array([True, False])) == "true false"
@@ -197,7 +197,7 @@ def test_values() -> None:
     ("seconds", "text"),
     [(0.0000421, "42 us"), (0.001, "1.00 ms"), (0.0123, "12.3 ms"), (0.4567, "457 ms"), (2.345, "2.35 s")],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_have_readable_units(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
 
 

@@ -226,7 +226,7 @@ def test_invalid_arguments_are_refused(
     assert text in capsys.readouterr().err
 
 
-def test_timeouts(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_operation_that_times_out_exits_with_1(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "load", "never", "--timeout", "0.05") == 1
     said = capsys.readouterr()
     assert said.out == ""

@@ -145,7 +145,7 @@ def test_messages_of_all_sizes_through_windows_of_all_sizes(size: int, window: i
         (without_status, ConnectionLost, "the server ended the call without a status"),
     ],
 )
-def test_failures(behave: Behaviour, kind: type[ServeError], text: str) -> None:
+def test_failed_calls_have_the_error_of_their_status(behave: Behaviour, kind: type[ServeError], text: str) -> None:
     """Runs twice: the second header block comes from the cache."""
 
     async def run() -> list[ServeError]:

@@ -20,7 +20,7 @@ def merged(load: Load, processes: int, until: int) -> list[int]:
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_constant_distances(processes: int) -> None:
+def test_a_constant_rate_has_equal_intervals(processes: int) -> None:
     assert merged(Open(250.0, "constant"), processes, SECOND) == [number * 4_000_000 for number in range(250)]
 
 

@@ -133,7 +133,7 @@ def drive(
 
 
 @pytest.mark.parametrize("size", [(20, 6), (80, 24), (250, 60)])
-def test_sizes(size: tuple[int, int]) -> None:
+def test_the_screen_fits_terminals_of_any_size(size: tuple[int, int]) -> None:
     async def steps(top: Driver) -> None:
         lines = top.text.split("\n")
         assert len(lines) <= size[1]
@@ -239,7 +239,7 @@ def test_a_long_table_scrolls_with_the_cursor() -> None:
     drive(steps, source)
 
 
-def test_the_filter() -> None:
+def test_the_filter_selects_rows_by_name() -> None:
     async def steps(top: Driver) -> None:
         await top.press("slash", *"eta")
         assert top.names == ["beta"]
@@ -256,7 +256,7 @@ def test_the_filter() -> None:
     drive(steps)
 
 
-def test_one_model() -> None:
+def test_enter_shows_the_details_of_a_model() -> None:
     async def steps(top: Driver) -> None:
         await top.press("down", "enter")
         await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "beta  version 1" in top.text)

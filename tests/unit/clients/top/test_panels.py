@@ -108,7 +108,7 @@ def test_a_model_that_is_not_served() -> None:
     assert gone == "other is not listed by the server any more"
 
 
-def test_wrapping() -> None:
+def test_texts_are_wrapped_at_words() -> None:
     assert [line_text(line) for line in wrapped("one two  three\nfour", 9, "plain")] == ["one two", "three", "four"]
     assert [line_text(line) for line in wrapped("x" * 7, 3, "plain")] == ["xxx", "xxx", "x"]
     assert wrapped("", 10, "plain") == []

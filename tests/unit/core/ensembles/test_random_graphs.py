@@ -434,7 +434,7 @@ def test_random_ensembles_with_random_failures(seed: int) -> None:
         ((9,), (8,), (4, 1, 2), False, (9,)),
     ],
 )
-def test_reshape(
+def test_shapes_follow_the_reshape_of_a_tensor(
     shape: tuple[int, ...],
     dims: tuple[int, ...],
     reshaped: tuple[int, ...] | None,

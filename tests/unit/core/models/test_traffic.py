@@ -53,7 +53,7 @@ class Divided(Lent):
 
 @given(st.dictionaries(st.integers(1, 6), st.integers(0, 25), max_size=4), st.sets(st.integers(1, 6)))
 @settings(max_examples=examples(200))
-def test_weights(shares: dict[int, int], ready: set[int]) -> None:
+def test_weights_follow_the_shares_of_ready_versions(shares: dict[int, int], ready: set[int]) -> None:
     found = dict(Traffic(shares).weights(ready))
     assert found.keys() <= ready
     assert all(weight > 0 for weight in found.values())
@@ -109,7 +109,7 @@ def test_a_model_whose_ready_versions_have_no_share_is_not_found() -> None:
     assert world.version_of(version=2) == 2
 
 
-def test_aliases() -> None:
+def test_aliases_name_versions() -> None:
     world = Divided(aliases={"prod": 1, "next": 3})
     assert (world.version_of("m@prod"), world.version_of("m@next"), world.version_of()) == (1, 3, 3)
     assert world.version_of("m@prod", version=1) == 1

@@ -65,7 +65,7 @@ def test_missing_inputs_where_some_are_optional() -> None:
     assert "missing required input(s) ['INPUT0','INPUT1','INPUT2']" in text
 
 
-def test_unknown_input() -> None:
+def test_an_unknown_input_is_refused() -> None:
     text = refused(checker(8, *TWO), tensor(), tensor("INPUT1"), tensor("x"))
     assert text.startswith("unexpected inference input 'x', allowed inputs are: INPUT0, INPUT1")
 
@@ -74,7 +74,7 @@ def test_an_input_given_twice() -> None:
     assert refused(checker(8, *TWO), tensor(), tensor()) == "input 'INPUT0' already exists in request to model 'm'"
 
 
-def test_type() -> None:
+def test_an_input_of_another_type_is_refused() -> None:
     expected = "inference input 'INPUT0' data-type is 'INT32', but model 'm' expects 'FP32'"
     assert refused(checker(), tensor(dtype="INT32")) == expected
 
@@ -85,7 +85,7 @@ def test_a_missing_type_is_refused(dtype: str) -> None:
     assert refused(checker(), made) == f"inference input 'INPUT0' data-type is '{dtype}', but model 'm' expects 'FP32'"
 
 
-def test_shape() -> None:
+def test_an_input_of_another_shape_is_refused() -> None:
     expected = "unexpected shape for input 'INPUT0' for model 'm'. Expected [-1,16], got [1,17]."
     assert refused(checker(), tensor(shape=(1, 17))) == expected
     assert refused(checker(0), tensor(shape=(17,))) == expected.replace("[-1,16]", "[16]").replace("[1,17]", "[17]")
@@ -102,14 +102,14 @@ def test_negative_dimensions() -> None:
     assert text == "input 'INPUT0' for model 'm' has shape [1,-4,-4]: no dimension can be negative"
 
 
-def test_batch_size() -> None:
+def test_invalid_batch_sizes_are_refused() -> None:
     text = refused(checker(), tensor(shape=(9, 16)))
     assert text.startswith("inference request batch-size must be <= 8 for 'm'")
     text = refused(checker(8, *TWO), tensor(shape=(2, 16)), tensor("INPUT1", shape=(3, 16)))
     assert text.startswith("input 'INPUT1' batch size does not match other inputs for 'm'")
 
 
-def test_byte_size() -> None:
+def test_an_input_of_another_byte_size_is_refused() -> None:
     one = checker(8, TensorSpec("INPUT0", "FP32", (8,)))
     text = "input byte size mismatch for input 'INPUT0' for model 'm'. Expected 32, got 40"
     assert refused(one, tensor(shape=(1, 8), size=40)) == text
@@ -117,7 +117,7 @@ def test_byte_size() -> None:
     assert refused(one, parts) == text
 
 
-def test_strings() -> None:
+def test_too_few_bytes_for_the_strings_are_refused() -> None:
     one = checker(8, TensorSpec("INPUT1", "BYTES", (16,)))
     text = refused(one, tensor("INPUT1", dtype="BYTES", size=56))
     assert text.startswith("expected 16 string elements for inference input 'INPUT1' for model 'm'")
@@ -132,7 +132,7 @@ def test_a_string_tensor_without_elements_has_no_bytes() -> None:
     assert "expected 0 string elements" in refused(one, tensor("INPUT1", (1, 0), "BYTES", 3))
 
 
-def test_outputs() -> None:
+def test_unknown_and_repeated_outputs_are_refused() -> None:
     one = checker(outputs="y w")
     assert refused(one, tensor(), outputs=(Wanted("z"),)) == (
         "unexpected inference output 'z' for model 'm', its outputs are: w, y"

@@ -127,7 +127,7 @@ def test_fields_without_effect_and_null() -> None:
 # ---------------------------------------------------------------------------------------- tensors
 
 
-def test_tensors() -> None:
+def test_prompts_and_parameters_become_tensors() -> None:
     ((prompt,), (second,)), texts, _ = complete({"model": "m", "prompt": ["h\u00e9", ""]})
     assert (prompt.name, prompt.dtype, prompt.shape, prompt.data) == ("text_input", "BYTES", (1,), b"\3\0\0\0h\xc3\xa9")
     assert second.data == bytes(4)
@@ -269,7 +269,7 @@ def test_models_that_are_not_language_models_are_refused(given: dict[str, Any]) 
         ],
     ],
 )
-def test_errors(error: ServeError, status: int, kind: str, code: str | None) -> None:
+def test_errors_have_the_form_of_openai(error: ServeError, status: int, kind: str, code: str | None) -> None:
     found, body = errors.response(error)
     document = json.loads(body)["error"]
     assert (found, document["type"], document["code"]) == (status, kind, code)

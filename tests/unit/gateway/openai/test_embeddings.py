@@ -93,7 +93,7 @@ def test_vectors_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["FP16", "BF16", "FP32", "FP64"])
-def test_types(dtype: str) -> None:
+def test_vectors_of_all_float_types_are_converted(dtype: str) -> None:
     values = np.array([1, -0.5, 2.25], np.float32)
     kinds: dict[str, Any] = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64}
     raw = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "BF16" else values.astype(kinds[dtype])

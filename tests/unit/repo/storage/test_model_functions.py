@@ -27,11 +27,11 @@ def found(tmp_path: Path, source: str) -> dict[str, str]:
         "import functools, shmserve\n@shmserve.model\n@functools.cache\ndef f(x): ...\ndef g(x): ...",
     ],
 )
-def test_forms(source: str, tmp_path: Path) -> None:
+def test_decorated_functions_are_found_in_all_forms(source: str, tmp_path: Path) -> None:
     assert list(found(tmp_path, source)) == ["f"]
 
 
-def test_configuration(tmp_path: Path) -> None:
+def test_decorator_arguments_become_the_configuration(tmp_path: Path) -> None:
     decorator = '@shmserve.model(name="my model", batch=True, max_batch_size=8, instances=2)'
     text = found(tmp_path, f"import shmserve\n{decorator}\ndef f(x): ...")["my model"]
     config = parse(text)
@@ -81,7 +81,7 @@ def test_class_of_triton(tmp_path: Path) -> None:
         ("@shmserve.model\ndef f(x): ...\nclass TritonPythonModel: ...", "keep one form"),
     ],
 )
-def test_errors(body: str, text: str, tmp_path: Path) -> None:
+def test_invalid_decorators_are_refused(body: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
         found(tmp_path, f"import shmserve\n{body}")
     assert text in str(caught.value)

@@ -214,7 +214,7 @@ def test_responses() -> None:
         pb_utils.InferenceResponse([np.zeros(1)])  # type: ignore[list-item]
 
 
-def test_types() -> None:
+def test_triton_and_numpy_types_are_converted() -> None:
     assert pb_utils.triton_string_to_numpy("TYPE_FP32") is np.float32
     assert pb_utils.TRITON_STRING_TO_NUMPY["TYPE_UINT8"] is np.uint8
     assert len(pb_utils.TRITON_STRING_TO_NUMPY) == 13

@@ -61,7 +61,7 @@ class State:
         return a
 
 
-def test_inputs() -> None:
+def test_annotations_of_arguments_become_inputs() -> None:
     assert signature_of(every, "app.py", False).inputs == (
         Slot("a", "FP64", (1,), 0),
         Slot("b", "INT64", (1,), 0),
@@ -97,12 +97,12 @@ def test_optional_inputs() -> None:
         (State, "", ["output"], False),
     ],
 )
-def test_outputs(function: Any, by: str, names: list[str], streams: bool) -> None:
+def test_annotations_of_the_result_become_outputs(function: Any, by: str, names: list[str], streams: bool) -> None:
     signature = signature_of(function, "app.py", False)
     assert (signature.by, [slot.name for slot in signature.outputs], signature.streams) == (by, names, streams)
 
 
-def test_batch() -> None:
+def test_annotations_of_a_batched_function() -> None:
     def batched(a: list[str], b: list[list[int]], c: Row) -> list[float]:
         return []
 
@@ -150,7 +150,7 @@ class Without: ...
         (Without, False, "the class has no method __call__"),
     ],
 )
-def test_errors(function: Any, batch: bool, text: str) -> None:
+def test_unsupported_annotations_are_refused(function: Any, batch: bool, text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         signature_of(function, "app.py", batch)
     message = str(caught.value)

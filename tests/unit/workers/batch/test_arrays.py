@@ -176,7 +176,9 @@ def test_outputs_that_no_request_wants_are_not_needed(parts: Parts) -> None:
     ],
     ids=str,
 )
-def test_reshape(dims: tuple[int, ...], shape: tuple[int, ...], outer: tuple[int, ...], inner: tuple[int, ...]) -> None:
+def test_shapes_are_converted_by_the_reshape(
+    dims: tuple[int, ...], shape: tuple[int, ...], outer: tuple[int, ...], inner: tuple[int, ...]
+) -> None:
     reshape = ModelTensorReshape(shape=shape)
     given = ModelConfig(
         max_batch_size=8,

@@ -87,7 +87,7 @@ def test_the_servers() -> None:
 
 
 @pytest.mark.parametrize("size", [(20, 6), (80, 24), (250, 60)])
-def test_sizes(size: tuple[int, int]) -> None:
+def test_tables_fit_terminals_of_any_size(size: tuple[int, int]) -> None:
     async def steps(top: Driver) -> None:
         for key in "123":
             await top.press(key)
