@@ -147,7 +147,7 @@ def test_r8_every_message_with_every_set_of_roles(kind: Any, roles: int) -> None
 
 
 @pytest.mark.parametrize("roles", [roles for roles in SETS if roles])
-def test_r8_every_question_with_every_set_of_roles(roles: int) -> None:
+def test_r8_every_query_with_every_set_of_roles(roles: int) -> None:
     for what, needed in NEEDED.items():
         for plane in OUTPUTS:
             core, _ = serving(roles, plane)

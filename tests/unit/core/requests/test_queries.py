@@ -38,7 +38,7 @@ def turns(core: Core) -> list[list[tuple[int, int]]]:
     return found
 
 
-def test_a_flood_of_questions_delays_other_clients_by_one_round() -> None:
+def test_a_flood_of_queries_delays_other_clients_by_one_round() -> None:
     flooders, each = 40, 1000
     core = serving(flooders + 1)
     flood = [(peer, Ask(n, "metrics")) for peer in range(1, flooders + 1) for n in range(1, each + 1)]
@@ -62,7 +62,7 @@ def test_many_connections_of_a_user_delay_another_user_by_one_turn() -> None:
     assert [n for peer, n in found if peer == 200] == [1, 2, 3]
 
 
-def test_a_small_question_goes_before_large_ones_of_its_user() -> None:
+def test_a_small_query_goes_before_large_ones_of_its_user() -> None:
     core = serving(0)
     for peer in range(1, 201):
         core.handle([(0, events.Opened(peer, "uid:1", "lane", EVERY)), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
@@ -79,7 +79,7 @@ def test_one_large_answer_is_built_in_a_turn() -> None:
     assert found == [[(1, 1)], [(2, 1), (3, 1)], [(1, 2), (3, 2)]]
 
 
-def test_questions_of_a_client_that_falls_behind_wait() -> None:
+def test_queries_of_a_client_that_falls_behind_wait() -> None:
     core = serving(2)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 10)] + [(2, Ask(1, "live"))], 0)
     core.handle([(0, events.Behind(1, True))], 0)
@@ -90,7 +90,7 @@ def test_questions_of_a_client_that_falls_behind_wait() -> None:
     assert [n for _, n in found] == [*range(found[0][1], 10), 20]
 
 
-def test_questions_of_a_client_that_disconnects_while_behind_are_dropped() -> None:
+def test_queries_of_a_client_that_disconnects_while_behind_are_dropped() -> None:
     core = serving(1)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 10)], 0)
     core.handle([(0, events.Behind(1, True))], 0)
@@ -111,7 +111,7 @@ def test_clients_are_served_round_robin() -> None:
     assert found == [[(1, 1), (2, 1), (3, 1), (1, 2)], [(3, 2), (1, 3), (1, 4), (1, 5)], [(1, 6)]]
 
 
-def test_questions_are_dropped_when_the_client_disconnects() -> None:
+def test_queries_are_dropped_when_the_client_disconnects() -> None:
     core = serving(2)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
     assert passed(core.handle([(0, events.Closed(1)), (2, Ask(1, "live"))], 0)) == [(2, 1)]
@@ -119,14 +119,14 @@ def test_questions_are_dropped_when_the_client_disconnects() -> None:
     core.check()
 
 
-def test_questions_are_dropped_when_the_server_disconnects_the_client() -> None:
+def test_queries_are_dropped_when_the_server_disconnects_the_client() -> None:
     core = serving(1)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
     assert passed(core.handle([(1, Hello(PROTOCOL, 1, "again", "memfd"))], 0)) == []
     assert core.deadline() is None
 
 
-def test_a_question_counts_against_the_limit_until_it_is_answered() -> None:
+def test_a_query_counts_against_the_limit_until_it_is_answered() -> None:
     core = serving(2, client_questions=3)
     effects = core.handle([(1, Ask(n, "live")) for n in range(1, 6)] + [(2, Ask(1, "live"))], 0)
     fails = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Fail)]
@@ -139,7 +139,7 @@ def test_a_question_counts_against_the_limit_until_it_is_answered() -> None:
     assert passed(core.handle([(1, Ask(6, "live"))], 0)) == [(1, 6)]
 
 
-def test_a_question_with_a_number_in_flight_is_refused() -> None:
+def test_a_query_with_a_number_in_flight_is_refused() -> None:
     core = serving(1)
     effects = core.handle([(1, Ask(1, "live")), (1, Ask(1, "live"))], 0)
     (fail,) = [e.message for e in effects if isinstance(e, Send)]
@@ -155,7 +155,7 @@ def test_operations_and_their_bodies_do_not_wait(what: str) -> None:
     assert [e.ask for e in effects if isinstance(e, Query)] == pieces
 
 
-def test_the_bytes_of_a_body_do_not_wait_with_a_question() -> None:
+def test_the_bytes_of_a_body_do_not_wait_with_a_query() -> None:
     core = serving(1)
     asks = [Ask(n, "live", "", 0, bytes(FIELD_BYTES)) for n in range(1, 100)]
     core.handle([(1, ask) for ask in asks], 0)
@@ -165,7 +165,7 @@ def test_the_bytes_of_a_body_do_not_wait_with_a_question() -> None:
     assert "too long" in fail.message.text
 
 
-def test_a_question_before_bye_is_answered() -> None:
+def test_a_query_before_bye_is_answered() -> None:
     core = serving(1)
     effects = core.handle([(1, Ask(1, "live")), (1, Bye())], 0)
     assert passed(effects) == [(1, 1)]

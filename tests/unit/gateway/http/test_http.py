@@ -340,7 +340,7 @@ def test_loads_and_unloads() -> None:
         ("metrics", b"", Unsupported),
     ],
 )
-def test_invalid_questions_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:
+def test_invalid_queries_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         question(action, body, "m")
 

@@ -152,7 +152,7 @@ def test_the_broker_is_polled_less_often_if_its_answers_are_expensive() -> None:
     assert len(broker.asked) == pytest.approx(100 * BROKER_SHARE / 0.2, abs=1)
 
 
-def test_one_question_is_in_flight_at_a_time() -> None:
+def test_one_query_is_in_flight_at_a_time() -> None:
     broker = Broker()
     broker.answers = False
     connection = broker.view()
