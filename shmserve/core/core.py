@@ -206,7 +206,9 @@ class Core:
         return effects
 
     def deadline(self) -> int | None:
-        return self.state.now if self._queries.waiting else self.state.deadline()
+        if self._queries.waiting or self.state.ledger.departed:
+            return self.state.now
+        return self.state.deadline()
 
     def tick(self, now: int) -> list[Effect]:
         effects = self.state.begin()
@@ -247,6 +249,8 @@ class Core:
     def _process_work_lists(self, now: int) -> None:
         """The second half of a turn: processes the work lists in `State` that the events have filled."""
         state = self.state
+        if state.ledger.departed:
+            state.ledger.release_departed()
         if state.replaced_versions or state.replaced_instances or state.forced_unloads:
             handover.process(state, now)
         if state.joined:

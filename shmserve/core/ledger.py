@@ -13,6 +13,7 @@ mapped, and its handles can still be passed on.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import deque
 
 from msgspec import Struct
 
@@ -23,6 +24,9 @@ from shmserve.protocol.messages import DEVICE, OWNER_SHIFT, Handle, Map, Return,
 
 INTERNAL = "internal"
 """Audience of memory that only workers and the broker may read."""
+RELEASED_AT_ONCE = 512
+"""Maximum number of holds of a disconnected client that are released in the turn of its disconnect."""
+RELEASED_PER_TURN = 2048
 Place = tuple[int, int]
 """(segment, offset). Invariant: live blocks never share one."""
 
@@ -66,6 +70,8 @@ class Ledger:
         self.held_bytes = 0
         """Total of all clients."""
         self._returns: dict[int, list[Handle]] = {}
+        self.departed: deque[ClientState] = deque()
+        """Disconnected clients with holds that `release_departed` has yet to release."""
 
     # ------------------------------------------------------------------------------------ segments
 
@@ -290,17 +296,31 @@ class Ledger:
     # ------------------------------------------------------------------------------------ disconnects and deaths
 
     def client_died(self, client: ClientState) -> None:
-        """Releases everything that the client held or owned."""
+        """Releases everything that the client held or owned; many holds over several turns, so that its end does not
+        delay others."""
         self._forget_peer(client.number)  # first: it gets no further messages
-        for place in list(client.holds):
+        if len(client.holds) <= RELEASED_AT_ONCE:
+            self._release_holds(client, RELEASED_AT_ONCE)
+        else:
+            self.departed.append(client)
+
+    def release_departed(self) -> None:
+        """Releases the next holds of disconnected clients. Call in each turn while `departed` has any."""
+        client = self.departed[0]
+        self._release_holds(client, RELEASED_PER_TURN)
+        if not client.holds:
+            self.departed.popleft()
+
+    def _release_holds(self, client: ClientState, most: int) -> None:
+        for _ in range(min(most, len(client.holds))):
+            place = client.holds.pop()
             hold = self.holds[place]
-            del hold.clients[client.number]
+            freed = hold.clients.pop(client.number) * hold.handle.size
+            client.held_bytes -= freed
+            self.held_bytes -= freed
             for part in [part for part in hold.slices if part[0] == client.number]:
                 del hold.slices[part]
             self._release(place, hold)
-        client.holds.clear()
-        self.held_bytes -= client.held_bytes
-        client.held_bytes = 0
 
     def worker_died(self, peer: int) -> set[int]:
         """Returns the segments that are lost while something still refers to them."""
@@ -317,6 +337,7 @@ class Ledger:
 
     def check(self, clients: dict[int, ClientState]) -> None:
         """Checks every invariant between segments, holds and clients."""
+        clients = clients | {client.number: client for client in self.departed}
         counted: dict[int, list[int]] = {}
         for place, hold in self.holds.items():
             assert hold.clients or hold.pins, f"hold {place} has no holders"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from shmserve.core.effects import Forget, Free, Send
-from shmserve.core.ledger import Ledger
+from shmserve.core.ledger import RELEASED_AT_ONCE, RELEASED_PER_TURN, Ledger
 from shmserve.core.requests.client import ClientState
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Handle, Map, Return, Unmap
@@ -120,6 +120,21 @@ def test_a_slice_that_is_passed_on(told: Told) -> None:
     ledger.take_back(told.b, part)
     assert told.said() == [Send(WORKER, Return((whole,)))]
     assert not told.b.held_bytes
+
+
+def test_many_holds_of_a_disconnected_client_are_released_over_several_turns(told: Told) -> None:
+    for number in range(RELEASED_AT_ONCE + RELEASED_PER_TURN):
+        told.given(told.a, 64 * number, 64)
+    told.said()
+    told.ledger.client_died(told.a)
+    (last,) = told.ledger.departed
+    released = []
+    while told.ledger.departed:
+        assert not told.said()
+        told.ledger.release_departed()
+        released += [len(send.message.handles) for send in told.said()]
+    assert released == [RELEASED_PER_TURN, RELEASED_AT_ONCE]
+    assert (last.held_bytes, told.ledger.held_bytes, told.ledger.holds) == (0, 0, {})
 
 
 def test_pinned_slices_outlive_their_holder(told: Told) -> None:
@@ -349,6 +364,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def client_dies(self, who: int) -> None:
         number = list(self.clients)[who % len(self.clients)]
         self.ledger.client_died(self.clients.pop(number))
+        while self.ledger.departed:
+            self.said()
+            self.ledger.check(self.clients)
+            self.ledger.release_departed()
         self.held = Counter({pair: count for pair, count in self.held.items() if pair[0] != number})
 
     @rule(really=st.integers(0, 9))
@@ -375,4 +394,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
 @pytest.mark.hypothesis
 def test_ledger_machine() -> None:
+    run_state_machine_as_test(LedgerMachine, settings=settings(max_examples=examples(60)))
+
+
+@pytest.mark.hypothesis
+def test_ledger_machine_with_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holds of a disconnected client are released one per turn."""
+    monkeypatch.setattr("shmserve.core.ledger.RELEASED_AT_ONCE", 1)
+    monkeypatch.setattr("shmserve.core.ledger.RELEASED_PER_TURN", 1)
     run_state_machine_as_test(LedgerMachine, settings=settings(max_examples=examples(60)))

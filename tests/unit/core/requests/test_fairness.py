@@ -10,8 +10,10 @@ import pytest
 
 from shmserve.core import events
 from shmserve.core.core import ROWS
+from shmserve.core.effects import Send
+from shmserve.core.ledger import RELEASED_PER_TURN
 from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
-from shmserve.protocol.messages import Cancel, Infer, Reply, Tensor
+from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Reply, Tensor
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.world import World
 
@@ -204,3 +206,21 @@ def test_requests_that_expire_do_not_cost_their_client_its_share() -> None:
             client.answers.clear()
     within(load.served, 2)
     assert sum(load.served.values()) > 600 * 7
+
+
+def test_the_holds_of_a_disconnected_client_are_released_in_small_turns() -> None:
+    load = Load(model("m"))
+    core, client, (worker,) = load.world.core, load.world.connect("a"), load.world.workers.values()
+    ledger, owner = core.state.ledger, worker.peer
+    segment = owner << 32 | 7
+    ledger.announce(owner, Map(segment, 1 << 20), "")
+    for number in range(2 * RELEASED_PER_TURN):
+        ledger.give(core.state.clients[client.peer], Handle(segment, 64 * number, 64))
+    effects = core.handle([(0, events.Closed(client.peer))], load.world.now)
+    turns = 1
+    while core.deadline() == load.world.now:
+        returned = [len(effect.message.handles) for effect in effects if isinstance(effect, Send)]
+        assert returned == [RELEASED_PER_TURN]
+        effects = core.tick(load.world.now)
+        turns += 1
+    assert (turns, ledger.holds, ledger.held_bytes) == (2, {}, 0)
