@@ -227,12 +227,14 @@ def _mappings() -> Generator[Thing, None, None]:
 
 
 SORTS: tuple[Callable[[], Generator[Thing, None, None]], ...] = (
-    _descriptors,
     _threads,
     _processes,
+    _descriptors,
     _names,
     _mappings,
 )
+"""Threads and processes first: one that ends while the others are listed closes what it holds before it vanishes. If
+they came last, its descriptors would be listed, but not the thread that still has to close them."""
 
 
 def snapshot() -> Things:
@@ -333,10 +335,16 @@ def _settled(before: Things, seconds: float) -> tuple[list[Thing], Things]:
         return [], now
     gc.collect()
     left, now = _look(before)
-    if any(thing.sort in ("thread", "process") for thing in left):
-        _wait(left, seconds)
+    waited_for: set[tuple[Any, ...]] = set()
+    end = monotonic() + seconds
+    while ending := [one for one in left if one.sort in ("thread", "process") and one.key not in waited_for]:
+        _wait(ending, seconds)
+        waited_for.update(one.key for one in ending)
         _reap_orphans()
-        left, now = _look(before)
+        left, now = _look(before)  # perhaps with threads and processes that these have started
+        if monotonic() > end:
+            break
+    if waited_for:
         end = monotonic() + seconds
         while any(_is_ending(thing) for thing in left) and monotonic() < end:
             select.select((), (), (), 0.02)  # there is no event when a process has waited for its child

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -270,6 +272,60 @@ def test_a_process_that_ends_after_it_was_listed() -> None:
     own = leaks._stat(str(os.getpid()))
     assert own is not None
     assert not leaks._is_ending(leaks.Thing("process", ("process", os.getpid(), own[2]), "child of 1", "running"))
+
+
+def test_a_thread_that_ends_while_things_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It closes its descriptor after the descriptors have been listed: list again."""
+    held, go_on = os.memfd_create("held"), threading.Event()
+    looks = iter(range(2))  # the thread still runs at the first look
+
+    def close() -> None:
+        go_on.wait()
+        os.close(held)
+
+    thread = threading.Thread(target=close)
+
+    def listing(sort: Callable[[], Iterable[leaks.Thing]]) -> Callable[[], Iterable[leaks.Thing]]:
+        def listed() -> Iterable[leaks.Thing]:
+            yield from sort()
+            if sort is leaks._descriptors and next(looks, 1):
+                go_on.set()
+                thread.join()
+
+        return listed
+
+    before = {key: thing for key, thing in leaks.snapshot().items() if "memfd:held" not in thing.text}
+    thread.start()
+    monkeypatch.setattr(leaks, "SORTS", [listing(sort) for sort in leaks.SORTS])
+    assert leaks._settled(before, 60.0)[0] == []
+
+
+def test_threads_that_ending_threads_start_are_awaited() -> None:
+    """The way grpcio ends: its threads start the one that closes its descriptors."""
+    before, go_on, ended = leaks.snapshot(), threading.Event(), threading.Event()
+    held = os.memfd_create("held")
+
+    def close() -> None:
+        ended.wait()
+        os.close(held)
+
+    def start_another() -> None:
+        go_on.wait()
+        threading.Thread(target=close).start()
+
+    threading.Thread(target=start_another).start()
+    real_wait = leaks._wait
+
+    def wait(things: list[leaks.Thing], seconds: float) -> None:
+        (ended if go_on.is_set() else go_on).set()
+        real_wait(things, seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaks, "_wait", wait)
+        try:
+            assert leaks._settled(before, 60.0)[0] == []
+        finally:
+            ended.set()
 
 
 def test_a_leak_is_an_error_of_the_node_that_made_it(
