@@ -1,5 +1,5 @@
-"""The interpreters that shmserve supports: from this machine, from uv, or from Debian's packages unpacked in
-build/pythons.
+"""The interpreters that shmserve supports: from this machine (PATH or pyenv), from uv, or from Debian's packages
+unpacked in build/pythons.
 
 Debian's packages of a later release bring their own C library. patchelf writes the paths of the folder into the
 interpreter, so nothing else on the machine changes.
@@ -31,10 +31,16 @@ RUNS = "import ensurepip, venv, ctypes, ssl, sysconfig; print('%d.%d' % __import
 
 def find(version: str) -> Path | None:
     """The interpreter of a version; None if `install` has found none."""
-    known = shutil.which(f"python{version}")
-    places = [Path(known)] if known else []
+    # In all directories of PATH, because the first match may be a shim of pyenv for a version that is not selected.
+    folders = [Path(folder) for folder in os.get_exec_path()]
+    folders += sorted(_pyenv().glob(f"versions/{version}.*/bin"), reverse=True)
+    places = [folder / f"python{version}" for folder in folders]
     places += [_debian(version) / "usr" / "bin" / f"python{version}", PLACE / version / "uv" / "bin" / "python3"]
     return next((place for place in places if _runs(place, version)), None)
+
+
+def _pyenv() -> Path:
+    return Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
 
 
 def reason(version: str) -> str:
