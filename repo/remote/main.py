@@ -284,15 +284,17 @@ def main(arguments: Sequence[str]) -> int:
         if not first:
             return 0
         mirrors = Mirrors(msgspec.json.decode(first, type=Settings), emit)
-        logging.basicConfig(level=logging.ERROR, format="%(message)s", handlers=[_Redacted(mirrors.redact)])
+        errors = logging.StreamHandler(sys.stderr)
+        errors.setFormatter(_Redacted(mirrors.redact))
+        logging.basicConfig(level=logging.ERROR, handlers=[errors])
         for line in lines:
             mirrors.handle(json.loads(line))
     os._exit(0)  # threads may wait for a network
 
 
-class _Redacted(logging.StreamHandler[Any]):
+class _Redacted(logging.Formatter):
     def __init__(self, redact: Redactor) -> None:
-        super().__init__(sys.stderr)
+        super().__init__("%(message)s")
         self._redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
