@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from shmserve.protocol.worker_messages import Row, Work
+from shmserve.protocol.worker_messages import Row, StepOptions, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.identity import Identity
 from shmserve.workers.gpu.shared import memory_of
@@ -37,7 +37,7 @@ class Pair:
         self._announced = 0
 
     def produce(self, *arrays: Array, near: tuple[str, ...] = ("y",), **more: Any) -> list[Row]:
-        works = [replace(self.producer.work(x=array, **more), near=near) for array in arrays]
+        works = [replace(self.producer.work(x=array, **more), step=StepOptions(near)) for array in arrays]
         self.runtime.state.calls.clear()
         return self.producer.run(*works)
 

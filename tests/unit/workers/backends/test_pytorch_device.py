@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from shmserve.protocol.worker_messages import StepOptions
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.batch.specs import Spec, inputs_of
@@ -66,7 +67,7 @@ def test_pytorch_reads_and_writes_on_the_gpu(torch_pair: Pair, settled: list[Any
     pair, given = torch_pair, arrays(*shares)
     rows = pair.produce(*given)
     for near in ((), ("y__0",), ("y__0", "z__1")):
-        works = [replace(work, near=near) for work in pair.pass_on(*rows)]
+        works = [replace(work, step=StepOptions(near)) for work in pair.pass_on(*rows)]
         pair.copies()
         settled.clear()
         found = pair.consumer.run(*works)

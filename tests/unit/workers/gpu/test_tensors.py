@@ -14,7 +14,7 @@ from shmserve.broker.config.settings import CUDA_POOL_LIMIT
 from shmserve.dtypes import to_numpy
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.protocol.messages import Handle, Tensor, Wanted
-from shmserve.protocol.worker_messages import Work
+from shmserve.protocol.worker_messages import StepOptions, Work
 from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyCuda
 from shmserve.shm.extents import cuda as extents
 from shmserve.shm.mapped import Mapped, OnDevice
@@ -56,7 +56,7 @@ def test_a_cuda_graph_writes_to_its_recorded_addresses(runtime: Any, tmp_path: P
         for count, kinds in ((1, {HOST_TO_DEVICE, WITHIN}), (2, {HOST_TO_DEVICE}), (1, {HOST_TO_DEVICE, WITHIN})):
             (x,) = arrays(count)
             runtime.state.calls.clear()
-            (row,) = instance.run(replace(instance.work(x=x), near=("y",)))
+            (row,) = instance.run(replace(instance.work(x=x), step=StepOptions(("y",))))
             assert {call[4] for call in runtime.state.named("memcpyAsync")} == kinds
             (output,) = row.outputs
             (again,) = instance.run(Work(7, count, (replace(output, name="x"),), None, "internal"))
@@ -137,7 +137,7 @@ def test_onnx_runtime_reads_and_writes_on_the_gpu(onnx_pair: Pair, shares: tuple
         rows = pair.produce(*given)
         pair.copies()
         works = [
-            replace(work, inputs=(*work.inputs, pair.consumer.work(b=array * 2).inputs[0]), near=near)
+            replace(work, inputs=(*work.inputs, pair.consumer.work(b=array * 2).inputs[0]), step=StepOptions(near))
             for work, array in zip(pair.pass_on(*rows), given, strict=True)
         ]
         found = pair.consumer.run(*works)
@@ -182,7 +182,7 @@ def test_outputs_that_are_copied_to_the_host(pair: Pair, case: str, tmp_path: Pa
         adder(tmp_path / "small", 8)
         producer = Instance(TensorRT, tmp_path / "small", ModelConfig(name="m", backend="tensorrt"))
         (x,) = arrays(1, width=8)
-    (row,) = producer.run(replace(producer.work(x=x, outputs=outputs), near=near))
+    (row,) = producer.run(replace(producer.work(x=x, outputs=outputs), step=StepOptions(near)))
     np.testing.assert_array_equal(producer.array(row), x + 1)
     assert producer.mapped.on_device == {}
     if producer is not pair.producer:
@@ -337,6 +337,6 @@ def test_outputs_of_a_data_dependent_shape_are_copied_to_the_host(runtime: Any, 
     given = config("tensorrt", {"x": ("INT32", (-1,))}, {"where": ("INT64", (-1,))})
     x = np.ones(10_000, np.int32)
     with Instance(TensorRT, tmp_path, given) as instance:
-        (row,) = instance.run(replace(instance.work(x=x), near=("where",)))
+        (row,) = instance.run(replace(instance.work(x=x), step=StepOptions(("where",))))
         np.testing.assert_array_equal(instance.array(row), np.arange(10_000))
     assert NEAR_KNOB == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
