@@ -16,13 +16,13 @@ from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.messages import Handle, Map, Unmap
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd, posix
-from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.shm.arena import Block, Segment
     from shmserve.shm.extents.base import Extent
     from shmserve.shm.mapped import Mapped
+    from shmserve.workers.gpu.shared import DeviceMemory
     from shmserve.workers.outbox import Outbox
 
 INTERNAL = "internal"
@@ -148,9 +148,15 @@ class Arenas:
         return arena
 
     def _new_near(self, audience: str) -> _AudienceArena:
-        make = memory_of(self._mapped).make
+        make = self._gpu.make
         arena = self._near[audience] = _AudienceArena(self._owner, make, self, audience, on_gpu=True)
         return arena
+
+    @property
+    def _gpu(self) -> DeviceMemory:
+        from shmserve.workers.gpu.shared import memory_of  # without tensors on a GPU it is not imported
+
+        return memory_of(self._mapped)
 
     def _memfd(self, size: int) -> Extent:
         self._make_room(size)
@@ -189,7 +195,7 @@ class Arenas:
             self._mapped.add(segment.id, segment.size, name=message.name)
             self._outbox.add(message)
         if arena.on_gpu:
-            memory_of(self._mapped).own(segment.id, segment.address)
+            self._gpu.own(segment.id, segment.address)
         self._by_segment[segment.id] = arena
         self.audiences[segment.id] = arena.audience
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import msgspec
 import pytest
-from msgspec import inspect
+from msgspec import Struct, inspect
 
 from shmserve.protocol import messages, worker_messages
 from shmserve.protocol.messages import Columns, Handle, Infer, InferBatch, Map, Reply, Tensor, TensorForm
@@ -46,7 +46,7 @@ def test_positional_fields_are_not_named_for_gpus() -> None:
     found = []
     for module in (messages, worker_messages):
         for name, kind in vars(module).items():
-            if isinstance(kind, type) and issubclass(kind, messages.Struct) and kind is not messages.Struct:
+            if isinstance(kind, type) and issubclass(kind, Struct) and kind is not Struct:
                 info = inspect.type_info(kind)
                 assert isinstance(info, inspect.StructType)
                 names = [field.name for field in info.fields] if info.array_like else []

@@ -23,6 +23,7 @@ from shmserve.workers.backends.onnx import run
 from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.backends.python.pb_requests import InferenceRequest, mark_device_inputs
 from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
+from shmserve.workers.gpu.api import Cuda
 from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.output_arenas import NEAR_KNOB
 from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays, gathered
@@ -261,17 +262,17 @@ class Driver:
 def test_the_driver_must_confirm_the_size_of_an_allocation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = pair.produce(*arrays(1))
     (work,) = pair.pass_on(row)
-    cuda = memory_of(pair.consumer.mapped).cuda
+    ranges = cast(Cuda, memory_of(pair.consumer.mapped).cuda)._ranges
     (_, size) = next(iter(pair.consumer.mapped.on_device.values()))
     for driver, code, text in (
         (Driver(size - 1), "INVALID_ARG", f"has {size - 1} bytes, and was announced with {size}"),
         (Driver(size, 1), "HANDLE_LOST", "has no known size: error 1 of the driver"),
     ):
-        monkeypatch.setattr(cuda, "_driver", driver)
+        monkeypatch.setattr(ranges, "_range", driver.cuMemGetAddressRange_v2)
         (failed,) = pair.consumer.run(work)
         assert_failed(failed, code, text)
         assert pair.runtime.state.opened == {}, "a refused allocation is closed again"
-    monkeypatch.setattr(cuda, "_driver", Driver(size))
+    monkeypatch.setattr(ranges, "_range", Driver(size).cuMemGetAddressRange_v2)
     np.testing.assert_array_equal(pair.consumer.array(pair.consumer.run(work)[0]), arrays(1)[0] + 2)
     pair.give_back(row)
 
