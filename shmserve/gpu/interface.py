@@ -16,6 +16,12 @@ ALIGN = 256
 UNIT_BYTES = 2 * 1024 * 1024
 """The unit in which memory is exported: what shares a unit with exported memory is exported with it."""
 
+
+def whole_units(size: int) -> int:
+    """Rounds up to memory that can be exported alone."""
+    return -(-size // UNIT_BYTES) * UNIT_BYTES
+
+
 Direction = Literal["to_device", "to_host", "within"]
 
 

@@ -17,7 +17,7 @@ from shmserve.errors import HandleLost, ModelFailed, Unavailable
 from shmserve.gpu.choice import open_client_devices, open_device
 from shmserve.gpu.interface import ALIGN, UNIT_BYTES, ClientDevices, Device, DeviceLost
 from shmserve.shm.extents.cuda import UUID_BYTES, parts_of
-from tests.support.gpu.fake_device import fake_gpu
+from tests.support.gpu.fake_device import FakeDevice, fake_gpu
 from tests.support.workers.gpu.device_arrays import end
 from tests.support.workers.gpu.harness import standins
 
@@ -48,6 +48,15 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def device(way: str) -> Device:
     return open_device()
+
+
+@pytest.fixture
+def other(device: Device) -> Device:
+    """The device as another process sees it, if the implementation has processes."""
+    if not isinstance(device, FakeDevice):
+        return open_device()
+    with device.gpu.process("other") as other:
+        return other
 
 
 @pytest.fixture
@@ -203,13 +212,12 @@ def test_mapped_host_memory_is_pinned_if_possible(
         device.unregister(address(given))
 
 
-def test_exported_memory(device: Device, way: str) -> None:
+def test_exported_memory(device: Device, way: str, other: Device) -> None:
     size = UNIT_BYTES
     made = device.allocate(size)
     exported = device.export(made)
     assert len(exported) == 64
     if way != "real":  # CUDA refuses to open a handle in the process that exported it; tests/gpu uses two
-        other = open_device()
         opened = other.open(exported)
         assert other.room(opened) >= size
         streams, given, found = (device.stream(), other.stream()), bytes_of(9), np.zeros(SIZE, np.uint8)

@@ -13,7 +13,7 @@ import numpy as np
 
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.gpu.choice import open_device
-from shmserve.gpu.interface import UNIT_BYTES
+from shmserve.gpu.interface import whole_units
 from shmserve.shm.extents import cuda as extents
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class DeviceMemory:
     def make(self, size: int) -> extents.CudaExtent:
         """Allocates at least `size` bytes, in whole allocation units of the driver, because memory that shares a unit
         is exported together."""
-        size = -(-size // UNIT_BYTES) * UNIT_BYTES
-        return extents.create(size, self.cuda.allocate, self.cuda.export, self.cuda.free, self.cuda.uuid)
+        return extents.create(whole_units(size), self.cuda.allocate, self.cuda.export, self.cuda.free, self.cuda.uuid)
 
     def own(self, segment: int, address: int) -> None:
         """Registers a segment of this process, whose tensors may come back as inputs."""

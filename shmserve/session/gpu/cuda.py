@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shmserve.errors import ModelFailed, Unavailable
-from shmserve.gpu.interface import UNIT_BYTES, Direction
+from shmserve.gpu.interface import Direction, whole_units
 from shmserve.gpu.runtime import NO_MEMORY, load, uuid_of
 from shmserve.shm.extents import cuda
 from shmserve.shm.extents.cuda import CudaExtent
@@ -56,9 +56,10 @@ class ClientCuda:
 
     def extent(self, device: int, size: int) -> CudaExtent:
         """Allocate at least `size` bytes, in whole allocation units of the driver: a unit is exported as a whole."""
-        size = -(-size // UNIT_BYTES) * UNIT_BYTES
         with self.on(device) as runtime:
-            return cuda.create(size, runtime.malloc, runtime.ipcGetMemHandle, _keep, uuid_of(runtime, device))
+            return cuda.create(
+                whole_units(size), runtime.malloc, runtime.ipcGetMemHandle, _keep, uuid_of(runtime, device)
+            )
 
     def copy(self, device: int, target: int, source: int, size: int, direction: Direction, stream: int) -> None:
         """Copy synchronously."""

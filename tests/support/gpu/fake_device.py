@@ -18,7 +18,7 @@ import pytest
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable
 from shmserve.gpu import choice
-from shmserve.gpu.interface import ALIGN, UNIT_BYTES, Device, DeviceLost, Direction
+from shmserve.gpu.interface import ALIGN, Device, DeviceLost, Direction, whole_units
 from shmserve.shm.extents import cuda
 from shmserve.shm.extents.cuda import EXPORTED_BYTES, UUID_BYTES, CudaExtent
 from tests.support.gpu.fake_memory import Memory, Range, Stream, Work
@@ -39,7 +39,8 @@ class Violation(AssertionError):
 
 
 class FakeGpu:
-    """One GPU of the machine. Each FakeDevice is the view of a process."""
+    """One GPU of the machine. A FakeDevice is the view of a process: code that opens the device several times gets the
+    same one, until `process` switches to another."""
 
     def __init__(self, size: int = 1 << 30, uuid: bytes = b"fake", capability: str = "9.0") -> None:
         self.size = size
@@ -51,13 +52,24 @@ class FakeGpu:
         self.allocations = 0
         """Allocations of device memory so far."""
         self.exported: dict[bytes, tuple[FakeDevice, Memory]] = {}
-        self._devices: list[FakeDevice] = []
+        self._devices: dict[str, FakeDevice] = {}
+        self._process = ""
         self._failures: dict[str, int] = {}
 
     def device(self) -> FakeDevice:
-        made = FakeDevice(self)
-        self._devices.append(made)
-        return made
+        found = self._devices.get(self._process)
+        if found is None:
+            found = self._devices[self._process] = FakeDevice(self)
+        return found
+
+    @contextmanager
+    def process(self, name: str) -> Iterator[FakeDevice]:
+        """What runs here is in another process."""
+        before, self._process = self._process, name
+        try:
+            yield self.device()
+        finally:
+            self._process = before
 
     def client_devices(self) -> FakeClientDevices:
         return FakeClientDevices(self.device())
@@ -68,7 +80,7 @@ class FakeGpu:
     @property
     def used(self) -> int:
         """Bytes of device memory in use, by all processes."""
-        return sum(memory.size for device in self._devices for memory in device.memory.values())
+        return sum(memory.size for device in self._devices.values() for memory in device.memory.values())
 
     def fail(self, name: str, status: int = INVALID) -> None:
         """The next call of this function fails."""
@@ -86,14 +98,14 @@ class FakeGpu:
     def left(self) -> dict[str, int]:
         """Objects that were created and not freed, in all processes."""
         found: dict[str, int] = {}
-        for device in self._devices:
+        for device in self._devices.values():
             for name, number in device.left().items():
                 found[name] = found.get(name, 0) + number
         return found
 
     def close(self) -> None:
         """Releases everything, and raises the first violation."""
-        for device in self._devices:
+        for device in self._devices.values():
             device.drop()
         self._devices.clear()
         self.exported.clear()
@@ -109,7 +121,7 @@ class FakeDevice:
     devices = 1
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+        self.gpu = gpu
         self.uuid = gpu.uuid
         self.capability = gpu.capability
         self.memory: dict[int, Memory] = {}
@@ -142,7 +154,7 @@ class FakeDevice:
     # ------------------------------------------------------------------------------------ memory
 
     def allocate(self, size: int) -> int:
-        gpu = self._gpu
+        gpu = self.gpu
         gpu.check_failure("allocate")
         size = -(-max(size, 1) // ALIGN) * ALIGN
         if size > gpu.size - gpu.used:
@@ -160,12 +172,12 @@ class FakeDevice:
         if memory is None:
             raise self._unknown(address, "device memory")
         if memory.users:
-            raise self._gpu.violate(f"memory of {memory.size} bytes was freed while another process has it open")
+            raise self.gpu.violate(f"memory of {memory.size} bytes was freed while another process has it open")
         self._end(memory, "device memory")
         del self.memory[address]
 
     def allocate_host(self, size: int) -> int:
-        self._gpu.check_failure("allocate_host")
+        self.gpu.check_failure("allocate_host")
         made = Memory(max(size, 1))
         self.pinned[made.address] = made
         return made.address
@@ -178,10 +190,10 @@ class FakeDevice:
         del self.pinned[address]
 
     def register(self, address: int, size: int, writable: bool) -> bool:
-        self._gpu.check_failure("register")
+        self.gpu.check_failure("register")
         wanted = Range(address, address + size)
         if any(wanted.meets(known) for known in self.registered.values()):
-            raise self._gpu.violate(f"host memory of {size} bytes was registered twice")
+            raise self.gpu.violate(f"host memory of {size} bytes was registered twice")
         self.registered[address] = wanted
         return True
 
@@ -192,19 +204,19 @@ class FakeDevice:
         self._check_idle(known, "registered memory")
 
     def export(self, address: int) -> bytes:
-        self._gpu.check_failure("export")
+        self.gpu.check_failure("export")
         if address not in self.memory:
             raise self._unknown(address, "device memory")
         token = f"fake {address:x}".encode().ljust(EXPORTED_BYTES, b"\0")
-        self._gpu.exported[token] = self, self.memory[address]
+        self.gpu.exported[token] = self, self.memory[address]
         return token
 
     def open(self, exported: bytes) -> int:
-        owner, memory = self._gpu.exported.get(exported, (None, None))
+        owner, memory = self.gpu.exported.get(exported, (None, None))
         if memory is None or owner is None or memory.address not in owner.memory:
             raise HandleLost("memory of another process on the GPU can no longer be opened")
         if owner is self:
-            raise self._gpu.violate("a process opened its own memory")
+            raise self.gpu.violate("a process opened its own memory")
         mapping = memory.again()
         memory.users += 1
         self.opened[mapping.address] = mapping, memory
@@ -228,9 +240,9 @@ class FakeDevice:
     # ------------------------------------------------------------------------------------ copies, streams, events
 
     def copy(self, target: int, source: int, size: int, direction: int, stream: int) -> None:
-        self._gpu.check_failure("copy")
+        self.gpu.check_failure("copy")
         reads, writes = Range(source, source + size), Range(target, target + size)
-        self._gpu.copies.append((size, direction))
+        self.gpu.copies.append((size, direction))
 
         def check() -> None:
             self._check_place(reads, direction in (TO_HOST, WITHIN), "source")
@@ -250,7 +262,7 @@ class FakeDevice:
         self._queue(stream, Work(run, reads, writes))
 
     def stream(self, priority: int = 0) -> int:
-        self._gpu.check_failure("stream")
+        self.gpu.check_failure("stream")
         number = next(self._numbers)
         self._streams[number] = Stream(number)
         return number
@@ -261,14 +273,14 @@ class FakeDevice:
         del self._streams[stream]
 
     def synchronize_stream(self, stream: int) -> None:
-        self._gpu.check_failure("synchronize_stream")
+        self.gpu.check_failure("synchronize_stream")
         found = self._stream(stream)
         if found.captured is not None:
-            raise self._gpu.violate("a stream was synchronized during a capture")
+            raise self.gpu.violate("a stream was synchronized during a capture")
         self._run(found, found.queued)
 
     def settle(self) -> None:
-        self._gpu.check_failure("settle")
+        self.gpu.check_failure("settle")
         for stream in self._streams.values():
             self._run(stream, stream.queued)
 
@@ -282,7 +294,7 @@ class FakeDevice:
         del self._events[event]
 
     def record(self, event: int, stream: int) -> None:
-        self._gpu.check_failure("record")
+        self.gpu.check_failure("record")
         self._event(event)
         found = self._stream(stream)
         self._events[event] = {**found.after, stream: found.queued}
@@ -293,7 +305,7 @@ class FakeDevice:
             found.after[other] = max(found.after.get(other, 0), position)
 
     def synchronize(self, event: int) -> None:
-        self._gpu.check_failure("synchronize")
+        self.gpu.check_failure("synchronize")
         self._run_after(self._recorded(event))
 
     # ------------------------------------------------------------------------------------ graphs
@@ -301,13 +313,13 @@ class FakeDevice:
     def begin_capture(self, stream: int) -> None:
         found = self._stream(stream)
         if found.captured is not None:
-            raise self._gpu.violate("a capture began during a capture")
+            raise self.gpu.violate("a capture began during a capture")
         found.captured = []
 
     def end_capture(self, stream: int) -> int:
         found = self._stream(stream)
         if found.captured is None:
-            raise self._gpu.violate("a capture ended that had not begun")
+            raise self.gpu.violate("a capture ended that had not begun")
         number = next(self._numbers)
         self._graphs[number], found.captured = found.captured, None
         return number
@@ -316,7 +328,7 @@ class FakeDevice:
         self._stream(stream).captured = None
 
     def launch(self, graph: int, stream: int) -> None:
-        self._gpu.check_failure("launch")
+        self.gpu.check_failure("launch")
         if graph not in self._graphs:
             raise self._unknown(graph, "graph")
         for work in self._graphs[graph]:
@@ -347,16 +359,16 @@ class FakeDevice:
         for memory in known:
             if memory.range.meets(used):
                 beyond = max(used.end - memory.range.end, memory.range.start - used.start)
-                raise self._gpu.violate(f"the {what} of a copy is out of bounds by {beyond} bytes")
+                raise self.gpu.violate(f"the {what} of a copy is out of bounds by {beyond} bytes")
         if any(memory.range.meets(used) for memory in self._freed):
-            raise self._gpu.violate(f"the {what} of a copy was freed")
+            raise self.gpu.violate(f"the {what} of a copy was freed")
         if on_device:
-            raise self._gpu.violate(f"the {what} of a copy is not on the device")
+            raise self.gpu.violate(f"the {what} of a copy is not on the device")
 
     def _check_idle(self, used: Range, what: str) -> None:
         for stream in self._streams.values():
             if any(work.touches(used) for work in stream.waiting):
-                raise self._gpu.violate(f"{what} was released while work that uses it is pending")
+                raise self.gpu.violate(f"{what} was released while work that uses it is pending")
 
     def _end(self, memory: Memory, what: str) -> None:
         self._check_idle(memory.range, what)
@@ -374,7 +386,7 @@ class FakeDevice:
                 continue
             for pending in other.waiting:
                 if pending.number > work.after.get(other.number, 0) and work.conflicts(pending):
-                    raise self._gpu.violate("two streams use the same bytes, and no event orders them")
+                    raise self.gpu.violate("two streams use the same bytes, and no event orders them")
         found.queued += 1
         work.number = found.queued
         found.waiting.append(work)
@@ -405,12 +417,12 @@ class FakeDevice:
     def _recorded(self, event: int) -> dict[int, int]:
         found = self._event(event)
         if found is None:
-            raise self._gpu.violate("an event was waited for that had not been recorded")
+            raise self.gpu.violate("an event was waited for that had not been recorded")
         return found
 
     def _unknown(self, number: int, what: str) -> Violation:
         freed = any(memory.address == number for memory in self._freed)
-        return self._gpu.violate(f"{what} was {'used after it was freed' if freed else 'never created'}")
+        return self.gpu.violate(f"{what} was {'used after it was freed' if freed else 'never created'}")
 
 
 class FakeClientDevices:
@@ -426,9 +438,8 @@ class FakeClientDevices:
         return 0
 
     def extent(self, device: int, size: int) -> CudaExtent:
-        size = -(-size // UNIT_BYTES) * UNIT_BYTES
         own = self.device
-        return cuda.create(size, own.allocate, own.export, lambda address: None, own.uuid)
+        return cuda.create(whole_units(size), own.allocate, own.export, lambda address: None, own.uuid)
 
     def copy(self, device: int, target: int, source: int, size: int, direction: Direction, stream: int) -> None:
         try:

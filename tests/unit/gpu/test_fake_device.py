@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -74,13 +75,14 @@ def unregister_with_pending_work(gpu: FakeGpu, device: FakeDevice) -> None:
 
 def free_while_another_process_has_it_open(gpu: FakeGpu, device: FakeDevice) -> None:
     made = device.allocate(SIZE)
-    gpu.device().open(device.export(made))
+    with gpu.process("other") as other:
+        other.open(device.export(made))
     device.free(made)
 
 
 def close_with_pending_work(gpu: FakeGpu, device: FakeDevice) -> None:
-    other = gpu.device()
-    opened = other.open(device.export(device.allocate(SIZE)))
+    with gpu.process("other") as other:
+        opened = other.open(device.export(device.allocate(SIZE)))
     other.copy(host(), opened, SIZE, TO_HOST, other.stream())
     other.close_opened(opened)
 
@@ -168,7 +170,7 @@ def test_streams_that_an_event_orders_may_use_the_same_bytes(gpu: FakeGpu) -> No
     device = gpu.device()
     made, streams, event = device.allocate(SIZE), [device.stream() for _ in range(3)], device.event()
     device.copy(made, host(), SIZE, TO_DEVICE, streams[0])
-    for before, after in zip(streams, streams[1:], strict=False):
+    for before, after in pairwise(streams):
         device.record(event, before)
         device.wait_for(after, event)
     device.copy(host(), made, SIZE, TO_HOST, streams[2])
@@ -182,6 +184,7 @@ def test_what_is_left(gpu: FakeGpu) -> None:
     assert gpu.left() == {}
     device.allocate(SIZE)
     device.event()
-    gpu.device().allocate(SIZE)
+    with gpu.process("other") as other:
+        other.allocate(SIZE)
     assert gpu.left() == {"device": 2, "events": 1}
     assert gpu.used == 2 * SIZE
