@@ -56,7 +56,7 @@ def chained(repository: Path, name: str, *models: str) -> None:
 
 
 @contextmanager
-def serving_on_gpus(repository: Path, journal: Path) -> Iterator[Server]:
+def serving_on_gpus(repository: Path, journal: Path, *options: str) -> Iterator[Server]:
     """A server on a machine with two fake GPUs, which log copies to `journal`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
