@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from shmserve.dtypes import elements
+from shmserve.errors import InvalidRequest, ServeError
 from shmserve.gpu.choice import open_device
-from shmserve.protocol.worker_messages import Row, StepOptions, Work
+from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.shm.views import address_of
 from shmserve.workers.backends.base import Context, StackedBackend
@@ -18,9 +19,10 @@ from shmserve.workers.backends.device_buffers import Feed, Pinned
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import model_inputs_of
-from tests.support.gpu.fake_device import FakeDevice, FakeGpu
+from shmserve.workers.gpu.shared import memory_of
+from tests.support.gpu.fake_device import FakeDevice, FakeError, FakeGpu
 from tests.support.gpu.fake_memory import Range
-from tests.support.workers.batch_parts import WORKER, Array
+from tests.support.workers.batch_parts import WORKER
 from tests.support.workers.gpu.harness import Instance
 from tests.support.workers.worker_harness import config
 
@@ -47,7 +49,7 @@ class AddOne(StackedBackend):
 
     def load(self, config: ModelConfig) -> None:
         (self._input,) = model_inputs_of(config)
-        size = WIDTH * self._input.item * config.max_batch_size
+        size = elements(self._input.shape) * self._input.item * config.max_batch_size
         self._buffers = [self._device.allocate(size), self._device.allocate(size)]
 
     def close(self) -> None:
@@ -58,9 +60,18 @@ class AddOne(StackedBackend):
         self._device.destroy_stream(self._stream)
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        try:
+            self._execute(inputs, outputs)
+        except (FakeError, ServeError) as error:
+            self._device.synchronize_stream(self._stream)  # the memory of the batch is used again
+            raise self._device.failure(error) if isinstance(error, FakeError) else error from None
+
+    def _execute(self, inputs: GatherGroup, outputs: Results) -> None:
         device, stream, spec = self._device, self._stream, self._input
         shape = inputs.shape(0)
         assert shape is not None
+        if shape[1:] != spec.shape:
+            raise InvalidRequest(f"input 'x' has shape {list(shape)}")
         size = elements(shape) * spec.item
         source = self._feed.address_on_device(inputs, 0)
         if not source:
@@ -80,41 +91,38 @@ class AddOne(StackedBackend):
         device.synchronize_stream(stream)
 
 
-class FakeProcess:
-    """A worker of AddOne."""
+class GpuProcess(Instance):
+    """An instance in a process of its own, as far as the GPU is concerned. By default one of AddOne."""
 
-    def __init__(self, gpu: FakeGpu, name: str, folder: Path, owner: int = WORKER) -> None:
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        name: str,
+        folder: Path,
+        owner: int = WORKER,
+        backend: Any = AddOne,
+        model: ModelConfig | None = None,
+    ) -> None:
         self._gpu = gpu
-        self._name = name
-        x, y = {"x": ("FP32", (WIDTH,))}, {"y": ("FP32", (WIDTH,))}
+        self._process = name
         with gpu.process(name):
-            self.instance = Instance(AddOne, folder, config("fake", x, y, max_batch=8), owner=owner)
+            super().__init__(backend, folder, model or adding("fake"), owner=owner)
+            memory_of(self.mapped)  # tests look at it from outside of the process
 
     def run(self, *works: Work) -> list[Row]:
-        with self._gpu.process(self._name):
-            return self.instance.run(*works)
+        with self._gpu.process(self._process):
+            return super().run(*works)
 
-    def produce(self, *arrays: Array) -> list[Row]:
-        """Runs requests whose outputs may stay on the GPU."""
-        works = [self.instance.work(x=array) for array in arrays]
-        for work in works:
-            work.step = StepOptions(("y",))
-        return self.run(*works)
-
-    def announce_to(self, other: FakeProcess) -> None:
-        for message in self.instance.maps:
-            if message.name is not None and message.segment not in other.instance.mapped:
-                other.instance.mapped.add(message.segment, message.size, name=message.name)
+    def close(self) -> None:
+        with self._gpu.process(self._process):
+            super().close()
 
     def is_on_device(self, row: Row) -> bool:
         assert row.error is None, row.error
         data: Any = row.outputs[0].data
-        return data[0].segment in self.instance.mapped.on_device
+        return data[0].segment in self.mapped.on_device
 
-    def free(self, *rows: Row) -> None:
-        for row in rows:
-            self.instance.free(row.outputs[0])
 
-    def close(self) -> None:
-        with self._gpu.process(self._name):
-            self.instance.close()
+def adding(backend: str, width: int = WIDTH) -> ModelConfig:
+    """y = x + 1, or another function of rows of this width."""
+    return config(backend, {"x": ("FP32", (width,))}, {"y": ("FP32", (width,))}, max_batch=8)

@@ -1,5 +1,5 @@
 """PyTorch models that read and write tensors on a GPU. PyTorch computes on the host, whose memory serves as device
-memory of the fake CUDA, which counts copies.
+memory of the fake GPU, which counts copies.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def torch_pair(settled: list[Any], pair: Pair, tmp_path: Path) -> Pair:
-    """TensorRT (x + 1), followed by PyTorch: y = 3 x, and z, for which the model writes to x."""
+    """The producer (x + 1), followed by PyTorch: y = 3 x, and z, for which the model writes to x."""
     from shmserve.workers.backends.pytorch.backend import Torch
 
     class TorchHere(Torch):

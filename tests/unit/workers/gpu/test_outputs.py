@@ -94,7 +94,7 @@ def test_a_gpu_failure_while_outputs_are_scattered(pair: Pair) -> None:
     works = asked(pair, rows, list(places.handles))
     memory: Any = memory_of(pair.consumer.mapped)
     within = memory._within
-    memory._within = lambda parts: pair.runtime.state.failures.update(memcpyAsync=1) or within(parts)
+    memory._within = lambda parts: pair.fake.fail("copy") or within(parts)
     for row in pair.consumer.run(*works):
         assert_failed(row, "MODEL_FAILED", "the GPU failed")
     pair.consumer.failures.clear()  # their tracebacks refer to arrays
