@@ -26,8 +26,8 @@ from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
 from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.output_arenas import NEAR_KNOB
 from tests.support.gpu.fake_device import FakeGpu
-from tests.support.gpu.fake_processes import GpuProcess, adding
-from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays, gathered
+from tests.support.gpu.fake_processes import WIDTH, GpuProcess, adding
+from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WITHIN, Pair, arrays, gathered
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
 from tests.support.workers.models.worker_models import Graph
 from tests.support.workers.worker_harness import assert_failed, config
