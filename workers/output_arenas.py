@@ -162,13 +162,13 @@ class Arenas:
 
     def _on_gpu(self, size: int) -> Extent:
         """Enforces the limit across arenas. Nothing can be freed to make room, because others may have it open."""
-        from shmserve.gpu.interface import whole_units  # without tensors on a GPU it is not imported
+        from shmserve.gpu.interface import UNIT_BYTES, whole_units  # without tensors on a GPU it is not imported
 
         size = whole_units(size)
         committed = sum(arena.committed for arena in self._near.values())
         if committed + size > self.near_limit:
             raise Unavailable(
-                f"no room for {size} bytes of GPU memory, its smallest unit included: {committed} of "
+                f"no room for {size} bytes of GPU memory, which is allocated in units of {UNIT_BYTES}: {committed} of "
                 f"{self.near_limit} bytes are committed; raise {NEAR_KNOB}"
             )
         return self._gpu.make(size)

@@ -219,7 +219,7 @@ class Devices:
             announcements = self._announcements
             arena = self._arenas[device] = Arena(
                 announcements.owner, partial(self._make, device), limit_bytes=self._limit, announce=self._announce,
-                knob="memory_bytes of the client", numbers=announcements.numbers,
+                knob="memory_bytes of the client", numbers=announcements.numbers, what="GPU memory",
             )  # fmt: skip
         return arena.allocate(size)
 
