@@ -6,14 +6,14 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from shmserve.gpu.interface import ClientDevices, Device
+from shmserve.gpu.interface import ClientDevices, GpuDevice
 
 
 class Implementation(NamedTuple):
     """`device` and `client_devices` are functions, or their names as "module:name", imported on first use."""
 
     name: str
-    device: str | Callable[[], Device]
+    device: str | Callable[[], GpuDevice]
     client_devices: str | Callable[[], ClientDevices]
 
 
@@ -21,9 +21,9 @@ CUPY = Implementation("cupy", "shmserve.workers.gpu.api:Cuda", "shmserve.session
 chosen = CUPY
 
 
-def open_device() -> Device:
+def open_device() -> GpuDevice:
     """Opens the device of this worker."""
-    device: Device = _function(chosen.device)()
+    device: GpuDevice = _function(chosen.device)()
     return device
 
 

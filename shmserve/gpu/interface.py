@@ -29,7 +29,7 @@ class DeviceLost(ModelFailed):
     """This process can no longer use the device and must end."""
 
 
-class Device(Protocol):
+class GpuDevice(Protocol):
     """The device of a worker, which sees only one. Only one thread at a time may use it.
 
     Work in a stream is asynchronous and in order. Only functions named synchronize or settle wait. Functions that have

@@ -15,7 +15,7 @@ import pytest
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable
 from shmserve.gpu.choice import open_client_devices, open_device
-from shmserve.gpu.interface import ALIGN, UNIT_BYTES, ClientDevices, Device, DeviceLost
+from shmserve.gpu.interface import ALIGN, UNIT_BYTES, ClientDevices, DeviceLost, GpuDevice
 from shmserve.shm.extents.cuda import UUID_BYTES, parts_of
 from tests.support.gpu.fake_device import FakeDevice, fake_gpu
 from tests.support.workers.gpu.device_arrays import end
@@ -46,12 +46,12 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def device(way: str) -> Device:
+def device(way: str) -> GpuDevice:
     return open_device()
 
 
 @pytest.fixture
-def other(device: Device) -> Device:
+def other(device: GpuDevice) -> GpuDevice:
     """The device as another process sees it, if the implementation has processes."""
     if not isinstance(device, FakeDevice):
         return open_device()
@@ -60,14 +60,14 @@ def other(device: Device) -> Device:
 
 
 @pytest.fixture
-def stream(device: Device) -> Iterator[int]:
+def stream(device: GpuDevice) -> Iterator[int]:
     made = device.stream()
     yield made
     device.destroy_stream(made)
 
 
 @pytest.fixture
-def memory(device: Device) -> Iterator[list[int]]:
+def memory(device: GpuDevice) -> Iterator[list[int]]:
     """Two allocations."""
     made = [device.allocate(SIZE), device.allocate(SIZE)]
     yield made
@@ -85,15 +85,15 @@ def bytes_of(seed: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
 
 
-@pytest.mark.parametrize("kind", [Device, ClientDevices])
+@pytest.mark.parametrize("kind", [GpuDevice, ClientDevices])
 def test_every_member_of_the_interface_exists(way: str, kind: Any) -> None:
-    made: Any = open_device() if kind is Device else open_client_devices()
+    made: Any = open_device() if kind is GpuDevice else open_client_devices()
     names = [name for name in (*vars(kind), *inspect.get_annotations(kind)) if not name.startswith("_")]
     assert len(names) > 5
     assert [name for name in names if not hasattr(made, name)] == []
 
 
-def test_what_the_device_says_of_itself(device: Device) -> None:
+def test_what_the_device_says_of_itself(device: GpuDevice) -> None:
     major, _, minor = device.capability.partition(".")
     assert major.isdecimal()
     assert minor.isdecimal()
@@ -102,7 +102,7 @@ def test_what_the_device_says_of_itself(device: Device) -> None:
     assert issubclass(device.errors, Exception)
 
 
-def test_copies_of_a_stream_run_in_order(device: Device, stream: int, memory: list[int]) -> None:
+def test_copies_of_a_stream_run_in_order(device: GpuDevice, stream: int, memory: list[int]) -> None:
     given, found = bytes_of(1), np.zeros(SIZE, np.uint8)
     first, second = memory
     device.copy(first, address(given), SIZE, device.to_device, stream)
@@ -112,7 +112,7 @@ def test_copies_of_a_stream_run_in_order(device: Device, stream: int, memory: li
     np.testing.assert_array_equal(found, given)
 
 
-def test_parts_of_an_allocation_are_copied(device: Device, stream: int, memory: list[int]) -> None:
+def test_parts_of_an_allocation_are_copied(device: GpuDevice, stream: int, memory: list[int]) -> None:
     given, found = bytes_of(2), np.zeros(SIZE, np.uint8)
     device.copy(memory[0], address(given), SIZE, device.to_device, stream)
     device.copy(address(found), memory[0] + 1000, 500, device.to_host, stream)
@@ -122,7 +122,7 @@ def test_parts_of_an_allocation_are_copied(device: Device, stream: int, memory: 
 
 
 @pytest.mark.parametrize("spin", [False, True])
-def test_an_event_orders_two_streams(device: Device, stream: int, memory: list[int], spin: bool) -> None:
+def test_an_event_orders_two_streams(device: GpuDevice, stream: int, memory: list[int], spin: bool) -> None:
     given, found = bytes_of(3), np.zeros(SIZE, np.uint8)
     other, event, last = device.stream(-1), device.event(spin), device.event()
     device.copy(memory[0], address(given), SIZE, device.to_device, stream)
@@ -137,7 +137,7 @@ def test_an_event_orders_two_streams(device: Device, stream: int, memory: list[i
     device.destroy_stream(other)
 
 
-def test_settle_waits_for_all_streams(device: Device, stream: int, memory: list[int]) -> None:
+def test_settle_waits_for_all_streams(device: GpuDevice, stream: int, memory: list[int]) -> None:
     given, found = bytes_of(4), np.zeros(SIZE, np.uint8)
     device.copy(memory[0], address(given), SIZE, device.to_device, stream)
     device.settle()
@@ -146,7 +146,7 @@ def test_settle_waits_for_all_streams(device: Device, stream: int, memory: list[
     np.testing.assert_array_equal(found, given)
 
 
-def test_a_captured_graph_runs_each_time_that_it_is_launched(device: Device, stream: int, memory: list[int]) -> None:
+def test_a_captured_graph_runs_each_time_that_it_is_launched(device: GpuDevice, stream: int, memory: list[int]) -> None:
     first, second = memory
     device.begin_capture(stream)
     device.copy(second, first, SIZE, device.within, stream)
@@ -161,7 +161,7 @@ def test_a_captured_graph_runs_each_time_that_it_is_launched(device: Device, str
     device.destroy_graph(graph)
 
 
-def test_pinned_host_memory(device: Device, stream: int, memory: list[int]) -> None:
+def test_pinned_host_memory(device: GpuDevice, stream: int, memory: list[int]) -> None:
     pinned, given = device.allocate_host(SIZE), bytes_of(11)
     ctypes.memmove(pinned, address(given), SIZE)
     device.copy(memory[0], pinned, SIZE, device.to_device, stream)
@@ -173,7 +173,7 @@ def test_pinned_host_memory(device: Device, stream: int, memory: list[int]) -> N
     device.free_host(pinned)
 
 
-def test_a_capture_can_be_given_up(device: Device, stream: int, memory: list[int]) -> None:
+def test_a_capture_can_be_given_up(device: GpuDevice, stream: int, memory: list[int]) -> None:
     device.begin_capture(stream)
     device.copy(memory[1], memory[0], SIZE, device.within, stream)
     device.give_up_capture(stream)
@@ -184,7 +184,7 @@ def test_a_capture_can_be_given_up(device: Device, stream: int, memory: list[int
     np.testing.assert_array_equal(found, given)
 
 
-def test_allocations_are_aligned_and_have_their_size(device: Device) -> None:
+def test_allocations_are_aligned_and_have_their_size(device: GpuDevice) -> None:
     for size in (1, 1000, SIZE):
         made = device.allocate(size)
         assert made % ALIGN == 0
@@ -192,7 +192,7 @@ def test_allocations_are_aligned_and_have_their_size(device: Device) -> None:
         device.free(made)
 
 
-def test_an_allocation_that_does_not_fit_is_an_error_with_the_numbers(device: Device) -> None:
+def test_an_allocation_that_does_not_fit_is_an_error_with_the_numbers(device: GpuDevice) -> None:
     with pytest.raises(Unavailable, match=rf"no room for {1 << 60} bytes on the GPU: \d+ of \d+ bytes are free"):
         device.allocate(1 << 60)
     device.free(device.allocate(SIZE))
@@ -200,7 +200,7 @@ def test_an_allocation_that_does_not_fit_is_an_error_with_the_numbers(device: De
 
 @pytest.mark.parametrize("writable", [True, False])
 def test_mapped_host_memory_is_pinned_if_possible(
-    device: Device, stream: int, memory: list[int], writable: bool
+    device: GpuDevice, stream: int, memory: list[int], writable: bool
 ) -> None:
     given, found = bytes_of(8), np.zeros(SIZE, np.uint8)
     pinned = device.register(address(given), SIZE, writable)
@@ -212,7 +212,7 @@ def test_mapped_host_memory_is_pinned_if_possible(
         device.unregister(address(given))
 
 
-def test_exported_memory(device: Device, way: str, other: Device) -> None:
+def test_exported_memory(device: GpuDevice, way: str, other: GpuDevice) -> None:
     size = UNIT_BYTES
     made = device.allocate(size)
     exported = device.export(made)
@@ -232,12 +232,12 @@ def test_exported_memory(device: Device, way: str, other: Device) -> None:
     device.free(made)
 
 
-def test_memory_that_does_not_exist_is_not_opened(device: Device) -> None:
+def test_memory_that_does_not_exist_is_not_opened(device: GpuDevice) -> None:
     with pytest.raises(HandleLost, match="memory of another process on the GPU can no longer be opened"):
         device.open(bytes(64))
 
 
-def test_errors_are_classified(device: Device) -> None:
+def test_errors_are_classified(device: GpuDevice) -> None:
     assert device.lost(DeviceLost("gone"))
     assert not device.lost(ModelFailed("no"))
     assert not device.lost(ValueError("no"))

@@ -19,7 +19,7 @@ from shmserve.shm.views import hold_of
 from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
-    from shmserve.gpu.interface import Device
+    from shmserve.gpu.interface import GpuDevice
     from shmserve.shm.pages import Pages
     from shmserve.workers.batch.gather import GatherGroup
 
@@ -40,7 +40,7 @@ def _on_device(piece: object) -> bool:
 class Staging:
     """A growing host buffer, pinned if `pinned`. Its content is valid until the next call of `bytes`."""
 
-    def __init__(self, cuda: Device, pinned: bool) -> None:
+    def __init__(self, cuda: GpuDevice, pinned: bool) -> None:
         self._cuda = cuda
         self._pinned = pinned
         self._owned = 0
@@ -71,7 +71,7 @@ class Pinned:
     """Mapped segments that are pinned for the device, with LRU eviction. A segment is unpinned before it is unmapped,
     whatever code releases it last."""
 
-    def __init__(self, cuda: Device, limit: int = PINNED_BYTES) -> None:
+    def __init__(self, cuda: GpuDevice, limit: int = PINNED_BYTES) -> None:
         self._cuda = cuda
         self._limit = limit
         self._sizes: OrderedDict[int, int] = OrderedDict()
@@ -119,7 +119,7 @@ class Pinned:
 class Feed:
     """Copies inputs of requests to the device, directly from where each caller wrote its rows."""
 
-    def __init__(self, cuda: Device, pinned: Pinned, staged: bool, threshold: int, stream: int) -> None:
+    def __init__(self, cuda: GpuDevice, pinned: Pinned, staged: bool, threshold: int, stream: int) -> None:
         """`staged`: small pieces are gathered in pinned memory. `threshold` above 0: this many pieces or more are
         gathered on the host, whatever their size."""
         self._cuda = cuda

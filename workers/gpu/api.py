@@ -1,4 +1,4 @@
-"""The device of a worker on CuPy (`shmserve.gpu.interface.Device`), for CUDA and ROCm, and TensorRT. Invariant: no
+"""The device of a worker on CuPy (`shmserve.gpu.interface.GpuDevice`), for CUDA and ROCm, and TensorRT. Invariant: no
 other module of the worker uses cupy.cuda.runtime or tensorrt, so a missing one is a clear error at load.
 
 Addresses, streams and events are plain numbers. Only functions named synchronize or settle wait.

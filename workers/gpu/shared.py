@@ -17,7 +17,7 @@ from shmserve.gpu.interface import whole_units
 from shmserve.shm.extents import cuda as extents
 
 if TYPE_CHECKING:
-    from shmserve.gpu.interface import Device
+    from shmserve.gpu.interface import GpuDevice
     from shmserve.protocol.messages import Handle
     from shmserve.shm.mapped import Mapped
 
@@ -42,7 +42,7 @@ class DevicePiece:
         return self.shape[0]
 
     @property
-    def cuda(self) -> Device:
+    def cuda(self) -> GpuDevice:
         return self._memory.cuda
 
     @property

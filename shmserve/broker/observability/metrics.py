@@ -64,7 +64,7 @@ _COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
 """Attributes of Statistics with the counts of these summaries; all others use success_count."""
 
 
-Arenas = dict[tuple[int, bool], int]
+SegmentBytes = dict[tuple[int, bool], int]
 """(worker, whether on its GPU) -> bytes of its segments"""
 
 
@@ -118,7 +118,7 @@ class Metrics:
 
     # ------------------------------------------------------------------------------------ models
 
-    def _model(self, page: Page, model: Model, arenas: Arenas) -> None:
+    def _model(self, page: Page, model: Model, arenas: SegmentBytes) -> None:
         add = page.add
         named = labels(("model",), (model.name,))
         add("shmserve_model_loads_total", model.loads.done, f'{named},result="done"')
@@ -184,7 +184,7 @@ class Metrics:
             quantiles = [(f"{share:.12g}", value) for share, value in zip(shares, values, strict=True)]
             page.summary(name, quantiles, count, getattr(counted, attribute) // 1000, named)
 
-    def _instances(self, page: Page, generations: list[Version], arenas: Arenas) -> None:
+    def _instances(self, page: Page, generations: list[Version], arenas: SegmentBytes) -> None:
         """Adds the metrics of instances. `generations` are those of one version; the first is the one being served."""
         samples: dict[str, _InstanceSamples] = {}
         served = generations[0]
@@ -212,7 +212,7 @@ class Metrics:
         version: Version,
         instance: Instance,
         current: bool,
-        arenas: Arenas,
+        arenas: SegmentBytes,
     ) -> None:
         name = instance.spec.name
         sample = samples.get(name)
@@ -231,9 +231,9 @@ class Metrics:
 
     # ------------------------------------------------------------------------------------ memory and clients
 
-    def _segments(self, page: Page) -> Arenas:
+    def _segments(self, page: Page) -> SegmentBytes:
         """Adds the metrics of segments. Returns the total size of each worker's segments."""
-        worker_bytes: Arenas = {}
+        worker_bytes: SegmentBytes = {}
         counts = {"client": 0, "worker": 0, "broker": 0}
         sizes = dict(counts)
         for number, segment in self._state.ledger.segments.items():

@@ -18,10 +18,10 @@ import pytest
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable
 from shmserve.gpu import choice
-from shmserve.gpu.interface import ALIGN, Device, DeviceLost, Direction, whole_units
+from shmserve.gpu.interface import ALIGN, DeviceLost, Direction, GpuDevice, whole_units
 from shmserve.shm.extents import cuda
 from shmserve.shm.extents.cuda import EXPORTED_BYTES, UUID_BYTES, CudaExtent
-from tests.support.gpu.fake_memory import Memory, Range, Stream, Work
+from tests.support.gpu.fake_memory import ByteRange, FakeMemory, FakeStream, FakeWork
 
 TO_DEVICE, TO_HOST, WITHIN = 1, 2, 3
 NO_MEMORY, INVALID, ILLEGAL_ADDRESS = 2, 1, 700
@@ -51,7 +51,7 @@ class FakeGpu:
         """(bytes, direction) of each copy that was queued."""
         self.allocations = 0
         """Allocations of device memory so far."""
-        self.exported: dict[bytes, tuple[FakeDevice, Memory]] = {}
+        self.exported: dict[bytes, tuple[FakeDevice, FakeMemory]] = {}
         self._devices: dict[str, FakeDevice] = {}
         self._process = ""
         self._failures: dict[str, int] = {}
@@ -124,18 +124,18 @@ class FakeDevice:
         self.gpu = gpu
         self.uuid = gpu.uuid
         self.capability = gpu.capability
-        self.memory: dict[int, Memory] = {}
-        self.opened: dict[int, tuple[Memory, Memory]] = {}
+        self.memory: dict[int, FakeMemory] = {}
+        self.opened: dict[int, tuple[FakeMemory, FakeMemory]] = {}
         """The mapping of each opened allocation, and the allocation."""
-        self.pinned: dict[int, Memory] = {}
-        self.registered: dict[int, Range] = {}
-        self._freed: list[Memory] = []
+        self.pinned: dict[int, FakeMemory] = {}
+        self.registered: dict[int, ByteRange] = {}
+        self._freed: list[FakeMemory] = []
         """Their addresses are not used again."""
         self._numbers = count(1)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, FakeStream] = {}
         self._events: dict[int, dict[int, int] | None] = {}
         """What must run before the event; None: it was not recorded."""
-        self._graphs: dict[int, list[Work]] = {}
+        self._graphs: dict[int, list[FakeWork]] = {}
 
     def left(self) -> dict[str, int]:
         found = {
@@ -161,7 +161,7 @@ class FakeDevice:
             raise Unavailable(
                 f"no room for {size} bytes on the GPU: {gpu.size - gpu.used} of {gpu.size} bytes are free"
             )
-        made = Memory(size)
+        made = FakeMemory(size)
         made.fill(_FRESH)
         self.memory[made.address] = made
         gpu.allocations += 1
@@ -178,7 +178,7 @@ class FakeDevice:
 
     def allocate_host(self, size: int) -> int:
         self.gpu.check_failure("allocate_host")
-        made = Memory(max(size, 1))
+        made = FakeMemory(max(size, 1))
         self.pinned[made.address] = made
         return made.address
 
@@ -191,7 +191,7 @@ class FakeDevice:
 
     def register(self, address: int, size: int, writable: bool) -> bool:
         self.gpu.check_failure("register")
-        wanted = Range(address, address + size)
+        wanted = ByteRange(address, address + size)
         if any(wanted.meets(known) for known in self.registered.values()):
             raise self.gpu.violate(f"host memory of {size} bytes was registered twice")
         self.registered[address] = wanted
@@ -241,7 +241,7 @@ class FakeDevice:
 
     def copy(self, target: int, source: int, size: int, direction: int, stream: int) -> None:
         self.gpu.check_failure("copy")
-        reads, writes = Range(source, source + size), Range(target, target + size)
+        reads, writes = ByteRange(source, source + size), ByteRange(target, target + size)
         self.gpu.copies.append((size, direction))
 
         def check() -> None:
@@ -253,18 +253,18 @@ class FakeDevice:
             ctypes.memmove(target, source, size)
 
         check()
-        self._queue(stream, Work(run, (reads,), (writes,)))
+        self._queue(stream, FakeWork(run, (reads,), (writes,)))
 
     def compute(
-        self, run: Callable[[], object], stream: int, reads: Sequence[Range] = (), writes: Sequence[Range] = ()
+        self, run: Callable[[], object], stream: int, reads: Sequence[ByteRange] = (), writes: Sequence[ByteRange] = ()
     ) -> None:
         """Queues work that a kernel would do, for engines of tests."""
-        self._queue(stream, Work(run, reads, writes))
+        self._queue(stream, FakeWork(run, reads, writes))
 
     def stream(self, priority: int = 0) -> int:
         self.gpu.check_failure("stream")
         number = next(self._numbers)
-        self._streams[number] = Stream(number)
+        self._streams[number] = FakeStream(number)
         return number
 
     def destroy_stream(self, stream: int) -> None:
@@ -332,7 +332,7 @@ class FakeDevice:
         if graph not in self._graphs:
             raise self._unknown(graph, "graph")
         for work in self._graphs[graph]:
-            self._queue(stream, Work(work.run, work.reads, work.writes))
+            self._queue(stream, FakeWork(work.run, work.reads, work.writes))
 
     def destroy_graph(self, graph: int) -> None:
         if self._graphs.pop(graph, None) is None:
@@ -348,10 +348,10 @@ class FakeDevice:
 
     # ------------------------------------------------------------------------------------ checks
 
-    def _device_memory(self) -> list[Memory]:
+    def _device_memory(self) -> list[FakeMemory]:
         return [*self.memory.values(), *(mapping for mapping, _ in self.opened.values())]
 
-    def _check_place(self, used: Range, on_device: bool, what: str) -> None:
+    def _check_place(self, used: ByteRange, on_device: bool, what: str) -> None:
         """Checks one side of a copy. Any memory of the process is allowed on the host, except freed pinned memory."""
         known = self._device_memory() if on_device else list(self.pinned.values())
         if any(memory.range.start <= used.start and used.end <= memory.range.end for memory in known):
@@ -365,17 +365,17 @@ class FakeDevice:
         if on_device:
             raise self.gpu.violate(f"the {what} of a copy is not on the device")
 
-    def _check_idle(self, used: Range, what: str) -> None:
+    def _check_idle(self, used: ByteRange, what: str) -> None:
         for stream in self._streams.values():
             if any(work.touches(used) for work in stream.waiting):
                 raise self.gpu.violate(f"{what} was released while work that uses it is pending")
 
-    def _end(self, memory: Memory, what: str) -> None:
+    def _end(self, memory: FakeMemory, what: str) -> None:
         self._check_idle(memory.range, what)
         memory.fill(_FREED)
         self._freed.append(memory)
 
-    def _queue(self, stream: int, work: Work) -> None:
+    def _queue(self, stream: int, work: FakeWork) -> None:
         found = self._stream(stream)
         if found.captured is not None:
             found.captured.append(work)
@@ -391,7 +391,7 @@ class FakeDevice:
         work.number = found.queued
         found.waiting.append(work)
 
-    def _run(self, stream: Stream, position: int) -> None:
+    def _run(self, stream: FakeStream, position: int) -> None:
         while stream.waiting and stream.waiting[0].number <= position:
             work = stream.waiting.popleft()
             self._run_after(work.after)
@@ -403,7 +403,7 @@ class FakeDevice:
             if stream is not None:
                 self._run(stream, position)
 
-    def _stream(self, number: int) -> Stream:
+    def _stream(self, number: int) -> FakeStream:
         found = self._streams.get(number)
         if found is None:
             raise self._unknown(number, "stream")
@@ -471,4 +471,4 @@ def fake_gpu(size: int = 1 << 30) -> Iterator[FakeGpu]:
     gpu.close()
 
 
-_: Callable[[FakeGpu], Device] = FakeGpu.device
+_: Callable[[FakeGpu], GpuDevice] = FakeGpu.device

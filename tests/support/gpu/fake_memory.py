@@ -12,15 +12,15 @@ from typing import NamedTuple
 _GUARD = 4096
 
 
-class Range(NamedTuple):
+class ByteRange(NamedTuple):
     start: int
     end: int
 
-    def meets(self, other: Range) -> bool:
+    def meets(self, other: ByteRange) -> bool:
         return self.start < other.end and other.start < self.end
 
 
-class Memory:
+class FakeMemory:
     """Bytes of the device, mapped at one address. Another process maps the same bytes at another address."""
 
     def __init__(self, size: int, descriptor: int = -1) -> None:
@@ -36,14 +36,14 @@ class Memory:
         """Other processes that have it open."""
 
     @property
-    def range(self) -> Range:
-        return Range(self.address, self.address + self.size)
+    def range(self) -> ByteRange:
+        return ByteRange(self.address, self.address + self.size)
 
     def fill(self, value: int) -> None:
         ctypes.memset(self.address, value, self.size)
 
-    def again(self) -> Memory:
-        return Memory(self.size, os.dup(self.descriptor))
+    def again(self) -> FakeMemory:
+        return FakeMemory(self.size, os.dup(self.descriptor))
 
     def close(self) -> None:
         del self._view
@@ -51,30 +51,30 @@ class Memory:
         os.close(self.descriptor)
 
 
-class Work:
+class FakeWork:
     """`number`: its position in its stream. `after`: for each stream, the position up to which work runs before it."""
 
-    def __init__(self, run: Callable[[], object], reads: Sequence[Range], writes: Sequence[Range]) -> None:
+    def __init__(self, run: Callable[[], object], reads: Sequence[ByteRange], writes: Sequence[ByteRange]) -> None:
         self.run = run
         self.reads = reads
         self.writes = writes
         self.number = 0
         self.after: dict[int, int] = {}
 
-    def conflicts(self, other: Work) -> bool:
+    def conflicts(self, other: FakeWork) -> bool:
         mine, others = (*self.reads, *self.writes), (*other.reads, *other.writes)
         return any(one.meets(two) for one in self.writes for two in others) or any(
             one.meets(two) for one in mine for two in other.writes
         )
 
-    def touches(self, memory: Range) -> bool:
+    def touches(self, memory: ByteRange) -> bool:
         return any(memory.meets(used) for used in (*self.reads, *self.writes))
 
 
-class Stream:
+class FakeStream:
     def __init__(self, number: int) -> None:
         self.number = number
-        self.waiting: deque[Work] = deque()
+        self.waiting: deque[FakeWork] = deque()
         self.queued = 0
         self.after: dict[int, int] = {}
-        self.captured: list[Work] | None = None
+        self.captured: list[FakeWork] | None = None

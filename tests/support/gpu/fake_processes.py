@@ -21,7 +21,7 @@ from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import model_inputs_of
 from shmserve.workers.gpu.shared import memory_of
 from tests.support.gpu.fake_device import FakeDevice, FakeError, FakeGpu
-from tests.support.gpu.fake_memory import Range
+from tests.support.gpu.fake_memory import ByteRange
 from tests.support.workers.batch_parts import WORKER
 from tests.support.workers.gpu.harness import Instance
 from tests.support.workers.worker_harness import config
@@ -85,7 +85,7 @@ class AddOne(StackedBackend):
             values = np.frombuffer(ctypes.string_at(source, size), np.float32) + np.float32(1)
             ctypes.memmove(target, values.ctypes.data, size)
 
-        device.compute(compute, stream, [Range(source, source + size)], [Range(target, target + size)])
+        device.compute(compute, stream, [ByteRange(source, source + size)], [ByteRange(target, target + size)])
         if near is None:
             device.copy(address_of(outputs.place(0, shape)), target, size, device.to_host, stream)
         device.synchronize_stream(stream)

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from shmserve.errors import ModelFailed, ServeError, Unsupported
 from shmserve.gpu.choice import open_device
-from shmserve.gpu.interface import Device
+from shmserve.gpu.interface import GpuDevice
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.gpus import discover
 from shmserve.repo.storage.store import scan_model
@@ -222,7 +222,7 @@ def _write(path: Path, data: Any) -> None:
 
 
 def _report(
-    order: BuildOptions, trt: Any, logger: Any, out: Path, seconds: float, cuda: Device, words: Sequence[str]
+    order: BuildOptions, trt: Any, logger: Any, out: Path, seconds: float, cuda: GpuDevice, words: Sequence[str]
 ) -> None:
     """Loads the plan once, as a server would, and prints its properties."""
     runtime = trt.Runtime(logger)
