@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from shmserve.protocol.messages import Reply
 from shmserve.session import WINDOW, Result, RowReply, Ticket, inline_result
 from shmserve.session.arguments import check_seconds, timeout_us_of
 from shmserve.session.encode import TopK
-from shmserve.session.gpu.tensors import DeviceArray
 from shmserve.session.uploads import (
     UNLOAD_MARGIN_S,
     Body,
@@ -35,6 +34,9 @@ from shmserve.session.uploads import (
     of_unload,
     recorded,
 )
+
+if TYPE_CHECKING:
+    from shmserve.session.gpu.tensors import DeviceArray
 
 
 class _Ticket(Ticket):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
 from shmserve.session import WINDOW, Result
 from shmserve.session.arguments import check_seconds, timeout_us_of
 from shmserve.session.encode import TopK
-from shmserve.session.gpu.tensors import DeviceArray
 from shmserve.session.uploads import (
     UNLOAD_MARGIN_S,
     Body,
@@ -32,10 +31,13 @@ from shmserve.session.uploads import (
     recorded,
 )
 
+if TYPE_CHECKING:
+    from shmserve.session.gpu.tensors import DeviceArray
+
 BUFFERED_MESSAGES = 32
 BUFFERED_BYTES = 64 * 1024
 
-Outputs = Iterable[str] | Mapping[str, np.ndarray[Any, Any] | DeviceArray | TopK | None]
+Outputs: TypeAlias = "Iterable[str] | Mapping[str, np.ndarray[Any, Any] | DeviceArray | TopK | None]"
 
 
 class Client:

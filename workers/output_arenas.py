@@ -16,13 +16,13 @@ from shmserve.errors import InvalidRequest, ServeError, Unavailable
 from shmserve.protocol.messages import Handle, Map, Unmap
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd, posix
-from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.shm.arena import Block, Segment
     from shmserve.shm.extents.base import Extent
     from shmserve.shm.mapped import Mapped
+    from shmserve.workers.gpu.shared import DeviceMemory
     from shmserve.workers.outbox import Outbox
 
 INTERNAL = "internal"
@@ -66,6 +66,7 @@ class _AudienceArena(Arena):
             withdraw=None if on_gpu else arenas.withdraw,
             knob=NEAR_KNOB if on_gpu else KNOB,
             numbers=arenas.numbers,
+            what="GPU memory" if on_gpu else "shared memory",
         )
 
     def give_up_idle(self) -> list[int]:
@@ -83,6 +84,7 @@ class Arenas:
     def __init__(self, owner: int, outbox: Outbox, mapped: Mapped, limit: int = LIMIT_BYTES) -> None:
         self.limit = limit
         self.near_limit = NEAR_BYTES
+        self._near_full = False
         self.numbers = count(1)
         """Segment numbers, shared by all arenas."""
         self._owner = owner
@@ -101,9 +103,16 @@ class Arenas:
 
     def allocate_near(self, audience: str, size: int) -> Block:
         """Allocates on this process's GPU, for readers that can map its memory. The block's address is a device
-        address."""
+        address. Raises Unavailable if the limit is reached; the caller then uses the host, and the first time is
+        logged."""
         arena = self._near.get(audience) or self._new_near(audience)
-        return arena.allocate(size)
+        try:
+            return arena.allocate(size)
+        except Unavailable as error:
+            if self.near_limit and not self._near_full:
+                self._near_full = True
+                log_message(f"outputs on the GPU are copied through the host: {error}", "warning")
+            raise
 
     def split(self, block: Block, sizes: Sequence[int]) -> list[Block]:
         return self._by_segment[block.segment].split(block, sizes)
@@ -148,9 +157,27 @@ class Arenas:
         return arena
 
     def _new_near(self, audience: str) -> _AudienceArena:
-        make = memory_of(self._mapped).make
-        arena = self._near[audience] = _AudienceArena(self._owner, make, self, audience, on_gpu=True)
+        arena = self._near[audience] = _AudienceArena(self._owner, self._on_gpu, self, audience, on_gpu=True)
         return arena
+
+    def _on_gpu(self, size: int) -> Extent:
+        """Enforces the limit across arenas. Nothing can be freed to make room, because others may have it open."""
+        from shmserve.gpu.interface import UNIT_BYTES, whole_units  # without tensors on a GPU it is not imported
+
+        size = whole_units(size)
+        committed = sum(arena.committed for arena in self._near.values())
+        if committed + size > self.near_limit:
+            raise Unavailable(
+                f"no room for {size} bytes of GPU memory, which is allocated in units of {UNIT_BYTES}: {committed} of "
+                f"{self.near_limit} bytes are committed; raise {NEAR_KNOB}"
+            )
+        return self._gpu.make(size)
+
+    @property
+    def _gpu(self) -> DeviceMemory:
+        from shmserve.workers.gpu.shared import memory_of  # without tensors on a GPU it is not imported
+
+        return memory_of(self._mapped)
 
     def _memfd(self, size: int) -> Extent:
         self._make_room(size)
@@ -189,7 +216,7 @@ class Arenas:
             self._mapped.add(segment.id, segment.size, name=message.name)
             self._outbox.add(message)
         if arena.on_gpu:
-            memory_of(self._mapped).own(segment.id, segment.address)
+            self._gpu.own(segment.id, segment.address)
         self._by_segment[segment.id] = arena
         self.audiences[segment.id] = arena.audience
 

@@ -45,9 +45,13 @@ class LedgerSegment(Struct, eq=False):
     orphan: bool = False
 
     @property
+    def on_device(self) -> bool:
+        return self.announcement.name is not None and self.announcement.name.startswith(DEVICE)
+
+    @property
     def lost(self) -> bool:
         """Was it device memory, which is freed when its process ends? Host memory is not."""
-        return self.orphan and self.announcement.name is not None and self.announcement.name.startswith(DEVICE)
+        return self.orphan and self.on_device
 
 
 class Hold(Struct, eq=False, gc=False):

@@ -46,7 +46,7 @@ from shmserve.protocol.messages import (
     WantedOutputs,
     tensors_of,
 )
-from shmserve.protocol.worker_messages import LabelFile
+from shmserve.protocol.worker_messages import StepOptions
 
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
@@ -108,12 +108,10 @@ class Request(Struct, eq=False, gc=False):
     """For a call from a model: the number of the request that the model was running, if the call names it."""
     in_shared_memory: bool = False
     """All its outputs must be in shared memory."""
-    near: tuple[str, ...] = ()
-    """Outputs that may stay on the instance's GPU, because their readers run on the same GPU."""
     aliases: bool = False
     """Its outputs may alias its inputs, because only other steps read them."""
-    labels: tuple[LabelFile, ...] = ()
-    """Label files of classification outputs, where enclosing ensembles override the model's own."""
+    step: StepOptions | None = None
+    """For a step of an ensemble: which outputs stay on the GPU, and label files that override the model's own."""
     miss: Miss | None = None
     """Set if the response cache had no entry and is to store the computed response."""
     sequence: Sequence | None = None

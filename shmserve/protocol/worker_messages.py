@@ -60,12 +60,21 @@ class LabelFile(Struct, array_like=True, frozen=True, gc=False):
     file: str
 
 
+class StepOptions(Struct, omit_defaults=True, frozen=True, gc=False):
+    """Less common properties of a request that is a step of an ensemble. A map, so that only what is set is sent.
+
+    `near`: outputs whose readers are all on this worker's GPU and can read them there."""
+
+    near: tuple[Name, ...] = ()
+    labels: tuple[LabelFile, ...] = ()
+
+
 class Work(Struct, array_like=True, gc=False):
     """One request of a batch. `request` is the broker's number. `rows` is its size along axis 0; 0: not batched.
 
-    `near`: outputs whose readers are all on this worker's GPU and can read them there. `aliases`: only workers read the
-    outputs, so an input in any memory may be passed on as an output. `slot`: the position of its sequence in the batch;
-    -1: any. `inline` false: small outputs are also placed in shared memory, except those of one byte."""
+    `aliases`: only workers read the outputs, so an input in any memory may be passed on as an output. `slot`: the
+    position of its sequence in the batch; -1: any. `inline` false: small outputs are also placed in shared memory,
+    except those of one byte."""
 
     request: Id
     rows: Id
@@ -75,9 +84,8 @@ class Work(Struct, array_like=True, gc=False):
     options: Options | None = None
     slot: int = -1
     inline: bool = True
-    near: tuple[Name, ...] = ()
     aliases: bool = False
-    labels: tuple[LabelFile, ...] = ()
+    step: StepOptions | None = None
 
 
 class Execute(Struct, array_like=True, tag=65, gc=False):

@@ -7,7 +7,7 @@ read-only, unless the caller supplied them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
@@ -16,10 +16,12 @@ from shmserve.dtypes import ITEM_BYTES, elements, to_numpy
 from shmserve.errors import Internal, InvalidRequest, ServeError
 from shmserve.protocol.messages import Part, Reply, Tensor
 from shmserve.session.columns import RowReply
-from shmserve.session.gpu.tensors import DeviceRef
 from shmserve.session.memory import SessionMemory
 from shmserve.shm import strings
 from shmserve.shm.views import Array
+
+if TYPE_CHECKING:
+    from shmserve.session.gpu.tensors import DeviceRef
 
 NUMPY = {name: to_numpy(name) for name in ITEM_BYTES if name != "BYTES"}
 """Wire name -> numpy dtype, for all types with fixed-size elements."""

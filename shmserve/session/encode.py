@@ -35,8 +35,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.python_values import is_python_value
 from shmserve.session.arguments import check_name
-from shmserve.session.gpu.foreign_memory import RegionPart
-from shmserve.session.gpu.tensors import interface_of
+from shmserve.session.foreign_memory import RegionPart
 from shmserve.session.memory import SessionMemory
 from shmserve.session.ticket import KeptInputs
 from shmserve.shm import strings
@@ -45,6 +44,8 @@ from shmserve.shm.views import Array
 MESSAGE_BYTES = 48 * 1024
 """Maximum total size of inline inputs per message. Further inputs are placed in shared memory, whatever their size."""
 
+_DLPACK_GPU = (2, 10, 13)
+"""Device types of DLPack whose memory is on a GPU: CUDA, ROCm and CUDA's managed memory."""
 _LARGEST = 2**63 - 1
 _MAX_CLASSES = 2**31 - 1
 _NAMES = {to_numpy(name): name for name in ITEM_BYTES if name != "BYTES" and from_numpy(to_numpy(name)) == name}
@@ -134,6 +135,20 @@ def _tensor(memory: SessionMemory, name: str, value: Any, kept: KeptInputs, inde
     if not memory.shared:
         return Tensor(name, dtype, shape, kept.add_frame(name, array, memory.frame_bytes))
     return Tensor(name, dtype, shape, (_handle(memory, array, kept, index),))
+
+
+def interface_of(value: Any) -> Any:
+    """The CUDA array interface of `value`, or None if it is not on a device."""
+    try:
+        found = getattr(value, "__cuda_array_interface__", None)
+        if found is None and callable(getattr(value, "__dlpack_device__", None)):
+            if int(value.__dlpack_device__()[0]) in _DLPACK_GPU:
+                from shmserve.session.gpu.tensors import interface_from_dlpack  # without a GPU it is not imported
+
+                found = interface_from_dlpack(value)
+    except Exception as error:  # a library may raise any exception here
+        raise InvalidRequest(f"an array on a GPU cannot be used: {error}") from error
+    return found
 
 
 def _on_device(

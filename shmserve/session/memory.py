@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +21,15 @@ from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ProtocolError
 from shmserve.protocol.messages import FRAME_BYTES, Handle, Map, Unmap
 from shmserve.session.announcements import Announcements
-from shmserve.session.gpu.foreign_memory import ForeignMemory
-from shmserve.session.gpu.tensors import DeviceArray, Devices
+from shmserve.session.foreign_memory import ForeignMemory
 from shmserve.session.ticket import KeptInputs
 from shmserve.shm.arena import Arena, Block
 from shmserve.shm.extents import memfd, posix
 from shmserve.shm.mapped import Mapped
 from shmserve.shm.views import Array
+
+if TYPE_CHECKING:
+    from shmserve.session.gpu.tensors import DeviceArray, Devices
 
 KINDS = ("memfd", "posix", "frames")
 FLUSH_BYTES = 256 * 1024
@@ -92,6 +95,8 @@ class SessionMemory:
     def devices(self) -> Devices:
         """The session's memory on GPUs."""
         if self._devices is None:
+            from shmserve.session.gpu.tensors import Devices  # without a GPU array it is not imported
+
             self._devices = Devices(self.announcements, self._limit_bytes)
         return self._devices
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from shmserve.errors import ServeError
 from shmserve.protocol.messages import Infer
-from shmserve.session.gpu.tensors import DeviceRef
 from shmserve.session.memory import SessionMemory
 from shmserve.session.streams import StreamTicket
 from shmserve.session.ticket import KeptInputs, Ticket
@@ -34,7 +35,7 @@ def place_device_tensors(message: Infer, kept: KeptInputs, memory: SessionMemory
         for index, source in kept.devices.items():
             message.inputs[index].data = (devices.export(source),)
         for place in kept.places.values():
-            if isinstance(place, DeviceRef):
+            if not isinstance(place, np.ndarray):
                 devices.synchronize(place)
     except BaseException:
         memory.release_inputs(kept)
@@ -54,7 +55,8 @@ def stage(message: Infer, kept: KeptInputs, memory: SessionMemory) -> None:
         memory.devices.release(source)
     kept.devices = None
     for wanted in message.outputs or ():
-        if isinstance(kept.places.get(wanted.name), DeviceRef):
+        place = kept.places.get(wanted.name)
+        if place is not None and not isinstance(place, np.ndarray):
             wanted.place = None
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import Ask, Infer
-from shmserve.session.gpu.tensors import DeviceRef
 from shmserve.shm.arena import Block
 from shmserve.shm.views import Array
+
+if TYPE_CHECKING:
+    from shmserve.session.gpu.tensors import DeviceRef
 
 
 class KeptInputs:

@@ -98,7 +98,7 @@ class Block:
 class Arena:
     """`make(size)` creates an extent. `announce(segment)` is called before the first handle in a segment is returned,
     `withdraw(id)` after the arena gave up a segment to make room. `knob` names the setting of the limit in errors.
-    `numbers` is the segment counter that several arenas of an owner share.
+    `numbers` is the segment counter that several arenas of an owner share. `what` names the memory in errors.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class Arena:
         withdraw: Callable[[int], object] | None = None,
         knob: str = "limit_bytes",
         numbers: Iterator[int] | None = None,
+        what: str = "shared memory",
     ) -> None:
         self._owner = owner
         self._make = make
@@ -120,6 +121,7 @@ class Arena:
         self._announce = announce
         self._withdraw = withdraw
         self._knob = knob
+        self._what = what
         self._numbers = numbers if numbers is not None else count(1)
         self._segments: dict[int, Segment] = {}
         self._warm: Segment | None = None  # the segment of the last free or allocation
@@ -253,7 +255,7 @@ class Arena:
         left = self._limit - self.committed
         if needed > left:
             raise Unavailable(
-                f"no room for {size} bytes of shared memory: {self.used} bytes are in use and {self.committed} of "
+                f"no room for {size} bytes of {self._what}: {self.used} bytes are in use and {self.committed} of "
                 f"{self._limit} committed; raise {self._knob}, or drop results that are no longer needed"
             )
         step = min(self._segment_bytes, max(FIRST_BYTES, self.committed))

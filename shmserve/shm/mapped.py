@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.errors import HandleLost, InvalidRequest
-from shmserve.protocol.messages import Handle
+from shmserve.protocol.messages import DEVICE, Handle
 from shmserve.shm import views
-from shmserve.shm.extents import cuda, memfd, posix
+from shmserve.shm.extents import memfd, posix
 from shmserve.shm.extents.base import Extent
 from shmserve.shm.pages import Pages
 
@@ -89,7 +89,7 @@ class Mapped:
             if fd is not None:
                 os.close(fd)
             raise InvalidRequest(f"segment {segment} is already mapped: segment ids are never reused")
-        if fd is None and name is not None and cuda.is_device(name):
+        if fd is None and name is not None and name.startswith(DEVICE):
             self.on_device[segment] = name, size
             return
         extent: Extent

@@ -113,6 +113,11 @@ def byte_count(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     return size
 
 
+def address_of(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 def hold_of(array: Array) -> ArrayHold | None:
     """Returns the hold that keeps the memory of this array or view, or None if `make` did not create it."""
     base: object = array.base

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from shmserve.workers.model_calls.answer import Request, Response
     from shmserve.workers.model_calls.calls import OutgoingCalls
     from shmserve.workers.model_calls.responses import OpenResponses
+
+
+class GpuTensor(NamedTuple):
+    """A tensor on the GPU of this process, as an input or the place of an output."""
+
+    address: int
+    shape: tuple[int, ...]
 
 
 class Context(Struct, frozen=True):

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shmserve.gpu.interface import ALIGN
+from shmserve.shm.views import address_of as address_of
 from shmserve.shm.views import hold_of
-from shmserve.workers.gpu.api import ALIGN
 from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
+    from shmserve.gpu.interface import GpuDevice
     from shmserve.shm.pages import Pages
     from shmserve.workers.batch.gather import GatherGroup
-    from shmserve.workers.gpu.api import Cuda
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
@@ -32,11 +33,6 @@ PINNED_BYTES = 256 * 1024 * 1024
 PINNED_KNOB = "pinned-memory-pool-byte-size"
 
 
-def address_of(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
 def _on_device(piece: object) -> bool:
     return isinstance(piece, DevicePiece)
 
@@ -44,7 +40,7 @@ def _on_device(piece: object) -> bool:
 class Staging:
     """A growing host buffer, pinned if `pinned`. Its content is valid until the next call of `bytes`."""
 
-    def __init__(self, cuda: Cuda, pinned: bool) -> None:
+    def __init__(self, cuda: GpuDevice, pinned: bool) -> None:
         self._cuda = cuda
         self._pinned = pinned
         self._owned = 0
@@ -75,7 +71,7 @@ class Pinned:
     """Mapped segments that are pinned for the device, with LRU eviction. A segment is unpinned before it is unmapped,
     whatever code releases it last."""
 
-    def __init__(self, cuda: Cuda, limit: int = PINNED_BYTES) -> None:
+    def __init__(self, cuda: GpuDevice, limit: int = PINNED_BYTES) -> None:
         self._cuda = cuda
         self._limit = limit
         self._sizes: OrderedDict[int, int] = OrderedDict()
@@ -123,7 +119,7 @@ class Pinned:
 class Feed:
     """Copies inputs of requests to the device, directly from where each caller wrote its rows."""
 
-    def __init__(self, cuda: Cuda, pinned: Pinned, staged: bool, threshold: int, stream: int) -> None:
+    def __init__(self, cuda: GpuDevice, pinned: Pinned, staged: bool, threshold: int, stream: int) -> None:
         """`staged`: small pieces are gathered in pinned memory. `threshold` above 0: this many pieces or more are
         gathered on the host, whatever their size."""
         self._cuda = cuda

@@ -7,29 +7,23 @@ entirely on the host are left to the engine.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from shmserve.workers.backends.base import GpuTensor as GpuTensor
 from shmserve.workers.backends.device_buffers import Feed, Pinned
 from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
+    from shmserve.gpu.interface import GpuDevice
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.specs import Spec
-    from shmserve.workers.gpu.api import Cuda
-
-
-class GpuTensor(NamedTuple):
-    """A tensor on the GPU."""
-
-    address: int
-    shape: tuple[int, ...]
 
 
 class DeviceInputs:
     """The device inputs of one model. Its buffers are created when requests must be concatenated, and grow."""
 
     def __init__(self) -> None:
-        self._cuda: Cuda | None = None
+        self._cuda: GpuDevice | None = None
         self._pinned: Pinned | None = None
         self._feed: Feed | None = None
         self._stream = 0
@@ -56,7 +50,7 @@ class DeviceInputs:
             raise cuda.failure(error) from error
         return GpuTensor(target, shape)
 
-    def _set_up(self, cuda: Cuda) -> Feed:
+    def _set_up(self, cuda: GpuDevice) -> Feed:
         self._cuda, self._stream = cuda, cuda.stream()
         self._pinned = Pinned(cuda)
         self._feed = Feed(cuda, self._pinned, True, 0, self._stream)

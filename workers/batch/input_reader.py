@@ -14,7 +14,6 @@ from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
 from shmserve.shm.mapped import OnDevice
 from shmserve.shm.strings import decode_bytes
-from shmserve.workers.gpu.shared import memory_of
 
 if TYPE_CHECKING:
     from shmserve.protocol.messages import Handle, Tensor
@@ -130,6 +129,8 @@ class InputReader:
         return view if view.flags.aligned else view.copy()
 
     def _from_device(self, part: Handle, dtype: Any, shape: tuple[int, ...]) -> Array:
+        from shmserve.workers.gpu.shared import memory_of  # without tensors on a GPU it is not imported
+
         piece = memory_of(self._mapped).piece(part, dtype, shape)
         # A backend that reads GPU tensors in place checks the type of each piece; all others get arrays.
         return piece if self._on_device else piece.host()  # type: ignore[return-value]

@@ -12,11 +12,11 @@ import numpy as np
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Handle
-from shmserve.workers.gpu.shared import DeviceMemory, memory_of
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
     from shmserve.workers.batch.specs import Spec
+    from shmserve.workers.gpu.shared import DeviceMemory
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
@@ -35,6 +35,8 @@ class Placing:
     @property
     def gpu(self) -> DeviceMemory:
         """The memory of this process's GPU. Raises HandleLost if the model is not on one."""
+        from shmserve.workers.gpu.shared import memory_of  # without tensors on a GPU it is not imported
+
         return memory_of(self._mapped)
 
     def writable(self, spec: Spec, place: Handle, shape: tuple[int, ...], size: int) -> Array:

@@ -97,7 +97,7 @@ class Results(RequestOutputs):
             return self._near_places(index, shape)
         if (
             type(works) is ColumnWorks
-            or [spec.name in work.near for work in works].count(True) != len(works)
+            or [work.step is not None and spec.name in work.step.near for work in works].count(True) != len(works)
             or not spec.item
         ):
             return None

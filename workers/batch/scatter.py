@@ -132,7 +132,8 @@ class RequestOutputs:
                         self._check_reachable(position, wanted.place)
                 else:
                     try:
-                        places[index][position] = top(self._scatter.model, specs[index], wanted, work.labels)
+                        labels = work.step.labels if work.step is not None else ()
+                        places[index][position] = top(self._scatter.model, specs[index], wanted, labels)
                     except ServeError as error:
                         self.fail(position, error)
         return places

@@ -1,35 +1,21 @@
-"""The interface to CUDA and TensorRT. Invariant: no other module of the worker uses cupy.cuda.runtime or tensorrt, so
-that all uses of these libraries are in this file, and a missing one is a clear error at load.
+"""The device of a worker on CuPy (`shmserve.gpu.interface.GpuDevice`), for CUDA and ROCm, and TensorRT. Invariant: no
+other module of the worker uses cupy.cuda.runtime or tensorrt, so a missing one is a clear error at load.
 
 Addresses, streams and events are plain numbers. Only functions named synchronize or settle wait.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib
 import sys
 from typing import Any
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable, Unsupported
-from shmserve.extras import install_command
-from shmserve.shm.extents.cuda import device_id
+from shmserve.gpu import runtime as libraries
+from shmserve.gpu.interface import ALIGN, DeviceLost
 
-EXTRA = "gpu"
-ALIGN = 256
-"""The alignment of allocations by the runtime, and of tensors for engines."""
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
-_READ_ONLY_REGISTRATION = 113
 _REGISTER_PORTABLE, _REGISTER_READ_ONLY = 0x1, 0x8
-_NO_MEMORY = 2
-_LOST = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719, 999})
-"""Errors after which this process can no longer use the device."""
 PRIORITIES = {"PRIORITY_DEFAULT": 0, "PRIORITY_MAX": -100, "PRIORITY_MIN": 100}
 """Stream priorities: lower numbers run first, and the runtime clamps them to the range of the device."""
-
-
-class DeviceLost(ModelFailed):
-    """This process can no longer use the device and must end."""
 
 
 class Cuda:
@@ -39,24 +25,20 @@ class Cuda:
     """
 
     def __init__(self) -> None:
-        try:
-            runtime: Any = importlib.import_module("cupy.cuda.runtime")
-        except ImportError as error:
-            raise _missing("cupy", error) from error
+        runtime = libraries.load()
         self._runtime = runtime
+        self._platform = libraries.platform_of(runtime)
         self.errors: type[Exception] = runtime.CUDARuntimeError
         """The exception type of the runtime."""
         try:
             count = runtime.getDeviceCount()
             runtime.setDevice(0)
-            self.capability = (
-                f"{runtime.deviceGetAttribute(_CAPABILITY_MAJOR, 0)}.{runtime.deviceGetAttribute(_CAPABILITY_MINOR, 0)}"
-            )
-            self._read_only = bool(runtime.deviceGetAttribute(_READ_ONLY_REGISTRATION, 0))
-            self.uuid = device_id(runtime.getDeviceProperties(0)["uuid"])
+            self.capability = libraries.capability_of(runtime, 0)
+            self._read_only = libraries.pins_read_only(runtime, 0)
+            self.uuid = libraries.uuid_of(runtime, 0)
         except self.errors as error:
             raise Unavailable(f"no GPU can be used here: {error}") from error
-        self._driver = _driver()
+        self._ranges = libraries.AddressRanges(self._platform)
         self.devices = count
         self.copy = runtime.memcpyAsync
         """(target, source, bytes, one of the kinds below, stream)"""
@@ -90,7 +72,7 @@ class Cuda:
         try:
             address: int = self._runtime.malloc(max(size, ALIGN))
         except self.errors as error:
-            if getattr(error, "status", 0) != _NO_MEMORY:
+            if getattr(error, "status", 0) != libraries.NO_MEMORY:
                 raise self.failure(error) from error
             free, total = self._runtime.memGetInfo()
             raise Unavailable(f"no room for {size} bytes on the GPU: {free} of {total} bytes are free") from error
@@ -115,17 +97,12 @@ class Cuda:
     def room(self, address: int) -> int:
         """Returns the number of bytes from the address to the end of its allocation, also of other
         processes' memory."""
-        if self._driver is None:
-            return sys.maxsize
-        base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        status = self._driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
-        if status:
-            raise HandleLost(f"memory of another process on the GPU has no known size: error {status} of the driver")
-        return base.value + size.value - address
+        room = self._ranges.room(address)
+        return sys.maxsize if room is None else room
 
     def register(self, address: int, size: int, writable: bool) -> bool:
         """Pins host memory that is already mapped, so that the device can copy from it by DMA. False: not possible."""
-        if not writable and not self._read_only:
+        if not self._platform.pins or (not writable and not self._read_only):
             return False
         flags = _REGISTER_PORTABLE | (0 if writable else _REGISTER_READ_ONLY)
         try:
@@ -174,7 +151,7 @@ class Cuda:
     def lost(self, error: BaseException) -> bool:
         """Whether this process can no longer use the device."""
         return isinstance(error, DeviceLost) or (
-            isinstance(error, self.errors) and getattr(error, "status", 0) in _LOST
+            isinstance(error, self.errors) and getattr(error, "status", 0) in self._platform.lost
         )
 
     def failure(self, error: BaseException) -> ModelFailed:
@@ -182,20 +159,12 @@ class Cuda:
         return (DeviceLost if self.lost(error) else ModelFailed)(f"the GPU failed: {error}")
 
 
-def _driver() -> Any:
-    """Loads the driver's library, which exists on each machine with a device."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-
-
 def tensorrt() -> Any:
     """Imports TensorRT. Versions other than 10 and 11 are refused, because their functions differ."""
     try:
-        library: Any = importlib.import_module("tensorrt")
+        import tensorrt as library
     except ImportError as error:
-        raise _missing("tensorrt", error) from error
+        raise libraries.missing("tensorrt", error) from error
     version = str(getattr(library, "__version__", "unknown"))
     if version.partition(".")[0] not in ("10", "11"):
         raise Unsupported(f"TensorRT {version} is installed; versions 10 and 11 are supported")
@@ -204,9 +173,3 @@ def tensorrt() -> Any:
 
 def major(trt: Any) -> int:
     return int(trt.__version__.partition(".")[0])
-
-
-def _missing(name: str, error: ImportError) -> Unsupported:
-    return Unsupported(
-        f"a model for the GPU needs a package that is not installed, {name} ({error}): {install_command(EXTRA)}"
-    )

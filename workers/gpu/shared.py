@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.errors import HandleLost, InvalidRequest
+from shmserve.gpu.choice import open_device
+from shmserve.gpu.interface import whole_units
 from shmserve.shm.extents import cuda as extents
-from shmserve.workers.gpu.api import Cuda
 
 if TYPE_CHECKING:
+    from shmserve.gpu.interface import GpuDevice
     from shmserve.protocol.messages import Handle
     from shmserve.shm.mapped import Mapped
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_UNIT_BYTES = 2 * 1024 * 1024
 
 
 class DevicePiece:
@@ -41,7 +42,7 @@ class DevicePiece:
         return self.shape[0]
 
     @property
-    def cuda(self) -> Cuda:
+    def cuda(self) -> GpuDevice:
         return self._memory.cuda
 
     @property
@@ -65,7 +66,7 @@ class DeviceMemory:
     """The segments on the GPU that this process uses."""
 
     def __init__(self, mapped: Mapped) -> None:
-        self.cuda = Cuda()
+        self.cuda = open_device()
         self._mapped = mapped
         self._stream = self.cuda.stream()
         self._own: dict[int, int] = {}
@@ -74,8 +75,7 @@ class DeviceMemory:
     def make(self, size: int) -> extents.CudaExtent:
         """Allocates at least `size` bytes, in whole allocation units of the driver, because memory that shares a unit
         is exported together."""
-        size = -(-size // _UNIT_BYTES) * _UNIT_BYTES
-        return extents.create(size, self.cuda.allocate, self.cuda.export, self.cuda.free, self.cuda.uuid)
+        return extents.create(whole_units(size), self.cuda.allocate, self.cuda.export, self.cuda.free, self.cuda.uuid)
 
     def own(self, segment: int, address: int) -> None:
         """Registers a segment of this process, whose tensors may come back as inputs."""

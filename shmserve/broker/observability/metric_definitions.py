@@ -103,6 +103,8 @@ FAMILIES = (
         MEMORY,
         ("shmserve_instance_memory_bytes", "gauge", INSTANCE, "resident memory of the process, including shared pages"),
         ("shmserve_instance_arena_bytes", "gauge", INSTANCE, "shared memory allocated for outputs"),
+        ("shmserve_instance_gpu_pool_bytes", "gauge", INSTANCE,
+         "GPU memory for outputs that stay on the GPU (--cuda-memory-pool-byte-size); absent if none"),
         ("shmserve_segments", "gauge", ("owner",), "shared memory segments, by the kind of process that created them"),
         ("shmserve_segment_bytes", "gauge", ("owner",), "bytes of the shared memory segments"),
         ("shmserve_broker_arena_used_bytes", "gauge", (), "bytes in use of the broker's arena, the memory for "

@@ -64,10 +64,14 @@ _COUNTS = {_HITS: "cache_hits", _MISSES: "cache_misses"}
 """Attributes of Statistics with the counts of these summaries; all others use success_count."""
 
 
+SegmentBytes = dict[tuple[int, bool], int]
+"""(worker, whether on its GPU) -> bytes of its segments"""
+
+
 class _InstanceSamples(Struct):
     """The samples of an instance name, which two instances share while one replaces the other.
 
-    `current`: `state` is that of an instance being served. Memory, CPU time and arena are sums.
+    `current`: `state` is that of an instance being served. Memory, CPU time, arena and pool are sums.
     """
 
     state: InstanceState
@@ -75,6 +79,7 @@ class _InstanceSamples(Struct):
     memory: int = 0
     cpu: float = 0.0
     arena: int = 0
+    pool: int = 0
     restarts: int = 0
     busy_ns: int = 0
 
@@ -113,7 +118,7 @@ class Metrics:
 
     # ------------------------------------------------------------------------------------ models
 
-    def _model(self, page: Page, model: Model, arenas: dict[int, int]) -> None:
+    def _model(self, page: Page, model: Model, arenas: SegmentBytes) -> None:
         add = page.add
         named = labels(("model",), (model.name,))
         add("shmserve_model_loads_total", model.loads.done, f'{named},result="done"')
@@ -179,7 +184,7 @@ class Metrics:
             quantiles = [(f"{share:.12g}", value) for share, value in zip(shares, values, strict=True)]
             page.summary(name, quantiles, count, getattr(counted, attribute) // 1000, named)
 
-    def _instances(self, page: Page, generations: list[Version], arenas: dict[int, int]) -> None:
+    def _instances(self, page: Page, generations: list[Version], arenas: SegmentBytes) -> None:
         """Adds the metrics of instances. `generations` are those of one version; the first is the one being served."""
         samples: dict[str, _InstanceSamples] = {}
         served = generations[0]
@@ -195,6 +200,8 @@ class Metrics:
             add("shmserve_instance_state", 1, named + _INSTANCE_STATES[sample.state])
             add("shmserve_instance_memory_bytes", sample.memory, named)
             add("shmserve_instance_arena_bytes", sample.arena, named)
+            if sample.pool:
+                add("shmserve_instance_gpu_pool_bytes", sample.pool, named)
             add("shmserve_instance_cpu_seconds_total", sample.cpu, named)
             add("shmserve_instance_restarts_total", sample.restarts, named)
             add("shmserve_instance_busy_seconds", sample.busy_ns / 1e9, named)
@@ -205,7 +212,7 @@ class Metrics:
         version: Version,
         instance: Instance,
         current: bool,
-        arenas: dict[int, int],
+        arenas: SegmentBytes,
     ) -> None:
         name = instance.spec.name
         sample = samples.get(name)
@@ -219,13 +226,14 @@ class Metrics:
             used = procfs.usage(self._process_of(peer) or -1)
             sample.memory += used.resident_bytes
             sample.cpu += used.cpu_seconds
-            sample.arena += arenas.get(peer, 0)
+            sample.arena += arenas.get((peer, False), 0)
+            sample.pool += arenas.get((peer, True), 0)
 
     # ------------------------------------------------------------------------------------ memory and clients
 
-    def _segments(self, page: Page) -> dict[int, int]:
-        """Adds the metrics of segments. Returns the total size of each worker's segments in bytes."""
-        worker_bytes: dict[int, int] = {}
+    def _segments(self, page: Page) -> SegmentBytes:
+        """Adds the metrics of segments. Returns the total size of each worker's segments."""
+        worker_bytes: SegmentBytes = {}
         counts = {"client": 0, "worker": 0, "broker": 0}
         sizes = dict(counts)
         for number, segment in self._state.ledger.segments.items():
@@ -234,7 +242,8 @@ class Metrics:
             counts[kind] += 1
             sizes[kind] += segment.size
             if owner >= WORKERS_FROM:
-                worker_bytes[owner] = worker_bytes.get(owner, 0) + segment.size
+                place = owner, segment.on_device
+                worker_bytes[place] = worker_bytes.get(place, 0) + segment.size
         for kind, count in counts.items():
             page.add("shmserve_segments", count, f'owner="{kind}"')
             page.add("shmserve_segment_bytes", sizes[kind], f'owner="{kind}"')

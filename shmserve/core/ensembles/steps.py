@@ -21,7 +21,7 @@ from shmserve.core.state import State
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import ServeError, Unavailable, Unsupported
 from shmserve.protocol.messages import FIELD_BYTES, Options, Tensor, Wanted
-from shmserve.protocol.worker_messages import LabelFile
+from shmserve.protocol.worker_messages import LabelFile, StepOptions
 
 WINDOW = 16
 """Default number of responses that a source may be ahead of the caller."""
@@ -90,9 +90,11 @@ def submit(
         signature, used, (), (), now, level, deadline=parent.deadline,
         audience=parent.audience if final else INTERNAL, step_of=parent.number,
         in_shared_memory=in_shared_memory or (final and parent.in_shared_memory),
-        special=True, near=_near(state, run, index, member) if plan.policy.leaves_on_device and not final else (),
-        aliases=not (final or step.mapped or member.cached), length=length,
-        labels=_labels(run, index) if classes else (),
+        special=True, aliases=not (final or step.mapped or member.cached), length=length,
+        step=_options(
+            _near(state, run, index, member) if plan.policy.leaves_on_device and not final else (),
+            _labels(run, index) if classes else (),
+        ),
     )  # fmt: skip
     state.requests[number] = run.in_flight[number] = request
     if state.traces.active:
@@ -230,12 +232,17 @@ def _without_sequence(options: Options | None) -> Options | None:
     return options if options is None or not options.sequence else replace(options, sequence=0)
 
 
+def _options(near: tuple[str, ...], labels: tuple[LabelFile, ...]) -> StepOptions | None:
+    return StepOptions(near, labels) if near or labels else None
+
+
 def _labels(run: Run, index: int) -> tuple[LabelFile, ...]:
     """Label files for the classification outputs of a step: those of the outermost ensemble that has any."""
     policy = run.request.version.policy
     assert policy is not None
     files = {spec.name: spec.labels for spec in policy.outputs}
-    files |= {given.output: (given.folder, given.file) for given in run.request.labels}
+    outer = run.request.step
+    files |= {given.output: (given.folder, given.file) for given in (outer.labels if outer is not None else ())}
     labels = []
     for own, name in run.graph.steps[index].outputs:
         wanted, file = run.wanted.get(name), files.get(name)

@@ -94,7 +94,7 @@ class Cache:
         typed = tuple(
             (name, type(value), _exact(value)) for name, value in sorted(given, key=_name) if name not in TRACE_CONTEXT
         )
-        return (request.version, request.audience, inputs, wanted, typed, request.in_shared_memory, request.labels)
+        return (request.version, request.audience, inputs, wanted, typed, request.in_shared_memory, request.step)
 
     def _read(self, parts: object) -> bytes | None:
         if self.copies is None or not isinstance(parts, tuple):

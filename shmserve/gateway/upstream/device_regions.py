@@ -14,8 +14,7 @@ from msgspec import Struct
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.plans import INT64_MAX, RegionSlice
-from shmserve.session.gpu.foreign_memory import ForeignMemory, RegionPart
-from shmserve.shm.extents.cuda import EXPORTED_BYTES, name_of, uuid_bytes
+from shmserve.session.foreign_memory import ForeignMemory, RegionPart
 
 
 class DeviceOrder(Struct):
@@ -32,6 +31,8 @@ class DeviceRegion:
 
     def __init__(self, name: str, order: DeviceOrder, foreign: Callable[[], ForeignMemory]) -> None:
         """Raises the error that the client receives if the registration is invalid."""
+        from shmserve.shm.extents.cuda import EXPORTED_BYTES, name_of, uuid_bytes  # few clients have GPU memory
+
         self.name = name
         self.users = 0
         self.unwanted = False

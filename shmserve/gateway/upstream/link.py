@@ -23,7 +23,7 @@ from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, T
 from shmserve.session import Session, Ticket
 from shmserve.session.columns import reply_of
 from shmserve.session.encode import MESSAGE_BYTES
-from shmserve.session.gpu.foreign_memory import ForeignRegion, RegionPart
+from shmserve.session.foreign_memory import ForeignRegion, RegionPart
 from shmserve.session.memory import SessionMemory
 from shmserve.session.ticket import KeptInputs
 from shmserve.shm.views import Array

@@ -20,7 +20,7 @@ from shmserve.gateway.kserve.plans import RegionSlice, check_text
 from shmserve.gateway.limits.caller_shares import Creditor
 from shmserve.gateway.upstream.device_regions import DeviceOrder, DeviceRegion
 from shmserve.protocol.messages import INLINE_BYTES
-from shmserve.session.gpu.foreign_memory import ForeignMemory, ForeignRegion, RegionPart
+from shmserve.session.foreign_memory import ForeignMemory, ForeignRegion, RegionPart
 from shmserve.shm.extents.posix import PREFIX
 
 _KEY = re.compile(r"/?[A-Za-z0-9_.-]{1,250}")

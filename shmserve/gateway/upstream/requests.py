@@ -20,7 +20,7 @@ from shmserve.gateway.upstream.link import GatewayLink, Inputs, Piece, allocate
 from shmserve.gateway.upstream.regions import Region, Regions
 from shmserve.protocol.messages import INLINE_BYTES, Reply
 from shmserve.session import WINDOW, StreamTicket, Ticket
-from shmserve.session.gpu.foreign_memory import RegionPart
+from shmserve.session.foreign_memory import RegionPart
 
 log = logging.getLogger("shmserve.gateway")
 _CACHED_MODELS = 1024

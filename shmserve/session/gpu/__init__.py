@@ -1,6 +1,4 @@
-"""GPU memory on the client side: the client's own (`tensors`, by means of `cuda`) and memory exported by others
-(`foreign_memory`).
+"""GPU memory on the client side: the client's own arrays (`tensors`), by means of `cuda`.
 
-The session's `memory` uses this package; nothing here depends on requests. cupy is imported when the first GPU array is
-used.
+The session's `memory` imports this package when the first GPU array is used; nothing here depends on requests.
 """

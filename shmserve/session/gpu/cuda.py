@@ -1,41 +1,37 @@
-"""CUDA for clients.
+"""The devices of a client on CuPy (`shmserve.gpu.interface.ClientDevices`), for CUDA and ROCm.
 
-Invariant: all CUDA calls of the session are made here (`tensors` uses cupy only for DLPack), and every call leaves the
-thread's current device unchanged. Unlike a worker, a client may see several devices and does not own them, so copies
-are synchronous.
+Invariant: every call leaves the thread's current device unchanged. Unlike a worker, a client may see several devices
+and does not own them, so copies are synchronous.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shmserve.errors import ModelFailed, Unavailable, Unsupported
-from shmserve.extras import install_command
+from shmserve.errors import ModelFailed, Unavailable
+from shmserve.gpu.interface import Direction, whole_units
+from shmserve.gpu.runtime import NO_MEMORY, load, uuid_of
 from shmserve.shm.extents import cuda
 from shmserve.shm.extents.cuda import CudaExtent
 
-_NO_MEMORY = 2
-_UNIT_BYTES = 2 * 1024 * 1024
-
 
 class ClientCuda:
-    """The CUDA devices that this process sees."""
+    """The devices that this process sees."""
 
     def __init__(self) -> None:
-        try:
-            self._runtime: Any = importlib.import_module("cupy.cuda.runtime")
-        except ImportError as error:
-            raise Unsupported(
-                f"tensors on a GPU need a package that is not installed, cupy ({error}): {install_command('gpu')}"
-            ) from error
-        self._error: type[Exception] = self._runtime.CUDARuntimeError
+        runtime = self._runtime = load()
+        self._error: type[Exception] = runtime.CUDARuntimeError
+        self._kinds: dict[Direction, int] = {
+            "to_device": runtime.memcpyHostToDevice,
+            "to_host": runtime.memcpyDeviceToHost,
+            "within": runtime.memcpyDeviceToDevice,
+        }
 
     @contextmanager
     def on(self, device: int) -> Iterator[Any]:
-        """The runtime, with `device` as this thread's current device. CUDA errors become ServeErrors."""
+        """The runtime, with `device` as this thread's current device. Its errors become ServeErrors."""
         runtime = self._runtime
         try:
             before = runtime.getDevice()
@@ -60,15 +56,15 @@ class ClientCuda:
 
     def extent(self, device: int, size: int) -> CudaExtent:
         """Allocate at least `size` bytes, in whole allocation units of the driver: a unit is exported as a whole."""
-        size = -(-size // _UNIT_BYTES) * _UNIT_BYTES
         with self.on(device) as runtime:
-            uuid = runtime.getDeviceProperties(device)["uuid"]
-            return cuda.create(size, runtime.malloc, runtime.ipcGetMemHandle, _keep, uuid)
+            return cuda.create(
+                whole_units(size), runtime.malloc, runtime.ipcGetMemHandle, _keep, uuid_of(runtime, device)
+            )
 
-    def copy(self, device: int, target: int, source: int, size: int, kind: str, stream: int) -> None:
-        """Copy synchronously. `kind` is the runtime's name for it, e.g. `memcpyDeviceToHost`."""
+    def copy(self, device: int, target: int, source: int, size: int, direction: Direction, stream: int) -> None:
+        """Copy synchronously."""
         with self.on(device) as runtime:
-            runtime.memcpyAsync(target, source, size, getattr(runtime, kind), stream)
+            runtime.memcpyAsync(target, source, size, self._kinds[direction], stream)
             runtime.streamSynchronize(stream)
 
     def stream(self, device: int) -> int:
@@ -97,6 +93,6 @@ def _keep(address: int) -> None:
 
 
 def _failure(error: Exception) -> Exception:
-    if getattr(error, "status", 0) == _NO_MEMORY:
+    if getattr(error, "status", 0) == NO_MEMORY:
         return Unavailable(f"there is not enough memory on the GPU: {error}")
     return ModelFailed(f"the GPU failed: {error}")

@@ -6,7 +6,6 @@ everything next to it. It is copied once, on the device, into memory allocated f
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -17,14 +16,15 @@ import numpy as np
 
 from shmserve.dtypes import elements, from_numpy
 from shmserve.errors import InvalidRequest
+from shmserve.gpu.choice import open_client_devices
+from shmserve.gpu.interface import ClientDevices, Direction
+from shmserve.gpu.runtime import arrays, load, platform_of
 from shmserve.protocol.messages import DIMS, Handle
 from shmserve.session.announcements import Announceable, Announcements
-from shmserve.session.gpu.cuda import ClientCuda
 from shmserve.shm.arena import Arena, Block
 from shmserve.shm.extents.cuda import CudaExtent
 from shmserve.shm.views import Array
 
-_DLPACK_CUDA = (2, 13)
 _spare: dict[tuple[int, int], list[CudaExtent]] = {}
 """Memory of closed clients, by process and device: exported memory cannot be freed, only reused."""
 
@@ -73,10 +73,10 @@ class DeviceArray:
         return self._fetch(DeviceRef(self, self.block.address, self.device, self.dtype, self.shape, None))
 
     def __dlpack__(self, **how: Any) -> Any:
-        return importlib.import_module("cupy").asarray(self).__dlpack__(**how)
+        return arrays().asarray(self).__dlpack__(**how)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _DLPACK_CUDA[0], self.device
+        return platform_of(load()).dlpack, self.device
 
     def __repr__(self) -> str:
         return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device='cuda:{self.device}')"
@@ -105,16 +105,9 @@ class DeviceRef:
         return elements(self.shape) * self.dtype.itemsize
 
 
-def interface_of(value: Any) -> Any:
-    """The CUDA array interface of `value`, or None if it is not on a device."""
-    try:
-        found = getattr(value, "__cuda_array_interface__", None)
-        if found is None and callable(getattr(value, "__dlpack_device__", None)):
-            if int(value.__dlpack_device__()[0]) in _DLPACK_CUDA:
-                found = importlib.import_module("cupy").from_dlpack(value).__cuda_array_interface__
-    except Exception as error:  # a library may raise any exception here
-        raise InvalidRequest(f"an array on a GPU cannot be used: {error}") from error
-    return found
+def interface_from_dlpack(value: Any) -> Any:
+    """The CUDA array interface of a GPU array that has only `__dlpack__`."""
+    return arrays().from_dlpack(value).__cuda_array_interface__
 
 
 class Devices:
@@ -128,12 +121,12 @@ class Devices:
         self._arenas: dict[int, Arena] = {}
         self._streams: dict[int, int] = {}
         self._freed: deque[tuple[int, Block]] = deque()
-        self._cuda: ClientCuda | None = None
+        self._cuda: ClientDevices | None = None
 
     @property
-    def cuda(self) -> ClientCuda:
+    def cuda(self) -> ClientDevices:
         if self._cuda is None:
-            self._cuda = ClientCuda()
+            self._cuda = open_client_devices()
         return self._cuda
 
     # ------------------------------------------------------------------------------------ arrays
@@ -185,7 +178,7 @@ class Devices:
         found = self.locate(source)
         if found is None:
             block = source.block = self._allocate(source.device, source.nbytes)
-            self._copy(source.device, block.address, source.address, source.nbytes, "memcpyDeviceToDevice")
+            self._copy(source.device, block.address, source.address, source.nbytes, "within")
             source.address, source.owner = block.address, None
             found = block.handle()
         return found
@@ -199,7 +192,7 @@ class Devices:
         """Copy the array to a host address."""
         self.synchronize(source)
         if source.nbytes:
-            self._copy(source.device, target, source.address, source.nbytes, "memcpyDeviceToHost")
+            self._copy(source.device, target, source.address, source.nbytes, "to_host")
 
     def store(self, target: DeviceRef, array: Array) -> None:
         """Copy an array from the host."""
@@ -207,13 +200,13 @@ class Devices:
         if array.nbytes:
             array = np.ascontiguousarray(array)
             address = array.__array_interface__["data"][0]
-            self._copy(target.device, target.address, address, array.nbytes, "memcpyHostToDevice")
+            self._copy(target.device, target.address, address, array.nbytes, "to_device")
 
-    def _copy(self, device: int, target: int, source: int, size: int, kind: str) -> None:
+    def _copy(self, device: int, target: int, source: int, size: int, direction: Direction) -> None:
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = self.cuda.stream(device)
-        self.cuda.copy(device, target, source, size, kind, stream)
+        self.cuda.copy(device, target, source, size, direction, stream)
 
     # ------------------------------------------------------------------------------------ memory
 
@@ -226,7 +219,7 @@ class Devices:
             announcements = self._announcements
             arena = self._arenas[device] = Arena(
                 announcements.owner, partial(self._make, device), limit_bytes=self._limit, announce=self._announce,
-                knob="memory_bytes of the client", numbers=announcements.numbers,
+                knob="memory_bytes of the client", numbers=announcements.numbers, what="GPU memory",
             )  # fmt: skip
         return arena.allocate(size)
 

@@ -22,7 +22,7 @@ from shmserve.gateway.upstream.device_regions import DeviceOrder
 from shmserve.gateway.upstream.regions import Region, Regions, Registration
 from shmserve.gateway.upstream.requests import PendingCall, RequestSender
 from shmserve.protocol.messages import INLINE_BYTES, Handle
-from shmserve.session.gpu.foreign_memory import ForeignMemory
+from shmserve.session.foreign_memory import ForeignMemory
 from shmserve.session.memory import SessionMemory
 from shmserve.shm.extents.cuda import parts_of
 from tests.support.workers.gpu.harness import standins

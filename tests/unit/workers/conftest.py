@@ -1,4 +1,6 @@
-"""Fixtures for tests with a fake GPU. At the end of each test, the fake must have no memory left."""
+"""Fixtures for tests with a fake GPU, or with the stand-ins for CuPy and TensorRT. At the end of each test, they must
+have no memory left.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.gpu.fake_device import FakeGpu, fake_gpu
 from tests.support.workers.gpu.device_pair import Pair
 from tests.support.workers.gpu.harness import standins
 from tests.support.workers.gpu.tensorrt_harness import Gpu
@@ -26,7 +29,14 @@ def runtime(gpu: Gpu) -> Any:
 
 
 @pytest.fixture
-def pair(runtime: Any, tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(runtime, tmp_path)
+def fake() -> Iterator[FakeGpu]:
+    with fake_gpu() as fake:
+        yield fake
+        assert fake.left() == {}
+
+
+@pytest.fixture
+def pair(fake: FakeGpu, tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(fake, tmp_path)
     yield pair
     pair.close()

@@ -17,8 +17,7 @@ import onnxruntime as ort
 from shmserve.errors import ModelFailed, NotFound, ServeError
 from shmserve.repo.config.complete import with_scalars
 from shmserve.repo.gpus import VISIBLE
-from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.backends.device_inputs import DeviceInputs, GpuTensor
+from shmserve.workers.backends.base import Context, GpuTensor, StackedBackend
 from shmserve.workers.backends.model_facts import completed, match, none_missing
 from shmserve.workers.backends.onnx.facts import engine_text, facts_of
 from shmserve.workers.backends.onnx.graphs import OnnxGraphs
@@ -31,6 +30,7 @@ from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.device_inputs import DeviceInputs
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
 
@@ -77,6 +77,8 @@ class Onnx(StackedBackend):
         self._binding = Binding(session, self._plan.on_host)
         self._near = None
         if not self._plan.on_host and not self._plan.captures and self._can_bind:
+            from shmserve.workers.backends.device_inputs import DeviceInputs  # without a GPU it is not imported
+
             self.on_device, self._near = True, DeviceInputs()
         if self._plan.captures:
             self._graphs = OnnxGraphs(config.name, session, ("cuda", self._plan.device), self._inputs, self._outputs)

@@ -16,8 +16,8 @@ import onnxruntime as ort
 
 from shmserve.dtypes import elements
 from shmserve.repo.onnx.protobuf import strings
-from shmserve.workers.backends.device_buffers import address_of
-from shmserve.workers.backends.device_inputs import GpuTensor
+from shmserve.shm.views import address_of
+from shmserve.workers.backends.base import GpuTensor
 from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -23,7 +23,6 @@ from shmserve.workers.backends.python.pb_tensor import (
     TritonModelException,
     text_of,
 )
-from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
     from shmserve.shm.counters import Subject
@@ -256,7 +255,7 @@ def mark_device_inputs(requests: Sequence[InferenceRequest]) -> None:
     for request in requests:
         for place, tensor in enumerate(request._inputs):
             piece: Any = tensor._array
-            if not isinstance(piece, DevicePiece):
+            if not hasattr(piece, "host"):
                 continue
             wire = next(given.dtype for given in request._work.inputs if given.name == tensor._name)
             if wire == "BF16":  # no library accepts it by address

@@ -7,7 +7,6 @@ it get inputs on the GPU; everything else is in host memory.
 from __future__ import annotations
 
 import ctypes
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,10 @@ import numpy as np
 
 from shmserve import dtypes
 from shmserve.repo.config.schema import HOST_ONLY
-from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
+    from shmserve.workers.gpu.shared import DevicePiece
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -33,8 +32,8 @@ NUMBERS = {
 } | {"BYTES": 13, "BF16": 14}
 """Wire name -> the number of the data type in the configuration's enum."""
 NAMES = {number: name for name, number in NUMBERS.items()}
-_CPU, CUDA = 1, 2
-"""DLPack device types: host memory and CUDA."""
+_CPU, _ON_GPU = 1, (2, 10)
+"""DLPack device types: host memory, and GPUs (CUDA, ROCm)."""
 _BF16 = dtypes.to_numpy("BF16")
 
 # A DLPack capsule holds a struct with the device type and number at this offset, followed 12 bytes later by the element
@@ -130,10 +129,13 @@ class Tensor:
         try:
             source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
             device = source.__dlpack_device__()
-            if int(device[0]) == CUDA:
-                there = _on_gpu(name, source)
-                if there is not None:
-                    return there
+            if int(device[0]) in _ON_GPU:
+                from shmserve.workers.backends.python.pb_device import own_piece  # few models make tensors on a GPU
+
+                piece = own_piece(source)
+                if piece is not None:
+                    check_contiguous(name, piece.array)
+                    return DeviceTensor(name, piece, dtypes.from_numpy(piece.dtype))
             if int(device[0]) != _CPU:
                 source = _to_host(name, source, device)
             array = _from_capsule(_capsule_of(source))
@@ -177,43 +179,14 @@ class DeviceTensor(Tensor):
         return False
 
     def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
-        cupy = importlib.import_module("cupy")
-        return cupy.asarray(self.piece).__dlpack__(stream=stream, **options)
+        from shmserve.gpu.runtime import arrays
+
+        return arrays().asarray(self.piece).__dlpack__(stream=stream, **options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return CUDA, 0
+        from shmserve.gpu.runtime import load, platform_of
 
-
-class OwnPiece(DevicePiece):
-    """Device memory that the model allocated. It is complete, and this object keeps it alive."""
-
-    __slots__ = ("_array",)
-
-    def __init__(self, array: Any) -> None:
-        """`array`: a cupy array over the memory."""
-        self._array = array
-        self.address = array.__cuda_array_interface__["data"][0]
-        self.dtype = array.dtype
-        self.shape = array.shape
-        self.nbytes = array.nbytes
-
-    def host(self) -> Array:
-        found: Array = self._array.get()
-        return found
-
-
-def _on_gpu(name: str, source: Any) -> DeviceTensor | None:
-    """Returns a tensor for a DLPack source on the process's GPU; None if it cannot be used there."""
-    if source.__dlpack_device__()[1] != 0:
-        return None
-    try:
-        cupy = importlib.import_module("cupy")
-        array = cupy.from_dlpack(source)
-    except (ImportError, BufferError, RuntimeError, TypeError, ValueError):  # the library may copy it to the host
-        return None
-    check_contiguous(name, array)
-    cupy.cuda.runtime.deviceSynchronize()  # a capsule does not name the stream that writes it
-    return DeviceTensor(name, OwnPiece(array), dtypes.from_numpy(array.dtype))
+        return platform_of(load()).dlpack, 0
 
 
 def check_contiguous(name: str, array: Any) -> None:

@@ -16,7 +16,6 @@ import torch
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.errors import Internal, InvalidRequest, ModelFailed, Unsupported
 from shmserve.workers.backends.base import Context, StackedBackend
-from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.backends.model_facts import completed, match
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.pytorch import device
@@ -26,6 +25,7 @@ from shmserve.workers.process.device import device_of
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.device_inputs import DeviceInputs
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
 
@@ -73,6 +73,8 @@ class Torch(StackedBackend):
         }
         self._clean = self._device.type == "cuda" and parameters.flag("ENABLE_CACHE_CLEANING", False)
         if self._device.type == "cuda":
+            from shmserve.workers.backends.device_inputs import DeviceInputs  # without a GPU it is not imported
+
             self.on_device, self._near = True, DeviceInputs()
         self._set_modes(parameters)
 

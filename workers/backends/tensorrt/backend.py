@@ -16,6 +16,7 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unsupported
+from shmserve.gpu.choice import open_device
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, address_of
 from shmserve.workers.backends.model_facts import completed
@@ -32,7 +33,7 @@ from shmserve.workers.backends.tensorrt.engine import (
 from shmserve.workers.backends.tensorrt.graphs import CudaGraph, CudaGraphs, requested_graphs
 from shmserve.workers.backends.tensorrt.profile import HostValues, Profile, allocator_of, no_profile
 from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of
-from shmserve.workers.gpu.api import PRIORITIES, Cuda, tensorrt
+from shmserve.workers.gpu.api import PRIORITIES, tensorrt
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.process.log import log_message
 
@@ -54,7 +55,7 @@ class TensorRT(StackedBackend):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._cuda = Cuda()
+        self._cuda = open_device()
         self._trt = tensorrt()
         self._logger = logger_of(self._trt, log_message)
         self._engine: LoadedEngine | None = None

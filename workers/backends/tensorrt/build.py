@@ -19,6 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import ModelFailed, ServeError, Unsupported
+from shmserve.gpu.choice import open_device
+from shmserve.gpu.interface import GpuDevice
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.gpus import discover
 from shmserve.repo.storage.store import scan_model
@@ -27,7 +29,7 @@ from shmserve.terminal.tables import duration_text, shape_text, table
 from shmserve.workers.backends.tensorrt.build_progress import Interrupted, Progress, interrupts
 from shmserve.workers.backends.tensorrt.build_shapes import BadShapes, Ranges, from_config, from_words, with_batch
 from shmserve.workers.backends.tensorrt.engine import LoadedEngine, load_plugins, logger_of
-from shmserve.workers.gpu.api import Cuda, major, tensorrt
+from shmserve.workers.gpu.api import major, tensorrt
 from shmserve.workers.process.log import log_message
 
 ONNX = "model.onnx"
@@ -80,7 +82,7 @@ def _build(order: BuildOptions) -> None:
     out = Path(order.out)
     if out.is_dir() or not out.parent.is_dir():
         raise BadShapes(f"{out} is not the name of a file that can be written; name one in a directory that exists")
-    cuda, trt = Cuda(), tensorrt()
+    cuda, trt = open_device(), tensorrt()
     if order.precision and major(trt) > 10:
         raise Unsupported(
             f"TensorRT {trt.__version__} computes in the types that the ONNX file has: convert that to "
@@ -220,7 +222,7 @@ def _write(path: Path, data: Any) -> None:
 
 
 def _report(
-    order: BuildOptions, trt: Any, logger: Any, out: Path, seconds: float, cuda: Cuda, words: Sequence[str]
+    order: BuildOptions, trt: Any, logger: Any, out: Path, seconds: float, cuda: GpuDevice, words: Sequence[str]
 ) -> None:
     """Loads the plan once, as a server would, and prints its properties."""
     runtime = trt.Runtime(logger)

@@ -16,9 +16,9 @@ from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ModelFailed
 
 if TYPE_CHECKING:
+    from shmserve.gpu.interface import GpuDevice
     from shmserve.workers.backends.tensorrt.engine import LoadedEngine, Shape
     from shmserve.workers.batch.specs import Spec
-    from shmserve.workers.gpu.api import Cuda
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -118,7 +118,7 @@ def no_profile(
     return InvalidRequest(f"inputs of model '{model}' are outside of what its engine was built for: {given}; {allowed}")
 
 
-def allocator_of(trt: Any, cuda: Cuda) -> Any:
+def allocator_of(trt: Any, cuda: GpuDevice) -> Any:
     """Returns an allocator for one output whose shape is known only after the run. Its memory grows and is reused."""
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]

@@ -56,7 +56,7 @@ def chained(repository: Path, name: str, *models: str) -> None:
 
 
 @contextmanager
-def serving_on_gpus(repository: Path, journal: Path) -> Iterator[Server]:
+def serving_on_gpus(repository: Path, journal: Path, *options: str) -> Iterator[Server]:
     """A server on a machine with two fake GPUs, which log copies to `journal`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
@@ -64,7 +64,7 @@ def serving_on_gpus(repository: Path, journal: Path) -> Iterator[Server]:
         patch.setenv("STANDIN_PROCESSES", str(repository.parent / "processes"))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        with Server(repository) as server:
+        with Server(repository, *options) as server:
             yield server
 
 
@@ -168,3 +168,47 @@ def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shms
     for maker, reader in (("first", "second"), ("second", "third")):
         opened = calls(journal, reader).count("ipcOpenMemHandle ")
         assert opened == calls(journal, maker).count("ipcGetMemHandle ") >= 1
+    text = client.metrics()
+    for model, has in (("first", True), ("second", True), ("third", False)):
+        assert (f'shmserve_instance_gpu_pool_bytes{{model="{model}"' in text) == has
+
+
+def test_memory_for_tensors_on_the_gpu_is_limited_for_each_gpu(tmp_path: Path) -> None:
+    """Without memory on GPU 1, tensors of its models go through the host; GPU 0 has the default."""
+    repository, journal = tmp_path / "models", tmp_path / "journal"
+    repository.mkdir()
+    journal.mkdir()
+    for name, gpu in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
+        planned(repository, name, gpu)
+    chained(repository, "near", "a", "b")
+    chained(repository, "far", "c", "d")
+    x = np.ones((2, 40_000), np.float32)
+    with (
+        serving_on_gpus(repository, journal, "--cuda-memory-pool-byte-size", "1:0") as server,
+        server.client() as client,
+    ):
+        for ensemble in ("near", "far"):
+            np.testing.assert_array_equal(client.infer(ensemble, {"x": x})["y"], x + 2)
+        text = client.metrics()
+        assert "cuda-memory-pool-byte-size" not in server.log
+    assert [copies(journal, model) for model in ("a", "b", "c", "d")] == [{"1"}, {"2"}, {"1", "2"}, {"1", "2"}]
+    assert 'shmserve_instance_gpu_pool_bytes{model="a"' in text
+    assert 'shmserve_instance_gpu_pool_bytes{model="c"' not in text
+
+
+def test_an_instance_whose_memory_for_tensors_on_the_gpu_is_full_names_the_setting(tmp_path: Path) -> None:
+    repository, journal = tmp_path / "models", tmp_path / "journal"
+    repository.mkdir()
+    journal.mkdir()
+    for name in ("a", "b"):
+        planned(repository, name, 0)
+    chained(repository, "both", "a", "b")
+    x = np.ones((8, 40_000), np.float32)
+    with (
+        serving_on_gpus(repository, journal, "--cuda-memory-pool-byte-size", "0:1MiB") as server,
+        server.client() as client,
+    ):
+        for _ in range(2):
+            np.testing.assert_array_equal(client.infer("both", {"x": x})["y"], x + 2)
+    assert server.log.count("raise cuda-memory-pool-byte-size") == 1
+    assert copies(journal, "b") == {"1", "2"}

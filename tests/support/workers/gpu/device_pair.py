@@ -1,4 +1,4 @@
-"""Two instances on the stand-in for CUDA: tensors of the first stay on the GPU as inputs of the second."""
+"""Two instances on a fake GPU: tensors of the first stay on the GPU as inputs of the second."""
 
 from __future__ import annotations
 
@@ -9,36 +9,32 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from shmserve.protocol.worker_messages import Row, Work
+from shmserve.protocol.worker_messages import Row, StepOptions, Work
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.identity import Identity
 from shmserve.workers.gpu.shared import memory_of
+from tests.support.gpu.fake_device import TO_DEVICE, TO_HOST, FakeGpu
+from tests.support.gpu.fake_device import WITHIN as DEVICE_TO_DEVICE
+from tests.support.gpu.fake_processes import WIDTH, AddOne, GpuProcess, adding
 from tests.support.workers.batch_parts import Array
-from tests.support.workers.gpu.harness import Instance, adder
-from tests.support.workers.worker_harness import config
 
-WIDTH = 40_000
-HOST_TO_DEVICE, DEVICE_TO_HOST, WITHIN = 1, 2, 3
+HOST_TO_DEVICE, DEVICE_TO_HOST, WITHIN = TO_DEVICE, TO_HOST, DEVICE_TO_DEVICE
 
 
 class Pair:
-    """A producer, y = x + 1 on TensorRT, and a consumer. The test takes the place of the broker between them."""
+    """A producer, y = x + 1, and a consumer. The test takes the place of the broker between them."""
 
-    def __init__(self, runtime: Any, folder: Path, consumer: str = "tensorrt") -> None:
-        from shmserve.workers.backends.tensorrt.backend import TensorRT
-
-        self.runtime = runtime
-        adder(folder / "a", WIDTH)
-        adder(folder / "b", WIDTH)
-        self.producer = Instance(TensorRT, folder / "a", ModelConfig(name="m", backend="tensorrt"))
-        kind: Any = TensorRT if consumer == "tensorrt" else Identity
-        x, y = {"x": ("FP32", (WIDTH,))}, {"y": ("FP32", (WIDTH,))}
-        self.consumer = Instance(kind, folder / "b", config(consumer, x, y, max_batch=8), owner=8)
+    def __init__(self, fake: FakeGpu, folder: Path, consumer: str = "fake") -> None:
+        self.fake = fake
+        self._folder = folder
+        self.producer = GpuProcess(fake, "producer", folder)
+        kind: Any = AddOne if consumer == "fake" else Identity
+        self.consumer = GpuProcess(fake, "consumer", folder, 8, kind, adding(consumer))
         self._announced = 0
 
     def produce(self, *arrays: Array, near: tuple[str, ...] = ("y",), **more: Any) -> list[Row]:
-        works = [replace(self.producer.work(x=array, **more), near=near) for array in arrays]
-        self.runtime.state.calls.clear()
+        works = [replace(self.producer.work(x=array, **more), step=StepOptions(near)) for array in arrays]
+        self.fake.copies.clear()
         return self.producer.run(*works)
 
     def pass_on(self, *rows: Row) -> list[Work]:
@@ -60,15 +56,16 @@ class Pair:
 
     def copies(self) -> list[tuple[int, int]]:
         """The copies since the last call, as (rows, direction)."""
-        found = [(call[3] // (WIDTH * 4), call[4]) for call in self.runtime.state.named("memcpyAsync")]
-        self.runtime.state.calls.clear()
+        found = [(size // (WIDTH * 4), direction) for size, direction in self.fake.copies]
+        self.fake.copies.clear()
         return found
 
     def replace_consumer(self, backend: Any, folder: Path, consumer: ModelConfig) -> None:
         """Uses a backend that computes on the host, whose memory is the fake's device memory."""
         self.consumer.close()
         group = ModelInstanceGroup(name="m_0", kind="KIND_CPU", count=1)
-        self.consumer = Instance(backend, folder, replace(consumer, instance_group=(group,)), owner=8)
+        model = replace(consumer, instance_group=(group,))
+        self.consumer = GpuProcess(self.fake, "consumer", folder, 8, backend, model)
 
     def check(self, row: Row, expected: dict[str, Array], near: Sequence[str]) -> None:
         """All outputs have these values, and those of `near` are on the GPU. Frees them."""

@@ -86,7 +86,7 @@ def near(made: Gpus, model: str) -> tuple[str, ...]:
     running = busy_one(made, model).running
     assert running is not None
     (work,) = running.works
-    return work.near
+    return work.step.near if work.step is not None else ()
 
 
 def done(made: Gpus, model: str) -> None:

@@ -1,5 +1,5 @@
 """PyTorch models that read and write tensors on a GPU. PyTorch computes on the host, whose memory serves as device
-memory of the fake CUDA, which counts copies.
+memory of the fake GPU, which counts copies.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from shmserve.protocol.worker_messages import StepOptions
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.batch.specs import Spec, inputs_of
+from tests.support.gpu.fake_processes import WIDTH
 from tests.support.optional import OnDemand, optional
-from tests.support.workers.gpu.device_pair import WIDTH, Pair, arrays, gathered
+from tests.support.workers.gpu.device_pair import Pair, arrays, gathered
 from tests.support.workers.models.worker_models import torch_forward
 from tests.support.workers.worker_harness import config
 
@@ -43,7 +45,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def torch_pair(settled: list[Any], pair: Pair, tmp_path: Path) -> Pair:
-    """TensorRT (x + 1), followed by PyTorch: y = 3 x, and z, for which the model writes to x."""
+    """The producer (x + 1), followed by PyTorch: y = 3 x, and z, for which the model writes to x."""
     from shmserve.workers.backends.pytorch.backend import Torch
 
     class TorchHere(Torch):
@@ -66,7 +68,7 @@ def test_pytorch_reads_and_writes_on_the_gpu(torch_pair: Pair, settled: list[Any
     pair, given = torch_pair, arrays(*shares)
     rows = pair.produce(*given)
     for near in ((), ("y__0",), ("y__0", "z__1")):
-        works = [replace(work, near=near) for work in pair.pass_on(*rows)]
+        works = [replace(work, step=StepOptions(near)) for work in pair.pass_on(*rows)]
         pair.copies()
         settled.clear()
         found = pair.consumer.run(*works)

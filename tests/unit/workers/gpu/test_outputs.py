@@ -14,9 +14,10 @@ from shmserve.protocol.worker_messages import Row, Work
 from shmserve.workers.backends.python import pb_tensor, pb_utils
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.gpu.shared import memory_of
+from tests.support.gpu.fake_processes import WIDTH
 from tests.support.workers.batch_parts import Array
 from tests.support.workers.gpu.device_arrays import read
-from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays, gathered
+from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WITHIN, Pair, arrays, gathered
 from tests.support.workers.worker_harness import assert_failed
 
 
@@ -94,7 +95,12 @@ def test_a_gpu_failure_while_outputs_are_scattered(pair: Pair) -> None:
     works = asked(pair, rows, list(places.handles))
     memory: Any = memory_of(pair.consumer.mapped)
     within = memory._within
-    memory._within = lambda parts: pair.runtime.state.failures.update(memcpyAsync=1) or within(parts)
+
+    def fail(parts: Any) -> None:
+        pair.fake.fail("copy")
+        within(parts)
+
+    memory._within = fail
     for row in pair.consumer.run(*works):
         assert_failed(row, "MODEL_FAILED", "the GPU failed")
     pair.consumer.failures.clear()  # their tracebacks refer to arrays

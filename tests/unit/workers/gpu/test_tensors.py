@@ -1,4 +1,4 @@
-"""Tensors that stay on a GPU from one instance to the next. The fake CUDA counts the copies."""
+"""Tensors that stay on a GPU from one instance to the next. The fake GPU counts the copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shmserve.broker.config.settings import CUDA_POOL_LIMIT
 from shmserve.dtypes import to_numpy
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.protocol.messages import Handle, Tensor, Wanted
-from shmserve.protocol.worker_messages import Work
+from shmserve.protocol.worker_messages import StepOptions, Work
 from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyCuda
 from shmserve.shm.extents import cuda as extents
 from shmserve.shm.mapped import Mapped, OnDevice
@@ -25,7 +25,9 @@ from shmserve.workers.backends.python.pb_requests import InferenceRequest, mark_
 from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
 from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.output_arenas import NEAR_KNOB
-from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WIDTH, WITHIN, Pair, arrays, gathered
+from tests.support.gpu.fake_device import FakeGpu
+from tests.support.gpu.fake_processes import WIDTH, GpuProcess, adding
+from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WITHIN, Pair, arrays, gathered
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
 from tests.support.workers.models.worker_models import Graph
 from tests.support.workers.worker_harness import assert_failed, config
@@ -43,7 +45,7 @@ def test_tensors_are_not_copied_through_the_host(pair: Pair, shares: tuple[int, 
             np.testing.assert_array_equal(pair.consumer.array(row), array + 2)
         pair.give_back(*rows)
     assert pair.producer.arenas.used == 0
-    assert len(pair.runtime.state.opened) == 1  # once for the segment, not for each tensor
+    assert pair.fake.left()["opened"] == 1  # once for the segment, not for each tensor
 
 
 def test_a_cuda_graph_writes_to_its_recorded_addresses(runtime: Any, tmp_path: Path) -> None:
@@ -56,7 +58,7 @@ def test_a_cuda_graph_writes_to_its_recorded_addresses(runtime: Any, tmp_path: P
         for count, kinds in ((1, {HOST_TO_DEVICE, WITHIN}), (2, {HOST_TO_DEVICE}), (1, {HOST_TO_DEVICE, WITHIN})):
             (x,) = arrays(count)
             runtime.state.calls.clear()
-            (row,) = instance.run(replace(instance.work(x=x), near=("y",)))
+            (row,) = instance.run(replace(instance.work(x=x), step=StepOptions(("y",))))
             assert {call[4] for call in runtime.state.named("memcpyAsync")} == kinds
             (output,) = row.outputs
             (again,) = instance.run(Work(7, count, (replace(output, name="x"),), None, "internal"))
@@ -91,12 +93,12 @@ def test_an_instance_reads_its_own_output_without_opening_it(pair: Pair) -> None
     (output,) = row.outputs
     (again,) = pair.producer.run(Work(7, 2, (replace(output, name="x"),), None, "internal"))
     np.testing.assert_array_equal(pair.producer.array(again), x + 2)
-    assert pair.runtime.state.named("ipcOpenMemHandle") == []
+    assert "opened" not in pair.fake.left()
     pair.give_back(row)
 
 
-def test_a_backend_that_cannot_read_the_gpu_gets_a_copy(runtime: Any, tmp_path: Path) -> None:
-    pair = Pair(runtime, tmp_path, "identity")
+def test_a_backend_that_cannot_read_the_gpu_gets_a_copy(fake: FakeGpu, tmp_path: Path) -> None:
+    pair = Pair(fake, tmp_path, "identity")
     with closing(pair):
         given = arrays(1, 2)
         rows = pair.produce(*given)
@@ -118,7 +120,7 @@ class OnnxHere(Onnx):
 
 @pytest.fixture
 def onnx_pair(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    """TensorRT, followed by ONNX Runtime: y = 3 x, z = b + y."""
+    """The producer, followed by ONNX Runtime: y = 3 x, z = b + y."""
     monkeypatch.setattr(run, "GPU", "cpu")
     graph = Graph().input("x", "FP32", [-1, WIDTH]).input("b", "FP32", [-1, WIDTH])
     graph.output("y", "FP32", [-1, WIDTH]).output("z", "FP32", [-1, WIDTH])
@@ -137,7 +139,7 @@ def test_onnx_runtime_reads_and_writes_on_the_gpu(onnx_pair: Pair, shares: tuple
         rows = pair.produce(*given)
         pair.copies()
         works = [
-            replace(work, inputs=(*work.inputs, pair.consumer.work(b=array * 2).inputs[0]), near=near)
+            replace(work, inputs=(*work.inputs, pair.consumer.work(b=array * 2).inputs[0]), step=StepOptions(near))
             for work, array in zip(pair.pass_on(*rows), given, strict=True)
         ]
         found = pair.consumer.run(*works)
@@ -153,7 +155,7 @@ def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:
     rows = onnx_pair.produce(*arrays(1, 1))
     works = onnx_pair.pass_on(*rows)
     more = [replace(work, inputs=(*work.inputs, onnx_pair.consumer.work(b=arrays(1)[0]).inputs[0])) for work in works]
-    onnx_pair.runtime.state.failures["memcpyAsync"] = 1
+    onnx_pair.fake.fail("copy")
     for row in onnx_pair.consumer.run(*more):
         assert_failed(row, "MODEL_FAILED", "the GPU failed")
     onnx_pair.consumer.failures.clear()  # their tracebacks refer to arrays
@@ -177,12 +179,9 @@ def test_outputs_that_are_copied_to_the_host(pair: Pair, case: str, tmp_path: Pa
     elif case == "full":
         producer.arenas.near_limit = 4096
     elif case == "small":
-        from shmserve.workers.backends.tensorrt.backend import TensorRT
-
-        adder(tmp_path / "small", 8)
-        producer = Instance(TensorRT, tmp_path / "small", ModelConfig(name="m", backend="tensorrt"))
+        producer = GpuProcess(pair.fake, "small", tmp_path, model=adding("fake", 8))
         (x,) = arrays(1, width=8)
-    (row,) = producer.run(replace(producer.work(x=x, outputs=outputs), near=near))
+    (row,) = producer.run(replace(producer.work(x=x, outputs=outputs), step=StepOptions(near)))
     np.testing.assert_array_equal(producer.array(row), x + 1)
     assert producer.mapped.on_device == {}
     if producer is not pair.producer:
@@ -206,7 +205,7 @@ def test_a_removed_segment_is_closed(pair: Pair) -> None:
     (segment,) = pair.consumer.mapped.on_device
     pair.give_back(row)
     pair.consumer.mapped.remove(segment)
-    assert pair.runtime.state.opened == {}
+    assert "opened" not in pair.fake.left()
     (failed,) = pair.consumer.run(*pair.pass_on(row))
     assert_failed(failed, "HANDLE_LOST")
 
@@ -247,31 +246,24 @@ def test_an_input_of_a_python_model_stays_on_the_gpu(pair: Pair) -> None:
     pair.give_back(row)
 
 
-class Driver:
-    """A driver that reports this size for each allocation."""
-
-    def __init__(self, room: int, status: int = 0) -> None:
-        self.room, self.status = room, status
-
-    def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> int:
-        base._obj.value, size._obj.value = address.value - 100, self.room + 100
-        return self.status
-
-
 def test_the_driver_must_confirm_the_size_of_an_allocation(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = pair.produce(*arrays(1))
     (work,) = pair.pass_on(row)
-    cuda = memory_of(pair.consumer.mapped).cuda
+    device = memory_of(pair.consumer.mapped).cuda
     (_, size) = next(iter(pair.consumer.mapped.on_device.values()))
-    for driver, code, text in (
-        (Driver(size - 1), "INVALID_ARG", f"has {size - 1} bytes, and was announced with {size}"),
-        (Driver(size, 1), "HANDLE_LOST", "has no known size: error 1 of the driver"),
+
+    def unknown(address: int) -> int:
+        raise HandleLost("no known size")
+
+    for room, code, text in (
+        (lambda address: size - 1, "INVALID_ARG", f"has {size - 1} bytes, and was announced with {size}"),
+        (unknown, "HANDLE_LOST", "no known size"),
     ):
-        monkeypatch.setattr(cuda, "_driver", driver)
-        (failed,) = pair.consumer.run(work)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "room", room)
+            (failed,) = pair.consumer.run(work)
         assert_failed(failed, code, text)
-        assert pair.runtime.state.opened == {}, "a refused allocation is closed again"
-    monkeypatch.setattr(cuda, "_driver", Driver(size))
+        assert "opened" not in pair.fake.left(), "a refused allocation is closed again"
     np.testing.assert_array_equal(pair.consumer.array(pair.consumer.run(work)[0]), arrays(1)[0] + 2)
     pair.give_back(row)
 
@@ -282,7 +274,7 @@ def test_memory_on_another_gpu_is_not_opened(pair: Pair) -> None:
     memory_of(pair.consumer.mapped).cuda.uuid = b"another".ljust(16, b"\0")
     (failed,) = pair.consumer.run(work)
     assert_failed(failed, "HANDLE_LOST", "the tensor is on another GPU than the model's instance")
-    assert pair.runtime.state.named("ipcOpenMemHandle") == []
+    assert "opened" not in pair.fake.left()
     pair.consumer.mapped.on_gpu = False
     (failed,) = pair.consumer.run(work)
     assert_failed(failed, "HANDLE_LOST", "the tensor is on a GPU, and the model's instance is not")
@@ -293,7 +285,7 @@ def test_memory_on_another_gpu_is_not_opened(pair: Pair) -> None:
 def test_memory_of_a_process_that_has_ended_is_lost(pair: Pair) -> None:
     (row,) = pair.produce(*arrays(1))
     (work,) = pair.pass_on(row)
-    pair.runtime.state.failures["ipcOpenMemHandle"] = 201
+    pair.fake.exported.clear()
     (failed,) = pair.consumer.run(work)
     assert_failed(failed, "HANDLE_LOST", "memory of another process on the GPU can no longer be opened")
     pair.give_back(row)
@@ -337,6 +329,6 @@ def test_outputs_of_a_data_dependent_shape_are_copied_to_the_host(runtime: Any, 
     given = config("tensorrt", {"x": ("INT32", (-1,))}, {"where": ("INT64", (-1,))})
     x = np.ones(10_000, np.int32)
     with Instance(TensorRT, tmp_path, given) as instance:
-        (row,) = instance.run(replace(instance.work(x=x), near=("where",)))
+        (row,) = instance.run(replace(instance.work(x=x), step=StepOptions(("where",))))
         np.testing.assert_array_equal(instance.array(row), np.arange(10_000))
     assert NEAR_KNOB == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shmserve.errors import Unsupported
-from shmserve.protocol.messages import Handle, Map
+from shmserve.protocol.messages import DEVICE, Handle, Map
 from shmserve.session.announcements import Announcements
-from shmserve.shm.extents.cuda import is_device
 
 
 class ForeignRegion:
@@ -25,7 +24,7 @@ class ForeignRegion:
 
     @property
     def on_gpu(self) -> bool:
-        return is_device(self.name)
+        return self.name.startswith(DEVICE)
 
     def map(self, audience: str = "") -> Map:
         return Map(self.id, self.size, self.name, audience)
@@ -83,4 +82,4 @@ class ForeignMemory:
         return numbers
 
     def _takes(self, name: str) -> bool:
-        return self._announcements.device_memory if is_device(name) else self._announcements.named_memory
+        return self._announcements.device_memory if name.startswith(DEVICE) else self._announcements.named_memory

@@ -1,0 +1,274 @@
+"""Every implementation of the interface to GPUs: CuPy over the stand-in of its runtime, the fake of the tests, and CuPy
+on a real device (`pytest -m gpu`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.errors import HandleLost, ModelFailed, Unavailable
+from shmserve.gpu.choice import open_client_devices, open_device
+from shmserve.gpu.interface import ALIGN, UNIT_BYTES, ClientDevices, DeviceLost, GpuDevice
+from shmserve.shm.extents.cuda import UUID_BYTES, parts_of
+from tests.support.gpu.fake_device import FakeDevice, fake_gpu
+from tests.support.workers.gpu.device_arrays import end
+from tests.support.workers.gpu.harness import standins
+
+SIZE = 1 << 20
+WAYS = ["stand-in", "fake", pytest.param("real", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Chooses an implementation. What a test leaves behind is an error."""
+    with ExitStack() as stack:
+        if request.param == "fake":
+            gpu = stack.enter_context(fake_gpu())
+            yield request.param
+            assert set(gpu.left()) <= {"device"}, "only a client's exports are kept"
+        elif request.param == "stand-in":
+            runtime, _ = stack.enter_context(standins())
+            yield request.param
+            end(runtime)
+            assert runtime.state.left() == {}
+        else:
+            cupy: Any = pytest.importorskip("cupy")
+            if not cupy.is_available():
+                pytest.skip("there is no GPU")
+            yield request.param
+
+
+@pytest.fixture
+def device(way: str) -> GpuDevice:
+    return open_device()
+
+
+@pytest.fixture
+def other(device: GpuDevice) -> GpuDevice:
+    """The device as another process sees it, if the implementation has processes."""
+    if not isinstance(device, FakeDevice):
+        return open_device()
+    with device.gpu.process("other") as other:
+        return other
+
+
+@pytest.fixture
+def stream(device: GpuDevice) -> Iterator[int]:
+    made = device.stream()
+    yield made
+    device.destroy_stream(made)
+
+
+@pytest.fixture
+def memory(device: GpuDevice) -> Iterator[list[int]]:
+    """Two allocations."""
+    made = [device.allocate(SIZE), device.allocate(SIZE)]
+    yield made
+    device.settle()
+    for address in made:
+        device.free(address)
+
+
+def address(array: Any) -> int:
+    found: int = array.ctypes.data
+    return found
+
+
+def bytes_of(seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
+
+
+@pytest.mark.parametrize("kind", [GpuDevice, ClientDevices])
+def test_every_member_of_the_interface_exists(way: str, kind: Any) -> None:
+    made: Any = open_device() if kind is GpuDevice else open_client_devices()
+    names = [name for name in (*vars(kind), *inspect.get_annotations(kind)) if not name.startswith("_")]
+    assert len(names) > 5
+    assert [name for name in names if not hasattr(made, name)] == []
+
+
+def test_what_the_device_says_of_itself(device: GpuDevice) -> None:
+    major, _, minor = device.capability.partition(".")
+    assert major.isdecimal()
+    assert minor.isdecimal()
+    assert len(device.uuid) == UUID_BYTES
+    assert device.devices >= 1
+    assert issubclass(device.errors, Exception)
+
+
+def test_copies_of_a_stream_run_in_order(device: GpuDevice, stream: int, memory: list[int]) -> None:
+    given, found = bytes_of(1), np.zeros(SIZE, np.uint8)
+    first, second = memory
+    device.copy(first, address(given), SIZE, device.to_device, stream)
+    device.copy(second, first, SIZE, device.within, stream)
+    device.copy(address(found), second, SIZE, device.to_host, stream)
+    device.synchronize_stream(stream)
+    np.testing.assert_array_equal(found, given)
+
+
+def test_parts_of_an_allocation_are_copied(device: GpuDevice, stream: int, memory: list[int]) -> None:
+    given, found = bytes_of(2), np.zeros(SIZE, np.uint8)
+    device.copy(memory[0], address(given), SIZE, device.to_device, stream)
+    device.copy(address(found), memory[0] + 1000, 500, device.to_host, stream)
+    device.synchronize_stream(stream)
+    np.testing.assert_array_equal(found[:500], given[1000:1500])
+    assert not found[500:].any()
+
+
+@pytest.mark.parametrize("spin", [False, True])
+def test_an_event_orders_two_streams(device: GpuDevice, stream: int, memory: list[int], spin: bool) -> None:
+    given, found = bytes_of(3), np.zeros(SIZE, np.uint8)
+    other, event, last = device.stream(-1), device.event(spin), device.event()
+    device.copy(memory[0], address(given), SIZE, device.to_device, stream)
+    device.record(event, stream)
+    device.wait_for(other, event)
+    device.copy(address(found), memory[0], SIZE, device.to_host, other)
+    device.record(last, other)
+    device.synchronize(last)
+    np.testing.assert_array_equal(found, given)
+    device.destroy_event(event)
+    device.destroy_event(last)
+    device.destroy_stream(other)
+
+
+def test_settle_waits_for_all_streams(device: GpuDevice, stream: int, memory: list[int]) -> None:
+    given, found = bytes_of(4), np.zeros(SIZE, np.uint8)
+    device.copy(memory[0], address(given), SIZE, device.to_device, stream)
+    device.settle()
+    device.copy(address(found), memory[0], SIZE, device.to_host, stream)
+    device.settle()
+    np.testing.assert_array_equal(found, given)
+
+
+def test_a_captured_graph_runs_each_time_that_it_is_launched(device: GpuDevice, stream: int, memory: list[int]) -> None:
+    first, second = memory
+    device.begin_capture(stream)
+    device.copy(second, first, SIZE, device.within, stream)
+    graph = device.end_capture(stream)
+    for seed in (5, 6):
+        given, found = bytes_of(seed), np.zeros(SIZE, np.uint8)
+        device.copy(first, address(given), SIZE, device.to_device, stream)
+        device.launch(graph, stream)
+        device.copy(address(found), second, SIZE, device.to_host, stream)
+        device.synchronize_stream(stream)
+        np.testing.assert_array_equal(found, given)
+    device.destroy_graph(graph)
+
+
+def test_pinned_host_memory(device: GpuDevice, stream: int, memory: list[int]) -> None:
+    pinned, given = device.allocate_host(SIZE), bytes_of(11)
+    ctypes.memmove(pinned, address(given), SIZE)
+    device.copy(memory[0], pinned, SIZE, device.to_device, stream)
+    device.synchronize_stream(stream)
+    ctypes.memset(pinned, 0, SIZE)
+    device.copy(pinned, memory[0], SIZE, device.to_host, stream)
+    device.synchronize_stream(stream)
+    assert ctypes.string_at(pinned, SIZE) == given.tobytes()
+    device.free_host(pinned)
+
+
+def test_a_capture_can_be_given_up(device: GpuDevice, stream: int, memory: list[int]) -> None:
+    device.begin_capture(stream)
+    device.copy(memory[1], memory[0], SIZE, device.within, stream)
+    device.give_up_capture(stream)
+    given, found = bytes_of(7), np.zeros(SIZE, np.uint8)
+    device.copy(memory[0], address(given), SIZE, device.to_device, stream)
+    device.copy(address(found), memory[0], SIZE, device.to_host, stream)
+    device.synchronize_stream(stream)
+    np.testing.assert_array_equal(found, given)
+
+
+def test_allocations_are_aligned_and_have_their_size(device: GpuDevice) -> None:
+    for size in (1, 1000, SIZE):
+        made = device.allocate(size)
+        assert made % ALIGN == 0
+        assert device.room(made) >= size
+        device.free(made)
+
+
+def test_an_allocation_that_does_not_fit_is_an_error_with_the_numbers(device: GpuDevice) -> None:
+    with pytest.raises(Unavailable, match=rf"no room for {1 << 60} bytes on the GPU: \d+ of \d+ bytes are free"):
+        device.allocate(1 << 60)
+    device.free(device.allocate(SIZE))
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_mapped_host_memory_is_pinned_if_possible(
+    device: GpuDevice, stream: int, memory: list[int], writable: bool
+) -> None:
+    given, found = bytes_of(8), np.zeros(SIZE, np.uint8)
+    pinned = device.register(address(given), SIZE, writable)
+    device.copy(memory[0], address(given), SIZE, device.to_device, stream)
+    device.copy(address(found), memory[0], SIZE, device.to_host, stream)
+    device.synchronize_stream(stream)
+    np.testing.assert_array_equal(found, given)
+    if pinned:
+        device.unregister(address(given))
+
+
+def test_exported_memory(device: GpuDevice, way: str, other: GpuDevice) -> None:
+    size = UNIT_BYTES
+    made = device.allocate(size)
+    exported = device.export(made)
+    assert len(exported) == 64
+    if way != "real":  # CUDA refuses to open a handle in the process that exported it; tests/gpu uses two
+        opened = other.open(exported)
+        assert other.room(opened) >= size
+        streams, given, found = (device.stream(), other.stream()), bytes_of(9), np.zeros(SIZE, np.uint8)
+        device.copy(made, address(given), SIZE, device.to_device, streams[0])
+        device.synchronize_stream(streams[0])
+        other.copy(address(found), opened, SIZE, other.to_host, streams[1])
+        other.synchronize_stream(streams[1])
+        np.testing.assert_array_equal(found, given)
+        other.close_opened(opened)
+        device.destroy_stream(streams[0])
+        other.destroy_stream(streams[1])
+    device.free(made)
+
+
+def test_memory_that_does_not_exist_is_not_opened(device: GpuDevice) -> None:
+    with pytest.raises(HandleLost, match="memory of another process on the GPU can no longer be opened"):
+        device.open(bytes(64))
+
+
+def test_errors_are_classified(device: GpuDevice) -> None:
+    assert device.lost(DeviceLost("gone"))
+    assert not device.lost(ModelFailed("no"))
+    assert not device.lost(ValueError("no"))
+    assert type(device.failure(ValueError("no"))) is ModelFailed
+    assert type(device.failure(DeviceLost("gone"))) is DeviceLost
+    assert str(device.failure(ValueError("a reason"))) == "the GPU failed: a reason"
+
+
+# ------------------------------------------------------------------------------------------------ clients
+
+
+@pytest.fixture
+def devices(way: str) -> ClientDevices:
+    return open_client_devices()
+
+
+def test_memory_of_a_client(devices: ClientDevices) -> None:
+    stream = devices.stream(0)
+    extent = devices.extent(0, SIZE)
+    assert extent.size == UNIT_BYTES
+    assert devices.device_of(extent.address) == 0
+    given, found = bytes_of(10), np.zeros(SIZE, np.uint8)
+    devices.copy(0, extent.address, address(given), SIZE, "to_device", stream)
+    devices.copy(0, extent.address + SIZE, extent.address, SIZE, "within", stream)
+    devices.copy(0, address(found), extent.address + SIZE, SIZE, "to_host", stream)
+    np.testing.assert_array_equal(found, given)
+    devices.synchronize(0, stream)
+    devices.synchronize(0, None)
+    devices.end_stream(0, stream)
+    assert extent.name is not None
+    exported, uuid = parts_of(extent.name)
+    assert uuid == open_device().uuid
+    assert len(exported) == 64
+    extent.close()

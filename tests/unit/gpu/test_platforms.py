@@ -1,0 +1,101 @@
+"""CUDA and ROCm under CuPy. ROCm is tested only with the stand-in: what is checked is that functions that CuPy lacks
+there are not called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shmserve.errors import HandleLost, Unavailable
+from shmserve.gpu import runtime as libraries
+from shmserve.gpu.choice import open_device
+from shmserve.gpu.runtime import CUDA, ROCM, AddressRanges
+from tests.support.workers.gpu.harness import standins
+
+HIP_COMPUTE_MAJOR, HIP_COMPUTE_MINOR = 23, 61
+"""Some numbers of HIP, unlike those of CUDA."""
+
+
+class HipLibrary:
+    """libamdhip64 with the two functions that are called directly."""
+
+    def __init__(self, uuid: bytes = b"0123456789abcdef", size: int = 4096, status: int = 0) -> None:
+        self._uuid, self._size, self._status = uuid, size, status
+
+    def hipDeviceGetUuid(self, found: Any, device: Any) -> int:
+        assert device.value == 0
+        found.raw = self._uuid
+        return self._status
+
+    def hipMemGetAddressRange(self, base: Any, size: Any, address: Any) -> int:
+        base._obj.value, size._obj.value = address.value - 100, self._size
+        return self._status
+
+
+@pytest.fixture
+def hip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-in as CuPy for ROCm: functions and values that it does not have are missing."""
+    with standins() as (runtime, _):
+        runtime.is_hip = True
+        runtime.cudaDevAttrComputeCapabilityMajor = HIP_COMPUTE_MAJOR
+        runtime.cudaDevAttrComputeCapabilityMinor = HIP_COMPUTE_MINOR
+        numbers = {HIP_COMPUTE_MAJOR: 9, HIP_COMPUTE_MINOR: 4}
+        runtime.deviceGetAttribute = lambda attribute, device: numbers[attribute]
+        runtime.getDeviceProperties = lambda device: {"name": b"AMD"}
+        for name in ("hostRegister", "cudaDevAttrHostRegisterReadOnlySupported"):
+            delattr(runtime, name)
+        runtime.hostUnregister = None
+        monkeypatch.setattr(libraries, "library", {ROCM.driver: HipLibrary()}.get)
+        yield runtime
+
+
+def test_a_device_of_rocm(hip: Any) -> None:
+    device = open_device()
+    assert (device.capability, device.uuid) == ("9.4", b"0123456789abcdef")
+    made = device.allocate(4096)
+    assert device.room(made) == 3996
+    device.free(made)
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_mapped_memory_is_not_pinned_on_rocm(hip: Any, writable: bool) -> None:
+    """CuPy's function always fails there, with an error that means a lost device."""
+    assert not open_device().register(4096, 4096, writable)
+
+
+def test_errors_of_rocm(hip: Any) -> None:
+    device = open_device()
+    assert device.lost(hip.CUDARuntimeError(700))
+    assert not device.lost(hip.CUDARuntimeError(718)), "not a number of HIP"
+    assert not device.lost(hip.CUDARuntimeError(1))
+
+
+def test_a_device_without_an_id_cannot_be_used(hip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in (None, HipLibrary(status=1)):
+        monkeypatch.setattr(libraries, "library", {ROCM.driver: library}.get)
+        with pytest.raises(Unavailable, match=r"libamdhip64\.so does not report the UUID of GPU 0"):
+            open_device()
+
+
+def test_an_address_that_the_driver_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    for platform in (CUDA, ROCM):
+        driver = SimpleNamespace(**{platform.address_range: lambda base, size, address: 1})
+        monkeypatch.setattr(libraries, "library", {platform.driver: driver}.get)
+        with pytest.raises(HandleLost, match="has no known size: error 1 of the driver"):
+            AddressRanges(platform).room(4096)
+
+
+def test_a_missing_driver_library_is_remembered() -> None:
+    assert libraries.library("libno-such-driver.so") is None
+    assert isinstance(libraries.library("libc.so.6"), ctypes.CDLL)
+
+
+def test_the_platform_is_that_of_the_installed_cupy() -> None:
+    assert libraries.platform_of(SimpleNamespace()) is CUDA
+    assert libraries.platform_of(SimpleNamespace(is_hip=False)) is CUDA
+    assert libraries.platform_of(SimpleNamespace(is_hip=True)) is ROCM
