@@ -22,6 +22,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 _READ_ONLY_REGISTRATION = 113
 _REGISTER_PORTABLE, _REGISTER_READ_ONLY = 0x1, 0x8
 _NO_MEMORY = 2
+_NOT_READY = 600
 _LOST = frozenset({214, 700, 702, 710, 714, 715, 716, 717, 718, 719, 999})
 """Errors after which this process can no longer use the device."""
 PRIORITIES = {"PRIORITY_DEFAULT": 0, "PRIORITY_MAX": -100, "PRIORITY_MIN": 100}
@@ -147,6 +148,11 @@ class Cuda:
         flags = self._runtime.eventDisableTiming | (0 if spin else self._runtime.eventBlockingSync)
         handle: int = self._runtime.eventCreateWithFlags(flags)
         return handle
+
+    def reached(self, event: int) -> bool:
+        """Whether the work before the event has ended, also with an error, which `synchronize` then raises. Does not
+        wait."""
+        return bool(self._runtime.eventQuery(event) != _NOT_READY)
 
     def begin_capture(self, stream: int) -> None:
         self._runtime.streamBeginCapture(stream, self._runtime.streamCaptureModeThreadLocal)
