@@ -1,8 +1,8 @@
 """A fake of the CUDA runtime without a device: device memory is host memory, and a stream is a list of pending work.
 
 Invariant: asynchronous work runs only when something waits for it. So a result that is read too early, or a source that
-is reused too early, is wrong every time instead of sometimes. The work of streams in `State.eager` runs at once instead:
-with such a stream, memory that is overwritten too early is wrong every time.
+is reused too early, is wrong every time instead of sometimes. The work of streams in `State.eager` runs at once
+instead: with such a stream, memory that is overwritten too early is wrong every time.
 """
 
 from __future__ import annotations
