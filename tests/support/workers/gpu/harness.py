@@ -99,7 +99,7 @@ class Instance(Memory):
         gather = Gather("m", inputs_of(self.config), self.mapped, on_device=self.backend.on_device)
         scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped)
         self.failures: list[BaseException] = []
-        self.runner = runner_of(
+        self.runner: Any = runner_of(
             name, str(folder), self.backend, gather, scatter, lambda _, error: self.failures.append(error)
         )
 
