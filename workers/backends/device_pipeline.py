@@ -11,6 +11,8 @@ buffers, its sources in callers' memory, and the memory that its outputs were co
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +27,6 @@ from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from shmserve.repo.config.schema import ModelConfig
     from shmserve.workers.backends.base import Context
     from shmserve.workers.batch.results import Results
@@ -166,6 +166,20 @@ class Pipeline:
                 slot.busy = True
                 return slot
         raise Internal(f"all {len(self.slots)} sets of buffers are in use by batches that have not ended")
+
+    @contextmanager
+    def batch(self) -> Iterator[Slot]:
+        """Gives a free slot to a batch that is queued in the context. If that fails, nothing of it is left on the
+        device."""
+        slot = self.take()
+        try:
+            yield slot
+        except Exception as error:
+            self.failed(error)
+            slot.busy = False
+            if isinstance(error, self.cuda.errors):
+                raise self.cuda.failure(error) from error
+            raise
 
     def inputs_copied(self, slot: Slot) -> None:
         """All copies of inputs are queued. The computation, which is queued next, starts after them."""

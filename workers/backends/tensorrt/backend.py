@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.dtypes import elements
-from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unsupported
+from shmserve.errors import InvalidRequest, ModelFailed, Unsupported
 from shmserve.workers.backends.base import Context, OverlappingBackend
+from shmserve.workers.backends.cuda_graphs import CudaGraph, CudaGraphs, requested_graphs
 from shmserve.workers.backends.device_pipeline import DeviceBatch, NoComputation, Pipeline, options_of
 from shmserve.workers.backends.model_facts import completed
 from shmserve.workers.backends.tensorrt.engine import (
     LoadedEngine,
+    ProfileShapes,
     check_batch,
     check_profiles,
     largest_batch,
@@ -29,7 +31,6 @@ from shmserve.workers.backends.tensorrt.engine import (
     open_engine,
     profiles_of,
 )
-from shmserve.workers.backends.tensorrt.graphs import CudaGraph, CudaGraphs, requested_graphs
 from shmserve.workers.backends.tensorrt.profile import HostValues, Profile, allocator_of, no_profile
 from shmserve.workers.batch.specs import inputs_of, model_inputs_of, model_outputs_of
 from shmserve.workers.gpu.api import Cuda, tensorrt
@@ -196,7 +197,7 @@ class TensorRT(OverlappingBackend):
         if self._allocators or self._host:
             log_message(f"model '{config.name}': no CUDA graphs, as shapes or memory depend on values", "warning")
             return
-        for request in requested_graphs(config, engine, self._inputs, self._profiles[0].number):
+        for request in requested_graphs(config, self._inputs, ProfileShapes(engine, self._profiles[0].number)):
             profile = self._choose(request.shapes)
             self._bind(profile, slot, {}, {})
             outputs = tuple(profile.prepare(request.shapes))
@@ -226,20 +227,11 @@ class TensorRT(OverlappingBackend):
             inputs.computing()
             return NoComputation()
         self._choose(shapes)  # raises, with nothing to wait for
-        cuda, pipeline = self._cuda, self._pipeline
+        pipeline = self._pipeline
         assert pipeline is not None
-        slot = pipeline.take()
-        try:
+        with pipeline.batch() as slot:
             staged = self._queue(pipeline, slot, inputs, outputs, shapes, wanted)
-        except Exception as error:
-            if not isinstance(error, (ServeError, cuda.errors)):
-                raise
-            pipeline.failed(error)
-            slot.busy = False
-            if isinstance(error, ServeError):
-                raise
-            raise cuda.failure(error) from error
-        return DeviceBatch(pipeline, slot, outputs, staged, inputs)
+            return DeviceBatch(pipeline, slot, outputs, staged, inputs)
 
     def _shapes(self, inputs: GatherGroup) -> tuple[Shape, ...]:
         shapes = []

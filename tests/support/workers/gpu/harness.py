@@ -116,7 +116,7 @@ class Instance(Memory):
 
     def run(self, *works: Work) -> list[Row]:
         """Runs one batch. Then its inputs are overwritten, as their callers may do."""
-        rows, _, _ = self.runner.run(works)
+        rows: list[Row] = self.runner.run(works)[0]
         for segment in self.client.segments:
             for handle in self._inputs:
                 if handle.segment == segment.id:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.worker_messages import rows_of
@@ -17,6 +18,7 @@ from shmserve.repo.config import schema
 from shmserve.workers.backends.device_pipeline import Pipeline, Slot
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
+from tests.support.workers.gpu.device_pair import Pair, arrays
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
 from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, check, config, rows, tuned
 
@@ -299,3 +301,35 @@ def test_models_whose_shapes_depend_on_values_do_not_overlap(gpu: Gpu, tmp_path:
     with gpu.load(tmp_path, given) as instance:
         assert type(instance.runner) is StackedRunner
         assert len(instance.backend._pipeline.slots) == 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_tensors_that_stay_on_the_gpu(gpu: Gpu, pair: Pair, order: str) -> None:
+    """Read and written in place, by two batches on the device."""
+    hurry(gpu, pair.consumer, order)
+    given = [arrays(1), arrays(2, 1)]
+    produced = [pair.produce(*part) for part in given]
+    batches = []
+    for outputs in produced:
+        works = [replace(work, near=("y",)) for work in pair.pass_on(*outputs)]
+        batches.append(pair.consumer.runner.begin(works))
+    for batch, part in zip(batches, given, strict=True):
+        found = pair.consumer.runner.finish(batch)[0]
+        for row, array in zip(rows_of(found), part, strict=True):
+            pair.check(row, {"y": array + 2}, ("y",))
+    pair.give_back(*produced[0], *produced[1])
+    assert pair.consumer.arenas.used == pair.producer.arenas.used == 0
+
+
+def test_memory_of_another_process_is_closed_after_the_batches_that_read_it(gpu: Gpu, pair: Pair) -> None:
+    (given,) = arrays(1)
+    (row,) = pair.produce(given)
+    works = pair.pass_on(row)
+    batch = pair.consumer.runner.begin(works)
+    gpu.clear()
+    (handle,) = row.outputs[0].data  # type: ignore[misc]
+    pair.consumer.mapped.remove(handle.segment)  # type: ignore[union-attr]
+    assert [call[0] for call in gpu.state.calls] == ["deviceSynchronize", "ipcCloseMemHandle"]
+    (found,) = pair.consumer.runner.finish(batch)[0]
+    np.testing.assert_array_equal(pair.consumer.array(found), given + 2)
+    pair.give_back(row)
