@@ -24,7 +24,7 @@ class KnownShapes(Protocol):
     """What an engine knows about the shapes of its inputs, with the batch dimension."""
 
     def best(self, spec: Spec) -> Shape:
-        """Returns the shape for dims that the configuration leaves open. Raises InvalidRequest if there is none."""
+        """Returns the shape for dims that the configuration leaves open. Raises Unsupported if there is none."""
 
     def refusal(self, spec: Spec, shape: Shape) -> str:
         """Returns why the input cannot have this shape; else an empty string."""

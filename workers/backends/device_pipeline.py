@@ -75,11 +75,12 @@ def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
 
 class Slot:
     """The buffers and events of one batch. `inputs` and `outputs`: the addresses of the buffers, by the index of the
-    tensor; 0: it has none."""
+    tensor; 0: it has none. `fixed`: a CUDA graph uses these addresses, so the buffers stay where they are."""
 
     def __init__(self, cuda: Cuda, pinned: Pinned, options: PipelineOptions, number: int, copy_in: int) -> None:
         self.number = number
         self.busy = False
+        self.fixed = False
         self.inputs: list[int] = []
         self.outputs: list[int] = []
         self.feed = Feed(cuda, pinned, options.staged_inputs, options.threshold, copy_in)
@@ -87,14 +88,31 @@ class Slot:
         self._pinned = pinned
         self._pin_outputs = options.staged_outputs
         self._staging: dict[int, Staging] = {}
+        self._sizes: dict[int, int] = {}
+        """The bytes of each buffer, by its address."""
         self.copied, self.computed = cuda.event(), cuda.event()
         self.end = cuda.event(spin=options.spin)
 
     def allocate(self, inputs: Sequence[int], outputs: Sequence[int]) -> None:
         """Allocates buffers of these sizes; 0: none. Raises Unavailable if the GPU has too little memory."""
         for sizes, addresses in ((inputs, self.inputs), (outputs, self.outputs)):
-            for size in sizes:
-                addresses.append(self._cuda.allocate(size) if size else 0)
+            for index, size in enumerate(sizes):
+                addresses.append(0)
+                if size:
+                    self.grow(addresses, index, size)
+
+    def grow(self, addresses: list[int], index: int, size: int) -> int:
+        """Returns the address of a buffer of `inputs` or `outputs` with at least this size."""
+        address = addresses[index]
+        if address and self._sizes[address] >= size:
+            return address
+        if address and not self.fixed:
+            addresses[index] = 0
+            del self._sizes[address]
+            self._cuda.free(address)
+        address = addresses[index] = self._cuda.allocate(size)
+        self._sizes[address] = size
+        return address
 
     def target(self, index: int, spec: Spec, shape: tuple[int, ...], outputs: Results) -> tuple[Array, bool]:
         """Returns where to copy an output: its final place if possible, else staging, which `put` splits."""
@@ -108,9 +126,9 @@ class Slot:
         return staging.bytes(elements(shape) * spec.item).view(spec.numpy).reshape(shape), False
 
     def close(self) -> None:
-        for address in (*self.inputs, *self.outputs):
-            if address:
-                self._cuda.free(address)
+        for address in self._sizes:
+            self._cuda.free(address)
+        self._sizes.clear()
         self.inputs, self.outputs = [], []
         self.feed.close()
         for staging in self._staging.values():

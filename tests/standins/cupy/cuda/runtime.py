@@ -102,6 +102,8 @@ class State:
         self.events: dict[int, tuple[int, tuple[_Stream, int] | None]] = {}
         self.graphs: dict[int, list[Callable[[], object]]] = {}
         self.instances: dict[int, list[Callable[[], object]]] = {}
+        self.foreign: dict[int, int] = {}
+        """Device memory of other libraries: address -> bytes."""
         self.eager: set[_Stream] = set()
         """Streams whose work runs as soon as it is queued."""
         self.failures: dict[str, int] = {}
@@ -141,7 +143,8 @@ class State:
         for memory in (*self.device.values(), *self.opened.values()):
             if memory.address <= address and address + size <= memory.address + memory.size:
                 return
-        raise CUDARuntimeError(700)
+        if not any(start <= address and address + size <= start + length for start, length in self.foreign.items()):
+            raise CUDARuntimeError(700)
 
     def stream(self, handle: int) -> _Stream:
         found = self.streams.get(handle)
