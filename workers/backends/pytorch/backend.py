@@ -16,7 +16,7 @@ import torch
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.errors import Internal, InvalidRequest, ModelFailed, Unsupported
 from shmserve.workers.backends.base import Context, OverlappingBackend
-from shmserve.workers.backends.device_inputs import DeviceInputs
+from shmserve.workers.backends.device_inputs import DeviceInputs, GpuTensor
 from shmserve.workers.backends.device_pipeline import options_of
 from shmserve.workers.backends.model_facts import completed, match
 from shmserve.workers.backends.parameters import Parameters
@@ -144,7 +144,9 @@ class Torch(OverlappingBackend):
         if self._near is None:
             self.begin(inputs, outputs).finish()
             return
-        tensors = [self._given(self._near, index, spec, inputs) for index, spec in enumerate(self._inputs)]
+        located = [self._near.locate(inputs, index, spec) for index, spec in enumerate(self._inputs)]
+        self._near.wait()
+        tensors = [self._given(index, there, inputs) for index, there in enumerate(located)]
         inputs.computing()
         values = self._compute(tensors)
         try:
@@ -163,12 +165,11 @@ class Torch(OverlappingBackend):
             return self._pick(self._call([{name: tensor for name, tensor in named if tensor is not None}]))
         return self._pick(self._call([None if place is None else tensors[place] for place in self._leaves]))
 
-    def _given(self, near: DeviceInputs, index: int, spec: Spec, inputs: GatherGroup) -> Any:
+    def _given(self, index: int, there: GpuTensor | None, inputs: GatherGroup) -> Any:
         """Returns an input as a tensor over its memory, on the host or the GPU."""
-        there = near.locate(inputs, index, spec)
         if there is None:
-            return self._tensor(index, spec, inputs.array(index))
-        tensor = device.over(there.address, there.shape, spec, self._device)
+            return self._tensor(index, self._inputs[index], inputs.array(index))
+        tensor = device.over(there.address, there.shape, self._inputs[index], self._device)
         return tensor.clone() if index in self._copied else tensor
 
     def _stays(self, index: int, value: Any, outputs: Results) -> bool:

@@ -149,6 +149,25 @@ def test_onnx_runtime_reads_and_writes_on_the_gpu(onnx_pair: Pair, shares: tuple
     assert pair.consumer.arenas.used == 0
 
 
+@pytest.mark.parametrize("shares", [(1,), (1, 2, 1)], ids=str)
+def test_onnx_runtime_gets_large_inputs_on_the_gpu(onnx_pair: Pair, shares: tuple[int, ...]) -> None:
+    """They are copied directly from callers' memory, which is pinned, as is that of outputs."""
+    pair, given = onnx_pair, arrays(*shares)
+    consumer = pair.consumer
+    consumer.backend._near = DeviceInputs(memory_of(consumer.mapped).cuda)
+    for batch in range(2):
+        pair.copies()
+        works = [consumer.work(x=array, b=array * 2) for array in given]
+        found = consumer.run(*works)
+        pinned = pair.runtime.state.named("hostRegister")
+        assert {call[3] for call in pinned} == (set() if batch else {1, 9})  # of inputs (read-only), and of outputs
+        assert [call[0] for call in pair.runtime.state.calls].count("streamSynchronize") == 1
+        assert pair.copies() == [(share, HOST_TO_DEVICE) for share in shares] * 2
+        for row, array in zip(found, given, strict=True):
+            pair.check(row, {"y": array * 3, "z": array * 5}, ())
+    assert consumer.arenas.used == 0
+
+
 def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:
     rows = onnx_pair.produce(*arrays(1, 1))
     works = onnx_pair.pass_on(*rows)
