@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 OVERLAP = "overlap_batches"
 """The parameter of a model that turns the overlap off."""
+RETRY_ALONE = "retry_alone"
 SLOTS = 2
 end_process = os._exit
 """Called after the device was lost. The broker starts a new process and identifies the request that caused the loss."""
@@ -55,7 +56,9 @@ class PipelineOptions(Struct, frozen=True):
 
 
 def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
-    overlap = Parameters(config).flag(OVERLAP, True)
+    parameters = Parameters(config)
+    # A request that has begun early counts as waiting: it is run again if the worker dies.
+    overlap = parameters.flag(OVERLAP, True) and parameters.flag(RETRY_ALONE, True)
     pinned_bytes = int(context.settings.get(PINNED_KNOB, PINNED_BYTES))
     optimization = config.optimization
     if optimization is None:

@@ -20,7 +20,7 @@ from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.workers.gpu.device_pair import Pair, arrays
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
-from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, check, config, rows, tuned
+from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, check, config, rows, tuned
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "nothing": (),
@@ -279,9 +279,11 @@ def test_too_little_memory_for_a_second_set_of_buffers(
     assert "parameter overlap_batches" in text
 
 
-def test_the_overlap_can_be_turned_off(gpu: Gpu, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["overlap_batches", "retry_alone"])
+def test_the_overlap_can_be_turned_off(gpu: Gpu, tmp_path: Path, key: str) -> None:
+    """Also by forbidding that requests run twice: one that has begun early is run again if the worker dies."""
     adder(tmp_path)
-    with gpu.load(tmp_path, config(parameters=NO_OVERLAP)) as instance:
+    with gpu.load(tmp_path, config(parameters={key: schema.ModelParameter(string_value="false")})) as instance:
         assert type(instance.runner) is StackedRunner
         assert len(gpu.state.device) == 2
         assert len(gpu.state.named("streamCreateWithPriority")) == 1
