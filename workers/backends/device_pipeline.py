@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from shmserve.dtypes import elements
 from shmserve.errors import Internal, Unavailable
+from shmserve.repo.rules.fields import RETRY
 from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, address_of
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.gpu.api import PRIORITIES
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 OVERLAP = "overlap_batches"
 """The parameter of a model that turns the overlap off."""
-RETRY_ALONE = "retry_alone"
 SLOTS = 2
 end_process = os._exit
 """Called after the device was lost. The broker starts a new process and identifies the request that caused the loss."""
@@ -58,7 +58,7 @@ class PipelineOptions(Struct, frozen=True):
 def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
     parameters = Parameters(config)
     # A request that has begun early counts as waiting: it is run again if the worker dies.
-    overlap = parameters.flag(OVERLAP, True) and parameters.flag(RETRY_ALONE, True)
+    overlap = parameters.flag(OVERLAP, True) and parameters.flag(RETRY, True)
     pinned_bytes = int(context.settings.get(PINNED_KNOB, PINNED_BYTES))
     optimization = config.optimization
     if optimization is None:

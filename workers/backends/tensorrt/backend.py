@@ -87,13 +87,13 @@ class TensorRT(OverlappingBackend):
             Profile(engine, number, strategy, pipeline.compute, self._inputs, self._outputs) for number in numbers
         ]
         sizes = self._sizes(config)
+        self._bind_allocators(engine)
 
         def prepare(slot: Slot) -> None:
             slot.allocate(*sizes)
             self._capture(config, slot)
 
         prepare(pipeline.slots[0])
-        self._bind_allocators(engine)
         self._cuda.synchronize_stream(pipeline.compute)
         self.overlaps = not self._allocators and not self._host and pipeline.overlaps(prepare)
 
