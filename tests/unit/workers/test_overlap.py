@@ -316,6 +316,19 @@ def test_orders_are_answered_while_the_worker_waits_for_the_device(broker: Broke
     assert kinds == [Done, Pong, Done]
 
 
+def test_the_device_is_not_asked_during_short_batches(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker waits for the device alone, which is exact."""
+    monkeypatch.setattr(overlap, "SHORT_NS", 10**12)
+    device = broker.device
+    queries = [lambda: True]
+    device.plan["query", 2] = queries
+    device.plan["begin", 2] = [broker.later(broker.execute(3, 1))]
+    device.plan["finish", 3] = [broker.later(Stop())]
+    reports = broker.run(broker.execute(1, 1, open=False), broker.execute(2, 1))
+    assert len(queries) == 1
+    assert starts(reports) == [(1, 2, 2), (2, 3, 3), (3, 0, 0)]
+
+
 def test_no_time_is_counted_for_two_batches(broker: Broker) -> None:
     broker.device.plan["begin", 3] = [broker.later(Stop())]
     reports = broker.run(broker.execute(1, 4, open=False), broker.execute(2, 4), broker.execute(3, 4))
