@@ -66,9 +66,10 @@ class Loop:
         self._waiting = BatchQueue()
         self._start = self._waiting.start
         self._run_batch = runner.run_batch
+        self._overlap: Overlap | None = None
         if isinstance(runner, OverlappingRunner):
-            overlap = Overlap(link.fileno(), runner, self._waiting, inbox.read, max_batch)
-            self._start, self._run_batch = overlap.start, overlap.run_batch
+            self._overlap = Overlap(link.fileno(), runner, self._waiting, inbox.read, max_batch)
+            self._start, self._run_batch = self._overlap.start, self._overlap.run_batch
         self._stopping = False
         self._streams = backend.streams
         if self._streams is not None:
@@ -103,6 +104,8 @@ class Loop:
                 if self._stopping:
                     if self._streams is not None:
                         self._streams.stop(True)
+                    if self._overlap is not None:
+                        self._overlap.close()
                     self._outbox.flush()
                     return
                 self._wait()

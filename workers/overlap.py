@@ -10,6 +10,8 @@ Invariant: at most two batches are on the device, and they are finished in the o
 
 from __future__ import annotations
 
+import fcntl
+import os
 import select
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
@@ -26,6 +28,8 @@ PAUSE_PART = 32
 """The worker waits for orders for this part of the time since the batch began, then asks the device whether the batch
 is computed. So a longer batch is asked for more rarely, and noticed late by at most this part of its time."""
 MIN_PAUSE_S, MAX_PAUSE_S = 50e-6, 1e-3
+SELECTABLE = 1024
+"""`select` waits only for descriptors below this number. Other calls of Python do not wait for less than 1 ms."""
 
 
 class Overlap:
@@ -45,7 +49,8 @@ class Overlap:
     ) -> None:
         """`link`: the descriptor that is readable when there are orders. `read_orders` handles them. `max_batch`: the
         most rows of a batch; 0: a batch has one request."""
-        self._link = [link]
+        self._link = [link if link < SELECTABLE else fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, 0)]
+        self._own_link = self._link[0] != link
         self._runner = runner
         self._queue = queue
         self._read_orders = read_orders
@@ -60,6 +65,10 @@ class Overlap:
         """A batch has ended, and `start` has not been called since."""
         self._busy = False
         """A batch was waiting when the last one ended."""
+
+    def close(self) -> None:
+        if self._own_link:
+            os.close(self._link[0])
 
     def start(self, *, last: bool = False) -> QueuedBatch | None:
         """Returns the batch to run now, like `BatchQueue.start`. It may have begun."""

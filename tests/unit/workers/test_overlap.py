@@ -6,6 +6,7 @@ test has one order of events.
 
 from __future__ import annotations
 
+import fcntl
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -100,8 +101,12 @@ class Device(OverlappingBackend):
 class Broker:
     """The other end of the link. All reports are read after the loop has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, descriptor: int = 0) -> None:
+        """`descriptor`: the least number of the worker's descriptor."""
         self.sock, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if descriptor:
+            with ours:
+                ours = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, descriptor))
         self.link = BrokerLink(ours)
         self.parts = Parts(config("identity", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=MOST))
         self.device = Device()
@@ -210,6 +215,17 @@ def test_a_batch_with_room_begins_when_the_one_before_is_computed(broker: Broker
     assert device.events[3:] == [("begin", 3, 3), ("finish", 2), ("finish", 3)]
     assert starts(reports) == [(1, 2, 2), (2, 3, 4), (3, 0, 0)]
     broker.check(dones(reports)[2], 30, 40)
+
+
+def test_a_link_with_a_high_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker passes its own number, which is high if it has many connections."""
+    monkeypatch.setattr(overlap, "SHORT_NS", 0)
+    broker = Broker(overlap.SELECTABLE)
+    assert broker.link.fileno() >= overlap.SELECTABLE
+    try:
+        test_a_batch_with_room_begins_when_the_one_before_is_computed(broker)
+    finally:
+        broker.close()
 
 
 def test_a_batch_that_becomes_full_begins_at_once(broker: Broker) -> None:
