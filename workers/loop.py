@@ -160,8 +160,8 @@ class Loop:
         self._arenas.free(order.handles)
 
     def _withdraw(self, order: Withdraw) -> None:
-        self._comparisons.forget(order.requests)
         withdrawn = self._waiting.withdraw(order.requests)
+        self._comparisons.forget(withdrawn)
         self._outbox.add(WithdrawnReport(withdrawn))
         if self._streams is not None and len(withdrawn) < len(order.requests):
             self._streams.cancel(request for request in order.requests if request not in withdrawn)

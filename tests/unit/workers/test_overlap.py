@@ -20,6 +20,7 @@ from shmserve.protocol.messages import PACKET_BYTES, Ping, Pong, Tensor
 from shmserve.protocol.worker_messages import (
     Done,
     Execute,
+    Expect,
     Started,
     Stop,
     Withdraw,
@@ -262,6 +263,19 @@ def test_requests_that_have_begun_are_not_given_back(broker: Broker) -> None:
     assert [report.requests for report in reports if isinstance(report, Withdrawn)] == [(31,)]
     broker.check(dones(reports)[1], 20)
     broker.check(dones(reports)[2], 30)
+
+
+def test_requests_that_have_begun_are_still_compared(broker: Broker) -> None:
+    """Also if they are recalled: their outputs must not reach the broker as a response."""
+    device = broker.device
+    device.plan["begin", 3] = [broker.later(Withdraw((30, 31)))]
+    device.plan["finish", 3] = [broker.later(Stop())]
+    full = broker.execute(3, 3, 1)
+    expected = Tensor("y", "FP32", (3, 2), (broker.values[30] + 1).tobytes())
+    reports = broker.run(broker.execute(1, 1, open=False), broker.execute(2, 1), Expect(30, (expected,)), full)
+    compared, plain = rows_of(dones(reports)[2].rows)
+    assert (compared.request, compared.outputs, compared.parameters) == (30, (), {"equal": True})
+    assert plain.parameters is None
 
 
 def test_a_batch_of_which_all_is_withdrawn_does_not_begin(broker: Broker) -> None:
