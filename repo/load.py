@@ -157,7 +157,7 @@ def _unsupported(message: Message, path: str, backend: str, report: Report) -> N
     for field, value in given:
         inner = f"{path}.{field.name}" if path else field.name
         support = TABLE[f"{owner}.{field.name}"]
-        if support.only and support.only == backend:
+        if backend in support.only:
             continue
         if support.status is Status.REFUSED:
             report.problem(inner, f"{NOT_SUPPORTED}{support.note}")

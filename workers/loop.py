@@ -1,4 +1,5 @@
 """The main loop of a worker after loading: receives orders from the broker, runs one batch at a time and sends reports.
+With a backend that overlaps batches, `overlap` begins the next batch before the running one has ended.
 
 Invariants: each request is answered exactly once, whatever the model does. The outbox is flushed before a model runs,
 because the run time of a model is not bounded.
@@ -28,6 +29,8 @@ from shmserve.protocol.worker_messages import Withdrawn as WithdrawnReport
 from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
 from shmserve.workers.batch.comparison import Comparisons
 from shmserve.workers.leases import LeaseHolder
+from shmserve.workers.overlap import Overlap
+from shmserve.workers.runner import OverlappingRunner
 
 if TYPE_CHECKING:
     from shmserve.shm.mapped import Mapped
@@ -51,6 +54,7 @@ class Loop:
         mapped: Mapped,
         runner: Runner[Any],
         backend: Backend,
+        max_batch: int,
     ) -> None:
         self._receive = link.receive
         self._inbox = inbox
@@ -60,6 +64,12 @@ class Loop:
         self._arenas = arenas
         self._runner = runner
         self._waiting = BatchQueue()
+        self._start = self._waiting.start
+        self._run_batch = runner.run_batch
+        self._overlap: Overlap | None = None
+        if isinstance(runner, OverlappingRunner):
+            self._overlap = Overlap(link.fileno(), runner, self._waiting, inbox.read, max_batch)
+            self._start, self._run_batch = self._overlap.start, self._overlap.run_batch
         self._stopping = False
         self._streams = backend.streams
         if self._streams is not None:
@@ -89,11 +99,13 @@ class Loop:
         self._handle([*orders, *self._inbox.take_kept()], descriptors)
         self._drain()
         while True:
-            batch = self._waiting.start(last=self._stopping)
+            batch = self._start(last=self._stopping)
             if batch is None:
                 if self._stopping:
                     if self._streams is not None:
                         self._streams.stop(True)
+                    if self._overlap is not None:
+                        self._overlap.close()
                     self._outbox.flush()
                     return
                 self._wait()
@@ -123,14 +135,14 @@ class Loop:
     def _run(self, batch: QueuedBatch) -> QueuedBatch | None:
         """Runs a batch and reports its results. Returns the next batch, whose start is announced in the same report."""
         self._outbox.flush()
-        results, times, again = self._runner.run_batch(batch.works)
+        results, times, again = self._run_batch(batch.works)
         if self._comparisons.expected:
             results = self._comparisons.compared(rows_of(results))
         # Orders that arrived during the run may extend the next batch or withdraw requests from it.
         self._drain()
         if self._streams is not None:
             self._streams.read()
-        following = self._waiting.start(last=self._stopping)
+        following = self._start(last=self._stopping)
         if isinstance(results, Columns):
             done = Done(batch.number, (), times, columns=results)
         else:
@@ -148,8 +160,8 @@ class Loop:
         self._arenas.free(order.handles)
 
     def _withdraw(self, order: Withdraw) -> None:
-        self._comparisons.forget(order.requests)
         withdrawn = self._waiting.withdraw(order.requests)
+        self._comparisons.forget(withdrawn)
         self._outbox.add(WithdrawnReport(withdrawn))
         if self._streams is not None and len(withdrawn) < len(order.requests):
             self._streams.cancel(request for request in order.requests if request not in withdrawn)

@@ -203,7 +203,9 @@ def _serve(link: BrokerLink, priority: LoadPriority) -> Exit:
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         assert model.inbox is not None
-        Loop(link, model.inbox, outbox, model.arenas, mapped, model.runner, model.backend).run(orders[1:], descriptors)
+        most = model.config.max_batch_size
+        loop = Loop(link, model.inbox, outbox, model.arenas, mapped, model.runner, model.backend, most)
+        loop.run(orders[1:], descriptors)
         stopped = True
     finally:
         finalized = _finalize(model, stopped)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Columns, Failure
 from shmserve.protocol.worker_messages import Row, Work, rows_of
-from shmserve.workers.backends.base import SeparateBackend, StackedBackend
+from shmserve.workers.backends.base import OverlappingBackend, SeparateBackend, StackedBackend
 from shmserve.workers.batch.columns import ColumnWorks
 from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.batch.results import Results
@@ -26,7 +26,7 @@ from shmserve.workers.model_calls.answer import Request, Response, Trace, failur
 from shmserve.workers.process.log import log_traceback, public
 
 if TYPE_CHECKING:
-    from shmserve.workers.backends.base import Backend
+    from shmserve.workers.backends.base import Backend, Computation
     from shmserve.workers.batch.gather import Gather, GatherGroup
     from shmserve.workers.batch.scatter import Scatter
     from shmserve.workers.extended import Extension
@@ -146,10 +146,8 @@ class StackedRunner(Runner[StackedBackend]):
         if extension is not None:
             group = extension.in_slots(group, self._gather)
             results: Results = extension.results(self._scatter, group)
-        elif group.lengths:
-            results = PaddedResults(self._scatter, group.works, group.rows, group.lengths, group.length)
         else:
-            results = Results(self._scatter, group.works, group.rows)
+            results = self._results(group)
         try:
             if extension is not None:
                 extension.before(group)
@@ -159,13 +157,86 @@ class StackedRunner(Runner[StackedBackend]):
                 return results.in_columns(), group.ready or computed, computed
             rows, ran = results.rows(), True
         except Exception as error:
-            results.abandon()
             computed = clock()
-            failure = self._failure(error)
-            rows, ran = [Row(work.request, (), failure) for work in group.works], False
+            rows, ran = self._abandon(group, results, error), False
         if extension is not None:
             extension.after(group, rows, ran)
         return rows, group.ready or computed, computed
+
+    def _results(self, group: GatherGroup) -> Results:
+        if group.lengths:
+            return PaddedResults(self._scatter, group.works, group.rows, group.lengths, group.length)
+        return Results(self._scatter, group.works, group.rows)
+
+    def _abandon(self, group: GatherGroup, results: Results, error: Exception) -> list[Row]:
+        """Returns the rows of a group that has failed."""
+        results.abandon()
+        failure = self._failure(error)
+        return [Row(work.request, (), failure) for work in group.works]
+
+
+class BegunBatch:
+    """A batch that has begun. `computation` None: it is not on the device; `rows` None: it has not failed either, and
+    runs when it is finished."""
+
+    __slots__ = ("computation", "group", "results", "rows", "taken", "works")
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+        self.taken = clock()
+        self.computation: Computation | None = None
+        self.rows: list[Row] | None = None
+        self.group: GatherGroup
+        self.results: Results
+
+
+class OverlappingRunner(StackedRunner):
+    """Runs batches in two steps, so that the next one can begin while one is on the device. Batches are finished in
+    the order in which they began.
+
+    Times: a batch that began while another was on the device counts as taken when that one was finished. So no time
+    is counted for two batches, and each phase begins after the one before.
+    """
+
+    _backend: OverlappingBackend
+
+    _finished = 0
+    """When the last batch was finished."""
+
+    def begin(self, works: Sequence[Work]) -> BegunBatch:
+        batch = BegunBatch(works)
+        self._scatter.exchange_buffers()
+        groups, failures = self._gather.groups(works)
+        if len(groups) != 1 or failures:
+            return batch
+        group = batch.group = groups[0]
+        results = batch.results = self._results(group)
+        try:
+            batch.computation = self._backend.begin(group, results)
+        except Exception as error:
+            batch.rows = self._abandon(group, results, error)
+        return batch
+
+    def finish(self, batch: BegunBatch) -> Ran:
+        if batch.computation is None and batch.rows is None:
+            ran = self.run_batch(batch.works)
+            self._finished = ran[1][3]
+            return ran
+        group, results = batch.group, batch.results
+        rows: list[Row] | Columns | None = batch.rows
+        computed = 0
+        if batch.computation is not None:
+            try:
+                batch.computation.finish()
+                computed = clock()
+                rows = results.in_columns() if type(group.works) is ColumnWorks else results.rows()
+            except Exception as error:
+                rows = self._abandon(group, results, error)
+        assert rows is not None
+        taken = max(batch.taken, self._finished)
+        ready = max(group.ready, taken)
+        self._finished = clock()
+        return rows, (taken, ready, max(computed or self._finished, ready), self._finished), ()
 
 
 class SeparateRunner(Runner[SeparateBackend]):
@@ -227,6 +298,8 @@ def runner_of(
     trace: Trace = log_traceback,
     extension: Extension | None = None,
 ) -> Runner[Any]:
+    if isinstance(backend, OverlappingBackend) and backend.overlaps and extension is None:
+        return OverlappingRunner(instance, model_dir, backend, gather, scatter, trace)
     if isinstance(backend, StackedBackend):
         return StackedRunner(instance, model_dir, backend, gather, scatter, trace, extension)
     assert isinstance(backend, SeparateBackend)

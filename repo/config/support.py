@@ -19,12 +19,12 @@ class Status(Enum):
 class Support(NamedTuple):
     """Support for a field. `note` describes it, and is the text of the warning or problem.
 
-    Models of backend `only` get no warning or problem, as that backend handles the field itself.
+    Models of the backends `only` get no warning or problem, as these handle the field themselves.
     """
 
     status: Status
     note: str
-    only: str = ""
+    only: tuple[str, ...] = ()
 
 
 NOT_SUPPORTED = "not supported: "
@@ -35,14 +35,15 @@ TABLE: dict[str, Support] = {}
 """`Message.field` -> its support. Nested messages are written `Outer.Inner.field`."""
 
 
-def _rows(message: str, status: Status, note: str, *fields: str, only: str = "") -> None:
+def _rows(message: str, status: Status, note: str, *fields: str, only: tuple[str, ...] = ()) -> None:
     for field in fields:
         TABLE[f"{message}.{field}"] = Support(status, note, only)
 
 
 _Y, _N, _X = Status.HONOURED, Status.NO_EFFECT, Status.REFUSED
-_TENSORRT = "tensorrt"
-_ONNX = "onnxruntime"
+_TENSORRT = ("tensorrt",)
+_ONNX = ("onnxruntime",)
+_QUEUED = ("tensorrt", "pytorch")
 
 _rows("ModelConfig", _Y, "must equal the directory name; default: that name", "name")
 _rows("ModelConfig", _Y, "older form of `backend`", "platform")
@@ -66,8 +67,8 @@ _rows("ModelConfig", _N, "metrics do not have model-specific labels yet", "metri
 _PARAMETERS = (
     "passed to the backend; execution_limit_secs, memory_limit_mb, gpu_memory_limit_mb, memory_mb, gpu_memory_mb, "
     "retry_alone, crash_limit, idle_unload_secs, stay_loaded, min_instances, max_instances, scale_up_queue_ms, "
-    "scale_down_secs, traffic, aliases, shadow, send_waits, stacked, strict_outputs and the padding parameters are not "
-    "in Triton"
+    "scale_down_secs, traffic, aliases, shadow, send_waits, stacked, strict_outputs, overlap_batches and the padding "
+    "parameters are not in Triton"
 )
 _rows("ModelConfig", _Y, _PARAMETERS, "parameters")
 _rows("ModelConfig", _Y, "run by every instance before it accepts requests", "model_warmup")
@@ -130,25 +131,25 @@ _rows("ModelVersionPolicy", _Y, "the listed versions that exist", "specific")
 _rows("ModelVersionPolicy.Latest", _Y, "0 counts as 1", "num_versions")
 _rows("ModelVersionPolicy.Specific", _Y, "a version without a directory causes a warning", "versions")
 
-_ON_GPU = "only TensorRT uses it"
+_ON_GPU = "only TensorRT and PyTorch on a GPU use it"
 _MEMORY = "tensors are read in place, without staging buffers on the CPU"
 _rows("ModelOptimizationPolicy", _Y, "see its fields", "graph", "cuda", "execution_accelerators")
-_rows("ModelOptimizationPolicy", _N, _ON_GPU, "priority", "gather_kernel_buffer_threshold", only=_TENSORRT)
-_rows("ModelOptimizationPolicy", _N, _MEMORY, "input_pinned_memory", "output_pinned_memory", only=_TENSORRT)
+_rows("ModelOptimizationPolicy", _N, _ON_GPU, "priority", "gather_kernel_buffer_threshold", only=_QUEUED)
+_rows("ModelOptimizationPolicy", _N, _MEMORY, "input_pinned_memory", "output_pinned_memory", only=_QUEUED)
 _rows("ModelOptimizationPolicy", _N, "a batch accepts requests until it starts", "eager_batching")
 _LEVELS = "ONNX Runtime: -1 basic, 0 all, 1 extended, 2 off; TensorFlow: -1 none, 0 default, 1 and 2 XLA"
 _rows("ModelOptimizationPolicy.Graph", _Y, _LEVELS, "level")
 _CUDA = ("graphs", "busy_wait_events", "graph_spec", "output_copy_stream")
-_rows("ModelOptimizationPolicy.Cuda", _N, _ON_GPU, *_CUDA, only=_TENSORRT)
+_rows("ModelOptimizationPolicy.Cuda", _N, _ON_GPU, *_CUDA, only=_QUEUED)
 _GRAPH = ("batch_size", "input", "graph_lower_bound")
-_rows("ModelOptimizationPolicy.Cuda.GraphSpec", _N, _ON_GPU, *_GRAPH, only=_TENSORRT)
-_rows("ModelOptimizationPolicy.Cuda.GraphSpec.Shape", _N, _ON_GPU, "dim", only=_TENSORRT)
-_rows("ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound", _N, _ON_GPU, "batch_size", "input", only=_TENSORRT)
+_rows("ModelOptimizationPolicy.Cuda.GraphSpec", _N, _ON_GPU, *_GRAPH, only=_QUEUED)
+_rows("ModelOptimizationPolicy.Cuda.GraphSpec.Shape", _N, _ON_GPU, "dim", only=_QUEUED)
+_rows("ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound", _N, _ON_GPU, "batch_size", "input", only=_QUEUED)
 _ACCELERATORS = "ModelOptimizationPolicy.ExecutionAccelerators"
 _PROVIDERS = "only ONNX Runtime has execution providers"
 _rows(_ACCELERATORS, _N, _PROVIDERS, "gpu_execution_accelerator", "cpu_execution_accelerator", only=_ONNX)
 _rows(_ACCELERATORS + ".Accelerator", _N, "see the list that contains it", "name", "parameters")
-_rows("ModelOptimizationPolicy.PinnedMemoryBuffer", _N, _MEMORY, "enable", only=_TENSORRT)
+_rows("ModelOptimizationPolicy.PinnedMemoryBuffer", _N, _MEMORY, "enable", only=_QUEUED)
 
 _rows("ModelQueuePolicy", _Y, "REJECT, or DELAY: run when no other request is queued", "timeout_action")
 _rows("ModelQueuePolicy", _Y, "0: no limit", "default_timeout_microseconds", "max_queue_size")

@@ -107,6 +107,10 @@ class GpuDevice(Protocol):
 
     def synchronize(self, event: int, /) -> object: ...
 
+    def reached(self, event: int, /) -> bool:
+        """Whether the work before the event has ended, also with an error, which `synchronize` then raises. Does not
+        wait."""
+
     # graphs
 
     def begin_capture(self, stream: int, /) -> None: ...

@@ -137,6 +137,18 @@ def test_an_event_orders_two_streams(device: GpuDevice, stream: int, memory: lis
     device.destroy_stream(other)
 
 
+def test_an_event_is_reached_without_waiting_for_it(device: GpuDevice, stream: int, memory: list[int]) -> None:
+    given, found = bytes_of(5), np.zeros(SIZE, np.uint8)
+    event = device.event()
+    device.copy(memory[0], address(given), SIZE, device.to_device, stream)
+    device.copy(address(found), memory[0], SIZE, device.to_host, stream)
+    device.record(event, stream)
+    while not device.reached(event):
+        pass
+    np.testing.assert_array_equal(found, given)
+    device.destroy_event(event)
+
+
 def test_settle_waits_for_all_streams(device: GpuDevice, stream: int, memory: list[int]) -> None:
     given, found = bytes_of(4), np.zeros(SIZE, np.uint8)
     device.copy(memory[0], address(given), SIZE, device.to_device, stream)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -133,6 +133,32 @@ class StackedBackend(Backend):
         Inputs and outputs are identified by their index in these lists. An exception fails the whole batch.
         """
         raise NotImplementedError
+
+
+class Computation(Protocol):
+    """A batch on the device."""
+
+    def computed(self) -> bool:
+        """Whether the model has computed it. Its outputs may still be on their way. Does not wait."""
+
+    def finish(self) -> None:
+        """Waits for the end of the batch and fills in its outputs. Called once; an exception fails the batch."""
+
+
+class OverlappingBackend(StackedBackend):
+    """Queues batches on a device, so that the copies of one batch and the computation of another overlap. There are at
+    most two batches on the device, and they end in the order of their begin."""
+
+    overlaps = False
+    """Whether a second batch may begin before the first has ended. Set by `load`."""
+
+    def begin(self, inputs: GatherGroup, outputs: Results) -> Computation:
+        """Queues a batch and calls `inputs.computing()`. An exception fails the batch; then nothing of it is left on
+        the device."""
+        raise NotImplementedError
+
+    def execute(self, inputs: GatherGroup, outputs: Results) -> None:
+        self.begin(inputs, outputs).finish()
 
 
 class SeparateBackend(Backend):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import ProtocolError
 from shmserve.protocol.worker_messages import Execute, Work
-from shmserve.workers.batch.columns import joined, works_of
+from shmserve.workers.batch.columns import joined, shares_of, works_of
 
 
 class QueuedBatch(Struct):
@@ -94,6 +94,14 @@ class BatchQueue:
                     works[index] = replace(work, options=replace(options, window=options.window + count))
                     batch.works = works
                     return
+
+    def next_rows(self) -> int:
+        """The rows of the batch that `start` would return; without a batch dimension, its requests. 0: there is
+        none."""
+        for batch in self._batches:
+            if batch.works and not batch.more:
+                return sum(shares_of(batch.works)) or len(batch.works)
+        return 0
 
     def start(self, *, last: bool = False) -> QueuedBatch | None:
         """Returns the batch to run now, or None. `last`: no more orders will come, so run an unfinished batch."""

@@ -60,6 +60,11 @@ class Scatter:
         self.arenas = arenas
         self.placing = Placing(model, mapped)
         self._buffers: list[Array] = [np.empty(0, _BYTE) for _ in self.specs]
+        self._others: list[Array] = list(self._buffers)
+
+    def exchange_buffers(self) -> None:
+        """Called when a batch begins while the one before may still be written to its buffers."""
+        self._buffers, self._others = self._others, self._buffers
 
     def buffer(self, index: int, size: int) -> Array:
         buffer = self._buffers[index]

@@ -14,6 +14,7 @@ from shmserve.gpu import runtime as libraries
 from shmserve.gpu.interface import ALIGN, DeviceLost
 
 _REGISTER_PORTABLE, _REGISTER_READ_ONLY = 0x1, 0x8
+_NOT_READY = 600
 PRIORITIES = {"PRIORITY_DEFAULT": 0, "PRIORITY_MAX": -100, "PRIORITY_MIN": 100}
 """Stream priorities: lower numbers run first, and the runtime clamps them to the range of the device."""
 
@@ -124,6 +125,11 @@ class Cuda:
         flags = self._runtime.eventDisableTiming | (0 if spin else self._runtime.eventBlockingSync)
         handle: int = self._runtime.eventCreateWithFlags(flags)
         return handle
+
+    def reached(self, event: int) -> bool:
+        """Whether the work before the event has ended, also with an error, which `synchronize` then raises. Does not
+        wait."""
+        return bool(self._runtime.eventQuery(event) != _NOT_READY)
 
     def begin_capture(self, stream: int) -> None:
         self._runtime.streamBeginCapture(stream, self._runtime.streamCaptureModeThreadLocal)

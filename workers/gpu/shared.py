@@ -163,10 +163,11 @@ class DeviceMemory:
             raise cuda.failure(error) from error
 
     def forget(self, segment: int) -> None:
-        """Closes a segment. Its owner will not refer to it again, and all batches that read it are complete."""
+        """Closes a segment. Its owner will not refer to it again, but a batch on the device may still read it."""
         self._own.pop(segment, None)
         address = self._opened.pop(segment, None)
         if address is not None:
+            self.cuda.settle()
             self.cuda.close_opened(address)
 
     def close(self) -> None:

@@ -213,13 +213,13 @@ class Lifecycle:
         """Retries or fails the requests of a dead worker. True: the request that it ran alone has already killed
         another worker, which explains both deaths."""
         running, waiting = instance.running, instance.waiting
+        alone = _ran_alone(instance)
         instance.running = instance.waiting = None
         dispatch.stopped(self._state, instance)
         if instance.lease:
             self._lose_lease(version, instance, reason)
         if version.trial is instance:
             version.trial = None
-        alone = running is not None and running.count == 1
         again = not alone or (not instance.hung and _may_run_elsewhere(version, instance))
         explained = False
         for request in running.requests() if running is not None else ():
@@ -439,6 +439,14 @@ def _about(version: Version, instance: Instance) -> dict[str, Any]:
     else:
         more = {"last_words": instance.last_words}
     return found | {name: text for name, text in more.items() if text}
+
+
+def _ran_alone(instance: Instance) -> bool:
+    """Can only one request have ended the worker? On a GPU, the next batch may have begun, although its start is not
+    reported yet; but a batch that hangs does not let the next one run."""
+    if instance.running is None or instance.running.count != 1:
+        return False
+    return instance.waiting is None or instance.hung or instance.spec.kind != "KIND_GPU"
 
 
 def _may_run_elsewhere(version: Version, instance: Instance) -> bool:

@@ -308,6 +308,14 @@ class FakeDevice:
         self.gpu.check_failure("synchronize")
         self._run_after(self._recorded(event))
 
+    def reached(self, event: int) -> bool:
+        """The device works between two calls: the first one finds unfinished work, and the next one does not."""
+        recorded = self._recorded(event)
+        streams = [(self._streams.get(number), position) for number, position in recorded.items()]
+        unfinished = any(found and found.waiting and found.waiting[0].number <= last for found, last in streams)
+        self._run_after(recorded)
+        return not unfinished
+
     # ------------------------------------------------------------------------------------ graphs
 
     def begin_capture(self, stream: int) -> None:

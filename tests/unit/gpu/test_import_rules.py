@@ -13,7 +13,9 @@ GPU = ("shmserve.gpu", "shmserve.session.gpu", "shmserve.shm.extents.cuda", "shm
 ONLY_ON_GPUS = (
     "shmserve.workers.backends.device_buffers",
     "shmserve.workers.backends.device_inputs",
+    "shmserve.workers.backends.device_pipeline",
     "shmserve.workers.backends.python.pb_device",
+    "shmserve.workers.backends.pytorch.gpu_batches",
     "shmserve.workers.backends.tensorrt",
 )
 """Modules besides those of GPU that only processes with a GPU import."""

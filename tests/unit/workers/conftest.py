@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.gpu.fake_device import FakeGpu, fake_gpu
-from tests.support.workers.gpu.device_pair import Pair
+from tests.support.workers.gpu.device_pair import Pair, TensorRtPair
 from tests.support.workers.gpu.harness import standins
 from tests.support.workers.gpu.tensorrt_harness import Gpu
 
@@ -38,5 +38,12 @@ def fake() -> Iterator[FakeGpu]:
 @pytest.fixture
 def pair(fake: FakeGpu, tmp_path: Path) -> Iterator[Pair]:
     pair = Pair(fake, tmp_path)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def tensorrt_pair(runtime: Any, tmp_path: Path) -> Iterator[TensorRtPair]:
+    pair = TensorRtPair(runtime, tmp_path)
     yield pair
     pair.close()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-from shmserve.errors import ModelFailed, NotFound, ServeError
+from shmserve.errors import ModelFailed, NotFound, ServeError, Unsupported
 from shmserve.repo.config.complete import with_scalars
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.base import Context, GpuTensor, StackedBackend
@@ -77,11 +77,25 @@ class Onnx(StackedBackend):
         self._binding = Binding(session, self._plan.on_host)
         self._near = None
         if not self._plan.on_host and not self._plan.captures and self._can_bind:
-            from shmserve.workers.backends.device_inputs import DeviceInputs  # without a GPU it is not imported
-
-            self.on_device, self._near = True, DeviceInputs()
+            self.on_device, self._near = True, self._device_inputs(config.name)
         if self._plan.captures:
             self._graphs = OnnxGraphs(config.name, session, ("cuda", self._plan.device), self._inputs, self._outputs)
+
+    def _device_inputs(self, model: str) -> DeviceInputs:
+        """Returns the inputs on the GPU. Large ones on the host are copied there too, if this process can do that."""
+        # Without a GPU, these modules are not imported.
+        from shmserve.gpu.choice import open_device
+        from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB
+        from shmserve.workers.backends.device_inputs import DeviceInputs
+
+        if self._plan.device != 0:
+            return DeviceInputs()  # the process sees several GPUs, and uses another than its first one
+        try:
+            cuda = open_device()
+        except Unsupported as error:
+            log_message(f"model '{model}': tensors are copied to the GPU by ONNX Runtime: {error}")
+            return DeviceInputs()
+        return DeviceInputs(cuda, int(self.context.settings.get(PINNED_KNOB, PINNED_BYTES)))
 
     def close(self) -> None:
         self._session = self._run = self._binding = self._graphs = None
@@ -97,6 +111,7 @@ class Onnx(StackedBackend):
             arrays: list[Any] = [inputs.array(index) for index in range(count)]
         else:
             arrays = [self._given(self._near, inputs, index) for index in range(count)]
+            self._near.wait()
         wanted = [index for index in range(len(self._names)) if outputs.needed(index)]
         inputs.computing()
         if not wanted:
@@ -109,7 +124,7 @@ class Onnx(StackedBackend):
             raise ModelFailed(f"{type(error).__name__}: {engine_text(error)}") from error
 
     def _given(self, near: DeviceInputs, inputs: GatherGroup, index: int) -> Any:
-        """Returns an input as an array, or as a device address if it is on the GPU."""
+        """Returns an input as an array, or as a device address if it is on the GPU or copied there directly."""
         return near.locate(inputs, index, self._inputs[index]) or inputs.array(index)
 
     def _compute(self, arrays: list[Any], rows: int, wanted: list[int], outputs: Results) -> None:
@@ -163,7 +178,12 @@ class Onnx(StackedBackend):
         address = outputs.near(index, shape) if self._near is not None else None
         if address is not None:
             return GpuTensor(address, shape)
-        return outputs.place(index, shape) if outputs.direct(index, shape) else None
+        if not outputs.direct(index, shape):
+            return None
+        array = outputs.place(index, shape)
+        if self._near is not None:
+            self._near.pin(array)
+        return array
 
     # ------------------------------------------------------------------------------------ the session
 

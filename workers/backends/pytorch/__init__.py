@@ -1,5 +1,5 @@
 """Models run by PyTorch.
 
 `programs` opens a file as a program and maps the tensors of the configuration to its arguments and results. `backend`
-runs batches with it, and `device` creates tensors over GPU memory that PyTorch does not own.
+runs batches with it. On a GPU, `gpu_batches` queues them, with CUDA graphs, and `device` has the calls that need a GPU.
 """

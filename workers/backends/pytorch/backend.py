@@ -1,7 +1,7 @@
 """PyTorch: TorchScript (`model.pt`), torch.export programs and compiled packages (`model.pt2`).
 
-Invariant: the model reads the tensors of requests in place, and its results are copied once, to where they will be
-read. Only inputs that a program may write to or keep are copied.
+Invariant: on the CPU, the model reads the tensors of requests in place, and its results are copied once, to where they
+will be read. Only inputs that a program may write to or keep are copied. On a GPU, `gpu_batches` queues the batches.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import torch
 
 from shmserve.dtypes import FROM_CONFIG
 from shmserve.errors import Internal, InvalidRequest, ModelFailed, Unsupported
-from shmserve.workers.backends.base import Context, StackedBackend
+from shmserve.workers.backends.base import Context, OverlappingBackend
 from shmserve.workers.backends.model_facts import completed, match
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.pytorch import device
 from shmserve.workers.backends.pytorch.programs import DTYPES, Program, arrange, open_program, picker
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import device_of
+from shmserve.workers.process.log import log_message
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.base import Computation, GpuTensor
     from shmserve.workers.backends.device_inputs import DeviceInputs
+    from shmserve.workers.backends.pytorch.gpu_batches import GpuBatches
     from shmserve.workers.batch.gather import GatherGroup
     from shmserve.workers.batch.results import Results
 
@@ -34,7 +37,7 @@ _CONFIG_TYPES = {wire: name for name, wire in FROM_CONFIG.items()}
 _BITS16 = np.dtype(np.int16)
 
 
-class Torch(StackedBackend):
+class Torch(OverlappingBackend):
     text = True
 
     def __init__(self, context: Context) -> None:
@@ -42,6 +45,9 @@ class Torch(StackedBackend):
         self._program: Program | None = None
         self._modes = ExitStack()
         self._near: DeviceInputs | None = None
+        """Reads and writes tensors on the GPU if batches are not queued there."""
+        self._batches: GpuBatches | None = None
+        """Queues batches on the GPU."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         if config.input and config.output:
@@ -72,13 +78,50 @@ class Torch(StackedBackend):
             if given is not None and (self._names is not None or changed[place])
         }
         self._clean = self._device.type == "cuda" and parameters.flag("ENABLE_CACHE_CLEANING", False)
-        if self._device.type == "cuda":
-            from shmserve.workers.backends.device_inputs import DeviceInputs  # without a GPU it is not imported
-
-            self.on_device, self._near = True, DeviceInputs()
         self._set_modes(parameters)
+        if self._device.type == "cuda":
+            self.on_device = True
+            self._set_up(config)
+
+    def _set_up(self, config: ModelConfig) -> None:
+        """Prepares the GPU for batches."""
+        # Without a GPU, these modules are not imported.
+        from shmserve.gpu.choice import open_device
+        from shmserve.workers.backends.device_inputs import DeviceInputs
+        from shmserve.workers.backends.device_pipeline import options_of
+        from shmserve.workers.backends.pytorch.gpu_batches import GpuBatches
+
+        why = self._not_queued()
+        if not why:
+            try:
+                cuda = open_device()
+            except Unsupported as error:
+                why = str(error)
+        if why:
+            log_message(f"model '{config.name}': batches do not overlap, no CUDA graphs: {why}")
+            self._near = DeviceInputs()
+            return
+        options, specs = options_of(config, self.context), (self._inputs, self._outputs)
+        self._batches = GpuBatches(
+            cuda, config, self.context.instance, options, self._device, specs, self._compute, self._array, self._copied
+        )
+        self.overlaps = self._batches.overlaps
+
+    def _not_queued(self) -> str:
+        """Returns why batches cannot be queued on the GPU."""
+        strings = [spec.name for spec in (*self._inputs, *self._outputs) if not spec.item]
+        if strings:
+            return f"{', '.join(strings)}: strings are on the host"
+        if self._clean:
+            return "ENABLE_CACHE_CLEANING frees memory after each batch"
+        if self._device.index:
+            return f"the instance uses GPU {self._device.index} of several that its process sees"
+        return ""
 
     def close(self) -> None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()
         self._modes.close()
         self._program = None
         near, self._near = self._near, None
@@ -87,32 +130,50 @@ class Torch(StackedBackend):
 
     # ------------------------------------------------------------------------------------ batches
 
+    def begin(self, inputs: GatherGroup, outputs: Results) -> Computation:
+        assert self._batches is not None
+        return self._batches.begin(inputs, outputs)
+
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
-        tensors = [self._given(index, spec, inputs) for index, spec in enumerate(self._inputs)]
+        if self.on_device:
+            self._execute_on_gpu(inputs, outputs)
+            return
+        tensors = [self._tensor(index, spec, inputs.array(index)) for index, spec in enumerate(self._inputs)]
         inputs.computing()
-        if self._names is not None:
-            leaves: list[Any] = [
-                {name: tensor for name, tensor in zip(self._names, tensors, strict=True) if tensor is not None}
-            ]
-        else:
-            leaves = [None if place is None else tensors[place] for place in self._leaves]
-        values = self._pick(self._call(leaves))
+        for index, value in enumerate(self._compute(tensors)):
+            if outputs.needed(index):
+                outputs.put(index, self._array(self._outputs[index], value, inputs.rows))
+
+    def _execute_on_gpu(self, inputs: GatherGroup, outputs: Results) -> None:
+        if self._near is None:
+            self.begin(inputs, outputs).finish()
+            return
+        located = [self._near.locate(inputs, index, spec) for index, spec in enumerate(self._inputs)]
+        self._near.wait()
+        tensors = [self._given(index, there, inputs) for index, there in enumerate(located)]
+        inputs.computing()
+        values = self._compute(tensors)
         try:
             for index, value in enumerate(values):
-                if outputs.needed(index) and not (self._near is not None and self._stays(index, value, outputs)):
+                if outputs.needed(index) and not self._stays(index, value, outputs):
                     outputs.put(index, self._array(self._outputs[index], value, inputs.rows))
         finally:
-            if self._near is not None:
-                device.settle(self._device)
+            device.settle(self._device)
         if self._clean:
             torch.cuda.empty_cache()
 
-    def _given(self, index: int, spec: Spec, inputs: GatherGroup) -> Any:
+    def _compute(self, tensors: list[Any]) -> list[Any]:
+        """Runs the model. Returns its results in the order of the configuration."""
+        if self._names is not None:
+            named = zip(self._names, tensors, strict=True)
+            return self._pick(self._call([{name: tensor for name, tensor in named if tensor is not None}]))
+        return self._pick(self._call([None if place is None else tensors[place] for place in self._leaves]))
+
+    def _given(self, index: int, there: GpuTensor | None, inputs: GatherGroup) -> Any:
         """Returns an input as a tensor over its memory, on the host or the GPU."""
-        there = self._near.locate(inputs, index, spec) if self._near is not None else None
         if there is None:
-            return self._tensor(index, spec, inputs.array(index))
-        tensor = device.over(there.address, there.shape, spec, self._device)
+            return self._tensor(index, self._inputs[index], inputs.array(index))
+        tensor = device.over(there.address, there.shape, self._inputs[index], self._device)
         return tensor.clone() if index in self._copied else tensor
 
     def _stays(self, index: int, value: Any, outputs: Results) -> bool:

@@ -96,6 +96,21 @@ class LoadedEngine:
         return max(min((self.range_of(name, profile).high[0] for name in names), default=0) for profile in profiles)
 
 
+class ProfileShapes:
+    """The shapes of a profile, for graphs."""
+
+    def __init__(self, engine: LoadedEngine, profile: int) -> None:
+        self._engine = engine
+        self._profile = profile
+
+    def best(self, spec: Spec) -> Shape:
+        return self._engine.range_of(spec.name, self._profile).best
+
+    def refusal(self, spec: Spec, shape: Shape) -> str:
+        limits = self._engine.range_of(spec.name, self._profile)
+        return "" if limits.holds(shape) else f"is outside of profile {self._profile}, which allows {limits}"
+
+
 def open_engine(config: ModelConfig, context: Context, trt: Any, logger: Any, capability: str) -> LoadedEngine:
     """Loads the plan for this device."""
     load_plugins(context.setting("tensorrt", "plugins"))

@@ -95,6 +95,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
     write_model(repository, "on_cpu", CONFIG % "{ kind: KIND_CPU }", REPORT)
     write_model(repository, "beyond", CONFIG % "{ kind: KIND_GPU gpus: 2 }", REPORT)
     adder(repository / "plan", 40_000)
+    adder(repository / "narrow", 400_000, best=1, high=1)
     for name, gpu in (("first", 0), ("second", 0), ("third", 0), ("other", 1)):
         planned(repository, name, gpu)
     chained(repository, "same", "first", "second", "third")
@@ -141,6 +142,32 @@ def test_a_tensorrt_plan_is_served(client: shmserve.Client) -> None:
     assert (config["backend"], config["max_batch_size"]) == ("tensorrt", 8)
     small = np.ones((1, 40_000), np.float32)
     np.testing.assert_array_equal(client.infer("plan", {"x": small})["y"], small + 1)
+
+
+def most_on_device(journal: Path) -> int:
+    """The most batches that a worker had on the GPU when it waited for one. Each has three events."""
+    recorded = most = 0
+    for line in journal.read_text().splitlines():
+        recorded += line.startswith("eventRecord")
+        if line.startswith("eventSynchronize"):
+            most = max(most, recorded // 3)
+            recorded -= 3
+    return most
+
+
+def test_batches_overlap(journal: Path, client: shmserve.Client) -> None:
+    """A burst of requests, each a full batch. The next one begins if it arrives while a batch is on the GPU."""
+    xs = [np.full((1, 400_000), number, np.float32) for number in range(8)]
+    for _ in range(20):
+        clear(journal)
+        futures = [client.submit("narrow", {"x": x}) for x in xs * 4]
+        for x, future in zip(xs * 4, futures, strict=True):
+            np.testing.assert_array_equal(future.result()["y"], x + 1)
+        most = max(most_on_device(path) for path in journal.glob("narrow_*"))
+        assert most <= 2
+        if most == 2:
+            return
+    raise AssertionError("no two batches were on the GPU at the same time")
 
 
 def test_metrics_and_the_log_name_the_gpus(server: Server, client: shmserve.Client) -> None:

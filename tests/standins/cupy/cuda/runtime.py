@@ -1,7 +1,8 @@
 """A fake of the CUDA runtime without a device: device memory is host memory, and a stream is a list of pending work.
 
 Invariant: asynchronous work runs only when something waits for it. So a result that is read too early, or a source that
-is reused too early, is wrong every time instead of sometimes.
+is reused too early, is wrong every time instead of sometimes. The work of streams in `State.eager` runs at once
+instead: with such a stream, memory that is overwritten too early is wrong every time.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class _Stream:
             self.captured.append(what)
         else:
             self.waiting.append(what)
+            if self in state.eager:
+                self.run(self.asked)
 
     @property
     def asked(self) -> int:
@@ -99,6 +102,10 @@ class State:
         self.events: dict[int, tuple[int, tuple[_Stream, int] | None]] = {}
         self.graphs: dict[int, list[Callable[[], object]]] = {}
         self.instances: dict[int, list[Callable[[], object]]] = {}
+        self.foreign: dict[int, int] = {}
+        """Device memory of other libraries: address -> bytes."""
+        self.eager: set[_Stream] = set()
+        """Streams whose work runs as soon as it is queued."""
         self.failures: dict[str, int] = {}
         """Name of a function -> the status with which its next call fails."""
         self.number = 100
@@ -136,7 +143,8 @@ class State:
         for memory in (*self.device.values(), *self.opened.values()):
             if memory.address <= address and address + size <= memory.address + memory.size:
                 return
-        raise CUDARuntimeError(700)
+        if not any(start <= address and address + size <= start + length for start, length in self.foreign.items()):
+            raise CUDARuntimeError(700)
 
     def stream(self, handle: int) -> _Stream:
         found = self.streams.get(handle)
@@ -316,6 +324,19 @@ def eventRecord(event: int, stream: int) -> None:
     state.call("eventRecord", event, stream)
     found = state.stream(stream)
     state.events[event] = state.events[event][0], (found, found.asked)
+
+
+def eventQuery(event: int) -> int:
+    """The status, without an exception. Like a wait, it does not run other work than that before the event; the work
+    is never found unfinished unless `failures` says so (600)."""
+    try:
+        state.call("eventQuery", event)
+        mark = state.events[event][1]
+        if mark is not None:
+            mark[0].run(mark[1])
+    except CUDARuntimeError as error:
+        return error.status
+    return 0
 
 
 def eventSynchronize(event: int) -> None:

@@ -1,7 +1,9 @@
-"""Two instances on a fake GPU: tensors of the first stay on the GPU as inputs of the second."""
+"""Two instances on a GPU: tensors of the first stay there as inputs of the second. The GPU is the fake one, or the
+stand-ins for CuPy and TensorRT."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,24 +19,29 @@ from tests.support.gpu.fake_device import TO_DEVICE, TO_HOST, FakeGpu
 from tests.support.gpu.fake_device import WITHIN as DEVICE_TO_DEVICE
 from tests.support.gpu.fake_processes import WIDTH, AddOne, GpuProcess, adding
 from tests.support.workers.batch_parts import Array
+from tests.support.workers.gpu.harness import Instance, adder
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, WITHIN = TO_DEVICE, TO_HOST, DEVICE_TO_DEVICE
 
 
-class Pair:
+class DevicePair(ABC):
     """A producer, y = x + 1, and a consumer. The test takes the place of the broker between them."""
 
-    def __init__(self, fake: FakeGpu, folder: Path, consumer: str = "fake") -> None:
-        self.fake = fake
-        self._folder = folder
-        self.producer = GpuProcess(fake, "producer", folder)
-        kind: Any = AddOne if consumer == "fake" else Identity
-        self.consumer = GpuProcess(fake, "consumer", folder, 8, kind, adding(consumer))
+    def __init__(self, producer: Instance, consumer: Instance) -> None:
+        self.producer = producer
+        self.consumer = consumer
         self._announced = 0
+
+    @abstractmethod
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Returns (bytes, direction) of each copy since the last call."""
+
+    @abstractmethod
+    def open_consumer(self, backend: Any, folder: Path, model: ModelConfig) -> Instance: ...
 
     def produce(self, *arrays: Array, near: tuple[str, ...] = ("y",), **more: Any) -> list[Row]:
         works = [replace(self.producer.work(x=array, **more), step=StepOptions(near)) for array in arrays]
-        self.fake.copies.clear()
+        self.take_copies()
         return self.producer.run(*works)
 
     def pass_on(self, *rows: Row) -> list[Work]:
@@ -56,16 +63,14 @@ class Pair:
 
     def copies(self) -> list[tuple[int, int]]:
         """The copies since the last call, as (rows, direction)."""
-        found = [(size // (WIDTH * 4), direction) for size, direction in self.fake.copies]
-        self.fake.copies.clear()
-        return found
+        return [(size // (WIDTH * 4), direction) for size, direction in self.take_copies()]
 
     def replace_consumer(self, backend: Any, folder: Path, consumer: ModelConfig) -> None:
         """Uses a backend that computes on the host, whose memory is the fake's device memory."""
         self.consumer.close()
         group = ModelInstanceGroup(name="m_0", kind="KIND_CPU", count=1)
         model = replace(consumer, instance_group=(group,))
-        self.consumer = GpuProcess(self.fake, "consumer", folder, 8, backend, model)
+        self.consumer = self.open_consumer(backend, folder, model)
 
     def check(self, row: Row, expected: dict[str, Array], near: Sequence[str]) -> None:
         """All outputs have these values, and those of `near` are on the GPU. Frees them."""
@@ -86,6 +91,47 @@ class Pair:
     def close(self) -> None:
         self.consumer.close()
         self.producer.close()
+
+
+class Pair(DevicePair):
+    """On the fake GPU, each in a process of its own."""
+
+    producer: GpuProcess
+    consumer: GpuProcess
+
+    def __init__(self, fake: FakeGpu, folder: Path, consumer: str = "fake") -> None:
+        self.fake = fake
+        kind: Any = AddOne if consumer == "fake" else Identity
+        producer = GpuProcess(fake, "producer", folder)
+        super().__init__(producer, self.open_consumer(kind, folder, adding(consumer)))
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        found, self.fake.copies[:] = list(self.fake.copies), []
+        return found
+
+    def open_consumer(self, backend: Any, folder: Path, model: ModelConfig) -> GpuProcess:
+        return GpuProcess(self.fake, "consumer", folder, 8, backend, model)
+
+
+class TensorRtPair(DevicePair):
+    """On TensorRT, with the stand-ins."""
+
+    def __init__(self, runtime: Any, folder: Path) -> None:
+        from shmserve.workers.backends.tensorrt.backend import TensorRT
+
+        self.runtime = runtime
+        for name in ("a", "b"):
+            adder(folder / name, WIDTH)
+        producer = Instance(TensorRT, folder / "a", ModelConfig(name="m", backend="tensorrt"))
+        super().__init__(producer, self.open_consumer(TensorRT, folder / "b", adding("tensorrt")))
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        found = [(call[3], call[4]) for call in self.runtime.state.named("memcpyAsync")]
+        self.runtime.state.calls.clear()
+        return found
+
+    def open_consumer(self, backend: Any, folder: Path, model: ModelConfig) -> Instance:
+        return Instance(backend, folder, model, owner=8)
 
 
 def gathered(shares: Sequence[int]) -> list[tuple[int, int]]:

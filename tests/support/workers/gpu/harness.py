@@ -99,7 +99,7 @@ class Instance(Memory):
         gather = Gather("m", inputs_of(self.config), self.mapped, on_device=self.backend.on_device)
         scatter = Scatter("m", outputs_of(self.config), self.arenas, self.mapped)
         self.failures: list[BaseException] = []
-        self.runner = runner_of(
+        self.runner: Any = runner_of(
             name, str(folder), self.backend, gather, scatter, lambda _, error: self.failures.append(error)
         )
 
@@ -116,7 +116,7 @@ class Instance(Memory):
 
     def run(self, *works: Work) -> list[Row]:
         """Runs one batch. Then its inputs are overwritten, as their callers may do."""
-        rows, _, _ = self.runner.run(works)
+        rows: list[Row] = self.runner.run(works)[0]
         for segment in self.client.segments:
             for handle in self._inputs:
                 if handle.segment == segment.id:

@@ -50,8 +50,11 @@ def config(**more: Any) -> ModelConfig:
     return ModelConfig(name="m", backend="tensorrt", **more)
 
 
-def tuned(cuda: Any = None, **more: Any) -> ModelConfig:
-    return config(optimization=schema.ModelOptimizationPolicy(cuda=cuda, **more))
+NO_OVERLAP = {"overlap_batches": schema.ModelParameter(string_value="false")}
+
+
+def tuned(cuda: Any = None, parameters: Any = None, **more: Any) -> ModelConfig:
+    return config(optimization=schema.ModelOptimizationPolicy(cuda=cuda, **more), parameters=parameters or {})
 
 
 def check(instance: Instance, *shares: int, width: int = 4, **how: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest
@@ -54,12 +55,13 @@ def test_large_rows_are_not_copied_on_the_host(gpu: Gpu, tmp_path: Path) -> None
         assert gpu.state.named("malloc") == gpu.state.named("hostAlloc") == []
         assert len(gpu.state.registered) == 2  # the caller's segment, and the one for outputs
         order = [call[0] for call in gpu.state.calls if call[0] != "hostRegister"]
-        assert order == ["memcpyAsync"] * 4 + ["eventRecord", "eventSynchronize"]
+        wait = ["eventRecord", "streamWaitEvent"]
+        assert order == ["memcpyAsync"] * 3 + wait * 2 + ["memcpyAsync", "eventRecord", "eventSynchronize"]
         gpu.clear()
         check(instance, 1, 2, 1, width=width)
         assert gpu.state.named("hostRegister") == []
         assert [call for call in gpu.trt.calls if call[0] != "execute_async_v3"] == []  # the same shapes as before
-        assert instance.backend._feed.direct_bytes == 8 * size
+        assert sum(slot.feed.direct_bytes for slot in instance.backend._pipeline.slots) == 8 * size
 
 
 def test_small_rows_go_in_one_copy(gpu: Gpu, tmp_path: Path) -> None:
@@ -118,8 +120,9 @@ def test_only_requested_outputs_are_copied_to_the_host(gpu: Gpu, tmp_path: Path)
         input=(schema.ModelInput(name="x", data_type="TYPE_FP32", dims=(4,)),),
         output=(schema.ModelOutput(name="y", data_type="TYPE_FP32", dims=(4,)),),
     )
-    with gpu.load(tmp_path, only) as instance:  # the engine still writes z
-        check(instance, 1)
+    for optimization in (None, schema.ModelOptimizationPolicy(cuda=Cuda(graphs=True))):
+        with gpu.load(tmp_path, replace(only, optimization=optimization)) as instance:  # the engine still writes z
+            check(instance, 1)
 
 
 def test_without_a_batch_dimension(gpu: Gpu, tmp_path: Path) -> None:
@@ -275,9 +278,9 @@ def test_profiles_that_do_not_exist_or_are_too_small(gpu: Gpu, tmp_path: Path) -
 def test_graphs_of_the_preferred_batches(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path)
     with gpu.load(tmp_path, tuned(Cuda(graphs=True))) as instance:
-        assert len(instance.backend._graphs) == 2  # of 1 and of 8 rows
+        assert [len(graphs) for graphs in instance.backend._graphs.values()] == [2, 2]  # of 1 and of 8 rows
         calls = [call[0] for call in gpu.state.calls if "apture" in call[0] or "raph" in call[0]]
-        assert calls == ["streamBeginCapture", "streamEndCapture", "graphInstantiate", "graphDestroy"] * 2
+        assert calls == ["streamBeginCapture", "streamEndCapture", "graphInstantiate", "graphDestroy"] * 4
         for shares, launches in (((1,), 1), ((3,), 0), ((4, 4), 1), ((1, 1), 0), ((1,), 1)):
             gpu.clear()
             check(instance, *shares)

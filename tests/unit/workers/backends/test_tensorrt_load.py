@@ -14,7 +14,7 @@ from shmserve.extras import install_command
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.workers.gpu.harness import adder, plan, tensor
-from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, check, config, rows, tuned
+from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, check, config, rows, tuned
 from tests.support.workers.worker_harness import assert_failed
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -22,22 +22,23 @@ from tests.support.workers.worker_harness import assert_failed
 
 def test_streams_priorities_and_events(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path)
-    given = tuned(Cuda(output_copy_stream=True, busy_wait_events=True), priority="PRIORITY_MAX")
+    given = tuned(Cuda(output_copy_stream=True, busy_wait_events=True), parameters=NO_OVERLAP, priority="PRIORITY_MAX")
     with gpu.load(tmp_path, given) as instance:
         assert [call[1:] for call in gpu.state.named("streamCreateWithPriority")] == [(1, -100), (1, -100)]
-        assert [call[1] for call in gpu.state.named("eventCreateWithFlags")] == [3, 2]  # the last one is spun on
+        assert [call[1] for call in gpu.state.named("eventCreateWithFlags")] == [3, 3, 2]  # the last one is spun on
         check(instance, 2)
         gpu.clear()
         check(instance, 2)
         names = [(call[0], call[-1]) for call in gpu.state.calls]
-        (one, two), (computed, end) = instance.backend._streams, instance.backend._events
+        pipeline = instance.backend._pipeline
+        one, two, (slot,) = pipeline.compute, pipeline.copy_out, pipeline.slots
         assert names == [
             ("memcpyAsync", one),
             ("eventRecord", one),
-            ("streamWaitEvent", computed),
+            ("streamWaitEvent", slot.computed),
             ("memcpyAsync", two),
             ("eventRecord", two),
-            ("eventSynchronize", end),
+            ("eventSynchronize", slot.end),
         ]
     with gpu.load(tmp_path) as instance:
         assert gpu.state.named("streamCreateWithPriority")[-1][1:] == (1, 0)
@@ -221,16 +222,16 @@ def test_memory_of_a_failed_batch_is_reused_only_after_the_device_has_finished(g
         gpu.state.failures["eventRecord"] = 1
         (row,) = instance.run(instance.work(x=x))
         assert_failed(row, "MODEL_FAILED", "the GPU failed: cudaErrorInvalidValue")
-        assert gpu.state.streams[instance.backend._stream].asked == gpu.state.streams[instance.backend._stream].done
+        assert all(stream.asked == stream.done for stream in gpu.state.streams.values())
         assert instance.arenas.used == 0
         check(instance, 1, width=40_000)
 
 
 def test_a_lost_device_ends_the_process(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shmserve.workers.backends.tensorrt import backend
+    from shmserve.workers.backends import device_pipeline
 
     ended: list[int] = []
-    monkeypatch.setattr(backend, "end_process", ended.append)
+    monkeypatch.setattr(device_pipeline, "end_process", ended.append)
     tensors = [tensor("input", "x", [-1, 4]), tensor("output", "y", [-1, 4])]
     plan(tmp_path, tensors, {"y": ["crash", "x"]}, {"x": [[1, 4], [1, 4], [8, 4]]})
     with gpu.load(tmp_path) as instance:

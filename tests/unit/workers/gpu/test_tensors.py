@@ -25,7 +25,7 @@ from shmserve.workers.backends.python.pb_requests import InferenceRequest, mark_
 from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
 from shmserve.workers.gpu.shared import memory_of
 from shmserve.workers.output_arenas import NEAR_KNOB
-from tests.support.gpu.fake_device import FakeGpu
+from tests.support.gpu.fake_device import FakeDevice, FakeGpu
 from tests.support.gpu.fake_processes import WIDTH, GpuProcess, adding
 from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WITHIN, Pair, arrays, gathered
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
@@ -149,6 +149,28 @@ def test_onnx_runtime_reads_and_writes_on_the_gpu(onnx_pair: Pair, shares: tuple
             pair.check(row, {"y": y, "z": y + array * 2}, near)
         pair.give_back(*rows)
     assert pair.consumer.arenas.used == 0
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 2, 1)], ids=str)
+def test_onnx_runtime_gets_large_inputs_on_the_gpu(onnx_pair: Pair, shares: tuple[int, ...]) -> None:
+    """They are copied directly from callers' memory, which is pinned, as is that of outputs."""
+    pair, given = onnx_pair, arrays(*shares)
+    consumer = pair.consumer
+    device = memory_of(consumer.mapped).cuda
+    assert isinstance(device, FakeDevice)
+    consumer.backend._near = DeviceInputs(device)
+    pinned: set[int] = set()
+    for _ in range(2):
+        pair.copies()
+        works = [consumer.work(x=array, b=array * 2) for array in given]
+        found = consumer.run(*works)
+        assert device.registered.keys() == (pinned or device.registered.keys()), "segments are pinned once"
+        pinned = set(device.registered)
+        assert len(pinned) >= 2, "those of inputs and of outputs"
+        assert pair.copies() == [(share, HOST_TO_DEVICE) for share in shares] * 2
+        for row, array in zip(found, given, strict=True):
+            pair.check(row, {"y": array * 3, "z": array * 5}, ())
+    assert consumer.arenas.used == 0
 
 
 def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:

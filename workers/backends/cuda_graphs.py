@@ -1,4 +1,4 @@
-"""CUDA graphs of an engine: which shapes get one, and which graph runs a batch.
+"""CUDA graphs: which shapes get one, and which graph runs a batch.
 
 Invariant: a graph uses the buffers and shapes of its capture. So it may run a smaller batch, if the configuration
 allows that, but no other dims may differ.
@@ -7,7 +7,7 @@ allows that, but no other dims may differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
@@ -15,8 +15,19 @@ from shmserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicyCudaGraphSpec
-    from shmserve.workers.backends.tensorrt.engine import LoadedEngine, Shape
     from shmserve.workers.batch.specs import Spec
+
+Shape = tuple[int, ...]
+
+
+class KnownShapes(Protocol):
+    """What an engine knows about the shapes of its inputs, with the batch dimension."""
+
+    def best(self, spec: Spec) -> Shape:
+        """Returns the shape for dims that the configuration leaves open. Raises Unsupported if there is none."""
+
+    def refusal(self, spec: Spec, shape: Shape) -> str:
+        """Returns why the input cannot have this shape; else an empty string."""
 
 
 class GraphRequest(Struct, frozen=True):
@@ -27,9 +38,9 @@ class GraphRequest(Struct, frozen=True):
 
 
 class CudaGraph(Struct, frozen=True):
-    """A captured graph. `outputs` are the shapes that it writes."""
+    """A captured graph. `handle`: what the backend launches. `outputs`: the shapes that it writes."""
 
-    handle: int
+    handle: Any
     shapes: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
     least: int
@@ -66,7 +77,7 @@ class CudaGraphs:
                 return graph
         return None
 
-    def take_all(self) -> list[int]:
+    def take_all(self) -> list[Any]:
         """Removes and returns all graphs, for the caller to destroy."""
         handles = [graph.handle for graph in self._exact.values()]
         self._exact.clear()
@@ -78,29 +89,26 @@ def _tails(shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
     return tuple(shape[1:] for shape in shapes)
 
 
-def requested_graphs(
-    config: ModelConfig, engine: LoadedEngine, specs: Sequence[Spec], profile: int
-) -> list[GraphRequest]:
+def requested_graphs(config: ModelConfig, specs: Sequence[Spec], known: KnownShapes) -> list[GraphRequest]:
     """Returns the graphs of graph_spec; without it, one for one row, for each preferred batch size, and for the largest
-    batch. Dims that the configuration leaves open get the optimum of the profile."""
+    batch."""
     cuda = config.optimization.cuda if config.optimization is not None else None
     if cuda is None or not cuda.graphs:
         return []
     if cuda.graph_spec:
-        return [_from_spec(config, engine, specs, profile, spec) for spec in cuda.graph_spec]
+        return [_from_spec(config, specs, known, spec) for spec in cuda.graph_spec]
     largest = config.max_batch_size
     batching = config.dynamic_batching
     preferred = batching.preferred_batch_size if batching is not None else ()
     rows = sorted({1, largest, *(size for size in preferred if 0 < size <= largest)}) if largest else [0]
-    best = [engine.range_of(spec.name, profile).best for spec in specs]
+    best = [known.best(spec) for spec in specs]
     return [GraphRequest(tuple((count, *shape[1:]) if count else shape for shape in best)) for count in rows]
 
 
 def _from_spec(
     config: ModelConfig,
-    engine: LoadedEngine,
     specs: Sequence[Spec],
-    profile: int,
+    known: KnownShapes,
     requested: ModelOptimizationPolicyCudaGraphSpec,
 ) -> GraphRequest:
     rows, largest = requested.batch_size, config.max_batch_size
@@ -114,14 +122,13 @@ def _from_spec(
         )
     shapes = []
     for spec in specs:
-        limits = engine.range_of(spec.name, profile)
         given = requested.input.get(spec.name)
-        tail = tuple(given.dim) if given is not None else limits.best[bool(largest) :]
+        tail = tuple(given.dim) if given is not None else known.best(spec)[bool(largest) :]
         shape = (rows, *tail) if largest else tail
-        if not limits.holds(shape):
+        refusal = known.refusal(spec, shape)
+        if refusal:
             raise InvalidRequest(
-                f"graph_spec of model '{config.name}': shape {list(shape)} of input '{spec.name}' is outside of "
-                f"profile {profile}, which allows {limits}"
+                f"graph_spec of model '{config.name}': shape {list(shape)} of input '{spec.name}' {refusal}"
             )
         shapes.append(shape)
     bound = requested.graph_lower_bound

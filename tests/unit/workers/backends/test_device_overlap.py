@@ -1,0 +1,339 @@
+"""Two batches on the GPU at a time: TensorRT on the stand-ins, which run the work of a stream either at once or only
+when something waits for it. Each rule about events and memory has a test that breaks it and gets wrong values."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.errors import InvalidRequest
+from shmserve.protocol.worker_messages import StepOptions, rows_of
+from shmserve.repo.config import schema
+from shmserve.workers.backends.device_pipeline import Pipeline, Slot
+from shmserve.workers.batch.scatter import Scatter
+from shmserve.workers.runner import OverlappingRunner, StackedRunner
+from tests.support.workers.gpu.device_pair import TensorRtPair, arrays
+from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
+from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, check, config, rows, tuned
+
+ORDERS: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "copies in": ("copy_in",),
+    "computation": ("copy_in", "compute"),
+    "everything": ("copy_in", "compute", "copy_out"),
+}
+"""The streams that run their work at once."""
+
+
+def hurry(gpu: Gpu, instance: Instance, order: str) -> None:
+    pipeline = instance.backend._pipeline
+    gpu.state.eager = {gpu.state.streams[getattr(pipeline, name)] for name in ORDERS[order]}
+
+
+class Flight:
+    """Batches of `adder` that are begun and finished in turn. A source is overwritten when its batch has ended."""
+
+    def __init__(self, instance: Instance, width: int, shared: bool) -> None:
+        self.instance, self.width, self.shared = instance, width, shared
+        self.flying: list[tuple[Any, list[Any]]] = []
+        self._seed = 0
+
+    def begin(self, *shares: int) -> None:
+        self._seed += 1
+        arrays = rows(*shares, width=self.width, seed=self._seed)
+        works = [self.instance.work(shared=self.shared, x=array) for array in arrays]
+        self.flying.append((self.instance.runner.begin(works), arrays))
+
+    def finish(self) -> None:
+        batch, arrays = self.flying.pop(0)
+        results, _, _ = self.instance.runner.finish(batch)
+        for row, array in zip(rows_of(results), arrays, strict=True):
+            np.testing.assert_array_equal(self.instance.array(row), array + 1)
+        for work in batch.works:
+            for handle in work.inputs[0].data if self.shared else ():
+                self.instance.client.free(handle.segment, handle.offset)
+                segment = next(one for one in self.instance.client.segments if one.id == handle.segment)
+                segment.memory[handle.offset : handle.offset + handle.size] = b"\xee" * handle.size
+
+    def run(self) -> None:
+        self.begin(1, 2)
+        for shares in ((2, 1), (3,), (1,), (1, 1, 1)):
+            self.begin(*shares)
+            self.finish()
+        self.finish()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("width", "shared"), [(4, False), (4, True), (5000, True), (40_000, True)])
+def test_batches_do_not_disturb_each_other(
+    gpu: Gpu, tmp_path: Path, width: int, shared: bool, graphs: bool, order: str
+) -> None:
+    adder(tmp_path, width)
+    with gpu.load(tmp_path, tuned(Cuda(graphs=graphs))) as instance:
+        assert type(instance.runner) is OverlappingRunner
+        hurry(gpu, instance, order)
+        Flight(instance, width, shared).run()
+        assert instance.arenas.used == 0
+
+
+def test_a_batch_is_queued_in_three_streams_ordered_by_events(gpu: Gpu, tmp_path: Path) -> None:
+    adder(tmp_path)
+    with gpu.load(tmp_path) as instance:
+        pipeline = instance.backend._pipeline
+        flight = Flight(instance, 4, False)
+        gpu.clear()
+        flight.begin(1)
+        slot = pipeline.slots[0]
+        calls = [call for call in gpu.state.calls if call[0] != "hostAlloc"]
+        assert [(call[0], *call[-2:]) if call[0] != "memcpyAsync" else call[-2:] for call in calls] == [
+            (1, pipeline.copy_in),
+            ("eventRecord", slot.copied, pipeline.copy_in),
+            ("streamWaitEvent", pipeline.compute, slot.copied),
+            ("eventRecord", slot.computed, pipeline.compute),
+            ("streamWaitEvent", pipeline.copy_out, slot.computed),
+            (2, pipeline.copy_out),
+            ("eventRecord", slot.end, pipeline.copy_out),
+        ]
+        assert [call[1] for call in gpu.trt.calls if call[0] == "execute_async_v3"] == [pipeline.compute]
+        assert len({pipeline.copy_in, pipeline.compute, pipeline.copy_out}) == 3
+        gpu.clear()
+        flight.begin(1)
+        assert "eventSynchronize" not in [call[0] for call in gpu.state.calls], "it does not wait for the first batch"
+        gpu.clear()
+        flight.finish()
+        assert [call[:2] for call in gpu.state.calls] == [("eventSynchronize", slot.end)]
+        flight.finish()
+
+
+# ---------------------------------------------------------------------------------------------- broken rules
+
+
+def _no_wait(self: Pipeline, slot: Slot) -> None:
+    """Queues what follows without waiting for what came before."""
+
+
+def _end_of_computation(self: Pipeline, slot: Slot) -> None:
+    self.cuda.record(slot.end, self.compute)
+
+
+def _no_end(self: Pipeline, slot: Slot) -> None:
+    """The event of the batch is that of the last batch on the slot, if any."""
+
+
+def _first_slot(self: Pipeline) -> Slot:
+    return self.slots[0]
+
+
+BROKEN: dict[str, tuple[str, Callable[..., Any], str, int]] = {
+    "the computation waits for the copies of inputs": ("inputs_copied", _no_wait, "nothing", 40_000),
+    "copies of outputs wait for the computation": ("computed", _no_wait, "nothing", 40_000),
+    "the batch ends with its last copy": ("ended", _end_of_computation, "nothing", 40_000),
+    "the end of a batch is its own": ("ended", _no_end, "nothing", 4),
+    "each batch has its own input buffers": ("take", _first_slot, "copies in", 40_000),
+    "each batch has its own output buffers": ("take", _first_slot, "computation", 40_000),
+    "each batch has its own staging": ("take", _first_slot, "everything", 4),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_gives_wrong_values(gpu: Gpu, tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, broken, order, width = BROKEN[rule]
+    adder(tmp_path, width)
+    with gpu.load(tmp_path) as instance:
+        hurry(gpu, instance, order)
+        monkeypatch.setattr(Pipeline, name, broken)
+        flight = Flight(instance, width, width > 4)
+        flight.begin(2)
+        flight.begin(1, 1)
+        with pytest.raises(AssertionError, match=r"Mismatched elements|not equal"):
+            flight.finish()
+        gpu.runtime.deviceSynchronize()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_outputs_without_room_in_an_arena(
+    gpu: Gpu, tmp_path: Path, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are written to a buffer of the model, of which there is one for each batch."""
+    adder(tmp_path, 4000)
+    with gpu.load(tmp_path) as instance:
+        hurry(gpu, instance, "everything")
+        instance.arenas.limit = 0
+        addresses: list[int] = []
+        place = Scatter.buffer
+
+        def watched(scatter: Scatter, index: int, size: int) -> Any:
+            buffer = place(scatter, index, size)
+            addresses.append(buffer.ctypes.data)
+            return buffer
+
+        monkeypatch.setattr(Scatter, "buffer", watched)
+        if broken:
+            monkeypatch.setattr(Scatter, "exchange_buffers", lambda scatter: None)
+        works = [instance.work(x=array) for array in rows(1, 1, width=4000)]
+        batches = [instance.runner.begin([work]) for work in works]
+        for batch in batches:
+            instance.runner.finish(batch)
+        assert (addresses[0] == addresses[1]) == broken
+
+
+def test_sources_live_until_the_end_of_their_batch(gpu: Gpu, tmp_path: Path) -> None:
+    """Also if the client's segment is withdrawn in the meantime: it is unpinned and unmapped after the batch."""
+    adder(tmp_path, 40_000)
+    with gpu.load(tmp_path) as instance:
+        (x,) = rows(1, width=40_000)
+        work = instance.work(x=x)
+        (handle,) = work.inputs[0].data  # type: ignore[misc]
+        batch = instance.runner.begin([work])
+        instance.mapped.remove(handle.segment)  # type: ignore[union-attr]
+        gc.collect()
+        gpu.clear()
+        (row,) = instance.runner.finish(batch)[0]
+        np.testing.assert_array_equal(instance.array(row), x + 1)
+        del batch
+        gc.collect()
+        assert [call[0] for call in gpu.state.calls] == ["eventSynchronize", "hostUnregister"]
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+def test_a_batch_that_fails_does_not_disturb_the_next(gpu: Gpu, tmp_path: Path) -> None:
+    adder(tmp_path, 40_000)
+    with gpu.load(tmp_path) as instance:
+        works = [instance.work(x=array) for array in rows(1, 1, 1, width=40_000)]
+        first, second = (instance.runner.begin([work]) for work in works[:2])
+        gpu.state.failures["eventSynchronize"] = 1
+        (row,) = instance.runner.finish(first)[0]
+        assert row.error is not None
+        assert row.error.text.endswith("the GPU failed: cudaErrorInvalidValue")
+        third = instance.runner.begin(works[2:])
+        for batch, array in zip((second, third), rows(1, 1, 1, width=40_000)[1:], strict=True):
+            (row,) = instance.runner.finish(batch)[0]
+            np.testing.assert_array_equal(instance.array(row), array + 1)
+        assert instance.arenas.used == 0
+
+
+@pytest.mark.parametrize("call", ["memcpyAsync", "streamWaitEvent", "eventRecord"])
+def test_a_batch_that_cannot_be_queued_does_not_disturb_the_one_before(gpu: Gpu, tmp_path: Path, call: str) -> None:
+    adder(tmp_path, 40_000)
+    with gpu.load(tmp_path) as instance:
+        first, second = (instance.work(x=array) for array in rows(1, 1, width=40_000))
+        running = instance.runner.begin([first])
+        gpu.state.failures[call] = 1
+        refused = instance.runner.begin([second])
+        assert all(stream.asked == stream.done for stream in gpu.state.streams.values())
+        (row,) = instance.runner.finish(running)[0]
+        np.testing.assert_array_equal(instance.array(row), rows(1, 1, width=40_000)[0] + 1)
+        (row,) = instance.runner.finish(refused)[0]
+        assert row.error is not None
+        assert not any(slot.busy for slot in instance.backend._pipeline.slots)
+        check(instance, 2, width=40_000)
+
+
+def test_a_device_lost_with_two_batches_ends_the_process(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shmserve.workers.backends import device_pipeline
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    monkeypatch.setattr(device_pipeline, "end_process", end)
+    tensors = [tensor("input", "x", [-1, 4]), tensor("output", "y", [-1, 4])]
+    plan(tmp_path, tensors, {"y": ["crash", "x"]}, {"x": [[1, 4], [1, 4], [8, 4]]})
+    with gpu.load(tmp_path) as instance:
+        first, second = (instance.runner.begin([instance.work(x=array)]) for array in rows(1, 1))
+        with pytest.raises(Ended, match="70"):
+            instance.runner.finish(first)
+        for stream in gpu.state.streams.values():
+            stream.waiting.clear()
+        del second
+
+
+# ---------------------------------------------------------------------------------------------- at load
+
+
+def test_too_little_memory_for_a_second_set_of_buffers(
+    gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The model is served without the overlap, and the log says why."""
+    adder(tmp_path, 40_000)
+    gpu.state.total = 3_000_000  # a set has 2 * 1.28 MB
+    with gpu.load(tmp_path, tuned(Cuda(graphs=True))) as instance:
+        assert type(instance.runner) is StackedRunner
+        check(instance, 1, 2, width=40_000)
+        assert len(gpu.state.device) == 2
+    text = capfd.readouterr().err
+    assert "'m_0_0': batches do not overlap, as that needs a second set of buffers: no room for 1280000 bytes" in text
+    assert "parameter overlap_batches" in text
+
+
+@pytest.mark.parametrize("key", ["overlap_batches", "retry_alone"])
+def test_the_overlap_can_be_turned_off(gpu: Gpu, tmp_path: Path, key: str) -> None:
+    """Also by forbidding that requests run twice: one that has begun early is run again if the worker dies."""
+    adder(tmp_path)
+    with gpu.load(tmp_path, config(parameters={key: schema.ModelParameter(string_value="false")})) as instance:
+        assert type(instance.runner) is StackedRunner
+        assert len(gpu.state.device) == 2
+        assert len(gpu.state.named("streamCreateWithPriority")) == 1
+        check(instance, 1, 2)
+    wrong = {"overlap_batches": schema.ModelParameter(string_value="maybe")}
+    with pytest.raises(InvalidRequest, match="parameter overlap_batches of model 'm' must be true or false"):
+        gpu.load(tmp_path, config(parameters=wrong))
+
+
+def test_models_whose_shapes_depend_on_values_do_not_overlap(gpu: Gpu, tmp_path: Path) -> None:
+    tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
+    plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
+    given = config(
+        input=(schema.ModelInput(name="x", data_type="TYPE_INT32", dims=(-1,)),),
+        output=(schema.ModelOutput(name="where", data_type="TYPE_INT64", dims=(-1,)),),
+    )
+    with gpu.load(tmp_path, given) as instance:
+        assert type(instance.runner) is StackedRunner
+        assert len(instance.backend._pipeline.slots) == 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_tensors_that_stay_on_the_gpu(gpu: Gpu, tensorrt_pair: TensorRtPair, order: str) -> None:
+    """Read and written in place, by two batches on the device."""
+    hurry(gpu, tensorrt_pair.consumer, order)
+    given = [arrays(1), arrays(2, 1)]
+    produced = [tensorrt_pair.produce(*part) for part in given]
+    batches = []
+    for outputs in produced:
+        works = [replace(work, step=StepOptions(("y",))) for work in tensorrt_pair.pass_on(*outputs)]
+        batches.append(tensorrt_pair.consumer.runner.begin(works))
+    for batch, part in zip(batches, given, strict=True):
+        found = tensorrt_pair.consumer.runner.finish(batch)[0]
+        for row, array in zip(rows_of(found), part, strict=True):
+            tensorrt_pair.check(row, {"y": array + 2}, ("y",))
+    tensorrt_pair.give_back(*produced[0], *produced[1])
+    assert tensorrt_pair.consumer.arenas.used == tensorrt_pair.producer.arenas.used == 0
+
+
+def test_memory_of_another_process_is_closed_after_the_batches_that_read_it(
+    gpu: Gpu, tensorrt_pair: TensorRtPair
+) -> None:
+    (given,) = arrays(1)
+    (row,) = tensorrt_pair.produce(given)
+    works = tensorrt_pair.pass_on(row)
+    batch = tensorrt_pair.consumer.runner.begin(works)
+    gpu.clear()
+    (handle,) = row.outputs[0].data  # type: ignore[misc]
+    tensorrt_pair.consumer.mapped.remove(handle.segment)  # type: ignore[union-attr]
+    assert [call[0] for call in gpu.state.calls] == ["deviceSynchronize", "ipcCloseMemHandle"]
+    (found,) = tensorrt_pair.consumer.runner.finish(batch)[0]
+    np.testing.assert_array_equal(tensorrt_pair.consumer.array(found), given + 2)
+    tensorrt_pair.give_back(row)

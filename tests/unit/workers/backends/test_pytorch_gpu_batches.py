@@ -1,0 +1,335 @@
+"""Batches of PyTorch models on the stand-in for CUDA. PyTorch computes on the host, when the work that the stand-in has
+queued before in the stream of the model has run; its results count as memory of the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from shmserve.protocol.worker_messages import StepOptions, rows_of
+from shmserve.repo.config import schema
+from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.workers.backends.device_pipeline import Pipeline
+from shmserve.workers.runner import OverlappingRunner, StackedRunner
+from tests.support.optional import optional
+from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, TensorRtPair, arrays, gathered
+from tests.support.workers.gpu.harness import Instance
+from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, Spec, rows
+from tests.support.workers.models.worker_models import torch_forward
+from tests.support.workers.worker_harness import config
+
+torch = optional("torch")
+DEVICE = "shmserve.workers.backends.pytorch.device"
+
+
+class FakeDevice:
+    """The functions of `device`, on the stand-in. `refuse`: the next capture fails."""
+
+    def __init__(self, runtime: Any) -> None:
+        self.runtime = runtime
+        self.refuse = False
+        self.captures = 0
+        self.replays = 0
+        self.settled = 0
+        self.pools: list[Any] = []
+
+    def as_tensor(self, memory: Any, place: Any) -> Any:
+        interface = memory.__cuda_array_interface__
+        dtype, size = np.dtype(interface["typestr"]), int(np.prod(interface["shape"]))
+        raw = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(interface["data"][0])
+        return torch.from_numpy(np.frombuffer(raw, dtype).reshape(interface["shape"]))
+
+    def address_of(self, tensor: Any) -> int:
+        address: int = tensor.data_ptr()
+        self.runtime.state.foreign[address] = tensor.nbytes
+        return address
+
+    def stream_of(self, handle: int, place: Any) -> int:
+        return handle
+
+    @contextmanager
+    def running_in(self, stream: int) -> Iterator[None]:
+        found = self.runtime.state.stream(stream)
+        found.run(found.asked)
+        yield
+
+    def graph_pool(self) -> object:
+        return object()
+
+    def capture(self, run: Callable[[], object], stream: int, pool: Any) -> Callable[[], None]:
+        self.captures += 1
+        self.pools.append(pool)
+        if self.refuse:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def replay() -> None:
+            self.replays += 1
+            run()
+
+        return replay
+
+    def settle_all(self, place: Any) -> None:
+        self.settled += 1
+
+
+@pytest.fixture
+def fake(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    fake = FakeDevice(gpu.runtime)
+    for name in ("as_tensor", "address_of", "stream_of", "running_in", "graph_pool", "capture", "settle_all"):
+        monkeypatch.setattr(f"{DEVICE}.{name}", getattr(fake, name))
+    return fake
+
+
+def tuned(given: ModelConfig, cuda: Any = None, **parameters: str) -> ModelConfig:
+    values = {key: schema.ModelParameter(string_value=value) for key, value in parameters.items()}
+    optimization = schema.ModelOptimizationPolicy(cuda=cuda)
+    return replace(given, optimization=optimization, parameters={**given.parameters, **values})
+
+
+def model(folder: Path, width: int, *lines: str, most: int = 8) -> ModelConfig:
+    torch_forward(folder, "x", *(lines or ("return x + 1",)))
+    group = ModelInstanceGroup(name="m_0", kind="KIND_CPU", count=1)
+    row = ("FP32", (width,))
+    given = config("pytorch", {"x": row}, {"y": row}, max_batch=most, parameters={"INTRA_OP_THREAD_COUNT": "1"})
+    return replace(given, instance_group=(group,))
+
+
+def load(folder: Path, given: ModelConfig) -> Instance:
+    """Loads a model as on a GPU."""
+    return Instance(gpu_backend(), folder, given)
+
+
+def gpu_backend() -> Any:
+    from shmserve.workers.backends.pytorch.backend import Torch
+
+    class TorchHere(Torch):
+        def load(self, config: ModelConfig) -> None:
+            super().load(config)
+            self.on_device = True
+            self._set_up(config)
+
+    return TorchHere
+
+
+def run(instance: Instance, *shares: int, width: int, add: float = 1) -> None:
+    found = rows(*shares, width=width)
+    for row, array in zip(instance.run(*[instance.work(x=array) for array in found]), found, strict=True):
+        np.testing.assert_array_equal(instance.array(row), array + add)
+
+
+def fly(instance: Instance, width: int) -> None:
+    """Two batches at a time on the device."""
+    flying: list[tuple[Any, Any]] = []
+    for seed, shares in enumerate([(1, 2), (2,), (3, 1), (1,), (8,)]):
+        found = rows(*shares, width=width, seed=seed)
+        flying.append((instance.runner.begin([instance.work(x=array) for array in found]), found))
+        if len(flying) == 2:
+            check_first(instance, flying)
+    check_first(instance, flying)
+
+
+def check_first(instance: Instance, flying: list[tuple[Any, Any]]) -> None:
+    batch, given = flying.pop(0)
+    for row, array in zip(rows_of(instance.runner.finish(batch)[0]), given, strict=True):
+        np.testing.assert_array_equal(instance.array(row), array + 1)
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("width", [4, 5000, 40_000])
+def test_batches_overlap(gpu: Gpu, fake: FakeDevice, tmp_path: Path, width: int) -> None:
+    with load(tmp_path, model(tmp_path, width)) as instance:
+        assert fake.settled == 1, "weights are copied before the first batch"
+        assert type(instance.runner) is OverlappingRunner
+        fly(instance, width)
+        run(instance, 1, 2, 1, width=width)
+        assert instance.arenas.used == 0
+
+
+def test_rows_are_copied_from_and_to_callers_memory(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    width = 40_000
+    size = width * 4
+    with load(tmp_path, model(tmp_path, width)) as instance:
+        run(instance, 1, 2, 1, width=width)
+        gpu.clear()
+        run(instance, 1, 2, 1, width=width)
+        copies = [(size, HOST_TO_DEVICE), (2 * size, HOST_TO_DEVICE), (size, HOST_TO_DEVICE)]
+        assert gpu.copies() == [*copies, (4 * size, DEVICE_TO_HOST)]
+        assert gpu.state.named("malloc") == gpu.state.named("hostAlloc") == gpu.state.named("hostRegister") == []
+        assert len(gpu.state.registered) == 2  # the caller's segment, and the one for outputs
+
+
+@pytest.mark.parametrize("rule", ["inputs_copied", "take"])
+def test_a_broken_rule_gives_wrong_values(
+    gpu: Gpu, fake: FakeDevice, tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model does not wait for its inputs, or the results of two batches share their staging. The rules of the
+    streams are those of TensorRT, where each has its test."""
+    width = 4
+    broken: dict[str, Any] = {"inputs_copied": lambda *_: None, "take": lambda pipeline: pipeline.slots[0]}
+    with load(tmp_path, model(tmp_path, width)) as instance:
+        monkeypatch.setattr(Pipeline, rule, broken[rule])
+        if rule == "take":
+            gpu.state.eager = set(gpu.state.streams.values())
+        with pytest.raises(AssertionError, match="Mismatched elements"):
+            fly(instance, width)
+        gpu.runtime.deviceSynchronize()
+
+
+@pytest.mark.parametrize("shares", [(1,), (3,), (1, 2, 1)], ids=str)
+def test_tensors_on_the_gpu_stay_there(
+    gpu: Gpu, fake: FakeDevice, tensorrt_pair: TensorRtPair, tmp_path: Path, shares: Any
+) -> None:
+    (tmp_path / "torch").mkdir()
+    width = 40_000
+    given = model(tmp_path / "torch", width, "x.add_(1)", "return x")
+    tensorrt_pair.replace_consumer(gpu_backend(), tmp_path / "torch", given)
+    sent = arrays(*shares)
+    produced = tensorrt_pair.produce(*sent)
+    for near in ((), ("y",)):
+        tensorrt_pair.copies()
+        found = tensorrt_pair.consumer.run(
+            *[replace(work, step=StepOptions(near)) for work in tensorrt_pair.pass_on(*produced)]
+        )
+        assert tensorrt_pair.copies() == [*gathered(shares), *([] if near else [(sum(shares), DEVICE_TO_HOST)])]
+        for row, array in zip(found, sent, strict=True):
+            tensorrt_pair.check(
+                row, {"y": array + 2}, near
+            )  # the model writes to a copy: the next run gets the same input
+    tensorrt_pair.give_back(*produced)
+    assert tensorrt_pair.consumer.arenas.used == 0
+
+
+def test_buffers_grow_if_dims_are_open(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    given = model(tmp_path, -1)
+    with load(tmp_path, given) as instance:
+        assert gpu.state.device == {}
+        for width, buffers in ((10, 1), (40_000, 1), (20, 1)):
+            run(instance, 1, 1, width=width)
+            assert len(gpu.state.device) == buffers
+
+
+def test_results_that_are_not_on_the_gpu(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    """A result of another type fails its batch, and the next one is correct."""
+    given = model(tmp_path, 4, "if bool((x == 77).any()):", "    return x.double()", "return x + 1")
+    with load(tmp_path, given) as instance:
+        (row,) = instance.run(instance.work(x=np.full((1, 4), 77, np.float32)))
+        assert row.error is not None
+        assert "expects datatype TYPE_FP32 for output 'y', model provides TYPE_FP64" in row.error.text
+        run(instance, 1, 2, width=4)
+
+
+def test_a_model_that_fails_frees_its_buffers(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    given = model(tmp_path, 4, "if bool((x == 77).any()):", "    raise ValueError('told to')", "return x + 1")
+    with load(tmp_path, given) as instance:
+        running = instance.runner.begin([instance.work(x=np.ones((1, 4), np.float32))])
+        for _ in range(3):
+            failed = instance.runner.begin([instance.work(x=np.full((1, 4), 77, np.float32))])
+            (row,) = instance.runner.finish(failed)[0]
+            assert row.error is not None
+            assert "told to" in row.error.text
+        (row,) = instance.runner.finish(running)[0]
+        np.testing.assert_array_equal(instance.array(row), np.full((1, 4), 2, np.float32))
+
+
+def test_models_that_do_not_overlap(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    given = replace(model(tmp_path, 4), parameters=NO_OVERLAP)
+    with load(tmp_path, given) as instance:
+        assert type(instance.runner) is StackedRunner
+        assert len(gpu.state.named("streamCreateWithPriority")) == 1
+        run(instance, 1, 2, width=4)
+
+
+def test_without_cupy_pytorch_copies_the_inputs(
+    gpu: Gpu, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settled: list[Any] = []
+    monkeypatch.setattr(f"{DEVICE}.settle", settled.append)
+    monkeypatch.setitem(__import__("sys").modules, "cupy.cuda.runtime", None)
+    with load(tmp_path, model(tmp_path, 4)) as instance:
+        assert type(instance.runner) is StackedRunner
+        run(instance, 1, 2, width=4)
+        assert len(settled) == 1
+    assert (
+        "batches do not overlap, no CUDA graphs: tensors and models on a GPU need a package" in capfd.readouterr().err
+    )
+
+
+# ---------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def test_graphs_for_each_set_of_buffers(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    given = replace(
+        tuned(model(tmp_path, 4), Cuda(graphs=True)),
+        dynamic_batching=schema.ModelDynamicBatching(preferred_batch_size=(3,)),
+    )
+    with load(tmp_path, given) as instance:
+        assert (fake.captures, len(set(map(id, fake.pools)))) == (6, 1)  # 1, 3 and 8 rows; one pool
+        fly(instance, 4)  # 3, 2, 4, 1, 8 rows
+        assert fake.replays == 3
+        run(instance, 1, 2, width=4)
+        assert fake.replays == 4
+
+
+def test_a_graph_for_smaller_batches(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    bound = schema.ModelOptimizationPolicyCudaGraphSpecLowerBound(batch_size=3)
+    spec = Spec(batch_size=6, graph_lower_bound=bound)
+    with load(tmp_path, tuned(model(tmp_path, 4), Cuda(graphs=True, graph_spec=(spec,)))) as instance:
+        gpu.clear()
+        for count in range(1, 9):
+            run(instance, count, width=4)
+        assert fake.replays == 4
+        assert [size for size, kind in gpu.copies() if kind == DEVICE_TO_HOST] == [16 * count for count in range(1, 9)]
+
+
+def test_a_graph_keeps_its_buffers_when_others_grow(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    shape = schema.ModelOptimizationPolicyCudaGraphSpecShape(dim=(4,))
+    spec = Spec(batch_size=2, input={"x": shape})
+    with load(tmp_path, tuned(model(tmp_path, -1), Cuda(graphs=True, graph_spec=(spec,)))) as instance:
+        for width, replays in ((4, 1), (5000, 1), (4, 2), (40_000, 2), (4, 3)):
+            run(instance, 1, 1, width=width)
+            assert fake.replays == replays
+
+
+@pytest.mark.parametrize(
+    ("lines", "refuse", "why"),
+    [
+        ((), True, "inputs [8, 4]: RuntimeError: operation not permitted when stream is capturing"),
+        (("return x.double()",), False, "output 'y' is torch.float64 on cpu, not a FP32 tensor on the GPU"),
+    ],
+)
+def test_models_that_cannot_be_captured_run_without_graphs(
+    gpu: Gpu, fake: FakeDevice, tmp_path: Path, lines: Any, refuse: bool, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake.refuse = refuse
+    with load(tmp_path, tuned(model(tmp_path, 4, *lines), Cuda(graphs=True))) as instance:
+        if not lines:
+            fly(instance, 4)
+        assert fake.replays == 0
+    text = capfd.readouterr().err
+    assert "batches run without CUDA graphs" in text
+    assert why in text
+
+
+def test_graphs_of_open_dims_need_a_spec(
+    gpu: Gpu, fake: FakeDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with load(tmp_path, tuned(model(tmp_path, -1), Cuda(graphs=True))):
+        assert fake.captures == 0
+    assert "input 'x' has the shape [-1]: give its dims in graph_spec" in capfd.readouterr().err
+
+
+def test_no_memory_for_a_second_set_of_buffers(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    gpu.state.total = 2_000_000
+    with load(tmp_path, model(tmp_path, 40_000)) as instance:  # 1.28 MB for 8 rows
+        assert type(instance.runner) is StackedRunner
+        run(instance, 1, 2, width=40_000)

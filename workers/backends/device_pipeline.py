@@ -1,0 +1,291 @@
+"""The batches of a backend on its GPU: three streams, and a set of buffers and events for each batch that may be there.
+
+Inputs are copied in one stream, computed in another, and outputs are copied in a third one, so that the copies of one
+batch and the computation of another overlap.
+
+Invariants: the computation waits for the copies of its inputs (the event `copied`), and the copies of outputs wait for
+the computation (`computed`). The host waits for the last copy (`end`) before anything of the batch is used again: its
+buffers, its sources in callers' memory, and the memory that its outputs were copied to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec import Struct
+
+from shmserve.dtypes import elements
+from shmserve.errors import Internal, Unavailable
+from shmserve.repo.rules.fields import RETRY
+from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, address_of
+from shmserve.workers.backends.parameters import Parameters
+from shmserve.workers.gpu.api import PRIORITIES
+from shmserve.workers.process.exit_codes import Exit
+from shmserve.workers.process.log import log_message
+
+if TYPE_CHECKING:
+    from shmserve.gpu.interface import GpuDevice
+    from shmserve.repo.config.schema import ModelConfig
+    from shmserve.workers.backends.base import Context
+    from shmserve.workers.batch.results import Results
+    from shmserve.workers.batch.specs import Spec
+
+Array = np.ndarray[Any, np.dtype[Any]]
+OVERLAP = "overlap_batches"
+"""The parameter of a model that turns the overlap off."""
+SLOTS = 2
+end_process = os._exit
+"""Called after the device was lost. The broker starts a new process and identifies the request that caused the loss."""
+
+
+class PipelineOptions(Struct, frozen=True):
+    """The settings of a model. `overlap`: batches may overlap. `threshold`: see Feed."""
+
+    overlap: bool = True
+    priority: int = 0
+    copy_stream: bool = False
+    spin: bool = False
+    staged_inputs: bool = True
+    staged_outputs: bool = True
+    threshold: int = 0
+    pinned_bytes: int = PINNED_BYTES
+
+
+def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
+    parameters = Parameters(config)
+    # A request that has begun early counts as waiting: it is run again if the worker dies.
+    overlap = parameters.flag(OVERLAP, True) and parameters.flag(RETRY, True)
+    pinned_bytes = int(context.settings.get(PINNED_KNOB, PINNED_BYTES))
+    optimization = config.optimization
+    if optimization is None:
+        return PipelineOptions(overlap, pinned_bytes=pinned_bytes)
+    cuda, pinned_in, pinned_out = optimization.cuda, optimization.input_pinned_memory, optimization.output_pinned_memory
+    return PipelineOptions(
+        overlap,
+        PRIORITIES[optimization.priority],
+        cuda is not None and cuda.output_copy_stream,
+        cuda is not None and cuda.busy_wait_events,
+        pinned_in is None or pinned_in.enable,
+        pinned_out is None or pinned_out.enable,
+        optimization.gather_kernel_buffer_threshold,
+        pinned_bytes,
+    )
+
+
+class Slot:
+    """The buffers and events of one batch. `inputs` and `outputs`: the addresses of the buffers, by the index of the
+    tensor; 0: it has none. `fixed`: a CUDA graph uses these addresses, so the buffers stay where they are."""
+
+    def __init__(self, cuda: GpuDevice, pinned: Pinned, options: PipelineOptions, number: int, copy_in: int) -> None:
+        self.number = number
+        self.busy = False
+        self.fixed = False
+        self.inputs: list[int] = []
+        self.outputs: list[int] = []
+        self.feed = Feed(cuda, pinned, options.staged_inputs, options.threshold, copy_in)
+        self._cuda = cuda
+        self._pinned = pinned
+        self._pin_outputs = options.staged_outputs
+        self._staging: dict[int, Staging] = {}
+        self._sizes: dict[int, int] = {}
+        """The bytes of each buffer, by its address."""
+        self.copied, self.computed = cuda.event(), cuda.event()
+        self.end = cuda.event(spin=options.spin)
+
+    def allocate(self, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """Allocates buffers of these sizes; 0: none. Raises Unavailable if the GPU has too little memory."""
+        for sizes, addresses in ((inputs, self.inputs), (outputs, self.outputs)):
+            for index, size in enumerate(sizes):
+                addresses.append(0)
+                if size:
+                    self.grow(addresses, index, size)
+
+    def grow(self, addresses: list[int], index: int, size: int) -> int:
+        """Returns the address of a buffer of `inputs` or `outputs` with at least this size."""
+        address = addresses[index]
+        if address and self._sizes[address] >= size:
+            return address
+        if address and not self.fixed:
+            addresses[index] = 0
+            del self._sizes[address]
+            self._cuda.free(address)
+        address = addresses[index] = self._cuda.allocate(size)
+        self._sizes[address] = size
+        return address
+
+    def target(self, index: int, spec: Spec, shape: tuple[int, ...], outputs: Results) -> tuple[Array, bool]:
+        """Returns where to copy an output: its final place if possible, else staging, which `put` splits."""
+        if outputs.direct(index, shape):
+            array = outputs.place(index, shape)
+            self._pinned.ensure(array)
+            return array, True
+        staging = self._staging.get(index)
+        if staging is None:
+            staging = self._staging[index] = Staging(self._cuda, self._pin_outputs)
+        return staging.bytes(elements(shape) * spec.item).view(spec.numpy).reshape(shape), False
+
+    def close(self) -> None:
+        for address in self._sizes:
+            self._cuda.free(address)
+        self._sizes.clear()
+        self.inputs, self.outputs = [], []
+        self.feed.close()
+        for staging in self._staging.values():
+            staging.close()
+        for event in (self.copied, self.computed, self.end):
+            self._cuda.destroy_event(event)
+
+
+class Pipeline:
+    """The streams of an instance, and its slots: one, or two if batches overlap."""
+
+    def __init__(self, cuda: GpuDevice, instance: str, options: PipelineOptions) -> None:
+        self.cuda = cuda
+        self._instance = instance
+        self._options = options
+        self.pinned = Pinned(cuda, options.pinned_bytes)
+        count = 3 if options.overlap else 2 if options.copy_stream else 1
+        self._streams = [cuda.stream(options.priority) for _ in range(count)]
+        self.compute, self.copy_out, self.copy_in = self._streams[0], self._streams[min(count - 1, 1)], self._streams[0]
+        if options.overlap:
+            self.copy_in = self._streams[2]
+        self.slots: list[Slot] = []
+        self.add_slot()
+
+    def add_slot(self) -> Slot:
+        slot = Slot(self.cuda, self.pinned, self._options, len(self.slots), self.copy_in)
+        self.slots.append(slot)
+        return slot
+
+    def overlaps(self, prepare: Callable[[Slot], None]) -> bool:
+        """Adds slots, so that batches can overlap. `prepare` allocates the memory of each. Returns False if the GPU has
+        too little memory."""
+        if not self._options.overlap:
+            return False
+        try:
+            while len(self.slots) < SLOTS:
+                prepare(self.add_slot())
+        except Unavailable as error:
+            self.slots.pop().close()
+            log_message(
+                f"model instance '{self._instance}': batches do not overlap, as that needs a second set of buffers: "
+                f"{error}; set a lower max_batch_size, or parameter {OVERLAP} to false",
+                "warning",
+            )
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------ a batch, in this order
+
+    def take(self) -> Slot:
+        for slot in self.slots:
+            if not slot.busy:
+                slot.busy = True
+                return slot
+        raise Internal(f"all {len(self.slots)} sets of buffers are in use by batches that have not ended")
+
+    @contextmanager
+    def batch(self) -> Iterator[Slot]:
+        """Gives a free slot to a batch that is queued in the context. If that fails, nothing of it is left on the
+        device."""
+        slot = self.take()
+        try:
+            yield slot
+        except Exception as error:
+            self.failed(error)
+            slot.busy = False
+            if isinstance(error, self.cuda.errors):
+                raise self.cuda.failure(error) from error
+            raise
+
+    def inputs_copied(self, slot: Slot) -> None:
+        """All copies of inputs are queued. The computation, which is queued next, starts after them."""
+        if self.copy_in != self.compute:
+            self.cuda.record(slot.copied, self.copy_in)
+            self.cuda.wait_for(self.compute, slot.copied)
+
+    def computed(self, slot: Slot) -> None:
+        """The computation is queued. The copies of outputs, which are queued next, start after it."""
+        if self.copy_out != self.compute:
+            self.cuda.record(slot.computed, self.compute)
+            self.cuda.wait_for(self.copy_out, slot.computed)
+
+    def copy_to_host(self, target: Array, source: int) -> None:
+        if target.nbytes:
+            self.cuda.copy(address_of(target), source, target.nbytes, self.cuda.to_host, self.copy_out)
+
+    def ended(self, slot: Slot) -> None:
+        """All copies of outputs are queued."""
+        self.cuda.record(slot.end, self.copy_out)
+
+    def failed(self, error: Exception) -> None:
+        """Waits for everything on the device, so that memory of a failed batch can be reused. Ends the process if it
+        can no longer use the device."""
+        cuda = self.cuda
+        lost = cuda.lost(error)
+        if not lost:
+            try:
+                for stream in self._streams:
+                    cuda.synchronize_stream(stream)
+            except cuda.errors as later:
+                lost = cuda.lost(later)
+                error = later
+        if lost:
+            log_message(f"model instance '{self._instance}': the GPU cannot be used any more by this process: {error}")
+            end_process(Exit.DEVICE_LOST)
+
+    def close(self) -> None:
+        """Releases resources in the order of their references. Not needed when the process ends."""
+        if any(slot.busy for slot in self.slots):
+            self.cuda.settle()
+        for slot in self.slots:
+            slot.close()
+        self.slots = []
+        self.pinned.close()
+        for stream in self._streams:
+            self.cuda.destroy_stream(stream)
+        self._streams = []
+
+
+class DeviceBatch:
+    """A batch that is queued. `kept`: what must live until its end, such as the sources of its copies."""
+
+    def __init__(
+        self, pipeline: Pipeline, slot: Slot, outputs: Results, staged: Sequence[tuple[int, Array]], kept: Any
+    ):
+        """`staged`: outputs by index, in memory of the slot or of the batch."""
+        self._pipeline = pipeline
+        self._slot = slot
+        self._outputs = outputs
+        self._staged = staged
+        self._kept = kept
+
+    def computed(self) -> bool:
+        return self._pipeline.cuda.reached(self._slot.computed)
+
+    def finish(self) -> None:
+        cuda = self._pipeline.cuda
+        try:
+            cuda.synchronize(self._slot.end)
+        except cuda.errors as error:
+            self._pipeline.failed(error)
+            raise cuda.failure(error) from error
+        finally:
+            self._slot.busy = False
+            self._kept = None
+        for index, array in self._staged:
+            self._outputs.put(index, array)
+
+
+class NoComputation:
+    """A batch none of whose outputs is wanted."""
+
+    def computed(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        pass
