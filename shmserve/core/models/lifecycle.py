@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.core.batching import dispatch, leases, recall
+from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Drained
-from shmserve.core.events import Compiled, Drain, Exited, Garbled
+from shmserve.core.events import Compiled, DeviceHealth, Drain, Exited, Garbled
 from shmserve.core.models import deployment, loading, retirement, sleep
 from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
@@ -57,14 +58,7 @@ class Lifecycle:
         if self._state.limiter is not None:
             self._state.limiter.register(instance.spec)
         if version.state is _V.LOADING and version.loaded:
-            version.move(_V.READY)
-            version.took_ns = max(now - version.began, 1)
-            loads = self._state.models[version.model].loads
-            loads.done += 1
-            loads.done_ns += version.took_ns
-            self._state.refresh(version.model)
-            text = f"{version.label} is READY with {len(version.instances)} instance(s)"
-            self._state.log("debug", text, model=version.model, version=version.number)
+            self._version_loaded(version, now)
         elif instance.lost:
             self._is_back(version, instance)
         instance.lost = False
@@ -76,6 +70,20 @@ class Lifecycle:
         loading.load_over(self._state, instance)
         deployment.has_loaded(self._state, version, instance)
         sleep.serves(self._state, version, now)
+
+    def _version_loaded(self, version: Version, now: int) -> None:
+        version.move(_V.READY)
+        version.took_ns = max(now - version.began, 1)
+        loads = self._state.models[version.model].loads
+        loads.done += 1
+        loads.done_ns += version.took_ns
+        self._state.refresh(version.model)
+        held = [instance for instance in version.instances if instance.held]
+        text = f"{version.label} is READY with {len(version.instances) - len(held)} instance(s)"
+        if held:
+            text += f", and without {len(held)}: {held[0].reason}"
+        level = "warning" if held else "debug"
+        self._state.log(level, text, model=version.model, version=version.number)
 
     def _is_back(self, version: Version, instance: Instance) -> None:
         """Logs that an instance whose restarts had failed has recovered. A quarantined one recovers only with a
@@ -189,6 +197,8 @@ class Lifecycle:
                 self._state.log("error", text, **_about(version, instance))
             instance.move(_I.STOPPED)
             retirement.remove_stopped(self._state, version, instance)
+        elif (instance.held or self._state.blocked(instance.spec)) and version.state is not _V.UNLOADING:
+            self._ended_on_unhealthy_device(version, instance, now)
         elif instance.sleeping:
             about = _about(version, instance)
             if reported_error or instance.deaths:
@@ -197,7 +207,8 @@ class Lifecycle:
                 sleep.died_waking(self._state, version, instance, event.reason, about)
         elif version.state is _V.UNLOADING:
             alone = not any(other.alive for other in version.instances if other is not instance)
-            if alone and (version.waits or version.users) and not (load_error or instance.deaths):
+            broken = load_error or instance.deaths or self._state.blocked(instance.spec)
+            if alone and (version.waits or version.users) and not broken:
                 self._crashed(version, instance, event.reason, explained, now)
             else:
                 version.reason = f"instance '{instance.spec.name}': {load_error or event.reason}"
@@ -219,6 +230,8 @@ class Lifecycle:
             self._lose_lease(version, instance, reason)
         if version.trial is instance:
             version.trial = None
+        if instance.held:
+            self._run_elsewhere(version, running)
         alone = running is not None and running.count == 1
         again = not alone or (not instance.hung and _may_run_elsewhere(version, instance))
         explained = False
@@ -248,6 +261,13 @@ class Lifecycle:
         if version.order is not None:
             completion.answer_in_order(self._state, version)
         return explained
+
+    def _run_elsewhere(self, version: Version, running: Batch[Request] | None) -> None:
+        """Queues the requests of a batch again whose worker was killed because of its GPU. They are not to blame."""
+        for request in running.requests() if running is not None else ():
+            if self._may_retry(version, request):
+                self._take_back(request)
+                recall.put_back(self._state, version, request)
 
     def _lose_lease(self, version: Version, instance: Instance, reason: str) -> None:
         """Ends the lease of a dead worker. A request that it was running fails or is retried by its client, under the
@@ -363,6 +383,111 @@ class Lifecycle:
         if instance.state is _I.STARTING and instance.spawned + limit <= now:
             instance.load_error = f"it did not load within {limit / 1e9:g} s (--load-limit-secs)"
             kill(self._state, version, instance, instance.load_error)
+
+    # ------------------------------------------------------------------------------------ unhealthy devices
+
+    def device_health(self, peer: int, event: DeviceHealth, now: int) -> None:
+        """A GPU must not be used any more, or may be used again. If only the reason changes, it is shown from now
+        on."""
+        state = self._state
+        before = state.unhealthy_devices.pop(event.device, "")
+        if event.reason:
+            state.unhealthy_devices[event.device] = event.reason
+        found = [
+            (version, instance)
+            for model in state.models.values()
+            for version in model.generations()
+            for instance in list(version.instances)
+            if instance.spec.kind == "KIND_GPU" and instance.spec.device == event.device
+        ]
+        if event.reason and event.reason != before:
+            state.log("critical", f"{event.reason} ({len(found)} instance(s) are affected)", gpu=event.device)
+            for version, instance in found:
+                self._take_out(version, instance, event.reason)
+            loading.start_waiting(state)  # sets aside those that wait to load
+        elif before and not event.reason:
+            state.log("info", f"GPU {event.device} is healthy again", gpu=event.device)
+            for version, instance in found:
+                self._resume(version, instance)
+
+    def _take_out(self, version: Version, instance: Instance, reason: str) -> None:
+        if instance.state in (_I.STARTING, _I.READY):
+            instance.held = not instance.retiring
+            kill(self._state, version, instance, reason)
+        elif instance.state is _I.BACKOFF:
+            self._hold(version, instance, reason)
+        elif instance.state is _I.ASLEEP:
+            sleep.hold(self._state, version, instance, reason)
+
+    def hold_blocked(self, now: int) -> None:
+        """Handles instances that were queued to load on an unhealthy GPU."""
+        blocked, self._state.blocked_loads = self._state.blocked_loads, []
+        for version, instance in blocked:
+            if instance.state is not _I.WAITING:
+                continue
+            reason = self._state.blocked(instance.spec)
+            if not reason:  # it has recovered in this turn
+                self._state.load_queue.append((version, instance))
+            elif instance.sleeping:
+                sleep.hold(self._state, version, instance, reason)
+            elif instance.loaded:
+                self._hold(version, instance, reason)
+            else:
+                self._hold_first_load(version, instance, reason, now)
+        loading.start_waiting(self._state)
+
+    def _ended_on_unhealthy_device(self, version: Version, instance: Instance, now: int) -> None:
+        """The process was killed because of its GPU, or has crashed on it. This does not count as a crash."""
+        reason = self._state.blocked(instance.spec)
+        if instance.sleeping:
+            sleep.hold(self._state, version, instance, reason)
+        elif instance.loaded:
+            self._count_restart(version, instance)
+            self._hold(version, instance, reason)
+        else:
+            self._hold_first_load(version, instance, reason or instance.reason, now)
+        if not reason and instance.held:  # the GPU has recovered before the process had ended
+            self._resume(version, instance)
+
+    def _hold(self, version: Version, instance: Instance, reason: str) -> None:
+        """Keeps an instance without a process. Its version serves with the others, or is UNAVAILABLE."""
+        if instance.state is not _I.BACKOFF:
+            instance.move(_I.BACKOFF)
+        instance.held = instance.lost = True
+        instance.reason, instance.load_error, instance.retry_at = reason, "", 0
+        self._state.memory_holders.pop(instance, None)
+        self._state.memory_changed = True
+        if retirement.settle_lost(self._state, version):
+            self._state.log("error", f"{version.label} is UNAVAILABLE: {version.reason}", **_about(version, instance))
+        self._state.to_dispatch[version] = None
+
+    def _hold_first_load(self, version: Version, instance: Instance, reason: str, now: int) -> None:
+        """A version that is loading goes on with its instances on other devices; without any, its load fails."""
+        others = [
+            other
+            for other in version.instances
+            if other is not instance and not (other.over or other.spec.passive or other.held)
+        ]
+        if version.state is _V.LOADING and not others:
+            self._give_up(version, instance, reason)
+        elif instance.joining or instance.replaces is not None:
+            self._failed_to_load(version, instance, reason, now)
+        else:
+            self._hold(version, instance, reason)
+            if version.state is _V.LOADING and version.loaded:
+                self._version_loaded(version, now)
+            deployment.goes_on_without(self._state, version, instance)
+
+    def _resume(self, version: Version, instance: Instance) -> None:
+        """Starts an instance whose GPU is healthy again. One whose process has not ended follows when it has."""
+        if not instance.held or instance.peer or self._state.draining:
+            return
+        instance.held = False
+        instance.deaths = instance.crashes = 0
+        if instance.state is _I.BACKOFF:
+            loading.start_again(self._state, version, instance)
+        elif instance.state is _I.ASLEEP:
+            sleep.may_wake_again(self._state, version, instance)
 
     # ------------------------------------------------------------------------------------ workers' memory
 
