@@ -9,7 +9,7 @@ from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, DeviceHealth, Drain, Exited, Garbled
-from shmserve.core.models import deployment, loading, retirement, sleep
+from shmserve.core.models import deployment, loading, retirement, sleep, unhealthy
 from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
@@ -265,7 +265,10 @@ class Lifecycle:
     def _run_elsewhere(self, version: Version, running: Batch[Request] | None) -> None:
         """Queues the requests of a batch again whose worker was killed because of its GPU. They are not to blame."""
         for request in running.requests() if running is not None else ():
-            if self._may_retry(version, request):
+            if request.suspect is not None and request.state is RequestState.SENT:
+                self._take_back(request)
+                version.suspects.append(request)
+            elif self._may_retry(version, request):
                 self._take_back(request)
                 recall.put_back(self._state, version, request)
 
@@ -273,7 +276,7 @@ class Lifecycle:
         """Ends the lease of a dead worker. A request that it was running fails or is retried by its client, under the
         same rules as a request that the broker had sent."""
         retry = version.policy is not None and version.policy.retry
-        if retry and not instance.hung and _may_run_elsewhere(version, instance):
+        if retry and not instance.hung and (instance.held or _may_run_elsewhere(version, instance)):
             leases.detach(self._state, instance)
         else:
             text = _lost(version, instance, None, True, reason)
@@ -393,31 +396,16 @@ class Lifecycle:
         before = state.unhealthy_devices.pop(event.device, "")
         if event.reason:
             state.unhealthy_devices[event.device] = event.reason
-        found = [
-            (version, instance)
-            for model in state.models.values()
-            for version in model.generations()
-            for instance in list(version.instances)
-            if instance.spec.kind == "KIND_GPU" and instance.spec.device == event.device
-        ]
+        found = unhealthy.instances_on(state, event.device)
         if event.reason and event.reason != before:
             state.log("critical", f"{event.reason} ({len(found)} instance(s) are affected)", gpu=event.device)
             for version, instance in found:
-                self._take_out(version, instance, event.reason)
+                unhealthy.take_out(state, version, instance, event.reason)
             loading.start_waiting(state)  # sets aside those that wait to load
         elif before and not event.reason:
             state.log("info", f"GPU {event.device} is healthy again", gpu=event.device)
             for version, instance in found:
-                self._resume(version, instance)
-
-    def _take_out(self, version: Version, instance: Instance, reason: str) -> None:
-        if instance.state in (_I.STARTING, _I.READY):
-            instance.held = not instance.retiring
-            kill(self._state, version, instance, reason)
-        elif instance.state is _I.BACKOFF:
-            self._hold(version, instance, reason)
-        elif instance.state is _I.ASLEEP:
-            sleep.hold(self._state, version, instance, reason)
+                unhealthy.resume(state, version, instance)
 
     def hold_blocked(self, now: int) -> None:
         """Handles instances that were queued to load on an unhealthy GPU."""
@@ -428,38 +416,24 @@ class Lifecycle:
             reason = self._state.blocked(instance.spec)
             if not reason:  # it has recovered in this turn
                 self._state.load_queue.append((version, instance))
-            elif instance.sleeping:
-                sleep.hold(self._state, version, instance, reason)
-            elif instance.loaded:
-                self._hold(version, instance, reason)
+            elif instance.sleeping or instance.loaded:
+                unhealthy.hold(self._state, version, instance, reason)
             else:
                 self._hold_first_load(version, instance, reason, now)
         loading.start_waiting(self._state)
 
     def _ended_on_unhealthy_device(self, version: Version, instance: Instance, now: int) -> None:
         """The process was killed because of its GPU, or has crashed on it. This does not count as a crash."""
-        reason = self._state.blocked(instance.spec)
-        if instance.sleeping:
-            sleep.hold(self._state, version, instance, reason)
-        elif instance.loaded:
+        blocked = self._state.blocked(instance.spec)
+        reason = blocked or instance.reason
+        if instance.loaded and not instance.sleeping:
             self._count_restart(version, instance)
-            self._hold(version, instance, reason)
+        if instance.loaded:
+            unhealthy.hold(self._state, version, instance, reason)
         else:
-            self._hold_first_load(version, instance, reason or instance.reason, now)
-        if not reason and instance.held:  # the GPU has recovered before the process had ended
-            self._resume(version, instance)
-
-    def _hold(self, version: Version, instance: Instance, reason: str) -> None:
-        """Keeps an instance without a process. Its version serves with the others, or is UNAVAILABLE."""
-        if instance.state is not _I.BACKOFF:
-            instance.move(_I.BACKOFF)
-        instance.held = instance.lost = True
-        instance.reason, instance.load_error, instance.retry_at = reason, "", 0
-        self._state.memory_holders.pop(instance, None)
-        self._state.memory_changed = True
-        if retirement.settle_lost(self._state, version):
-            self._state.log("error", f"{version.label} is UNAVAILABLE: {version.reason}", **_about(version, instance))
-        self._state.to_dispatch[version] = None
+            self._hold_first_load(version, instance, reason, now)
+        if not blocked and instance.held:  # the GPU has recovered before the process had ended
+            unhealthy.resume(self._state, version, instance)
 
     def _hold_first_load(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         """A version that is loading goes on with its instances on other devices; without any, its load fails."""
@@ -473,21 +447,10 @@ class Lifecycle:
         elif instance.joining or instance.replaces is not None:
             self._failed_to_load(version, instance, reason, now)
         else:
-            self._hold(version, instance, reason)
+            unhealthy.hold(self._state, version, instance, reason)
             if version.state is _V.LOADING and version.loaded:
                 self._version_loaded(version, now)
             deployment.goes_on_without(self._state, version, instance)
-
-    def _resume(self, version: Version, instance: Instance) -> None:
-        """Starts an instance whose GPU is healthy again. One whose process has not ended follows when it has."""
-        if not instance.held or instance.peer or self._state.draining:
-            return
-        instance.held = False
-        instance.deaths = instance.crashes = 0
-        if instance.state is _I.BACKOFF:
-            loading.start_again(self._state, version, instance)
-        elif instance.state is _I.ASLEEP:
-            sleep.may_wake_again(self._state, version, instance)
 
     # ------------------------------------------------------------------------------------ workers' memory
 
