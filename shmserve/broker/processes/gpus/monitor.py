@@ -7,6 +7,7 @@ of service, the library is open only during a sample, because a GPU can be reset
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import threading
@@ -23,8 +24,8 @@ from shmserve.repo.gpu_state import read_state
 from shmserve.repo.gpus import Gpu
 
 INTERVAL_S = 2.0
-RECHECK_S = 10.0
-"""Interval of the samples while a GPU is out of service."""
+RECHECK = 5
+"""How many intervals pass between two samples while a GPU is out of service."""
 STUCK_S = 30.0
 """A driver that does not answer a query for this time has lost the GPU."""
 SLICE_MS = 500
@@ -48,6 +49,8 @@ class _Watched:
         self.health = GpuHealth(gpus[0].pci, fixes)
         self.samples: list[Sample] = []
         self.needed_reset = ""
+        self.handle: Any = None
+        """The library's handle with which its errors were requested."""
 
     @property
     def title(self) -> str:
@@ -185,7 +188,7 @@ class GpuMonitor:
             if self._is_open:
                 self._wait(self._interval_s)
             else:
-                self._stop.wait(RECHECK_S)
+                self._stop.wait(RECHECK * self._interval_s)
             if not self._stop.is_set() and (self._is_open or self._open()):
                 self._update()
 
@@ -209,6 +212,7 @@ class GpuMonitor:
             try:
                 handle = nvml.nvmlDeviceGetHandleByUUID(watched.uuid)
                 nvml.nvmlDeviceRegisterEvents(handle, _XID_EVENT, self._events)
+                watched.handle = handle
             except nvml.NVMLError:
                 continue  # lost, or too old: its state is still read
 
@@ -245,16 +249,11 @@ class GpuMonitor:
 
     def _happened(self, device: Any, xid: int) -> bool:
         """Handles an Xid. True: read the state of the GPUs now."""
-        try:
-            uuid = self._nvml.nvmlDeviceGetUUID(device)
-            uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
-        except self._nvml.NVMLError:
+        watched = self._find(device)
+        if watched is None:
             log.error("%s on a GPU that the driver does not identify", xids.title(xid))
             return True
-        watched = next((one for one in self._watched if one.uuid == uuid), None)
-        if watched is None:
-            return False
-        self._xids[uuid, xid] += 1
+        self._xids[watched.uuid, xid] += 1
         with self._lock:
             is_fatal = watched.health.happened(xid, time.monotonic())
         if is_fatal:
@@ -265,6 +264,15 @@ class GpuMonitor:
                 xids.title(xid), watched.title,
             )  # fmt: skip
         return is_fatal or xid == xids.RECOVERY_ACTION_CHANGED
+
+    def _find(self, device: Any) -> _Watched | None:
+        """The GPU with this handle. The driver does not tell the UUID of a GPU that it has lost."""
+        try:
+            uuid = self._nvml.nvmlDeviceGetUUID(device)
+        except self._nvml.NVMLError:
+            return next((one for one in self._watched if _address(one.handle) == _address(device)), None)
+        uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
+        return next((one for one in self._watched if one.uuid == uuid), None)
 
     def _update(self) -> None:
         for watched in self._watched:
@@ -317,6 +325,12 @@ class GpuMonitor:
             self._publish(watched)
             for other in self._watched:
                 other.samples = []  # they are no longer current
+
+
+def _address(handle: Any) -> Any:
+    """What a handle of the library points to."""
+    is_pointer = isinstance(handle, ctypes._Pointer)
+    return ctypes.cast(handle, ctypes.c_void_p).value if is_pointer else handle
 
 
 _SHOWN = {

@@ -194,7 +194,11 @@ def test_metrics_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = {"memory_bytes": 80 << 30, "memory_used_bytes": 1 << 30}
     power = {"power_watts": 120.5, "power_limit_watts": 700.0}
     missing = power | {"power_watts": None}
-    clocks = {"sm_clock_hertz": 1_980_000_000, "sm_clock_max_hertz": 1_980_000_000, "temperature_celsius": 41}
+    clocks: dict[str, Any] = {
+        "sm_clock_hertz": 1_980_000_000,
+        "sm_clock_max_hertz": 1_980_000_000,
+        "temperature_celsius": 41,
+    }
     clocks |= {"throttled": [], "out_of_service": ""}
     slow = clocks | {"sm_clock_hertz": 1_410_000_000, "temperature_celsius": 88}
     slow |= {"throttled": ["power_cap", "sw_thermal"]}
