@@ -5,13 +5,16 @@ Invariant: a query that a GPU or a driver does not support is never a problem.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
+
+from shmserve.repo.gpus import Gpu
 
 _LOST = {6: "the driver no longer lists it", 15: "the driver has lost it", 16: "the driver requires a reset"}
 """NVML_ERROR_NOT_FOUND, NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED."""
 _RECOVERY_ACTION = 230
-"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, from driver R565 on."""
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, which recent drivers know."""
 _UNCORRECTED, _VOLATILE = 1, 0
 RESET = "reset it (nvidia-smi --gpu-reset -i {pci})"
 REBOOT = "reboot the machine; if that does not help, replace the GPU"
@@ -96,6 +99,22 @@ def read_state(nvml: Any, uuid: str) -> GpuState:
         -1 if errors is None else int(errors),
         -1 if energy is None else float(energy),
     )
+
+
+def read_states(gpus: Iterable[Gpu]) -> dict[str, GpuState]:
+    """The states of these GPUs by the UUID of the whole GPU; empty without the library, as `gpus.discover` explains."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return {}
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return {}
+    try:
+        return {uuid: read_state(nvml, uuid) for uuid in dict.fromkeys(gpu.parent or gpu.uuid for gpu in gpus)}
+    finally:
+        nvml.nvmlShutdown()
 
 
 def _ask(nvml: Any, query: Callable[[], T]) -> T | None:

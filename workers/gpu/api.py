@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import sys
 from typing import Any
 
 from shmserve.errors import HandleLost, ModelFailed, Unavailable, Unsupported
 from shmserve.extras import install_command
-from shmserve.shm.extents.cuda import device_id
+from shmserve.shm.extents.cuda import device_id, uuid_of
 
 EXTRA = "gpu"
 ALIGN = 256
@@ -53,7 +54,8 @@ class Cuda:
                 f"{runtime.deviceGetAttribute(_CAPABILITY_MAJOR, 0)}.{runtime.deviceGetAttribute(_CAPABILITY_MINOR, 0)}"
             )
             self._read_only = bool(runtime.deviceGetAttribute(_READ_ONLY_REGISTRATION, 0))
-            self.uuid = device_id(runtime.getDeviceProperties(0)["uuid"])
+            found = runtime.getDeviceProperties(0)["uuid"]
+            self.uuid = device_id(uuid_of(found, os.environ.get("CUDA_VISIBLE_DEVICES", "")))
         except self.errors as error:
             raise Unavailable(f"no GPU can be used here: {error}") from error
         self._driver = _driver()

@@ -8,6 +8,7 @@ are synchronous.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,7 +63,8 @@ class ClientCuda:
         """Allocate at least `size` bytes, in whole allocation units of the driver: a unit is exported as a whole."""
         size = -(-size // _UNIT_BYTES) * _UNIT_BYTES
         with self.on(device) as runtime:
-            uuid = runtime.getDeviceProperties(device)["uuid"]
+            found = runtime.getDeviceProperties(device)["uuid"]
+            uuid = cuda.uuid_of(found, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
             return cuda.create(size, runtime.malloc, runtime.ipcGetMemHandle, _keep, uuid)
 
     def copy(self, device: int, target: int, source: int, size: int, kind: str, stream: int) -> None:
