@@ -61,6 +61,7 @@ from shmserve.paths import LANE, default_runtime_dir
 from shmserve.repo.agents.chains import AgentChains
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.check import repository_findings
+from shmserve.repo.gpus import Gpus
 from shmserve.repo.storage.generation import Generations
 from shmserve.repo.storage.store import ScannedModel
 from shmserve.shm.extents import posix
@@ -136,13 +137,7 @@ class ServerProcess:
             worker_defaults=setting.worker_defaults(settings),
         )
         self._control = self._make_control(settings)
-        self._gpu_monitor = GpuMonitor(
-            gpus.found,
-            settings.allow_gpu_metrics,
-            setting.metrics_interval_s(settings),
-            self._gpu_changed if settings.gpu_health else None,
-            settings.gpu_xid,
-        )
+        self._gpu_monitor = self._make_gpu_monitor(settings, gpus)
         self._broker = Broker(
             loop,
             self._core,
@@ -193,6 +188,11 @@ class ServerProcess:
             log_record,
             setting.log_rate(settings),
         )
+
+    def _make_gpu_monitor(self, settings: argparse.Namespace, gpus: Gpus) -> GpuMonitor:
+        report = self._gpu_changed if settings.gpu_health else None
+        interval_s = setting.metrics_interval_s(settings)
+        return GpuMonitor(gpus.found, settings.allow_gpu_metrics, interval_s, report, settings.gpu_xid)
 
     def _make_repositories(
         self, settings: argparse.Namespace, kept: Generations, gpus: Collection[int]

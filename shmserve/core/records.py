@@ -549,10 +549,11 @@ class Version:
 
     @property
     def recovering(self) -> bool:
-        """It was READY, has lost all instances, and keeps restarting them."""
-        if self.state is not VersionState.UNAVAILABLE or not self.took_ns:
+        """It was READY, has lost all instances, and keeps restarting them. Or it could not load because its GPUs are
+        unhealthy."""
+        if self.state is not VersionState.UNAVAILABLE:
             return False
-        return any(not instance.over for instance in self.instances)
+        return any(not instance.over and (self.took_ns or instance.lost) for instance in self.instances)
 
     @property
     def will_recover(self) -> bool:

@@ -41,6 +41,7 @@ class Lifecycle:
         """A worker has loaded its model."""
         if instance.state is not _I.STARTING:
             return
+        recovers = version.recovering
         instance.move(_I.READY)
         instance.loaded = True
         instance.ready_since = now
@@ -62,9 +63,12 @@ class Lifecycle:
         elif instance.lost:
             self._is_back(version, instance)
         instance.lost = False
-        if version.recovering and instance.usable:
-            version.move(_V.READY)
-            self._state.refresh(version.model)
+        if recovers and instance.usable:
+            if version.took_ns:
+                version.move(_V.READY)
+                self._state.refresh(version.model)
+            else:
+                self._version_loaded(version, now)
         self._state.to_dispatch[version] = None
         version.settle_sleep()
         loading.load_over(self._state, instance)
@@ -106,6 +110,10 @@ class Lifecycle:
         if version.state is not _V.LOADING:
             instance.move(_I.FAILED)
             version.instances.remove(instance)
+            if version.state is _V.UNAVAILABLE:  # its GPU had been unhealthy
+                version.reason = version.degraded_reason or reason
+                text = f"{version.label} is UNAVAILABLE: {reason}"
+                self._state.log("error", text, **_about(version, instance))
             deployment.has_failed(self._state, version, reason, instance)
         elif version.retries < self._state.limits.load_retries:
             version.retries += 1
@@ -443,7 +451,7 @@ class Lifecycle:
             if other is not instance and not (other.over or other.spec.passive or other.held)
         ]
         if version.state is _V.LOADING and not others:
-            self._give_up(version, instance, reason)
+            self._loads_later(version, instance, reason)
         elif instance.joining or instance.replaces is not None:
             self._failed_to_load(version, instance, reason, now)
         else:
@@ -451,6 +459,23 @@ class Lifecycle:
             if version.state is _V.LOADING and version.loaded:
                 self._version_loaded(version, now)
             deployment.goes_on_without(self._state, version, instance)
+
+    def _loads_later(self, version: Version, instance: Instance, reason: str) -> None:
+        """All GPUs of a version that is loading are unhealthy: its load fails now, and is made up for when one of them
+        has recovered. A generation that was to replace another is given up."""
+        model = self._state.models[version.model]
+        if model.versions.get(version.number) is not version:
+            self._give_up(version, instance, reason)
+            return
+        unhealthy.hold(self._state, version, instance, reason)
+        model.loads.failed += 1
+        version.move(_V.UNAVAILABLE, reason)
+        self._state.refresh(version.model)
+        self._state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **_about(version, instance))
+        for other in list(version.instances):
+            if not other.held and not other.over:
+                retirement.stop(self._state, version, other)
+        deployment.has_failed(self._state, version, reason)
 
     # ------------------------------------------------------------------------------------ workers' memory
 
