@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from shmserve.extras import install_command
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CREATE_SLICES = "create some (nvidia-smi mig -cgi PROFILE -C) or end MIG mode (nvidia-smi -mig 0)"
 CONTROL = Path("/dev/nvidiactl")
 """Exists if the driver is loaded."""
 
@@ -32,13 +33,16 @@ class GpuNumbers(tuple[int, ...]):
 
 
 class Gpu(NamedTuple):
-    """A GPU. `number` is its number in configurations, `ordinal` its number among all GPUs of the machine."""
+    """A GPU, or a MIG slice of one. `number` is its number in configurations, `ordinal` the number of the whole GPU
+    among all GPUs of the machine. `parent`: for a slice, the UUID of the whole GPU; `pci` is always that of the whole
+    GPU."""
 
     number: int
     ordinal: int
     uuid: str
     pci: str
     name: str
+    parent: str = ""
 
 
 class Gpus(NamedTuple):
@@ -70,11 +74,14 @@ def discover(environment: Mapping[str, str] = os.environ, control: Path = CONTRO
     except nvml.NVMLError as error:
         return Gpus((), _why(f"NVML error: {error}", control))
     try:
-        every = [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        listed = [_listed(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     except nvml.NVMLError as error:
         return Gpus((), _why(f"NVML error: {error}", control))
     finally:
         nvml.nvmlShutdown()
+    every = [gpu for found in listed for gpu in found]
+    if listed and not every:
+        return Gpus((), _why(f"all GPUs are in MIG mode, and none has a slice: {CREATE_SLICES}", control))
     text = environment.get(VISIBLE)
     shown = every if text is None else visible(every, text)
     return Gpus(tuple(gpu._replace(number=number) for number, gpu in enumerate(shown)))
@@ -105,23 +112,43 @@ def _version(package: str) -> str:
 
 
 def visible(every: Sequence[Gpu], text: str) -> list[Gpu]:
-    """`1,0` or `GPU-8f2c,GPU-11`: the listed GPUs, in this order, up to the first invalid entry."""
+    """`1,0` or `GPU-8f2c,MIG-11`: the listed GPUs and slices, in this order, up to the first invalid entry. A GPU in
+    MIG mode is invalid; its slices are used in its place."""
     found: list[Gpu] = []
     for part in (part.strip() for part in text.split(",")):
         if part.isascii() and part.isdigit():
-            matches = [gpu for gpu in every if gpu.ordinal == int(part)]
+            matches = [gpu for gpu in every if gpu.ordinal == int(part) and not gpu.parent]
         else:
-            matches = [gpu for gpu in every if part.startswith("GPU-") and gpu.uuid.startswith(part)]
+            matches = [gpu for gpu in every if part.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(part)]
         if len(matches) != 1 or matches[0] in found:
             break
         found.append(matches[0])
     return found
 
 
-def _gpu(nvml: Any, index: int) -> Gpu:
+def in_mig_mode(nvml: Any, handle: Any) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    except (nvml.NVMLError, AttributeError):
+        return False  # the GPU or the library does not know MIG
+
+
+def _listed(nvml: Any, index: int) -> list[Gpu]:
+    """The GPU, or its slices, in the order of `nvidia-smi -L`."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    pci = nvml.nvmlDeviceGetPciInfo(handle).busId
-    return Gpu(index, index, _text(nvml.nvmlDeviceGetUUID(handle)), _text(pci), _text(nvml.nvmlDeviceGetName(handle)))
+    pci = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
+    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    if not in_mig_mode(nvml, handle):
+        return [Gpu(index, index, uuid, pci, _text(nvml.nvmlDeviceGetName(handle)))]
+    slices = []
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        except nvml.NVMLError:
+            continue  # no slice has this number
+        own = _text(nvml.nvmlDeviceGetUUID(part))
+        slices.append(Gpu(index, index, own, pci, _text(nvml.nvmlDeviceGetName(part)), uuid))
+    return slices
 
 
 def _text(value: Any) -> str:

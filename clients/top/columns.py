@@ -174,7 +174,11 @@ GPUS = Table(
         Column("memory_share", "used %", "share", 5, "share of its memory in use"),
         Column("power_watts", "watts", "rate", 6, "power draw"),
         Column("power_limit_watts", "limit", "rate", 7, "power limit"),
-        Column("uuid", "uuid", "text", 8, "its UUID", 12),
+        Column("out_of_service", "out of service", "text", 8, "why no instance runs on it", 14),
+        Column("temperature_celsius", "celsius", "rate", 9, "temperature"),
+        Column("sm_clock_share", "clock", "share", 10, "clock as a share of the highest"),
+        Column("throttled", "throttled", "text", 11, "why the clock is reduced", 10),
+        Column("uuid", "uuid", "text", 12, "its UUID", 12),
     ),
 )
 TABLES = (MODELS, INSTANCES, CLIENTS, GPUS)

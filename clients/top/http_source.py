@@ -75,12 +75,17 @@ _OF_GPUS = {
     "nv_gpu_memory_used_bytes": "memory_used_bytes",
     "nv_gpu_power_usage": "power_watts",
     "nv_gpu_power_limit": "power_limit_watts",
+    "shmserve_gpu_sm_clock_hertz": "sm_clock_hertz",
+    "shmserve_gpu_sm_clock_max_hertz": "sm_clock_max_hertz",
+    "shmserve_gpu_temperature_celsius": "temperature_celsius",
 }
+_THROTTLED, _GPU_OUT = "shmserve_gpu_throttled", "shmserve_gpu_out_of_service"
 _OF_CLIENTS = {"shmserve_client_held_bytes": "held_bytes", "shmserve_client_requests": "in_flight"}
 _TIMES = "shmserve_request_duration_seconds_bucket"
 _STATE = "shmserve_instance_state"
 _WANTED = frozenset(
-    (*_OF_INSTANCES, *_OF_MODELS, *_OF_SERVER, *_OF_GPUS, *_OF_CLIENTS, _TIMES, _STATE, "shmserve_clients",
+    (*_OF_INSTANCES, *_OF_MODELS, *_OF_SERVER, *_OF_GPUS, *_OF_CLIENTS, _TIMES, _STATE, _THROTTLED, _GPU_OUT,
+     "shmserve_clients",
      "shmserve_requests_refused_total", "shmserve_segment_bytes", "shmserve_segments", "process_start_time_seconds")
 )  # fmt: skip
 
@@ -328,9 +333,15 @@ def _add_metrics(document: Document, models: Mapping[tuple[str, str], Document],
             number = labels.get("client", "")
             client = clients.setdefault(number, {"number": number, "name": labels.get("name", "")})
             client[_OF_CLIENTS[name]] = int(value)
-        elif name in _OF_GPUS:
-            uuid = labels.get("gpu_uuid", "")
-            gpus.setdefault(uuid, {"number": len(gpus), "uuid": uuid})[_OF_GPUS[name]] = value
+        elif "gpu_uuid" in labels:
+            uuid = labels["gpu_uuid"]
+            gpu = gpus.setdefault(uuid, {"number": len(gpus), "uuid": uuid, "throttled": [], "out_of_service": ""})
+            if name in _OF_GPUS:
+                gpu[_OF_GPUS[name]] = value
+            elif name == _THROTTLED and value:
+                gpu["throttled"].append(labels.get("reason", ""))
+            elif name == _GPU_OUT and value:
+                gpu["out_of_service"] = "see shmserve doctor"
         elif name == "shmserve_requests_refused_total":
             server.setdefault("refused", {})[labels.get("reason", "")] = int(value)
         elif name in ("shmserve_clients", "shmserve_segment_bytes", "shmserve_segments"):

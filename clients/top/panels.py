@@ -170,6 +170,10 @@ def _gpu(gpu: Row) -> Line:
         line.append((memory, "bad" if gpu["memory_share"] >= 0.95 else "plain"))
     if gpu.get("power_watts") is not None:
         line.append((f" {gpu['power_watts']:.0f}W", "plain"))
+    if gpu["throttled"]:
+        line.append((f" {gpu['throttled']}", "warn"))
+    if gpu["out_of_service"]:
+        line.append((" OUT OF SERVICE", "bad"))
     return line
 
 

@@ -39,7 +39,7 @@ from shmserve.broker.observability.traces import TraceFile, TraceSettings, otel_
 from shmserve.broker.observability.traces import merged as merged_traces
 from shmserve.broker.processes.cpus import survey
 from shmserve.broker.processes.gateways import Gateways
-from shmserve.broker.processes.gpus import GpuMetrics
+from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.broker.processes.span_exporter import SpanExporter
 from shmserve.broker.processes.stop_deadline import Deadline
 from shmserve.broker.startup import (
@@ -61,6 +61,7 @@ from shmserve.paths import LANE, default_runtime_dir
 from shmserve.repo.agents.chains import AgentChains
 from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.check import repository_findings
+from shmserve.repo.gpus import Gpus
 from shmserve.repo.storage.generation import Generations
 from shmserve.repo.storage.store import ScannedModel
 from shmserve.shm.extents import posix
@@ -136,7 +137,7 @@ class ServerProcess:
             worker_defaults=setting.worker_defaults(settings),
         )
         self._control = self._make_control(settings)
-        self._gpu_metrics = GpuMetrics(gpus.found, settings.allow_gpu_metrics, setting.metrics_interval_s(settings))
+        self._gpu_monitor = self._make_gpu_monitor(settings, gpus)
         self._broker = Broker(
             loop,
             self._core,
@@ -145,7 +146,7 @@ class ServerProcess:
             runtime_dir=settings.runtime_dir,
             arena_bytes=settings.broker_arena_bytes,
             access=setting.access(settings),
-            workers=worker_settings(settings, gpus.uuids(), self._gpu_metrics.used_by, busy_poll_ns, self._load_nice),
+            workers=worker_settings(settings, gpus.uuids(), self._gpu_monitor.used_by, busy_poll_ns, self._load_nice),
             metrics=setting.metrics(settings),
             mode=self._mode,
             overrides_dir=settings.runtime_dir / GENERATIONS,
@@ -162,7 +163,7 @@ class ServerProcess:
         self._disk_changes = DiskChanges(loop, self._core.state, self._catalog, self._operations, self._broker.put)
         self._remote_changes = self._follow_remote()
         self._progress = LoadProgress(self._core, self._loaded, log_record, self._is_downloading)
-        self._control.metrics += [self._gpu_metrics.text, self._gateways.metrics]
+        self._control.metrics += [self._gpu_monitor.text, self._gateways.metrics]
         self._add_activity_query()
         self._span_exporter = self._make_span_exporter(settings)
         self._trace_file = self._add_setting_queries(settings, recent)
@@ -187,6 +188,11 @@ class ServerProcess:
             log_record,
             setting.log_rate(settings),
         )
+
+    def _make_gpu_monitor(self, settings: argparse.Namespace, gpus: Gpus) -> GpuMonitor:
+        report = self._gpu_changed if settings.gpu_health else None
+        interval_s = setting.metrics_interval_s(settings)
+        return GpuMonitor(gpus.found, settings.allow_gpu_metrics, interval_s, report, settings.gpu_xid)
 
     def _make_repositories(
         self, settings: argparse.Namespace, kept: Generations, gpus: Collection[int]
@@ -229,7 +235,7 @@ class ServerProcess:
         return control
 
     def _add_activity_query(self) -> None:
-        control, gpus = self._control, self._gpu_metrics
+        control, gpus = self._control, self._gpu_monitor
         state, operations = self._core.state, self._operations
 
         def compare() -> None:
@@ -289,7 +295,9 @@ class ServerProcess:
         hang_up = (self._stop, "SIGHUP") if os.isatty(0) else (self._reread,)
         self._loop.add_signal_handler(signal.SIGHUP, *hang_up)
         try:
-            self._gpu_metrics.start()
+            self._gpu_monitor.start()
+            for number, reason in self._gpu_monitor.out_of_service().items():  # before the first model is deployed
+                self._broker.put(events.DeviceHealth(number, reason))
             self._gateways.start()
             if self._span_exporter is not None:
                 self._span_exporter.start()
@@ -314,7 +322,7 @@ class ServerProcess:
             self._trace_file.close()
             if self._span_exporter is not None:
                 self._span_exporter.close()
-            self._gpu_metrics.close()
+            self._gpu_monitor.close()
         return self._exit_code
 
     def _begin_or_stop(self) -> None:
@@ -423,6 +431,10 @@ class ServerProcess:
         log.error("%s; %s", why, hint)
         self._exit_code = code
         self._stop("the gateway did not start")
+
+    def _gpu_changed(self, number: int, reason: str) -> None:
+        """Called by the threads that watch the GPUs."""
+        self._loop.call_soon_threadsafe(self._broker.put, events.DeviceHealth(number, reason))
 
     def _load_nice(self) -> int:
         """The nice value for loading. 0 until the initial loading has finished, as the server is not ready before."""

@@ -119,6 +119,7 @@ class Core:
             events.SetTraffic: partial(deployment.set_traffic, state),
             events.SetService: partial(deployment.set_service, state),
             events.Exited: lifecycle.exited,
+            events.DeviceHealth: lifecycle.device_health,
             events.Measured: partial(memory.measured, state),
             events.Composed: partial(readiness.composed, state),
             events.LeaseRead: partial(leases.on_log_read, state),
@@ -251,6 +252,8 @@ class Core:
         state = self.state
         if state.ledger.departed:
             state.ledger.release_departed()
+        if state.blocked_loads:
+            self._lifecycle.hold_blocked(now)
         if state.replaced_versions or state.replaced_instances or state.forced_unloads:
             handover.process(state, now)
         if state.joined:

@@ -185,6 +185,14 @@ class Measured(Struct):
     gpu: int = 0
 
 
+class DeviceHealth(Struct):
+    """No instance may run on this GPU, for this reason; "": it may be used again. The reason names the GPU and what an
+    operator should do."""
+
+    device: int
+    reason: str = ""
+
+
 class Exited(Struct):
     """A worker's process has ended. `reason` names the signal or exit code; `detail` is shown to operators only."""
 

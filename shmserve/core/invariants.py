@@ -23,6 +23,7 @@ def check(state: State, queries: QueryQueue) -> None:
     state.ledger.check(state.clients | callers)
     queries.check(state.clients.keys() | state.instances.keys())
     assert not state.to_dispatch
+    assert not state.blocked_loads
     queues = _check_requests(state)
     _check_callers(state, callers)
     _check_sequences(state)
@@ -238,6 +239,9 @@ def _check_instance(state: State, idle: list[Instance], instance: Instance) -> N
     known = state.instances.get(instance.peer)
     assert (known is not None and known[1] is instance) == bool(instance.peer), instance.story()
     assert not instance.lost or instance.state is not _I.READY, instance.story()
+    assert not instance.held or instance.state not in (_I.WAITING, _I.STARTING, _I.READY), instance.story()
+    if state.blocked(instance.spec) and not state.draining:
+        assert instance.held or instance.over or instance.state in (_I.KILLED, _I.GOING_TO_SLEEP), instance.story()
     if instance.quarantined and not instance.over:
         assert instance.waiting is None, instance.story()
         assert instance.running is None or instance.running.count == 1, instance.story()

@@ -170,7 +170,9 @@ class Instance(Struct, eq=False):
     unexplained: bool = False
     """Its worker died, and it is not known yet which request caused this."""
     lost: bool = False
-    """Its last restart failed: it could not load, or reached the crash limit."""
+    """Its last restart failed: it could not load, or reached the crash limit. Or it is held."""
+    held: bool = False
+    """Its GPU is unhealthy: it is not started until the GPU is healthy again."""
     quarantined: bool = False
     """It crashes while other instances of its version succeed. It gets one request at a time until it completes a
     batch."""
@@ -242,8 +244,8 @@ class Instance(Struct, eq=False):
 
     @property
     def degraded(self) -> bool:
-        """It has served before and should serve, but currently does not, or not fully."""
-        if not self.loaded or self.over or self.spec.passive:
+        """It has served before, or would serve on a healthy GPU, but currently does not, or not fully."""
+        if not (self.loaded or self.held) or self.over or self.spec.passive:
             return False
         if self.sleeping:
             return bool(self.reason)
@@ -545,10 +547,11 @@ class Version:
 
     @property
     def recovering(self) -> bool:
-        """It was READY, has lost all instances, and keeps restarting them."""
-        if self.state is not VersionState.UNAVAILABLE or not self.took_ns:
+        """It was READY, has lost all instances, and keeps restarting them. Or it could not load because its GPUs are
+        unhealthy."""
+        if self.state is not VersionState.UNAVAILABLE:
             return False
-        return any(not instance.over for instance in self.instances)
+        return any(not instance.over and (self.took_ns or instance.lost) for instance in self.instances)
 
     @property
     def will_recover(self) -> bool:
@@ -573,8 +576,10 @@ class Version:
 
     @property
     def loaded(self) -> bool:
-        """Every instance that should serve is READY."""
-        return all(instance.state is InstanceState.READY or instance.over for instance in self.instances)
+        """Every instance that should serve is READY, except for those whose GPU is unhealthy."""
+        return all(
+            instance.state is InstanceState.READY or instance.over or instance.held for instance in self.instances
+        )
 
     @property
     def batches(self) -> bool:

@@ -20,6 +20,7 @@ from shmserve.core.fair_queue import FairQueue
 from shmserve.core.ledger import INTERNAL, Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.models.model import Model
+from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import Instance, Key, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
 from shmserve.core.requests.client import ClientState
@@ -139,6 +140,10 @@ class State:
         """Instances queued to load."""
         self.loading: dict[Instance, None] = {}
         """Instances that are loading and count towards `Limits.loading`."""
+        self.unhealthy_devices: dict[int, str] = {}
+        """GPU -> why no instance may run on it."""
+        self.blocked_loads: list[tuple[Version, Instance]] = []
+        """Instances that were queued to load, but whose GPU is unhealthy."""
         self.unloading_versions: dict[Version, None] = {}
         """Versions that accept no new requests, and are removed once their remaining requests are answered."""
         self.replaced_versions: list[tuple[Version, Version]] = []
@@ -192,6 +197,12 @@ class State:
         """The request in flight with this client-side number."""
         own = client.requests.get(number)
         return None if own is None else self.requests.get(own)
+
+    def blocked(self, spec: InstanceSpec) -> str:
+        """Why no instance of this kind may run on its device; "": it may."""
+        if not self.unhealthy_devices or spec.kind != "KIND_GPU":
+            return ""
+        return self.unhealthy_devices.get(spec.device, "")
 
     def send(self, peer: int, message: object) -> None:
         self.effects.append(Send(peer, message))

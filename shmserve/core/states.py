@@ -39,7 +39,7 @@ class InstanceState(Enum):
     WAITING = "waiting"  # queued to load
     STARTING = "starting"  # its process runs, its model is loading
     READY = "ready"
-    BACKOFF = "backoff"  # its process has ended and will be restarted at a known time
+    BACKOFF = "backoff"  # without a process until a known time, or until its GPU is healthy again
     GOING_TO_SLEEP = "going to sleep"  # its process is stopping, to free memory; requests wake it again
     ASLEEP = "asleep"  # without a process until it is woken
     KILLED = "killed"  # its process is being killed: protocol error, hang, or no exit in time
@@ -80,7 +80,7 @@ BATCH_MOVES = {
 }
 
 INSTANCE_MOVES = {
-    _I.WAITING: {_I.STARTING, _I.STOPPED, _I.FAILED, _I.ASLEEP},
+    _I.WAITING: {_I.STARTING, _I.BACKOFF, _I.STOPPED, _I.FAILED, _I.ASLEEP},
     _I.STARTING: {_I.READY, _I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED, _I.ASLEEP},
     _I.READY: {_I.BACKOFF, _I.FAILED, _I.STOPPING, _I.STOPPED, _I.KILLED, _I.GOING_TO_SLEEP},
     _I.BACKOFF: {_I.STARTING, _I.WAITING, _I.STOPPED, _I.FAILED, _I.ASLEEP},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 from shmserve.doctor.machine import ERROR, INFO, OK, WARNING, Finding, Machine
 from shmserve.extras import GATEWAY, NEEDED, PACKAGES, install_command
 from shmserve.repo import gpus as gpus_of
+from shmserve.repo.gpu_state import RESET, read_states
 from shmserve.workers.backends.registry import BACKENDS
 
 PYTHON = (3, 10)
@@ -65,6 +67,23 @@ def engines(machine: Machine) -> list[Finding]:
     return findings
 
 
+def _gpu_health(found: Sequence[gpus_of.Gpu]) -> list[Finding]:
+    """GPUs that cannot be used or should be reset, and memory errors."""
+    findings = []
+    for uuid, state in read_states(found).items():
+        own = [gpu for gpu in found if uuid in (gpu.uuid, gpu.parent)]
+        check, pci = f"GPU {', '.join(str(gpu.number) for gpu in own)}", own[0].pci
+        if state.problem is not None:
+            findings.append(Finding(check, ERROR, state.problem.what, "usable", state.problem.fix.format(pci=pci)))
+        elif state.needs_reset:
+            fix = f"stop all programs on it, then {RESET.format(pci=pci)}"
+            findings.append(Finding(check, WARNING, state.needs_reset, "", fix))
+        elif state.uncorrected > 0:
+            fix = f"nvidia-smi -q -d ECC -i {pci}; replace the GPU if there are ever more"
+            findings.append(Finding(check, WARNING, f"{state.uncorrected} uncorrected memory errors", "0", fix))
+    return findings
+
+
 def gpus(machine: Machine) -> list[Finding]:
     """The driver, the GPUs that it lists, and whether an engine can use them."""
     if not machine.path(CONTROL).exists():
@@ -75,7 +94,11 @@ def gpus(machine: Machine) -> list[Finding]:
         fix = install_command("gpu") if "nvidia-ml-py" in listed.why else "nvidia-smi"
         return [Finding("GPUs", WARNING, listed.why or f"none visible, driver {driver}", "1", fix)]
     names = ", ".join(f"{gpu.number}: {gpu.name}" for gpu in listed.found)
-    findings = [Finding("GPUs", OK, f"{names} ({driver})" if driver else names, "1")]
+    sliced = sum(bool(gpu.parent) for gpu in listed.found)
+    notes = [driver, f"{sliced} MIG slices" if sliced else ""]
+    more = ", ".join(note for note in notes if note)
+    findings = [Finding("GPUs", OK, f"{names} ({more})" if more else names, "1")]
+    findings += _gpu_health(listed.found)
     if not machine.version("onnxruntime-gpu"):
         found = "onnxruntime-gpu is not installed: ONNX models run on the CPU"
         fix = f"{install_command('gpu')}, in an environment without onnxruntime"

@@ -7,12 +7,13 @@ knows which are missing there or differ.
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from typing import Any, NamedTuple
 
 from shmserve.errors import HandleLost, Unavailable, Unsupported
 from shmserve.extras import install_command
-from shmserve.shm.extents.cuda import UUID_BYTES, device_id
+from shmserve.shm.extents.cuda import UUID_BYTES, device_id, slice_uuid
 
 EXTRA = "gpu"
 NO_MEMORY = 2
@@ -89,7 +90,8 @@ def capability_of(runtime: Any, device: int) -> str:
 def uuid_of(runtime: Any, device: int) -> bytes:
     """The device's ID. CuPy for ROCm does not report it."""
     if platform_of(runtime) is CUDA:
-        return device_id(runtime.getDeviceProperties(device)["uuid"])
+        reported = runtime.getDeviceProperties(device)["uuid"]
+        return device_id(slice_uuid(reported, os.environ.get("CUDA_VISIBLE_DEVICES", "")))
     driver = library(ROCM.driver)
     found = ctypes.create_string_buffer(UUID_BYTES)
     if driver is None or driver.hipDeviceGetUuid(found, ctypes.c_int(device)):

@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from shmserve.broker.processes.gpus import GpuMetrics
+from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.errors import HandleLost
 from shmserve.repo.gpus import discover
 from shmserve.shm.extents import memfd
@@ -168,7 +168,7 @@ def test_the_driver_reports_the_size_of_an_allocation() -> None:
 
 
 def test_gpu_memory_of_worker_processes_is_measured(server: Server) -> None:
-    made = GpuMetrics(discover().found, shown=False, interval_s=3600)
+    made = GpuMonitor(discover().found, shown=False, interval_s=3600)
     made.start()
     try:
         workers = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
@@ -220,7 +220,7 @@ def test_an_invalid_memory_handle_is_refused() -> None:
 
 def test_metrics_list_all_gpus() -> None:
     gpus = discover()
-    made = GpuMetrics(gpus.found)
+    made = GpuMonitor(gpus.found)
     made.start()
     try:
         text = made.text()

@@ -18,6 +18,7 @@ from shmserve.broker.observability import metric_settings, traces
 from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.logs import FORMATS
 from shmserve.broker.processes.cpus import host_policy
+from shmserve.broker.processes.gpus import xids
 from shmserve.core import limits
 from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.errors import InvalidRequest
@@ -134,6 +135,10 @@ FLAGS = (
     Flag("busy-poll-us", "integer", INSTANCES, "longest time that the broker and the workers poll for the next message "
          "before they sleep; an idle server does not poll; 0: never poll", None, "N",
          shown=f"{DEFAULT_POLL_US}, or 0 with less than {MIN_CORES} cores"),
+    Flag("gpu-health", "boolean", INSTANCES, "take a GPU that fails out of service: end its instances, and start them "
+         "again when it has recovered", True),
+    Flag("gpu-xid", "xid", INSTANCES, "74=fatal: this Xid of NVIDIA's driver takes a GPU out of service; 119=ignore: "
+         "this one does not; may be given several times", [], "NUMBER=ACTION", repeatable=True),
     Flag("rate-limit", "choice", INSTANCES, "execution_count: an instance runs a batch only while it holds the "
          "resources of its rate_limiter; off: as soon as it is idle", "off", choices=("off", "execution_count")),
     Flag("rate-limit-resource", "resource", INSTANCES, "units of a resource on each device, on one device, or "
@@ -267,6 +272,8 @@ def from_text(flag: Flag, text: str) -> Any:
             return _setting(text)
         case "policy":
             return host_policy(text)
+        case "xid":
+            return xids.rule(text)
         case "access":
             return access.rule(text)
         case "group":

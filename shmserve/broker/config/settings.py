@@ -34,7 +34,7 @@ from shmserve.broker.observability.log_throttle import Rate
 from shmserve.broker.observability.metric_settings import MetricSettings, metric_settings
 from shmserve.broker.processes import cpus
 from shmserve.broker.processes.gateways import GatewaySettings, arguments_of
-from shmserve.broker.processes.gpus import INTERVAL_S
+from shmserve.broker.processes.gpus.monitor import INTERVAL_S
 from shmserve.broker.processes.resources import WorkerResources
 from shmserve.core.limits import Limits
 from shmserve.errors import InvalidRequest

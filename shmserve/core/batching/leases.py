@@ -232,7 +232,8 @@ def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
         lease.version.statistics.keep_error(error.code, error.text, now)
     if lease.client.gone:
         return
-    if event.running and lease.error is None:  # a worker that ends a lease by itself runs nothing
+    if event.running and lease.error is None and not lease.instance.held:
+        # A worker that ends a lease by itself runs nothing.
         _accuse(state, lease, event.running)
     state.send(lease.client.number, LeaseEnd(lease.number, error))
 

@@ -134,7 +134,7 @@ def _fit(state: State, operation: Operation, version: Version, specs: Iterable[I
         found = next((instance for instance in left if _alike(instance.spec, spec)), None)
         if found is not None:
             left.remove(found)
-            if not found.loaded and version.state is _V.READY:
+            if not found.loaded and version.state is _V.READY and not found.held:
                 operation.starting[found] = version
                 if found.is_tentative:  # it is needed now, so others make room for it
                     found.joining = False
@@ -275,6 +275,11 @@ def has_loaded(state: State, version: Version, instance: Instance) -> None:
     if instance.joining:
         instance.joining = False
         state.joined.append((version, instance))
+    goes_on_without(state, version, instance)
+
+
+def goes_on_without(state: State, version: Version, instance: Instance) -> None:
+    """No operation has to wait for this instance: it is READY, or loads only once its GPU is healthy again."""
     operation = state.models[version.model].operation
     if operation is not None:
         operation.starting.pop(instance, None)

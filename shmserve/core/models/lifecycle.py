@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.core.batching import dispatch, leases, recall
+from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Drained
-from shmserve.core.events import Compiled, Drain, Exited, Garbled
-from shmserve.core.models import deployment, loading, retirement, sleep
+from shmserve.core.events import Compiled, DeviceHealth, Drain, Exited, Garbled
+from shmserve.core.models import deployment, loading, retirement, sleep, unhealthy
 from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
@@ -40,6 +41,7 @@ class Lifecycle:
         """A worker has loaded its model."""
         if instance.state is not _I.STARTING:
             return
+        recovers = version.recovering
         instance.move(_I.READY)
         instance.loaded = True
         instance.ready_since = now
@@ -57,25 +59,35 @@ class Lifecycle:
         if self._state.limiter is not None:
             self._state.limiter.register(instance.spec)
         if version.state is _V.LOADING and version.loaded:
-            version.move(_V.READY)
-            version.took_ns = max(now - version.began, 1)
-            loads = self._state.models[version.model].loads
-            loads.done += 1
-            loads.done_ns += version.took_ns
-            self._state.refresh(version.model)
-            text = f"{version.label} is READY with {len(version.instances)} instance(s)"
-            self._state.log("debug", text, model=version.model, version=version.number)
+            self._version_loaded(version, now)
         elif instance.lost:
             self._is_back(version, instance)
         instance.lost = False
-        if version.recovering and instance.usable:
-            version.move(_V.READY)
-            self._state.refresh(version.model)
+        if recovers and instance.usable:
+            if version.took_ns:
+                version.move(_V.READY)
+                self._state.refresh(version.model)
+            else:
+                self._version_loaded(version, now)
         self._state.to_dispatch[version] = None
         version.settle_sleep()
         loading.load_over(self._state, instance)
         deployment.has_loaded(self._state, version, instance)
         sleep.serves(self._state, version, now)
+
+    def _version_loaded(self, version: Version, now: int) -> None:
+        version.move(_V.READY)
+        version.took_ns = max(now - version.began, 1)
+        loads = self._state.models[version.model].loads
+        loads.done += 1
+        loads.done_ns += version.took_ns
+        self._state.refresh(version.model)
+        held = [instance for instance in version.instances if instance.held]
+        text = f"{version.label} is READY with {len(version.instances) - len(held)} instance(s)"
+        if held:
+            text += f", and without {len(held)}: {held[0].reason}"
+        level = "warning" if held else "debug"
+        self._state.log(level, text, model=version.model, version=version.number)
 
     def _is_back(self, version: Version, instance: Instance) -> None:
         """Logs that an instance whose restarts had failed has recovered. A quarantined one recovers only with a
@@ -98,6 +110,10 @@ class Lifecycle:
         if version.state is not _V.LOADING:
             instance.move(_I.FAILED)
             version.instances.remove(instance)
+            if version.state is _V.UNAVAILABLE:  # its GPU had been unhealthy
+                version.reason = version.degraded_reason or reason
+                text = f"{version.label} is UNAVAILABLE: {reason}"
+                self._state.log("error", text, **_about(version, instance))
             deployment.has_failed(self._state, version, reason, instance)
         elif version.retries < self._state.limits.load_retries:
             version.retries += 1
@@ -189,6 +205,8 @@ class Lifecycle:
                 self._state.log("error", text, **_about(version, instance))
             instance.move(_I.STOPPED)
             retirement.remove_stopped(self._state, version, instance)
+        elif (instance.held or self._state.blocked(instance.spec)) and version.state is not _V.UNLOADING:
+            self._ended_on_unhealthy_device(version, instance, now)
         elif instance.sleeping:
             about = _about(version, instance)
             if reported_error or instance.deaths:
@@ -197,7 +215,8 @@ class Lifecycle:
                 sleep.died_waking(self._state, version, instance, event.reason, about)
         elif version.state is _V.UNLOADING:
             alone = not any(other.alive for other in version.instances if other is not instance)
-            if alone and (version.waits or version.users) and not (load_error or instance.deaths):
+            broken = load_error or instance.deaths or self._state.blocked(instance.spec)
+            if alone and (version.waits or version.users) and not broken:
                 self._crashed(version, instance, event.reason, explained, now)
             else:
                 version.reason = f"instance '{instance.spec.name}': {load_error or event.reason}"
@@ -220,6 +239,8 @@ class Lifecycle:
             self._lose_lease(version, instance, reason)
         if version.trial is instance:
             version.trial = None
+        if instance.held:
+            self._run_elsewhere(version, running)
         again = not alone or (not instance.hung and _may_run_elsewhere(version, instance))
         explained = False
         for request in running.requests() if running is not None else ():
@@ -249,11 +270,21 @@ class Lifecycle:
             completion.answer_in_order(self._state, version)
         return explained
 
+    def _run_elsewhere(self, version: Version, running: Batch[Request] | None) -> None:
+        """Queues the requests of a batch again whose worker was killed because of its GPU. They are not to blame."""
+        for request in running.requests() if running is not None else ():
+            if request.suspect is not None and request.state is RequestState.SENT:
+                self._take_back(request)
+                version.suspects.append(request)
+            elif self._may_retry(version, request):
+                self._take_back(request)
+                recall.put_back(self._state, version, request)
+
     def _lose_lease(self, version: Version, instance: Instance, reason: str) -> None:
         """Ends the lease of a dead worker. A request that it was running fails or is retried by its client, under the
         same rules as a request that the broker had sent."""
         retry = version.policy is not None and version.policy.retry
-        if retry and not instance.hung and _may_run_elsewhere(version, instance):
+        if retry and not instance.hung and (instance.held or _may_run_elsewhere(version, instance)):
             leases.detach(self._state, instance)
         else:
             text = _lost(version, instance, None, True, reason)
@@ -363,6 +394,88 @@ class Lifecycle:
         if instance.state is _I.STARTING and instance.spawned + limit <= now:
             instance.load_error = f"it did not load within {limit / 1e9:g} s (--load-limit-secs)"
             kill(self._state, version, instance, instance.load_error)
+
+    # ------------------------------------------------------------------------------------ unhealthy devices
+
+    def device_health(self, peer: int, event: DeviceHealth, now: int) -> None:
+        """A GPU must not be used any more, or may be used again. If only the reason changes, it is shown from now
+        on."""
+        state = self._state
+        before = state.unhealthy_devices.pop(event.device, "")
+        if event.reason:
+            state.unhealthy_devices[event.device] = event.reason
+        found = unhealthy.instances_on(state, event.device)
+        if event.reason and event.reason != before:
+            state.log("critical", f"{event.reason} ({len(found)} instance(s) are affected)", gpu=event.device)
+            for version, instance in found:
+                unhealthy.take_out(state, version, instance, event.reason)
+            loading.start_waiting(state)  # sets aside those that wait to load
+        elif before and not event.reason:
+            state.log("info", f"GPU {event.device} is healthy again", gpu=event.device)
+            for version, instance in found:
+                unhealthy.resume(state, version, instance)
+
+    def hold_blocked(self, now: int) -> None:
+        """Handles instances that were queued to load on an unhealthy GPU."""
+        blocked, self._state.blocked_loads = self._state.blocked_loads, []
+        for version, instance in blocked:
+            if instance.state is not _I.WAITING:
+                continue
+            reason = self._state.blocked(instance.spec)
+            if not reason:  # it has recovered in this turn
+                self._state.load_queue.append((version, instance))
+            elif instance.sleeping or instance.loaded:
+                unhealthy.hold(self._state, version, instance, reason)
+            else:
+                self._hold_first_load(version, instance, reason, now)
+        loading.start_waiting(self._state)
+
+    def _ended_on_unhealthy_device(self, version: Version, instance: Instance, now: int) -> None:
+        """The process was killed because of its GPU, or has crashed on it. This does not count as a crash."""
+        blocked = self._state.blocked(instance.spec)
+        reason = blocked or instance.reason
+        if instance.loaded and not instance.sleeping:
+            self._count_restart(version, instance)
+        if instance.loaded:
+            unhealthy.hold(self._state, version, instance, reason)
+        else:
+            self._hold_first_load(version, instance, reason, now)
+        if not blocked and instance.held:  # the GPU has recovered before the process had ended
+            unhealthy.resume(self._state, version, instance)
+
+    def _hold_first_load(self, version: Version, instance: Instance, reason: str, now: int) -> None:
+        """A version that is loading goes on with its instances on other devices; without any, its load fails."""
+        others = [
+            other
+            for other in version.instances
+            if other is not instance and not (other.over or other.spec.passive or other.held)
+        ]
+        if version.state is _V.LOADING and not others:
+            self._loads_later(version, instance, reason)
+        elif instance.joining or instance.replaces is not None:
+            self._failed_to_load(version, instance, reason, now)
+        else:
+            unhealthy.hold(self._state, version, instance, reason)
+            if version.state is _V.LOADING and version.loaded:
+                self._version_loaded(version, now)
+            deployment.goes_on_without(self._state, version, instance)
+
+    def _loads_later(self, version: Version, instance: Instance, reason: str) -> None:
+        """All GPUs of a version that is loading are unhealthy: its load fails now, and is made up for when one of them
+        has recovered. A generation that was to replace another is given up."""
+        model = self._state.models[version.model]
+        if model.versions.get(version.number) is not version:
+            self._give_up(version, instance, reason)
+            return
+        unhealthy.hold(self._state, version, instance, reason)
+        model.loads.failed += 1
+        version.move(_V.UNAVAILABLE, reason)
+        self._state.refresh(version.model)
+        self._state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **_about(version, instance))
+        for other in list(version.instances):
+            if not other.held and not other.over:
+                retirement.stop(self._state, version, other)
+        deployment.has_failed(self._state, version, reason)
 
     # ------------------------------------------------------------------------------------ workers' memory
 

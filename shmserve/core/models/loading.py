@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from shmserve.core.effects import Spawn
 from shmserve.core.models import memory
 from shmserve.core.records import Instance, Version
@@ -15,6 +17,8 @@ def start_waiting(state: State) -> None:
     """Starts queued instances, as many as the limit of concurrent loads allows. With memory budgets, `room` grants them
     memory first."""
     state.memory_changed = True
+    if state.unhealthy_devices:
+        _set_aside(state)
     while len(state.loading) < state.limits.loading:
         entry = memory.next_to_load(state)
         if entry is None:
@@ -23,6 +27,14 @@ def start_waiting(state: State) -> None:
         if instance.state is _I.WAITING:
             spawn(state, version, instance)
             state.loading[instance] = None
+
+
+def _set_aside(state: State) -> None:
+    """Removes instances from the queue whose GPU is unhealthy. `Core` processes them later in the turn."""
+    blocked = [(version, instance) for version, instance in state.load_queue if state.blocked(instance.spec)]
+    if blocked:
+        state.load_queue = deque(entry for entry in state.load_queue if not state.blocked(entry[1].spec))
+        state.blocked_loads += blocked
 
 
 def spawn(state: State, version: Version, instance: Instance) -> None:
@@ -41,7 +53,10 @@ def spawn(state: State, version: Version, instance: Instance) -> None:
 
 
 def start_again(state: State, version: Version, instance: Instance) -> None:
-    """Starts an instance after its back-off. If others have been granted its memory, it waits for memory."""
+    """Starts an instance after its back-off. If others have been granted its memory, it waits for memory; if its GPU is
+    unhealthy, for the GPU."""
+    if instance.held:
+        return
     if instance in state.memory_holders:
         spawn(state, version, instance)
         return

@@ -151,7 +151,8 @@ def _read_leases(state: State, version: Version) -> None:
 
 def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
     """Adds an instance to the group that is smallest relative to its bounds."""
-    room = [group for group in scaler.policy.groups if _size(version, group) < group.most]
+    groups = [group for group in scaler.policy.groups if not state.blocked(group.specs[0])]
+    room = [group for group in groups if _size(version, group) < group.most]
     if not room:
         return
     group = min(room, key=lambda group: _size(version, group) / group.most)

@@ -188,7 +188,9 @@ def fell_asleep(state: State, version: Version, instance: Instance, reason: str)
     instance.move(_I.ASLEEP)
     instance.reason = ""
     instance.due = 0
-    if not version.asleep:
+    if blocked := state.blocked(instance.spec):
+        hold(state, version, instance, blocked)
+    elif not version.asleep:
         _start(state, version, instance)
         loading.start_waiting(state)
 
@@ -228,9 +230,11 @@ def _start(state: State, version: Version, instance: Instance) -> None:
 
 def _refuse(state: State, version: Version, now: int) -> None:
     failed = [instance for instance in version.instances if instance.state is _I.ASLEEP]
-    pause = min((instance.retry_at for instance in failed), default=now) - now
     why = "; ".join(dict.fromkeys(f"instance '{instance.spec.name}': {instance.reason}" for instance in failed))
-    text = f"{version.label} was asleep and cannot be loaded: {why}; it is tried again in {max(pause, 0) / 1e9:g} s"
+    text = f"{version.label} was asleep and cannot be loaded: {why}"
+    retried = [instance.retry_at for instance in failed if not instance.held]
+    if retried:
+        text += f"; it is tried again in {max(min(retried) - now, 0) / 1e9:g} s"
     dispatch.empty_queue(state, version, text, now)
 
 
@@ -297,8 +301,22 @@ def _sleep_on(state: State, version: Version, instance: Instance, reason: str, n
     return pause
 
 
+def hold(state: State, version: Version, instance: Instance, reason: str) -> None:
+    """Keeps an instance asleep, because its GPU is unhealthy."""
+    if instance.state is not _I.ASLEEP:
+        instance.move(_I.ASLEEP)
+    instance.held, instance.reason, instance.load_error = True, reason, ""
+    state.memory_holders.pop(instance, None)
+    version.settle_sleep()
+    if version.asleep:
+        version.sleep_state.woken = 0
+    state.to_dispatch[version] = None
+
+
 def may_wake_again(state: State, version: Version, instance: Instance) -> None:
-    """The back-off is over. A sleeping version waits for the next request."""
+    """The back-off is over, or its GPU is healthy again. A sleeping version waits for the next request."""
+    if instance.held:
+        return
     instance.reason = ""
     if not version.asleep and version.state in STATES and not state.draining:
         _start(state, version, instance)

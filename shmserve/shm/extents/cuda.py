@@ -17,6 +17,8 @@ from shmserve.shm.pages import Pages
 ALIGN = 256
 EXPORTED_BYTES = 64
 UUID_BYTES = 16
+UUID_TEXT = 36
+"""Length of a UUID in text."""
 
 
 def is_device(name: str) -> bool:
@@ -29,11 +31,21 @@ def device_id(uuid: bytes) -> bytes:
 
 
 def uuid_bytes(text: str) -> bytes:
-    """Parses a UUID as printed by the driver's tools, "GPU-8f2c..."."""
+    """Parses a UUID as printed by the driver's tools, "GPU-8f2c..." or "MIG-8f2c..."."""
     try:
-        return bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
+        return bytes.fromhex(text.removeprefix("GPU-").removeprefix("MIG-").replace("-", ""))
     except ValueError:
         raise InvalidRequest(f"'{text[:60]}' is not the UUID of a GPU") from None
+
+
+def slice_uuid(found: bytes, visible: str) -> bytes:
+    """Returns the UUID of a process's device. `found`: the UUID from CUDA's runtime, which may be that of the whole GPU
+    if the device is a MIG slice; then `visible`, the process's CUDA_VISIBLE_DEVICES, names the slice. Slices of one GPU
+    do not share memory."""
+    first = visible.partition(",")[0].strip()
+    if not first.startswith("MIG-") or len(first) != len("MIG-") + UUID_TEXT:
+        return found
+    return uuid_bytes(first)
 
 
 def name_of(exported: bytes, uuid: bytes) -> str:

@@ -55,8 +55,8 @@ class World:
         self.large: dict[str, frozenset[str]] = {}
         self.loads_itself: dict[str, bool] = {}
         self.sizes: dict[str, MemoryEstimate] = {}
-        self.gpus: dict[str, int] = {}
-        """Model -> GPU of its instances."""
+        self.gpus: dict[str, tuple[int, ...]] = {}
+        """Model -> GPUs of its instances, in turn."""
         self.slow_to: set[int] = set()
         self.slow_from: set[int] = set()
         self.freed: list[Any] = []
@@ -234,9 +234,12 @@ class World:
     def target(self, policy: ModelPolicy, source: int, instances: int) -> events.Target:
         if policy.steps is not None:
             return events.Target(policy.version, source, (), policy)
-        gpu = self.gpus.get(policy.name)
-        kind = "KIND_CPU" if gpu is None else "KIND_GPU"
-        specs = tuple(InstanceSpec(f"{policy.name}_{index}", kind, gpu or 0) for index in range(instances))
+        gpus = self.gpus.get(policy.name)
+        kind = "KIND_CPU" if gpus is None else "KIND_GPU"
+        devices = gpus or (0,)
+        specs = tuple(
+            InstanceSpec(f"{policy.name}_{index}", kind, devices[index % len(devices)]) for index in range(instances)
+        )
         memory, scaling = self.sizes.get(policy.name, MemoryEstimate()), self.scalings.get(policy.name)
         return events.Target(policy.version, source, specs, memory=memory, scaling=scaling)
 

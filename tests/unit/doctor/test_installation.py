@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from shmserve.extras import install_command
 from shmserve.repo import gpus
 from shmserve.repo.gpus import Gpu, Gpus
 from shmserve.workers.backends.registry import BACKENDS
+from tests.support.workers.gpu.harness import standins
 from tests.unit.doctor.tree import INSTALLED, machine, only, write
 
 ONE_GPU = Gpus((Gpu(0, 0, "GPU-8f2c", "00000000:3B:00.0", "NVIDIA L4"),))
@@ -73,6 +76,35 @@ def test_a_driver_without_its_package(tmp_path: Path, monkeypatch: pytest.Monkey
     found = only(installation.gpus(machine(tmp_path)))
     assert (found.state, found.fix) == (WARNING, install_command("gpu"))
     assert "nvidia-ml-py" in found.found
+
+
+@pytest.mark.parametrize(
+    ("state", "level", "found", "fix"),
+    [
+        ({}, "", "", ""),
+        ({"lost": 16}, ERROR, "the driver requires a reset", "reset it (nvidia-smi --gpu-reset -i 0000:3B:00.0)"),
+        ({"action": 2}, ERROR, "the driver recommends a reboot", "reboot the machine"),
+        ({"rows": [0, 1, 1, 0]}, WARNING, "broken memory is remapped at the next reset", "stop all programs on it"),
+        ({"uncorrected": 3}, WARNING, "3 uncorrected memory errors", "nvidia-smi -q -d ECC -i 0000:3B:00.0"),
+    ],
+)
+def test_health_of_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], level: str, found: str, fix: str
+) -> None:
+    write(tmp_path, installation.CONTROL, "")
+    slices = [{"uuid": "MIG-01"}, {"uuid": "MIG-02"}]
+    one, two = {"uuid": "GPU-1", "pci": "0000:3B:00.0"} | state, {"uuid": "GPU-2", "pci": "0000:5E:00.0", "mig": slices}
+    monkeypatch.setenv("STANDIN_GPUS", json.dumps([{"uuid": "GPU-1", "pci": "0000:3B:00.0"}, two]))
+    with standins():
+        listed = gpus.discover({})
+        monkeypatch.setattr(gpus, "discover", lambda environment, control: listed)
+        monkeypatch.setenv("STANDIN_GPUS", json.dumps([one, two]))
+        first, *rest = installation.gpus(machine(tmp_path, version=lambda name: ""))
+    assert first.found == "0: Stand-in, 1: Stand-in, 2: Stand-in (2 MIG slices)"
+    health = [finding for finding in rest if finding.check == "GPU 0"]
+    assert [(finding.state, finding.found) for finding in health] == ([(level, found)] if level else [])
+    assert all(fix in finding.fix for finding in health)
+    assert not [finding for finding in rest if finding.check == "GPU 1, 2"]
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,10 @@ LIBRARIES = {
     "cupy": {"shmserve.gpu.runtime"},
     "tensorrt": {"shmserve.repo.agents.convert", "shmserve.workers.gpu.api"},
     "pynvml": {
-        "shmserve.broker.processes.gpus",
+        "shmserve.broker.processes.gpus.monitor",
         "shmserve.clients.load.analysis.usage",
         "shmserve.gateway.upstream.device_regions",
+        "shmserve.repo.gpu_state",
         "shmserve.repo.gpus",
     },
 }

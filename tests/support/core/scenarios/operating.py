@@ -32,6 +32,10 @@ class Operating(World):
         """From now on, the model's workers do not load by themselves."""
         self.loads_itself[name] = False
 
+    def do_gpu(self, number: str, reason: str = "") -> list[Event]:
+        """gpu 1 "GPU 1 is broken": no instance may run on it. Without a reason: it is healthy again."""
+        return [(0, events.DeviceHealth(int(number), reason))]
+
     def do_deploy(self, name: str, *versions: str, op: str = "0", present: str = "") -> list[Event]:
         """deploy m 1:7x2 3:8 op=1: version 1 of source 7 with 2 instances, version 3 of source 8 with one. `fresh`:
         also load what is already served. `unloaded`: the workers do not load by themselves. `present=1,3`: the versions

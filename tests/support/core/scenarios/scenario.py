@@ -60,7 +60,7 @@ class Scenario(Operating, Streaming, Calling):
                 size(options["memory"]), size(options.get("on_gpu", "0")), "guess" not in flags
             )
         if "gpu" in options:
-            self.gpus[name] = int(options["gpu"])
+            self.gpus[name] = tuple(map(int, options["gpu"].split(",")))
         if "scale" in options:
             self.scale(name, options["scale"])
         before = len(self.lines)

@@ -132,6 +132,7 @@ SAMPLES: dict[str, tuple[str, Any, str]] = {
     "pool": ("0:4096", (0, 4096), '"0:4096"'),
     "fraction": ("0:0.5", (0, 0.5), '"0:0.5"'),
     "metrics": ("summary_quantiles=0.5:0.05,0.9", ("summary_quantiles", (0.5, 0.9)), '"summary_quantiles=0.5,0.9:1"'),
+    "xid": ("74=fatal", (74, "fatal"), '"74=fatal"'),
     "decimal": ("6.0", 6.0, '"6.0"'),
 }
 

@@ -14,14 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.processes import gpus
-from shmserve.broker.processes.gpus import GpuMetrics
+from shmserve.broker.processes.gpus import monitor
+from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.extras import install_command
 from shmserve.repo.gpus import Gpu, Gpus, cpu_only, discover, visible
 from tests.support.workers.gpu.harness import standins
 
 EVERY = [Gpu(number, number, f"GPU-{number:02x}ab", f"0000:0{number}:00.0", "H100") for number in range(4)]
 TWO = [{"uuid": "GPU-aa11", "pci": "00000000:3B:00.0"}, {"uuid": "GPU-bb22", "pci": "00000000:AF:00.0"}]
+
+BUSY = {"reasons": 0x24 | 0x1, "sm": 1410, "temperature": 88, "corrected": 3, "replays": 7}
+SLICED = {
+    "uuid": "GPU-aa11", "pci": "00000000:3B:00.0", "energy": 5_000,
+    "mig": [
+        {"uuid": "MIG-01", "name": "Stand-in MIG 3g.40gb", "total": 40 << 30},
+        {"uuid": "MIG-02", "name": "Stand-in MIG 1g.10gb", "total": 10 << 30},
+    ],
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +82,31 @@ def test_cuda_visible_devices_selects_gpus(text: str, wanted: Sequence[int]) -> 
     assert [gpu.ordinal for gpu in visible(EVERY, text)] == wanted
 
 
+def test_a_gpu_in_mig_mode_is_replaced_by_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(monkeypatch, SLICED, TWO[1])
+    first = Gpu(0, 0, "MIG-01", "00000000:3B:00.0", "Stand-in MIG 3g.40gb", "GPU-aa11")
+    second = Gpu(1, 0, "MIG-02", "00000000:3B:00.0", "Stand-in MIG 1g.10gb", "GPU-aa11")
+    whole = Gpu(2, 1, "GPU-bb22", "00000000:AF:00.0", "Stand-in")
+    assert discover({}).found == (first, second, whole)
+    assert discover({}).uuids() == {0: "MIG-01", 1: "MIG-02", 2: "GPU-bb22"}
+    chosen = discover({"CUDA_VISIBLE_DEVICES": "1,MIG-02"}).found
+    assert chosen == (whole._replace(number=0), second._replace(number=1))
+    assert discover({"CUDA_VISIBLE_DEVICES": "MIG-01,0,MIG-02"}).found == (first,), "GPU 0 itself cannot be used"
+    assert discover({"CUDA_VISIBLE_DEVICES": "GPU-aa11"}).found == ()
+    assert discover({"CUDA_VISIBLE_DEVICES": "MIG-0"}).found == (), "which of them?"
+
+
+def test_a_gpu_in_mig_mode_without_slices_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = tmp_path / "nvidiactl"
+    control.touch()
+    set_up(monkeypatch, TWO[0])
+    nvml = sys.modules.get("pynvml") or __import__("pynvml")
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMigMode", lambda handle: [1, 1])
+    found = discover({}, control)
+    assert found.found == ()
+    assert "all GPUs are in MIG mode, and none has a slice: create some (nvidia-smi mig -cgi PROFILE -C)" in found.why
+
+
 @given(st.text("0123GPU-ab, x", max_size=20))
 def test_any_text_of_cuda_visible_devices_selects_existing_gpus(text: str) -> None:
     found = visible(EVERY, text)
@@ -121,15 +155,15 @@ def test_the_reason_for_missing_gpus_is_reported(tmp_path: Path, monkeypatch: py
 
 
 def test_metrics_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_up(monkeypatch, TWO[0], TWO[1] | {"missing": ["power", "energy"], "utilization": 100})
-    made = GpuMetrics(discover({}).found)
+    set_up(monkeypatch, TWO[0], TWO[1] | {"missing": ["power", "energy"], "utilization": 100} | BUSY)
+    made = GpuMonitor(discover({}).found)
     made.start()
     try:
         lines = [line for line in made.text().splitlines() if not line.startswith("#")]
         found = made.document()
     finally:
         made.close()
-    assert lines == [
+    assert [line for line in lines if line.startswith("nv_")] == [
         'nv_gpu_utilization{gpu_uuid="GPU-aa11"} 0.25',
         'nv_gpu_utilization{gpu_uuid="GPU-bb22"} 1.0',
         f'nv_gpu_memory_total_bytes{{gpu_uuid="GPU-aa11"}} {80 << 30}',
@@ -141,19 +175,43 @@ def test_metrics_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         'nv_gpu_power_limit{gpu_uuid="GPU-bb22"} 700.0',
         'nv_energy_consumption{gpu_uuid="GPU-aa11"} 1234.567',
     ]
+    assert [line for line in lines if line.startswith("shmserve_") and "GPU-bb22" in line] == [
+        'shmserve_gpu_ecc_errors_total{gpu_uuid="GPU-bb22",kind="corrected"} 3',
+        'shmserve_gpu_ecc_errors_total{gpu_uuid="GPU-bb22",kind="uncorrected"} 0',
+        'shmserve_gpu_throttled{gpu_uuid="GPU-bb22",reason="power_cap"} 1.0',
+        'shmserve_gpu_throttled{gpu_uuid="GPU-bb22",reason="hw_slowdown"} 0.0',
+        'shmserve_gpu_throttled{gpu_uuid="GPU-bb22",reason="sync_boost"} 0.0',
+        'shmserve_gpu_throttled{gpu_uuid="GPU-bb22",reason="sw_thermal"} 1.0',
+        'shmserve_gpu_throttled{gpu_uuid="GPU-bb22",reason="hw_thermal"} 0.0',
+        'shmserve_gpu_throttled{gpu_uuid="GPU-bb22",reason="hw_power_brake"} 0.0',
+        'shmserve_gpu_sm_clock_hertz{gpu_uuid="GPU-bb22"} 1410000000',
+        'shmserve_gpu_sm_clock_max_hertz{gpu_uuid="GPU-bb22"} 1980000000',
+        'shmserve_gpu_memory_clock_hertz{gpu_uuid="GPU-bb22"} 2619000000',
+        'shmserve_gpu_memory_clock_max_hertz{gpu_uuid="GPU-bb22"} 2619000000',
+        'shmserve_gpu_temperature_celsius{gpu_uuid="GPU-bb22"} 88',
+        'shmserve_gpu_pcie_replays_total{gpu_uuid="GPU-bb22"} 7',
+    ]
     memory = {"memory_bytes": 80 << 30, "memory_used_bytes": 1 << 30}
     power = {"power_watts": 120.5, "power_limit_watts": 700.0}
     missing = power | {"power_watts": None}
+    clocks: dict[str, Any] = {
+        "sm_clock_hertz": 1_980_000_000,
+        "sm_clock_max_hertz": 1_980_000_000,
+        "temperature_celsius": 41,
+    }
+    clocks |= {"throttled": [], "out_of_service": ""}
+    slow = clocks | {"sm_clock_hertz": 1_410_000_000, "temperature_celsius": 88}
+    slow |= {"throttled": ["power_cap", "sw_thermal"]}
     assert found == [
-        {"number": 0, "uuid": "GPU-aa11", "name": "Stand-in", "utilization": 0.25, **memory, **power},
-        {"number": 1, "uuid": "GPU-bb22", "name": "Stand-in", "utilization": 1.0, **memory, **missing},
+        {"number": 0, "uuid": "GPU-aa11", "name": "Stand-in", "utilization": 0.25, **memory, **power, **clocks},
+        {"number": 1, "uuid": "GPU-bb22", "name": "Stand-in", "utilization": 1.0, **memory, **missing, **slow},
     ]
 
 
 def test_metrics_cover_only_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's number in the server differs from its number in the driver."""
     set_up(monkeypatch, *TWO)
-    made = GpuMetrics(discover({"CUDA_VISIBLE_DEVICES": "1"}).found)
+    made = GpuMonitor(discover({"CUDA_VISIBLE_DEVICES": "1"}).found)
     made.start()
     text = made.text()
     made.close()
@@ -161,12 +219,38 @@ def test_metrics_cover_only_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert "GPU-aa11" not in text
 
 
+def test_metrics_of_mig_slices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Memory is measured for each slice, power and the like for the whole GPU, and utilization not at all."""
+    told = tmp_path / "processes"
+    told.write_text(json.dumps({"MIG-01": {"7": 100}, "MIG-02": {"8": 11}}))
+    monkeypatch.setenv("STANDIN_PROCESSES", str(told))
+    set_up(monkeypatch, SLICED)
+    made = GpuMonitor(discover({}).found, interval_s=3600)
+    made.start()
+    try:
+        lines = [line for line in made.text().splitlines() if not line.startswith("#")]
+        documents = made.document()
+        made.used_by(7)
+        made._update()
+        assert [made.used_by(pid) for pid in (7, 8)] == [100, 11]
+    finally:
+        made.close()
+    assert not [line for line in lines if "utilization" in line]
+    assert f'nv_gpu_memory_total_bytes{{gpu_uuid="MIG-01"}} {40 << 30}' in lines
+    assert f'nv_gpu_memory_total_bytes{{gpu_uuid="MIG-02"}} {10 << 30}' in lines
+    assert [line for line in lines if "energy" in line] == ['nv_energy_consumption{gpu_uuid="GPU-aa11"} 5.0']
+    assert [(one["uuid"], one["memory_bytes"], one["utilization"]) for one in documents] == [
+        ("MIG-01", 40 << 30, None),
+        ("MIG-02", 10 << 30, None),
+    ]
+
+
 def test_gpu_memory_is_measured_per_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_up(monkeypatch, *TWO)
     told = tmp_path / "processes"
     told.write_text(json.dumps({"GPU-aa11": {"7": 100, "8": None}, "GPU-bb22": {"7": 11}}))
     monkeypatch.setenv("STANDIN_PROCESSES", str(told))
-    made = GpuMetrics(discover({}).found, False, interval_s=3600)
+    made = GpuMonitor(discover({}).found, False, interval_s=3600)
     made.start()
     try:
         assert made.text() == "", "nobody wants the metrics"
@@ -178,7 +262,7 @@ def test_gpu_memory_is_measured_per_process(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_without_gpus_there_is_no_thread() -> None:
-    made = GpuMetrics(())
+    made = GpuMonitor(())
     made.start()
     assert made.text() == ""
     made.close()
@@ -187,7 +271,7 @@ def test_without_gpus_there_is_no_thread() -> None:
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's exit does not wait for the driver."""
     set_up(monkeypatch, *TWO)
-    made = GpuMetrics(discover({}).found, interval_s=0.001)
+    made = GpuMonitor(discover({}).found, interval_s=0.001)
     made.start()
     asked, answers = threading.Event(), threading.Event()
 
@@ -197,11 +281,10 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     monkeypatch.setattr(made, "_update", look)
-    monkeypatch.setattr(gpus, "JOIN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(monitor, "JOIN_TIMEOUT_S", 0.01)
     assert asked.wait(30)
     made.close()
-    thread = made._thread
-    assert thread is not None
+    (thread,) = made._threads
     assert thread.is_alive()
     answers.set()
     thread.join()

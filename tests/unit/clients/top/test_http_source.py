@@ -24,6 +24,9 @@ METRICS = """
 nv_gpu_utilization{gpu_uuid="GPU-1"} 0.5
 nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"} 100
 nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 25
+shmserve_gpu_throttled{gpu_uuid="GPU-1",reason="power_cap"} 0.0
+shmserve_gpu_throttled{gpu_uuid="GPU-1",reason="sw_thermal"} 1.0
+shmserve_gpu_out_of_service{gpu_uuid="GPU-1"} 1.0
 nv_inference_pending_request_count{model="m",version="1"} 7
 shmserve_model_requests_in_flight{model="m",version="1"} 2
 shmserve_instance_state{model="m",version="1",model_instance="m_0_0",state="ready"} 1
@@ -98,6 +101,7 @@ def test_rates_and_percentiles_are_derived_from_the_metrics() -> None:
     )
     assert view.server["cpu"] == pytest.approx(0.5)
     assert view.gpus[0]["memory_share"] == 0.25
+    assert (view.gpus[0]["throttled"], view.gpus[0]["out_of_service"]) == ("sw_thermal", "see shmserve doctor")
 
 
 def test_a_server_without_these_metrics() -> None:

@@ -144,6 +144,21 @@ def test_as_json() -> None:
     assert {"instances", "clients", "gpus", "unknown", "notes", "url"} <= found.keys()
 
 
+def test_a_gpu_that_is_slow_or_out_of_service() -> None:
+    gpus = [
+        gpu(0, throttled=["sw_thermal"], sm_clock_hertz=99e7, sm_clock_max_hertz=198e7, temperature_celsius=91),
+        gpu(1, out_of_service="GPU 1 is out of service: Xid 79"),
+    ]
+    view = make_view(None, document(1, model("m"), gpus=gpus))
+    lines = ["".join(text for text, _ in line) for line in summary(view, "", 200)]
+    (found,) = [line for line in lines if "gpu 0" in line]
+    assert "300W sw_thermal" in found
+    assert found.rstrip().endswith("OUT OF SERVICE")
+    assert [row["sm_clock_share"] for row in view.gpus] == [0.5, None]
+    table = plain.text(view, "", plain.tables_of("gpus"), "", None, None)
+    assert "GPU 1 is out of service: Xid 79" in table
+
+
 def test_a_filter_also_selects_other_tables() -> None:
     view = make_view(None, document(1, model("m"), clients=[client(1, "camera"), client(2, "m")]))
     found = plain.document(view, "", TABLES, "camera", None)

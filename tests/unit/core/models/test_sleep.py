@@ -15,7 +15,7 @@ from tests.support.core.world import World
 def test_a_model_with_tensors_on_a_gpu_does_not_sleep() -> None:
     """They are lost with its process. Tensors on the host are not."""
     world = World(Limits(idle_unload_ns=10 * MS))
-    world.gpus["m"] = 0
+    world.gpus["m"] = (0,)
     world.deploy(plain())
     ledger = world.core.state.ledger
     (peer,) = world.workers

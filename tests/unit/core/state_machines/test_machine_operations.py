@@ -71,7 +71,7 @@ class OperatedMachine(CoreMachine):
     ) -> None:  # fmt: skip
         """`known`: all versions that were not deleted. `scaled`: the number of instances follows the load."""
         name = self.names[which % len(self.names)]
-        specs = tuple(InstanceSpec(f"{name}_{index}") for index in range(count))
+        specs = tuple(self.spec(name, index) for index in range(count))
         first = self.world.policies[name, 1]
         self.world.policies[name, 2] = replace(first, version=2)
         scaling = scaling_of(name, f"1-{count + 1}", up="1ms", down="20ms") if scaled else None
@@ -81,6 +81,9 @@ class OperatedMachine(CoreMachine):
             for number in numbers
         )
         self.operate(events.Deploy(name, targets, 0, fresh and source == 0, numbers if known else None), together)
+
+    def spec(self, name: str, index: int) -> InstanceSpec:
+        return InstanceSpec(f"{name}_{index}")
 
     def memory_of(self, name: str) -> MemoryEstimate:
         """The memory of each instance of the model."""

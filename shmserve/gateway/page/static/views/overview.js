@@ -125,11 +125,17 @@ export function overview(store) {
 	}
 }
 
+function gpuFact(gpu, part) {
+	const clock = gpu.throttled?.length ? [`throttled: ${gpu.throttled.join(", ")}`] : []
+	const busy = gpu.utilization == null ? [] : [share(gpu.utilization)]
+	return [...busy, part(gpu.memory_used_bytes, gpu.memory_bytes), ...clock, ...(gpu.out_of_service ? ["out of service"] : [])].join(" · ")
+}
+
 function serverFacts({server, gpus}) {
 	const part = (used, total) => `${bytes(used ?? 0)} of ${bytes(total)}`
 	return [["In flight", count(server.in_flight)], ["Clients", count(server.connections)],
 		["Shared memory", bytes(server.segment_bytes)], ["Broker", `${share(server.cpu)} · ${bytes(server.memory_bytes)}`],
 		["Processors", `${share(server.machine_utilization)} of ${server.cores}`],
 		["Memory", part(server.machine_memory_used_bytes, server.machine_memory_bytes)],
-		...gpus.map((gpu, at) => [`GPU ${gpu.number ?? at}`, `${share(gpu.utilization ?? 0)} · ${part(gpu.memory_used_bytes, gpu.memory_bytes)}`])]
+		...gpus.map((gpu, at) => [`GPU ${gpu.number ?? at}`, gpuFact(gpu, part)])]
 }

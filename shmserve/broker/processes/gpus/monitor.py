@@ -1,0 +1,346 @@
+"""A thread that samples GPU metrics and the GPU memory of processes, by default every two seconds, and watches the
+health of the GPUs.
+
+Invariants: nothing here waits for the driver except the thread; `start` waits for the first samples. While a GPU is out
+of service, the library is open only during a sample, because a GPU can be reset only if no process has it open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from shmserve.broker.observability.metric_definitions import GPU, Page, labels
+from shmserve.broker.processes.gpus import xids
+from shmserve.broker.processes.gpus.health import GpuHealth
+from shmserve.broker.processes.gpus.samples import SECOND_LABELS, Sample, process_memory, sample
+from shmserve.repo.gpu_state import read_state
+from shmserve.repo.gpus import Gpu
+
+INTERVAL_S = 2.0
+RECHECK = 5
+"""How many intervals pass between two samples while a GPU is out of service."""
+STUCK_S = 30.0
+"""A driver that does not answer a query for this time has lost the GPU."""
+SLICE_MS = 500
+"""Longest wait for errors before the thread looks whether it has to end."""
+JOIN_TIMEOUT_S = 2.0
+_TIMEOUT = 10  # NVML_ERROR_TIMEOUT
+_XID_EVENT = 8  # nvmlEventTypeXidCriticalError
+
+log = logging.getLogger("shmserve")
+
+Report = Callable[[int, str], None]
+"""Called by the threads with the number of a GPU, and why it is out of service; "": it is in service again."""
+
+
+class _Watched:
+    """A whole GPU, and what the server uses of it: the GPU itself, or slices."""
+
+    def __init__(self, gpus: Sequence[Gpu], fixes: dict[int, str]) -> None:
+        self.gpus = gpus
+        self.uuid = gpus[0].parent or gpus[0].uuid
+        self.health = GpuHealth(gpus[0].pci, fixes)
+        self.samples: list[Sample] = []
+        self.needed_reset = ""
+        self.handle: Any = None
+        """The library's handle with which its errors were requested."""
+
+    @property
+    def title(self) -> str:
+        numbers = ", ".join(str(gpu.number) for gpu in self.gpus)
+        return f"GPU {numbers}" if not self.gpus[0].parent else f"GPU {numbers} (MIG slices of {self.uuid})"
+
+
+class GpuMonitor:
+    """The thread and its last samples. Without GPUs, `start` and `close` do nothing."""
+
+    def __init__(
+        self,
+        gpus: Sequence[Gpu],
+        shown: bool = True,
+        interval_s: float = INTERVAL_S,
+        report: Report | None = None,
+        rules: Iterable[tuple[int, str]] = (),
+    ) -> None:
+        """`shown`: whether to sample metrics, which `used_by` does not need. `report`: None to ignore the health of
+        GPUs. `rules`: changes to the fatal Xids."""
+        self._gpus = gpus
+        self._shown = shown
+        self._interval_s = interval_s
+        self._report = report
+        fixes = xids.fixes(rules)
+        groups: dict[str, list[Gpu]] = {}
+        for gpu in gpus:
+            groups.setdefault(gpu.parent or gpu.uuid, []).append(gpu)
+        self._watched = [_Watched(group, fixes) for group in groups.values()]
+        self._process_memory_used = False
+        self._used: dict[int, int] = {}
+        self._xids: Counter[tuple[str, int]] = Counter()
+        self._reported: dict[int, str] = {}
+        self._lock = threading.Lock()
+        """Guards `_reported` and the health of GPUs, which both threads change."""
+        self._asked: tuple[_Watched, float] | None = None
+        """The GPU that the thread is asking the driver about, and since when."""
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._nvml: Any = None
+        self._is_open = False
+        self._events: Any = None
+        """The library's set of events to wait for. None: not open, or not supported."""
+
+    # ------------------------------------------------------------------------------------ the broker's side
+
+    def start(self) -> None:
+        """Takes the first samples, then starts the threads."""
+        if not self._gpus:
+            return
+        self._nvml = importlib.import_module("pynvml")
+        if not self._open():
+            self._nvml = None
+            return  # NVML worked during discovery, but fails now: serve without GPU metrics
+        self._update()
+        self._start_thread("gpu-metrics", self._run)
+        if self._report is not None:
+            self._start_thread("gpu-watchdog", self._watch)
+
+    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        for thread in list(self._threads):
+            thread.join(JOIN_TIMEOUT_S)
+            if thread.is_alive():
+                return  # do not wait for a driver that does not respond
+            self._threads.remove(thread)
+        self._close_library()
+
+    def out_of_service(self) -> dict[int, str]:
+        """The numbers of the GPUs that are out of service, with the reasons."""
+        with self._lock:
+            return {number: reason for number, reason in self._reported.items() if reason}
+
+    def text(self) -> str:
+        """The last samples, in Prometheus format."""
+        page = Page()
+        for one in self._all_samples():
+            names = (*GPU, SECOND_LABELS[one.name]) if one.name in SECOND_LABELS else GPU
+            values = (one.uuid, one.more) if one.name in SECOND_LABELS else (one.uuid,)
+            page.add(one.name, one.value, labels(names, values))
+        return page.text()
+
+    def document(self) -> list[dict[str, Any]]:
+        """The last samples by GPU. Values that a GPU does not report are None."""
+        reasons = self.out_of_service()
+        entries: dict[str, dict[str, Any]] = {
+            gpu.uuid: {
+                "number": gpu.number, "uuid": gpu.uuid, "name": gpu.name, **dict.fromkeys(_SHOWN.values()),
+                "throttled": [], "out_of_service": reasons.get(gpu.number, ""),
+            }
+            for gpu in self._gpus
+        }  # fmt: skip
+        for one in self._all_samples():
+            entry = entries.get(one.uuid)
+            if entry is None:  # a whole GPU, of which the server uses slices
+                continue
+            if one.name in _SHOWN:
+                entry[_SHOWN[one.name]] = one.value
+            elif one.name == "shmserve_gpu_throttled" and one.value:
+                entry["throttled"].append(one.more)
+        return list(entries.values())
+
+    def used_by(self, pid: int) -> int:
+        """The process's memory on all GPUs in the last sample, in bytes. The first call enables this sampling and
+        returns 0."""
+        self._process_memory_used = True
+        return self._used.get(pid, 0)
+
+    def _all_samples(self) -> list[Sample]:
+        if not self._shown:
+            return []
+        found = [one for watched in self._watched for one in watched.samples]
+        if self._report is not None and self._nvml is not None:
+            reasons = self.out_of_service()
+            for gpu in self._gpus:
+                found.append(Sample("shmserve_gpu_out_of_service", gpu.uuid, float(gpu.number in reasons)))
+            for watched in self._watched:
+                needed = float(bool(watched.health.needs_reset))
+                found.append(Sample("shmserve_gpu_reset_needed", watched.uuid, needed))
+        found += [
+            Sample("shmserve_gpu_xid_errors_total", uuid, count, str(xid))
+            for (uuid, xid), count in sorted(self._xids.items())
+        ]
+        return found
+
+    # ------------------------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._is_open:
+                self._wait(self._interval_s)
+            else:
+                self._stop.wait(RECHECK * self._interval_s)
+            if not self._stop.is_set() and (self._is_open or self._open()):
+                self._update()
+
+    def _open(self) -> bool:
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError:
+            return False  # the driver is being reloaded, or a GPU reset
+        self._is_open = True
+        if self._report is not None:
+            self._register()
+        return True
+
+    def _register(self) -> None:
+        nvml = self._nvml
+        try:
+            self._events = nvml.nvmlEventSetCreate()
+        except nvml.NVMLError:
+            return  # not supported
+        for watched in self._watched:
+            try:
+                handle = nvml.nvmlDeviceGetHandleByUUID(watched.uuid)
+                nvml.nvmlDeviceRegisterEvents(handle, _XID_EVENT, self._events)
+                watched.handle = handle
+            except nvml.NVMLError:
+                continue  # lost, or too old: its state is still read
+
+    def _close_library(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        events, self._events = self._events, None
+        try:
+            if events is not None:
+                self._nvml.nvmlEventSetFree(events)
+            self._nvml.nvmlShutdown()
+        except self._nvml.NVMLError as error:
+            log.warning("cannot close NVIDIA's management library: %s", error)
+
+    def _wait(self, interval_s: float) -> None:
+        """Waits for the next sample. An Xid that may take a GPU out of service ends the wait."""
+        until = time.monotonic() + interval_s
+        while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
+            if self._events is None:
+                self._stop.wait(left)
+                return
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(self._events, max(1, min(SLICE_MS, int(left * 1000))))
+            except self._nvml.NVMLError as error:
+                if error.value == _TIMEOUT:
+                    continue
+                log.warning("NVIDIA's driver does not report errors of GPUs any more: %s", error)
+                self._nvml.nvmlEventSetFree(self._events)
+                self._events = None
+                return  # probably a GPU was lost
+            if event.eventType == _XID_EVENT and self._happened(event.device, int(event.eventData)):
+                return
+
+    def _happened(self, device: Any, xid: int) -> bool:
+        """Handles an Xid. True: read the state of the GPUs now."""
+        watched = self._find(device)
+        if watched is None:
+            log.error("%s on a GPU that the driver does not identify", xids.title(xid))
+            return True
+        self._xids[watched.uuid, xid] += 1
+        with self._lock:
+            is_fatal = watched.health.happened(xid, time.monotonic())
+        if is_fatal:
+            self._publish(watched)
+        else:
+            log.warning(
+                "%s on %s: it costs at most the process that caused it; the kernel's log names the process",
+                xids.title(xid), watched.title,
+            )  # fmt: skip
+        return is_fatal or xid == xids.RECOVERY_ACTION_CHANGED
+
+    def _find(self, device: Any) -> _Watched | None:
+        """The GPU with this handle. The driver does not tell the UUID of a GPU that it has lost."""
+        try:
+            uuid = self._nvml.nvmlDeviceGetUUID(device)
+        except self._nvml.NVMLError:
+            return next((one for one in self._watched if _address(one.handle) == _address(device)), None)
+        uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
+        return next((one for one in self._watched if one.uuid == uuid), None)
+
+    def _update(self) -> None:
+        for watched in self._watched:
+            self._asked = (watched, time.monotonic())
+            if self._shown:
+                watched.samples = sample(self._nvml, watched.gpus)
+            if self._report is not None:
+                self._observe(watched)
+            self._asked = None
+        if self._process_memory_used:
+            self._used = process_memory(self._nvml, self._gpus)
+        if any(watched.health.has_failed for watched in self._watched):
+            self._close_library()
+
+    def _observe(self, watched: _Watched) -> None:
+        state = read_state(self._nvml, watched.uuid)
+        with self._lock:
+            watched.health.observe(state, time.monotonic())
+        needed = state.needs_reset
+        if needed and needed != watched.needed_reset:
+            log.warning("%s should be reset when convenient: %s", watched.title, needed)
+        watched.needed_reset = needed
+        self._publish(watched)
+
+    # ------------------------------------------------------------------------------------ reports
+
+    def _publish(self, watched: _Watched) -> None:
+        """Reports the GPU, or each of its slices, if its health has changed."""
+        if self._report is None or self._stop.is_set():
+            return
+        with self._lock:
+            why = watched.health.reason
+            found = {gpu.number: f"GPU {gpu.number} is out of service: {why}" if why else "" for gpu in watched.gpus}
+            changed = {number: text for number, text in found.items() if self._reported.get(number, "") != text}
+            self._reported |= changed
+        for number, text in changed.items():
+            self._report(number, text)
+
+    def _watch(self) -> None:
+        """The watchdog: a driver that does not answer about one GPU blocks the other thread."""
+        while not self._stop.wait(STUCK_S / 3):
+            self._check_answers(time.monotonic())
+
+    def _check_answers(self, now: float) -> None:
+        asked = self._asked
+        if asked is not None and now - asked[1] >= STUCK_S:
+            watched, _ = asked
+            with self._lock:
+                watched.health.does_not_answer(STUCK_S)
+            self._publish(watched)
+            for other in self._watched:
+                other.samples = []  # they are no longer current
+
+
+def _address(handle: Any) -> Any:
+    """What a handle of the library points to."""
+    is_pointer = isinstance(handle, ctypes._Pointer)
+    return ctypes.cast(handle, ctypes.c_void_p).value if is_pointer else handle
+
+
+_SHOWN = {
+    "nv_gpu_utilization": "utilization",
+    "nv_gpu_memory_total_bytes": "memory_bytes",
+    "nv_gpu_memory_used_bytes": "memory_used_bytes",
+    "nv_gpu_power_usage": "power_watts",
+    "nv_gpu_power_limit": "power_limit_watts",
+    "shmserve_gpu_sm_clock_hertz": "sm_clock_hertz",
+    "shmserve_gpu_sm_clock_max_hertz": "sm_clock_max_hertz",
+    "shmserve_gpu_temperature_celsius": "temperature_celsius",
+}
+"""Metric -> its key in `document`."""

@@ -1,0 +1,292 @@
+"""When a GPU is out of service and when it is back: the rules, and the threads that apply them, with a fake driver."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shmserve.broker.processes.gpus import monitor, xids
+from shmserve.broker.processes.gpus.health import SETTLE_S, GpuHealth
+from shmserve.broker.processes.gpus.monitor import GpuMonitor
+from shmserve.repo.gpu_state import GpuState, read_state
+from shmserve.repo.gpus import discover
+from tests.support.workers.gpu.harness import standins
+
+PCI = "00000000:3B:00.0"
+FALLEN = "Xid 79 (GPU has fallen off the bus); reboot the machine; if that does not help, replace the GPU"
+RESET = f"reset it (nvidia-smi --gpu-reset -i {PCI})"
+ONE, TWO = {"uuid": "GPU-aa11", "pci": PCI}, {"uuid": "GPU-bb22", "pci": "00000000:AF:00.0"}
+
+
+# ---------------------------------------------------------------------------------------------- rules
+
+
+def observed(*states: GpuState, xid: int = 0, later: float = 0.0) -> GpuHealth:
+    """A GPU with these states, the first before the Xid. `later`: seconds between the Xid and the last state."""
+    health = GpuHealth(PCI, xids.FIXES)
+    health.observe(states[0], 100.0)
+    if xid:
+        health.happened(xid, 100.0)
+    for state in states[1:]:
+        health.observe(state, 100.0 + later)
+    return health
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (GpuState(), ""),
+        (GpuState("the driver has lost it"), "the driver has lost it; reboot the machine"),
+        (GpuState("the driver requires a reset"), f"the driver requires a reset; {RESET}"),
+        (GpuState(action=0), ""),
+        (GpuState(action=1), f"the driver recommends a reset; {RESET}"),
+        (GpuState(action=2), "the driver recommends a reboot; reboot the machine"),
+        (GpuState(action=3), "end all peer-to-peer traffic; end all programs on its NVLink peers, then reset it"),
+        (GpuState(action=4), ""),
+        (GpuState(action=99), ""),
+        (GpuState(repair_failed=True), "broken memory could not be remapped; replace the GPU"),
+        (GpuState(repair_pending=True), ""),
+    ],
+)
+def test_a_state_takes_a_gpu_out_of_service(state: GpuState, reason: str) -> None:
+    health = observed(state)
+    assert bool(health.reason) == bool(reason) == health.has_failed
+    assert reason in health.reason
+
+
+def test_a_gpu_that_works_may_need_a_reset() -> None:
+    assert observed(GpuState(repair_pending=True)).needs_reset == "broken memory is remapped at the next reset"
+    assert observed(GpuState(action=4)).needs_reset == "it runs at reduced capacity until it is reset"
+    assert not observed(GpuState(action=0)).needs_reset
+
+
+@pytest.mark.parametrize("xid", sorted(xids.NAMES))
+def test_only_fatal_xids_take_a_gpu_out_of_service(xid: int) -> None:
+    health = observed(GpuState(), xid=xid)
+    assert health.has_failed == (xid in xids.FIXES)
+    assert (xids.title(xid) in health.reason) == health.has_failed
+
+
+def test_application_errors_and_errors_of_neighbours_are_not_fatal() -> None:
+    assert not {13, 31, 43, 45, 63, 68, 69, 74, 92, 94, 109} & set(xids.FIXES)
+    assert {48, 64, 79, 95, 119, 120} <= set(xids.FIXES)
+    assert set(xids.FIXES) <= set(xids.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("states", "later", "back"),
+    [
+        ([GpuState(action=0), GpuState(action=0)], SETTLE_S - 1, False),
+        ([GpuState(action=0), GpuState(action=0)], SETTLE_S, True),
+        ([GpuState(action=0), GpuState(action=1)], SETTLE_S, False),
+        ([GpuState(), GpuState()], 1e6, False),
+        ([GpuState(uncorrected=4, energy=90), GpuState(uncorrected=5, energy=91)], 1e6, False),
+        ([GpuState(uncorrected=4), GpuState(uncorrected=0)], 0, True),
+        ([GpuState(energy=90), GpuState(energy=3)], 0, True),
+        ([GpuState(), GpuState("the driver has lost it"), GpuState()], 0, True),
+        ([GpuState(), GpuState("the driver has lost it")], 1e6, False),
+    ],
+    ids=[
+        "too early", "no action needed", "reset needed", "no evidence", "counters grow", "errors cleared",
+        "energy cleared", "found again", "still lost",
+    ],
+)  # fmt: skip
+def test_recovery_from_a_fatal_xid(states: list[GpuState], later: float, back: bool) -> None:
+    health = observed(*states, xid=95, later=later)
+    assert health.has_failed == (not back)
+    assert ("" if back else "Xid 95") in health.reason
+
+
+def test_rules_change_the_fatal_xids() -> None:
+    changed = xids.fixes([xids.rule("74=fatal"), xids.rule("119=ignore"), xids.rule("5=ignore")])
+    assert changed.keys() == (xids.FIXES.keys() | {74}) - {119}
+    for text in ("74", "74=", "=fatal", "x=fatal", "74=off", "-1=fatal"):
+        with pytest.raises(ValueError, match=r"expected NUMBER=fatal or NUMBER=ignore, as in 74=fatal"):
+            xids.rule(text)
+
+
+# ---------------------------------------------------------------------------------------------- with a driver
+
+
+class Driver:
+    """The fake driver, and what the monitor of its GPUs has reported."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self._states = folder / "states"
+        fifo = folder / "xids"
+        os.mkfifo(fifo)
+        self._fifo = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+        self._reports: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.reports: list[tuple[int, str]] = []
+        patch.setenv("STANDIN_GPU_STATES", str(self._states))
+        patch.setenv("STANDIN_XIDS", str(fifo))
+        patch.setattr(monitor, "RECHECK", 1e-6)
+        self._patch = patch
+        self._running: GpuMonitor | None = None
+
+    def watch(self, *gpus: dict[str, Any], interval_s: float = 3600, rules: tuple[str, ...] = ()) -> GpuMonitor:
+        self._patch.setenv("STANDIN_GPUS", json.dumps(gpus))
+
+        def report(number: int, reason: str) -> None:
+            self._reports.put((number, reason))
+
+        made = GpuMonitor(discover({}).found, True, interval_s, report, map(xids.rule, rules))
+        made.start()
+        self._running = made
+        return made
+
+    def set(self, **states: dict[str, Any]) -> None:
+        """The states of GPUs, by the end of their UUID."""
+        place = self._states.with_suffix(".new")
+        place.write_text(json.dumps({f"GPU-{name}": state for name, state in states.items()}))
+        place.rename(self._states)
+
+    def xid(self, name: str, number: int) -> None:
+        os.write(self._fifo, f"GPU-{name} {number}\n".encode())
+
+    def next(self) -> tuple[int, str]:
+        return self._reports.get(timeout=30)
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
+        os.close(self._fifo)
+        assert self._reports.empty(), "a report that the test does not expect"
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    with standins():
+        made = Driver(tmp_path, monkeypatch)
+        yield made
+        made.close()
+
+
+def metric(made: GpuMonitor, name: str) -> list[str]:
+    return [line.removeprefix(name) for line in made.text().splitlines() if line.startswith(name + "{")]
+
+
+def test_a_fatal_xid_takes_one_gpu_out_until_it_has_recovered(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmserve.broker.processes.gpus.health.SETTLE_S", 0.0)
+    driver.set(bb22={"action": 1})
+    made = driver.watch(ONE, TWO | {"action": 0})
+    number, reason = driver.next()
+    assert (number, reason) == (1, made.out_of_service()[1])
+    driver.set()
+    assert driver.next() == (1, "")
+    driver.set(aa11={"lost": 15})
+    driver.xid("aa11", 79)
+    assert driver.next() == (0, f"GPU 0 is out of service: {FALLEN}")
+    assert metric(made, "shmserve_gpu_out_of_service") == ['{gpu_uuid="GPU-aa11"} 1.0', '{gpu_uuid="GPU-bb22"} 0.0']
+    assert metric(made, "shmserve_gpu_xid_errors_total") == ['{gpu_uuid="GPU-aa11",xid="79"} 1']
+    assert [one["out_of_service"] for one in made.document()] == [f"GPU 0 is out of service: {FALLEN}", ""]
+    assert metric(made, "nv_gpu_utilization")[-1] == '{gpu_uuid="GPU-bb22"} 0.25', "the other GPU is still sampled"
+    driver.set()
+    assert driver.next() == (0, "")
+    assert made.out_of_service() == {}
+
+
+def test_xids_of_applications_are_logged_and_counted(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    made = driver.watch(ONE, TWO, rules=("74=fatal",))
+    with caplog.at_level(logging.WARNING):
+        driver.xid("aa11", 31)
+        driver.xid("aa11", 31)
+        driver.xid("bb22", 74)
+        number, reason = driver.next()
+    assert (number, "Xid 74 (NVLink error); reset it" in reason) == (1, True)
+    assert "Xid 31 (GPU memory page fault) on GPU 0: it costs at most the process that caused it" in caplog.text
+    assert metric(made, "shmserve_gpu_xid_errors_total") == [
+        '{gpu_uuid="GPU-aa11",xid="31"} 2',
+        '{gpu_uuid="GPU-bb22",xid="74"} 1',
+    ]
+
+
+def test_a_lost_gpu_is_noticed_at_the_next_sample(driver: Driver) -> None:
+    driver.watch(ONE | {"lost": 0}, TWO, interval_s=0.01)
+    driver.set(aa11={"lost": 15})
+    number, reason = driver.next()
+    assert (number, reason.partition(";")[0]) == (0, "GPU 0 is out of service: the driver has lost it")
+    driver.set()
+    assert driver.next() == (0, "")
+
+
+def test_the_library_is_closed_while_a_gpu_waits_for_its_reset(driver: Driver) -> None:
+    """A GPU can be reset only if no process has it open."""
+    driver.set(aa11={"action": 1})
+    made = driver.watch(ONE, TWO)
+    driver.next()
+    nvml = made._nvml
+    made._stop.set()
+    for thread in made._threads:
+        thread.join()
+    assert nvml._started == 0
+    assert made._events is None
+
+
+def test_slices_fail_with_their_gpu(driver: Driver) -> None:
+    driver.set(aa11={"action": 2})
+    driver.watch(ONE | {"mig": [{"uuid": "MIG-01"}, {"uuid": "MIG-02"}]}, TWO)
+    why = "is out of service: the driver recommends a reboot; reboot the machine"
+    found = dict([driver.next(), driver.next()])
+    assert found.keys() == {0, 1}
+    assert found[0].startswith(f"GPU 0 {why}")
+    assert found[1].startswith(f"GPU 1 {why}")
+
+
+def test_a_driver_that_does_not_answer_takes_out_only_the_gpu_it_was_asked_about(driver: Driver) -> None:
+    made = driver.watch(ONE, TWO)
+    made._asked = (made._watched[1], 100.0)
+    made._check_answers(100.0 + monitor.STUCK_S - 1)
+    assert made.out_of_service() == {}
+    made._check_answers(100.0 + monitor.STUCK_S)
+    assert driver.next()[0] == 1
+    assert "the driver has not answered for 30 s" in made.out_of_service()[1]
+    assert not metric(made, "nv_gpu_utilization"), "samples are no longer current"
+    made._asked = None
+    made._observe(made._watched[1])
+    assert driver.next() == (1, "")
+
+
+def test_without_health_nothing_is_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STANDIN_GPUS", json.dumps([ONE]))
+    driver.set(aa11={"action": 2})
+    made = GpuMonitor(discover({}).found)
+    made.start()
+    try:
+        assert not metric(made, "shmserve_gpu_out_of_service")
+        assert made._events is None
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, GpuState(action=0, uncorrected=0, energy=1_234_567)),
+        ({"action": None}, GpuState(uncorrected=0, energy=1_234_567)),
+        ({"missing": ["action", "rows", "pages", "uncorrected", "energy"]}, GpuState()),
+        ({"rows": [0, 1, 1, 0]}, GpuState(action=0, repair_pending=True, uncorrected=0, energy=1_234_567)),
+        ({"pages": 1}, GpuState(action=0, repair_pending=True, uncorrected=0, energy=1_234_567)),
+        ({"rows": [0, 9, 0, 1], "energy": 9}, GpuState(action=0, repair_failed=True, uncorrected=0, energy=9)),
+        ({"lost": 15}, GpuState("the driver has lost it")),
+        ({"lost": 16}, GpuState("the driver requires a reset")),
+        ({"lost": 6}, GpuState("the driver no longer lists it")),
+        ({"lost": 999}, GpuState()),
+    ],
+)  # fmt: skip
+def test_the_state_of_a_gpu_is_read(values: dict[str, Any], expected: GpuState, driver: Driver) -> None:
+    made = driver.watch(ONE)
+    driver.set(aa11=values)
+    nvml = made._nvml
+    nvml.nvmlInit()
+    try:
+        assert read_state(nvml, "GPU-aa11") == expected
+    finally:
+        nvml.nvmlShutdown()
