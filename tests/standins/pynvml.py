@@ -96,3 +96,13 @@ def nvmlDeviceGetEnforcedPowerLimit(handle: int) -> int:
 
 def nvmlDeviceGetTotalEnergyConsumption(handle: int) -> int:
     return int(_one(handle, "energy"))
+
+
+def nvmlSystemGetDriverVersion() -> str:
+    assert _started > 0
+    return "580.65"
+
+
+def nvmlSystemGetCudaDriverVersion() -> int:
+    assert _started > 0
+    return 13000
