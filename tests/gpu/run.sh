@@ -26,6 +26,7 @@ trap 'rm -rf "$work"' EXIT
 # Worker processes inherit PYTHONPATH, so they find the checkout and the wheels too.
 export PYTHONPATH="$PWD:$work/packages${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+export PYTEST_TIMEOUT=100 # of one test, with pytest-timeout
 summary=$out/summary.txt
 failed=0
 : > "$summary"
