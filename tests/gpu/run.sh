@@ -24,7 +24,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
 # Worker processes inherit PYTHONPATH, so they find the checkout and the wheels too.
-export PYTHONPATH="$PWD:$work/packages${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}:$work/packages"
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 export PYTEST_TIMEOUT=100 # of one test, with pytest-timeout
 summary=$out/summary.txt
@@ -76,7 +76,7 @@ describe_machine() {
 rm -f "$out"/{machine,install,tests,bench}.log "$out"/tests.xml "$out"/results.{json,md}
 export -f install_wheels describe_machine
 export python work wheelhouse
-part install 60 bash -c install_wheels
+part install 90 bash -c install_wheels
 part machine 30 bash -c describe_machine
 part tests "${TEST_SECONDS:-240}" "$python" -m pytest -m gpu -v -ra -p no:cacheprovider --durations 15 \
     --junit-xml "$out/tests.xml" "${test_args[@]}"
