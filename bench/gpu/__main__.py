@@ -61,6 +61,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=280.0, help="time for the whole run (default 280)")
     parser.add_argument("--turn", type=float, default=0.7, metavar="SECONDS", help="length of one turn (default 0.7)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each party (default 3)")
+    parser.add_argument("--mib", type=int, default=64, help="size of large tensors (default 64)")
     parser.add_argument("--only", action="append", choices=MEASURES, help="this measure only; may be given again")
     return parser.parse_args(argv)
 
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
     notes = {**facts(), "turns": f"{chosen.rounds} of {chosen.turn:g} s each, in turn with the baseline, medians"}
     rows: list[table.Row] = []
     with tempfile.TemporaryDirectory(prefix="bench-") as work:
-        setting = GpuSetting(Path(work), chosen.turn, chosen.rounds, 10.0)
+        setting = GpuSetting(Path(work), chosen.turn, chosen.rounds, 10.0, mib=chosen.mib)
         for name in chosen.only or MEASURES:
             rows += take(name, setting, end - perf_counter())
             table.write(chosen.out / "results", rows, command, notes, about="gpu-testing")

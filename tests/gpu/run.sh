@@ -25,7 +25,7 @@ work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
 # Worker processes inherit PYTHONPATH, so they find the checkout and the wheels too.
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}:$work/packages"
-export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+export COLUMNS=200 PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 export PYTEST_TIMEOUT=100 # of one test, with pytest-timeout
 summary=$out/summary.txt
 failed=0
@@ -61,7 +61,6 @@ install_wheels() {
 
 describe_machine() {
     "$python" -VV
-    "$python" -m pip list --path "$work/packages"
     "$python" -m pip list
     uname -sr
     lscpu
@@ -79,7 +78,7 @@ export python work wheelhouse
 part install 90 bash -c install_wheels
 part machine 30 bash -c describe_machine
 part tests "${TEST_SECONDS:-240}" "$python" -m pytest -m gpu -v -ra -p no:cacheprovider --durations 15 \
-    --junit-xml "$out/tests.xml" "${test_args[@]}"
+    -o junit_family=xunit1 --junit-xml "$out/tests.xml" "${test_args[@]}"
 part bench "${BENCH_SECONDS:-260}" "$python" -m bench.gpu --out "$out" "${bench_args[@]}"
 
 {
