@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -128,8 +129,9 @@ def test_the_measures_of_transfers_run_with_the_stand_ins(tmp_path: Path) -> Non
     assert rows["shared memory, registered, to the device"]["value"] > 0
 
 
-def test_the_measures_of_pytorch_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
+def test_the_measure_of_pytorch_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
     monkeypatch.setattr(throughput, "FLIGHTS", (1, 4))
     monkeypatch.setattr(throughput, "BATCHES", (1, 4))
     setting = GpuSetting(tmp_path, 0.02, 1, 0, kind="KIND_CPU", device="cpu", side=32)
@@ -138,5 +140,3 @@ def test_the_measures_of_pytorch_run_on_the_cpu(tmp_path: Path, monkeypatch: pyt
         f"ResNet-50 size, {flight} in flight, {how}" for how in ("dynamic batching", "no batching") for flight in (1, 4)
     ]
     assert all(row.value is not None and row.value > 0 for row in rows)
-    (row,) = throughput.overlap(setting)
-    assert row.measure == "two instances over one, on one GPU"
