@@ -22,6 +22,11 @@ LARGEST = 64
 TENSORS = ["INPUT__0", "OUTPUT__0"]
 
 
+GRAPHS = "optimization { cuda { graphs: true } }"
+KINDS = {"batched": "dynamic batching", "alone": "no batching", "graphs": "CUDA graphs"}
+"""Model -> what it shows."""
+
+
 def resnet(setting: GpuSetting) -> list[Row]:
     """A network of the size of ResNet-50 at 1, 4, 16 and 64 in flight, with and without dynamic batching: share of the
     bare model at its best batch.
@@ -30,8 +35,9 @@ def resnet(setting: GpuSetting) -> list[Row]:
     shape = [3, setting.side, setting.side]
     file = network(setting)
     repository = setting.repository("resnet")
-    for name, dynamic in (("batched", True), ("alone", False)):
-        write(repository, name, shape, dynamic, setting)
+    write(repository, "batched", setting, dynamic=True)
+    write(repository, "alone", setting)
+    write(repository, "graphs", setting, dynamic=True, more=GRAPHS)
     with ExitStack() as stack:
         server = stack.enter_context(serving(repository, "--exit-on-error", "true"))
         busy: Callable[[], str] = str
@@ -57,8 +63,8 @@ def resnet(setting: GpuSetting) -> list[Row]:
             return turn
 
         parties = {"bare": party("bare", bare, batch=best)}
-        for model in ("batched", "alone"):
-            for flight in FLIGHTS:
+        for model in KINDS:
+            for flight in FLIGHTS if model != "graphs" else FLIGHTS[:1]:
                 name = f"{model} {flight}"
                 parties[name] = party(name, client, model=model, flight=flight)
         in_turn(1, parties)  # engines optimise a program during its first runs
@@ -69,7 +75,7 @@ def resnet(setting: GpuSetting) -> list[Row]:
         model, _, number = name.partition(" ")
         if model == "bare":
             continue
-        title = f"ResNet-50 size, {number} in flight, {'dynamic batching' if model == 'batched' else 'no batching'}"
+        title = f"ResNet-50 size, {number} in flight, {KINDS[model]}"
         beside = f"{rate:,.0f}/s, {shown[name]}; bare {found['bare']:,.0f}/s at batch {best}, {shown['bare']}"
         goal = 0.97 if name == f"batched {max(FLIGHTS)}" else None
         rows.append(Row(title, rate / found["bare"], "of bare", at_least=goal, beside=beside))
@@ -86,11 +92,10 @@ def network(setting: GpuSetting) -> Any:
     return file
 
 
-def write(repository: Any, name: str, shape: list[int], dynamic: bool, setting: GpuSetting, count: int = 1) -> None:
-    tensors = {TENSORS[0]: ("FP32", shape)}, {TENSORS[1]: ("FP32", [CLASSES])}
-    model = models.Model(
-        "pytorch", *tensors, max_batch=LARGEST, dynamic=dynamic, instances=count, kind=setting.kind,
-    )  # fmt: skip
+def write(repository: Any, name: str, setting: GpuSetting, **more: Any) -> None:
+    """`more`: fields of `Model`."""
+    tensors = {TENSORS[0]: ("FP32", [3, setting.side, setting.side])}, {TENSORS[1]: ("FP32", [CLASSES])}
+    model = models.Model("pytorch", *tensors, max_batch=LARGEST, kind=setting.kind, **more)
     gpu_models.torch_model(repository, name, network(setting), model)
 
 
@@ -101,19 +106,25 @@ def best_batch(bare: Child, setting: GpuSetting) -> tuple[int, dict[int, float]]
 
 
 def overlap(setting: GpuSetting) -> list[Row]:
-    """Copies to the device, computation and copies back: two streams over one, bare; and two instances over one."""
+    """Copies to the device, computation and copies back: overlapping batches, or two instances, over one that waits for
+    each batch; beside it CUDA streams without a server.
+    """
     need_torch(setting.device)
     shape, batch = [3, setting.side, setting.side], 16
     file, repository = network(setting), setting.repository("overlap")
-    for name, count in (("one", 1), ("two", 2)):
-        write(repository, name, shape, True, setting, count)
+    serial = {"overlap_batches": "false"}
+    write(repository, "serial", setting, dynamic=True, parameters=serial)
+    write(repository, "overlapping", setting, dynamic=True)
+    write(repository, "two", setting, dynamic=True, parameters=serial, instances=2)
     rows = []
     with ExitStack() as stack:
         server = stack.enter_context(serving(repository, "--exit-on-error", "true"))
         client = stack.enter_context(
             Child("bench.gpu.parties:stream", url=server.lane, shape=shape, names=TENSORS, flight=LARGEST)
         )
-        parties = {name: _rate(client, setting, model=name, flight=LARGEST) for name in ("one", "two")}
+        parties = {
+            name: _rate(client, setting, model=name, flight=LARGEST) for name in ("serial", "overlapping", "two")
+        }
         if setting.device != "cpu":
             arguments = {"model": str(file), "batch": batch, "shape": shape, "device": setting.device}
             bare = stack.enter_context(Child("bench.gpu.parties:streams", **arguments))
@@ -123,8 +134,9 @@ def overlap(setting: GpuSetting) -> list[Row]:
         one, two, four = (found[f"streams {count}"] for count in (1, 2, 4))
         beside = f"one {one:,.0f}/s, two {two:,.0f}/s, four {four:,.0f}/s; batches of {batch}"
         rows.append(Row("two streams over one, bare", two / one, "x", beside=beside))
-    beside = f"one {found['one']:,.0f}/s, two {found['two']:,.0f}/s, {LARGEST} in flight"
-    rows.append(Row("two instances over one, on one GPU", found["two"] / found["one"], "x", beside=beside))
+    for name, title in (("overlapping", "overlapping batches over serial ones"), ("two", "two instances over one")):
+        beside = f"{found['serial']:,.0f}/s, {found[name]:,.0f}/s, {LARGEST} in flight"
+        rows.append(Row(title, found[name] / found["serial"], "x", beside=beside))
     return rows
 
 

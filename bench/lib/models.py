@@ -198,6 +198,8 @@ class Model:
     instances: int = 1
     kind: str = "KIND_CPU"
     parameters: dict[str, str] = field(default_factory=dict)
+    more: str = ""
+    """Further fields, as text."""
 
 
 def config(name: str, model: Model) -> str:
@@ -210,7 +212,7 @@ def config(name: str, model: Model) -> str:
         lines.append("dynamic_batching { }")
     for key, value in model.parameters.items():
         lines.append(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, model.more]) + "\n"
 
 
 def write(root: Path, name: str, model: Model, files: dict[str, str | Path]) -> None:

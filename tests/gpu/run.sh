@@ -6,8 +6,8 @@
 # others. Exit code: 0 if all parts passed or were skipped, 1 if a part failed, 2 for wrong arguments.
 #
 # PYTHON                        the interpreter, default python3
-# TEST_ARGS, BENCH_ARGS         options of pytest and of bench.gpu, instead of "tests/gpu" and "--seconds 200"
-# TEST_SECONDS, BENCH_SECONDS   the limits, default 220 and 225
+# TEST_ARGS, BENCH_ARGS         options of pytest and of bench.gpu, instead of "tests/gpu" and "--seconds 225"
+# TEST_SECONDS, BENCH_SECONDS   the limits, default 200 and 245
 set -uo pipefail
 
 if [ $# -ne 2 ] || [ ! -d "$1" ]; then
@@ -18,7 +18,7 @@ mkdir -p "$2" || exit 2
 wheelhouse=$(realpath "$1") out=$(realpath "$2")
 python=${PYTHON:-python3}
 read -ra test_args <<< "${TEST_ARGS:-tests/gpu}"
-read -ra bench_args <<< "${BENCH_ARGS:---seconds 200}"
+read -ra bench_args <<< "${BENCH_ARGS:---seconds 225}"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 
 work=$(mktemp -d) || exit 2
@@ -77,9 +77,9 @@ export -f install_wheels describe_machine
 export python work wheelhouse
 part install 60 bash -c install_wheels
 part machine 20 bash -c describe_machine
-part tests "${TEST_SECONDS:-220}" "$python" -m pytest -m gpu -v -ra -p no:cacheprovider --durations 15 \
+part tests "${TEST_SECONDS:-200}" "$python" -m pytest -m gpu -v -ra -p no:cacheprovider --durations 15 \
     -o junit_family=xunit1 --junit-xml "$out/tests.xml" "${test_args[@]}"
-part bench "${BENCH_SECONDS:-225}" "$python" -m bench.gpu --out "$out" "${bench_args[@]}"
+part bench "${BENCH_SECONDS:-245}" "$python" -m bench.gpu --out "$out" "${bench_args[@]}"
 
 {
     echo
