@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from shmserve.broker.processes.gpus import GpuMetrics
 from shmserve.repo.gpus import discover
 from tests.gpu.conftest import Serve
 from tests.gpu.gpu_models import ADD, gpu_model, numbers
 from tests.support import living
+from tests.support.launch import await_end
+from tests.support.model_files import parameters
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 NAMES = (
@@ -25,66 +26,52 @@ NAMES = (
 )
 
 
-def test_metrics_list_all_gpus() -> None:
-    gpus = discover()
-    made = GpuMetrics(gpus.found)
-    made.start()
-    try:
-        text = made.text()
-    finally:
-        made.close()
-    for gpu in gpus.found:
-        assert f'nv_gpu_memory_total_bytes{{gpu_uuid="{gpu.uuid}"}}' in text
-
-
 def test_metrics_of_a_server_have_plausible_values(serve: Serve, tmp_path: Any) -> None:
     gpu_model(tmp_path, "add", ADD)
     with serve(tmp_path).client() as client:
         client.infer("add", {"x": numbers()})
         text = client.metrics()
-    (gpu, *_) = discover().found
-    found = dict(re.findall(rf'^(\w+){{gpu_uuid="{gpu.uuid}"}} (\S+)$', text, re.MULTILINE))
-    assert set(NAMES) <= set(found)
-    values = {name: float(found[name]) for name in NAMES}
-    assert 0 <= values["nv_gpu_utilization"] <= 1
-    assert 0 < values["nv_gpu_memory_used_bytes"] < values["nv_gpu_memory_total_bytes"]
-    assert 0 < values["nv_gpu_power_usage"] <= 1.2 * values["nv_gpu_power_limit"]
-    nvml: Any = importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    try:
-        total = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(gpu.ordinal)).total
-    finally:
-        nvml.nvmlShutdown()
-    assert values["nv_gpu_memory_total_bytes"] == total
-
-
-def test_gpu_memory_of_worker_processes_is_measured(hardware: None, serve: Serve, tmp_path: Any) -> None:
-    """In a container with its own process ids the driver's are others: then there is nothing to compare."""
-    gpu_model(tmp_path, "add", ADD)
-    with serve(tmp_path).client() as client:
-        client.infer("add", {"x": numbers()})
-        workers = living.pids(client, "add").values()
-        made = GpuMetrics(discover().found, shown=False, interval_s=3600)
-        made.start()
+    for gpu in discover().found:
+        found = dict(re.findall(rf'^(\w+){{gpu_uuid="{gpu.uuid}"}} (\S+)$', text, re.MULTILINE))
+        assert set(NAMES) <= set(found)
+        values = {name: float(found[name]) for name in NAMES}
+        assert 0 <= values["nv_gpu_utilization"] <= 1
+        assert 0 < values["nv_gpu_memory_used_bytes"] < values["nv_gpu_memory_total_bytes"]
+        assert 0 < values["nv_gpu_power_usage"] <= 1.2 * values["nv_gpu_power_limit"]
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
         try:
-            made.used_by(0)
-            made._update()
-            used = {pid: made.used_by(pid) for pid in workers}
+            total = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(gpu.ordinal)).total
         finally:
-            made.close()
-        listed = processes()
-    if not listed:
-        pytest.skip("the driver lists no processes: they are in another process namespace")
-    if not set(workers) & set(listed):
-        pytest.skip(f"the driver lists processes {listed}: this container has its own process ids")
-    assert all(size > 64 << 20 for size in used.values()), used
+            nvml.nvmlShutdown()
+        assert values["nv_gpu_memory_total_bytes"] == total
 
 
-def processes() -> list[int]:
+def test_an_instance_over_its_gpu_memory_limit_is_ended(hardware: None, serve: Serve, tmp_path: Any) -> None:
+    """A context alone needs more than this. The other model is left alone."""
+    gpu_model(tmp_path, "add", ADD)
+    gpu_model(tmp_path, "limited", ADD, more=parameters(gpu_memory_limit_mb="16"))
+    server = serve(tmp_path)
+    with server.client() as client:
+        before = living.pids(client, "add")
+        client.infer("add", {"x": numbers()})
+        workers, listed = set(before.values()), processes()
+        if not workers & set(listed):
+            pytest.skip(f"the driver lists the processes {listed}: this container has its own process ids")
+        assert listed[next(iter(workers))] > 64 << 20
+        for pid in living.pids(client, "limited").values():
+            await_end(pid)
+        assert living.pids(client, "add") == before
+    assert re.search(r"killed: it uses \d+ MiB of GPU memory, limit 16 MiB", server.log)
+
+
+def processes() -> dict[int, int]:
+    """Memory by pid; 0 where the driver does not tell."""
     nvml: Any = importlib.import_module("pynvml")
     nvml.nvmlInit()
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(discover().found[0].ordinal)
-        return [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return {int(process.pid): int(process.usedGpuMemory or 0) for process in listed}
     finally:
         nvml.nvmlShutdown()
