@@ -98,7 +98,7 @@ gpu-wheels: $(VENV)/.made
 
 # Uses the machine's own Python, which has cupy and torch.
 gpu-test:
-	@PYTHON='$(GPU_PYTHON)' tests/gpu/run.sh $(GPU_WHEELS) build/gpu
+	@PYTHON='$(GPU_PYTHON)' bash tests/gpu/run.sh $(GPU_WHEELS) build/gpu
 
 release-check:
 	@$(PYTHON) -m deploy.release.check $(VERSION)

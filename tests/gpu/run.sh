@@ -21,6 +21,9 @@ read -ra test_args <<< "${TEST_ARGS:-tests/gpu}"
 read -ra bench_args <<< "${BENCH_ARGS:---seconds 225}"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 
+for name in workers repo clients; do # a copy of a checkout may have lost its links
+    [ -d "shmserve/$name" ] || ln -sfn "../$name" "shmserve/$name"
+done
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
 # Worker processes inherit PYTHONPATH, so they find the checkout and the wheels too.

@@ -57,13 +57,15 @@ def mps(hardware: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     pipes, logs = tmp_path_factory.mktemp("mps"), tmp_path_factory.mktemp("mps-log")
     variables = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
     environment = os.environ | variables
-    done = subprocess.run([program, "-d"], env=environment, capture_output=True, text=True, timeout=MPS_S)
-    if done.returncode:
-        pytest.skip(f"{CONTROL} did not start: {done.stdout}{done.stderr}")
-    try:
-        yield variables
-    finally:
-        subprocess.run([program], input="quit\n", env=environment, capture_output=True, text=True, timeout=MPS_S)
+    with (logs / "start").open("w+") as log:  # a pipe would stay open in the daemon
+        done = subprocess.run([program, "-d"], env=environment, stdout=log, stderr=log, timeout=MPS_S)
+        log.seek(0)
+        if done.returncode:
+            pytest.skip(f"{CONTROL} did not start: {log.read()}")
+        try:
+            yield variables
+        finally:
+            subprocess.run([program], input=b"quit\n", env=environment, stdout=log, stderr=log, timeout=MPS_S)
 
 
 def test_two_instances_on_one_gpu_with_mps(
