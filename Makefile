@@ -12,6 +12,8 @@ TRITON := build/triton-env
 TRITON_QA := build/triton-qa-env
 RELEASE := build/release-env
 DIST := dist
+GPU_WHEELS := .whl
+GPU_PYTHON ?= python3
 # Their wheels hold networks. What the packages themselves need to run is large and not needed here.
 OCR := rapidocr-onnxruntime==1.4.4
 VAD := silero-vad==6.2.3
@@ -23,7 +25,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet test-package package release-check tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet test-package gpu-wheels gpu-test package release-check tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -34,6 +36,8 @@ help:
 	@echo 'make browser-test  test the web page in Chromium, which is installed where that is permitted; ARGS="..." as for make test'
 	@echo 'make test-fleet  test several servers with HAProxy, Envoy, Prometheus and Ray, and containers, all put into build; ARGS="..." as for make test'
 	@echo 'make test-package  test the packages on each Python from 3.10 to 3.14; missing ones go to build/pythons if possible'
+	@echo 'make gpu-wheels  download what a machine with a GPU needs into $(GPU_WHEELS); docs/gpu-testing.md'
+	@echo 'make gpu-test    on that machine: test and measure with these packages; the results go to build/gpu'
 	@echo 'make package     build sdist, wheel, checksums and SBOM of HEAD in $(DIST); docs/releases.md'
 	@echo 'make release-check  VERSION=X.Y.Z: tell what stands against a release of this commit'
 	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
@@ -82,6 +86,19 @@ test-fleet: $(VENV)/.dev
 # What cannot be installed is skipped, and the summary says so.
 test-package: $(VENV)/.dev $(RELEASE)/.made
 	@$(BIN)/python -m tests.package $(ARGS)
+
+# For Python 3.12 on x86-64, whatever runs here.
+gpu-wheels: $(VENV)/.made
+	@rm -rf $(GPU_WHEELS)
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --python-version 3.12 \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
+	  --platform manylinux2014_x86_64 --platform manylinux_2_5_x86_64 --platform manylinux1_x86_64 \
+	  --dest $(GPU_WHEELS) --requirement tests/gpu/wheels.txt
+	@du -sh $(GPU_WHEELS)
+
+# Uses the machine's own Python, which has cupy and torch.
+gpu-test:
+	@PYTHON='$(GPU_PYTHON)' bash tests/gpu/run.sh $(GPU_WHEELS) build/gpu
 
 release-check:
 	@$(PYTHON) -m deploy.release.check $(VERSION)

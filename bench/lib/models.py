@@ -112,6 +112,21 @@ def make_cnn(path: Path, base: int = 32) -> None:
     graph.save(path, CNN_SHAPE, 1000)
 
 
+def make_adder(path: Path, width: int) -> None:
+    """y = x + 1, without a batch dimension."""
+    import numpy as np
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [width]) for name in ("x", "y")]
+    one = numpy_helper.from_array(np.ones(1, np.float32), "one")
+    graph = helper.make_graph([helper.make_node("Add", ["x", "one"], ["y"])], "adder", tensors[:1], tensors[1:], [one])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model.ir_version = 9
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, str(path))
+
+
 def make_transformer(path: Path, hidden: int = 32, layers: int = 1, heads: int = 2, words: int = 1000) -> None:
     """A small text encoder. Inputs: ids and mask, both [n, length]; outputs: one vector per text and one per token.
     The text vector is the mean of the token vectors, so a wrong mask or another request's answer is detected. The cost
@@ -181,7 +196,10 @@ class Model:
     max_batch: int = 0
     dynamic: bool = False
     instances: int = 1
+    kind: str = "KIND_CPU"
     parameters: dict[str, str] = field(default_factory=dict)
+    more: str = ""
+    """Further fields, as text."""
 
 
 def config(name: str, model: Model) -> str:
@@ -189,12 +207,12 @@ def config(name: str, model: Model) -> str:
     for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
         for tensor, (dtype, dims) in tensors.items():
             lines.append(f'{kind} [ {{ name: "{tensor}" data_type: TYPE_{dtype} dims: {dims} }} ]')
-    lines.append(f"instance_group [ {{ count: {model.instances} kind: KIND_CPU }} ]")
+    lines.append(f"instance_group [ {{ count: {model.instances} kind: {model.kind} }} ]")
     if model.dynamic:
         lines.append("dynamic_batching { }")
     for key, value in model.parameters.items():
         lines.append(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, model.more]) + "\n"
 
 
 def write(root: Path, name: str, model: Model, files: dict[str, str | Path]) -> None:

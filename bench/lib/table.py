@@ -29,11 +29,15 @@ class Row:
     at_most: float | None = None
     beside: str = ""
     failed: str = ""
+    skipped: str = ""
+    """Why it was not measured."""
     others: float = 0.0
     """Cores used by processes outside the measure."""
 
     @property
     def verdict(self) -> str:
+        if self.skipped:
+            return "skipped"
         if self.failed or self.value is None:
             return "FAILED"
         if self.at_least is None and self.at_most is None:
@@ -66,7 +70,7 @@ HEAD = ("measure", "value", "to reach", "", "beside it")
 
 def cells(row: Row) -> tuple[str, ...]:
     value = "-" if row.value is None else f"{number(row.value)} {row.unit}".strip()
-    return (row.measure, value, row.bound, row.verdict, row.failed or row.beside)
+    return (row.measure, value, row.bound, row.verdict, row.failed or row.skipped or row.beside)
 
 
 def plain(rows: list[Row]) -> str:
@@ -99,8 +103,16 @@ def machine() -> dict[str, str]:
         "memory": f"{memory:.0f} GiB",
         "kernel": "Linux " + ".".join(platform.release().split(".")[:2]),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "packages": ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES),
+        "packages": ", ".join(f"{name} {version}" for name in PACKAGES if (version := version_of(name))),
     }
+
+
+def version_of(package: str) -> str:
+    """Empty if the package is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def host_kind() -> str:
@@ -114,14 +126,17 @@ def host_kind() -> str:
 
 def save(rows: list[Row], command: str, notes: dict[str, Any], kind: str = "") -> Path:
     """Save the results. `kind` is a suffix of the file name for results other than of all measures."""
-    today = time.strftime("%Y-%m-%d", time.gmtime())
-    stem = RESULTS / f"{today}-{host_kind()}{kind}"
     RESULTS.mkdir(exist_ok=True)
-    facts = machine()
+    return write(RESULTS / f"{_today()}-{host_kind()}{kind}", rows, command, notes)
+
+
+def write(stem: Path, rows: list[Row], command: str, notes: dict[str, Any], about: str = "performance") -> Path:
+    """Write `stem`.md and `stem`.json. `about`: the page of docs/ that describes the lines."""
+    today, facts = _today(), machine()
     page = [
         f"# Measured on {today}",
         "",
-        f"Made by `{command}`. What each line means and how it is taken: docs/performance.md.",
+        f"Made by `{command}`. What each line means and how it is taken: docs/{about}.md.",
         "",
         *(f"- {key}: {value}" for key, value in {**facts, **{k: str(v) for k, v in notes.items()}}.items()),
         "",
@@ -139,3 +154,7 @@ def save(rows: list[Row], command: str, notes: dict[str, Any], kind: str = "") -
     }
     stem.with_name(f"{stem.name}.json").write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())

@@ -6,7 +6,6 @@ The oracle is numpy, and each model reports the GPU that it has used.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.repo.gpus import discover
 from shmserve.testing import Server
 from tests.support.model_files import write_model
 from tests.support.workers.models.worker_models import Graph
@@ -100,9 +98,7 @@ MODELS = {"onnxruntime": onnx_model, "python": cupy_model, "pytorch": torch_mode
 
 
 @pytest.fixture(params=MODELS)
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    if not discover().found:
-        pytest.skip("there is no GPU here, or nvidia-ml-py is not installed")
+def server(request: pytest.FixtureRequest, hardware: None, tmp_path: Path) -> Iterator[Server]:
     MODELS[request.param](tmp_path)
     with Server(tmp_path, "--exit-on-error", "true", start_timeout=300) as server:
         yield server
@@ -119,12 +115,3 @@ def test_every_request_gets_its_own_rows(server: Server) -> None:
             futures = [client.submit("model", {given: x}) for x in xs]
             for x, future in zip(xs, futures, strict=True):
                 np.testing.assert_array_equal(future.result()[made], x + 1)
-
-
-def test_the_functions_used_of_cupy_exist() -> None:
-    """The functions that workers/gpu/api.py calls exist in the installed cupy."""
-    pytest.importorskip("cupy")
-    if not discover().found:
-        pytest.skip("there is no GPU here, or nvidia-ml-py is not installed")
-    api = importlib.import_module("shmserve.workers.gpu.api")
-    assert api.Cuda().devices >= 1

@@ -226,3 +226,13 @@ def nvmlEventSetWait_v2(events: _Events, timeout_ms: int) -> Any:
 def nvmlEventSetFree(events: _Events) -> None:
     if events.fifo >= 0:
         os.close(events.fifo)
+
+
+def nvmlSystemGetDriverVersion() -> str:
+    assert _started > 0
+    return "580.65"
+
+
+def nvmlSystemGetCudaDriverVersion() -> int:
+    assert _started > 0
+    return 13000

@@ -50,6 +50,8 @@ BROWSER = " --headless"
 LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """Whether this kernel lists the children of a thread."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+DRIVER = ("thread", "fd", "map")
+"""What a driver of a GPU keeps in a process that has used it. It is not checked in tests with the mark `gpu`."""
 PR_SET_CHILD_SUBREAPER = 36
 PIDFD_THREAD = os.O_EXCL
 
@@ -403,6 +405,8 @@ class Watch:
         node.addfinalizer(lambda: self.end(node))  # the first one added is the last to run
 
     def end(self, node: Any) -> None:
+        if node.get_closest_marker("gpu"):
+            self._keep(DRIVER)
         left, self.last = _settled(self.before.pop(node), self.seconds)
         if not left:
             return
@@ -411,6 +415,12 @@ class Watch:
         for before in self.before.values():
             before.update(self.last)  # report it once
         raise Leaked(f"{node.nodeid or 'the session'} left behind:\n" + "\n".join(f"  {thing.text}" for thing in left))
+
+    def _keep(self, sorts: tuple[str, ...]) -> None:
+        """Attributes everything of these sorts to the time before."""
+        found = {key: thing for key, thing in snapshot().items() if thing.sort in sorts}
+        for known in self.before.values():
+            known.update(found)
 
     def belongs_to_wider(self, node: Any, before: Things) -> None:
         """Attributes what a fixture of `node` has created to `node`, not to narrower nodes."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.gpu.__main__ import MEASURES as GPU_MEASURES
 from bench.measures import ALL
 from shmserve.broker.config import command_line
 from shmserve.clients.cli import parser
@@ -105,7 +106,7 @@ def test_benchmarks_and_modules_in_the_pages_exist() -> None:
     lines = [line for text in texts for line in text.splitlines() if "make compare" not in line]  # which has its own
     measures = {name for line in lines for name in re.findall(r"--only ([a-z-]+)", line)}
     assert measures
-    assert measures <= set(ALL)
+    assert measures <= {*ALL, *GPU_MEASURES}
     modules = {
         name for text in texts for name in re.findall(r"python3? -m ((?:shmserve|bench|tests)[a-z_.]*[a-z_])", text)
     }

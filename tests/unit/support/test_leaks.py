@@ -92,6 +92,33 @@ LEAKY = """
         pass
 """
 
+DRIVER = """
+    import mmap, os, subprocess, sys, threading
+    import pytest
+
+    kept = []
+
+    @pytest.fixture(scope="module")
+    def device():
+        kept.append(os.memfd_create("context"))
+
+    @pytest.mark.gpu
+    def test_of_a_driver(device):
+        kept.append(threading.Event())
+        threading.Thread(target=kept[-1].wait, daemon=True).start()
+        kept.append(os.memfd_create("mapped"))
+        os.ftruncate(kept[-1], 4096)
+        kept.append(mmap.mmap(kept[-1], 4096))
+
+    @pytest.mark.gpu
+    def test_child():
+        reader, writer = os.pipe()
+        kept.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=reader))
+
+    def test_without_the_mark():
+        kept.append(os.memfd_create("unmarked"))
+"""
+
 HONEST = """
     import gc, os, socket, subprocess, sys, threading
     import pytest
@@ -256,6 +283,18 @@ def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.Monk
 
 def test_ending_threads_and_processes_are_not_leaks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     run(pytester, monkeypatch, wait=60, test_honest=HONEST).assert_outcomes(passed=HONEST.count("def test_"))
+
+
+def test_what_a_driver_keeps_is_not_a_leak_with_the_mark_gpu(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run(pytester, monkeypatch, test_driver=DRIVER)
+    result.assert_outcomes(passed=3, errors=2, warnings=2)
+    text = result.stdout.str()
+    assert "test_child left behind:\n" in text
+    assert "test_without_the_mark left behind:\n" in text
+    assert "memfd:unmarked" in text
+    assert "memfd:context" not in text
 
 
 def test_threads_that_blas_restarts_are_not_leaks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ class State:
             raise CUDARuntimeError(700)
 
     def stream(self, handle: int) -> _Stream:
-        found = self.streams.get(handle)
+        found = self.streams.get(0 if handle == 1 else handle)  # 1: cudaStreamLegacy, the default stream
         if found is None:
             raise CUDARuntimeError(400)
         return found

@@ -26,7 +26,7 @@ from shmserve.workers.runner import runner_of
 from tests import STANDINS
 from tests.support.workers.batch_parts import WORKER, Array, Memory
 
-NAMES = ("cupy", "cupy.cuda", "cupy.cuda.runtime", "tensorrt", "pynvml")
+NAMES = ("cupy", "cupy.arrays", "cupy.cuda", "cupy.cuda.runtime", "tensorrt", "pynvml")
 
 
 @contextmanager

@@ -1,0 +1,91 @@
+"""Memory on the GPU: returned after unload, limited pinned memory, and what a refused registration leaves behind."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shmserve.repo.gpus import discover
+from tests.gpu.conftest import Serve
+from tests.gpu.gpu_models import ADD, WIDTH, gpu_model, numbers
+from tests.support import living
+
+pytestmark = [pytest.mark.gpu, pytest.mark.process]
+LARGE = """
+    def initialize(self, args):
+        self.weights = cupy.zeros(1 << 30, cupy.uint8)
+        cupy.cuda.Device(0).synchronize()
+"""
+SLACK = 64 << 20
+
+
+def used() -> int:
+    """On the whole GPU: in a container, NVML may not list its processes."""
+    nvml: Any = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        found: int = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(discover().found[0].ordinal)).used
+    finally:
+        nvml.nvmlShutdown()
+    return found
+
+
+def test_all_memory_on_the_gpu_is_returned_after_unload(hardware: None, serve: Serve, tmp_path: Any) -> None:
+    """Context, weights, exported and opened memory: with the process."""
+    gpu_model(tmp_path, "large", LARGE + ADD)
+    with serve(tmp_path, "--model-control-mode", "explicit").client() as client:
+        x = client.empty((1, WIDTH), "float32", device="cuda:0")
+        before = used()
+        for _ in range(3):
+            client.load("large")
+            client.infer("large", {"x": x})
+            assert used() - before > 1 << 30
+            client.unload("large")
+            living.until(client, lambda: used() - before < SLACK, "the memory is returned")
+
+
+def test_memory_of_dead_processes_is_returned(hardware: None, serve: Serve, tmp_path: Any) -> None:
+    gpu_model(tmp_path, "add", ADD)
+    before = used()
+    server = serve(tmp_path)
+    with server.client() as client:
+        client.infer("add", {"x": numbers()})
+        assert used() > before
+    server.kill()
+    server.start()
+    with server.client() as client:
+        client.infer("add", {"x": numbers()})
+    server.stop()
+    assert used() - before < SLACK
+
+
+def test_clients_segments_beyond_the_pinned_memory(serve: Serve, tmp_path: Any) -> None:
+    """Segments are pinned and unpinned in turn; values do not depend on it."""
+    gpu_model(tmp_path, "add", ADD, more="dynamic_batching { }\n")
+    server = serve(tmp_path, "--pinned-memory-pool-byte-size", str(1 << 20))
+    with server.client() as client, server.client() as other:
+        arrays = [owner.empty((2, WIDTH), "float32") for owner in (client, other) for _ in range(8)]
+        for repeat in range(3):
+            for number, array in enumerate(arrays):
+                array[...] = numbers(2, number + repeat)
+            futures = [client.submit("add", {"x": array}) for array in arrays[:8]]
+            futures += [other.submit("add", {"x": array}) for array in arrays[8:]]
+            for number, future in enumerate(futures):
+                np.testing.assert_array_equal(future.result()["y"], numbers(2, number + repeat) + 1)
+
+
+def test_a_refused_registration_leaves_no_error_for_torch(torch: Any, cupy: Any) -> None:
+    """CUDA keeps the last error of a thread, and PyTorch looks at it after each kernel."""
+    cuda = importlib.import_module("shmserve.workers.gpu.api").Cuda()
+    array = np.zeros(1 << 20, np.uint8)
+    address = array.ctypes.data
+    assert cuda.register(address, array.nbytes, True)
+    try:
+        assert not cuda.register(address, array.nbytes, True)
+        assert int((torch.ones(1000, device="cuda") + 1).sum()) == 2000
+        assert int((cupy.ones(1000, cupy.int64) + 1).sum()) == 2000
+    finally:
+        cuda.unregister(address)
