@@ -23,7 +23,7 @@ NO_ACTION, DRAIN_AND_RESET = 0, 4
 _ACTIONS = {
     1: ("the driver recommends a reset", RESET),
     2: ("the driver recommends a reboot", REBOOT),
-    3: ("the driver recommends to end all peer-to-peer traffic", "end all programs on its NVLink peers, then " + RESET),
+    3: ("the driver recommends ending all peer-to-peer traffic", "end all programs on its NVLink peers, then " + RESET),
     5: ("the driver recommends a reset of its bus", REBOOT),
 }
 """NVML_GPU_RECOVERY_ACTION_... -> what the driver recommends, and the fix. DRAIN_AND_RESET is not among them: the GPU
@@ -47,9 +47,9 @@ class GpuState(NamedTuple):
     lost: str = ""
     action: int | None = None
     repair_failed: bool = False
-    """Broken memory could not be replaced by spare memory."""
+    """Defective memory could not be replaced with spare memory."""
     repair_pending: bool = False
-    """Broken memory is replaced by spare memory at the next reset."""
+    """Defective memory is replaced with spare memory at the next reset."""
     uncorrected: int = -1
     energy: float = -1
 
@@ -61,14 +61,14 @@ class GpuState(NamedTuple):
         if self.action in _ACTIONS:
             return Problem(*_ACTIONS[self.action])
         if self.repair_failed:
-            return Problem("broken memory could not be remapped", REPLACE)
+            return Problem("defective memory could not be remapped", REPLACE)
         return None
 
     @property
     def needs_reset(self) -> str:
         """Why the GPU should be reset when convenient, although it works."""
         if self.repair_pending:
-            return "broken memory is remapped at the next reset"
+            return "defective memory is remapped at the next reset"
         return "it runs at reduced capacity until it is reset" if self.action == DRAIN_AND_RESET else ""
 
 

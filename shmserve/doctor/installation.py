@@ -79,7 +79,7 @@ def _gpu_health(found: Sequence[gpus_of.Gpu]) -> list[Finding]:
             fix = f"stop all programs on it, then {RESET.format(pci=pci)}"
             findings.append(Finding(check, WARNING, state.needs_reset, "", fix))
         elif state.uncorrected > 0:
-            fix = f"nvidia-smi -q -d ECC -i {pci}; replace the GPU if there are ever more"
+            fix = f"nvidia-smi -q -d ECC -i {pci}; replace the GPU if the number keeps growing"
             findings.append(Finding(check, WARNING, f"{state.uncorrected} uncorrected memory errors", "0", fix))
     return findings
 

@@ -135,10 +135,10 @@ FLAGS = (
     Flag("busy-poll-us", "integer", INSTANCES, "longest time that the broker and the workers poll for the next message "
          "before they sleep; an idle server does not poll; 0: never poll", None, "N",
          shown=f"{DEFAULT_POLL_US}, or 0 with less than {MIN_CORES} cores"),
-    Flag("gpu-health", "boolean", INSTANCES, "take a GPU that fails out of service: end its instances, and start them "
+    Flag("gpu-health", "boolean", INSTANCES, "take a failed GPU out of service: end its instances, and start them "
          "again when it has recovered", True),
-    Flag("gpu-xid", "xid", INSTANCES, "74=fatal: this Xid of NVIDIA's driver takes a GPU out of service; 119=ignore: "
-         "this one does not; may be given several times", [], "NUMBER=ACTION", repeatable=True),
+    Flag("gpu-xid", "xid", INSTANCES, "whether an Xid (error number of NVIDIA's driver) takes its GPU out of "
+         "service: 74=fatal, 119=ignore; may be given several times", [], "NUMBER=ACTION", repeatable=True),
     Flag("rate-limit", "choice", INSTANCES, "execution_count: an instance runs a batch only while it holds the "
          "resources of its rate_limiter; off: as soon as it is idle", "off", choices=("off", "execution_count")),
     Flag("rate-limit-resource", "resource", INSTANCES, "units of a resource on each device, on one device, or "

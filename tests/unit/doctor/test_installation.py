@@ -84,7 +84,7 @@ def test_a_driver_without_its_package(tmp_path: Path, monkeypatch: pytest.Monkey
         ({}, "", "", ""),
         ({"lost": 16}, ERROR, "the driver requires a reset", "reset it (nvidia-smi --gpu-reset -i 0000:3B:00.0)"),
         ({"action": 2}, ERROR, "the driver recommends a reboot", "reboot the machine"),
-        ({"rows": [0, 1, 1, 0]}, WARNING, "broken memory is remapped at the next reset", "stop all programs on it"),
+        ({"rows": [0, 1, 1, 0]}, WARNING, "defective memory is remapped at the next reset", "stop all programs on it"),
         ({"uncorrected": 3}, WARNING, "3 uncorrected memory errors", "nvidia-smi -q -d ECC -i 0000:3B:00.0"),
     ],
 )

@@ -49,7 +49,7 @@ class GpuHealth:
         self.has_failed = bool(self._xid or state.problem)
 
     def _has_recovered(self, before: GpuState, now: float) -> bool:
-        """Is there evidence that a fatal Xid is over? Without recovery actions, only that the GPU has been reset."""
+        """Whether the GPU has recovered from a fatal Xid. Without recovery actions, only a reset counts."""
         if self._state.action is not None:
             return self._state.action == NO_ACTION and now - self._xid_at >= SETTLE_S
         was_reset = 0 <= self._state.uncorrected < before.uncorrected or 0 <= self._state.energy < before.energy

@@ -1,7 +1,7 @@
 """A thread that samples GPU metrics and the GPU memory of processes, by default every two seconds, and watches the
 health of the GPUs.
 
-Invariants: nothing here waits for the driver except the thread; `start` waits for the first samples. While a GPU is out
+Invariants: only the thread waits for the driver, except that `start` waits for the first samples. While a GPU is out
 of service, the library is open only during a sample, because a GPU can be reset only if no process has it open.
 """
 
@@ -27,9 +27,9 @@ INTERVAL_S = 2.0
 RECHECK = 5
 """How many intervals pass between two samples while a GPU is out of service."""
 STUCK_S = 30.0
-"""A driver that does not answer a query for this time has lost the GPU."""
+"""A GPU is out of service if the driver has not answered a query about it for this time."""
 SLICE_MS = 500
-"""Longest wait for errors before the thread looks whether it has to end."""
+"""Longest wait for errors before the thread checks whether it must stop."""
 JOIN_TIMEOUT_S = 2.0
 _TIMEOUT = 10  # NVML_ERROR_TIMEOUT
 _XID_EVENT = 8  # nvmlEventTypeXidCriticalError
@@ -87,7 +87,7 @@ class GpuMonitor:
         self._lock = threading.Lock()
         """Guards `_reported` and the health of GPUs, which both threads change."""
         self._asked: tuple[_Watched, float] | None = None
-        """The GPU that the thread is asking the driver about, and since when."""
+        """The GPU for which a query is running, and since when."""
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self._nvml: Any = None
@@ -240,7 +240,7 @@ class GpuMonitor:
             except self._nvml.NVMLError as error:
                 if error.value == _TIMEOUT:
                     continue
-                log.warning("NVIDIA's driver does not report errors of GPUs any more: %s", error)
+                log.warning("NVIDIA's driver no longer reports errors of GPUs: %s", error)
                 self._nvml.nvmlEventSetFree(self._events)
                 self._events = None
                 return  # probably a GPU was lost
@@ -260,13 +260,13 @@ class GpuMonitor:
             self._publish(watched)
         else:
             log.warning(
-                "%s on %s: it costs at most the process that caused it; the kernel's log names the process",
+                "%s on %s: it affects at most the process that caused it, which the kernel's log names",
                 xids.title(xid), watched.title,
             )  # fmt: skip
         return is_fatal or xid == xids.RECOVERY_ACTION_CHANGED
 
     def _find(self, device: Any) -> _Watched | None:
-        """The GPU with this handle. The driver does not tell the UUID of a GPU that it has lost."""
+        """The GPU with this handle. The driver does not report the UUID of a GPU that it has lost."""
         try:
             uuid = self._nvml.nvmlDeviceGetUUID(device)
         except self._nvml.NVMLError:

@@ -1,9 +1,9 @@
 """Xids: the numbers by which NVIDIA's driver reports errors of a GPU.
 
 Source: NVIDIA's Xid catalog (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). An Xid takes the
-GPU out of service if the immediate action there is a reset of the GPU or a reboot. Exceptions: 74, 136 and 155 concern
-NVLink, which an instance does not use, and all neighbours of a broken GPU report 74; after 109, which a model can
-cause, the driver's recovery action decides. All other Xids cost at most the process that caused them.
+GPU out of service if the catalog's immediate action is a reset of the GPU or a reboot. Exceptions: 74, 136 and 155
+concern NVLink, which an instance does not use, and all neighbours of a broken GPU report 74; after 109, which a model
+can cause, the driver's recovery action decides. All other Xids affect at most the process that caused them.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ def observed(*states: GpuState, xid: int = 0, later: float = 0.0) -> GpuHealth:
         (GpuState(action=0), ""),
         (GpuState(action=1), f"the driver recommends a reset; {RESET}"),
         (GpuState(action=2), "the driver recommends a reboot; reboot the machine"),
-        (GpuState(action=3), "end all peer-to-peer traffic; end all programs on its NVLink peers, then reset it"),
+        (GpuState(action=3), "ending all peer-to-peer traffic; end all programs on its NVLink peers, then reset it"),
         (GpuState(action=4), ""),
         (GpuState(action=99), ""),
-        (GpuState(repair_failed=True), "broken memory could not be remapped; replace the GPU"),
+        (GpuState(repair_failed=True), "defective memory could not be remapped; replace the GPU"),
         (GpuState(repair_pending=True), ""),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_state_takes_a_gpu_out_of_service(state: GpuState, reason: str) -> Non
 
 
 def test_a_gpu_that_works_may_need_a_reset() -> None:
-    assert observed(GpuState(repair_pending=True)).needs_reset == "broken memory is remapped at the next reset"
+    assert observed(GpuState(repair_pending=True)).needs_reset == "defective memory is remapped at the next reset"
     assert observed(GpuState(action=4)).needs_reset == "it runs at reduced capacity until it is reset"
     assert not observed(GpuState(action=0)).needs_reset
 
@@ -201,7 +201,7 @@ def test_xids_of_applications_are_logged_and_counted(driver: Driver, caplog: pyt
         driver.xid("bb22", 74)
         number, reason = driver.next()
     assert (number, "Xid 74 (NVLink error); reset it" in reason) == (1, True)
-    assert "Xid 31 (GPU memory page fault) on GPU 0: it costs at most the process that caused it" in caplog.text
+    assert "Xid 31 (GPU memory page fault) on GPU 0: it affects at most the process that caused it" in caplog.text
     assert metric(made, "shmserve_gpu_xid_errors_total") == [
         '{gpu_uuid="GPU-aa11",xid="31"} 2',
         '{gpu_uuid="GPU-bb22",xid="74"} 1',
