@@ -178,7 +178,7 @@ GPUS = Table(
         Column("temperature_celsius", "celsius", "rate", 9, "temperature"),
         Column("sm_clock_share", "clock", "share", 10, "clock as a share of the highest"),
         Column("throttled", "throttled", "text", 11, "why the clock is reduced", 10),
-        Column("uuid", "uuid", "text", 12, "its UUID", 12),
+        Column("uuid", "uuid", "text", 12, "UUID", 12),
     ),
 )
 TABLES = (MODELS, INSTANCES, CLIENTS, GPUS)

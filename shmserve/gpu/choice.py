@@ -1,4 +1,4 @@
-"""The choice of the implementation of GPUs. There is one, on CuPy, for CUDA and ROCm; tests set another."""
+"""Selects the implementation of the GPU interface. There is one, on CuPy, for CUDA and ROCm; tests set another."""
 
 from __future__ import annotations
 

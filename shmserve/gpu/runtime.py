@@ -1,7 +1,7 @@
 """CuPy, and the differences between CUDA and ROCm. Invariant: no other module imports cupy.
 
-CuPy for ROCm has the module cupy.cuda.runtime too, with the functions of HIP under their names of CUDA. This module
-knows which are missing there or differ.
+CuPy for ROCm has the module cupy.cuda.runtime too, with HIP's functions under the names of their CUDA counterparts.
+This module handles those that are missing or differ.
 """
 
 from __future__ import annotations

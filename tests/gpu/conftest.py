@@ -1,7 +1,7 @@
 """Tests on a GPU: fixtures, the order of the files, and a rehearsal without a GPU.
 
 `SHMSERVE_GPU_STANDINS=1` runs them with tests/standins instead of CuPy and NVML. What only hardware or the real
-libraries can show is skipped then (`hardware`). Results mean little; typing errors show.
+libraries can show is skipped then (`hardware`). Results mean little, but programming errors are found.
 """
 
 from __future__ import annotations

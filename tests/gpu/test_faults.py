@@ -1,5 +1,5 @@
-"""Processes that are killed while their memory on the GPU is open elsewhere. The others must serve on, with right
-values, and nothing may stay held."""
+"""Processes that are killed while their memory on the GPU is open elsewhere. The others must continue to
+serve correct values, and no memory may stay held."""
 
 from __future__ import annotations
 

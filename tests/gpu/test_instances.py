@@ -71,7 +71,7 @@ def mps(hardware: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 def test_two_instances_on_one_gpu_with_mps(
     mps: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client is not under MPS here: its context is older. So its tensors on the GPU are those of another context,
+    """The client does not use MPS: its context was created before. So its tensors on the GPU are in another context,
     as those of a client in another container are."""
     models(tmp_path)
     for name, value in mps.items():

@@ -78,7 +78,7 @@ def test_clients_segments_beyond_the_pinned_memory(serve: Serve, tmp_path: Any) 
 
 
 def test_a_refused_registration_leaves_no_error_for_torch(torch: Any, cupy: Any) -> None:
-    """CUDA keeps the last error of a thread, and PyTorch looks at it after each kernel."""
+    """CUDA keeps the last error of a thread, and PyTorch checks it after each kernel."""
     cuda = importlib.import_module("shmserve.workers.gpu.api").Cuda()
     array = np.zeros(1 << 20, np.uint8)
     address = array.ctypes.data

@@ -66,7 +66,7 @@ def test_an_instance_over_its_gpu_memory_limit_is_ended(hardware: None, serve: S
 
 
 def processes() -> dict[int, int]:
-    """Memory by pid; 0 where the driver does not tell."""
+    """Memory by pid; 0 where the driver does not report it."""
     nvml: Any = importlib.import_module("pynvml")
     nvml.nvmlInit()
     try:

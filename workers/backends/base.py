@@ -139,7 +139,7 @@ class Computation(Protocol):
     """A batch on the device."""
 
     def computed(self) -> bool:
-        """Whether the model has computed it. Its outputs may still be on their way. Does not wait."""
+        """Whether the model has computed it. The copies of its outputs may not have ended. Does not wait."""
 
     def finish(self) -> None:
         """Waits for the end of the batch and fills in its outputs. Called once; an exception fails the batch."""
@@ -147,7 +147,7 @@ class Computation(Protocol):
 
 class OverlappingBackend(StackedBackend):
     """Queues batches on a device, so that the copies of one batch and the computation of another overlap. There are at
-    most two batches on the device, and they end in the order of their begin."""
+    most two batches on the device, and they end in the order in which they began."""
 
     overlaps = False
     """Whether a second batch may begin before the first has ended. Set by `load`."""

@@ -1,7 +1,7 @@
-"""The batches of a backend on its GPU: three streams, and a set of buffers and events for each batch that may be there.
+"""The batches of a backend on its GPU: three streams, and a set of buffers and events for each batch.
 
-Inputs are copied in one stream, computed in another, and outputs are copied in a third one, so that the copies of one
-batch and the computation of another overlap.
+Inputs are copied in one stream, the model computes in another, and outputs are copied in a third, so that the copies of
+one batch and the computation of another overlap.
 
 Invariants: the computation waits for the copies of its inputs (the event `copied`), and the copies of outputs wait for
 the computation (`computed`). The host waits for the last copy (`end`) before anything of the batch is used again: its
@@ -235,7 +235,7 @@ class Pipeline:
                 lost = cuda.lost(later)
                 error = later
         if lost:
-            log_message(f"model instance '{self._instance}': the GPU cannot be used any more by this process: {error}")
+            log_message(f"model instance '{self._instance}': this process can no longer use the GPU: {error}")
             end_process(Exit.DEVICE_LOST)
 
     def close(self) -> None:
@@ -282,7 +282,7 @@ class DeviceBatch:
 
 
 class NoComputation:
-    """A batch none of whose outputs is wanted."""
+    """A batch of which no output is requested."""
 
     def computed(self) -> bool:
         return True

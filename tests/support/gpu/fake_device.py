@@ -471,7 +471,7 @@ class FakeClientDevices:
 
 @contextmanager
 def fake_gpu(size: int = 1 << 30) -> Iterator[FakeGpu]:
-    """A GPU that the code under test finds."""
+    """A GPU that the code under test uses."""
     gpu = FakeGpu(size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "chosen", gpu.implementation())

@@ -93,7 +93,7 @@ class Onnx(StackedBackend):
         try:
             cuda = open_device()
         except Unsupported as error:
-            log_message(f"model '{model}': tensors are copied to the GPU by ONNX Runtime: {error}")
+            log_message(f"model '{model}': ONNX Runtime copies the tensors to the GPU: {error}")
             return DeviceInputs()
         return DeviceInputs(cuda, int(self.context.settings.get(PINNED_KNOB, PINNED_BYTES)))
 

@@ -98,7 +98,7 @@ class Torch(OverlappingBackend):
             except Unsupported as error:
                 why = str(error)
         if why:
-            log_message(f"model '{config.name}': batches do not overlap, no CUDA graphs: {why}")
+            log_message(f"model '{config.name}': batches do not overlap and run without CUDA graphs: {why}")
             self._near = DeviceInputs()
             return
         options, specs = options_of(config, self.context), (self._inputs, self._outputs)

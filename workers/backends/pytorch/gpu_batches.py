@@ -53,7 +53,7 @@ class ConfiguredShapes:
         shape = (1, *spec.shape) if self._batched else spec.shape
         if -1 in spec.shape:
             raise Unsupported(
-                f"a graph has fixed shapes, and input '{spec.name}' has the shape {list(spec.shape)}: give its dims in "
+                f"a graph has fixed shapes, and input '{spec.name}' has the shape {list(spec.shape)}: set its dims in "
                 "graph_spec of optimization.cuda"
             )
         return shape

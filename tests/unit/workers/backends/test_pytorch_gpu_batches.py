@@ -260,7 +260,8 @@ def test_without_cupy_pytorch_copies_the_inputs(
         run(instance, 1, 2, width=4)
         assert len(settled) == 1
     assert (
-        "batches do not overlap, no CUDA graphs: tensors and models on a GPU need a package" in capfd.readouterr().err
+        "batches do not overlap and run without CUDA graphs: tensors and models on a GPU need a package"
+        in capfd.readouterr().err
     )
 
 
@@ -325,7 +326,7 @@ def test_graphs_of_open_dims_need_a_spec(
 ) -> None:
     with load(tmp_path, tuned(model(tmp_path, -1), Cuda(graphs=True))):
         assert fake.captures == 0
-    assert "input 'x' has the shape [-1]: give its dims in graph_spec" in capfd.readouterr().err
+    assert "input 'x' has the shape [-1]: set its dims in graph_spec" in capfd.readouterr().err
 
 
 def test_no_memory_for_a_second_set_of_buffers(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
