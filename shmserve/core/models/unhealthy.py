@@ -26,13 +26,13 @@ def instances_on(state: State, device: int) -> list[tuple[Version, Instance]]:
     ]
 
 
-def take_out(state: State, version: Version, instance: Instance, reason: str) -> None:
+def take_out(state: State, version: Version, instance: Instance, reason: str, now: int) -> None:
     """The GPU of this instance has become unhealthy. Instances that wait to load are set aside by the load queue."""
     if instance.state in (_I.STARTING, _I.READY):
         instance.held = not instance.retiring
         kill(state, version, instance, reason)
     elif instance.state in (_I.BACKOFF, _I.ASLEEP):
-        hold(state, version, instance, reason)
+        _hold_any(state, version, instance, reason, now)
 
 
 def hold(state: State, version: Version, instance: Instance, reason: str) -> None:
@@ -73,7 +73,7 @@ def device_health(state: State, peer: int, event: DeviceHealth, now: int) -> Non
     if event.reason and event.reason != before:
         state.log("critical", f"{event.reason} ({len(found)} instance(s) are affected)", gpu=event.device)
         for version, instance in found:
-            take_out(state, version, instance, event.reason)
+            take_out(state, version, instance, event.reason, now)
         loading.start_waiting(state)  # sets aside those that wait to load
     elif before and not event.reason:
         state.log("info", f"GPU {event.device} is healthy again", gpu=event.device)
@@ -90,10 +90,8 @@ def hold_blocked(state: State, now: int) -> None:
         reason = state.blocked(instance.spec)
         if not reason:  # it has recovered in this turn
             state.load_queue.append((version, instance))
-        elif instance.sleeping or instance.loaded:
-            hold(state, version, instance, reason)
         else:
-            _hold_first_load(state, version, instance, reason, now)
+            _hold_any(state, version, instance, reason, now)
     loading.start_waiting(state)
 
 
@@ -101,12 +99,17 @@ def ended(state: State, version: Version, instance: Instance, now: int) -> None:
     """The process was killed because of its GPU, or has crashed on it. This does not count as a crash."""
     blocked = state.blocked(instance.spec)
     reason = blocked or instance.reason
-    if instance.loaded:
+    _hold_any(state, version, instance, reason, now)
+    if not blocked and instance.held:  # the GPU has recovered before the process had ended
+        resume(state, version, instance)
+
+
+def _hold_any(state: State, version: Version, instance: Instance, reason: str, now: int) -> None:
+    """Holds an instance that has served, or one that something may wait for: its version, or an operation."""
+    if instance.sleeping or (instance.loaded and version.state is not _V.LOADING):
         hold(state, version, instance, reason)
     else:
         _hold_first_load(state, version, instance, reason, now)
-    if not blocked and instance.held:  # the GPU has recovered before the process had ended
-        resume(state, version, instance)
 
 
 def _hold_first_load(state: State, version: Version, instance: Instance, reason: str, now: int) -> None:
