@@ -146,7 +146,6 @@ class GpuBatches:
             slot.grow(slot.inputs, index, max(elements(shape) * spec.item, 1))
             for index, (spec, shape) in enumerate(zip(self._inputs, request.shapes, strict=True))
         ]
-        slot.fixed = True
         tensors = [
             device.over(address, shape, spec, self._place)
             for address, shape, spec in zip(addresses, request.shapes, self._inputs, strict=True)
@@ -163,6 +162,7 @@ class GpuBatches:
             device.over(slot.grow(slot.outputs, index, max(elements(shape) * spec.item, 1)), shape, spec, self._place)
             for index, (spec, shape) in enumerate(zip(self._outputs, shapes, strict=True))
         ]
+        slot.fix()
 
         def run() -> None:
             for result, value in zip(results, self._compute(tensors), strict=True):

@@ -298,6 +298,9 @@ def test_a_graph_keeps_its_buffers_when_others_grow(gpu: Gpu, fake: FakeDevice, 
         for width, replays in ((4, 1), (5000, 1), (4, 2), (40_000, 2), (4, 3)):
             run(instance, 1, 1, width=width)
             assert fake.replays == replays
+        allocated = sorted(memory.size for memory in gpu.state.device.values())
+        assert allocated.count(2 * 40_000 * 4) == 1, "one set of buffers ran all batches"
+        assert 2 * 5000 * 4 not in allocated, "it was replaced, and no graph uses it"
 
 
 @pytest.mark.parametrize(
