@@ -264,6 +264,18 @@ def test_without_cupy_pytorch_copies_the_inputs(
     )
 
 
+def test_pytorch_runs_on_a_gpu_that_cupy_cannot_use(
+    gpu: Gpu, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """CuPy for CUDA 13 needs a newer driver than a PyTorch for CUDA 12."""
+    monkeypatch.setattr(f"{DEVICE}.settle", lambda place: None)
+    gpu.state.failures["setDevice"] = 35  # cudaErrorInsufficientDriver
+    with load(tmp_path, model(tmp_path, 4)) as instance:
+        assert type(instance.runner) is StackedRunner
+        run(instance, 1, 2, width=4)
+    assert "batches do not overlap, no CUDA graphs: no GPU can be used here" in capfd.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------- CUDA graphs
 
 
