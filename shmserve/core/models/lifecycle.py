@@ -128,6 +128,8 @@ class Lifecycle:
         if instance.state is _I.STARTING and not load_error:
             load_error = f"its worker process ended while loading: {event.reason}"
         instance.last_words = "\n".join(text for text in (event.detail, version.traceback) if text)
+        if version.state is _V.UNLOADING:  # it ends, or its GPU has recovered and it may finish the version's work
+            instance.held = False
         if instance.asleep_soon and not instance.retiring:
             sleep.fell_asleep(self._state, version, instance, event.reason)
         elif self._state.draining:
@@ -142,7 +144,7 @@ class Lifecycle:
                 self._state.log("error", text, **load_results.about(version, instance))
             instance.move(_I.STOPPED)
             retirement.remove_stopped(self._state, version, instance)
-        elif (instance.held or self._state.blocked(instance.spec)) and version.state is not _V.UNLOADING:
+        elif version.state is not _V.UNLOADING and (instance.held or self._state.blocked(instance.spec)):
             if instance.loaded and not instance.sleeping:
                 self._count_restart(version, instance)
             unhealthy.ended(self._state, version, instance, now)

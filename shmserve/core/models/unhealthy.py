@@ -105,8 +105,13 @@ def ended(state: State, version: Version, instance: Instance, now: int) -> None:
 
 
 def _hold_any(state: State, version: Version, instance: Instance, reason: str, now: int) -> None:
-    """Holds an instance that has served, or one that something may wait for: its version, or an operation."""
-    if instance.sleeping or (instance.loaded and version.state is not _V.LOADING):
+    """Holds an instance that has served, or one that something may wait for: its version, or an operation. One that
+    only finishes the work of a version that is unloaded is stopped."""
+    if version.state is _V.UNLOADING and not instance.sleeping:
+        version.reason = f"instance '{instance.spec.name}': {reason}"
+        retirement.stop(state, version, instance)
+        state.to_dispatch[version] = None
+    elif instance.sleeping or (instance.loaded and version.state is not _V.LOADING):
         hold(state, version, instance, reason)
     else:
         _hold_first_load(state, version, instance, reason, now)
