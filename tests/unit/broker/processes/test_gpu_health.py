@@ -257,6 +257,24 @@ def test_a_driver_that_does_not_answer_takes_out_only_the_gpu_it_was_asked_about
     assert driver.next() == (1, "")
 
 
+def test_a_driver_that_does_not_list_processes_takes_out_the_gpu(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = driver.watch(ONE, TWO)
+    made.used_by(1)
+    asked = []
+
+    def process_memory(nvml: Any, gpus: Any) -> dict[int, int]:
+        assert made._asked is not None
+        asked.append((made._asked[0].gpus, gpus))
+        return {7: 100 * (gpus[0].number + 1), 8: 1}
+
+    monkeypatch.setattr(monitor, "process_memory", process_memory)
+    made._update()
+    assert [known for known, _ in asked] == [given for _, given in asked] == [list(one.gpus) for one in made._watched]
+    assert (made.used_by(7), made.used_by(8), made.used_by(9)) == (300, 2, 0)
+
+
 def test_without_health_nothing_is_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STANDIN_GPUS", json.dumps([ONE]))
     driver.set(aa11={"action": 2})
