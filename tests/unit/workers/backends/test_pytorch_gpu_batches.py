@@ -40,6 +40,8 @@ class FakeDevice:
         self.replays = 0
         self.settled = 0
         self.pools: list[Any] = []
+        self.cached = 0
+        """Memory that PyTorch keeps."""
 
     def as_tensor(self, memory: Any, place: Any) -> Any:
         interface = memory.__cuda_array_interface__
@@ -76,6 +78,10 @@ class FakeDevice:
 
         return replay
 
+    def free_cached(self) -> None:
+        self.runtime.state.total += self.cached
+        self.cached = 0
+
     def settle_all(self, place: Any) -> None:
         self.settled += 1
 
@@ -83,7 +89,16 @@ class FakeDevice:
 @pytest.fixture
 def fake(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     fake = FakeDevice(gpu.runtime)
-    for name in ("as_tensor", "address_of", "stream_of", "running_in", "graph_pool", "capture", "settle_all"):
+    for name in (
+        "as_tensor",
+        "address_of",
+        "stream_of",
+        "running_in",
+        "graph_pool",
+        "capture",
+        "free_cached",
+        "settle_all",
+    ):
         monkeypatch.setattr(f"{DEVICE}.{name}", getattr(fake, name))
     return fake
 
@@ -239,6 +254,18 @@ def test_a_model_that_fails_frees_its_buffers(gpu: Gpu, fake: FakeDevice, tmp_pa
             assert "told to" in row.error.text
         (row,) = instance.runner.finish(running)[0]
         np.testing.assert_array_equal(instance.array(row), np.full((1, 4), 2, np.float32))
+
+
+def test_a_buffer_gets_the_memory_that_pytorch_keeps(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    with load(tmp_path, model(tmp_path, -1)) as instance:
+        run(instance, 1, width=4)
+        gpu.state.total, fake.cached = 100_000, 1_000_000
+        run(instance, 1, width=40_000)
+        assert fake.cached == 0
+        (row,) = instance.run(instance.work(x=np.ones((1, 400_000), np.float32)))
+        assert row.error is not None
+        assert "no room for 1600000 bytes on the GPU" in row.error.text
+        run(instance, 1, width=40_000)
 
 
 def test_models_that_do_not_overlap(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
