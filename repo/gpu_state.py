@@ -24,10 +24,12 @@ _ACTIONS = {
     1: ("the driver recommends a reset", RESET),
     2: ("the driver recommends a reboot", REBOOT),
     3: ("the driver recommends ending all peer-to-peer traffic", "end all programs on its NVLink peers, then " + RESET),
-    5: ("the driver recommends a reset of its bus", REBOOT),
+    5: ("the driver recommends a reset of its bus (R580) or a recovery of its IMEX domain (from R610 on)", REBOOT),
+    6: ("the driver recommends a reset of its bus", REBOOT),
+    7: ("the driver recommends a reboot", REBOOT),
 }
 """NVML_GPU_RECOVERY_ACTION_... -> what the driver recommends, and the fix. DRAIN_AND_RESET is not among them: the GPU
-still works, with less capacity."""
+still works, with less capacity. NVIDIA has changed the meaning of 5."""
 
 T = TypeVar("T")
 

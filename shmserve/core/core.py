@@ -24,7 +24,18 @@ from shmserve.core.ensembles.advance import Ensembles
 from shmserve.core.events import Event
 from shmserve.core.internal_errors import InternalErrors
 from shmserve.core.limits import Limits
-from shmserve.core.models import deployment, handover, memory, resizing, retirement, room, scaling, sleep
+from shmserve.core.models import (
+    deployment,
+    handover,
+    load_results,
+    memory,
+    resizing,
+    retirement,
+    room,
+    scaling,
+    sleep,
+    unhealthy,
+)
 from shmserve.core.models.lifecycle import Lifecycle
 from shmserve.core.records import Instance, Version
 from shmserve.core.requests import completion, enqueue, responses
@@ -119,7 +130,7 @@ class Core:
             events.SetTraffic: partial(deployment.set_traffic, state),
             events.SetService: partial(deployment.set_service, state),
             events.Exited: lifecycle.exited,
-            events.DeviceHealth: lifecycle.device_health,
+            events.DeviceHealth: partial(unhealthy.device_health, state),
             events.Measured: partial(memory.measured, state),
             events.Composed: partial(readiness.composed, state),
             events.LeaseRead: partial(leases.on_log_read, state),
@@ -253,7 +264,7 @@ class Core:
         if state.ledger.departed:
             state.ledger.release_departed()
         if state.blocked_loads:
-            self._lifecycle.hold_blocked(now)
+            unhealthy.hold_blocked(state, now)
         if state.replaced_versions or state.replaced_instances or state.forced_unloads:
             handover.process(state, now)
         if state.joined:
@@ -319,7 +330,7 @@ class Core:
 
     def _make_room(self, now: int) -> None:
         for version, reason in room.make_room(self.state, now):
-            self._lifecycle.cannot_fit(version, reason, now)
+            load_results.cannot_fit(self.state, version, reason, now)
         self._advance_and_dispatch(now)
 
     def _instance_timer(self, handler: Callable[[Version, Instance, int], None], instance: Instance, now: int) -> None:

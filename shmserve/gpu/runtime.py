@@ -82,9 +82,9 @@ def pins_read_only(runtime: Any, device: int) -> bool:
 
 
 def capability_of(runtime: Any, device: int) -> str:
-    """The numbers of these attributes differ between CUDA and HIP; their names do not."""
-    major, minor = runtime.cudaDevAttrComputeCapabilityMajor, runtime.cudaDevAttrComputeCapabilityMinor
-    return f"{runtime.deviceGetAttribute(major, device)}.{runtime.deviceGetAttribute(minor, device)}"
+    """CuPy does not export the numbers of these attributes, which differ between CUDA and HIP."""
+    found = runtime.getDeviceProperties(device)
+    return f"{found['major']}.{found['minor']}"
 
 
 def uuid_of(runtime: Any, device: int) -> bytes:

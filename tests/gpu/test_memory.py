@@ -89,3 +89,25 @@ def test_a_refused_registration_leaves_no_error_for_torch(torch: Any, cupy: Any)
         assert int((cupy.ones(1000, cupy.int64) + 1).sum()) == 2000
     finally:
         cuda.unregister(address)
+
+
+def test_an_event_that_is_not_reached_leaves_no_error_for_torch(torch: Any, cupy: Any) -> None:
+    """As above: asked for an unfinished event, CUDA answers with an error code. CuPy's wheels have a runtime of their
+    own; a CuPy that shares the runtime with PyTorch may not be used if this fails."""
+    cuda = importlib.import_module("shmserve.workers.gpu.api").Cuda()
+    stream, event = cuda.stream(), cuda.event()
+    size = 1 << 30
+    source, target = cuda.allocate(size), cuda.allocate(size)
+    try:
+        for _ in range(50):
+            cuda.copy(target, source, size, cuda.within, stream)
+        cuda.record(event, stream)
+        assert not cuda.reached(event), "the copies were too fast for this test"
+        assert int((torch.ones(1000, device="cuda") + 1).sum()) == 2000
+        cuda.synchronize(event)
+        assert cuda.reached(event)
+    finally:
+        for address in (source, target):
+            cuda.free(address)
+        cuda.destroy_event(event)
+        cuda.destroy_stream(stream)

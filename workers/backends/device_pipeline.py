@@ -78,12 +78,11 @@ def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
 
 class Slot:
     """The buffers and events of one batch. `inputs` and `outputs`: the addresses of the buffers, by the index of the
-    tensor; 0: it has none. `fixed`: a CUDA graph uses these addresses, so the buffers stay where they are."""
+    tensor; 0: it has none."""
 
     def __init__(self, cuda: GpuDevice, pinned: Pinned, options: PipelineOptions, number: int, copy_in: int) -> None:
         self.number = number
         self.busy = False
-        self.fixed = False
         self.inputs: list[int] = []
         self.outputs: list[int] = []
         self.feed = Feed(cuda, pinned, options.staged_inputs, options.threshold, copy_in)
@@ -93,6 +92,8 @@ class Slot:
         self._staging: dict[int, Staging] = {}
         self._sizes: dict[int, int] = {}
         """The bytes of each buffer, by its address."""
+        self._fixed: set[int] = set()
+        """Buffers that a CUDA graph uses: they stay when a larger one takes their place."""
         self.copied, self.computed = cuda.event(), cuda.event()
         self.end = cuda.event(spin=options.spin)
 
@@ -109,13 +110,17 @@ class Slot:
         address = addresses[index]
         if address and self._sizes[address] >= size:
             return address
-        if address and not self.fixed:
+        if address and address not in self._fixed:
             addresses[index] = 0
             del self._sizes[address]
             self._cuda.free(address)
         address = addresses[index] = self._cuda.allocate(size)
         self._sizes[address] = size
         return address
+
+    def fix(self) -> None:
+        """A CUDA graph uses the buffers."""
+        self._fixed.update(filter(None, (*self.inputs, *self.outputs)))
 
     def target(self, index: int, spec: Spec, shape: tuple[int, ...], outputs: Results) -> tuple[Array, bool]:
         """Returns where to copy an output: its final place if possible, else staging, which `put` splits."""
@@ -132,6 +137,7 @@ class Slot:
         for address in self._sizes:
             self._cuda.free(address)
         self._sizes.clear()
+        self._fixed.clear()
         self.inputs, self.outputs = [], []
         self.feed.close()
         for staging in self._staging.values():

@@ -3,13 +3,11 @@ room.py decide which ones should run."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Drained
-from shmserve.core.events import Compiled, DeviceHealth, Drain, Exited, Garbled
-from shmserve.core.models import deployment, loading, retirement, sleep, unhealthy
+from shmserve.core.events import Compiled, Drain, Exited, Garbled
+from shmserve.core.models import deployment, load_results, loading, retirement, sleep, unhealthy
 from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
@@ -59,7 +57,7 @@ class Lifecycle:
         if self._state.limiter is not None:
             self._state.limiter.register(instance.spec)
         if version.state is _V.LOADING and version.loaded:
-            self._version_loaded(version, now)
+            load_results.version_loaded(self._state, version, now)
         elif instance.lost:
             self._is_back(version, instance)
         instance.lost = False
@@ -68,26 +66,12 @@ class Lifecycle:
                 version.move(_V.READY)
                 self._state.refresh(version.model)
             else:
-                self._version_loaded(version, now)
+                load_results.version_loaded(self._state, version, now)
         self._state.to_dispatch[version] = None
         version.settle_sleep()
         loading.load_over(self._state, instance)
         deployment.has_loaded(self._state, version, instance)
         sleep.serves(self._state, version, now)
-
-    def _version_loaded(self, version: Version, now: int) -> None:
-        version.move(_V.READY)
-        version.took_ns = max(now - version.began, 1)
-        loads = self._state.models[version.model].loads
-        loads.done += 1
-        loads.done_ns += version.took_ns
-        self._state.refresh(version.model)
-        held = [instance for instance in version.instances if instance.held]
-        text = f"{version.label} is READY with {len(version.instances) - len(held)} instance(s)"
-        if held:
-            text += f", and without {len(held)}: {held[0].reason}"
-        level = "warning" if held else "debug"
-        self._state.log(level, text, model=version.model, version=version.number)
 
     def _is_back(self, version: Version, instance: Instance) -> None:
         """Logs that an instance whose restarts had failed has recovered. A quarantined one recovers only with a
@@ -102,53 +86,6 @@ class Lifecycle:
         """Stores the error; it is handled when the process has ended."""
         instance.load_error = f"failed to load: {message.text}"
         version.traceback = message.trace
-
-    def _failed_to_load(self, version: Version, instance: Instance, reason: str, now: int) -> None:
-        """Handles the failed load of an instance that has never been READY. Only a version that is loading fails
-        because of it, since it needs all of its instances."""
-        instance.reason = reason
-        if version.state is not _V.LOADING:
-            instance.move(_I.FAILED)
-            version.instances.remove(instance)
-            if version.state is _V.UNAVAILABLE:  # its GPU had been unhealthy
-                version.reason = version.degraded_reason or reason
-                text = f"{version.label} is UNAVAILABLE: {reason}"
-                self._state.log("error", text, **_about(version, instance))
-            deployment.has_failed(self._state, version, reason, instance)
-        elif version.retries < self._state.limits.load_retries:
-            version.retries += 1
-            text = f"{version.label} failed to load and will be retried (--model-load-retry-count): {reason}"
-            self._state.log("warning", text, **_about(version, instance))
-            self._back_off(version, instance, self._state.limits.backoff_ns, now)
-        else:
-            self._give_up(version, instance, reason)
-
-    def cannot_fit(self, version: Version, reason: str, now: int) -> None:
-        """There is not enough memory for its instances that wait to load for the first time."""
-        waiting = [one for one in version.instances if one.state is _I.WAITING and not one.loaded]
-        for instance in waiting:
-            if instance.state is not _I.WAITING:  # the version has already failed because of an earlier instance
-                break
-            if version.state is _V.LOADING:
-                self._give_up(version, instance, reason)
-            else:
-                self._failed_to_load(version, instance, reason, now)
-        version.settle_sleep()
-
-    def _give_up(self, version: Version, instance: Instance, reason: str) -> None:
-        """The version fails to load, because it needs all of its instances."""
-        instance.reason = reason
-        instance.move(_I.FAILED)
-        self._state.models[version.model].loads.failed += 1
-        version.move(_V.UNAVAILABLE, reason)
-        self._state.refresh(version.model)
-        if self._state.models[version.model].versions.get(version.number) is version:
-            text = f"{version.label} is UNAVAILABLE: {reason}"
-            self._state.log("error", text, **_about(version, instance))
-        for other in list(version.instances):
-            retirement.stop(self._state, version, other)
-        version.idle.clear()
-        deployment.has_failed(self._state, version, reason)
 
     # ------------------------------------------------------------------------------------ deaths
 
@@ -191,6 +128,8 @@ class Lifecycle:
         if instance.state is _I.STARTING and not load_error:
             load_error = f"its worker process ended while loading: {event.reason}"
         instance.last_words = "\n".join(text for text in (event.detail, version.traceback) if text)
+        if version.state is _V.UNLOADING:  # it ends, or its GPU has recovered and it may finish the version's work
+            instance.held = False
         if instance.asleep_soon and not instance.retiring:
             sleep.fell_asleep(self._state, version, instance, event.reason)
         elif self._state.draining:
@@ -199,16 +138,18 @@ class Lifecycle:
         elif instance.state is _I.STOPPING or instance.retiring:
             if instance.retiring and instance.state is _I.READY:
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended: {event.reason}"
-                self._state.log("error", text, **_about(version, instance))
+                self._state.log("error", text, **load_results.about(version, instance))
             elif event.reason.startswith("signal "):  # not a signal that the server sent
                 text = f"worker of {version.label} instance '{instance.spec.name}' ended while stopping: {event.reason}"
-                self._state.log("error", text, **_about(version, instance))
+                self._state.log("error", text, **load_results.about(version, instance))
             instance.move(_I.STOPPED)
             retirement.remove_stopped(self._state, version, instance)
-        elif (instance.held or self._state.blocked(instance.spec)) and version.state is not _V.UNLOADING:
-            self._ended_on_unhealthy_device(version, instance, now)
+        elif version.state is not _V.UNLOADING and (instance.held or self._state.blocked(instance.spec)):
+            if instance.loaded and not instance.sleeping:
+                self._count_restart(version, instance)
+            unhealthy.ended(self._state, version, instance, now)
         elif instance.sleeping:
-            about = _about(version, instance)
+            about = load_results.about(version, instance)
             if reported_error or instance.deaths:
                 sleep.wake_failed(self._state, version, instance, load_error or event.reason, now, about)
             else:
@@ -222,7 +163,7 @@ class Lifecycle:
                 version.reason = f"instance '{instance.spec.name}': {load_error or event.reason}"
                 instance.move(_I.STOPPED)
         elif not instance.loaded or (load_error and version.state is _V.LOADING):
-            self._failed_to_load(version, instance, load_error or event.reason, now)
+            load_results.failed_to_load(self._state, version, instance, load_error or event.reason, now)
         elif load_error:
             self._not_restarted(version, instance, load_error, now)
         else:
@@ -330,7 +271,9 @@ class Lifecycle:
         again = f", {crashes} times in a row" if crashes > 1 else ""
         instance.lost = 0 < limit <= crashes
         if instance.lost and version.state is _V.LOADING:
-            self._give_up(version, instance, f"instance '{instance.spec.name}' ended{again}, the last time: {reason}")
+            load_results.give_up(
+                self._state, version, instance, f"instance '{instance.spec.name}' ended{again}, the last time: {reason}"
+            )
             return
         self._await_restart(version, instance, reason + again, now)
         others_answer = version.statistics.execution_count > instance.batches_at_first_crash
@@ -365,7 +308,9 @@ class Lifecycle:
     def _await_restart(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         limits = self._state.limits
         instance.reason = reason
-        self._back_off(version, instance, pause_ns(instance.deaths, limits.backoff_ns, limits.backoff_max_ns), now)
+        load_results.back_off(
+            self._state, version, instance, pause_ns(instance.deaths, limits.backoff_ns, limits.backoff_max_ns), now
+        )
 
     def _log_restart(self, version: Version, instance: Instance, level: str, text: str) -> None:
         """Writes the log entry about this death and its effect on the version."""
@@ -373,14 +318,7 @@ class Lifecycle:
             text += f"; {version.label} is UNAVAILABLE"
         pause = instance.retry_at - self._state.now
         text += f"; next attempt in {pause / 1e9:g} s" if pause else ""
-        self._state.log(level, text, **_about(version, instance))
-
-    def _back_off(self, version: Version, instance: Instance, pause: int, now: int) -> None:
-        instance.move(_I.BACKOFF)
-        self._state.memory_holders[instance] = version
-        instance.load_error = ""
-        instance.retry_at = now + pause
-        self._state.set_timer(instance.retry_at, Timer.RETRY, instance)
+        self._state.log(level, text, **load_results.about(version, instance))
 
     def retry(self, version: Version, instance: Instance, now: int) -> None:
         if instance.state is _I.ASLEEP and instance.retry_at <= now:
@@ -394,88 +332,6 @@ class Lifecycle:
         if instance.state is _I.STARTING and instance.spawned + limit <= now:
             instance.load_error = f"it did not load within {limit / 1e9:g} s (--load-limit-secs)"
             kill(self._state, version, instance, instance.load_error)
-
-    # ------------------------------------------------------------------------------------ unhealthy devices
-
-    def device_health(self, peer: int, event: DeviceHealth, now: int) -> None:
-        """A GPU must not be used any more, or may be used again. If only the reason changes, it is shown from now
-        on."""
-        state = self._state
-        before = state.unhealthy_devices.pop(event.device, "")
-        if event.reason:
-            state.unhealthy_devices[event.device] = event.reason
-        found = unhealthy.instances_on(state, event.device)
-        if event.reason and event.reason != before:
-            state.log("critical", f"{event.reason} ({len(found)} instance(s) are affected)", gpu=event.device)
-            for version, instance in found:
-                unhealthy.take_out(state, version, instance, event.reason)
-            loading.start_waiting(state)  # sets aside those that wait to load
-        elif before and not event.reason:
-            state.log("info", f"GPU {event.device} is healthy again", gpu=event.device)
-            for version, instance in found:
-                unhealthy.resume(state, version, instance)
-
-    def hold_blocked(self, now: int) -> None:
-        """Handles instances that were queued to load on an unhealthy GPU."""
-        blocked, self._state.blocked_loads = self._state.blocked_loads, []
-        for version, instance in blocked:
-            if instance.state is not _I.WAITING:
-                continue
-            reason = self._state.blocked(instance.spec)
-            if not reason:  # it has recovered in this turn
-                self._state.load_queue.append((version, instance))
-            elif instance.sleeping or instance.loaded:
-                unhealthy.hold(self._state, version, instance, reason)
-            else:
-                self._hold_first_load(version, instance, reason, now)
-        loading.start_waiting(self._state)
-
-    def _ended_on_unhealthy_device(self, version: Version, instance: Instance, now: int) -> None:
-        """The process was killed because of its GPU, or has crashed on it. This does not count as a crash."""
-        blocked = self._state.blocked(instance.spec)
-        reason = blocked or instance.reason
-        if instance.loaded and not instance.sleeping:
-            self._count_restart(version, instance)
-        if instance.loaded:
-            unhealthy.hold(self._state, version, instance, reason)
-        else:
-            self._hold_first_load(version, instance, reason, now)
-        if not blocked and instance.held:  # the GPU has recovered before the process had ended
-            unhealthy.resume(self._state, version, instance)
-
-    def _hold_first_load(self, version: Version, instance: Instance, reason: str, now: int) -> None:
-        """A version that is loading goes on with its instances on other devices; without any, its load fails."""
-        others = [
-            other
-            for other in version.instances
-            if other is not instance and not (other.over or other.spec.passive or other.held)
-        ]
-        if version.state is _V.LOADING and not others:
-            self._loads_later(version, instance, reason)
-        elif instance.joining or instance.replaces is not None:
-            self._failed_to_load(version, instance, reason, now)
-        else:
-            unhealthy.hold(self._state, version, instance, reason)
-            if version.state is _V.LOADING and version.loaded:
-                self._version_loaded(version, now)
-            deployment.goes_on_without(self._state, version, instance)
-
-    def _loads_later(self, version: Version, instance: Instance, reason: str) -> None:
-        """All GPUs of a version that is loading are unhealthy: its load fails now, and is made up for when one of them
-        has recovered. A generation that was to replace another is given up."""
-        model = self._state.models[version.model]
-        if model.versions.get(version.number) is not version:
-            self._give_up(version, instance, reason)
-            return
-        unhealthy.hold(self._state, version, instance, reason)
-        model.loads.failed += 1
-        version.move(_V.UNAVAILABLE, reason)
-        self._state.refresh(version.model)
-        self._state.log("error", f"{version.label} is UNAVAILABLE: {reason}", **_about(version, instance))
-        for other in list(version.instances):
-            if not other.held and not other.over:
-                retirement.stop(self._state, version, other)
-        deployment.has_failed(self._state, version, reason)
 
     # ------------------------------------------------------------------------------------ workers' memory
 
@@ -542,16 +398,6 @@ class Lifecycle:
         if not (state.instances or state.requests or state.leases or state.drained):
             state.drained = True
             state.effects.append(Drained())
-
-
-def _about(version: Version, instance: Instance) -> dict[str, Any]:
-    """Log fields, with the model's traceback if it failed to load, otherwise with the worker's last output."""
-    found: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
-    if version.traceback:
-        more = {"traceback": version.take_traceback()}
-    else:
-        more = {"last_words": instance.last_words}
-    return found | {name: text for name, text in more.items() if text}
 
 
 def _ran_alone(instance: Instance) -> bool:

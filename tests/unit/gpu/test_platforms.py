@@ -17,9 +17,6 @@ from shmserve.gpu.choice import open_device
 from shmserve.gpu.runtime import CUDA, ROCM, AddressRanges
 from tests.support.workers.gpu.harness import standins
 
-HIP_COMPUTE_MAJOR, HIP_COMPUTE_MINOR = 23, 61
-"""Some numbers of HIP, unlike those of CUDA."""
-
 
 class HipLibrary:
     """libamdhip64 with the two functions that are called directly."""
@@ -42,11 +39,7 @@ def hip(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in as CuPy for ROCm: functions and values that it does not have are missing."""
     with standins() as (runtime, _):
         runtime.is_hip = True
-        runtime.cudaDevAttrComputeCapabilityMajor = HIP_COMPUTE_MAJOR
-        runtime.cudaDevAttrComputeCapabilityMinor = HIP_COMPUTE_MINOR
-        numbers = {HIP_COMPUTE_MAJOR: 9, HIP_COMPUTE_MINOR: 4}
-        runtime.deviceGetAttribute = lambda attribute, device: numbers[attribute]
-        runtime.getDeviceProperties = lambda device: {"name": b"AMD"}
+        runtime.getDeviceProperties = lambda device: {"name": b"AMD", "major": 9, "minor": 4}
         for name in ("hostRegister", "cudaDevAttrHostRegisterReadOnlySupported"):
             delattr(runtime, name)
         runtime.hostUnregister = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime as ort
 
-from shmserve.errors import ModelFailed, NotFound, ServeError, Unsupported
+from shmserve.errors import ModelFailed, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.repo.config.complete import with_scalars
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.base import Context, GpuTensor, StackedBackend
@@ -92,7 +92,7 @@ class Onnx(StackedBackend):
             return DeviceInputs()  # the process sees several GPUs, and uses another than its first one
         try:
             cuda = open_device()
-        except Unsupported as error:
+        except (Unavailable, Unsupported) as error:  # CuPy is missing, or needs a newer driver than ONNX Runtime
             log_message(f"model '{model}': ONNX Runtime copies the tensors to the GPU: {error}")
             return DeviceInputs()
         return DeviceInputs(cuda, int(self.context.settings.get(PINNED_KNOB, PINNED_BYTES)))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shmserve.dtypes import FROM_CONFIG
-from shmserve.errors import Internal, InvalidRequest, ModelFailed, Unsupported
+from shmserve.errors import Internal, InvalidRequest, ModelFailed, Unavailable, Unsupported
 from shmserve.workers.backends.base import Context, OverlappingBackend
 from shmserve.workers.backends.model_facts import completed, match
 from shmserve.workers.backends.parameters import Parameters
@@ -95,7 +95,7 @@ class Torch(OverlappingBackend):
         if not why:
             try:
                 cuda = open_device()
-            except Unsupported as error:
+            except (Unavailable, Unsupported) as error:  # CuPy is missing, or needs a newer driver than PyTorch
                 why = str(error)
         if why:
             log_message(f"model '{config.name}': batches do not overlap and run without CUDA graphs: {why}")

@@ -75,6 +75,11 @@ def capture(run: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -> 
     return replay
 
 
+def free_cached() -> None:
+    """Gives the memory back to CUDA that PyTorch keeps for later tensors."""
+    torch.cuda.empty_cache()
+
+
 def settle_all(device: torch.device) -> None:
     """Waits for all work on the GPU, such as copies of weights."""
     torch.cuda.synchronize(device)

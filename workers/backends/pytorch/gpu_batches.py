@@ -15,7 +15,7 @@ import torch
 from msgspec import Struct
 
 from shmserve.dtypes import elements
-from shmserve.errors import ModelFailed, Unsupported
+from shmserve.errors import ModelFailed, Unavailable, Unsupported
 from shmserve.workers.backends.cuda_graphs import CudaGraph, CudaGraphs, GraphRequest, requested_graphs
 from shmserve.workers.backends.device_pipeline import DeviceBatch, NoComputation, Pipeline, PipelineOptions
 from shmserve.workers.backends.pytorch import device
@@ -146,7 +146,6 @@ class GpuBatches:
             slot.grow(slot.inputs, index, max(elements(shape) * spec.item, 1))
             for index, (spec, shape) in enumerate(zip(self._inputs, request.shapes, strict=True))
         ]
-        slot.fixed = True
         tensors = [
             device.over(address, shape, spec, self._place)
             for address, shape, spec in zip(addresses, request.shapes, self._inputs, strict=True)
@@ -163,6 +162,7 @@ class GpuBatches:
             device.over(slot.grow(slot.outputs, index, max(elements(shape) * spec.item, 1)), shape, spec, self._place)
             for index, (spec, shape) in enumerate(zip(self._outputs, shapes, strict=True))
         ]
+        slot.fix()
 
         def run() -> None:
             for result, value in zip(results, self._compute(tensors), strict=True):
@@ -245,9 +245,16 @@ class GpuBatches:
         in_place = bool(address)
         if not in_place:
             size = elements(shape) * spec.item
-            address = slot.grow(slot.inputs, index, max(size, 1)) if graph is None else graph.inputs[index]
+            address = self._buffer(slot, index, max(size, 1)) if graph is None else graph.inputs[index]
             slot.feed.put(inputs, index, spec.numpy, shape, size, address)
         return (device.over(address, shape, spec, self._place) if graph is None else None), in_place
+
+    def _buffer(self, slot: Slot, index: int, size: int) -> int:
+        try:
+            return slot.grow(slot.inputs, index, size)
+        except Unavailable:
+            device.free_cached()
+            return slot.grow(slot.inputs, index, size)
 
     def _own(self, index: int, given: tuple[Any, bool] | None) -> Any:
         """Returns an input that the model may write to, if it does."""

@@ -275,15 +275,17 @@ class GpuMonitor:
         return next((one for one in self._watched if one.uuid == uuid), None)
 
     def _update(self) -> None:
+        used: Counter[int] = Counter()
         for watched in self._watched:
             self._asked = (watched, time.monotonic())
             if self._shown:
                 watched.samples = sample(self._nvml, watched.gpus)
             if self._report is not None:
                 self._observe(watched)
+            if self._process_memory_used:
+                used.update(process_memory(self._nvml, watched.gpus))
             self._asked = None
-        if self._process_memory_used:
-            self._used = process_memory(self._nvml, self._gpus)
+        self._used = used
         if any(watched.health.has_failed for watched in self._watched):
             self._close_library()
 

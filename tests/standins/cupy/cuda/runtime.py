@@ -21,7 +21,6 @@ streamNonBlocking = 1
 streamCaptureModeThreadLocal = 1
 eventBlockingSync, eventDisableTiming = 1, 2
 hostAllocPortable = 1
-cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor = 75, 76
 cudaDevAttrHostRegisterReadOnlySupported = 113
 cudaIpcMemLazyEnablePeerAccess = 1
 _NAMES = {2: "cudaErrorMemoryAllocation: out of memory", 700: "cudaErrorIllegalAddress"}
@@ -178,7 +177,8 @@ def getDevice() -> int:
 
 def getDeviceProperties(device: int) -> dict[str, Any]:
     """The properties of a device. The uuid equals that of NVML."""
-    return {"uuid": state.uuid}
+    major, minor = state.capability
+    return {"uuid": state.uuid, "major": major, "minor": minor}
 
 
 def pointerGetAttributes(address: int) -> Any:
@@ -188,9 +188,9 @@ def pointerGetAttributes(address: int) -> Any:
 
 
 def deviceGetAttribute(attribute: int, device: int) -> int:
-    if attribute == cudaDevAttrHostRegisterReadOnlySupported:
-        return state.read_only_registration
-    return state.capability[attribute - cudaDevAttrComputeCapabilityMajor]
+    if attribute != cudaDevAttrHostRegisterReadOnlySupported:
+        raise CUDARuntimeError(1)
+    return state.read_only_registration
 
 
 def memGetInfo() -> tuple[int, int]:

@@ -50,6 +50,9 @@ def observed(*states: GpuState, xid: int = 0, later: float = 0.0) -> GpuHealth:
         (GpuState(action=2), "the driver recommends a reboot; reboot the machine"),
         (GpuState(action=3), "ending all peer-to-peer traffic; end all programs on its NVLink peers, then reset it"),
         (GpuState(action=4), ""),
+        (GpuState(action=5), "a reset of its bus (R580) or a recovery of its IMEX domain (from R610 on); reboot"),
+        (GpuState(action=6), "the driver recommends a reset of its bus; reboot the machine"),
+        (GpuState(action=7), "the driver recommends a reboot; reboot the machine"),
         (GpuState(action=99), ""),
         (GpuState(repair_failed=True), "defective memory could not be remapped; replace the GPU"),
         (GpuState(repair_pending=True), ""),
@@ -252,6 +255,24 @@ def test_a_driver_that_does_not_answer_takes_out_only_the_gpu_it_was_asked_about
     made._asked = None
     made._observe(made._watched[1])
     assert driver.next() == (1, "")
+
+
+def test_a_driver_that_does_not_list_processes_takes_out_the_gpu(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = driver.watch(ONE, TWO)
+    made.used_by(1)
+    asked = []
+
+    def process_memory(nvml: Any, gpus: Any) -> dict[int, int]:
+        assert made._asked is not None
+        asked.append((made._asked[0].gpus, gpus))
+        return {7: 100 * (gpus[0].number + 1), 8: 1}
+
+    monkeypatch.setattr(monitor, "process_memory", process_memory)
+    made._update()
+    assert [known for known, _ in asked] == [given for _, given in asked] == [list(one.gpus) for one in made._watched]
+    assert (made.used_by(7), made.used_by(8), made.used_by(9)) == (300, 2, 0)
 
 
 def test_without_health_nothing_is_reported(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

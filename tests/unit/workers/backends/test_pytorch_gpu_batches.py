@@ -40,6 +40,8 @@ class FakeDevice:
         self.replays = 0
         self.settled = 0
         self.pools: list[Any] = []
+        self.cached = 0
+        """Memory that PyTorch keeps."""
 
     def as_tensor(self, memory: Any, place: Any) -> Any:
         interface = memory.__cuda_array_interface__
@@ -76,6 +78,10 @@ class FakeDevice:
 
         return replay
 
+    def free_cached(self) -> None:
+        self.runtime.state.total += self.cached
+        self.cached = 0
+
     def settle_all(self, place: Any) -> None:
         self.settled += 1
 
@@ -83,7 +89,16 @@ class FakeDevice:
 @pytest.fixture
 def fake(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     fake = FakeDevice(gpu.runtime)
-    for name in ("as_tensor", "address_of", "stream_of", "running_in", "graph_pool", "capture", "settle_all"):
+    for name in (
+        "as_tensor",
+        "address_of",
+        "stream_of",
+        "running_in",
+        "graph_pool",
+        "capture",
+        "free_cached",
+        "settle_all",
+    ):
         monkeypatch.setattr(f"{DEVICE}.{name}", getattr(fake, name))
     return fake
 
@@ -241,6 +256,18 @@ def test_a_model_that_fails_frees_its_buffers(gpu: Gpu, fake: FakeDevice, tmp_pa
         np.testing.assert_array_equal(instance.array(row), np.full((1, 4), 2, np.float32))
 
 
+def test_a_buffer_gets_the_memory_that_pytorch_keeps(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    with load(tmp_path, model(tmp_path, -1)) as instance:
+        run(instance, 1, width=4)
+        gpu.state.total, fake.cached = 100_000, 1_000_000
+        run(instance, 1, width=40_000)
+        assert fake.cached == 0
+        (row,) = instance.run(instance.work(x=np.ones((1, 400_000), np.float32)))
+        assert row.error is not None
+        assert "no room for 1600000 bytes on the GPU" in row.error.text
+        run(instance, 1, width=40_000)
+
+
 def test_models_that_do_not_overlap(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
     given = replace(model(tmp_path, 4), parameters=NO_OVERLAP)
     with load(tmp_path, given) as instance:
@@ -263,6 +290,18 @@ def test_without_cupy_pytorch_copies_the_inputs(
         "batches do not overlap and run without CUDA graphs: tensors and models on a GPU need a package"
         in capfd.readouterr().err
     )
+
+
+def test_pytorch_runs_on_a_gpu_that_cupy_cannot_use(
+    gpu: Gpu, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """CuPy for CUDA 13 needs a newer driver than a PyTorch for CUDA 12."""
+    monkeypatch.setattr(f"{DEVICE}.settle", lambda place: None)
+    gpu.state.failures["setDevice"] = 35  # cudaErrorInsufficientDriver
+    with load(tmp_path, model(tmp_path, 4)) as instance:
+        assert type(instance.runner) is StackedRunner
+        run(instance, 1, 2, width=4)
+    assert "batches do not overlap, no CUDA graphs: no GPU can be used here" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------- CUDA graphs
@@ -299,6 +338,9 @@ def test_a_graph_keeps_its_buffers_when_others_grow(gpu: Gpu, fake: FakeDevice, 
         for width, replays in ((4, 1), (5000, 1), (4, 2), (40_000, 2), (4, 3)):
             run(instance, 1, 1, width=width)
             assert fake.replays == replays
+        allocated = sorted(memory.size for memory in gpu.state.device.values())
+        assert allocated.count(2 * 40_000 * 4) == 1, "one set of buffers ran all batches"
+        assert 2 * 5000 * 4 not in allocated, "it was replaced, and no graph uses it"
 
 
 @pytest.mark.parametrize(

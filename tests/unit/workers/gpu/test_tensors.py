@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from shmserve.broker.config.settings import CUDA_POOL_LIMIT
 from shmserve.dtypes import to_numpy
-from shmserve.errors import HandleLost, InvalidRequest
+from shmserve.errors import HandleLost, InvalidRequest, Unavailable
 from shmserve.protocol.messages import Handle, Tensor, Wanted
 from shmserve.protocol.worker_messages import StepOptions, Work
 from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicy, ModelOptimizationPolicyCuda
@@ -171,6 +172,19 @@ def test_onnx_runtime_gets_large_inputs_on_the_gpu(onnx_pair: Pair, shares: tupl
         for row, array in zip(found, given, strict=True):
             pair.check(row, {"y": array * 3, "z": array * 5}, ())
     assert consumer.arenas.used == 0
+
+
+def test_onnx_runtime_runs_on_a_gpu_that_cupy_cannot_use(
+    onnx_pair: Pair, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise Unavailable("no GPU can be used here: the driver is too old")
+
+    backend = onnx_pair.consumer.backend
+    monkeypatch.setattr("shmserve.gpu.choice.open_device", refuse)
+    monkeypatch.setattr(backend, "_plan", SimpleNamespace(device=0))
+    backend._device_inputs("m").close()
+    assert "ONNX Runtime copies the tensors to the GPU: no GPU can be used here" in capfd.readouterr().err
 
 
 def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:

@@ -1,0 +1,96 @@
+"""The results of loads: a version has loaded, or an instance has failed to load, and is tried again or fails its
+version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shmserve.core.models import deployment, retirement
+from shmserve.core.records import Instance, Version
+from shmserve.core.state import State, Timer
+from shmserve.core.states import InstanceState, VersionState
+
+_I, _V = InstanceState, VersionState
+
+
+def version_loaded(state: State, version: Version, now: int) -> None:
+    version.move(_V.READY)
+    version.took_ns = max(now - version.began, 1)
+    loads = state.models[version.model].loads
+    loads.done += 1
+    loads.done_ns += version.took_ns
+    state.refresh(version.model)
+    held = [instance for instance in version.instances if instance.held]
+    text = f"{version.label} is READY with {len(version.instances) - len(held)} instance(s)"
+    if held:
+        text += f", and without {len(held)}: {held[0].reason}"
+    level = "warning" if held else "debug"
+    state.log(level, text, model=version.model, version=version.number)
+
+
+def failed_to_load(state: State, version: Version, instance: Instance, reason: str, now: int) -> None:
+    """Handles the failed load of an instance that has never been READY. Only a version that is loading fails because
+    of it, since it needs all of its instances."""
+    instance.reason = reason
+    if version.state is not _V.LOADING:
+        instance.move(_I.FAILED)
+        version.instances.remove(instance)
+        if version.state is _V.UNAVAILABLE:  # its GPU had been unhealthy
+            version.reason = version.degraded_reason or reason
+            text = f"{version.label} is UNAVAILABLE: {reason}"
+            state.log("error", text, **about(version, instance))
+        deployment.has_failed(state, version, reason, instance)
+    elif version.retries < state.limits.load_retries:
+        version.retries += 1
+        text = f"{version.label} failed to load and will be retried (--model-load-retry-count): {reason}"
+        state.log("warning", text, **about(version, instance))
+        back_off(state, version, instance, state.limits.backoff_ns, now)
+    else:
+        give_up(state, version, instance, reason)
+
+
+def cannot_fit(state: State, version: Version, reason: str, now: int) -> None:
+    """There is not enough memory for its instances that wait to load for the first time."""
+    waiting = [one for one in version.instances if one.state is _I.WAITING and not one.loaded]
+    for instance in waiting:
+        if instance.state is not _I.WAITING:  # the version has already failed because of an earlier instance
+            break
+        if version.state is _V.LOADING:
+            give_up(state, version, instance, reason)
+        else:
+            failed_to_load(state, version, instance, reason, now)
+    version.settle_sleep()
+
+
+def give_up(state: State, version: Version, instance: Instance, reason: str) -> None:
+    """The version fails to load, because it needs all of its instances."""
+    instance.reason = reason
+    instance.move(_I.FAILED)
+    state.models[version.model].loads.failed += 1
+    version.move(_V.UNAVAILABLE, reason)
+    state.refresh(version.model)
+    if state.models[version.model].versions.get(version.number) is version:
+        text = f"{version.label} is UNAVAILABLE: {reason}"
+        state.log("error", text, **about(version, instance))
+    for other in list(version.instances):
+        retirement.stop(state, version, other)
+    version.idle.clear()
+    deployment.has_failed(state, version, reason)
+
+
+def back_off(state: State, version: Version, instance: Instance, pause: int, now: int) -> None:
+    instance.move(_I.BACKOFF)
+    state.memory_holders[instance] = version
+    instance.load_error = ""
+    instance.retry_at = now + pause
+    state.set_timer(instance.retry_at, Timer.RETRY, instance)
+
+
+def about(version: Version, instance: Instance) -> dict[str, Any]:
+    """Log fields, with the model's traceback if it failed to load, otherwise with the worker's last output."""
+    found: dict[str, Any] = {"model": version.model, "version": version.number, "instance": instance.spec.name}
+    if version.traceback:
+        more = {"traceback": version.take_traceback()}
+    else:
+        more = {"last_words": instance.last_words}
+    return found | {name: text for name, text in more.items() if text}
