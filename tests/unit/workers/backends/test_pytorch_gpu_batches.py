@@ -301,7 +301,7 @@ def test_pytorch_runs_on_a_gpu_that_cupy_cannot_use(
     with load(tmp_path, model(tmp_path, 4)) as instance:
         assert type(instance.runner) is StackedRunner
         run(instance, 1, 2, width=4)
-    assert "batches do not overlap, no CUDA graphs: no GPU can be used here" in capfd.readouterr().err
+    assert "batches do not overlap and run without CUDA graphs: no GPU can be used here" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------- CUDA graphs
