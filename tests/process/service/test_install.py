@@ -35,8 +35,7 @@ SERVER_ONLY = ("google", "uvloop", "rich", "argcomplete", "hdrh", "hpack", "http
 CLIENT_PARTS = {
     f"shmserve.{name}"
     for name in (
-        "clients", "dtypes", "errors", "extras", "paths", "protocol", "python_values", "session", "shm", "system",
-        "version",
+        "clients", "dtypes", "errors", "paths", "protocol", "python_values", "session", "shm", "system", "version",
     )
 }  # fmt: skip
 MODULES = """
