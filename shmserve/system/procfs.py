@@ -44,12 +44,15 @@ def own_bytes(pid: int) -> int:
 def anonymous_bytes(pid: int) -> tuple[int, int]:
     """The anonymous memory of a process, without files and shared memory, and an upper bound of its peak. Pages shared
     with the process from which it was forked count proportionally. Takes time for large processes."""
-    now = _kilobytes(_read(pid, "smaps_rollup"), b"Pss_Anon:")
+    rollup, status = _read(pid, "smaps_rollup"), _read(pid, "status")
+    now, whole = (_kilobytes(rollup, name) for name in (b"Pss_Anon:", b"Anonymous:"))
     if now is None:  # an old kernel
-        now = own_bytes(pid) // 1024
-    status = _read(pid, "status")
-    most, resident = _kilobytes(status, b"VmHWM:"), _kilobytes(status, b"VmRSS:")
-    return now * 1024, (now + max(0, (most or 0) - (resident or 0))) * 1024
+        now = whole = own_bytes(pid) // 1024
+    # All from one reading: a process that frees its memory as it exits would otherwise count it twice.
+    found = [_kilobytes(status, name) for name in (b"RssAnon:", b"VmHWM:", b"VmRSS:")]
+    anonymous, most, resident = (size or 0 for size in found)
+    peak = anonymous + max(0, most - resident) - ((whole or 0) - now)
+    return now * 1024, max(now, peak) * 1024
 
 
 def _kilobytes(text: bytes, name: bytes) -> int | None:

@@ -7,6 +7,7 @@ import mmap
 import os
 
 import numpy as np
+import pytest
 
 from shmserve.broker.processes.memory_meter import MIN_CHANGE, MemoryMeter
 from shmserve.core.events import Measured
@@ -29,6 +30,19 @@ def test_the_memory_of_a_process() -> None:
     _, still = procfs.anonymous_bytes(os.getpid())
     assert still >= after_peak - 8 * MIB, "the peak stays"
     assert procfs.anonymous_bytes(2**22 + 1) == (0, 0)
+
+
+def test_memory_of_a_process_that_exits_in_the_middle_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak was 80 MB. It frees its memory after the first file was read."""
+    files = {
+        "smaps_rollup": b"...\nPss_Anon: 70000 kB\nAnonymous: 72000 kB\n",
+        "status": b"...\nVmHWM: 80000 kB\nVmRSS: 9000 kB\nRssAnon: 4000 kB\n",
+    }
+    monkeypatch.setattr(procfs, "_read", lambda pid, name: files[name])
+    now, peak = procfs.anonymous_bytes(1)
+    assert (now // 1024, peak // 1024) == (70_000, 73_000)
+    files["status"] = b"...\nState: Z (zombie)\n"
+    assert procfs.anonymous_bytes(1) == (now, now)
 
 
 def test_workers_are_measured_and_changes_reported() -> None:
