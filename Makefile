@@ -25,7 +25,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet test-package gpu-wheels gpu-test package release-check tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal package release-check tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo 'make test-package  test the packages on each Python from 3.10 to 3.14; missing ones go to build/pythons if possible'
 	@echo 'make gpu-wheels  download what a machine with a GPU needs into $(GPU_WHEELS); docs/gpu-testing.md'
 	@echo 'make gpu-test    on that machine: test and measure with these packages; the results go to build/gpu'
+	@echo 'make gpu-rehearsal  run that script, its tests and its measures here, with stand-ins for the libraries'
 	@echo 'make package     build sdist, wheel, checksums and SBOM of HEAD in $(DIST); docs/releases.md'
 	@echo 'make release-check  VERSION=X.Y.Z: tell what stands against a release of this commit'
 	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
@@ -99,6 +100,9 @@ gpu-wheels: $(VENV)/.made
 # Uses the machine's own Python, which has cupy and torch.
 gpu-test:
 	@PYTHON='$(GPU_PYTHON)' bash tests/gpu/run.sh $(GPU_WHEELS) build/gpu
+
+gpu-rehearsal: $(VENV)/.dev
+	@$(BIN)/python -m pytest -q tests/gpu_rehearsal $(ARGS)
 
 release-check:
 	@$(PYTHON) -m deploy.release.check $(VERSION)

@@ -13,8 +13,14 @@ from tests import ROOT
 CODE = ("shmserve", "workers", "repo", "clients", "bench", "tests")
 MOST = 8
 """Maximum number of workers: tests start servers, some with engines that need a gigabyte."""
-ELSEWHERE = ("--ignore=tests/browser", "--ignore=tests/fleet", "--ignore=tests/deploy", "--ignore=tests/package")
-"""These need a browser, balancers, containers or interpreters, and have separate make targets."""
+ELSEWHERE = (
+    "--ignore=tests/browser",
+    "--ignore=tests/fleet",
+    "--ignore=tests/deploy",
+    "--ignore=tests/package",
+    "--ignore=tests/gpu_rehearsal",
+)
+"""These need a browser, balancers, containers or interpreters, or test what runs elsewhere. They have make targets."""
 PYTEST = [sys.executable, "-m", "pytest"]
 
 

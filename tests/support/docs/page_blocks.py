@@ -138,7 +138,7 @@ NOT_RUN = {
     ("ensembles", "answer ="): PART,
     ("ensembles", "for answer"): PART,
     ("gpu", ""): GPU,
-    ("gpu-testing", ""): "tests/process/service/test_gpu_run.py runs the script without a GPU",
+    ("gpu-testing", ""): "make gpu-rehearsal runs the script without a GPU",
     ("grpc", ""): "needs tritonclient; tests/tritonclient makes these calls in its environment",
     ("guides/from-bentoml", "import bentoml"): BEFORE,
     ("guides/from-ray-serve", "from ray"): BEFORE,

@@ -1,5 +1,4 @@
-"""The tests on a GPU and the measures, with the stand-ins of tests/standins or on the CPU, because typing errors would
-cost time on a device."""
+"""The tests and the measures."""
 
 from __future__ import annotations
 
