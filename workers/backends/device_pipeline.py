@@ -279,10 +279,14 @@ class Pipeline:
             log_message(f"model instance '{self._instance}': this process can no longer use the GPU: {error}")
             end_process(Exit.DEVICE_LOST)
 
-    def close(self) -> None:
-        """Releases resources in the order of their references. Not needed when the process ends."""
+    def settle(self) -> None:
+        """Waits for batches that have not ended, before what they use is released."""
         if any(slot.busy for slot in self.slots):
             self.cuda.settle()
+
+    def close(self) -> None:
+        """Releases resources in the order of their references. Not needed when the process ends."""
+        self.settle()
         for slot in self.slots:
             slot.close()
         self.slots = []

@@ -4,6 +4,7 @@ when something waits for it. Each rule about events and memory has a test that b
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,22 @@ def test_a_device_lost_with_two_batches_ends_the_process(
         for stream in gpu.state.streams.values():
             stream.waiting.clear()
         del second
+
+
+def test_a_context_outlives_the_batches_that_use_it(gpu: Gpu, tmp_path: Path) -> None:
+    adder(tmp_path, 40_000)
+    with gpu.load(tmp_path) as instance:
+        batch = instance.runner.begin([instance.work(x=array) for array in rows(1, width=40_000)])
+        states = gpu.state.streams.values()
+        pending: list[bool] = []
+        for profile in instance.backend._profiles:
+            weakref.finalize(profile.context, lambda: pending.append(any(stream.waiting for stream in states)))
+        del profile
+        assert any(stream.waiting for stream in states)
+        instance.backend.close()
+        gc.collect()
+        assert pending == [False]
+        del batch
 
 
 # ---------------------------------------------------------------------------------------------- at load
