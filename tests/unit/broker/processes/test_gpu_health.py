@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,55 @@ def test_the_library_is_closed_while_a_gpu_waits_for_its_reset(driver: Driver) -
     for thread in made._threads:
         thread.join()
     assert nvml._started == 0
+    assert made._events is None
+
+
+def test_xids_are_reported_again_after_an_error_of_the_wait(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = driver.watch(ONE, TWO)
+    made._stop.set()
+    for thread in made._threads:
+        thread.join()
+    nvml, pauses, errors = made._nvml, [], [999, 999, 1]
+    wait = nvml.nvmlEventSetWait_v2
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout)
+            return False
+
+    def failing(events: Any, timeout_ms: int) -> Any:
+        if errors:
+            raise nvml.NVMLError(errors.pop())
+        return wait(events, timeout_ms)
+
+    def refuse(events: Any) -> None:
+        raise nvml.NVMLError(999)
+
+    monkeypatch.setattr(nvml, "nvmlEventSetWait_v2", failing)
+    made._stop = Stop()
+    with caplog.at_level(logging.WARNING):
+        for count in (1, 2, 3):
+            made._wait(3600)
+            assert made._events is None
+            assert len(pauses) == count - 1, "the state of the GPUs is read at once"
+            made._wait(3600)
+            assert made._events is not None
+            assert len(pauses) == count
+    assert all(pause is not None and pause > 3500 for pause in pauses)
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for Xids of GPUs failed, and is tried again every 3600 s: driver not loaded"
+    ]
+    driver.xid("bb22", 79)
+    made._wait(3600)
+    assert driver.next()[0] == 1
+    events = made._events
+    errors.append(999)
+    with monkeypatch.context() as patch:
+        patch.setattr(nvml, "nvmlEventSetFree", refuse)
+        made._wait(3600)
+    nvml.nvmlEventSetFree(events)
     assert made._events is None
 
 
