@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.processes.gpus import monitor, xids
-from shmserve.broker.processes.gpus.health import SETTLE_S, GpuHealth
+from shmserve.broker.processes.gpus.health import REPEATED_S, SETTLE_S, GpuHealth
 from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.repo.gpu_state import GpuState, read_state
 from shmserve.repo.gpus import discover
@@ -106,6 +106,35 @@ def test_recovery_from_a_fatal_xid(states: list[GpuState], later: float, back: b
     health = observed(*states, xid=95, later=later)
     assert health.has_failed == (not back)
     assert ("" if back else "Xid 95") in health.reason
+
+
+def test_a_gpu_that_fails_again_and_again_is_out_for_longer_each_time() -> None:
+    health, now = observed(GpuState(action=0)), 1000.0
+    for count, quiet in enumerate((10, 20, 40, 80, 160, 320, 600, 600), 1):
+        health.happened(95, now)
+        assert (f"failure {count} within an hour: it is back after {quiet} s" in health.reason) == (count > 1)
+        now += quiet - 1
+        health.observe(GpuState(action=0), now)
+        assert health.has_failed
+        health.happened(119, now)  # the same failure
+        health.observe(GpuState(action=0), now + quiet - 1)
+        assert health.has_failed
+        now += quiet
+        health.observe(GpuState(action=0), now)
+        assert health.reason == ""
+    now += REPEATED_S
+    health.happened(95, now)
+    assert "within an hour" not in health.reason
+    health.observe(GpuState(action=0), now + SETTLE_S)
+    assert not health.has_failed
+
+
+def test_a_reset_counts_at_once_for_a_gpu_that_fails_again_and_again() -> None:
+    health = observed(GpuState(energy=90), GpuState(energy=3), xid=95)
+    health.happened(95, 200.0)
+    assert "failure 2 within an hour; reset it" in health.reason
+    health.observe(GpuState(energy=1), 201.0)
+    assert not health.has_failed
 
 
 def test_rules_change_the_fatal_xids() -> None:
