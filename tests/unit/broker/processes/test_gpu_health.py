@@ -283,6 +283,9 @@ def test_xids_are_reported_again_after_an_error_of_the_wait(
             raise nvml.NVMLError(errors.pop())
         return wait(events, timeout_ms)
 
+    def waits() -> bool:
+        return made._events is not None
+
     def refuse(events: Any) -> None:
         raise nvml.NVMLError(999)
 
@@ -291,11 +294,9 @@ def test_xids_are_reported_again_after_an_error_of_the_wait(
     with caplog.at_level(logging.WARNING):
         for count in (1, 2, 3):
             made._wait(3600)
-            assert made._events is None
-            assert len(pauses) == count - 1, "the state of the GPUs is read at once"
+            assert (waits(), len(pauses)) == (False, count - 1), "the state of the GPUs is read at once"
             made._wait(3600)
-            assert made._events is not None
-            assert len(pauses) == count
+            assert (waits(), len(pauses)) == (True, count)
     assert all(pause is not None and pause > 3500 for pause in pauses)
     assert [record.getMessage() for record in caplog.records] == [
         "waiting for Xids of GPUs failed, and is tried again every 3600 s: driver not loaded"
@@ -309,7 +310,7 @@ def test_xids_are_reported_again_after_an_error_of_the_wait(
         patch.setattr(nvml, "nvmlEventSetFree", refuse)
         made._wait(3600)
     nvml.nvmlEventSetFree(events)
-    assert made._events is None
+    assert not waits()
 
 
 def test_slices_fail_with_their_gpu(driver: Driver) -> None:
