@@ -31,6 +31,9 @@ DIRECT_BYTES = 64 * 1024
 has a fixed cost."""
 PINNED_BYTES = 256 * 1024 * 1024
 PINNED_KNOB = "pinned-memory-pool-byte-size"
+RECENT_USES = 64
+"""A segment that was used this recently is not evicted: segments in use would evict each other in every batch, and each
+eviction waits for the device."""
 
 
 def _on_device(piece: object) -> bool:
@@ -76,34 +79,57 @@ class Pinned:
         self._limit = limit
         self._sizes: OrderedDict[int, int] = OrderedDict()
         """By address. 0: the segment cannot be pinned; do not try again."""
+        self._last_uses: dict[int, int] = {}
+        """The number of the last use, by address."""
+        self._uses = 0
         self.used = 0
 
-    def ensure(self, array: Array) -> None:
-        """Pins the segment that contains the array, if there is one and there is room. The copy works either way."""
+    def ensure(self, array: Array) -> bool:
+        """Pins the segment that contains the array, if there is one and there is room. Returns whether it is pinned; a
+        copy works either way."""
         hold = hold_of(array)
         if hold is None:
-            return
+            return False
         pages = hold.pages
+        self._uses += 1
         if pages.address in self._sizes:
             self._sizes.move_to_end(pages.address)
-            return
+            self._last_uses[pages.address] = self._uses
+            return self._sizes[pages.address] > 0
         if pages.size > self._limit:
-            return
-        if self.used + pages.size > self._limit:
-            self._cuda.settle()  # evicted segments may still be read for this batch
-            while self.used + pages.size > self._limit:
-                self._evict()
+            return False
+        if self.used + pages.size > self._limit and not self._make_room(pages.size):
+            return False
         done = self._cuda.register(pages.address, pages.size, pages.writable)
         self._sizes[pages.address] = pages.size if done else 0
+        self._last_uses[pages.address] = self._uses
         self.used += pages.size if done else 0
         pages.before_unmap = self._unmapped
+        return done
+
+    def _make_room(self, size: int) -> bool:
+        """Evicts segments, the least recently used first. Returns False, and evicts none, if one of them was used
+        recently."""
+        evicted, left = 0, self.used
+        for address, pinned in self._sizes.items():
+            if left + size <= self._limit:
+                break
+            if pinned and self._uses - self._last_uses[address] <= RECENT_USES:
+                return False
+            evicted, left = evicted + 1, left - pinned
+        self._cuda.settle()  # they may still be read or written for a batch
+        for _ in range(evicted):
+            self._evict()
+        return True
 
     def _evict(self) -> None:
         address, size = self._sizes.popitem(last=False)
+        del self._last_uses[address]
         self._release(address, size)
 
     def _unmapped(self, pages: Pages) -> None:
         size = self._sizes.pop(pages.address, 0)
+        self._last_uses.pop(pages.address, None)
         self._release(pages.address, size)
 
     def _release(self, address: int, size: int) -> None:

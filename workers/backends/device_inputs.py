@@ -1,12 +1,15 @@
 """Inputs on this process's GPU for engines with their own GPU memory and streams: one address for all requests of a
 batch.
 
-Invariant: an input passed to the engine is complete and does not change until the batch is over; the batch calls `wait`
-before the engine reads it. Small inputs that are entirely on the host are left to the engine.
+Invariants: an input passed to the engine is complete and does not change until the batch is over; the batch locates its
+inputs within `copies`, which waits before the engine reads them, and before their sources are released after an error.
+Small inputs that are entirely on the host are left to the engine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,8 +42,16 @@ class DeviceInputs:
         """Copies are queued that nothing has waited for."""
         self._buffers: dict[int, tuple[int, int]] = {}
 
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        """Waits for the copies that `locate` queues within it, also after an error."""
+        try:
+            yield
+        finally:
+            self._wait()
+
     def locate(self, group: GatherGroup, index: int, spec: Spec) -> GpuTensor | None:
-        """Returns an input of all requests, complete after `wait`; None if it is left to the engine."""
+        """Returns an input of all requests, complete after `copies`; None if it is left to the engine."""
         pieces: Any = group.pieces(index)
         shape = group.shape(index)
         if not pieces or shape is None:
@@ -63,8 +74,7 @@ class DeviceInputs:
             raise cuda.failure(error) from error
         return GpuTensor(target, shape)
 
-    def wait(self) -> None:
-        """Waits for the copies of all inputs."""
+    def _wait(self) -> None:
         cuda = self._cuda
         if self._queued and cuda is not None:
             self._queued = False

@@ -6,6 +6,9 @@ one batch and the computation of another overlap.
 Invariants: the computation waits for the copies of its inputs (the event `copied`), and the copies of outputs wait for
 the computation (`computed`). The host waits for the last copy (`end`) before anything of the batch is used again: its
 buffers, its sources in callers' memory, and the memory that its outputs were copied to.
+
+Outputs are copied to pinned memory: a copy to other memory would block `begin` until the computation has ended. A copy
+of inputs from other memory waits at most for earlier copies in its stream.
 """
 
 from __future__ import annotations
@@ -89,7 +92,11 @@ class Slot:
         self._cuda = cuda
         self._pinned = pinned
         self._pin_outputs = options.staged_outputs
+        self._stage_all = options.overlap and options.staged_outputs
+        """Stage outputs whose final place is not pinned. Without the overlap, nothing waits behind their copies."""
         self._staging: dict[int, Staging] = {}
+        self._moves: list[tuple[Array, Array]] = []
+        """(final place, staging) of outputs whose final place is not pinned."""
         self._sizes: dict[int, int] = {}
         """The bytes of each buffer, by its address."""
         self._fixed: set[int] = set()
@@ -123,15 +130,42 @@ class Slot:
         self._fixed.update(filter(None, (*self.inputs, *self.outputs)))
 
     def target(self, index: int, spec: Spec, shape: tuple[int, ...], outputs: Results) -> tuple[Array, bool]:
-        """Returns where to copy an output: its final place if possible, else staging, which `put` splits."""
-        if outputs.direct(index, shape):
-            array = outputs.place(index, shape)
-            self._pinned.ensure(array)
+        """Returns where to copy an output: its final place if it is pinned, else staging. True: the output needs no
+        `put`, but `move`."""
+        if not outputs.direct(index, shape):
+            return self._staged(index, elements(shape) * spec.item).view(spec.numpy).reshape(shape), False
+        array = outputs.place(index, shape)
+        if self._pinned.ensure(array) or not self._stage_all or not array.nbytes:
             return array, True
+        try:
+            staged = self._staged(index, array.nbytes).view(array.dtype).reshape(array.shape)
+        except Unavailable as error:
+            self._stage_all = False
+            log_message(
+                f"copies of outputs block the next batch: {error}; set a higher --{PINNED_KNOB}, so that they need no "
+                "staging",
+                "warning",
+            )
+            return array, True
+        self._moves.append((array, staged))
+        return staged, True
+
+    def _staged(self, index: int, size: int) -> Array:
         staging = self._staging.get(index)
         if staging is None:
             staging = self._staging[index] = Staging(self._cuda, self._pin_outputs)
-        return staging.bytes(elements(shape) * spec.item).view(spec.numpy).reshape(shape), False
+        return staging.bytes(size)
+
+    def move(self) -> None:
+        """Copies staged outputs to their final places, after the last copy of the batch."""
+        moves, self._moves = self._moves, []
+        for place, staged in moves:
+            place[...] = staged
+
+    def release(self) -> None:
+        """The batch has ended."""
+        self._moves.clear()
+        self.busy = False
 
     def close(self) -> None:
         for address in self._sizes:
@@ -139,6 +173,7 @@ class Slot:
         self._sizes.clear()
         self._fixed.clear()
         self.inputs, self.outputs = [], []
+        self._moves.clear()
         self.feed.close()
         for staging in self._staging.values():
             staging.close()
@@ -203,7 +238,7 @@ class Pipeline:
             yield slot
         except Exception as error:
             self.failed(error)
-            slot.busy = False
+            slot.release()
             if isinstance(error, self.cuda.errors):
                 raise self.cuda.failure(error) from error
             raise
@@ -244,10 +279,14 @@ class Pipeline:
             log_message(f"model instance '{self._instance}': this process can no longer use the GPU: {error}")
             end_process(Exit.DEVICE_LOST)
 
-    def close(self) -> None:
-        """Releases resources in the order of their references. Not needed when the process ends."""
+    def settle(self) -> None:
+        """Waits for batches that have not ended, before what they use is released."""
         if any(slot.busy for slot in self.slots):
             self.cuda.settle()
+
+    def close(self) -> None:
+        """Releases resources in the order of their references. Not needed when the process ends."""
+        self.settle()
         for slot in self.slots:
             slot.close()
         self.slots = []
@@ -277,11 +316,12 @@ class DeviceBatch:
         cuda = self._pipeline.cuda
         try:
             cuda.synchronize(self._slot.end)
+            self._slot.move()
         except cuda.errors as error:
             self._pipeline.failed(error)
             raise cuda.failure(error) from error
         finally:
-            self._slot.busy = False
+            self._slot.release()
             self._kept = None
         for index, array in self._staged:
             self._outputs.put(index, array)

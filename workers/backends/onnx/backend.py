@@ -110,8 +110,8 @@ class Onnx(StackedBackend):
         if self._near is None:
             arrays: list[Any] = [inputs.array(index) for index in range(count)]
         else:
-            arrays = [self._given(self._near, inputs, index) for index in range(count)]
-            self._near.wait()
+            with self._near.copies():
+                arrays = [self._given(self._near, inputs, index) for index in range(count)]
         wanted = [index for index in range(len(self._names)) if outputs.needed(index)]
         inputs.computing()
         if not wanted:

@@ -148,8 +148,8 @@ class Torch(OverlappingBackend):
         if self._near is None:
             self.begin(inputs, outputs).finish()
             return
-        located = [self._near.locate(inputs, index, spec) for index, spec in enumerate(self._inputs)]
-        self._near.wait()
+        with self._near.copies():
+            located = [self._near.locate(inputs, index, spec) for index, spec in enumerate(self._inputs)]
         tensors = [self._given(index, there, inputs) for index, there in enumerate(located)]
         inputs.computing()
         values = self._compute(tensors)

@@ -103,6 +103,7 @@ class GpuBatches:
             raise
 
     def close(self) -> None:
+        self._pipeline.settle()
         self._graphs.clear()
         self._pipeline.close()
 

@@ -100,13 +100,15 @@ class TensorRT(OverlappingBackend):
 
     def close(self) -> None:
         """Releases resources in the order of their references. Not needed when the process ends."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.settle()
         self._profiles = []
         for allocator in self._allocators.values():
             allocator.close()
         for graphs in self._graphs.values():
             for graph in graphs.take_all():
                 self._cuda.destroy_graph(graph)
-        pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
         self._allocators, self._graphs = {}, {}

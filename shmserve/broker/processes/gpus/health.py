@@ -1,7 +1,7 @@
 """The health of one GPU: whether its instances may run, and if not, why, and what an operator has to do.
 
 A GPU is out of service while the driver cannot use it or recommends a reset or a reboot, and after a fatal Xid until
-there is evidence that it has recovered.
+there is evidence that it has recovered. A GPU that fails again and again is out of service for longer each time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from shmserve.broker.processes.gpus import xids
 from shmserve.repo.gpu_state import NO_ACTION, REBOOT, GpuState, Problem
 
 SETTLE_S = 10.0
-"""Time after a fatal Xid in which the driver may still change the recovery action that it recommends."""
+"""Time after a fatal Xid in which the driver may still change the recovery action that it recommends. It doubles with
+each further failure within REPEATED_S, up to MAX_SETTLE_S."""
+MAX_SETTLE_S = 600.0
+REPEATED_S = 3600.0
 
 
 class GpuHealth:
@@ -23,6 +26,8 @@ class GpuHealth:
         self._xid = 0
         """The last fatal Xid; 0: none since the GPU has recovered."""
         self._xid_at = 0.0
+        self._failures: list[float] = []
+        """When fatal Xids took the GPU out of service, within REPEATED_S before the last time."""
         self._stuck_s = 0.0
         """For how long the driver has not answered a query; 0: it answers."""
         self._state = GpuState()
@@ -33,6 +38,8 @@ class GpuHealth:
         """The driver has reported this Xid. True: it takes the GPU out of service."""
         if xid not in self._fixes:
             return False
+        if not self._xid:
+            self._failures = [*(then for then in self._failures if now - then < REPEATED_S), now]
         self._xid, self._xid_at = xid, now
         self.has_failed = True
         return True
@@ -51,9 +58,14 @@ class GpuHealth:
     def _has_recovered(self, before: GpuState, now: float) -> bool:
         """Whether the GPU has recovered from a fatal Xid. Without recovery actions, only a reset counts."""
         if self._state.action is not None:
-            return self._state.action == NO_ACTION and now - self._xid_at >= SETTLE_S
+            return self._state.action == NO_ACTION and now - self._xid_at >= self._settle_s
         was_reset = 0 <= self._state.uncorrected < before.uncorrected or 0 <= self._state.energy < before.energy
         return was_reset or bool(before.lost)
+
+    @property
+    def _settle_s(self) -> float:
+        """Time since the last fatal Xid after which the GPU has recovered, if the driver recommends nothing."""
+        return min(SETTLE_S * 2.0 ** min(len(self._failures) - 1, 16), MAX_SETTLE_S)
 
     @property
     def reason(self) -> str:
@@ -72,5 +84,10 @@ class GpuHealth:
         if self._stuck_s:
             return Problem(f"the driver has not answered for {self._stuck_s:.0f} s", REBOOT)
         if self._xid:
-            return Problem(xids.title(self._xid), self._fixes[self._xid])
+            what, count = xids.title(self._xid), len(self._failures)
+            if count > 1:
+                what += f", failure {count} within an hour"
+                if self._state.action is not None:
+                    what += f": it is back after {self._settle_s:.0f} s at the earliest"
+            return Problem(what, self._fixes[self._xid])
         return self._state.problem

@@ -93,7 +93,9 @@ class GpuMonitor:
         self._nvml: Any = None
         self._is_open = False
         self._events: Any = None
-        """The library's set of events to wait for. None: not open, or not supported."""
+        """The library's set of events to wait for. None: not open, not supported, or failed."""
+        self._events_failed = False
+        """The wait for events has failed since the library was opened."""
 
     # ------------------------------------------------------------------------------------ the broker's side
 
@@ -198,6 +200,7 @@ class GpuMonitor:
         except self._nvml.NVMLError:
             return False  # the driver is being reloaded, or a GPU reset
         self._is_open = True
+        self._events_failed = False
         if self._report is not None:
             self._register()
         return True
@@ -220,29 +223,39 @@ class GpuMonitor:
         if not self._is_open:
             return
         self._is_open = False
-        events, self._events = self._events, None
+        self._free_events()
         try:
-            if events is not None:
-                self._nvml.nvmlEventSetFree(events)
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError as error:
             log.warning("cannot close NVIDIA's management library: %s", error)
 
+    def _free_events(self) -> None:
+        events, self._events = self._events, None
+        try:
+            if events is not None:
+                self._nvml.nvmlEventSetFree(events)
+        except self._nvml.NVMLError as error:
+            log.warning("cannot free a set of events of NVIDIA's management library: %s", error)
+
     def _wait(self, interval_s: float) -> None:
-        """Waits for the next sample. An Xid that may take a GPU out of service ends the wait."""
+        """Waits for the next sample. An Xid that may take a GPU out of service ends the wait, and so does an error of
+        it; then the next wait lasts the whole interval, and requests events again."""
         until = time.monotonic() + interval_s
         while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
             if self._events is None:
                 self._stop.wait(left)
+                if self._events_failed and not self._stop.is_set():
+                    self._register()
                 return
             try:
                 event = self._nvml.nvmlEventSetWait_v2(self._events, max(1, min(SLICE_MS, int(left * 1000))))
             except self._nvml.NVMLError as error:
                 if error.value == _TIMEOUT:
                     continue
-                log.warning("NVIDIA's driver no longer reports errors of GPUs: %s", error)
-                self._nvml.nvmlEventSetFree(self._events)
-                self._events = None
+                if not self._events_failed:
+                    log.warning("waiting for Xids of GPUs failed, and is tried again every %g s: %s", interval_s, error)
+                self._events_failed = True
+                self._free_events()
                 return  # probably a GPU was lost
             if event.eventType == _XID_EVENT and self._happened(event.device, int(event.eventData)):
                 return

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from shmserve.broker.processes.gpus import monitor, xids
-from shmserve.broker.processes.gpus.health import SETTLE_S, GpuHealth
+from shmserve.broker.processes.gpus.health import REPEATED_S, SETTLE_S, GpuHealth
 from shmserve.broker.processes.gpus.monitor import GpuMonitor
 from shmserve.repo.gpu_state import GpuState, read_state
 from shmserve.repo.gpus import discover
@@ -105,6 +106,35 @@ def test_recovery_from_a_fatal_xid(states: list[GpuState], later: float, back: b
     health = observed(*states, xid=95, later=later)
     assert health.has_failed == (not back)
     assert ("" if back else "Xid 95") in health.reason
+
+
+def test_a_gpu_that_fails_again_and_again_is_out_for_longer_each_time() -> None:
+    health, now = observed(GpuState(action=0)), 1000.0
+    for count, quiet in enumerate((10, 20, 40, 80, 160, 320, 600, 600), 1):
+        health.happened(95, now)
+        assert (f"failure {count} within an hour: it is back after {quiet} s" in health.reason) == (count > 1)
+        now += quiet - 1
+        health.observe(GpuState(action=0), now)
+        assert health.has_failed
+        health.happened(119, now)  # the same failure
+        health.observe(GpuState(action=0), now + quiet - 1)
+        assert health.has_failed
+        now += quiet
+        health.observe(GpuState(action=0), now)
+        assert health.reason == ""
+    now += REPEATED_S
+    health.happened(95, now)
+    assert "within an hour" not in health.reason
+    health.observe(GpuState(action=0), now + SETTLE_S)
+    assert not health.has_failed
+
+
+def test_a_reset_counts_at_once_for_a_gpu_that_fails_again_and_again() -> None:
+    health = observed(GpuState(energy=90), GpuState(energy=3), xid=95)
+    health.happened(95, 200.0)
+    assert "failure 2 within an hour; reset it" in health.reason
+    health.observe(GpuState(energy=1), 201.0)
+    assert not health.has_failed
 
 
 def test_rules_change_the_fatal_xids() -> None:
@@ -231,6 +261,56 @@ def test_the_library_is_closed_while_a_gpu_waits_for_its_reset(driver: Driver) -
         thread.join()
     assert nvml._started == 0
     assert made._events is None
+
+
+def test_xids_are_reported_again_after_an_error_of_the_wait(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = driver.watch(ONE, TWO)
+    made._stop.set()
+    for thread in made._threads:
+        thread.join()
+    nvml, pauses, errors = made._nvml, [], [999, 999, 1]
+    wait = nvml.nvmlEventSetWait_v2
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout)
+            return False
+
+    def failing(events: Any, timeout_ms: int) -> Any:
+        if errors:
+            raise nvml.NVMLError(errors.pop())
+        return wait(events, timeout_ms)
+
+    def waits() -> bool:
+        return made._events is not None
+
+    def refuse(events: Any) -> None:
+        raise nvml.NVMLError(999)
+
+    monkeypatch.setattr(nvml, "nvmlEventSetWait_v2", failing)
+    made._stop = Stop()
+    with caplog.at_level(logging.WARNING):
+        for count in (1, 2, 3):
+            made._wait(3600)
+            assert (waits(), len(pauses)) == (False, count - 1), "the state of the GPUs is read at once"
+            made._wait(3600)
+            assert (waits(), len(pauses)) == (True, count)
+    assert all(pause is not None and pause > 3500 for pause in pauses)
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for Xids of GPUs failed, and is tried again every 3600 s: driver not loaded"
+    ]
+    driver.xid("bb22", 79)
+    made._wait(3600)
+    assert driver.next()[0] == 1
+    events = made._events
+    errors.append(999)
+    with monkeypatch.context() as patch:
+        patch.setattr(nvml, "nvmlEventSetFree", refuse)
+        made._wait(3600)
+    nvml.nvmlEventSetFree(events)
+    assert not waits()
 
 
 def test_slices_fail_with_their_gpu(driver: Driver) -> None:

@@ -4,6 +4,7 @@ when something waits for it. Each rule about events and memory has a test that b
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
+from shmserve.protocol.messages import Handle
 from shmserve.protocol.worker_messages import StepOptions, rows_of
 from shmserve.repo.config import schema
+from shmserve.shm.views import hold_of
+from shmserve.workers.backends.device_buffers import PINNED_KNOB, RECENT_USES
 from shmserve.workers.backends.device_pipeline import Pipeline, Slot
 from shmserve.workers.batch.scatter import Scatter
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.workers.gpu.device_pair import TensorRtPair, arrays
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
-from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, check, config, rows, tuned
+from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, check, config, rows, tuned
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "nothing": (),
@@ -202,6 +206,71 @@ def test_sources_live_until_the_end_of_their_batch(gpu: Gpu, tmp_path: Path) -> 
         assert [call[0] for call in gpu.state.calls] == ["eventSynchronize", "hostUnregister"]
 
 
+def copied_to_pinned(gpu: Gpu) -> list[bool]:
+    """Whether each copy to the host since `clear` goes to pinned memory. To other memory it blocks."""
+    state = gpu.state
+    pinned = [(address, memory.size) for address, memory in state.pinned.items()]
+    pinned += state.registered.items()
+    copies = [call[1:4] for call in state.named("memcpyAsync") if call[4] == 2]
+    return [any(a <= to and to + size <= a + length for a, length in pinned) for to, _, size in copies]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_outputs_in_memory_that_is_not_pinned_are_staged(gpu: Gpu, tmp_path: Path, order: str) -> None:
+    adder(tmp_path, 40_000)
+    with gpu.load(tmp_path, settings={PINNED_KNOB: "0"}) as instance:
+        hurry(gpu, instance, order)
+        gpu.clear()
+        Flight(instance, 40_000, True).run()
+        assert not gpu.state.registered
+        copies = copied_to_pinned(gpu)
+        assert all(copies)
+        assert len(copies) == 5
+        assert instance.arenas.used == 0
+
+
+def test_segments_in_use_are_not_evicted(gpu: Gpu, tmp_path: Path) -> None:
+    """There is room for the client's segment only."""
+    adder(tmp_path, 40_000)
+    with gpu.load(tmp_path) as instance:
+        (x,) = rows(1, width=40_000)
+        work = instance.work(x=x)
+        pinned = instance.backend._pipeline.pinned
+        pinned._limit = instance.client.segments[0].size
+        for _ in range(2):
+            gpu.clear()
+            (row,) = instance.runner.finish(instance.runner.begin([work]))[0]
+            np.testing.assert_array_equal(instance.array(row), x + 1)
+            assert copied_to_pinned(gpu) == [True]
+            assert not {"deviceSynchronize", "hostUnregister"} & {call[0] for call in gpu.state.calls}
+        output = instance.arenas.allocate(work.audience, 8192)
+        array = output.array(np.dtype(np.uint8), (8192,))
+        pinned._limit = max(pinned._limit, hold_of(array).pages.size)  # type: ignore[union-attr]
+        pinned.ensure(array)
+        assert pinned.used == instance.client.segments[0].size
+        pinned._uses += RECENT_USES
+        assert pinned.ensure(array)
+        assert pinned.used == hold_of(array).pages.size  # type: ignore[union-attr]
+        instance.arenas.free([Handle(output.segment, output.offset, output.size)])
+
+
+def test_without_pinned_memory_outputs_are_copied_directly(
+    gpu: Gpu, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adder(tmp_path, 40_000)
+    with gpu.load(tmp_path, settings={PINNED_KNOB: "0"}) as instance:
+        gpu.state.failures["hostAlloc"] = 2
+        gpu.clear()
+        check(instance, 1, width=40_000)
+        check(instance, 1, width=40_000)
+        assert copied_to_pinned(gpu) == [False, False]
+        assert capfd.readouterr().err.count("copies of outputs block the next batch") == 1
+    with gpu.load(tmp_path, config(parameters=NO_OVERLAP), settings={PINNED_KNOB: "0"}) as instance:
+        gpu.clear()
+        check(instance, 1, width=40_000)
+        assert copied_to_pinned(gpu) == [False]
+
+
 # ---------------------------------------------------------------------------------------------- failures
 
 
@@ -259,6 +328,22 @@ def test_a_device_lost_with_two_batches_ends_the_process(
         for stream in gpu.state.streams.values():
             stream.waiting.clear()
         del second
+
+
+def test_a_context_outlives_the_batches_that_use_it(gpu: Gpu, tmp_path: Path) -> None:
+    adder(tmp_path, 40_000)
+    with gpu.load(tmp_path) as instance:
+        batch = instance.runner.begin([instance.work(x=array) for array in rows(1, width=40_000)])
+        states = gpu.state.streams.values()
+        pending: list[bool] = []
+        for profile in instance.backend._profiles:
+            weakref.finalize(profile.context, lambda: pending.append(any(stream.waiting for stream in states)))
+        del profile
+        assert any(stream.waiting for stream in states)
+        instance.backend.close()
+        gc.collect()
+        assert pending == [False]
+        del batch
 
 
 # ---------------------------------------------------------------------------------------------- at load

@@ -5,6 +5,8 @@ queued before in the stream of the model has run; its results count as memory of
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -318,6 +320,21 @@ def test_graphs_for_each_set_of_buffers(gpu: Gpu, fake: FakeDevice, tmp_path: Pa
         assert fake.replays == 3
         run(instance, 1, 2, width=4)
         assert fake.replays == 4
+
+
+def test_graphs_outlive_the_batches_that_use_them(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
+    with load(tmp_path, tuned(model(tmp_path, 4), Cuda(graphs=True))) as instance:
+        batch = instance.runner.begin([instance.work(x=array) for array in rows(1)])
+        states = gpu.state.streams.values()
+        assert any(stream.waiting for stream in states)
+        pending: list[bool] = []
+        graph = instance.backend._batches._graphs[0].find(((1, 4),), 1)
+        weakref.finalize(graph.handle.replay, lambda: pending.append(any(stream.waiting for stream in states)))
+        del graph
+        instance.backend.close()
+        gc.collect()
+        assert pending == [False]
+        del batch
 
 
 def test_a_graph_for_smaller_batches(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:

@@ -200,6 +200,40 @@ def test_a_gpu_failure_in_onnx_runtime_fails_one_batch(onnx_pair: Pair) -> None:
     onnx_pair.give_back(*rows)
 
 
+@pytest.mark.parametrize("second", ["copy", "allocate"])
+def test_inputs_are_released_only_after_their_copies(
+    onnx_pair: Pair, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the second input fails, when the first one is queued."""
+    pair, consumer = onnx_pair, onnx_pair.consumer
+    device = memory_of(consumer.mapped).cuda
+    assert isinstance(device, FakeDevice)
+    near = consumer.backend._near = DeviceInputs(device)
+    locate = near.locate
+
+    def then_fail(group: Any, index: int, spec: Any) -> Any:
+        if index == 1:
+            assert near._queued
+            pair.fake.fail(second)
+        return locate(group, index, spec)
+
+    monkeypatch.setattr(near, "locate", then_fail)
+    (x,) = arrays(1)
+    synchronized: list[int] = []
+    wait = device.synchronize_stream
+
+    def watched(stream: int) -> None:
+        synchronized.append(stream)
+        wait(stream)
+
+    monkeypatch.setattr(device, "synchronize_stream", watched)
+    (row,) = consumer.run(consumer.work(x=x, b=x * 2))
+    assert row.error is not None
+    assert synchronized == [near._stream]
+    assert not any(stream.waiting for stream in device._streams.values())
+    consumer.failures.clear()  # their tracebacks refer to arrays
+
+
 @pytest.mark.parametrize("case", ["not asked", "another output", "a place", "small", "full"])
 def test_outputs_that_are_copied_to_the_host(pair: Pair, case: str, tmp_path: Path) -> None:
     (x,) = arrays(1)
