@@ -34,7 +34,7 @@ def as_serve_error(error: BaseException) -> BaseException:
         return type(cause)(str(cause.args[0]) if cause.args else "")
     if isinstance(error, RayActorError):
         return ConnectionLost("the server failed while processing this request")
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):  # another class before Python 3.11
         return DeadlineExceeded("the request timed out")
     if isinstance(error, serve.exceptions.BackPressureError | serve.exceptions.DeploymentUnavailableError):
         return Unavailable(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,7 +15,9 @@ from shmserve.ray.autoscaling import QueueTimePolicy, between, decide, free_byte
 pytest.importorskip("starlette", reason="Ray is not installed; `make test-fleet` installs it")
 pytest.importorskip("ray", reason="Ray is not installed; `make test-fleet` installs it")
 
+from shmserve.errors import DeadlineExceeded
 from shmserve.gateway.http.routes import resolve
+from shmserve.ray.handle import as_serve_error
 from shmserve.ray.ingress import Target, grpc_target, http_target
 from shmserve.ray.routing import UNREPORTED_S, Placements, of_sequence
 from tests.support.gateway.rpc import infer_request
@@ -39,6 +42,12 @@ def replica(name: str, room: float = math.inf, awake: tuple[str, ...] = (), **mo
 
 def names(replicas: list[Any]) -> list[str]:
     return [one.replica_id.unique_id for one in replicas]
+
+
+@pytest.mark.parametrize("kind", [TimeoutError, asyncio.TimeoutError])
+def test_a_timeout_is_a_serve_error(kind: type[Exception]) -> None:
+    """They are different classes before Python 3.11."""
+    assert type(as_serve_error(kind())) is DeadlineExceeded
 
 
 def test_a_sequence_moves_only_if_its_replica_is_removed() -> None:
