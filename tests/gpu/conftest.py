@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import shmserve
 from shmserve.repo.gpus import discover
 from shmserve.testing import Server
 from tests import STANDINS
@@ -47,6 +48,13 @@ def _gpu() -> None:
     found = discover()
     if not found.found:
         pytest.skip(f"no GPU: {found.why or 'there is none, or nvidia-ml-py is not installed'}")
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[shmserve.Client]:
+    """A client of the `server` that a file defines."""
+    with server.client() as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -28,12 +28,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, cupy: Any) -> Iterator[Serv
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as client:
-        yield client
-
-
 def put(cupy: Any, array: Any, values: Any) -> None:
     cupy.asarray(array)[...] = cupy.asarray(values)
     cupy.cuda.Device(0).synchronize()

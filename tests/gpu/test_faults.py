@@ -40,12 +40,6 @@ def server(tmp_path: Any, cupy: Any) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as client:
-        yield client
-
-
 def assert_serves(client: shmserve.Client) -> None:
     for name in ("make", "slow", "die"):
         client.wait_ready(name, timeout=60)

@@ -35,12 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, cupy: Any) -> Iterator[Serv
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as client:
-        yield client
-
-
 def test_a_step_reads_the_output_of_another_process_on_the_gpu(client: shmserve.Client) -> None:
     own = set(living.pids(client, "where").values())
     makers = set(living.pids(client, "two").values())
