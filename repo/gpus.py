@@ -18,6 +18,17 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 CREATE_SLICES = "create some (nvidia-smi mig -cgi PROFILE -C) or end MIG mode (nvidia-smi -mig 0)"
 CONTROL = Path("/dev/nvidiactl")
 """Exists if the driver is loaded."""
+SHOWN_METRICS = {
+    "nv_gpu_utilization": "utilization",
+    "nv_gpu_memory_total_bytes": "memory_bytes",
+    "nv_gpu_memory_used_bytes": "memory_used_bytes",
+    "nv_gpu_power_usage": "power_watts",
+    "nv_gpu_power_limit": "power_limit_watts",
+    "shmserve_gpu_sm_clock_hertz": "sm_clock_hertz",
+    "shmserve_gpu_sm_clock_max_hertz": "sm_clock_max_hertz",
+    "shmserve_gpu_temperature_celsius": "temperature_celsius",
+}
+"""Metric -> its key in the description of a GPU that the broker and `top` show."""
 
 
 class GpuNumbers(tuple[int, ...]):
@@ -136,22 +147,22 @@ def in_mig_mode(nvml: Any, handle: Any) -> bool:
 def _listed(nvml: Any, index: int) -> list[Gpu]:
     """The GPU, or its slices, in the order of `nvidia-smi -L`."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    pci = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
-    uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    pci = text_of(nvml.nvmlDeviceGetPciInfo(handle).busId)
+    uuid = text_of(nvml.nvmlDeviceGetUUID(handle))
     if not in_mig_mode(nvml, handle):
-        return [Gpu(index, index, uuid, pci, _text(nvml.nvmlDeviceGetName(handle)))]
+        return [Gpu(index, index, uuid, pci, text_of(nvml.nvmlDeviceGetName(handle)))]
     slices = []
     for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
         except nvml.NVMLError:
             continue  # no slice has this number
-        own = _text(nvml.nvmlDeviceGetUUID(part))
-        slices.append(Gpu(index, index, own, pci, _text(nvml.nvmlDeviceGetName(part)), uuid))
+        own = text_of(nvml.nvmlDeviceGetUUID(part))
+        slices.append(Gpu(index, index, own, pci, text_of(nvml.nvmlDeviceGetName(part)), uuid))
     return slices
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Older versions of the library return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 

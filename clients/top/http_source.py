@@ -28,6 +28,7 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
+from shmserve.repo.gpus import SHOWN_METRICS
 
 Document = dict[str, Any]
 
@@ -69,22 +70,12 @@ _OF_SERVER = {
     "nv_cpu_memory_total_bytes": "machine_memory_bytes",
     "nv_cpu_memory_used_bytes": "machine_memory_used_bytes",
 }
-_OF_GPUS = {
-    "nv_gpu_utilization": "utilization",
-    "nv_gpu_memory_total_bytes": "memory_bytes",
-    "nv_gpu_memory_used_bytes": "memory_used_bytes",
-    "nv_gpu_power_usage": "power_watts",
-    "nv_gpu_power_limit": "power_limit_watts",
-    "shmserve_gpu_sm_clock_hertz": "sm_clock_hertz",
-    "shmserve_gpu_sm_clock_max_hertz": "sm_clock_max_hertz",
-    "shmserve_gpu_temperature_celsius": "temperature_celsius",
-}
 _THROTTLED, _GPU_OUT = "shmserve_gpu_throttled", "shmserve_gpu_out_of_service"
 _OF_CLIENTS = {"shmserve_client_held_bytes": "held_bytes", "shmserve_client_requests": "in_flight"}
 _TIMES = "shmserve_request_duration_seconds_bucket"
 _STATE = "shmserve_instance_state"
 _WANTED = frozenset(
-    (*_OF_INSTANCES, *_OF_MODELS, *_OF_SERVER, *_OF_GPUS, *_OF_CLIENTS, _TIMES, _STATE, _THROTTLED, _GPU_OUT,
+    (*_OF_INSTANCES, *_OF_MODELS, *_OF_SERVER, *SHOWN_METRICS, *_OF_CLIENTS, _TIMES, _STATE, _THROTTLED, _GPU_OUT,
      "shmserve_clients",
      "shmserve_requests_refused_total", "shmserve_segment_bytes", "shmserve_segments", "process_start_time_seconds")
 )  # fmt: skip
@@ -336,8 +327,8 @@ def _add_metrics(document: Document, models: Mapping[tuple[str, str], Document],
         elif "gpu_uuid" in labels:
             uuid = labels["gpu_uuid"]
             gpu = gpus.setdefault(uuid, {"number": len(gpus), "uuid": uuid, "throttled": [], "out_of_service": ""})
-            if name in _OF_GPUS:
-                gpu[_OF_GPUS[name]] = value
+            if name in SHOWN_METRICS:
+                gpu[SHOWN_METRICS[name]] = value
             elif name == _THROTTLED and value:
                 gpu["throttled"].append(labels.get("reason", ""))
             elif name == _GPU_OUT and value:
@@ -359,7 +350,7 @@ def _add_metrics(document: Document, models: Mapping[tuple[str, str], Document],
         if key in models and "counters" in models[key]:
             models[key]["counters"]["request_times"] = _separate(counts)
     document["clients"] = list(clients.values())
-    document["gpus"] = [{"name": None, **dict.fromkeys(_OF_GPUS.values()), **gpu} for gpu in gpus.values()]
+    document["gpus"] = [{"name": None, **dict.fromkeys(SHOWN_METRICS.values()), **gpu} for gpu in gpus.values()]
     return seen
 
 

@@ -21,7 +21,7 @@ from shmserve.broker.processes.gpus import xids
 from shmserve.broker.processes.gpus.health import GpuHealth
 from shmserve.broker.processes.gpus.samples import SECOND_LABELS, Sample, process_memory, sample
 from shmserve.repo.gpu_state import read_state
-from shmserve.repo.gpus import Gpu
+from shmserve.repo.gpus import SHOWN_METRICS, Gpu, text_of
 
 INTERVAL_S = 2.0
 RECHECK = 5
@@ -145,7 +145,7 @@ class GpuMonitor:
         reasons = self.out_of_service()
         entries: dict[str, dict[str, Any]] = {
             gpu.uuid: {
-                "number": gpu.number, "uuid": gpu.uuid, "name": gpu.name, **dict.fromkeys(_SHOWN.values()),
+                "number": gpu.number, "uuid": gpu.uuid, "name": gpu.name, **dict.fromkeys(SHOWN_METRICS.values()),
                 "throttled": [], "out_of_service": reasons.get(gpu.number, ""),
             }
             for gpu in self._gpus
@@ -154,8 +154,8 @@ class GpuMonitor:
             entry = entries.get(one.uuid)
             if entry is None:  # a whole GPU, of which the server uses slices
                 continue
-            if one.name in _SHOWN:
-                entry[_SHOWN[one.name]] = one.value
+            if one.name in SHOWN_METRICS:
+                entry[SHOWN_METRICS[one.name]] = one.value
             elif one.name == "shmserve_gpu_throttled" and one.value:
                 entry["throttled"].append(one.more)
         return list(entries.values())
@@ -281,10 +281,9 @@ class GpuMonitor:
     def _find(self, device: Any) -> _Watched | None:
         """The GPU with this handle. The driver does not report the UUID of a GPU that it has lost."""
         try:
-            uuid = self._nvml.nvmlDeviceGetUUID(device)
+            uuid = text_of(self._nvml.nvmlDeviceGetUUID(device))
         except self._nvml.NVMLError:
             return next((one for one in self._watched if _address(one.handle) == _address(device)), None)
-        uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
         return next((one for one in self._watched if one.uuid == uuid), None)
 
     def _update(self) -> None:
@@ -346,16 +345,3 @@ def _address(handle: Any) -> Any:
     """What a handle of the library points to."""
     is_pointer = isinstance(handle, ctypes._Pointer)
     return ctypes.cast(handle, ctypes.c_void_p).value if is_pointer else handle
-
-
-_SHOWN = {
-    "nv_gpu_utilization": "utilization",
-    "nv_gpu_memory_total_bytes": "memory_bytes",
-    "nv_gpu_memory_used_bytes": "memory_used_bytes",
-    "nv_gpu_power_usage": "power_watts",
-    "nv_gpu_power_limit": "power_limit_watts",
-    "shmserve_gpu_sm_clock_hertz": "sm_clock_hertz",
-    "shmserve_gpu_sm_clock_max_hertz": "sm_clock_max_hertz",
-    "shmserve_gpu_temperature_celsius": "temperature_celsius",
-}
-"""Metric -> its key in `document`."""
