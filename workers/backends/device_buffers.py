@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shmserve.gpu.interface import ALIGN
-from shmserve.shm.views import address_of as address_of
-from shmserve.shm.views import hold_of
+from shmserve.shm.views import address_of, hold_of
 from shmserve.workers.gpu.shared import DevicePiece
 
 if TYPE_CHECKING:
@@ -31,6 +31,13 @@ DIRECT_BYTES = 64 * 1024
 has a fixed cost."""
 PINNED_BYTES = 256 * 1024 * 1024
 PINNED_KNOB = "pinned-memory-pool-byte-size"
+
+
+def pinned_limit(settings: Mapping[str, str]) -> int:
+    """The bytes of callers' memory that a process may pin."""
+    return int(settings.get(PINNED_KNOB, PINNED_BYTES))
+
+
 RECENT_USES = 64
 """A segment that was used this recently is not evicted: segments in use would evict each other in every batch, and each
 eviction waits for the device."""

@@ -24,7 +24,8 @@ from msgspec import Struct
 from shmserve.dtypes import elements
 from shmserve.errors import Internal, Unavailable
 from shmserve.repo.rules.fields import RETRY
-from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, address_of
+from shmserve.shm.views import address_of
+from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, pinned_limit
 from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.gpu.api import PRIORITIES
 from shmserve.workers.process.exit_codes import Exit
@@ -62,7 +63,7 @@ def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
     parameters = Parameters(config)
     # A request that has begun early counts as waiting: it is run again if the worker dies.
     overlap = parameters.flag(OVERLAP, True) and parameters.flag(RETRY, True)
-    pinned_bytes = int(context.settings.get(PINNED_KNOB, PINNED_BYTES))
+    pinned_bytes = pinned_limit(context.settings)
     optimization = config.optimization
     if optimization is None:
         return PipelineOptions(overlap, pinned_bytes=pinned_bytes)

@@ -85,7 +85,7 @@ class Onnx(StackedBackend):
         """Returns the inputs on the GPU. Large ones on the host are copied there too, if this process can do that."""
         # Without a GPU, these modules are not imported.
         from shmserve.gpu.choice import open_device
-        from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB
+        from shmserve.workers.backends.device_buffers import pinned_limit
         from shmserve.workers.backends.device_inputs import DeviceInputs
 
         if self._plan.device != 0:
@@ -95,7 +95,7 @@ class Onnx(StackedBackend):
         except (Unavailable, Unsupported) as error:  # CuPy is missing, or needs a newer driver than ONNX Runtime
             log_message(f"model '{model}': ONNX Runtime copies the tensors to the GPU: {error}")
             return DeviceInputs()
-        return DeviceInputs(cuda, int(self.context.settings.get(PINNED_KNOB, PINNED_BYTES)))
+        return DeviceInputs(cuda, pinned_limit(self.context.settings))
 
     def close(self) -> None:
         self._session = self._run = self._binding = self._graphs = None

@@ -20,8 +20,8 @@ from shmserve.errors import ModelFailed, Unsupported
 from shmserve.protocol.messages import Handle, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.shm.views import address_of
 from shmserve.workers.backends.base import Context
-from shmserve.workers.backends.device_buffers import address_of
 from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.backends.onnx.graphs import MOST_SHAPES, OnnxGraphs
 from shmserve.workers.backends.onnx.providers import CPU, CUDA
