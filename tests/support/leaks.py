@@ -5,9 +5,10 @@ It watches open descriptors, threads (including those that native libraries star
 several test processes can run in parallel. It waits only for things that are already ending (joins a thread, polls the
 pidfd of a process), never for time to pass.
 
-For a test, the states before its first function-scoped fixture and after the teardown of the last one are compared; for
-a class, module or session, the states around the fixtures of that scope. What a fixture of a wider scope creates while
-a narrower node is being watched belongs to the wider one.
+For a test with the mark `process`, the states before its first function-scoped fixture and after the teardown of the
+last one are compared; for other tests, which are many and fast, the states around all tests of their module; for a
+class, module or session, the states around the fixtures of that scope. What a fixture of a wider scope creates while a
+narrower node is being watched belongs to the wider one.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ LISTED = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 DRIVER = ("thread", "fd", "map")
 """What a driver of a GPU keeps in a process that has used it. It is not checked in tests with the mark `gpu`."""
+WATCHED = ("process", "gpu")
+"""The marks of tests that are checked one by one."""
 PR_SET_CHILD_SUBREAPER = 36
 PIDFD_THREAD = os.O_EXCL
 
@@ -399,6 +402,8 @@ class Watch:
         """The state when last listed, valid while nothing has run since: after a test, before the next one."""
 
     def begin(self, node: Any) -> None:
+        if isinstance(node, pytest.Item) and not any(map(node.get_closest_marker, WATCHED)):
+            node = node.getparent(pytest.Module) or node
         if node in self.before:
             return
         self.before[node] = dict(self.last or snapshot())

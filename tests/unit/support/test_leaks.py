@@ -21,7 +21,35 @@ DEAD = """
         pid, started = subprocess.check_output([sys.executable, "-c", WORDS], text=True).split()
         os.close(os.open(f"/dev/shm/shmserve-{pid}-{started}-test-leaks", os.O_CREAT))
 """
-CONFTEST = 'pytest_plugins = ("tests.support.leaks",)'
+CONFTEST = """
+    pytest_plugins = ("tests.support.leaks",)
+
+    def pytest_configure(config):
+        config.addinivalue_line("markers", "process")
+
+    def pytest_collection_modifyitems(items):
+        for item in items:
+            if item.path.name != "test_pure.py":
+                item.add_marker("process")
+"""
+
+PURE = """
+    import os
+
+    kept = []
+
+    def test_keeps():
+        kept.append(os.memfd_create("kept"))
+
+    def test_gives_back():
+        os.close(kept.pop())
+
+    def test_leaks():
+        os.memfd_create("leaked")
+
+    def test_honest():
+        pass
+"""
 
 LEAKY = """
     import mmap, os, socket, subprocess, sys, threading
@@ -279,6 +307,15 @@ def test_each_kind_is_caught(pytester: pytest.Pytester, monkeypatch: pytest.Monk
     ):
         assert piece in text
     assert "test_honest_after_all_of_these left behind" not in text
+
+
+def test_tests_without_processes_are_checked_together(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = run(pytester, monkeypatch, test_pure=PURE)
+    result.assert_outcomes(passed=4, errors=1)
+    result.stdout.fnmatch_lines(["*test_pure.py left behind:*", "*memfd:leaked*"])
+    assert "memfd:kept" not in result.stdout.str()
 
 
 def test_ending_threads_and_processes_are_not_leaks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
