@@ -344,7 +344,7 @@ def segments(server: Server) -> tuple[int, int]:
             if "memfd:" in os.readlink(f"{folder}/{name}"):
                 anonymous += os.stat(f"{folder}/{name}").st_blocks * 512
     workers, named = processes(server), 0
-    for path in Path("/dev/shm").glob("shmserve-*"):
+    for path in Path("/dev/shm").glob("shmserve-[0-9]*"):
         if int(path.name.split("-")[1]) in workers:
             with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 named += path.stat().st_blocks * 512
