@@ -25,41 +25,46 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal package release-check tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal mutation package release-check tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
-	@echo 'make serve       set up if needed, serve the sample models until Ctrl-C'
-	@echo 'make samples     set up if needed, write all samples, also the larger ones, to $(ALL_SAMPLES); docs/examples.md'
-	@echo 'make test        set up if needed, run the test suite; ARGS="-k name" selects tests'
-	@echo 'make test-engines  install the engines that make test does not have in build/engines, and test them; ENGINES="name ..."'
-	@echo 'make browser-test  test the web page in Chromium, which is installed where that is permitted; ARGS="..." as for make test'
-	@echo 'make test-fleet  test several servers with HAProxy, Envoy, Prometheus and Ray, and containers, all put into build; ARGS="..." as for make test'
-	@echo 'make test-package  test the packages on each Python from 3.10 to 3.14; missing ones go to build/pythons if possible'
-	@echo 'make gpu-wheels  download what a machine with a GPU needs into $(GPU_WHEELS); docs/gpu-testing.md'
-	@echo 'make gpu-test    on that machine: test and measure with these packages; the results go to build/gpu'
-	@echo 'make gpu-rehearsal  run that script, its tests and its measures here, with stand-ins for the libraries'
-	@echo 'make package     build sdist, wheel, checksums and SBOM of HEAD in $(DIST); docs/releases.md'
-	@echo 'make release-check  VERSION=X.Y.Z: tell what stands against a release of this commit'
-	@echo 'make tritonclient  install the Triton clients in $(TRITONCLIENT), for tests; part of make test'
-	@echo 'make triton-qa   run the Python tests of Triton'"'"'s test suite; QA=checkout of its server repository; docs/triton.md'
-	@echo 'make check       run the linter, format check, type check and import check'
-	@echo 'make fmt         format the code'
-	@echo 'make docs        write the tables of docs/ that are generated from the source'
-	@echo 'make site        build the documentation in build/site and check its links; build/site-env has the generator'
-	@echo 'make stress      run the long tests for half an hour: kill -9, chaos, fuzz, hostile clients; SHMSERVE_SEED=N sets the seed'
-	@echo 'make bench       run the benchmarks, print the table and save it in bench/results; ARGS="..." passes options'
-	@echo 'make bench-endpoints  benchmark the network endpoints against Triton, which is installed in $(TRITON)'
-	@echo 'make bench-agreement  compare the figures of shmserve bench with those of perf_analyzer and wrk'
-	@echo 'make compare     measure Triton, mosec, LitServe, BentoML and Ray Serve beside shmserve; docs/compare.md'
-	@echo 'make compare-chart  write docs/compare.svg from the newest result of make compare'
-	@echo 'make batching-plots  write the plots of docs/explanation/batching.md from the results in bench/batching; ARGS=--simulate'
-	@echo 'make fleet-plots   write the plots of docs/plan.md from the results in bench/fleet; ARGS=all simulates again'
-	@echo 'make dashboards  write the dashboards for Grafana in deploy/grafana from make_dashboards.py'
-	@echo 'make proto       regenerate the files made from the .proto files'
-	@echo 'make install-systemd     as root: install the server as a service in PREFIX=$(PREFIX); docs/operations.md'
-	@echo 'make uninstall-systemd   as root: remove the service; settings and models are kept'
-	@echo 'make clean       remove build output; make distclean also removes the environment'
+	@echo 'Serve and try'
+	@echo '  make serve             set up, serve the sample models until Ctrl-C'
+	@echo '  make samples           write all samples, also the large ones, to build/all'
+	@echo 'Develop'
+	@echo '  make test              run the test suite; ARGS="-k name" selects tests'
+	@echo '  make check             linter, format, types and import directions'
+	@echo '  make fmt               format the code'
+	@echo '  make docs              write the tables of docs/ that come from the source'
+	@echo '  make site              build the documentation and check its links'
+	@echo '  make proto             generate the files made from the .proto files'
+	@echo '  make dashboards        write the dashboards for Grafana'
+	@echo '  make clean             remove build output; make distclean: also .venv'
+	@echo 'Test more (what cannot be installed here is skipped)'
+	@echo '  make test-engines      engines too large for make test; ENGINES="name ..."'
+	@echo '  make browser-test      the web page, in Chromium'
+	@echo '  make test-fleet        balancers, Prometheus, Ray and containers'
+	@echo '  make test-package      the packages, on each Python from 3.10 to 3.14'
+	@echo '  make stress            half an hour of kill -9, chaos, fuzz, hostile clients'
+	@echo '  make mutation          which of about 90 injected faults the tests detect'
+	@echo '  make triton-qa         the tests of Triton, from a checkout: QA=directory'
+	@echo '  make gpu-wheels        download what a machine with a GPU needs'
+	@echo '  make gpu-test          on that machine: test and measure'
+	@echo '  make gpu-rehearsal     the same here, with stand-ins for the libraries'
+	@echo 'Measure'
+	@echo '  make bench             all benchmarks; the table goes to bench/results'
+	@echo '  make bench-endpoints   network endpoints, beside Triton'
+	@echo '  make bench-agreement   shmserve bench beside perf_analyzer and wrk'
+	@echo '  make compare           beside Triton, mosec, LitServe, BentoML, Ray Serve'
+	@echo '  make compare-chart     the chart of the newest result of make compare'
+	@echo '  make batching-plots    the plots of docs/explanation/batching.md'
+	@echo '  make fleet-plots       the plots of docs/plan.md'
+	@echo 'Release and install'
+	@echo '  make package           build sdist, wheel, checksums and SBOM in $(DIST)'
+	@echo '  make release-check     check whether this commit can be released as VERSION'
+	@echo '  make install-systemd   as root: install the service in PREFIX=$(PREFIX)'
+	@echo '  make uninstall-systemd as root: remove it; settings and models are kept'
 
 serve: $(VENV)/.serve
 	@echo 'the sample models, in $(SAMPLES):'
@@ -142,6 +147,9 @@ stress: $(VENV)/.dev
 	@SHMSERVE_EXPLORE=10 $(BIN)/python -m pytest -m hypothesis tests/unit tests/sim tests/conformance $(ARGS)
 	@SHMSERVE_EXPLORE=1 SHMSERVE_CHAOS_SECONDS=600 SHMSERVE_FUZZ=1000000 SHMSERVE_KILLS=1000 \
 	  $(BIN)/python -m pytest -s -m stress tests/stress $(ARGS)
+
+mutation: $(VENV)/.dev
+	@$(BIN)/python -m tests.mutation $(ARGS)
 
 bench: $(VENV)/.dev
 	@$(BIN)/python -m bench.run $(ARGS)

@@ -1,0 +1,1 @@
+"""Faults injected into the source, to see which tests detect them: `make mutation`."""

@@ -1,0 +1,93 @@
+"""Which tests execute a line of the source, as recorded by coverage.py.
+
+Only what runs in the test process itself is recorded. Lines that only servers and workers execute are covered by the
+tests of `tests/process`, which `process_tests` selects by package.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests import ROOT
+
+RECORDED = ROOT / "build" / "mutation"
+DATA = RECORDED / "coverage"
+PACKAGES = ("shmserve", "workers", "repo", "clients")
+SUITES = (("tests/unit",), ("tests/conformance", "tests/sim", "tests/security"))
+"""Recorded in parallel, because they take about the same time."""
+
+CONFIG = f"""\
+[run]
+source = {",".join(PACKAGES)}
+parallel = true
+data_file = {DATA}
+dynamic_context = test_function
+disable_warnings = no-data-collected,module-not-imported,module-not-measured
+"""
+
+PROCESS_TESTS = {
+    "shmserve/core": ("tests/process/server/requests", "tests/process/pipelines", "tests/process/models/capacity"),
+    "shmserve/broker": ("tests/process/server", "tests/process/models/loading", "tests/process/models/repositories"),
+    "shmserve/gateway": ("tests/process/gateway",),
+    "shmserve/session": ("tests/process/server/requests",),
+    "shmserve/shm": ("tests/process/server/requests",),
+    "shmserve/protocol": ("tests/process/server/requests",),
+    "workers": ("tests/process/worker", "tests/process/models"),
+    "repo": ("tests/process/models/repositories", "tests/process/cli"),
+    "clients": ("tests/process/cli",),
+}
+
+
+def process_tests(file: str) -> list[str]:
+    """The tests with real processes that are closest to a source file."""
+    (chosen,) = (tests for package, tests in PROCESS_TESTS.items() if file.startswith(f"{package}/"))
+    return [tests for tests in chosen if (ROOT / tests).exists()]
+
+
+def record() -> None:
+    """Runs the tests that start no processes under coverage.py."""
+    RECORDED.mkdir(parents=True, exist_ok=True)
+    for old in RECORDED.glob("coverage*"):
+        old.unlink()
+    config = RECORDED / "coveragerc"
+    config.write_text(CONFIG)
+    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", "-m", "pytest", "-q", "-m", "not process"]
+    command += ["-n0", "-p", "no:tests.support.leaks", "-p", "no:cacheprovider"]
+    runs = [subprocess.Popen([*command, *suite], cwd=ROOT, stdout=subprocess.DEVNULL) for suite in SUITES]
+    for run in runs:
+        run.wait()
+    subprocess.run([sys.executable, "-m", "coverage", "combine", "-q", f"--rcfile={config}"], cwd=ROOT, check=True)
+
+
+class Record:
+    """The recorded coverage."""
+
+    def __init__(self) -> None:
+        from coverage import CoverageData
+
+        self._data = CoverageData(basename=os.fspath(DATA))
+        self._data.read()
+        self._files = {os.path.relpath(os.path.realpath(name), ROOT): name for name in self._data.measured_files()}
+
+    def tests(self, file: str, lines: Iterable[int]) -> list[str]:
+        """The tests that execute one of the lines, as arguments for pytest."""
+        name = self._files.get(file)
+        if name is None:
+            return []
+        contexts = self._data.contexts_by_lineno(name)
+        found = {context for line in lines for context in contexts.get(line, ())}
+        return sorted(filter(None, map(_node_id, found)))
+
+
+def _node_id(context: str) -> str:
+    """The node id of a test function, from its qualified name: "tests.unit.test_x.TestY.test_z"."""
+    parts = context.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        path = Path(*parts[:end]).with_suffix(".py")
+        if (ROOT / path).is_file():
+            return "::".join([path.as_posix(), *parts[end:]])
+    return ""
