@@ -6,8 +6,6 @@ import importlib
 import inspect
 import re
 
-import pytest
-
 import shmserve
 from tests.support.docs import pages
 
@@ -20,12 +18,12 @@ def test_the_page_has_all_public_names() -> None:
     assert len(NAMES) == len({*NAMES})
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_everything_public_has_a_docstring(name: str) -> None:
-    module, _, attribute = name.rpartition(".")
-    found = getattr(importlib.import_module(module), attribute)
-    assert found.__doc__
-    if name in ("shmserve.Client", "shmserve.AsyncClient", "shmserve.testing.Server"):
-        methods = {key: value for key, value in vars(found).items() if inspect.isfunction(value) and key[0] != "_"}
-        assert methods
-        assert [key for key, value in methods.items() if not value.__doc__] == []
+def test_everything_public_has_a_docstring() -> None:
+    for name in NAMES:
+        module, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(module), attribute)
+        assert found.__doc__, name
+        if name in ("shmserve.Client", "shmserve.AsyncClient", "shmserve.testing.Server"):
+            methods = {key: value for key, value in vars(found).items() if inspect.isfunction(value) and key[0] != "_"}
+            assert methods
+            assert [key for key, value in methods.items() if not value.__doc__] == []
