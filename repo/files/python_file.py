@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -31,3 +31,19 @@ def import_file(
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def declare_package(folder: Path, name: str) -> None:
+    """Makes `folder` the package `name`, whose modules can import each other relatively. Its `__init__.py` runs if it
+    has one."""
+    sys.dont_write_bytecode = True
+    places = [os.fspath(folder)]
+    init = folder / "__init__.py"
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=places)
+    if spec is None or not init.is_file():
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = places
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[name] = package
+    if spec.loader is not None:
+        spec.loader.exec_module(package)

@@ -41,7 +41,7 @@ def loaded(given: ModelConfig, folder: Path, settings: dict[str, str] | None = N
             os.environ[THREADS] = threads
         sys.path[:], sys.dont_write_bytecode = path, kept
         for name in set(sys.modules) - modules:
-            if name.startswith(("shmserve_model_", "triton_python_backend", "c_python_backend")):
+            if name.startswith(("1.", "triton_python_backend", "c_python_backend")) or name == "1":
                 del sys.modules[name]
 
 

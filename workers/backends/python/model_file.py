@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.backends import FUNCTION, MODEL, SOURCE_FILE
 from shmserve.repo.config.schema import as_triton_json
-from shmserve.repo.files.python_file import import_file
+from shmserve.repo.files.python_file import declare_package, import_file
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.process.device import device_of, visible_number
@@ -53,8 +53,9 @@ class ModelFile:
         return str(self._path or config.default_model_filename or MODEL)
 
     def _import(self, config: ModelConfig) -> ModuleType:
-        """Imports the file under a unique name, because a model may have the name of any module. Modules beside it can
-        be imported. The file of a backend is the module `model`, as in Triton: modules beside it can import it.
+        """Imports the file as a module of the version's package, such as `1.model`: as in Triton, it can import modules
+        beside it relatively and absolutely. The file of a backend is the module `model`: modules beside it can import
+        it.
         """
         sys.argv = [""]  # as in Triton: libraries that parse it must not see the worker's arguments
         for name in ("triton_python_backend_utils", "c_python_backend_utils"):
@@ -64,11 +65,15 @@ class ModelFile:
             with _explained(config.backend):
                 return import_file(self._path, self._path.stem, [self._path.parent], what)
         path = self.context.model_file(config, MODEL)
-        name, places = f"shmserve_model_{self.context.version}", [self.context.folder, self.context.version_folder]
-        if original := self.context.settings.get(SOURCE_FILE, ""):
-            places.append(Path(original).parent)
-            return import_file(Path(original), name, places, what, _CopyLoader(name, original, path))
-        return import_file(path, name, places, what)
+        package, places = str(self.context.version), [self.context.folder, self.context.version_folder]
+        original = Path(self.context.settings.get(SOURCE_FILE, "") or path)
+        name = f"{package}.{original.stem.replace('.', '_')}"
+        loader = None
+        if original != path:
+            places.append(original.parent)
+            loader = _CopyLoader(name, str(original), path)
+        declare_package(original.parent, package)
+        return import_file(original, name, places, what, loader)
 
     def arguments(self, config: ModelConfig) -> dict[str, str]:
         kind, number = device_of(config, self.context.instance)

@@ -36,8 +36,11 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 import c_python_backend_utils
 
+from . import helper as relative
+from .parts.deep import DEEP
 from helper import DOUBLE
 
+assert (__name__, __package__, relative.__name__, DEEP) == ("1.model", "1", "1.helper", 2)
 assert c_python_backend_utils.Tensor is pb_utils.Tensor
 
 
@@ -164,6 +167,8 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess
     folder = tmp_path_factory.mktemp("scripted")
     python_model(folder, SCRIPTED)
     (folder / "1" / "helper.py").write_text("DOUBLE = 2\n")
+    (folder / "1" / "parts").mkdir()
+    (folder / "1" / "parts" / "deep.py").write_text("from ..helper import DOUBLE as DEEP\n")
     with WorkerProcess(config("python", X, Y, max_batch=8), folder, instance="scripted_0_1") as worker:
         worker.loaded()
         # Creates all segments that these tests need, so that the leak check sees none of them appear in a test.
