@@ -141,8 +141,9 @@ FLAGS = (
          "service: 74=fatal, 119=ignore; may be given several times", [], "NUMBER=ACTION", repeatable=True),
     Flag("rate-limit", "choice", INSTANCES, "execution_count: an instance runs a batch only while it holds the "
          "resources of its rate_limiter; off: as soon as it is idle", "off", choices=("off", "execution_count")),
-    Flag("rate-limit-resource", "resource", INSTANCES, "units of a resource on each device, on one device, or "
-         "(:global) shared by all; default: the most that any one instance requests; may be given several times",
+    Flag("rate-limit-resource", "resource", INSTANCES, "units of a resource: on each device or, if it is "
+         "global, of all devices together; with DEVICE only on that device; default: the most that any one instance "
+         "requests; may be given several times",
          [], "NAME:COUNT[:DEVICE]", repeatable=True),
     Flag("cache-config", "cache", MEMORY, "size of the response cache, for models with response_cache", 0,
          "local,size=BYTES", shown="no cache"),

@@ -125,11 +125,16 @@ class Catalog:
         return [(0, deploy), *[(0, Refuse(scanned.name, number, text)) for number, text in scanned.missing.items()]]
 
     def _refusal_reason(self, scanned: ScannedModel) -> str:
-        """Why the model cannot be served, including missing resources of the rate limiter; "" if it can."""
+        """Why the model cannot be served, including lacking resources of the rate limiter; "" if it can."""
         reason = refusal_reason(scanned)
         if reason or scanned.config is None or self._resources is None:
             return reason
-        return lacking(compile_instances(scanned.config, self._cores), self._resources)
+        others = [
+            target.instances
+            for (model, _), number in self._latest.items()
+            if model != scanned.name and (target := self._sources[number].target) is not None
+        ]
+        return lacking(compile_instances(scanned.config, self._cores), self._resources, chain.from_iterable(others))
 
     def failed_load(self, scanned: ScannedModel) -> str:
         """The error text for a load of this model; "" if it can be served. Uses Triton's wording, which distinguishes a

@@ -18,11 +18,14 @@ ResourceKey = tuple[str, int]
 
 
 class Limiter:
-    """`given`: configured amounts, by name and device (ANY: each device). The default is the largest amount that one
-    instance needs."""
+    """`given`: configured amounts, by name and device (ANY: each device). As in Triton, a shared resource gets the
+    largest amount configured for its name, whatever the device. A name without a configured amount has as much as the
+    instance that needs most of it."""
 
     def __init__(self, given: Iterable[tuple[str, int, int]] = ()) -> None:
-        self._given = {(name, device): count for name, device, count in given}
+        self._given: dict[str, list[tuple[int, int]]] = {}
+        for name, device, count in given:
+            self._given.setdefault(name, []).append((device, count))
         self._required: dict[ResourceKey, int] = {}
         self._used: dict[ResourceKey, int] = {}
         self._running: dict[Instance, tuple[Resource, ...]] = {}
@@ -40,10 +43,10 @@ class Limiter:
 
     def total(self, key: ResourceKey) -> int:
         name, device = key
-        given = self._given.get(key)
-        if given is None and device != SHARED:
-            given = self._given.get((name, ANY))
-        return self._required.get(key, 0) if given is None else given
+        given = self._given.get(name)
+        if given is None:
+            return self._required.get(key, 0)
+        return max((count for place, count in given if device == SHARED or place in (device, ANY)), default=0)
 
     def acquire(self, version: Version, instance: Instance) -> bool:
         """Takes all resources of the instance, or none."""
@@ -106,18 +109,31 @@ def _key_of(spec: InstanceSpec, resource: Resource) -> ResourceKey:
     return resource.name, SHARED if resource.shared else spec.device
 
 
-def lacking(specs: Iterable[InstanceSpec], given: Iterable[tuple[str, int, int]]) -> str:
-    """Why instances like these could never run; "" if they can."""
+def lacking(
+    specs: Iterable[InstanceSpec], given: Iterable[tuple[str, int, int]], others: Iterable[InstanceSpec] = ()
+) -> str:
+    """Why instances like these could never run, in Triton's words; "" if they can. `others`: the instances of other
+    models."""
     limiter = Limiter(given)
     found = list(specs)
-    for spec in found:
+    shared: dict[str, tuple[bool, str]] = {}
+    for spec in (*others, *found):
         limiter.register(spec)
+        for resource in spec.resources:
+            known, user = shared.setdefault(resource.name, (resource.shared, spec.name))
+            if known is not resource.shared:
+                return (
+                    f'Resource "{resource.name}" is present as both global and device-specific resource in the model '
+                    f"configuration. It is global for instance '{user if known else spec.name}' and device-specific "
+                    f"for instance '{spec.name if known else user}'"
+                )
     for spec in found:
         for resource in spec.resources:
             total = limiter.total(_key_of(spec, resource))
             if total < resource.count:
                 return (
-                    f"instance '{spec.name}' needs {resource.count} of resource '{resource.name}', but there are only "
-                    f"{total} (--rate-limit-resource)"
+                    f'Resource count for "{resource.name}" is limited to {total} which will prevent scheduling of one '
+                    f"or more model instances, the minimum required count is {resource.count} "
+                    f"(--rate-limit-resource, instance '{spec.name}')"
                 )
     return ""

@@ -53,9 +53,9 @@ class Shell:
             compatible=compatible,
         )
 
-    def ask(self, what: str, body: bytes = b"") -> None:
+    def ask(self, what: str, body: bytes = b"", name: str = "m") -> None:
         """Runs an operation up to the event for the core's next turn."""
-        self.operations.handle(1, Ask(1, what, "m", body=body))
+        self.operations.handle(1, Ask(1, what, name, body=body))
         self.loop.run_one()
 
     def turn(self) -> list[Any]:
@@ -70,14 +70,34 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     found.operations.close()
 
 
+def with_resource(resource: str) -> str:
+    return f"{GOOD}\ninstance_group [ {{ kind: KIND_CPU rate_limiter {{ resources [ {{ {resource} }} ] }} }} ]"
+
+
 def test_a_load_that_needs_too_much_of_a_resource_fails(tmp_path: Path) -> None:
-    group = "instance_group [ { kind: KIND_CPU rate_limiter { resources [ { name: 'r' count: 4 } ] } } ]"
-    shell = Shell(tmp_path, f"{GOOD}\n{group}")
+    shell = Shell(tmp_path, with_resource("name: 'r' count: 4"))
     try:
         shell.ask("load")
-        why = "instance 'm_0_0' needs 4 of resource 'r', but there are only 3 (--rate-limit-resource)"
-        assert shell.said == [Fail(1, "INVALID_ARG", f"failed to load 'm': {why}")]
+        (failed,) = shell.said
+        assert failed.text.startswith("failed to load 'm': Resource count for \"r\" is limited to 3 which will prevent")
         assert [type(event) for _, event in shell.inbox] == [events.Refuse]
+    finally:
+        shell.operations.close()
+
+
+def test_a_resource_is_not_global_for_one_model_and_of_each_device_for_another(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, with_resource("name: 'r' count: 1"))
+    model(tmp_path / "models", "n", with_resource("name: 'r' global: true count: 1"), {"1/weights": "a"})
+    text = 'Resource "r" is present as both global and device-specific resource in the model configuration.'
+    try:
+        shell.ask("load")
+        assert not shell.said
+        shell.ask("load", name="n")
+        (failed,) = shell.said
+        assert failed.text.startswith(f"failed to load 'n': {text}")
+        shell.ask("unload")
+        shell.ask("load", name="n")
+        assert [type(event) for _, event in shell.inbox] == [events.Deploy, events.Refuse, events.Unload, events.Deploy]
     finally:
         shell.operations.close()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.core import events
-from shmserve.core.batching.rate_limiter import ANY, SHARED, Limiter, lacking
+from shmserve.core.batching.rate_limiter import ANY, SHARED, lacking
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, Resource, TensorSpec
 from shmserve.protocol.messages import Infer, Tensor
@@ -76,7 +76,7 @@ def test_instances_that_share_a_resource_run_one_at_a_time() -> None:
 def test_instances_with_the_smaller_turn_run_first() -> None:
     gpu = Resource("memory", 4)
     models = {"b": [spec("b_0", gpu, turn=2)], "a": [spec("a_0", gpu)]}
-    world = Limited(models, (("memory", 4, ANY),))
+    world = Limited(models, (("memory", ANY, 4),))
     world.turn(world.infers("b", 4) + world.infers("a", 4))
     order = []
     while world.running():
@@ -125,21 +125,39 @@ def test_a_crashed_worker_releases_its_resources() -> None:
     [
         ((), ""),
         ((("r", ANY, 4),), ""),
-        ((("r", ANY, 3),), "instance 'm_0' needs 4 of resource 'r', but there are only 3 (--rate-limit-resource)"),
+        ((("r", ANY, 3),), "3"),
         ((("r", ANY, 3), ("r", 0, 4)), ""),
-        ((("r", 1, 1),), ""),
-        ((("r", SHARED, 1),), ""),
+        ((("r", ANY, 4), ("r", 0, 3)), ""),
+        ((("r", 1, 9),), "0"),
+        ((("r", SHARED, 9),), "0"),
+        ((("other", ANY, 9),), ""),
     ],
 )
 def test_insufficient_resources_are_reported(given: tuple[tuple[str, int, int], ...], text: str) -> None:
+    if text:
+        text = (
+            f'Resource count for "r" is limited to {text} which will prevent scheduling of one or more model '
+            "instances, the minimum required count is 4 (--rate-limit-resource, instance 'm_0')"
+        )
     assert lacking([spec("m_0", Resource("r", 4))], given) == text
 
 
-def test_shared_and_device_resources_of_one_name_are_distinct() -> None:
-    limiter = Limiter([("r", ANY, 1), ("r", SHARED, 7)])
-    limiter.register(spec("m_0", Resource("r", 1)))
-    limiter.register(spec("m_1", Resource("r", 5, shared=True)))
-    assert (limiter.total(("r", 0)), limiter.total(("r", SHARED))) == (1, 7)
+@pytest.mark.parametrize("given", [("r", ANY, 2), ("r", 1, 2), ("r", SHARED, 2)], ids=str)
+def test_an_amount_without_a_device_counts_for_a_shared_resource(given: tuple[str, int, int]) -> None:
+    shared = Resource("r", 1, shared=True)
+    world = Limited({"m": [spec(f"m_{number}", shared, device=number) for number in range(3)]}, (given,))
+    world.turn(world.infers("m", 3))
+    assert len(world.running()) == 2
+
+
+def test_a_resource_is_either_shared_or_of_each_device() -> None:
+    own, shared = spec("own", Resource("r", 1)), spec("shared", Resource("r", 1, shared=True))
+    text = (
+        'Resource "r" is present as both global and device-specific resource in the model configuration. It is global '
+        "for instance 'shared' and device-specific for instance 'own'"
+    )
+    assert lacking([own, shared], ()) == lacking([own], (), [shared]) == lacking([shared], (), [own]) == text
+    assert not lacking([own], (), [own, spec("other", Resource("s", 1, shared=True))])
 
 
 RESOURCES = st.lists(st.sampled_from([Resource("a", 1), Resource("a", 2), Resource("b", 1, shared=True)]), max_size=2)
