@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from msgspec import Struct, field
@@ -38,8 +39,10 @@ def parsed(text: str) -> tuple[str, Any]:
         return key, (name, value)
     if key == "protocol" and value not in PROTOCOLS:
         raise ValueError(f"unknown protocol '{value}'; expected {' or '.join(PROTOCOLS)}")
-    if key == "url" and not value.startswith(("http://", "https://")):
-        raise ValueError(f"found '{value}', expected a URL such as http://localhost:4318/v1/traces")
+    if key == "url":
+        value = value if "://" in value else f"http://{value}"  # as in Triton: the scheme may be missing
+        if not re.match("https?://[^/]", value):
+            raise ValueError(f"found '{value}', expected a URL such as http://localhost:4318/v1/traces")
     if key not in _NUMBERS:
         return key, value
     if not (value.isascii() and value.isdecimal()) or not 1 <= int(value) <= _MOST:

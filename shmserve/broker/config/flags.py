@@ -245,6 +245,16 @@ def unknown(name: str, shown: str, prefix: str = "--") -> str:
     return f"{shown} is unknown" + (f"; did you mean {prefix}{written(close, prefix)}?" if close else "")
 
 
+def completions(name: str) -> list[str]:
+    """The flags that `name` abbreviates: none if it is a flag itself."""
+    if name in BY_NAME or name in ("", "help", "help-all"):
+        return []
+    flags = {
+        flag.dest: known for known, flag in reversed(BY_NAME.items()) if not flag.private and known.startswith(name)
+    }
+    return sorted([*flags.values(), *(known for known in ("help", "help-all") if known.startswith(name))])
+
+
 def nearest(name: str, cutoff: float = 0.6) -> str:
     names = [known for known, flag in BY_NAME.items() if not flag.private]
     return next(iter(get_close_matches(name, names, 1, cutoff)), "")

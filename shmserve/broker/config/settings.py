@@ -21,6 +21,7 @@ from shmserve.broker.config.flag import ENVIRONMENT, Flag
 from shmserve.broker.config.flags import (
     BY_NAME,
     FLAGS,
+    completions,
     from_environment,
     from_toml,
     nearest,
@@ -100,6 +101,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         notes=notes(values),
     )
     settings.failed = _missing_repositories(settings, "exit_on_error" in chosen, problems)
+    warnings += _missing_directories(settings)
     _check(settings, problems)
     if problems:
         flag_parser.error("\n  ".join(problems) if len(problems) == 1 else "\n  " + "\n  ".join(problems))
@@ -128,6 +130,19 @@ def _missing_repositories(settings: argparse.Namespace, is_given: bool, problems
         return texts
     problems += texts
     return []
+
+
+def _missing_directories(settings: argparse.Namespace) -> list[str]:
+    """Warns of directories of backends and agents that do not exist, and ignores them: as in Triton, whose documented
+    commands name them everywhere, they do not prevent the start."""
+    warnings = []
+    for name in ("backend-directory", "repoagent-directory"):
+        flag = BY_NAME[name]
+        path = getattr(settings, flag.dest)
+        if path is not None and not path.exists():
+            setattr(settings, flag.dest, None)
+            warnings.append(f"--{name} {path} does not exist and is ignored")
+    return warnings
 
 
 def _not_a_repository(root: Path) -> str:
@@ -278,13 +293,21 @@ def _is_bare(word: str) -> bool:
 
 
 def _separate_files(argv: Sequence[str]) -> list[str]:
-    """Replaces a boolean flag before a file with FLAG=true, so that the file is not parsed as the flag's value."""
-    words = list(argv)
-    for index, word in enumerate(argv[:-1]):
+    """Replaces a boolean flag before a file with FLAG=true, so that the file is not parsed as the flag's value. Flags
+    may be abbreviated, as in Triton."""
+    words = [_completed(word) for word in argv]
+    for index, word in enumerate(words[:-1]):
         flag = BY_NAME.get(word.removeprefix("--")) if word.startswith("--") else None
         if flag is not None and flag.kind == "boolean" and Path(argv[index + 1].rpartition("=")[2]).exists():
             words[index] = f"{word}=true"
     return words
+
+
+def _completed(word: str) -> str:
+    """The word with its flag written out, if only one flag begins like this."""
+    name, equals, value = word.partition("=")
+    found = completions(name[2:]) if name.startswith("--") else []
+    return f"--{found[0]}{equals}{value}" if len(found) == 1 else word
 
 
 def _positional(words: Sequence[str], problems: list[str]) -> tuple[list[Path | RemoteAddress], list[ModelFile]]:
@@ -306,6 +329,8 @@ def _positional(words: Sequence[str], problems: list[str]) -> tuple[list[Path | 
 
 def _unknown_flag(word: str) -> str:
     shown = word.partition("=")[0]
+    if shown.startswith("--") and (found := completions(shown[2:])):
+        return f"{shown} is ambiguous; it could be {', '.join(f'--{name}' for name in found)}"
     return unknown(shown.lstrip("-"), shown)
 
 
@@ -393,6 +418,11 @@ def _check(settings: argparse.Namespace, problems: list[str]) -> None:
     if settings.repoagent_directory is not None:
         if fault := directory_problem(settings.repoagent_directory):
             wrong(f"--repoagent-directory {fault}")
+    if settings.cache_config and settings.response_cache_byte_size:
+        wrong(
+            "Incompatible flags --response-cache-byte-size and --cache-config both provided. Please provide one or the "
+            "other."
+        )
     if settings.load_model and settings.model_control_mode != "explicit":
         wrong(
             "Use of '--load-model' requires setting '--model-control-mode=explicit' as well; the mode is "

@@ -32,7 +32,7 @@ OFF = ("OFF",)
 MOST = 2**31 - 1
 FLUSH_S = 0.2
 """How long traces are buffered before they are written."""
-_LEAST = {"trace_rate": 1, "trace_count": -1, "log_frequency": 0}
+_LEAST = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
 _KEYS = {"rate": "trace_rate", "count": "trace_count", "level": "trace_level", "mode": "trace_mode"}
 _FILE_KEYS = {"file": "trace_file", "log-frequency": "log_frequency"}
 _TIMES = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")

@@ -30,7 +30,8 @@ _SECOND = 1_000_000_000
 
 
 class Sample(Struct):
-    """The sampling of a model: every `rate`-th request is traced. `left`: traces left, negative without a limit."""
+    """The sampling of a model: every `rate`-th request is traced; 0: only those with a sampled trace context. `left`:
+    traces left, negative without a limit."""
 
     rate: int
     left: int = -1
@@ -40,6 +41,8 @@ class Sample(Struct):
 
     def take(self, count: int) -> range:
         """Counts the next `count` requests. Returns the indices of those to trace."""
+        if not self.rate:
+            return range(0)
         due = range(max(0, self.rate - self.seen - 1), count if self.left else 0, self.rate)
         if self.left > 0:
             due = due[: self.left]

@@ -167,16 +167,17 @@ def test_names_of_installed_backends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "is not a directory" in backend_directory_problem(tmp_path / "nowhere")
 
 
-def test_the_backend_directory_must_exist(
+def test_the_backend_directory_must_be_a_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
+    (tmp_path / "file").touch()
     found = settings.parse(["--model-repository", ".", "--backend-directory", "mine"])
     assert settings.backend_settings(found)[DIRECTORY] == str(tmp_path / "mine")
     with pytest.raises(SystemExit):
-        settings.parse(["--model-repository", ".", "--backend-directory", "none"])
-    assert "--backend-directory none is not a directory" in capsys.readouterr().err
+        settings.parse(["--model-repository", ".", "--backend-directory", "file"])
+    assert "--backend-directory file is not a directory" in capsys.readouterr().err
 
 
 ONE = "from shmserve.workers.backends import StackedBackend, SeparateBackend\nclass One(StackedBackend): pass\n"

@@ -131,7 +131,7 @@ def test_settings_are_parsed() -> None:
     [
         ("file=x", "unknown trace setting 'opentelemetry,file=x'"),
         ("url", "unknown trace setting"),
-        ("url=host:4318", "expected a URL"),
+        ("url=ftp://host:4318", "expected a URL"),
         ("resource=a", "expected opentelemetry,resource=NAME=VALUE"),
         ("protocol=zipkin", "expected http or grpc"),
         ("bsp_schedule_delay=0", "expected a number from 1"),

@@ -22,6 +22,7 @@ from shmserve.broker.processes.cpus import host_policy
 from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.core.limits import Limits
 from shmserve.protocol.roles import INFER, OBSERVE
+from shmserve.repo.backends import DIRECTORY
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote import stores
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_BYTES, near_limit
@@ -229,6 +230,10 @@ def test_choices_are_read_in_any_case(flag: Flag) -> None:
         (["--cache-config", "redis,host=x"], "unknown cache 'redis'; expected local,size=BYTES"),
         (["--cache-config", "local"], "unknown cache setting ''; expected size=BYTES"),
         (["--cache-config", "local,size=0"], "0 is too small; the minimum is 1"),
+        (
+            ["--cache-config", "local,size=1", "--response-cache-byte-size=1"],
+            "Incompatible flags --response-cache-byte-size and --cache-config both provided.",
+        ),
         (["--rate-limit-resource", "R1"], "'R1', expected NAME:COUNT, NAME:COUNT:DEVICE or NAME:COUNT:global"),
         (["--rate-limit-resource", ":3"], "found ':3', expected"),
         (["--rate-limit-resource", "R1:x"], "found 'R1:x', expected"),
@@ -239,6 +244,8 @@ def test_choices_are_read_in_any_case(flag: Flag) -> None:
         (["--cuda-memory-pool-byte-size", ":x"], "--cuda-memory-pool-byte-size"),
         (["--cuda-memory-pool-byte-size", "1.5"], "--cuda-memory-pool-byte-size"),
         (["--config", "nowhere.toml"], "No such file"),
+        (["--log-w=1"], "--log-w is ambiguous; it could be --log-warning, --log-worker-bytes, --log-worker-lines\n"),
+        (["--hel"], "--hel is ambiguous; it could be --help, --help-all\n"),
         (["--quite-something-else"], "--quite-something-else is unknown\n"),
         (["models"], "models: no such file or directory"),
     ],
@@ -249,6 +256,25 @@ def test_invalid_arguments_are_reported_once(
     message = refused([*base, *arguments], capsys)
     assert text in message
     assert message.count("\n") == 3, "what is wrong, once"
+
+
+def test_flags_may_be_abbreviated(base: list[str], tmp_path: Path) -> None:
+    model = tmp_path / "net.onnx"
+    model.touch()
+    words = ["--log-warn=false", "--exit-t", "7", "--model-s", str(tmp_path), "--triton-c", str(model)]
+    found = settings.parse([*base, *words])
+    assert (found.log_warning, found.exit_timeout_secs, found.triton_compatible) == (False, 7, True)
+    assert found.model_repository == [Path(base[1]), tmp_path]
+    assert [file.path for file in found.model_files] == [model], "a boolean flag before a file has no value"
+
+
+def test_missing_directories_of_backends_and_agents_are_ignored(base: list[str], tmp_path: Path) -> None:
+    """Triton's documented commands name them even where they do not exist."""
+    flags = [f"--{name}-directory={tmp_path}/none" for name in ("backend", "repoagent")]
+    found = settings.parse([*base, *flags])
+    assert found.warnings == [f"{flag.replace('=', ' ')} does not exist and is ignored" for flag in flags]
+    assert DIRECTORY not in settings.backend_settings(found)
+    assert not settings.agent_settings(found).directory
 
 
 def test_files_and_directories_without_a_flag(base: list[str], tmp_path: Path) -> None:

@@ -161,11 +161,11 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
     assert not world.core.state.traces.active, "the count is used up"
 
 
-@given(st.integers(1, 6), st.integers(-1, 5), st.lists(st.integers(0, 20), max_size=8))
+@given(st.integers(0, 6), st.integers(-1, 5), st.lists(st.integers(0, 20), max_size=8))
 def test_a_sample_takes_the_same_requests_however_they_arrive(rate: int, left: int, counts: list[int]) -> None:
-    """In packets of any size, or one by one: every `rate`-th request, until the count is used up."""
+    """In packets of any size, or one by one: every `rate`-th request, until the count is used up. 0: none."""
     total = sum(counts)
-    expected = [number for number in range(total) if number % rate == rate - 1]
+    expected = [number for number in range(total) if rate and number % rate == rate - 1]
     if left >= 0:
         expected = expected[:left]
     sample, taken, before = Sample(rate, left), [], 0
@@ -206,7 +206,7 @@ def test_contexts_are_limited_per_second_and_by_the_count() -> None:
     world = Logged()
     traces = world.core.state.traces
     traces.contexts_per_second = 2
-    traces.samples["m"] = Sample(1000, 4)
+    traces.samples["m"] = Sample(0, 4)
     world.turn([infer(world.client, number, traceparent=PARENT) for number in (1, 2, 3)])
     assert (len(traces.active), traces.contexts_over_limit) == (2, 1)
     world.now += 1000 * MS
