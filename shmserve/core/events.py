@@ -89,8 +89,9 @@ class Deploy(Struct):
 
     Versions that are already served continue until all replacements are READY, and keep serving if a replacement fails.
     Settled reports the outcome of `operation` (0: no report). `fresh`: also reload versions that are already served
-    from the same source. `present`: the versions in the repository, None if unknown; other versions are forgotten once
-    unloaded. `traffic`: the configured traffic, which applies until an operator sets another; None: no change.
+    from the same source. `present`: the versions in the repository, None if unknown; of the others, only the latest
+    stay listed once unloaded. `traffic`: the configured traffic, which applies until an operator sets another; None: no
+    change.
     """
 
     model: str

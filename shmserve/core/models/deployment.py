@@ -26,6 +26,9 @@ from shmserve.core.traffic import UNSET, Traffic
 
 _I, _V = InstanceState, VersionState
 
+LISTED = 10
+"""How many unloaded versions of a model stay listed after they were deleted from the repository: the latest ones. In
+Triton all do, for as long as the server runs."""
 OVERTAKEN = "Newer operation has been applied to the model lifecycle"
 
 
@@ -65,7 +68,8 @@ def deploy(state: State, peer: int, event: Deploy, now: int) -> None:
         retirement.abandon(state, model, model.coming.pop(number))
     operation.dropped = [number for number in model.versions if number not in wanted]
     if event.present is not None:
-        operation.deleted = frozenset(operation.dropped).difference(event.present)
+        deleted = sorted(set(operation.dropped).difference(event.present))
+        operation.deleted = frozenset(deleted[:-LISTED])
     loading.start_waiting(state)
     settle(state, model)
 

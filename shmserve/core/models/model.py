@@ -30,7 +30,7 @@ class Operation(Struct, eq=False):
     dropped: list[int] = []
     """Versions that are no longer wanted."""
     deleted: frozenset[int] = frozenset()
-    """The dropped versions that are no longer in the repository."""
+    """The dropped versions to forget, because they are no longer in the repository."""
     failures: list[str] = []
     traffic: Traffic | None = None
     """The traffic of the configuration; None: no change."""

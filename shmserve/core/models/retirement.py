@@ -136,7 +136,7 @@ def remove_stopped(state: State, version: Version, instance: Instance) -> None:
 
 
 def forget_deleted(model: Model, version: Version) -> None:
-    """Drops a version that was unloaded and is no longer in the repository, so that it is not listed forever."""
+    """Drops an unloaded version that was deleted from the repository long ago, so that it is not listed forever."""
     unloaded = version.state is _V.UNAVAILABLE and version.gone
     if version.deleted and unloaded and model.versions.get(version.number) is version:
         del model.versions[version.number]
