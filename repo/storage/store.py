@@ -256,7 +256,7 @@ class _Scan:
             for number in sorted(set(self._requested) - set(numbers)):
                 self._add_problem("has no directory", str(number))
         elif not selected:
-            self._add_problem(_no_version(self._name, numbers))
+            self._add_problem(_no_version(self._name, policy, numbers))
         if examined.completed is None or examined.completed.backend not in {*self._backends, ""}:
             return ()
         if examined.completed.model_repository_agents and not self._prepared:
@@ -353,8 +353,12 @@ def _missing_file(directory: Path, config: ModelConfig) -> str:
     return f"has no file '{escaped(name)}'" + (f"; did you mean '{near}'?" if near else "")
 
 
-def _no_version(name: str, numbers: Collection[int]) -> str:
-    there = f"there are {', '.join(map(str, numbers))}" if numbers else "there is no version directory, such as 1"
+def _no_version(name: str, policy: ModelVersionPolicy, numbers: Collection[int]) -> str:
+    """Only `specific` selects none of several versions."""
+    there = "there is no version directory, such as 1"
+    if numbers:
+        wanted = ", ".join(map(str, policy.specific.versions)) if policy.specific is not None else ""
+        there = f"it selects {wanted or 'none'}, but the version directories are {', '.join(map(str, numbers))}"
     return f"at least one version must be available under the version policy of model '{name}'; {there}"
 
 

@@ -287,8 +287,12 @@ def test_version_policies(tmp_path: Path, policy: str, expected: tuple[int, ...]
     [
         ("", (), "there is no version directory, such as 1"),
         ("", ("01", "x"), "there is no version directory, such as 1"),
-        ("version_policy { specific { versions: 5 } }", ("1", "2"), "there are 1, 2"),
-        ("version_policy { specific { } }", ("1",), "there are 1"),
+        (
+            "version_policy { specific { versions: 5 } }",
+            ("1", "2"),
+            "it selects 5, but the version directories are 1, 2",
+        ),
+        ("version_policy { specific { } }", ("1",), "it selects none, but the version directories are 1"),
     ],
 )
 def test_no_version_available(tmp_path: Path, policy: str, versions: tuple[str, ...], available: str) -> None:
