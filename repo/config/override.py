@@ -144,11 +144,10 @@ def _field(value: Any, message: Message, field: protos.Field, path: str, report:
 
 
 def _list(value: Any, message: Message, field: protos.Field, path: str, report: Report) -> None:
-    if not isinstance(value, list) or isinstance(value, _Pairs):
-        report.problem(path, f"found {_named(value)}, expected a list in [ ]")
-        return
+    """As in Triton, a value that is not a list is a list of one."""
+    items = value if isinstance(value, list) and not isinstance(value, _Pairs) else [value]
     target = getattr(message, field.name)
-    for index, item in enumerate(value):
+    for index, item in enumerate(items):
         inner = f"{path}[{index}]"
         if field.message_type is not None:
             _block(item, target.add(), inner, report)

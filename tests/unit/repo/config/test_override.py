@@ -73,6 +73,13 @@ def test_forms_that_triton_clients_use() -> None:
     )
 
 
+def test_a_value_of_a_repeated_field_is_a_list_of_one() -> None:
+    """As in Triton."""
+    one = {"name": "x", "data_type": "TYPE_FP32", "dims": 4}
+    listed = {"input": [one | {"dims": [4]}], "instance_group": [{"count": 2}]}
+    assert read({"input": one, "instance_group": {"count": 2}}) == read(listed)
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
