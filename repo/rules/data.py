@@ -16,6 +16,11 @@ from shmserve.repo.config.schema import ModelConfig, ModelInput
 _SOURCES = ("zero_data", "random_data", "input_data_file")
 
 
+def uncached(model: str, why: str) -> str:
+    """The error, in Triton's words, for a model whose responses cannot be cached."""
+    return f"Response Cache does not currently support model {model} with {why}. Please disable the response cache."
+
+
 def file_name(path: str, name: str, problem: ProblemFunction) -> None:
     """A file name must stay within the model's directory."""
     if name.startswith("/") or ".." in name.split("/") or not name.isprintable():

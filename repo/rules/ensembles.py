@@ -14,6 +14,7 @@ from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.problems import meant, nearest
 from shmserve.repo.config.schema import ModelConfig, ModelEnsemblingStep, ModelInput, ModelOutput
+from shmserve.repo.rules.data import uncached
 from shmserve.repo.rules.ensemble_steps import IF, MAP, added, steps_of
 
 _OF_ENSEMBLE = -1
@@ -280,6 +281,12 @@ class _Graph:
             if own is not None:
                 for name in step.output_map.values():
                     source.setdefault(name, own)
+        cache = self.ensemble.response_cache
+        if before and cache is not None and cache.enable:
+            first = min(before)
+            text = uncached(self.ensemble.name, "'decoupled' transaction policy")
+            text += f' Step {first}, model "{escaped(self.steps[first].model_name)}", is decoupled'
+            self._problem(_OF_ENSEMBLE, "response_cache.enable", text)
         outputs: dict[int, str] = {}
         for tensor in self.ensemble.output:
             if tensor.name in source:

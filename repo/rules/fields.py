@@ -21,7 +21,7 @@ from shmserve.repo.config.problems import ProblemFunction, Report, meant, neares
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 from shmserve.repo.config.support import NOT_SUPPORTED
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
-from shmserve.repo.rules.data import file_name, validate_warmup
+from shmserve.repo.rules.data import file_name, uncached, validate_warmup
 from shmserve.repo.rules.instances import INSTANCES, PATTERNS, validate_scaling
 from shmserve.repo.rules.padding import validate_padding
 from shmserve.repo.rules.schedulers import validate_scheduler
@@ -348,7 +348,7 @@ def _instance_group(path: str, group: ModelInstanceGroup, host: HostFacts, probl
 def _others(config: ModelConfig, problem: ProblemFunction) -> None:
     decoupled = config.model_transaction_policy is not None and config.model_transaction_policy.decoupled
     if decoupled and config.response_cache is not None and config.response_cache.enable:
-        problem("response_cache.enable", "responses of a decoupled model cannot be cached")
+        problem("response_cache.enable", uncached(config.name, "'decoupled' transaction policy"))
     for index, control in enumerate(config.model_metrics.metric_control if config.model_metrics else ()):
         path = f"model_metrics.metric_control[{index}]"
         if control.metric_identifier is None or not control.metric_identifier.family:

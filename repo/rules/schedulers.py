@@ -12,7 +12,7 @@ from shmserve.repo.config import schema
 from shmserve.repo.config.complete import ENSEMBLE, is_ensemble, needs_completion
 from shmserve.repo.config.problems import ProblemFunction, meant
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.repo.rules.data import file_name
+from shmserve.repo.rules.data import file_name, uncached
 from shmserve.repo.rules.ensemble_steps import IF, added, validate_step_parameters
 
 _CORRELATION_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
@@ -76,7 +76,7 @@ def _policies(dynamic: schema.ModelDynamicBatching) -> Iterator[tuple[str, schem
 def _sequence(config: ModelConfig, sequence: schema.ModelSequenceBatching, problem: ProblemFunction) -> None:
     path = "sequence_batching"
     if config.response_cache is not None and config.response_cache.enable:
-        problem("response_cache.enable", "responses of a sequence cannot be cached")
+        problem("response_cache.enable", uncached(config.name, "sequence batching scheduler"))
     if sequence.oldest is not None:
         _preferred(config, f"{path}.oldest.preferred_batch_size", sequence.oldest.preferred_batch_size, problem)
         if sequence.oldest.max_candidate_sequences < 0:

@@ -264,6 +264,17 @@ def test_decoupled_models(steps: tuple[str, ...], outputs: str, problem: tuple[i
         assert problem[3] in found[0].text
 
 
+def test_responses_of_a_decoupled_ensemble_are_not_cached() -> None:
+    more = "} response_cache { enable: true "
+    assert not check_graph(parse(flow("e", "pass x=a -> y=b", outputs="b", more=more)), MANY)
+    found = check_graph(parse(flow("e", "pass x=a -> y=b", "inner x=b -> y=c", outputs="c", more=more)), MANY)
+    text = (
+        "Response Cache does not currently support model e with 'decoupled' transaction policy. Please disable the "
+        'response cache. Step 1, model "inner", is decoupled'
+    )
+    assert found == [GraphProblem(-1, "", "response_cache.enable", text)]
+
+
 def test_a_step_run_per_row_cannot_be_decoupled() -> None:
     mapped = 'parameters { key: "step[0].map" value { string_value: "a" } }'
     found = check_graph(parse(flow("e", "left x=a -> y=b", outputs="b") + mapped), MANY)
