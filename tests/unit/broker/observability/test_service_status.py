@@ -128,10 +128,12 @@ def test_workers_do_not_get_the_variables(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_workers_get_the_variables_that_the_operator_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HOME", "HF_TOKEN", "MODEL_BUCKET", "PASSWORD"):
+    names = {"HF_HOME", "HF_TOKEN", "MODEL_BUCKET", "PASSWORD", "LD_PRELOAD", "MALLOC_CONF"}
+    for name in names:
         monkeypatch.setenv(name, name.lower())
     usual = set(worker_environment())
-    assert not usual & {"HF_HOME", "HF_TOKEN", "MODEL_BUCKET", "PASSWORD"}
+    assert not usual & names
+    assert set(worker_environment(["LD_PRELOAD", "MALLOC_*"])) - usual == {"LD_PRELOAD", "MALLOC_CONF"}
     found = worker_environment(["HF_*", "MODEL_BUCKET", "NONE"])
     assert set(found) - usual == {"HF_HOME", "HF_TOKEN", "MODEL_BUCKET"}
     assert found["HF_HOME"] == "hf_home"
