@@ -292,6 +292,10 @@ class Catalog:
         source = self._sources.get(number)
         return source is not None and source.kind == "override"
 
+    def configs(self, sources: Iterable[int]) -> dict[int, ModelConfig]:
+        """The configurations before workers completed them, of those of the sources that still exist."""
+        return {number: self._sources[number].config for number in sources if number in self._sources}
+
     def kept_config(self, sources: Iterable[int]) -> KeptConfig | None:
         """The configuration that a load without one reuses. `sources`: those of the model's versions."""
         kept = [source.kept if (source := self._sources.get(number)) is not None else None for number in sources]

@@ -254,8 +254,10 @@ class ClientOperations:
         job.warnings = job.notes + tuple(text for text, _ in self._catalog.warnings(reading))
         number = self._register(job)
         self._dependencies.add(number, others)
+        served = self._catalog.configs(self._served(scanned.name))
         adopted = [event for _, event in self._catalog.adopt(reading, number)]
-        job.changed = self._is_change(adopted[0])
+        wanted = self._catalog.configs(target.source for target in adopted[0].targets)
+        job.changed = served != wanted
         self._put_all(adopted)
 
     def _put_all(self, adopted: Collection[Any]) -> None:
@@ -264,10 +266,6 @@ class ClientOperations:
                 self._put_deploy(event)
             else:
                 self._put(event)
-
-    def _is_change(self, deploy: events.Deploy) -> bool:
-        served = self._served(deploy.model)
-        return any(target.source not in served for target in deploy.targets)
 
     def _warn(self, reading: Reading) -> None:
         for text, hint in self._catalog.warnings(reading):

@@ -59,7 +59,9 @@ def pids(server: Server, model: str) -> list[int]:
         ]
 
 
-def test_a_model_is_loaded_restarted_and_unloaded(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_loaded_restarted_and_unloaded(
+    server: Server, repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(*words: str) -> str:
         code = main.main(words)
         said = capsys.readouterr()
@@ -72,6 +74,13 @@ def test_a_model_is_loaded_restarted_and_unloaded(server: Server, capsys: pytest
     said = run("load", "mlp", "add_sub").splitlines()
     assert [line.split(" after ")[0] for line in said] == ["mlp: version 1 is READY", "add_sub: version 1 is READY"]
     assert run("load", "mlp") == "mlp: nothing has changed; version 1 is READY\n"
+    config = repository / "mlp" / "config.pbtxt"
+    text = config.read_text()
+    config.write_text(text.replace("count: 1", "count: 2"))
+    assert run("load", "mlp").startswith("mlp: version 1 is READY"), "with another instance"
+    assert len(pids(server, "mlp")) == 2
+    config.write_text(text)
+    assert run("load", "mlp").startswith("mlp: version 1 is READY"), "with the first one only"
     assert run("ready", "mlp") == "model 'mlp' is ready\n"
     row = run("models").splitlines()[2].split()
     (pid,) = pids(server, "mlp")
