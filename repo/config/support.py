@@ -146,8 +146,10 @@ _rows("ModelOptimizationPolicy.Cuda.GraphSpec", _N, _ON_GPU, *_GRAPH, only=_QUEU
 _rows("ModelOptimizationPolicy.Cuda.GraphSpec.Shape", _N, _ON_GPU, "dim", only=_QUEUED)
 _rows("ModelOptimizationPolicy.Cuda.GraphSpec.LowerBound", _N, _ON_GPU, "batch_size", "input", only=_QUEUED)
 _ACCELERATORS = "ModelOptimizationPolicy.ExecutionAccelerators"
-_PROVIDERS = "only ONNX Runtime has execution providers"
-_rows(_ACCELERATORS, _N, _PROVIDERS, "gpu_execution_accelerator", "cpu_execution_accelerator", only=_ONNX)
+_rows(_ACCELERATORS, _N, "only ONNX Runtime uses it", "gpu_execution_accelerator", only=_ONNX)
+_rows(
+    _ACCELERATORS, _N, "only ONNX Runtime and PaddlePaddle use it", "cpu_execution_accelerator", only=(*_ONNX, "paddle")
+)
 _rows(_ACCELERATORS + ".Accelerator", _N, "see the list that contains it", "name", "parameters")
 _rows("ModelOptimizationPolicy.PinnedMemoryBuffer", _N, _MEMORY, "enable", only=_QUEUED)
 

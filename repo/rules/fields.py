@@ -166,8 +166,10 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
             problem("backend", f'found "{escaped(config.backend)}", but an ensemble has no backend')
         return
     if config.platform and config.platform not in platforms:
-        text = f'found "{escaped(config.platform)}", not a platform; {meant(config.platform, [*platforms, ENSEMBLE])}'
-        problem("platform", text)
+        found = config.platform.lower()
+        backend = found if found in host.backends else OTHER_NAMES.get(found)
+        hint = f'did you mean backend: "{backend}"?' if backend else meant(config.platform, [*platforms, ENSEMBLE])
+        problem("platform", f'found "{escaped(config.platform)}", not a platform; {hint}')
     for engine in ENGINES:
         if engine.platform and engine.platform == config.platform and engine.backend != config.backend:
             text = f'found "{escaped(config.backend)}", but platform "{config.platform}" is backend "{engine.backend}"'

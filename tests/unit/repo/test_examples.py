@@ -51,3 +51,15 @@ def test_only_the_gpu_is_missing(text: str) -> None:
         assert re.fullmatch(r"instance_group\[\d\]\.kind", path)
         assert problem.startswith("KIND_GPU, but this server runs models only on the CPU")
     assert problems(text, gpus=GPUS) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "unused"), [("onnxruntime", []), ("paddle", ["gpu"]), ("openvino", ["gpu", "cpu"])], ids=str
+)
+def test_accelerators_that_the_backend_does_not_use(backend: str, unused: list[str]) -> None:
+    """Only they cause a warning."""
+    lists = " ".join(f'{place}_execution_accelerator {{ name: "mkldnn" }}' for place in ("cpu", "gpu"))
+    text = f'backend: "{backend}" optimization {{ execution_accelerators {{ {lists} }} }}'
+    found = examine(text, "config.pbtxt", ModelContext("model", EVERYWHERE))
+    paths = [f"optimization.execution_accelerators.{place}_execution_accelerator" for place in unused]
+    assert [problem.path for problem in found.warnings] == paths
