@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shmserve.clients.cli.commands import completion
 from shmserve.clients.cli.help import rare
 from shmserve.gateway import options
 
+TARGET_GPUS, MAX_GPUS = 8, 1024
 SHOWN = frozenset(
     ("http_port", "grpc_port", "metrics_port", "http_address", "http_roles", "tokens_file", "tls_cert", "zmq_address")
 )
@@ -28,6 +30,7 @@ def add_check(commands: Any) -> None:
     examples = """  shmserve check ./models
   shmserve check ./models --load --timeout 60
   shmserve check ./models ./more --json
+  shmserve check ./models --target gpu        here, for a machine with GPUs
 """
     about = "check model repositories for errors before they are served"
     codes = ("no errors", "errors found (with --strict: errors or warnings)")
@@ -39,8 +42,21 @@ def add_check(commands: Any) -> None:
     add("--quiet", action="store_true", help="print only errors")
     add("--model-config-name", metavar="NAME", default="", help="use configs/NAME.pbtxt for each model that has it")
     add("--timeout", metavar="SECONDS", type=seconds, help="with --load: maximum loading time (default: no limit)")
+    add(
+        "--target", metavar="cpu|gpu[:N]", type=_target, help="check for a machine without GPUs, or with N (default: 8)"
+    )
     add_backend_directory(add)
     add_output(command, watch=True)
+
+
+def _target(text: str) -> tuple[int, ...]:
+    """The numbers of the GPUs of the machine on which the models are to run."""
+    kind, colon, count = text.partition(":")
+    if text == "cpu":
+        return ()
+    if kind != "gpu" or (colon and not (count.isascii() and count.isdecimal() and 0 < int(count) <= MAX_GPUS)):
+        raise argparse.ArgumentTypeError(f"'{text}' is not cpu, gpu or gpu:N with N from 1 to {MAX_GPUS}")
+    return tuple(range(int(count or TARGET_GPUS)))
 
 
 def add_doctor(commands: Any) -> None:

@@ -45,6 +45,8 @@ def check(args: argparse.Namespace) -> int:
 
     if args.load and args.watch is not None:
         raise Misuse("--load and --watch cannot be combined: every model would be loaded again and again")
+    if args.load and args.target is not None:
+        raise Misuse("--load and --target cannot be combined: the models would be loaded on this machine")
     bad = 0
 
     def ask() -> Checked:
@@ -63,7 +65,8 @@ def _checked(args: argparse.Namespace) -> Checked:
     roots = [Path(root) for root in args.roots]
     name = args.model_config_name or ""
     try:
-        checked = check(roots, backends=_backends(args), gpus=discover().numbers, config_name=name)
+        gpus = discover().numbers if args.target is None else args.target
+        checked = check(roots, backends=_backends(args), gpus=gpus, config_name=name)
     except InvalidRequest as error:
         raise Misuse(str(error)) from error
     return _with_load(roots, checked, args) if args.load else checked

@@ -83,6 +83,22 @@ def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------ without loading
 
 
+def test_a_repository_is_checked_for_another_machine(tmp_path: Path) -> None:
+    group = "instance_group [ { kind: KIND_GPU gpus: [ 1, 9 ] } ]\n"
+    accelerator = 'optimization { execution_accelerators { gpu_execution_accelerator { name: "xpu" } } }\n'
+    write_model(tmp_path, "net", PYTHON.replace("python", "onnxruntime") + group + accelerator)
+    (tmp_path / "net" / "1" / "model.onnx").touch()
+    assert "KIND_GPU, but this server runs models only on the CPU" in run(tmp_path, "--target", "cpu", code=1)[0]
+    there = run(tmp_path, "--target", "gpu", code=1)[0]
+    assert "instance_group[0].gpus[1]: no GPU 9; this machine has [0, 1, 2, 3, 4, 5, 6, 7]" in there
+    assert "unknown Execution Accelerator 'xpu'" in there
+    assert "no GPU 1; this machine has [0]" in run(tmp_path, "--target", "gpu:1", code=1)[0]
+    assert "instance_group" not in run(tmp_path, "--target", "gpu:10", code=1)[0]
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--target", "gpu:0")
+    assert "--load and --target cannot be combined" in run(tmp_path, "--load", "--target", "gpu", code=2)[1]
+
+
 @pytest.fixture
 def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository named relative to the current directory, as a user would."""
