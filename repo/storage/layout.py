@@ -24,6 +24,7 @@ from shmserve.repo.files.safe_paths import open_inside
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.differences import differences
 from shmserve.repo.onnx.header import NotOnnx, TooLarge, read_header
+from shmserve.repo.rules.optimization import setting_problems
 from shmserve.repo.storage.python_source import CLASS, parse_source, read_source
 
 ERROR, WARNING = "error", "warning"
@@ -100,8 +101,10 @@ def inspect_model(folder: Path, config: ModelConfig | None, selected: Sequence[i
     found += _walk(folder, selected)
     if config is not None and not is_ensemble(config):
         found += _without_effect(folder, config, selected)
+        found += (Finding(ERROR, "", problem.text, path=problem.path) for problem in setting_problems(config))
         for version in selected:
             found += _model_file(folder, version, config)
+            found += _operator_libraries(folder, version, config)
         found += _labels(folder, config)
         found += _warmup(folder, config)
     return found
@@ -231,6 +234,16 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Fin
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
             yield Finding(WARNING, name, "it is writable by every user of this machine", hint)
+
+
+def _operator_libraries(folder: Path, version: int, config: ModelConfig) -> Iterator[Finding]:
+    """Libraries with operators for ONNX Runtime, which are in the version's directory or the model's."""
+    names = config.model_operations.op_library_filename if config.model_operations is not None else ()
+    for index, name in enumerate(names if config.backend == "onnxruntime" else ()):
+        if not any((place / name).is_file() for place in (folder / str(version), folder)):
+            model = escaped_name(folder.name)
+            text = f"there is no file '{escaped(name)}' in {model}/{version} or {model}"
+            yield Finding(ERROR, "", text, path=f"model_operations.op_library_filename[{index}]")
 
 
 def _onnx(path: Path, name: str, config: ModelConfig) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.rules.optimization import graph_spec_problem
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig, ModelOptimizationPolicyCudaGraphSpec
@@ -112,14 +113,9 @@ def _from_spec(
     requested: ModelOptimizationPolicyCudaGraphSpec,
 ) -> GraphRequest:
     rows, largest = requested.batch_size, config.max_batch_size
-    if not (1 <= rows <= largest if largest else rows == 0):
-        allowed = f"1 to {largest}" if largest else "0, as the model has no batch dimension"
-        raise InvalidRequest(f"graph_spec of model '{config.name}': batch_size is {rows}, expected {allowed}")
-    unknown = set(requested.input) - {spec.name for spec in specs}
-    if unknown:
-        raise InvalidRequest(
-            f"graph_spec of model '{config.name}': the model has no input {', '.join(sorted(unknown))}"
-        )
+    _, text = graph_spec_problem(requested, largest, [spec.name for spec in specs])
+    if text:
+        raise InvalidRequest(f"graph_spec of model '{config.name}': {text}")
     shapes = []
     for spec in specs:
         given = requested.input.get(spec.name)
@@ -132,18 +128,4 @@ def _from_spec(
             )
         shapes.append(shape)
     bound = requested.graph_lower_bound
-    if bound is None:
-        return GraphRequest(tuple(shapes))
-    for name, dims in bound.input.items():
-        given = requested.input.get(name)
-        if given is None or given.dim != dims.dim:
-            raise InvalidRequest(
-                f"graph_spec of model '{config.name}': graph_lower_bound may have a smaller batch, but the dims of "
-                f"input '{name}' must be those of the graph, as rows of other dims lie elsewhere in memory"
-            )
-    if not 1 <= bound.batch_size <= rows:
-        raise InvalidRequest(
-            f"graph_spec of model '{config.name}': batch_size of graph_lower_bound is {bound.batch_size}, expected "
-            f"1 to {rows}"
-        )
-    return GraphRequest(tuple(shapes), bound.batch_size)
+    return GraphRequest(tuple(shapes), bound.batch_size if bound is not None else 0)

@@ -19,6 +19,7 @@ import numpy as np
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts
+from shmserve.repo.rules.optimization import PADDLE_ON_CPU, PADDLE_PARAMETERS
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.model_facts import completed, match
 from shmserve.workers.backends.parameters import Parameters
@@ -64,7 +65,6 @@ DTYPES = {
 _OF_JSON = {"ui8": "uint8", "i8": "int8", "i32": "int32", "i64": "int64", "f16": "float16", "f32": "float32",
             "f64": "float64"}  # fmt: skip
 """Type names in model.json that differ from numpy's."""
-_OF_ACCELERATORS = frozenset({"cpu_threads", "capacity", "use_int8"})
 _Facts = tuple[list[TensorFacts], list[TensorFacts]]
 
 
@@ -148,16 +148,16 @@ def _of_accelerators(config: ModelConfig) -> dict[str, str]:
     accelerators = optimization.execution_accelerators if optimization is not None else None
     found: dict[str, str] = {}
     for entry in accelerators.cpu_execution_accelerator if accelerators is not None else ():
-        if entry.name not in ("mkldnn", "ort"):
+        if entry.name not in PADDLE_ON_CPU:
             raise InvalidRequest(
                 f"model '{config.name}': unknown cpu_execution_accelerator name '{entry.name}' is provided. Available "
                 "choices are [mkldnn, ort]"
             )
-        unknown = sorted(entry.parameters.keys() - _OF_ACCELERATORS)
+        unknown = sorted(entry.parameters.keys() - PADDLE_PARAMETERS)
         if unknown:
             raise InvalidRequest(
                 f"model '{config.name}': cpu_execution_accelerator '{entry.name}' has no parameter '{unknown[0]}'; it "
-                f"has {', '.join(sorted(_OF_ACCELERATORS))}"
+                f"has {', '.join(sorted(PADDLE_PARAMETERS))}"
             )
         found |= entry.parameters
     return found

@@ -41,6 +41,17 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 GPU_ACCELERATOR = 'optimization { execution_accelerators { gpu_execution_accelerator: [ { name: "tensorrt" } ] } }'
 
 
+ACCELERATORS = """optimization { execution_accelerators {
+  cpu_execution_accelerator [ { name: "openvino" }, { name: "tensorrt" }, { name: "OpenVINO" } ] } }
+"""
+CPU_GROUP = "instance_group [ { kind: KIND_CPU } ]\n"
+LIBRARIES = 'model_operations { op_library_filename: [ "ours.so", "all.so", "theirs.so" ] }\n'
+
+
+def template(text: str) -> str:
+    return f'parameters {{ key: "chat_template" value {{ string_value: "{text}" }} }}\n'
+
+
 def without_config(root: Path, name: str, files: dict[str, str | bytes]) -> None:
     (model(root, name, files=files) / "config.pbtxt").unlink()
 
@@ -87,6 +98,11 @@ MISTAKES: list[Mistake] = [
     lambda root: model(root, "bare", 'backend: "python"', {"1/model.py": SOURCE}),
     lambda root: model(root, "asleep", GOOD + "instance_group [ { count: 1 passive: true } ]"),
     lambda root: model(root, "slow", ONNX + GPU_ACCELERATOR, {"1/model.onnx": network()}),
+    lambda root: model(root, "speedy", ONNX + CPU_GROUP + ACCELERATORS, {"1/model.onnx": network()}),
+    lambda root: model(root, "levelled", ONNX + "optimization { graph { level: 3 } }", {"1/model.onnx": network()}),
+    lambda root: model(root, "custom", ONNX + LIBRARIES, {"1/model.onnx": network(), "1/ours.so": "", "all.so": ""}),
+    lambda root: model(root, "chatty", GOOD + template("{% for m in messages %}\\n{{ m.role }}{% endif %}")),
+    lambda root: model(root, "filtered", GOOD + template("{{ messages | shout }}")),
     # files that the configuration refers to
     lambda root: model(root, "unlabelled", LABELS),
     lambda root: model(root, "few", LABELS, {"labels.txt": "cat\ndog\n"}),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from shmserve.repo.rules.optimization import CHAT_TEMPLATE
 from shmserve.workers.backends.llamacpp.files import trained_context
 from shmserve.workers.backends.llamacpp.sampling import Sampling, sampling_in
 from shmserve.workers.backends.parameters import Parameters
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 SLOTS, CONTEXT, THREADS = "slots", "context_length", "threads"
 PROMPT_BATCH, CACHE_TYPE, PROMPT_CACHE = "prompt_batch", "cache_type", "prompt_cache"
-CHAT_TEMPLATE, MAX_TOKENS, SAMPLING = "chat_template", "default_max_tokens", "sampling_parameters"
+MAX_TOKENS, SAMPLING = "default_max_tokens", "sampling_parameters"
 GRAMMARS = "grammars"
 DEFAULT_SLOTS = 4
 LARGEST_CONTEXT = 4096

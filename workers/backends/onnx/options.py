@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.rules.optimization import onnx_level_problem
 from shmserve.workers.backends.onnx.providers import (
     CUDA,
     EXTEND,
@@ -203,10 +204,8 @@ def default_max_batch(setting: Callable[[str], str]) -> int:
 def _graph_level(config: ModelConfig) -> str:
     graph = config.optimization.graph if config.optimization is not None else None
     level = graph.level if graph is not None else 0
-    if level not in GRAPH_LEVELS:
-        raise InvalidRequest(
-            f"optimization.graph.level {level} is not one of -1 (basic), 0 (all), 1 (extended), 2 (off)"
-        )
+    if text := onnx_level_problem(level):
+        raise InvalidRequest(f"optimization.graph.level {text}")
     return GRAPH_LEVELS[level]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, Unsupported
+from shmserve.repo.rules.optimization import ONNX_ON_CPU, ONNX_ON_GPU, accelerator_problem
 from shmserve.workers.backends.onnx.values import Check, as_it_is, choice, flag, text_of, whole
 
 if TYPE_CHECKING:
@@ -24,9 +25,8 @@ OPENVINO = "OpenVINOExecutionProvider"
 XNNPACK = "XnnpackExecutionProvider"
 DNNL = "DnnlExecutionProvider"
 
-_ON_GPU = {"tensorrt": TENSORRT, "cuda": CUDA}
-"""In the order in which they may claim an operator."""
-_ON_CPU = {"openvino": OPENVINO, "xnnpack": XNNPACK, "dnnl": DNNL}
+_ON_GPU = dict(zip(ONNX_ON_GPU, (TENSORRT, CUDA), strict=True))
+_ON_CPU = dict(zip(ONNX_ON_CPU, (OPENVINO, XNNPACK, DNNL), strict=True))
 _HOW = {
     CUDA: "pip install onnxruntime-gpu in place of onnxruntime",
     TENSORRT: "pip install onnxruntime-gpu in place of onnxruntime, and tensorrt",
@@ -123,7 +123,7 @@ def gpu_providers(
     required: bool,
 ) -> Providers:
     """`old`: CUDA options given as parameters of the model. CUDA is always listed, after other providers."""
-    options = _given(model, accelerators, _ON_GPU, "GPU")
+    options = _given(model, accelerators, _ON_GPU)
     cuda = old | {key: _checked("cuda", CUDA_OPTIONS, key, text) for key, text in options.get("cuda", {}).items()}
     listed = [(CUDA, {"device_id": str(device)} | cuda)]
     if "tensorrt" in options:
@@ -140,7 +140,7 @@ def cpu_providers(
     model: str, accelerators: Sequence[Accelerator], available: Collection[str], threads: int
 ) -> Providers:
     """`threads`: the CPU limit of this instance."""
-    options = _given(model, accelerators, _ON_CPU, "CPU")
+    options = _given(model, accelerators, _ON_CPU)
     listed = []
     own_threads = 0
     for name, parameters in options.items():
@@ -157,20 +157,12 @@ def cpu_providers(
     return Providers((*listed, (CPU, {})), names, intra_op=own_threads)
 
 
-def _given(
-    model: str, accelerators: Sequence[Accelerator], known: dict[str, str], where: str
-) -> dict[str, dict[str, str]]:
+def _given(model: str, accelerators: Sequence[Accelerator], known: dict[str, str]) -> dict[str, dict[str, str]]:
     requested: dict[str, dict[str, str]] = {}
     for accelerator in accelerators:
-        name = accelerator.name.lower()
-        if name not in known:
-            raise InvalidRequest(
-                f"unable to load model '{model}': unknown Execution Accelerator '{accelerator.name}' is requested; on "
-                f"the {where} onnxruntime has: {', '.join(known)}"
-            )
-        if name in requested:
-            raise InvalidRequest(f"unable to load model '{model}': Execution Accelerator '{name}' is requested twice")
-        requested[name] = accelerator.parameters
+        if text := accelerator_problem(accelerator.name, known, requested):
+            raise InvalidRequest(f"unable to load model '{model}': {text}")
+        requested[accelerator.name.lower()] = accelerator.parameters
     return requested
 
 

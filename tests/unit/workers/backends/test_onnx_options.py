@@ -311,8 +311,8 @@ def test_invalid_parameters_are_refused(kind: str, parameters: dict[str, str], t
 @pytest.mark.parametrize(
     ("kind", "name", "options", "text"),
     [
-        ("KIND_GPU", "openvino", {}, "unknown Execution Accelerator 'openvino' is requested; on the GPU onnxruntime"),
-        ("KIND_CPU", "cuda", {}, "unknown Execution Accelerator 'cuda' is requested; on the CPU onnxruntime has: open"),
+        ("KIND_GPU", "openvino", {}, "unknown Execution Accelerator 'openvino' is requested; known here are tensor"),
+        ("KIND_CPU", "cuda", {}, "unknown Execution Accelerator 'cuda' is requested; known here are openvino"),
         ("KIND_GPU", "tensorrt", {"precision_mode": "FP8"}, "must be one of FP32, FP16, BF16, INT8, not 'FP8'"),
         ("KIND_GPU", "tensorrt", {"workspace": "1"}, "unknown parameter 'workspace' is provided for TensorRT"),
         ("KIND_GPU", "tensorrt", {"max_workspace_size_bytes": "x"}, "parameter max_workspace_size_bytes must be a"),

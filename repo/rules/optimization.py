@@ -1,0 +1,137 @@
+"""Rules that a backend applies when it loads a model, about execution accelerators, graphs and chat templates.
+`shmserve check` applies them without loading. Another file than `fields`, because a server leaves them to the backend:
+what is wrong for an instance on a GPU does not matter on a machine without one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from shmserve.repo.config.complete import needs_completion
+from shmserve.repo.config.schema import (
+    ModelConfig,
+    ModelOptimizationPolicyCudaGraphSpec,
+    ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
+)
+
+ONNX_ON_GPU = ("tensorrt", "cuda")
+"""In the order in which they may claim an operator."""
+ONNX_ON_CPU = ("openvino", "xnnpack", "dnnl")
+PADDLE_ON_CPU = ("mkldnn", "ort")
+PADDLE_PARAMETERS = frozenset({"cpu_threads", "capacity", "use_int8"})
+CHAT_TEMPLATE = "chat_template"
+"""The parameter with a model's chat template, a Jinja text."""
+_CAPTURING = ("pytorch", "tensorrt")
+"""Backends that use CUDA graphs."""
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""A tag of training programs, which llama.cpp ignores."""
+_Accelerators = Sequence[ModelOptimizationPolicyExecutionAcceleratorsAccelerator]
+
+
+class SettingProblem(NamedTuple):
+    """`path` is a field of the configuration."""
+
+    path: str
+    text: str
+
+
+def setting_problems(config: ModelConfig) -> Iterator[SettingProblem]:
+    """All problems of a completed configuration."""
+    optimization = config.optimization
+    kinds = {group.kind for group in config.instance_group}
+    if optimization is not None and optimization.execution_accelerators is not None:
+        listed = optimization.execution_accelerators
+        path = "optimization.execution_accelerators"
+        if config.backend == "onnxruntime" and "KIND_GPU" in kinds:
+            yield from _wrong(f"{path}.gpu_execution_accelerator", listed.gpu_execution_accelerator, ONNX_ON_GPU)
+        if config.backend == "onnxruntime" and "KIND_CPU" in kinds:
+            yield from _wrong(f"{path}.cpu_execution_accelerator", listed.cpu_execution_accelerator, ONNX_ON_CPU)
+        if config.backend == "paddle":
+            yield from _wrong(f"{path}.cpu_execution_accelerator", listed.cpu_execution_accelerator, PADDLE_ON_CPU)
+    if optimization is not None and optimization.graph is not None and config.backend == "onnxruntime":
+        if text := onnx_level_problem(optimization.graph.level):
+            yield SettingProblem("optimization.graph.level", text)
+    if optimization is not None and optimization.cuda is not None and optimization.cuda.graphs:
+        names = None if needs_completion(config) else [tensor.name for tensor in config.input]
+        for index, spec in enumerate(optimization.cuda.graph_spec if config.backend in _CAPTURING else ()):
+            field, text = graph_spec_problem(spec, config.max_batch_size, names)
+            if text and "KIND_GPU" in kinds:
+                yield SettingProblem(f"optimization.cuda.graph_spec[{index}].{field}", text)
+    if text := _template_problem(config):
+        yield SettingProblem(f'parameters["{CHAT_TEMPLATE}"]', text)
+
+
+def accelerator_problem(name: str, known: Collection[str], earlier: Collection[str] = ()) -> str:
+    """Why an accelerator cannot be requested; "" if it can. `earlier`: those requested before it."""
+    if name.lower() not in known:
+        return f"unknown Execution Accelerator '{name}' is requested; known here are {', '.join(known)}"
+    return f"Execution Accelerator '{name.lower()}' is requested twice" if name.lower() in earlier else ""
+
+
+def _wrong(path: str, accelerators: _Accelerators, known: Collection[str]) -> Iterator[SettingProblem]:
+    earlier: list[str] = []
+    for index, accelerator in enumerate(accelerators):
+        if text := accelerator_problem(accelerator.name, known, earlier):
+            yield SettingProblem(f"{path}[{index}].name", text)
+        earlier.append(accelerator.name.lower())
+        if known is PADDLE_ON_CPU and (unknown := sorted(accelerator.parameters.keys() - PADDLE_PARAMETERS)):
+            text = (
+                f"'{accelerator.name}' has no parameter '{unknown[0]}'; it has {', '.join(sorted(PADDLE_PARAMETERS))}"
+            )
+            yield SettingProblem(f'{path}[{index}].parameters["{unknown[0]}"]', text)
+
+
+def onnx_level_problem(level: int) -> str:
+    return "" if -1 <= level <= 2 else f"{level} is not one of -1 (basic), 0 (all), 1 (extended), 2 (off)"
+
+
+def graph_spec_problem(
+    spec: ModelOptimizationPolicyCudaGraphSpec, largest: int, inputs: Collection[str] | None
+) -> tuple[str, str]:
+    """The field and what is wrong with it; "" if nothing is. `largest`: max_batch_size. `inputs`: the names of the
+    model's inputs; None: the model may still complete them, and max_batch_size if that is 0."""
+    rows = spec.batch_size
+    if not (1 <= rows <= largest if largest else rows == 0 or inputs is None):
+        allowed = f"1 to {largest}" if largest else "0, as the model has no batch dimension"
+        return "batch_size", f"batch_size is {rows}, expected {allowed}"
+    if inputs is not None and (unknown := set(spec.input).difference(inputs)):
+        return "input", f"the model has no input {', '.join(sorted(unknown))}"
+    bound = spec.graph_lower_bound
+    if bound is None:
+        return "", ""
+    for name, dims in bound.input.items():
+        given = spec.input.get(name)
+        if given is None or given.dim != dims.dim:
+            return "graph_lower_bound.input", (
+                f"graph_lower_bound may have a smaller batch, but the dims of input '{name}' must be those of the "
+                "graph, as rows of other dims lie elsewhere in memory"
+            )
+    if not 1 <= bound.batch_size <= rows:
+        text = f"batch_size of graph_lower_bound is {bound.batch_size}, expected 1 to {rows}"
+        return "graph_lower_bound.batch_size", text
+    return "", ""
+
+
+def _template_problem(config: ModelConfig) -> str:
+    """What is wrong with the chat template; "" if nothing is, or jinja2 is not installed. The template is not run."""
+    given = config.parameters.get(CHAT_TEMPLATE)
+    if given is None:
+        return ""
+    try:
+        from jinja2 import Environment, TemplateSyntaxError
+    except ImportError:
+        return ""
+    text = given.string_value
+    if config.backend == "llamacpp":
+        text = _GENERATION.sub("", text)
+    # Without the optimizer, which would compute constant expressions.
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"], optimized=False, autoescape=False)
+    try:
+        environment.compile(environment.parse(text))
+    except TemplateSyntaxError as error:
+        return f"not a Jinja template: line {error.lineno}: {error.message}"
+    except RecursionError:
+        return "not a Jinja template: nested too deeply"
+    return ""
