@@ -31,6 +31,7 @@ SERVERS = 64
 """Maximum number of servers in one list."""
 _SERVER = re.compile(r"(https?)://([a-z0-9-]+(?:\.[a-z0-9-]+)*)(?::([0-9]{1,5}))?/?", re.ASCII)
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:%]*[^\[\]:%.])\.?)(?::[0-9]*)?")
 _ANY = "*"
 _SHOWN = 80
 Header = Callable[[str], "str | None"]
@@ -112,8 +113,7 @@ class BrowserRules:
 
 
 def _name(host: str) -> str:
-    """The name or address in HOST:PORT."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].rstrip(".")
+    """The name or address in HOST:PORT; "" if `host` has another form. One dot may end the name, which marks it as
+    absolute. For "localhost..", a browser would ask a resolver."""
+    found = _HOST.fullmatch(host.strip().lower())
+    return "" if found is None else found[1] or found[2]
