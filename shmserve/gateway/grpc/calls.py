@@ -204,8 +204,9 @@ class AskCall(Unary):
             if isinstance(question, FixedDocument):
                 self._answer(question.document)
             else:
-                self._ticket = PendingQuery(question, self._answer, self._fail)
-                ask(services.link, self._payer, self._ticket, question)
+                ticket = PendingQuery(question, self._answer, self._fail)
+                ask(services.link, self._payer, ticket, question)
+                self._ticket = ticket
         except ServeError as error:
             raise rpc_error(error) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,19 @@ def test_a_cancelled_inference_is_cancelled_in_the_session() -> None:
     with pytest.raises(RpcError, match="received another"):
         case.ask()
     assert case.link.cancelled == [ticket]
+
+
+@pytest.mark.parametrize(("method", "service"), [("ServerMetadata", INFERENCE), ("Check", HEALTH)])
+def test_a_query_over_its_share_is_refused_and_not_cancelled(method: str, service: str) -> None:
+    case = Case(method, service)
+    queries = case.stream.payer("").queries
+    with suppress(Unavailable):
+        while True:
+            queries.take(0)
+    with pytest.raises(RpcError, match="its share"):
+        case.call.message(b"")
+    case.call.cancelled()
+    assert not case.link.cancelled
 
 
 def test_a_role_that_depends_on_the_message_is_checked() -> None:
