@@ -52,4 +52,5 @@ def make_listener(
         link.shares,
         link.turns,
         link.reads,
+        link.backlog,
     )

@@ -42,12 +42,14 @@ class Chunks:
         """Bytes of trailers so far."""
         self._ending = False
         """The last chunk (size 0) has arrived; the following lines are trailers."""
+        self.lines = 0
+        """Number of lines parsed: chunk headers and trailers."""
 
-    def feed(self, data: bytes) -> bytes:
-        """Parses as much of `data` as possible and returns the rest: an incomplete line, to be passed again with the
-        data that follows, or, once `done`, the next request. Raises InvalidRequest for an invalid encoding or an
-        exceeded limit. The connection is then unusable, because the end of the body is unknown."""
-        at = 0
+    def feed(self, data: bytes, lines: int) -> bytes:
+        """Parses at most this many lines of `data`, and returns the rest: an incomplete line, to be passed again with
+        the data that follows, more lines, or, once `done`, the next request. Raises InvalidRequest for an invalid
+        encoding or an exceeded limit. The connection is then unusable, because the end of the body is unknown."""
+        at, until = 0, self.lines + lines
         while not self.done:
             if self._left:
                 taken = min(self._left, len(data) - at)
@@ -56,6 +58,8 @@ class Chunks:
                 if self._left:
                     break
                 continue
+            if self.lines >= until:
+                break
             end = data.find(b"\n", at)
             if (end if end >= 0 else len(data)) - at > _LINE + len("\r"):
                 raise InvalidRequest(f"a line of the chunked body exceeds {_LINE} bytes")
@@ -80,6 +84,7 @@ class Chunks:
 
     def _line(self, line: bytes) -> None:
         """Handles a chunk header or a trailer, without its CRLF."""
+        self.lines += 1
         if self._ending:
             self._skip_trailer(line)
             return

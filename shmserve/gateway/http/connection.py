@@ -14,9 +14,10 @@ from shmserve.gateway.auth.actions import INFER
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.exchange import BUSY, CHUNKS, DRAIN, FILL, HEAD, HttpExchange
 from shmserve.gateway.http.heads import BadHead, HttpHead
-from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES
+from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES, HEAD_WORK, LINE_WORK
 from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.backlog import REQUEST_WORK
 from shmserve.gateway.listeners.callers import peer_address
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer
 
@@ -56,6 +57,12 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         """Size of the last large body: the next one of this size gets its memory at once."""
         self._chunks: bodies.Chunks | None = None
         self._idle_since = listener.now()
+        self.spent = 0
+        """Set by the backlog."""
+        self._taking = False
+        """`_take` is running."""
+        self._delayed = False
+        """The backlog continues with `_rest`."""
         self._moved = 0
         self._unsent = 0
 
@@ -119,43 +126,62 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         else:
             self.turn = self._listener.turn  # the timeout of a head that arrives in pieces starts with the first
         self._moved += count
-        self._take(data)
+        if self._delayed:
+            self._keep(data)
+        elif self._take(data):
+            self._listener.backlog.put(self)
 
     @property
     def _may_read(self) -> bool:
-        return self._phase != BUSY or len(self._rest) <= AHEAD_BYTES
+        return len(self._rest) <= AHEAD_BYTES
 
     # ------------------------------------------------------------------------------------ received bytes
 
-    def _take(self, data: bytes) -> None:
-        while data and self._writable:
+    def _take(self, data: bytes) -> bool:
+        """Processes requests up to the limits of this iteration of the loop. True: input is left that could be
+        processed now."""
+        backlog = self._listener.backlog
+        self._work = allowed = backlog.allowed
+        self._taking = True
+        at: int | None = 0
+        size = len(data)
+        while at is not None and at < size and self._writable and self._work > 0:
             if self._phase == HEAD:
-                left = self._begin(data)
+                at = self._begin(data, at, size)
             elif self._phase == CHUNKS:
-                left = self._go_on_with_chunks(data)
+                at = self._go_on_with_chunks(data, at, size)
             else:
                 break
-            if left is None:
-                return
-            data = left
-        if self._phase == DRAIN:
-            return
-        self._rest = data
-        if len(data) > AHEAD_BYTES and self._reading:
+        self._taking = False
+        backlog.spend(self, allowed - self._work)
+        if at is None or self._phase == DRAIN:
+            self._delayed = False
+            return False
+        self._delayed = at < size and self._writable and self._phase in (HEAD, CHUNKS)
+        self._keep(data[at:])
+        return self._delayed
+
+    def _keep(self, rest: bytes) -> None:
+        """Keeps bytes until the requests before them have been processed."""
+        self._rest = rest
+        if len(rest) > AHEAD_BYTES and self._reading:
             self.pause()
 
-    def _begin(self, data: bytes) -> bytes | None:
-        """Parses the head and takes the part of the body that has arrived. None: all of `data` was consumed."""
-        if data.startswith(b"\r\n"):
-            return data[2:]
-        end = data.find(b"\r\n\r\n") + 4
+    def _begin(self, data: bytes, at: int, size: int) -> int | None:
+        """Parses the head at this offset and takes the part of the body that has arrived. Returns the offset of the
+        next request; None: nothing is left to parse."""
+        self._work -= 1
+        if data.startswith(b"\r\n", at):
+            return at + 2
+        end = data.find(b"\r\n\r\n", at) + 4
         try:
-            if end < 4 or end > HEAD_BYTES:
-                if len(data) > HEAD_BYTES:
+            if end < 4 or end - at > HEAD_BYTES:
+                if size - at > HEAD_BYTES:
                     raise BadHead(431, f"the request headers exceed {HEAD_BYTES} bytes")
-                self._rest = data
+                self._rest = data[at:]
                 return None
-            head = self._listener.heads.head(data[:end])
+            self._work -= REQUEST_WORK + (end - at) // HEAD_WORK + data.count(b"\n", at, end) // LINE_WORK
+            head = self._listener.heads.head(data[at:end])
         except BadHead as error:
             self._refuse(error.status, str(error))
             return None
@@ -166,20 +192,21 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
             self._refuse_for(bodies.content_length_error(head, self._listener.limits))
             return None
         until = end + head.length
-        if not head.chunked and len(data) >= until:
+        if not head.chunked and size >= until:
             self._phase = BUSY
+            self._work -= (head.length if head.json_length is None else head.json_length) // HEAD_WORK
             self.whole(data[end:until] if head.length < _VIEWED_BYTES else memoryview(data)[end:until])
-            return data[until:]
+            return until
         if head.refusal is not None:
             self._refused(head)  # without reading the body
             return None
-        if head.expects and len(data) == end:
+        if head.expects and size == end:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if head.chunked:
             self._phase = CHUNKS
             self._chunks = bodies.Chunks(limit)
-            return data[end:]
-        self._fill_body(head, data[end:] if len(data) < _VIEWED_BYTES else memoryview(data)[end:])
+            return end
+        self._fill_body(head, data[end:] if size - end < _VIEWED_BYTES else memoryview(data)[end:])
         return None
 
     def _refused(self, head: HttpHead) -> None:
@@ -188,23 +215,27 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         except ServeError as error:
             self._refuse_for(error)
 
-    def _go_on_with_chunks(self, data: bytes) -> bytes | None:
+    def _go_on_with_chunks(self, data: bytes, at: int, size: int) -> int | None:
         chunks = self._chunks
         assert chunks is not None
-        before = len(chunks.body)
+        before, lines = len(chunks.body), chunks.lines
         try:
-            left = chunks.feed(data)
+            left = chunks.feed(data[at:] if at else data, self._work)
             self._account.take(len(chunks.body) - before)
         except ServeError as error:
             self._refuse_for(error)
             return None
+        self._work -= chunks.lines - lines
+        at = size - len(left)
         if not chunks.done:
-            self._rest = left
-            return None
+            if self._work > 0:
+                self._rest = left  # an incomplete line
+                return None
+            return at
         self._chunks = None
         self._phase = BUSY
         self.whole(chunks.body)
-        return left
+        return at
 
     # ------------------------------------------------------------------------------------ bodies read in place
 
@@ -307,17 +338,34 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         else:
             self._phase = HEAD
             self._idle_since = self._listener.now()
-            if self._rest or not self._reading:
+            if (self._rest or not self._reading) and not self._taking:
                 self._listener.loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
         """Continues with bytes received while a request was processed or the transport was not writable."""
+        if not self._delayed and self._go_on_with_rest():
+            self._listener.backlog.put(self)
+
+    def go_on(self) -> bool:
+        """Continues with input that was delayed. True: input is left."""
+        self._delayed = False
+        delayed = self._go_on_with_rest()
+        if self._listener.stopping and not delayed:
+            self.stop()
+        return delayed
+
+    def _go_on_with_rest(self) -> bool:
         if self._transport is None or self._phase in (BUSY, FILL, DRAIN):
-            return
-        self.resume()
+            return False
         data, self._rest = self._rest, b""
         self.turn = self._listener.turn
-        self._take(data)
+        delayed = self._take(data)
+        self.resume()
+        return delayed
+
+    @property
+    def estimate(self) -> int:
+        return REQUEST_WORK
 
     def _refuse_for(self, error: ServeError) -> None:
         self._phase = FILL
@@ -365,7 +413,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         self._keep_alive = False
         if self._viewer is not None:
             self._viewer.stop()
-        if self._phase in (HEAD, DRAIN) and self._transport is not None:
+        if self._phase in (HEAD, DRAIN) and self._transport is not None and not self._delayed:
             self._transport.close()
 
     def give_up(self, error: ServeError) -> None:

@@ -14,6 +14,7 @@ from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
+from shmserve.gateway.limits.backlog import SENT_BYTES
 from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
 from shmserve.gateway.limits.turns import FairReader, Job, SlicedWork
 from shmserve.gateway.openai import errors as openai_errors
@@ -67,6 +68,8 @@ class HttpExchange(FairReader):
         self._viewer: EventViewer | None = None
         self._account = listener.budget.account("")
         self._writable = True
+        self._work = 0
+        """Work left for this connection in this iteration of the loop."""
         self.turn = listener.turn
         """Turn of the slow clock at which progress was last made."""
 
@@ -171,6 +174,7 @@ class HttpExchange(FairReader):
             except ServeError as error:
                 self.fail(error)
                 return
+        self._work -= size // SENT_BYTES
         unread = self._phase != BUSY
         if head is not None and head.reader:
             more += _readable_by(head.reader)

@@ -12,6 +12,10 @@ HEAD_BYTES = 32 * 1024
 HEADERS = 128
 CHUNKS = 65_536
 """Maximum number of non-empty chunks in one body."""
+HEAD_WORK = 512
+"""Parsing this many bytes of a head or of JSON is one unit of work (limits/backlog.py)."""
+LINE_WORK = 2
+"""Parsing this many lines of a head is another unit."""
 AHEAD_BYTES = 64 * 1024
 """Bytes of following requests that are read ahead while one is processed."""
 

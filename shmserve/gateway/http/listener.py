@@ -35,6 +35,7 @@ class HttpListener(Callers):
             link.shares,
             link.turns,
             link.reads,
+            link.backlog,
         )
         self.link = link
         self.limits = limits

@@ -8,6 +8,7 @@ from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.frames import ErrorCode, Http2Error
 from shmserve.gateway.http2.life import Life
 from shmserve.gateway.http2.stream import Http2Stream, Http2Streams
+from shmserve.gateway.limits.backlog import REQUEST_WORK
 
 
 class HeaderBlocks:
@@ -83,6 +84,7 @@ class HeaderBlocks:
         if number > self._life.last:
             core.closed.add(number, ended)
             return
+        core.work -= REQUEST_WORK
         if len(core.streams) >= core.limits.streams:
             core.closed.add(number, ended)
             core.abuse.idle()

@@ -95,8 +95,12 @@ class Http2Connection(FairReader, asyncio.BufferedProtocol):
         return core.more
 
     @property
-    def cost(self) -> int:
-        return 0 if self._core is None else self._core.cost
+    def spent(self) -> int:
+        return 0 if self._core is None else self._core.spent
+
+    @property
+    def estimate(self) -> int:
+        return 0 if self._core is None else self._core.estimate
 
     def eof_received(self) -> bool:
         return False

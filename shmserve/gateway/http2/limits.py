@@ -26,12 +26,10 @@ RESETS = 2000
 work."""
 MISTAKES = 1000
 """Maximum number of calls per turn of the slow clock that are refused by their headers alone."""
-WORK = 128
-"""Maximum number of frames, messages and decoded header fields for one connection per iteration of the event loop."""
-TURN_WORK = 4 * WORK
-"""The same for all connections together."""
 FIELD_WORK = 2
 """A decoded field counts as this many frames: it takes 5 to 10 us."""
+STREAMS_WORK = 8
+"""Looking at this many streams counts as one frame."""
 INFLATED_BYTES = 4 << 10
 """Inflating this many bytes counts as one frame."""
 FIELDS = 64

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.gateway.http2.backlog import FrameBacklog
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.host import Expiring
 from shmserve.gateway.http2.interface import Application
 from shmserve.gateway.http2.limits import Http2Limits
+from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -28,16 +28,16 @@ class RpcListener(Callers):
         self, connect: Callable[[RpcListener], Any], loop: asyncio.AbstractEventLoop, application: Application,
         limits: Http2Limits, stopped: Callable[[], None] = lambda: None, budget: Budget | None = None,
         shares: Shares | None = None, turns: JobTurns | None = None, reads: ReadTurns | None = None,
+        backlog: InputBacklog | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             loop, connect, limits, _turn_s(limits), budget or Budget(), shares or Shares(), turns,
-            reads,
+            reads, backlog,
         )  # fmt: skip
         self.stream_turns = math.ceil(limits.stream_idle_s / _turn_s(limits))
         self.application = application
         self.limits = limits
         self._stopped = stopped
-        self.backlog = FrameBacklog(loop)
         self._due: dict[int, set[Expiring]] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_for = 0

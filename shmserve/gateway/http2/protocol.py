@@ -55,19 +55,18 @@ class Http2(Http2Streams):
             data = self._rest + data
             self._rest = b""
         backlog = self.listener.backlog
-        self.work = allowed = max(0, min(most.WORK, backlog.left))
+        self.work = allowed = backlog.allowed
         self.more = False
         try:
             self._parse(data)
         except Http2Error as error:
             self.end(error.reason, str(error))
-        self.spent += allowed - self.work
-        backlog.spend(allowed - self.work)
+        backlog.spend(self, allowed - self.work)
 
     @property
-    def cost(self) -> int:
-        """Recent work for this connection, plus the length of the waiting frame as an estimate of its fields."""
-        return self.spent + int.from_bytes(self._rest[:3], "big")
+    def estimate(self) -> int:
+        """The length of the waiting frame, as an estimate of its fields."""
+        return int.from_bytes(self._rest[:3], "big")
 
     def space(self) -> memoryview | None:
         """Memory for the next bytes if they belong to a large message. If so, the caller calls `fill` instead of
@@ -259,11 +258,12 @@ class Http2(Http2Streams):
         if frames.INITIAL_WINDOW_SIZE in values:
             self._initial_window(values[frames.INITIAL_WINDOW_SIZE])
         self._reply(frames.frame(frames.SETTINGS, frames.ACK, 0))
-        self.pump()
+        self._pump()
 
     def _initial_window(self, value: int) -> None:
         change = value - self.stream_window
         self.stream_window = value
+        self.work -= len(self.streams) // most.STREAMS_WORK
         for stream in self.streams.values():
             stream.window += change
             if stream.window > frames.LARGEST_WINDOW:
@@ -307,8 +307,7 @@ class Http2(Http2Streams):
             self.window += size
             if self.window > frames.LARGEST_WINDOW:
                 raise Http2Error(ErrorCode.FLOW_CONTROL_ERROR, "window size above 2^31 - 1")
-            if self.unsent:
-                self.pump()
+            self._pump()
             return
         stream = self.streams.get(number)
         if stream is None:
@@ -321,6 +320,11 @@ class Http2(Http2Streams):
         elif stream.queued:
             if size < most.SMALL_UPDATE:
                 self.abuse.idle()
+            self._pump()
+
+    def _pump(self) -> None:
+        if self.unsent:
+            self.work -= len(self.unsent) // most.STREAMS_WORK
             self.pump()
 
     # ------------------------------------------------------------------------------------ shutdown

@@ -19,6 +19,7 @@ from shmserve.gateway.http2.interface import ServiceCall
 from shmserve.gateway.http2.messages import inflate_message, message_size_error
 from shmserve.gateway.http2.sending import NO_CALL, Channel, Sending, notify
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.limits.turns import Job, SlicedWork
 from shmserve.gateway.upstream.receive import TRUSTED_BYTES, ReceiveBuffer, Room
@@ -215,7 +216,7 @@ class Http2Stream(Sending):
     def _deliver(self, flag: int, data: Buffer) -> None:
         self.used = self._core.listener.turn
         self._core.idle_since = self._core.listener.now()
-        self._core.work -= 1
+        self._core.work -= REQUEST_WORK
         if not flag:
             self._pass_on(data)
         elif flag != 1:
@@ -247,7 +248,7 @@ class Http2Stream(Sending):
     def _next_turn(self) -> SlicedWork[None]:
         """Waits for the next iteration of the loop, when this connection has a new work budget."""
         yield
-        self._core.work = most.WORK
+        self._core.work = CONNECTION_WORK
 
     def _run(self, work: SlicedWork[T], then: Callable[[T], None]) -> None:
         """Runs `work`; the stream is paused until it is done."""
@@ -380,6 +381,7 @@ class Http2Streams(Channel):
         self.work = 0
         """Work left in this iteration of the loop."""
         self.spent = 0
+        """Set by the backlog."""
         self.abuse = AbuseCounters()
         self.closed = ClosedStreams()
         self.quiet_since = listener.turn
@@ -391,7 +393,6 @@ class Http2Streams(Channel):
 
     def next_turn(self) -> None:
         """Called on every turn of the slow clock."""
-        self.spent //= 2
         self.abuse.next_turn()
 
     # ------------------------------------------------------------------------------------ streams

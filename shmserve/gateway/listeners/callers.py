@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from shmserve.errors import ServeError
+from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -95,12 +96,14 @@ class Callers:
     def __init__(
         self, loop: asyncio.AbstractEventLoop, connect: Callable[[Any], Any], limits: ConnectionLimits, turn_s: float,
         budget: Budget, shares: Shares, turns: JobTurns | None = None, reads: ReadTurns | None = None,
+        backlog: InputBacklog | None = None,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.now = loop.time
         self.shares = shares
         self.turns = turns or JobTurns(loop)
         self.reads = reads or ReadTurns(loop)
+        self.backlog = backlog or InputBacklog(loop)
         self.turn = 0
         self.least_bytes = max(1, int(limits.data_rate * turn_s))
         """Fewer bytes than this in a turn count as no progress."""

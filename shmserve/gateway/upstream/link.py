@@ -16,6 +16,7 @@ from shmserve.clients.transport.address import address_of
 from shmserve.clients.transport.event_loop import LoopLink
 from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.gateway.kserve.answers import Buffer, Held
+from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
 from shmserve.gateway.upstream.receive import Room
@@ -243,6 +244,11 @@ class GatewayLink(LoopLink):
     def reads(self) -> ReadTurns:
         """Shared by all endpoints."""
         return ReadTurns(self.bind())
+
+    @cached_property
+    def backlog(self) -> InputBacklog:
+        """Shared by all endpoints."""
+        return InputBacklog(self.bind())
 
     def make_session(self) -> Session:
         return Session(

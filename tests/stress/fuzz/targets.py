@@ -103,7 +103,7 @@ def http(data: bytes) -> None:
     with suppress(ServeError):
         if head.chunked:
             chunks = bodies.Chunks(LONGEST_BODY)
-            chunks.feed(body)
+            chunks.feed(body, len(body))
             body = bytes(chunks.body)
         if head.encoding:
             body = bytes(finished(bodies.inflate_body(head.encoding, body, LONGEST_BODY, "", lambda size: None)))

@@ -12,12 +12,12 @@ import h2.connection
 import h2.events
 import h2.exceptions
 
-from shmserve.gateway.http2.backlog import FrameBacklog
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.interface import Application, Awaits, ServiceCall, TransportStream
 from shmserve.gateway.http2.limits import Http2Limits
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -79,7 +79,7 @@ class Host:
         self.loop = cast(Any, ManualLoop())
         self.turns = JobTurns(self.loop)
         self.reads = ReadTurns(self.loop)
-        self.backlog = FrameBacklog(self.loop)
+        self.backlog = InputBacklog(self.loop)
         self.calls: list[Any] = []
         self.turn = 0
         self.stream_turns = 1000

@@ -12,6 +12,7 @@ from shmserve.gateway.http.heads import HttpHeads
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import NoRoute
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.limits.turns import JobTurns, ReadTurns
@@ -94,8 +95,8 @@ def connected(
     loop: Any = manual
     listener: Any = SimpleNamespace(
         turn=0, now=lambda: 0.0, stopping=False, heads=HttpHeads(EndpointAccess(ROLES)), limits=HttpLimits(**limits),
-        loop=loop, turns=JobTurns(loop), reads=ReadTurns(loop), enter=lambda connection: True,
-        leave=lambda connection: None, budget=budget or Budget(1 << 30), shares=Shares(),
+        loop=loop, turns=JobTurns(loop), reads=ReadTurns(loop), backlog=InputBacklog(loop),
+        enter=lambda connection: True, leave=lambda connection: None, budget=budget or Budget(1 << 30), shares=Shares(),
         answered=lambda status: None, least_bytes=10, idle_turns=100,
     )  # fmt: skip
     connection, transport = HttpConnection(listener, echo), Transport()

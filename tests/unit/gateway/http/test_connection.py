@@ -15,9 +15,10 @@ from shmserve.errors import Unavailable
 from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.heads import HttpHeads
-from shmserve.gateway.http.limits import HttpLimits
+from shmserve.gateway.http.limits import AHEAD_BYTES, HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
 from shmserve.gateway.http.routes import METRICS_ROUTES
+from shmserve.gateway.limits.backlog import CONNECTION_WORK, TURN_WORK
 from shmserve.gateway.limits.turns import MIN_BYTES, READ_BYTES
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
@@ -396,6 +397,7 @@ def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
     head = lines("Transfer-Encoding: chunked") + b"%x\r\n" % size if chunked else lines(f"Content-Length: {size}")
     for connection, _ in many:
         receive(connection, head)
+        loop.run()
     for turn in range(5):
         taken = [fill(connection, transport) for connection, transport in many]
         assert sum(taken) <= READ_BYTES + uploads * 256 * 1024 if turn == 0 else sum(taken) <= 4 * READ_BYTES
@@ -403,6 +405,60 @@ def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
         assert not any(transport.reads for _, transport in many if turn == 0 or uploads <= 4)
         loop.iterate()
         assert sum(transport.reads for _, transport in many) == min(uploads, READ_BYTES // MIN_BYTES)
+
+
+ALONE = lines(first="GET /nothing HTTP/1.1")
+"""A request that the gateway answers alone."""
+
+
+@pytest.mark.parametrize("flood", [
+    ALONE * 2000,
+    ALONE * 20 + lines(*[f"h{n}: {n}" for n in range(120)], first="GET /nothing HTTP/1.1") * 200,
+    lines("Transfer-Encoding: chunked") + chunked([b"x"] * 20_000),
+    post(bytes(60_000)) * 4,
+], ids=["without a route", "many headers", "many chunks", "large JSON"])  # fmt: skip
+def test_requests_that_the_gateway_answers_alone_take_turns(flood: bytes) -> None:
+    """Eight connections delay another by one turn, and are all answered in the end."""
+    one, transport, echo, loop = connected()
+    floods, backlog = [(one, transport)], one._listener.backlog
+    for _ in range(8):
+        transport = Transport()
+        floods.append((HttpConnection(one._listener, echo), transport))
+        floods[-1][0].connection_made(transport)
+    honest, heard = floods.pop()
+    for connection, _ in floods:
+        receive(connection, flood)
+        assert backlog.left > -2 * CONNECTION_WORK, "of all connections together"
+    for _ in range(4):  # until each of them has had a turn
+        loop.iterate()
+    for count in range(1, 5):
+        receive(honest, ALONE)
+        loop.iterate()
+        assert len(answered(heard.sent)) == count
+        assert loop.soon
+    largest = 0
+    while loop.soon:
+        loop.iterate()
+        largest = max(largest, TURN_WORK - backlog.left)
+    assert largest <= TURN_WORK // 2 + 2 * CONNECTION_WORK
+    answers = {tuple(status for status, _ in answered(transport.sent)) for _, transport in floods}
+    assert len(answers) == 1
+    assert len(answers.pop()) == flood.count(b" HTTP/1.1")
+    assert all(transport.reads for _, transport in floods)
+
+
+def test_what_waits_for_a_turn_is_bounded_and_answered_at_a_stop() -> None:
+    connection, transport, _, loop = connected()
+    while transport.reads:
+        receive(connection, ALONE * 100)
+    assert len(connection._rest) <= AHEAD_BYTES + 100 * len(ALONE)
+    before = len(answered(transport.sent))
+    connection._listener.stopping = True
+    connection.stop()
+    assert not transport.closed
+    loop.run()
+    assert len(answered(transport.sent)) == before + 1
+    assert transport.closed
 
 
 def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:

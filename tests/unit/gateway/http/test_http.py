@@ -108,7 +108,7 @@ def feed(chunks: bodies.Chunks, data: bytes, cuts: list[int]) -> bytes:
     places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
     left = b""
     for begin, end in itertools.pairwise(places):
-        left = chunks.feed(left + data[begin:end])
+        left = chunks.feed(left + data[begin:end], len(data))
     return left
 
 
@@ -140,20 +140,20 @@ def test_chunks_do_not_depend_on_the_borders_of_pieces(pieces: list[bytes], cuts
 def test_invalid_and_large_chunks_are_refused(data: bytes, text: str | None) -> None:
     chunks = bodies.Chunks(1000)
     if text is None:
-        chunks.feed(data)
+        chunks.feed(data, 100)
         assert not chunks.done
         return
     with pytest.raises(InvalidRequest, match=text):
-        chunks.feed(data)
+        chunks.feed(data, 100)
 
 
 def test_the_number_of_chunks_is_limited() -> None:
     chunks = bodies.Chunks(1 << 20)
-    assert chunks.feed(b"1\r\na\r\n" * 65_536 + b"0\r\n\r\n") == b""
+    assert chunks.feed(b"1\r\na\r\n" * 65_536 + b"0\r\n\r\n", 65_538) == b""
     assert chunks.done
     assert len(chunks.body) == 65_536
     with pytest.raises(InvalidRequest, match="Chunked request body exceeds maximum of 65536 non-empty chunks"):
-        bodies.Chunks(1 << 20).feed(b"1\r\na\r\n" * 65_537)
+        bodies.Chunks(1 << 20).feed(b"1\r\na\r\n" * 65_537, 65_537)
 
 
 def inflated(encoding: str, body: bytes, limit: int) -> bytearray:

@@ -5,6 +5,7 @@ Work is counted in frames and fields.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.interface import Awaits, TransportStream
+from shmserve.gateway.limits.backlog import CONNECTION_WORK, REQUEST_WORK, TURN_WORK
 from tests.support.gateway.grpc_calls import Case
 from tests.support.gateway.http2_caller import Caller, Echo, Host, Unfinished
 from tests.support.gateway.http2_frames import (
@@ -58,7 +60,7 @@ def test_a_turn_processes_a_bounded_number_of_frames() -> None:
         caller.host.loop.iterate()
         caller.core.feed(b"")
         counts.append(caller.core.abuse.idle_frames - most.SETTINGS_WEIGHT)
-    assert counts == [most.WORK - 1, 2 * most.WORK - 1, 300]
+    assert counts == [CONNECTION_WORK - 1, 2 * CONNECTION_WORK - 1, 300]
 
 
 def test_decoded_fields_count_as_work_and_cached_blocks_do_not() -> None:
@@ -77,7 +79,41 @@ def test_decoded_fields_count_as_work_and_cached_blocks_do_not() -> None:
     caller.raw(known[:2])
     before = len(host.calls)
     caller.core.feed(b"".join(known[2:]))
-    assert len(host.calls) == before + most.WORK
+    assert len(host.calls) == before + math.ceil(CONNECTION_WORK / (1 + REQUEST_WORK))
+
+
+@pytest.mark.parametrize("call", [
+    frame(HEAD, 5, 1, hpack.Encoder().encode([*HEADERS[:4], ("content-type", "text/html")])),
+    frame(HEAD, 5, 1, block()),
+], ids=["not gRPC", "no such method"])  # fmt: skip
+def test_calls_that_are_refused_take_turns(call: bytes) -> None:
+    caller = Caller(Host(unknown), opening=b"")
+    caller.core.feed(HELLO)
+    numbered = [call[:5] + number(2 * at + 1) + call[9:] for at in range(100)]
+    caller.core.feed(b"".join(numbered))
+    most_calls = 0
+    while caller.core.more:
+        before = caller.core.abuse.mistakes
+        caller.host.loop.iterate()
+        caller.core.feed(b"")
+        most_calls = max(most_calls, caller.core.abuse.mistakes - before)
+    assert 0 < most_calls <= math.ceil(CONNECTION_WORK / REQUEST_WORK)
+    assert caller.core.abuse.mistakes == 100
+
+
+def test_frames_that_touch_all_streams_count_by_their_number() -> None:
+    streams = 800
+    caller = Caller(Host(Echo), opening=b"")
+    caller.raw([HELLO, frame(SETTINGS, 0, 0, b"\0\4" + number(0))])
+    caller.raw([unary(2 * at + 1, b"x") for at in range(streams)])
+    assert len(caller.core.unsent) == streams
+    for touch in frame(WINDOW, 0, 0, number(1)), frame(SETTINGS, 0, 0, b"\0\4" + number(0)):
+        caller.host.loop.run()
+        before = caller.core.spent
+        caller.core.feed(touch * 50)
+        assert caller.core.more, "two of them take a turn"
+        assert caller.core.spent - before <= CONNECTION_WORK + 2 * streams // most.STREAMS_WORK
+        caller.raw([b""])
 
 
 def test_input_behind_a_backlog_is_processed_in_order() -> None:
@@ -109,8 +145,8 @@ def test_a_flood_does_not_delay_other_connections() -> None:
         before = processed()
         listener.loop.iterate()
         moved = [after - had for after, had in zip(processed(), before, strict=True)]
-        assert sum(moved) <= most.TURN_WORK // 2, "of all of them together"
-        assert max(processed()) - min(processed()) <= most.WORK, "round robin"
+        assert sum(moved) <= TURN_WORK // 2, "of all of them together"
+        assert max(processed()) - min(processed()) <= CONNECTION_WORK, "round robin"
     assert all(transport.reads for _, transport in floods)
 
 
@@ -133,7 +169,7 @@ def test_new_header_blocks_of_many_connections_share_a_turn() -> None:
         before = decoded()
         for connection, _ in crowd:
             receive(connection, new_fields(60, at))
-        assert decoded() - before <= most.TURN_WORK + most.WORK
+        assert decoded() - before <= TURN_WORK + CONNECTION_WORK
         receive(honest, unary(2 * at + 1, b"honest"))
         listener.loop.iterate()
         answers = [call for call in listener.calls if call.events == [b"honest", "half closed"]]
@@ -141,7 +177,7 @@ def test_new_header_blocks_of_many_connections_share_a_turn() -> None:
         while listener.loop.soon:
             before = decoded()
             listener.loop.iterate()
-            assert decoded() - before <= most.TURN_WORK // 2 + most.WORK
+            assert decoded() - before <= TURN_WORK // 2 + CONNECTION_WORK
     assert all(transport.reads for _, transport in crowd)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from shmserve.gateway.http2.codes import Code
-from shmserve.gateway.http2.limits import INFLATED_BYTES, WORK
+from shmserve.gateway.http2.limits import INFLATED_BYTES
+from shmserve.gateway.limits.backlog import CONNECTION_WORK
 from shmserve.gateway.limits.turns import SLICE_BYTES
 from tests.support.gateway.http2_caller import Caller, Echo, Host
 from tests.support.gateway.http2_frames import message
@@ -135,14 +136,14 @@ def test_many_messages_in_one_frame_take_many_turns(part: bytes) -> None:
     caller.core.feed(caller.h2.data_to_send())
     call = caller.host.calls[0]
     before, most = len(call.events), 0
-    assert before <= WORK
+    assert before <= CONNECTION_WORK
     while caller.core.more or caller.host.loop.soon:
         before = len(call.events)
         if caller.core.more:
             caller.core.feed(b"")
         caller.host.loop.iterate()
         most = max(most, sum(len(data) // INFLATED_BYTES + 1 for data in call.events[before:]))
-    assert most <= 2 * WORK + SLICE // INFLATED_BYTES
+    assert most <= 2 * CONNECTION_WORK + SLICE // INFLATED_BYTES
     assert len(call.events) == count + 1
     assert call.events[-1] == "half closed"
 

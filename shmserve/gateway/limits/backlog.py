@@ -1,0 +1,98 @@
+"""Bounds the work that the input of all connections causes in one iteration of the event loop, whoever answers it: the
+model, the broker, or the gateway alone.
+
+A connection is delayed if it exceeds its own limit, or if it receives input after the work budget of the iteration is
+spent. The next iteration starts with the connections that have had the least of their fair share, as in start-time fair
+queueing. So a flood over any number of connections delays only those connections, and a new connection gains nothing
+over an old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from typing import Protocol
+
+CONNECTION_WORK = 128
+"""Maximum units of work for one connection per iteration of the event loop. A unit is the work for one HTTP/2 frame
+without effect, about 5 us."""
+TURN_WORK = 4 * CONNECTION_WORK
+"""The same for all connections together."""
+REQUEST_WORK = 6
+"""The work for one request: to parse it, and to answer it or to pass it on."""
+SENT_BYTES = 4096
+"""Sending this many bytes of an answer is one unit."""
+
+
+class Delayed(Protocol):
+    """A connection with input that has not been processed."""
+
+    @property
+    def spent(self) -> int: ...
+
+    @property
+    def estimate(self) -> int:
+        """The estimated work for the input that waits."""
+
+    def go_on(self) -> bool:
+        """Processes input up to the limits. True: input is left."""
+
+
+class Spender(Protocol):
+    """`spent` is set here: the virtual time up to which the connection has used its share."""
+
+    spent: int
+
+
+class InputBacklog:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.left = TURN_WORK
+        """Work left in this iteration of the loop."""
+        self._now = self._end = 0
+        """Virtual time: it advances with the work for the connection that has had the least, so that idle connections
+        save nothing up. `_end`: the latest `spent` of all connections."""
+        self._waiting: list[tuple[int, int, Delayed]] = []
+        self._count = itertools.count()
+        self._scheduled = False
+
+    @property
+    def allowed(self) -> int:
+        """Work that a connection may do now."""
+        return max(0, min(CONNECTION_WORK, self.left))
+
+    def spend(self, spender: Spender, work: int) -> None:
+        spender.spent = spent = max(spender.spent, self._now) + work
+        if spent > self._end:
+            self._end = spent
+        self.left -= work
+        if self.left < TURN_WORK // 2:
+            self._schedule()
+
+    def put(self, connection: Delayed) -> None:
+        key = max(connection.spent, self._now) + connection.estimate
+        heapq.heappush(self._waiting, (key, next(self._count), connection))
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        """Reserves half of the work budget for connections that are not delayed."""
+        self._scheduled = False
+        self.left = TURN_WORK
+        again = []
+        while self._waiting and self.left > TURN_WORK // 2:
+            connection = heapq.heappop(self._waiting)[2]
+            self._now = max(self._now, connection.spent)
+            if connection.go_on():
+                again.append(connection)
+        for connection in again:
+            self.put(connection)
+        if self._waiting:
+            self._schedule()
+        else:
+            self._now = self._end
