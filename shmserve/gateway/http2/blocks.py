@@ -105,6 +105,8 @@ class HeaderBlocks:
         core.streams[number] = stream
         if expires is not None:
             core.listener.expire(stream)
+        if self._heads.bytes > most.SMALL_HEAD and not stream.hold_head(self._heads.bytes):
+            return
         try:
             if head.wrong:
                 raise RpcError(Code.INTERNAL, head.wrong)

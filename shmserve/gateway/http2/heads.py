@@ -90,12 +90,14 @@ class Http2Heads:
         self._cache: BoundedCache[bytes, Http2Head] = BoundedCache(_CACHED_BLOCKS)
         self.fields = 0
         """Fields decoded in the last block; 0 if the block was cached."""
+        self.bytes = 0
+        """Their size."""
 
     def head(self, block: bytes) -> Http2Head:
         """Decodes the block of a new call. Broken: neither this block nor a later one can be decoded."""
         head = self._cache.get(block)
         if head is not None:
-            self.fields = 0
+            self.fields = self.bytes = 0
             return head
         fields, table_changed = self._read(block)
         head = _head(fields)
@@ -125,6 +127,7 @@ class Http2Heads:
                 ErrorCode.COMPRESSION_ERROR, f"the headers of the call cannot be decoded: {error}"
             ) from None
         self.fields = len(fields)
+        self.bytes = sum([len(name) + len(value) for name, value in fields])
         table_changed = self._table.changes != changes or (bool(block) and block[0] & 0xE0 == 0x20)
         if table_changed:
             self._cache.clear()

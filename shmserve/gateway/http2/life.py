@@ -4,6 +4,7 @@ call when its connection ends."""
 from __future__ import annotations
 
 from shmserve.gateway.http2 import frames
+from shmserve.gateway.http2 import limits as most
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.frames import ErrorCode, Http2Error
 from shmserve.gateway.http2.interface import Awaits
@@ -89,9 +90,11 @@ class Life:
         core.next_turn()
         for stream in list(core.watched):
             self._check_progress(stream, turn, waited, least)
+        silent = 0
         for stream in list(core.streams.values()):
             if not stream.half and not stream.stuck:
-                self._check_idle(stream, turn - stream.used, waited)
+                silent += stream.silent
+                self._check_idle(stream, turn - stream.used, waited, silent > most.SILENT_STREAMS)
         quiet = turn - core.quiet_since
         if self._draining:
             if quiet > 1:
@@ -114,11 +117,14 @@ class Life:
             text = "the client stalled; --http-read-timeout is the limit"
             stream.fail(RpcError(Code.DEADLINE_EXCEEDED, text))
 
-    def _check_idle(self, stream: Http2Stream, quiet: int, waited: int) -> None:
-        awaits, most = stream.call.awaits, self._core.listener.stream_turns
+    def _check_idle(self, stream: Http2Stream, quiet: int, waited: int, crowded: bool) -> None:
+        """`crowded`: many streams before this one wait for their first request, too."""
+        awaits = stream.call.awaits
+        if awaits is Awaits.NEXT_REQUEST and stream.silent and crowded:
+            awaits = Awaits.REQUEST
         if awaits is Awaits.REQUEST and quiet > waited:
             text = "the request was not received in time; --http-read-timeout is the limit"
-        elif awaits is Awaits.NEXT_REQUEST and quiet > most:
+        elif awaits is Awaits.NEXT_REQUEST and quiet > self._core.listener.stream_turns:
             text = "no request was received on this stream in time; --grpc-stream-idle-timeout is the limit"
         else:
             return

@@ -34,8 +34,13 @@ INFLATED_BYTES = 4 << 10
 """Inflating this many bytes counts as one frame."""
 FIELDS = 64
 """Headers of a call beyond this number count as frames without effect, unless the block was cached."""
+SMALL_HEAD = 1024
+"""The headers of a call are counted as held bytes if they are larger than this."""
 SETTINGS_WEIGHT = 100
 """A SETTINGS frame counts as this many frames without effect: it touches every stream, and clients send only a few."""
+SILENT_STREAMS = 16
+"""Number of streams of one connection that may wait for their first request as long as an idle stream. Clients open few
+ahead; for all others the read timeout applies."""
 EARLY_S = 0.1
 """A cancellation within this time before the deadline counts as an expired deadline, not as a reset."""
 IDLE_FRAMES = 10_000

@@ -37,7 +37,7 @@ class Http2Stream(Sending):
     _core: Http2Streams
     __slots__ = (
         "_buffer", "_end_waits", "_flag", "_held", "_job", "_prefix", "_waiting", "_wanted", "expires", "length",
-        "taken", "turn",
+        "silent", "taken", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +50,8 @@ class Http2Stream(Sending):
         self.taken = 0
         """Bytes received since the last WINDOW_UPDATE."""
         self.turn = 0
+        self.silent = True
+        """No message has arrived."""
         self._prefix = b""
         self._buffer: ReceiveBuffer | None = None
         self._flag = 0
@@ -214,6 +216,7 @@ class Http2Stream(Sending):
         return True
 
     def _deliver(self, flag: int, data: Buffer) -> None:
+        self.silent = False
         self.used = self._core.listener.turn
         self._core.idle_since = self._core.listener.now()
         self._core.work -= REQUEST_WORK
@@ -306,6 +309,10 @@ class Http2Stream(Sending):
         assert self._waiting is not None
         if self._hold(len(data)):
             self._waiting.append(data)
+
+    def hold_head(self, size: int) -> bool:
+        """Counts decoded headers, which the call keeps."""
+        return self._hold(size)
 
     def _hold(self, size: int) -> bool:
         try:

@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import ssl
+import time
 from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
@@ -21,7 +22,7 @@ from shmserve.errors import ServeError
 from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
-from shmserve.gateway.limits.turns import JobTurns, ReadTurns
+from shmserve.gateway.limits.turns import Job, JobTurns, ReadTurns, SlicedWork
 from shmserve.gateway.listeners.handshakes import Handshakes
 from shmserve.gateway.metrics import family
 
@@ -37,6 +38,10 @@ FLUSH_S = 0.5
 gateways beyond the exit timeout."""
 TURNS = 4
 """Number of turns of the slow clock in the shortest time that it measures."""
+
+
+CHECK_S = 0.001
+"""Time after which the check of timeouts lets other work have its turn."""
 
 
 class CallerConnection(Protocol):
@@ -123,6 +128,7 @@ class Callers:
         self._empty = asyncio.Event()
         self._last_call: asyncio.TimerHandle | None = None
         """Set by `give_up`: closes the connections that are left."""
+        self._checks: Job | None = None
         self._clock = loop.call_later(turn_s, self._tick)
 
     async def open(self, address: str, port: int, share: bool, tls: ssl.SSLContext | None = None) -> int:
@@ -202,8 +208,17 @@ class Callers:
     def _tick(self) -> None:
         self.turn += 1
         self._clock = self.loop.call_later(self._turn_s, self._tick)
+        if self._checks is None or not self._checks.running:
+            self._checks = self.turns.run(self._check_timeouts(), lambda _: None, _raise)
+
+    def _check_timeouts(self) -> SlicedWork[None]:
+        """In slices: a connection may have a thousand calls, which may all have timed out."""
+        end = time.monotonic() + CHECK_S
         for connection in list(self._connections):
             connection.check_timeouts(self._read_turns)
+            if time.monotonic() > end:
+                yield
+                end = time.monotonic() + CHECK_S
 
     async def close(self) -> None:
         """Stops accepting requests and waits for those in flight."""
@@ -231,3 +246,7 @@ class Callers:
     def _abort_all(self) -> None:
         for connection in list(self._connections):
             connection.abort()
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -299,6 +299,24 @@ def test_an_idle_stream_times_out() -> None:
     assert caller.status(used) == 4
 
 
+def test_many_streams_without_a_request_time_out_like_calls() -> None:
+    """A client may open a few streams before it needs them, but not a thousand."""
+    caller = Caller(Host(Unfinished))
+    used = [caller.begin() for _ in range(3)]
+    for number in used:
+        caller.send(number, message(b"x"), end=False)
+    silent = [caller.begin(("x", f"{n}" * 1000)) for n in range(most.SILENT_STREAMS + 20)]
+    caller.turn()
+    assert caller.host.held >= 1000 * len(silent), "large headers count"
+    caller.look(5)
+    caller.turn()
+    assert set(caller.core.streams) == {*used, *silent[: most.SILENT_STREAMS]}
+    assert caller.status(silent[-1]) == 4
+    assert "--http-read-timeout" in caller.ended[silent[-1]]["grpc-message"]
+    caller.core.lost()
+    assert caller.host.held == 0
+
+
 def test_the_deadline_of_a_call_depends_on_what_it_awaits() -> None:
     one, many = Case("ModelInfer"), Case("ModelStreamInfer")
     found = [one.call.awaits, many.call.awaits]
