@@ -200,7 +200,7 @@ class AskCall(Unary):
             route, arguments = rpc.query(read(rpc.request, bytes(data)))
             if route.action is not rpc.action:
                 services.access.check(route.action, self._stream.metadata.get)  # the action depends on the message
-            question = query_of(route, arguments, services.sender.regions)
+            question = query_of(route, arguments, services.sender.regions, self._payer.caller)
             if isinstance(question, FixedDocument):
                 self._answer(question.document)
             else:

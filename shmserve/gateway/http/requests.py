@@ -334,7 +334,8 @@ class Requests:
             status, text = http_answer(document)
             connection.answer(status, [text])
 
-        question = query_of(head.route, arguments_of(head.route, body), self._sender.regions)
+        caller = connection.payer(head.token).caller
+        question = query_of(head.route, arguments_of(head.route, body), self._sender.regions, caller)
         if isinstance(question, BrokerQuery):
             self._ask(connection, head, question, show)
         else:

@@ -65,11 +65,12 @@ class Charged(Protocol):
 class Payer:
     """One connection with one token, and the accounts that its calls are charged to. The first account is the total."""
 
-    __slots__ = ("_pool", "accounts", "calls", "input_bytes", "queries", "token")
+    __slots__ = ("_pool", "accounts", "caller", "calls", "input_bytes", "queries", "token")
 
     def __init__(
-        self, pool: Pool, accounts: tuple[ShareAccount, ...], queries: Payer | None = None, token: str = ""
-    ) -> None:
+        self, pool: Pool, accounts: tuple[ShareAccount, ...], queries: Payer | None = None, token: str = "",
+        address: str = "",
+    ) -> None:  # fmt: skip
         self._pool = pool
         self.accounts = accounts
         self.calls = 0
@@ -78,6 +79,8 @@ class Payer:
         """The account for queries."""
         self.token = token
         """Name of the token, or the key of a ZeroMQ client; "": none. Sequence ids are scoped by it."""
+        self.caller = token, address
+        """Who calls, over any number of connections."""
 
     def charge(self, ticket: Charged, input_bytes: int) -> None:
         """Raises Unavailable, without charging anything, if a share would be exceeded."""
@@ -210,7 +213,7 @@ class ConnectionShares:
         if payer is None:
             shares, address, (requests, queries) = self._shares, self._address, self._accounts
             query_payer = Payer(shares.queries, shares.queries.enter(queries, address, token))
-            payer = Payer(shares.requests, shares.requests.enter(requests, address, token), query_payer, token)
+            payer = Payer(shares.requests, shares.requests.enter(requests, address, token), query_payer, token, address)
             self._payers[token] = payer
         return payer
 

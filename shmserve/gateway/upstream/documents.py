@@ -16,7 +16,7 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, U
 from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
 from shmserve.gateway.upstream.device_regions import DeviceOrder, handle_of
-from shmserve.gateway.upstream.regions import Regions, Registration
+from shmserve.gateway.upstream.regions import Caller, Regions, Registration
 from shmserve.session.uploads import Body, loading, of_json, of_unload
 
 _FILE = "file:"
@@ -99,7 +99,7 @@ class Arguments(Struct):
     settings: dict[str, Any] | None = None
 
 
-def query_of(route: Route, given: Arguments, regions: Regions) -> BrokerQuery | FixedDocument:
+def query_of(route: Route, given: Arguments, regions: Regions, caller: Caller) -> BrokerQuery | FixedDocument:
     """The query, or the document if no query is needed. Raises the errors that the client receives."""
     model, version = route.model, route.version
     match route.action:
@@ -129,10 +129,10 @@ def query_of(route: Route, given: Arguments, regions: Regions) -> BrokerQuery | 
         case Action.MEMORY_STATUS:
             return FixedDocument(regions.status(route.kind, model))
         case Action.MEMORY_REGISTER:
-            regions.register(model, given.order or Registration("", 0))
+            regions.register(model, given.order or Registration("", 0), caller)
             return FixedDocument(None)
         case Action.MEMORY_UNREGISTER:
-            regions.unregister(route.kind, model)
+            regions.unregister(route.kind, model, caller)
             return FixedDocument(None)
         case Action.NAMED_REPOSITORY:
             raise Unsupported("'repository_name' specification is not supported")

@@ -32,6 +32,10 @@ _MAX_ANNOUNCED = 512
 """Maximum number of announced regions: the broker limits the segments of a client, and the gateway is one client."""
 
 
+Caller = tuple[str, str]
+"""Who registers or unregisters a region: the token's name and the address (`Payer.caller`)."""
+
+
 class Registration(Struct):
     """A client's registration of a region."""
 
@@ -135,8 +139,10 @@ class Regions:
         self._foreign = foreign
         self._copied = copied
         self._regions: dict[str, Region | DeviceRegion] = {}
+        self._registrants: dict[str, Caller] = {}
+        """Who registered each region."""
 
-    def register(self, name: str, order: Registration | DeviceOrder) -> None:
+    def register(self, name: str, order: Registration | DeviceOrder, caller: Caller) -> None:
         self._check_allowed()
         if not name:
             raise InvalidRequest(f"{_invalid(name)}: a region needs a name")
@@ -149,20 +155,21 @@ class Regions:
             if self._foreign is None:
                 raise Unsupported("CUDA shared memory is not supported")
             self._regions[name] = DeviceRegion(name, order, self._foreign)
-            return
-        by_name = not self._copied and len(self._regions) < _MAX_ANNOUNCED and _NAME.fullmatch(order.key)
-        self._regions[name] = Region(name, order, _opened(name, order), self._foreign if by_name else None)
+        else:
+            by_name = not self._copied and len(self._regions) < _MAX_ANNOUNCED and _NAME.fullmatch(order.key)
+            self._regions[name] = Region(name, order, _opened(name, order), self._foreign if by_name else None)
+        self._registrants[name] = caller
 
     def _check_allowed(self) -> None:
         if not self.allowed:
             raise Unsupported("Client shared memory is disabled; --allow-client-shm of the gateway enables it")
 
-    def unregister(self, kind: str, name: str) -> None:
-        """Without a name, unregisters all regions. A missing region is not an error. A region in use is removed when
-        its requests are over."""
+    def unregister(self, kind: str, name: str, caller: Caller) -> None:
+        """Without a name, unregisters all regions of the caller. A missing region is not an error. A region in use is
+        removed when its requests are over."""
         self._check_allowed()
         for region in self._of(kind):
-            if not name or region.name == name:
+            if region.name == name or (not name and self._registrants[region.name] == caller):
                 region.unwanted = True
                 self._remove(region)
         self._changed()
@@ -170,7 +177,7 @@ class Regions:
     def _remove(self, region: Region | DeviceRegion) -> bool:
         if region.users or not region.unwanted:
             return False
-        del self._regions[region.name]
+        del self._regions[region.name], self._registrants[region.name]
         region.close()
         return True
 

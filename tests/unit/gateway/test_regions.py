@@ -27,6 +27,8 @@ from shmserve.session.memory import SessionMemory
 from shmserve.shm.extents.cuda import parts_of
 from tests.support.workers.gpu.harness import standins
 
+ME = "alice", ""
+
 
 @pytest.fixture
 def memory() -> Iterator[tuple[str, int]]:
@@ -44,7 +46,7 @@ def test_a_region_is_read_and_written(memory: tuple[str, int]) -> None:
     key, descriptor = memory
     os.pwrite(descriptor, b"0123456789", 100)
     regions = Regions(True)
-    regions.register("r", Registration(key, 1000, 100))
+    regions.register("r", Registration(key, 1000, 100), ME)
     assert regions.status("system", "r") == [{"name": "r", "key": key, "offset": 100, "byte_size": 1000}]
     assert regions.status("cuda", "") == []
     region: Any = regions.find(RegionSlice("r", 2, 5))
@@ -54,9 +56,9 @@ def test_a_region_is_read_and_written(memory: tuple[str, int]) -> None:
     region.write(RegionSlice("r", 995, 5), [b"abc", memoryview(b"de")])
     assert os.pread(descriptor, 6, 1095) == b"abcde\0"
     with pytest.raises(AlreadyExists, match="already in manager"):
-        regions.register("r", Registration(key, 10))
-    regions.unregister("system", "r")
-    regions.unregister("system", "r")
+        regions.register("r", Registration(key, 10), ME)
+    regions.unregister("system", "r", ME)
+    regions.unregister("system", "r", ME)
     with pytest.raises(NotFound, match="Unable to find shared memory region: 'r'"):
         regions.find(RegionSlice("r", 0, 1))
     region.read_into(RegionSlice("r", 0, 5), target)
@@ -74,15 +76,15 @@ class Paid:
 def test_a_region_in_use_is_unregistered_after_its_last_request(memory: tuple[str, int]) -> None:
     changes: list[int] = []
     regions = Regions(True, changed=lambda: changes.append(1))
-    regions.register("r", Registration(memory[0], 1000))
-    regions.register("idle", Registration(memory[0], 1000))
+    regions.register("r", Registration(memory[0], 1000), ME)
+    regions.register("idle", Registration(memory[0], 1000), ME)
     paid = Paid()
     first = regions.use(paid, ["r", "r"])
-    regions.unregister("system", "")
+    regions.unregister("system", "", ME)
     assert [region["name"] for region in regions.status("system", "")] == ["r"]
     regions.find(RegionSlice("r", 0, 1))
     with pytest.raises(AlreadyExists):
-        regions.register("r", Registration(memory[0], 10))
+        regions.register("r", Registration(memory[0], 10), ME)
     second = regions.use(paid, ["r"])
     first.give(5)
     assert [region["name"] for region in regions.status("system", "")] == ["r"]
@@ -91,9 +93,22 @@ def test_a_region_in_use_is_unregistered_after_its_last_request(memory: tuple[st
     assert regions.status("system", "") == []
     assert len(changes) == 2
     assert paid.given == [5, 7]
-    regions.register("r", Registration(memory[0], 10))
+    regions.register("r", Registration(memory[0], 10), ME)
     regions.use(paid, ["r"]).give(0)
     assert regions.status("system", "r"), "it was not unregistered"
+
+
+def test_a_caller_unregisters_all_of_its_own_regions_only(memory: tuple[str, int]) -> None:
+    regions = Regions(True)
+    for name, caller in ("one", ME), ("two", ("bob", "")), ("three", ("alice", "192.0.2.1")), ("four", ME):
+        regions.register(name, Registration(memory[0], 10), caller)
+    regions.unregister("system", "", ME)
+    assert [region["name"] for region in regions.status("system", "")] == ["two", "three"]
+    regions.unregister("system", "two", ME)
+    assert [region["name"] for region in regions.status("system", "")] == ["three"], "by name, anyone may"
+    regions.register("two", Registration(memory[0], 10), ME)
+    regions.unregister("system", "", ("bob", ""))
+    assert [region["name"] for region in regions.status("system", "")] == ["three", "two"]
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
@@ -122,7 +137,7 @@ def test_the_offset_is_checked_before_the_size(offset: int, size: int, said: str
 def test_a_truncated_region_is_refused(memory: tuple[str, int]) -> None:
     key, descriptor = memory
     regions = Regions(True)
-    regions.register("r", Registration(key, 4096))
+    regions.register("r", Registration(key, 4096), ME)
     region: Any = regions.find(RegionSlice("r", 0, 4096))
     os.ftruncate(descriptor, 100)
     with pytest.raises(InvalidRequest, match="is smaller than when it was registered"):
@@ -157,21 +172,21 @@ def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any
     for name, value in change.items():
         setattr(order, name, value)
     with pytest.raises(InvalidRequest, match=said):
-        Regions(True).register("r", order)
+        Regions(True).register("r", order, ME)
 
 
 def test_a_key_that_does_not_exist() -> None:
     with pytest.raises(Internal, match="Unable to open shared memory region: '/nothing-of-that-name'"):
-        Regions(True).register("r", Registration("/nothing-of-that-name", 0))
+        Regions(True).register("r", Registration("/nothing-of-that-name", 0), ME)
 
 
 def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> None:
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
-        Regions(False).register("r", Registration(memory[0], 10))
+        Regions(False).register("r", Registration(memory[0], 10), ME)
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
-        Regions(False).unregister("system", "r")
+        Regions(False).unregister("system", "r", ME)
     with pytest.raises(Unsupported, match="CUDA"):
-        Regions(True).register("r", DeviceOrder(bytes(64), 0, 100))
+        Regions(True).register("r", DeviceOrder(bytes(64), 0, 100), ME)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +204,7 @@ def test_the_configuration_is_queried_only_if_a_worker_could_write_there(
     session = SimpleNamespace(memory=mapped, infer=lambda *_: None, ask=lambda _, what, *__: questions.append(what))
     link: Any = SimpleNamespace(session=session, send_soon=lambda: None)
     regions = Regions(True, lambda: mapped.foreign, copied)
-    regions.register("r", Registration(key, 8192))
+    regions.register("r", Registration(key, 8192), ME)
     plan = RequestPlan((), 0, RequestOptions(), ["y"], places={"y": RegionSlice("r", 0, size)})
     sender = RequestSender(link, regions)
     payer = Shares().connect("127.0.0.1").payer("")
@@ -217,7 +232,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForeignMemory]:
 def test_gpu_memory_is_only_forwarded(foreign: ForeignMemory) -> None:
     handle = bytes(range(64))
     regions = Regions(True, lambda: foreign)
-    regions.register("g", DeviceOrder(handle, 1, 1000))
+    regions.register("g", DeviceOrder(handle, 1, 1000), ME)
     assert regions.status("cuda", "") == [{"name": "g", "device_id": 1, "byte_size": 1000}]
     assert regions.status("system", "") == []
     (told,) = [segment.map() for segment in foreign._announcements.maps]
@@ -230,16 +245,16 @@ def test_gpu_memory_is_only_forwarded(foreign: ForeignMemory) -> None:
     with pytest.raises(InvalidRequest, match="Invalid offset"):
         regions.find(RegionSlice("g", 100, 901))
     with pytest.raises(AlreadyExists):
-        regions.register("g", Registration("/k", 1))
+        regions.register("g", Registration("/k", 1), ME)
     foreign._announcements.maps.clear()  # it has been notified
     foreign._announcements.connected(9, True, True)
     foreign.connected()
     assert part.handle == Handle(foreign._announcements.maps[0].id, 100, 900)
     assert part.handle.segment >> 32 == 9
     foreign._announcements.maps.clear()
-    regions.unregister("system", "")
+    regions.unregister("system", "", ME)
     assert regions.status("cuda", "g")
-    regions.unregister("cuda", "g")
+    regions.unregister("cuda", "g", ME)
     assert foreign._announcements.unmaps == [part.handle.segment]
     with pytest.raises(NotFound):
         regions.find(RegionSlice("g", 0, 1))
@@ -261,7 +276,7 @@ def test_gpu_memory_is_only_forwarded(foreign: ForeignMemory) -> None:
 def test_invalid_gpu_memory_is_refused(foreign: ForeignMemory, order: DeviceOrder, said: str) -> None:
     regions = Regions(True, lambda: foreign)
     with pytest.raises(InvalidRequest, match=said):
-        regions.register("g", order)
+        regions.register("g", order, ME)
     assert regions.status("cuda", "") == []
     assert foreign._announcements.maps == []
 
@@ -269,4 +284,4 @@ def test_invalid_gpu_memory_is_refused(foreign: ForeignMemory, order: DeviceOrde
 def test_gpu_memory_is_refused_if_the_broker_does_not_accept_it(foreign: ForeignMemory) -> None:
     foreign._announcements.device_memory = False
     with pytest.raises(Unsupported, match="needs the role operate"):
-        Regions(True, lambda: foreign).register("g", DeviceOrder(bytes(64), 0, 10))
+        Regions(True, lambda: foreign).register("g", DeviceOrder(bytes(64), 0, 10), ME)

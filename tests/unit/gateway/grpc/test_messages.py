@@ -303,7 +303,7 @@ def query(rpc_name: str, /, **fields: Any) -> BrokerQuery:
     """The broker query of a call."""
     rpc = RPCS[rpc_name]
     route, arguments = rpc.query(rpc.request(**fields))
-    found = query_of(route, arguments, Regions(False))
+    found = query_of(route, arguments, Regions(False), ("", ""))
     assert isinstance(found, BrokerQuery)
     return found
 

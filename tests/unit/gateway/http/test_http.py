@@ -269,7 +269,7 @@ def test_actions_that_only_operators_may_call() -> None:
 
 def question(name: str, body: bytes = b"", model: str = "") -> documents.BrokerQuery:
     route = Route(Action(name), model, kind="system")
-    query = documents.query_of(route, documents.arguments_of(route, body), Regions(False))
+    query = documents.query_of(route, documents.arguments_of(route, body), Regions(False), ("", ""))
     assert isinstance(query, documents.BrokerQuery)
     return query
 

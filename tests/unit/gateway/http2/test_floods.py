@@ -303,8 +303,8 @@ def test_many_streams_without_a_request_time_out_like_calls() -> None:
     """A client may open a few streams before it needs them, but not a thousand."""
     caller = Caller(Host(Unfinished))
     used = [caller.begin() for _ in range(3)]
-    for number in used:
-        caller.send(number, message(b"x"), end=False)
+    for stream in used:
+        caller.send(stream, message(b"x"), end=False)
     silent = [caller.begin(("x", f"{n}" * 1000)) for n in range(most.SILENT_STREAMS + 20)]
     caller.turn()
     assert caller.host.held >= 1000 * len(silent), "large headers count"
