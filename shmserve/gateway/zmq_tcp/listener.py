@@ -24,6 +24,7 @@ from shmserve.clients.transport.address import TCP_FRAME_BYTES
 from shmserve.clients.transport.keys import Pair
 from shmserve.errors import Internal, ProtocolError, Unavailable
 from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.metrics import family
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.zmq_tcp.keys import FULL, GOOD, UNKNOWN, Allowed, KeyEntry, Zap
@@ -43,7 +44,10 @@ HEARTBEAT_MS = 5000
 LINGER_MS = 500
 BURST = 64
 BURST_S = 0.001
-"""Number of messages, or time, after which other work of the event loop gets its turn."""
+"""Number of ZeroMQ messages, or time, after which other work of the event loop gets its turn. The rest of a packet is
+then processed in the next iteration, before anything else is read."""
+CHECKED = 16
+"""The time is checked after this many messages of a packet."""
 FILE_S = 2.0
 """Interval at which the key file is checked for changes."""
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -82,6 +86,8 @@ class ZmqTcpListener(PeerHost):
         self._dirty: dict[Peer, None] = {}
         self._stuck: dict[Peer, None] = {}
         self._scheduled = False
+        self._packet: SlicedWork[None] = _nothing()
+        """The rest of the packet that is being processed."""
         self._logged_at = -LOG_INTERVAL_S
         self._idle = asyncio.Event()
         self._watched = [self._zap.descriptor, self._descriptor(self._socket), self._descriptor(self._monitor)]
@@ -144,6 +150,9 @@ class ZmqTcpListener(PeerHost):
         receive = self._socket.recv_multipart
         end = monotonic() + BURST_S
         for _ in range(BURST):
+            if not self._go_on_with_packet(end):
+                self._soon()
+                break
             try:
                 parts = receive(zmq_frames.NOBLOCK, copy=False)
             except zmq.Again:
@@ -151,12 +160,16 @@ class ZmqTcpListener(PeerHost):
                 break
             self._read_monitor()  # the end of a connection precedes the first message of the next
             self._take(parts)
-            if monotonic() > end:
-                self._soon()
-                break
         else:
             self._soon()
         self._flush()
+
+    def _go_on_with_packet(self, end: float) -> bool:
+        """Processes the packet until this time. False: the time is over."""
+        for count, _ in enumerate(self._packet):
+            if count % CHECKED == 0 and monotonic() > end:
+                return False
+        return monotonic() <= end
 
     def _soon(self) -> None:
         """Schedules another check: sending may have consumed the edge that signals input."""
@@ -211,8 +224,11 @@ class ZmqTcpListener(PeerHost):
             peer = self._enter(identity, connection, key, str(first.get("Peer-Address")))
             if peer is None:
                 return
+        self._packet = self._received(peer, packet, [part.buffer for part in parts[2:]])
+
+    def _received(self, peer: Peer, packet: Buffer, frames: Sequence[Buffer]) -> SlicedWork[None]:
         try:
-            peer.receive(packet, [part.buffer for part in parts[2:]])
+            yield from peer.receive(packet, frames)
         except Exception:  # an internal error must not affect other clients
             log.exception("cannot process a message of a ZeroMQ client")
             peer.goodbye(Internal("the gateway could not process a message of this client; see its log"))
@@ -363,6 +379,10 @@ class ZmqTcpListener(PeerHost):
             + family("zmq_messages_total", "counter", "Messages from ZeroMQ clients over tcp", {"": self.messages})
             + family("zmq_refused_total", "counter", about, {"": self.refused})
         )
+
+
+def _nothing() -> SlicedWork[None]:
+    yield from ()
 
 
 def _is_hello(packet: Buffer) -> bool:

@@ -22,6 +22,7 @@ from shmserve.errors import (
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.kserve.status import text_of
 from shmserve.gateway.limits.caller_shares import release
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.upstream.documents import BrokerQuery
 from shmserve.gateway.upstream.link import GatewayLink, Inputs
 from shmserve.gateway.upstream.requests import NO_TIME, ask, withdraw
@@ -121,7 +122,8 @@ class Peer:
 
     # ------------------------------------------------------------------------------------ input
 
-    def receive(self, packet: Buffer, frames: Sequence[Buffer]) -> None:
+    def receive(self, packet: Buffer, frames: Sequence[Buffer]) -> SlicedWork[None]:
+        """Processes a ZeroMQ message: a packet may have 65,000 messages. Each slice is one of them."""
         try:
             messages = decode(packet)  # type: ignore[arg-type]
         except ProtocolError as error:
@@ -131,11 +133,12 @@ class Peer:
                 return
             if type(message) is Infer and self._greeted:
                 self._infer(message, frames)
-                continue
-            if not self._greeted and type(message) is not Hello:
+            elif not self._greeted and type(message) is not Hello:
                 self.goodbye(ConnectionLost("the first message of a connection must be Hello"))
                 return
-            _HANDLERS[type(message)](self, message)
+            else:
+                _HANDLERS[type(message)](self, message)
+            yield
 
     def _hello(self, message: Hello) -> None:
         limits = self._limits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +149,30 @@ _infer = st.builds(
 )  # fmt: skip
 
 
+def test_a_packet_of_many_messages_is_processed_in_slices() -> None:
+    host = _Host()
+    peer = Peer(host, b"me", 1, "key", KeyEntry(INFER, ""), "127.0.0.1")
+    slices = peer.receive(msgpack.packb([HELLO, *[[4, number] for number in range(3)]]), [])
+    answers = []
+    for _ in slices:
+        answers.append(len(peer.outbox))
+    assert answers == [1, 2, 3, 4]
+    slices = peer.receive(msgpack.packb([[4, 5], [4, 6]]), [])
+    next(slices)
+    peer.end()
+    assert list(slices) == [], "the rest of a client that has gone is dropped"
+    host.link.session.close()
+
+
 @settings(max_examples=examples(40))
 @given(st.lists(st.lists(_infer | _message, max_size=4) | st.binary(max_size=30), max_size=6))
 def test_random_messages_raise_nothing_and_leave_nothing(messages: list[Any]) -> None:
     host = _Host()
     peer = Peer(host, b"me", 1, "key", KeyEntry(INFER | OBSERVE | OPERATE, ""), "127.0.0.1")
-    peer.receive(msgpack.packb([HELLO]), [])
+    deque(peer.receive(msgpack.packb([HELLO]), []), 0)
     peer.take_out()
     for one in messages:
-        peer.receive(one if isinstance(one, bytes) else msgpack.packb(one), [b"", bytes(5000)])
+        deque(peer.receive(one if isinstance(one, bytes) else msgpack.packb(one), [b"", bytes(5000)]), 0)
         peer.take_out()
     assert host.sent[0][0] == 32
     assert {message[0] for message in host.sent} <= {32, 34, 39, 5}
