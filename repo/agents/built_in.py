@@ -16,7 +16,7 @@ def server_file(model: AgentModel, key: str) -> Path:
     path = Path(given)
     if not path.is_absolute():
         raise Refused(f"parameter '{key}': found '{given}', expected an absolute path")
-    if path.resolve().is_relative_to(model.folder.resolve()):
+    if any(path.resolve().is_relative_to(folder.resolve()) for folder in (model.folder, model.origin)):
         raise Refused(f"parameter '{key}': '{given}' is in the model's own directory")
     return path
 

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from shmserve.repo.agents import registry
 from shmserve.repo.agents.process import AgentProcess
 from shmserve.repo.agents.record import CHAIN, AgentSpec, Chain, folders_done, read_chain, read_result, write
 from shmserve.repo.config.schema import ModelRepositoryAgents
+from shmserve.repo.storage.generation import Generation
 
 PREFIX = "chain-"
 STOP_S = 10.0
@@ -40,10 +42,10 @@ class AgentSettings(NamedTuple):
 
 class Prepared:
     """A model's directory, checked or made by its agents. When the last reference is dropped, they are told that the
-    model is unloaded, and what they made is removed. `base`: what must exist for as long.
+    model is unloaded, and what they made is removed. `base`: the files that they were given, which exist for as long.
     """
 
-    def __init__(self, folder: Path, base: object) -> None:
+    def __init__(self, folder: Path, base: Generation | None) -> None:
         self.folder = folder
         self.base = base
 
@@ -61,13 +63,20 @@ class AgentChains:
         self._live: dict[Path, bool] = {}
         """Directory of a chain -> whether an agent wants to know when the model is unloaded."""
         self._running: AgentProcess | None = None
-        self._closed = False
+        self.closed = False
 
     def prepare(
-        self, name: str, folder: Path, agents: ModelRepositoryAgents | None, digest: str, base: object = None
+        self,
+        name: str,
+        folder: Path,
+        agents: ModelRepositoryAgents | None,
+        digest: str,
+        base: Generation | None = None,
+        origin: Path | None = None,
     ) -> Prepared | None:
-        """Runs the agents of a model, unless they have for the same files, identified by `digest`. None: the model has
-        no agents. Raises a ServeError if the model must not be loaded.
+        """Runs the agents of a model, unless they have for the same files, identified by `digest`. `base`: the
+        generation that `folder` is in. `origin`: the directory in the repository of which `folder` is a copy. Returns
+        None if the model has no agents. Raises a ServeError if the model must not be loaded.
         """
         specs = self._specs(agents)
         if not specs:
@@ -75,7 +84,7 @@ class AgentChains:
         key = (folder, digest, repr(specs))
         found = self._known.get(key) if digest else None
         if found is None:
-            found = self._known[key] = self._prepare(name, folder, specs, base)
+            found = self._known[key] = self._prepare(name, folder, specs, base, origin or folder)
         return found
 
     def _specs(self, agents: ModelRepositoryAgents | None) -> tuple[AgentSpec, ...]:
@@ -94,7 +103,9 @@ class AgentChains:
             if name in ("", agent)
         }
 
-    def _prepare(self, name: str, folder: Path, specs: Sequence[AgentSpec], base: object) -> Prepared:
+    def _prepare(
+        self, name: str, folder: Path, specs: Sequence[AgentSpec], base: Generation | None, origin: Path
+    ) -> Prepared:
         directory = self._settings.directory
         names = registry.installed(directory)
         for spec in specs:
@@ -103,7 +114,7 @@ class AgentChains:
         home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._place))
         self._live[home] = True
         try:
-            write(home / CHAIN, Chain(name, str(folder), tuple(specs), directory))
+            write(home / CHAIN, Chain(name, str(folder), str(origin), tuple(specs), directory))
             problem = self._run(home, "load", name)
             result = read_result(home)
             if result is None:
@@ -119,13 +130,17 @@ class AgentChains:
             self._release(home, name)
             raise
         prepared = Prepared(made, base)
-        weakref.finalize(prepared, self._drop, home, name).atexit = False
+        weakref.finalize(prepared, self._drop, home, name, base).atexit = False
         return prepared
 
     # ------------------------------------------------------------------------------------ the end
 
-    def _drop(self, home: Path, name: str) -> None:
-        self.discard(lambda: self._release(home, name))
+    def _drop(self, home: Path, name: str, base: Generation | None) -> None:
+        self.discard(partial(self._unload, home, name, base))
+
+    def _unload(self, home: Path, name: str, _base: Generation | None) -> None:
+        """`_base` exists until the agents have been told."""
+        self._release(home, name)
 
     def _release(self, home: Path, name: str, left_s: float | None = None) -> None:
         unloads = self._live.pop(home, None)
@@ -161,7 +176,7 @@ class AgentChains:
 
     def interrupt(self) -> None:
         """Kills the agents that are running, so that the thread that reads models ends. May be called in any thread."""
-        self._closed = True
+        self.closed = True
         running = self._running
         if running is not None:
             running.kill()
@@ -172,7 +187,7 @@ class AgentChains:
         """Runs the process of a chain. Returns what was wrong with it; "" if it ended normally."""
         command = [sys.executable, "-m", "shmserve.repo.agents.host", str(home), action, str(os.getpid())]
         self._running = process = AgentProcess(command, lambda line: self._log(line, model))
-        if self._closed and action == "load":
+        if self.closed and action == "load":
             process.kill()
         code = process.run(self._limit_s(action, left_s))
         self._running = None
@@ -184,7 +199,7 @@ class AgentChains:
         return f"its repository agents ended with exit code {code}" if code else ""
 
     def _limit_s(self, action: str, left_s: float | None) -> float | None:
-        if left_s is None and self._closed and action == "unload":
+        if left_s is None and self.closed and action == "unload":
             left_s = STOP_S
         return min((limit for limit in (self._settings.limit_s, left_s) if limit), default=None)
 

@@ -35,14 +35,14 @@ def main(home: Path, action: str, parent: int) -> int:
 
 def load(home: Path, chain: Chain) -> Result:
     """Runs the agents in order. If one fails, those before it are told in reverse order."""
-    folder = Path(chain.folder)
+    folder, origin = Path(chain.folder), Path(chain.origin)
     unloads = False
     for index, spec in enumerate(chain.agents):
         work = home / str(index)
         work.mkdir(mode=0o700)
         try:
             agent = create(spec.name, chain.directory)
-            given, folder = folder, _loaded(agent, AgentModel(chain.model, folder, work, spec.parameters))
+            given, folder = folder, _loaded(agent, AgentModel(chain.model, folder, work, spec.parameters, origin))
         except Exception as error:
             failed = _failure(spec.name, error)
             unload(home, chain)
@@ -82,7 +82,7 @@ def unload(home: Path, chain: Chain) -> None:
         try:
             work.mkdir(mode=0o700, exist_ok=True)
             agent = create(spec.name, chain.directory)
-            agent.unload(AgentModel(chain.model, Path(folders[index]), work, spec.parameters))
+            agent.unload(AgentModel(chain.model, Path(folders[index]), work, spec.parameters, Path(chain.origin)))
         except Exception:
             print(f"repository agent '{spec.name}' failed to unload model '{chain.model}':", file=sys.stderr)
             traceback.print_exc()

@@ -10,14 +10,17 @@ from typing import NamedTuple
 class AgentModel(NamedTuple):
     """A model that is being loaded or unloaded.
 
-    `folder`: its directory, as the agent before this one left it; must not be changed. `work`: an empty directory that
-    belongs to this agent and this load. It is removed after `unload`. `parameters`: those of the configuration.
+    `folder`: its directory, as the agent before this one left it; must not be changed. The first agent gets a copy that
+    the server has made, so that nobody can change the files between the check and the load. `work`: an empty directory
+    that belongs to this agent and this load. It is removed after `unload`. `parameters`: those of the configuration.
+    `origin`: the model's directory in the repository, to which others may write.
     """
 
     name: str
     folder: Path
     work: Path
     parameters: Mapping[str, str]
+    origin: Path
 
 
 class Refused(Exception):
@@ -33,5 +36,6 @@ class Agent:
 
     def unload(self, model: AgentModel) -> None:
         """Called once for each successful `load`: when the model is unloaded or replaced, when a later step of the load
-        failed, when the server stops, or, after a crash, when it starts again. May find `work` half-filled or empty.
+        failed, when the server stops, or, after a crash, when it starts again. May find `work` half-filled or empty;
+        after a crash, `folder` may be gone.
         """

@@ -32,6 +32,8 @@ class AgentSpec(Struct, frozen=True):
 class Chain(Struct, frozen=True):
     model: str
     folder: str
+    origin: str
+    """The directory in the repository, of which `folder` may be a copy."""
     agents: tuple[AgentSpec, ...]
     directory: str = ""
     """That of --repoagent-directory."""

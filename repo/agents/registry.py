@@ -24,6 +24,9 @@ BUILT_IN = {
     "signature": "shmserve.repo.agents.signature:Signature",
 }
 
+READ_ONCE = frozenset({"decrypt"})
+"""Agents that read each file once and check nothing: what they return is served, so they need no copy of the model."""
+
 
 def in_directory(directory: str | Path) -> frozenset[str]:
     """The agents in a directory. Empty for ""."""

@@ -10,6 +10,9 @@
 A large file is a link to a descriptor of this process. Replacing the original by a rename has no effect. A file that
 was written to in place no longer has the size and time in `pins.json`, which workers check before and after loading.
 
+What repository agents check is a generation of copies only, which has all versions and no links to the repository: what
+they have verified is what workers load.
+
 A generation is removed when its last reference is dropped.
 """
 
@@ -30,7 +33,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shmserve.repo.storage.snapshot import Look, Snapshot, is_of_version, look_of
+from shmserve.errors import InvalidRequest, Unavailable
+from shmserve.repo.config.outline import escaped_name
+from shmserve.repo.storage.snapshot import Look, Snapshot, is_of_version, look_of, walk
 
 FILE_BYTES = 1 << 20
 TOTAL_BYTES = 64 << 20
@@ -106,6 +111,26 @@ class Generations:
                     raise
                 found = self._make(folder, version, snapshot, environment, strict, Sizes(0, 0))
             self._made[key] = found
+        return found
+
+    def copy(self, folder: Path, digest: str, stopping: Callable[[], bool] = lambda: False) -> Generation:
+        """The existing or a new generation with copies of all files, hidden ones included. `digest` identifies the
+        files; "": they are copied in any case. `stopping`: whether to give up. Raises FilesChanged, a ServeError for
+        what cannot be copied, and OSError.
+        """
+        key = (folder, digest)
+        found = self._made.get(key) if digest else None
+        if found is None:
+            home = Path(tempfile.mkdtemp(prefix="generation-", dir=self.place))
+            try:
+                _FullCopy(folder, home / folder.name, stopping).run()
+            except BaseException as error:
+                self.discard(home)
+                if isinstance(error, FileNotFoundError):
+                    raise FilesChanged(folder.name) from error
+                raise
+            found = self._made[key] = Generation(home / folder.name)
+            self._remove_with(found, home, [])
         return found
 
     def adopt(self, folder: Path) -> Generation:
@@ -273,8 +298,7 @@ class _Mirror:
 
     def _copy(self, source: int, path: str, state: os.stat_result, small: bool) -> bool:
         """Create a reflink, which costs nothing whatever the size; else copy the file if it is small."""
-        mode = 0o700 if state.st_mode & stat.S_IXUSR else 0o600
-        target = os.open(self._target / path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        target = _new_file(self._target / path, state)
         with os.fdopen(target, "wb") as file:
             self._clones = self._clones and _clone(source, target)
             if not self._clones:
@@ -286,6 +310,71 @@ class _Mirror:
                 file.flush()
             os.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
         return True
+
+
+class _FullCopy:
+    """Copies a directory. A reflink counts as a copy: later writes to the source, also those through a mapping, do not
+    reach it.
+    """
+
+    def __init__(self, source: Path, target: Path, stopping: Callable[[], bool]) -> None:
+        self._source = source
+        self._target = target
+        self._stopping = stopping
+        self._clones = True
+        self._runs_programs = not os.statvfs(target.parent).f_flag & os.ST_NOEXEC
+
+    def run(self) -> None:
+        entries = list(walk(self._source, hidden=True))
+        left = sum(look[0] for _, look, _ in entries)
+        for path, look, _ in entries:
+            if not path or path.endswith("/"):
+                os.mkdir(self._target / path, 0o700)
+            else:
+                self._file(path, look, left)
+            left -= look[0]
+
+    def _file(self, path: str, look: Look, left: int) -> None:
+        """Copy a file. `left`: bytes of this and the following files."""
+        source = self._source / path
+        if not stat.S_ISREG(os.stat(source).st_mode):  # not opened, as in _Mirror
+            raise InvalidRequest(f"'{escaped_name(path)}' is not a regular file; its repository agents cannot check it")
+        try:
+            descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise InvalidRequest(f"'{escaped_name(path)}' cannot be read: {error.strerror}") from None
+        try:
+            state = os.fstat(descriptor)
+            if not self._runs_programs and _is_native(descriptor, path, state):
+                text = f"'{escaped_name(path)}' is a program or library, which cannot run from the runtime directory"
+                raise InvalidRequest(f"{text}: it is mounted noexec; choose another (--runtime-dir)")
+            self._content(descriptor, _new_file(self._target / path, state), state, left)
+            if look_of(state) != look or look_of(os.fstat(descriptor)) != look:
+                raise FilesChanged(path)
+        finally:
+            os.close(descriptor)
+
+    def _content(self, source: int, target: int, state: os.stat_result, left: int) -> None:
+        with os.fdopen(target, "wb") as file:
+            if self._clones and not (state.st_size == 0 or _clone(source, target)):
+                self._clones = False
+                room = os.fstatvfs(target)
+                if left > room.f_bavail * room.f_frsize:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if not self._clones:
+                while piece := os.read(source, _COPY_BYTES):
+                    if self._stopping():
+                        raise Unavailable("the server is stopping")
+                    file.write(piece)
+            file.flush()
+            os.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def _new_file(path: Path, original: os.stat_result) -> int:
+    mode = 0o700 if original.st_mode & stat.S_IXUSR else 0o600
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
 
 def _clone(source: int, target: int) -> bool:

@@ -58,7 +58,7 @@ class Snapshot(NamedTuple):
 
 def take(folder: Path) -> Snapshot:
     """Take a snapshot of the model's directory. Raises OSError if it cannot be read."""
-    found = sorted(_walk(folder))
+    found = sorted(walk(folder))
     newest = max((changed for _, _, changed in found), default=0)
     return Snapshot({path: look for path, look, _ in found if path}, newest)
 
@@ -99,7 +99,11 @@ def _digest(files: Iterable[tuple[str, Look]]) -> str:
     return hashlib.blake2b(repr(list(files)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, Look, int]]:
+def walk(folder: Path, hidden: bool = False) -> Iterator[tuple[str, Look, int]]:
+    """The files and directories below a directory, with their looks and ctimes; a directory comes before its entries.
+    Directories end with "/"; the first entry, "", is `folder` itself. `hidden`: also those whose names begin with a
+    dot. Raises OSError and InvalidRequest.
+    """
     seen = 0
     top = os.stat(folder)
     yield "", (0, 0, 0), top.st_ctime_ns
@@ -113,7 +117,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, Look, int]]:
                 seen += 1
                 if seen > ENTRIES:
                     raise InvalidRequest(f"{folder.name}: more than {ENTRIES} files and directories; is it a model?")
-                if entry.name.startswith(".") or entry.name == "__pycache__":
+                if entry.name == "__pycache__" or (entry.name.startswith(".") and not hidden):
                     continue
                 path = f"{prefix}{entry.name}"
                 try:

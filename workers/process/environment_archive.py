@@ -174,10 +174,13 @@ def _relocate(root: Path, find_python: Callable[[Path], str]) -> None:
 
 
 def _remove_older(cache: Path, archive: Path, home: Path) -> None:
-    """Removes environments of earlier versions of the archive that no worker uses."""
+    """Removes environments that no worker uses: those of earlier versions of the archive, and of archives that are
+    gone, like the copies that repository agents check.
+    """
     for source in cache.glob(f"*/{SOURCE}"):
         with suppress(OSError):
-            if source.parent == home or source.read_text() != str(archive.resolve()):
+            original = Path(source.read_text())
+            if source.parent == home or (original != archive.resolve() and original.exists()):
                 continue
             lock = os.open(source.parent.with_suffix(LOCK), os.O_RDWR)
             try:

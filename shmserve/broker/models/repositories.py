@@ -16,12 +16,14 @@ from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.remote import NotDownloaded
 from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.repo.agents.chains import AgentChains, Prepared
+from shmserve.repo.agents.registry import READ_ONCE
 from shmserve.repo.backends import in_directory, installed
 from shmserve.repo.check import CheckFinding, load_warnings
 from shmserve.repo.compile import environment
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.override import Override
 from shmserve.repo.config.problems import Problem
+from shmserve.repo.config.schema import ModelRepositoryAgents
 from shmserve.repo.remote.cache import is_absent, tree_of
 from shmserve.repo.storage.generation import FilesChanged, Generation, Generations
 from shmserve.repo.storage.model_files import ModelFiles
@@ -140,10 +142,13 @@ class Repositories:
             kept: Mapping[int, Generation] = {}
             prepared: Prepared | None = None
             try:
-                prepared = self._prepare(scanned, before, generation)
+                prepared = self._prepare(scanned, before, generation, override)
                 if prepared is not None:
                     scanned = self._scan(prepared.folder, override, versions, prepared=True)
-                    kept = self._keep(scanned, take(prepared.folder), strict=True)
+                    if prepared.base is not None and prepared.folder == prepared.base.folder:
+                        kept = dict.fromkeys(scanned.versions, prepared.base)
+                    else:
+                        kept = self._keep(scanned, take(prepared.folder), strict=True)
                 elif generation is not None:
                     kept = dict.fromkeys(scanned.versions, generation)
                 elif before is not None:
@@ -192,14 +197,27 @@ class Repositories:
             known[name] = found
         return found
 
-    def _prepare(self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None) -> Prepared | None:
-        """Runs the model's repository agents; None if it has none. Raises a ServeError if one refuses the model."""
+    def _prepare(
+        self, scanned: ScannedModel, snapshot: Snapshot | None, base: Generation | None, override: Override | None
+    ) -> Prepared | None:
+        """Runs the model's repository agents; None if it has none. Raises a ServeError if one refuses the model.
+
+        The agents get a copy, from which the workers load, too: others may write to the repository meanwhile, even
+        without a change of size or time.
+        """
         if scanned.given is None:
             return None
-        agents = scanned.given.model_repository_agents
-        if self._agents is not None:
+        agents, chains = scanned.given.model_repository_agents, self._agents
+        if chains is not None:
             digest = snapshot.digest() if snapshot is not None else ""
-            return self._agents.prepare(scanned.name, scanned.path, agents, digest, base)
+            folder = scanned.path
+            if base is None and self._generations is not None and agents is not None and _need_copy(agents):
+                base = self._generations.copy(scanned.path, digest, lambda: chains.closed)
+                folder = base.folder
+                copied = self._scan(folder, override, ()).given
+                if copied is None or copied.model_repository_agents != agents:
+                    raise FilesChanged(scanned.name)
+            return chains.prepare(scanned.name, folder, agents, digest, base, scanned.path)
         if agents is not None:
             raise Unsupported("its configuration uses repository agents, which only a server runs")
         return None
@@ -233,6 +251,10 @@ class Repositories:
 
     def read_doubled(self, name: str, folders: Sequence[Path]) -> Reading:
         return Reading(ScannedModel.failed(name, folders[0], duplicate_text(name, len(folders))))
+
+
+def _need_copy(agents: ModelRepositoryAgents) -> bool:
+    return not READ_ONCE.issuperset(agent.name for agent in agents.agents)
 
 
 def _refused(scanned: ScannedModel, problem: str) -> ScannedModel:

@@ -31,6 +31,11 @@ class RepositoryAgent(Agent):
         if what == "talk":
             for number in range(300):
                 print("line", number)
+        if what == "tamper":  # like a write through a mapping of the file: neither its size nor its time changes
+            file = model.origin / "1" / "generation"
+            before = file.stat()
+            file.write_text("9" * before.st_size)
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
         if what == "replace":
             made = model.work / "made"
             shutil.copytree(model.folder, made)

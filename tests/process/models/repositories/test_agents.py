@@ -97,6 +97,27 @@ def test_the_checksum_agent_of_triton(place: Path, client: shmserve.Client) -> N
         client.load("c")
 
 
+def test_what_was_checked_is_loaded(place: Path, client: shmserve.Client) -> None:
+    model = generation(place / "models", "t", 1)
+    digest = hashlib.sha256((model / "1" / "generation").read_bytes()).hexdigest()
+    tamper = {"what": "tamper", "called": "x", "notes": str(place / "t.notes")}
+    text = agents_text(("checksum", {"SHA256:1/generation": digest}), ("notes", tamper))
+    write(model / "config.pbtxt", PYTHON + text)
+    client.load("t")
+    assert (model / "1" / "generation").read_text() == "9"
+    assert answer(client, "t") == 1.0
+    before = pids(client, "t")
+    client.restart("t")
+    until(client, lambda: pids(client, "t").keys() == before.keys() and pids(client, "t") != before)
+    assert answer(client, "t") == 1.0
+    write(model / "1" / "generation", "1")
+    write(
+        model / "config.pbtxt", PYTHON + agents_text(("notes", tamper), ("checksum", {"SHA256:1/generation": digest}))
+    )
+    client.load("t")
+    assert answer(client, "t") == 1.0, "the agent checks the copy that is loaded"
+
+
 def test_an_agent_decrypts_a_model(place: Path, server: Server, client: shmserve.Client) -> None:
     import pyrage
 

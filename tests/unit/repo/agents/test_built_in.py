@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +23,7 @@ def model(tmp_path: Path) -> AgentModel:
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text('backend: "python"')
     (folder / "1" / "weights").write_bytes(WEIGHTS)
-    return AgentModel("m", folder, tmp_path, {})
+    return AgentModel("m", folder, tmp_path, {}, folder)
 
 
 def refusal(agent: Agent, model: AgentModel) -> str:
@@ -124,12 +125,14 @@ def test_unsigned_models_are_refused(signer: Signer, tmp_path: Path) -> None:
     assert "is not a signature of SHA256SUMS by the key" in refusal(agent, signer.model)
 
 
-def test_the_public_key_must_be_outside_the_model_directory(signer: Signer) -> None:
+def test_the_public_key_must_be_outside_the_model_directory(signer: Signer, tmp_path: Path) -> None:
     agent, model = signature_agent(), signer.model
     signer.sign()
     (model.folder / "key.pem").write_bytes(Path(model.parameters["public_key_file"]).read_bytes())
     inside = {"public_key_file": str(model.folder / "key.pem")}
     assert "in the model's own directory" in refusal(agent, model._replace(parameters=inside))
+    copied = model._replace(parameters=inside, folder=shutil.copytree(model.folder, tmp_path / "copy" / "m"))
+    assert "in the model's own directory" in refusal(agent, copied)
     assert "expected an absolute path" in refusal(agent, model._replace(parameters={"public_key_file": "key.pem"}))
     assert "'public_key_file' is missing" in refusal(agent, model._replace(parameters={}))
 

@@ -8,10 +8,12 @@ import os
 import resource
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.repo.storage import generation as module
 from shmserve.repo.storage.generation import FilesChanged, Generation, Generations, Sizes
 from shmserve.repo.storage.snapshot import changed, take
@@ -213,6 +215,51 @@ def test_a_full_runtime_directory(generations: Generations, folder: Path, monkey
     monkeypatch.setattr(os, "fdopen", real)
     assert set(pins(kept)) == {path for path in take(folder).files if path[-1] != "/" and path[0] != "2"}
     assert len(list((folder.parents[1] / "kept").iterdir())) == 1
+
+
+def test_a_full_copy_has_no_link_to_the_repository(generations: Generations, folder: Path, tmp_path: Path) -> None:
+    """Repository agents check it, so whatever a worker may read is in it."""
+    write(folder / ".hidden" / "helper.py", "h")
+    write(folder / "1" / "__pycache__" / "model.pyc", "c")
+    write(tmp_path / "elsewhere" / "data", "d")
+    (folder / "1" / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "1" / "again").symlink_to(folder)
+    (folder / "1" / "tool").write_text("#!/bin/sh")
+    (folder / "1" / "tool").chmod(0o755)
+    kept = generations.copy(folder, "digest")
+    assert generations.copy(folder, "digest") is kept
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
+    expected = {str(path.relative_to(folder)) for path in files} | {"1/linked/data"}
+    copied = {str(path.relative_to(kept.folder)) for path in kept.folder.rglob("*") if path.is_file()}
+    assert copied == expected
+    assert (links(kept), kept.pins) == ({}, "")
+    for name in expected:
+        write(folder / name, "changed")
+    assert {(kept.folder / name).read_text() for name in expected}.isdisjoint({"changed"})
+    assert os.access(kept.folder / "1" / "tool", os.X_OK)
+    home = kept.folder.parent
+    del kept
+    assert not home.exists()
+
+
+def test_what_cannot_be_copied_in_full(generations: Generations, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unavailable, match="the server is stopping"):
+        generations.copy(folder, "", lambda: True)
+    (folder / "1" / "library.so").write_bytes(b"\x7fELF...")
+    real = os.statvfs
+    state = SimpleNamespace(f_flag=os.ST_NOEXEC)
+    monkeypatch.setattr(os, "statvfs", lambda path: state)
+    with pytest.raises(InvalidRequest, match=r"'1/library.so' is a program or library, .* mounted noexec"):
+        generations.copy(folder, "")
+    monkeypatch.setattr(os, "statvfs", real)
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=1, f_frsize=10))
+    with pytest.raises(OSError, match="No space left"):
+        generations.copy(folder, "")
+    monkeypatch.undo()
+    os.mkfifo(folder / "fifo")
+    with pytest.raises(InvalidRequest, match="'fifo' is not a regular file"):
+        generations.copy(folder, "")
+    assert list((folder.parents[1] / "kept").iterdir()) == []
 
 
 def test_names_that_are_not_text(generations: Generations, folder: Path) -> None:
