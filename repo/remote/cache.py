@@ -178,26 +178,33 @@ class Cache:
                         del self._wanted[name]
 
     @contextlib.contextmanager
-    def room(self, size: int) -> Iterator[None]:
-        """Reserves room, and evicts what is needed for it. Raises CacheFull."""
-        with self._guard:
-            end = time.monotonic() + DROP_S
-            while True:
-                try:
-                    with self._locked():
-                        self._evict(size)
-                    break
-                except CacheFull:
-                    left = end - time.monotonic()
-                    if left <= 0 or not self._has_retired():
-                        raise
-                    self._guard.wait(left)
-            self._reserved += size
+    def room(self, size: int) -> Iterator[Callable[[int], None]]:
+        """Reserves room, and evicts what is needed for it. What it yields reserves more of it. Raises CacheFull."""
+        reserved = 0
+
+        def reserve(more: int) -> None:
+            nonlocal reserved
+            with self._guard:
+                end = time.monotonic() + DROP_S
+                while True:
+                    try:
+                        with self._locked():
+                            self._evict(more)
+                        break
+                    except CacheFull:
+                        left = end - time.monotonic()
+                        if left <= 0 or not self._has_retired():
+                            raise
+                        self._guard.wait(left)
+                self._reserved += more
+            reserved += more
+
         try:
-            yield
+            reserve(size)
+            yield reserve
         finally:
             with self._guard:
-                self._reserved -= size
+                self._reserved -= reserved
 
     def _evict(self, size: int) -> None:
         """Removes the least recently used files until there is room."""

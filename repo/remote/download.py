@@ -58,25 +58,28 @@ class Download:
         identity = f"{repository} {file.key} {file.tag} {file.size} {self._piece_bytes}"
         partial = self._cache.partial(hashlib.sha256(identity.encode()).hexdigest()[:32])
         journal = partial.with_name(f"{partial.name}.pieces")
-        with self._cache.room(max(file.size, 0)):
+        with self._cache.room(max(file.size, 0)) as reserve:
             try:
-                self._in_pieces(store, file, partial, journal)
+                self._in_pieces(store, file, partial, journal, reserve)
                 sha256 = _verify(partial, file, store)
-            except Changed:  # nothing of it is of use
-                partial.unlink(missing_ok=True)
-                journal.unlink(missing_ok=True)
+            except BaseException as error:
+                if file.size < 0 or isinstance(error, Changed):  # nothing of it is of use
+                    partial.unlink(missing_ok=True)
+                    journal.unlink(missing_ok=True)
                 raise
             self._want(sha256)  # first: the room for another file of the model may be made at any time
             self._cache.adopt(partial, sha256)
             journal.unlink(missing_ok=True)
         return sha256
 
-    def _in_pieces(self, store: Store, file: RemoteFile, partial: Path, journal: Path) -> None:
+    def _in_pieces(
+        self, store: Store, file: RemoteFile, partial: Path, journal: Path, reserve: Callable[[int], None]
+    ) -> None:
         if file.size == 0:
             partial.write_bytes(b"")
             return
         if file.size < 0:
-            self._whole(store, file, partial)
+            self._whole(store, file, partial, _Unannounced(reserve, self._piece_bytes).arrive)
             return
         with _PieceFile(partial, journal, file.size, self._piece_bytes) as target:
             self._advance(target.done_bytes)
@@ -91,7 +94,7 @@ class Download:
                 self._all([self._pieces.submit(self._piece, store, file, target, number) for number in todo[1:]])
                 return
         journal.unlink(missing_ok=True)
-        self._whole(store, file, partial)
+        self._whole(store, file, partial, lambda size: None)
 
     def _all(self, futures: list[Future[None]]) -> None:
         """Waits for all of them, so that no thread writes to the file afterwards. After an error, which is raised, only
@@ -108,14 +111,16 @@ class Download:
         target.write(number, data)
         self._advance(len(data))
 
-    def _whole(self, store: Store, file: RemoteFile, partial: Path) -> None:
-        self._trying(lambda: self._stream(store, file, partial))
+    def _whole(self, store: Store, file: RemoteFile, partial: Path, arrive: Callable[[int], None]) -> None:
+        self._trying(lambda: self._stream(store, file, partial, arrive))
 
-    def _stream(self, store: Store, file: RemoteFile, partial: Path) -> bytes:
+    def _stream(self, store: Store, file: RemoteFile, partial: Path, arrive: Callable[[int], None]) -> bytes:
+        """`arrive(size)` is called before the file grows to that size."""
         written = 0
 
         def write(data: bytes) -> None:
             nonlocal written
+            arrive(written + len(data))
             target.write(data)
             written += len(data)
             if 0 <= file.size < written:
@@ -145,6 +150,20 @@ class Download:
                     raise
             self._wait(self._pause_s * 2**attempt)
         raise AssertionError("unreachable")
+
+
+class _Unannounced:
+    """Reserves room for a file of unknown size while it arrives, in steps."""
+
+    def __init__(self, reserve: Callable[[int], None], step: int) -> None:
+        self._reserve = reserve
+        self._step = step
+        self._reserved = 0
+
+    def arrive(self, size: int) -> None:
+        while size > self._reserved:
+            self._reserve(self._step)
+            self._reserved += self._step
 
 
 class _PieceFile:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from shmserve.extras import install_command
 from shmserve.repo.remote.address import PACKAGES, RemoteAddress
+from shmserve.repo.remote.cache import CacheFull
 from shmserve.repo.remote.credentials import Redactor, client_options
 
 CONNECT_S = 10.0
@@ -155,7 +156,7 @@ class Store:
         """Runs work, and translates what clients raise: each has errors of its own."""
         try:
             return work()
-        except StoreError:
+        except (StoreError, CacheFull):
             raise
         except FileNotFoundError as error:
             if model:
