@@ -1,6 +1,9 @@
 """A repository on a web server: directory listings in JSON (as nginx writes them) or HTML, and plain GET requests.
 
 The tag of a file is its ETag, or its time and size. Every answer with content must have the tag of the listing.
+
+Invariant: credentials are sent only to the origin of the repository's address. aiohttp would send those of the session,
+and those that it finds itself in ~/.netrc, to wherever a redirect leads.
 """
 
 from __future__ import annotations
@@ -9,14 +12,17 @@ import asyncio
 import html
 import json
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.request import getproxies_environment, proxy_bypass_environment
 
 import aiohttp
 from fsspec.asyn import sync
 from fsspec.implementations.http import HTTPFileSystem
+from yarl import URL
 
 from shmserve.repo.remote.address import RemoteAddress
 from shmserve.repo.remote.credentials import Redactor
@@ -37,8 +43,11 @@ LISTING_BYTES = 16 << 20
 _LEVELS = 16
 _AT_ONCE = 8
 _CHUNK = 1 << 20
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 10
 _MISSING = (404, 410)
 _FINAL = (401, 403)
+_NO_SUCH_RANGE = 416
 _CHARSETS = ("iso-8859-1", "iso-8859-15", "utf-8", "windows-1252")
 """Of listings. Python has decoders that fail or take for ever with what a server sends, such as that of punycode."""
 _LINK = re.compile(r"""<a\s(?:[^<>]*?\s)?href\s*=\s*["']([^"'<>]+)["']""", re.IGNORECASE)
@@ -51,9 +60,8 @@ class HttpStore(Store):
 
     def _make(self, options: dict[str, Any]) -> Any:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
-        more: dict[str, Any] = {"timeout": timeout, "trust_env": True, "auto_decompress": False}
-        if options:
-            more["auth"] = aiohttp.BasicAuth(options["login"], options["password"])
+        more: dict[str, Any] = {"timeout": timeout, "trust_env": False, "auto_decompress": False}
+        self._auth = aiohttp.BasicAuth(options["login"], options["password"]) if options else None
         return HTTPFileSystem(client_kwargs=more, skip_instance_cache=True, use_listings_cache=False)
 
     def models(self) -> list[str]:
@@ -81,11 +89,33 @@ class HttpStore(Store):
     def _run(self, work: Any, model: str = "") -> Any:
         return self._call(lambda: sync(self._fs.loop, _awaited, work), model)
 
+    @asynccontextmanager
+    async def _request(
+        self, method: str, url: str, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        session = await self._fs.set_session()
+        sent = {"Accept-Encoding": "identity", **headers}
+        here = URL(url)
+        home = here.origin()
+        for _ in range(_MOST_REDIRECTS + 1):
+            auth = self._auth if here.origin() == home else None
+            proxy, proxy_auth = _proxy_of(here)
+            async with session.request(
+                method, here, headers=sent, auth=auth, proxy=proxy, proxy_auth=proxy_auth, allow_redirects=False
+            ) as answer:
+                if answer.status not in _REDIRECTS or "Location" not in answer.headers:
+                    if answer.status in _FINAL and here.origin() != home:
+                        text = f"it redirects to {here.origin()}, which answered {answer.status}"
+                        raise StoreError(f"{text} and gets no credentials for {home}", final=True)
+                    self._check(answer)
+                    yield answer
+                    return
+                here = redirected(here, answer.headers["Location"])
+        raise StoreError(f"the web server sent more than {_MOST_REDIRECTS} redirects", final=True)
+
     async def _entries(self, url: str) -> list[str]:
         """The names in a directory; those of directories end with a slash."""
-        session = await self._fs.set_session()
-        async with session.get(url, headers={"Accept-Encoding": "identity"}) as answer:
-            self._check(answer)
+        async with self._request("GET", url) as answer:
             if answer.content_length is not None and answer.content_length > LISTING_BYTES:
                 raise StoreError(f"the listing of a directory has more than {LISTING_BYTES} bytes", final=True)
             body = await _limited(answer, LISTING_BYTES)
@@ -115,19 +145,14 @@ class HttpStore(Store):
         return list(await asyncio.gather(*(self._head(path, url, limit) for path, url in found)))
 
     async def _head(self, path: str, url: str, limit: asyncio.Semaphore) -> RemoteFile:
-        session = await self._fs.set_session()
-        async with limit, session.head(url, allow_redirects=True, headers={"Accept-Encoding": "identity"}) as answer:
-            self._check(answer)
+        async with limit, self._request("HEAD", url) as answer:
             length = answer.headers.get("Content-Length", "")
             return RemoteFile(path, url, int(length) if length.isdigit() else -1, _tag(answer.headers))
 
     async def _get(self, file: RemoteFile, start: int, end: int) -> bytes:
-        session = await self._fs.set_session()
-        headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        async with session.get(file.key, headers=headers) as answer:
-            if answer.status == 416:
+        async with self._request("GET", file.key, {"Range": f"bytes={start}-{end - 1}"}) as answer:
+            if answer.status == _NO_SUCH_RANGE:
                 raise Changed(f"{file.path} changed")
-            self._check(answer)
             _same(file, answer.headers)
             if answer.status != 206:
                 if start or end != file.size:
@@ -138,19 +163,40 @@ class HttpStore(Store):
         return data
 
     async def _copy(self, file: RemoteFile, write: Callable[[bytes], None]) -> None:
-        session = await self._fs.set_session()
-        async with session.get(file.key, headers={"Accept-Encoding": "identity"}) as answer:
-            self._check(answer)
+        async with self._request("GET", file.key) as answer:
             _same(file, answer.headers)
             async for chunk in answer.content.iter_chunked(_CHUNK):
-                write(chunk)
+                await asyncio.to_thread(write, chunk)  # which may wait for room in the cache
 
     def _check(self, answer: aiohttp.ClientResponse) -> None:
         if answer.status in _MISSING:
             raise FileNotFoundError(answer.status)
-        if answer.status >= 400:
+        if answer.status >= 400 and answer.status != _NO_SUCH_RANGE:
             text = f"the web server answered {answer.status} {self._redact(answer.reason or '')}"
             raise StoreError(text, final=answer.status in _FINAL)
+
+
+def redirected(here: URL, location: str) -> URL:
+    """Where a redirect leads. Raises StoreError if it must not be followed."""
+    try:
+        there = here.join(URL(location))
+        origin = there.origin()
+    except ValueError:
+        raise StoreError("the web server redirects to what is not an address", final=True) from None
+    if there.scheme not in ("http", "https") or (here.scheme, there.scheme) == ("https", "http"):
+        text = f"the web server redirects from {here.scheme} to {there.scheme} ({origin}), which is not followed"
+        raise StoreError(f"{text}; if it is right, give that address as the repository", final=True)
+    return there.with_user(None)
+
+
+def _proxy_of(url: URL) -> tuple[URL | None, aiohttp.BasicAuth | None]:
+    """The proxy of the environment for this address, and its credentials."""
+    given = getproxies_environment().get(url.scheme)
+    if not given or proxy_bypass_environment(url.host or ""):
+        return None, None
+    proxy = URL(given)
+    auth = aiohttp.BasicAuth(proxy.user, proxy.password or "") if proxy.user else None
+    return proxy.with_user(None), auth
 
 
 async def _awaited(work: Any) -> Any:

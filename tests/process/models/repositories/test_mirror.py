@@ -333,3 +333,77 @@ def test_models_are_mirrored_from_a_web_server(tmp_path: Path, kind: type[_Files
         assert mirror.sync("a model").state == "published"
         assert mirror.files("a model")["config.pbtxt"] == b"yy"
         assert mirror.sync("other").state == "absent"
+
+
+class _Guarded(_Files):
+    """Asks for a password, and redirects requests for files to another origin."""
+
+    elsewhere = ""
+    seen: list[str | None] = []
+
+    def send_head(self) -> Any:
+        self.seen.append(self.headers["Authorization"])
+        if self.headers["Authorization"] is None:
+            self.send_error(401)
+        elif self.path.endswith("/"):
+            return super().send_head()
+        else:
+            self.send_response(302)
+            self.send_header("Location", self.elsewhere + self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        return None
+
+
+class _Elsewhere(_Files):
+    seen: list[str | None] = []
+
+    def send_head(self) -> Any:
+        self.seen.append(self.headers["Authorization"])
+        return super().send_head()
+
+
+@pytest.mark.parametrize("entry", ["machine 127.0.0.1", "default"])
+def test_credentials_are_sent_only_to_the_origin_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    (tmp_path / "www/repo/m").mkdir(parents=True)
+    (tmp_path / "www/repo/m/config.pbtxt").write_bytes(b"x" * 20)
+    (tmp_path / "netrc").write_text(f"{entry} login me password secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    _Guarded.seen.clear()
+    _Elsewhere.seen.clear()
+    with web_server(tmp_path / "www", _Elsewhere) as other:
+        monkeypatch.setattr(_Guarded, "elsewhere", other.removesuffix("/repo"))
+        with web_server(tmp_path / "www", _Guarded) as url, mirrored(url, tmp_path / "cache") as mirror:
+            outcome = mirror.sync()
+            assert outcome.state == "published", outcome
+            assert mirror.files() == {"config.pbtxt": b"x" * 20}
+    assert len(set(_Guarded.seen)) == 1
+    assert None not in _Guarded.seen
+    assert set(_Elsewhere.seen) == {None}
+
+
+class _NoLength(_Files):
+    """Says of no file how long it is."""
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Content-Length" or self.path.endswith("/"):
+            super().send_header(keyword, value)
+
+
+def test_bytes_of_unknown_length_are_counted_as_they_arrive(tmp_path: Path) -> None:
+    (tmp_path / "www/repo/m").mkdir(parents=True)
+    file = tmp_path / "www/repo/m/weights"
+    file.write_bytes(data_of(10 << 20))
+    limit = 3 << 20
+    with web_server(tmp_path / "www", _NoLength) as url, mirrored(url, tmp_path / "cache", limit) as mirror:
+        outcome = mirror.sync()
+        assert outcome.state == "failed"
+        assert f"its limit is {limit} bytes" in outcome.text
+        assert mirror.blobs() == set()
+        assert list(mirror.cache.partial("").iterdir()) == []
+        file.write_bytes(data := data_of(5 * PIECE))
+        assert mirror.sync().state == "published"
+        assert mirror.files() == {"weights": data}

@@ -30,3 +30,19 @@ def test_the_character_set_of_a_listing() -> None:
     from shmserve.repo.remote.http_store import of_html
 
     assert of_html('<a href="mödel/">'.encode("latin-1"), "ISO-8859-1", "http://host/") == ["mödel/"]
+
+
+def test_where_redirects_may_lead() -> None:
+    from yarl import URL
+
+    from shmserve.repo.remote.http_store import redirected
+    from shmserve.repo.remote.stores import StoreError
+
+    assert redirected(URL("https://a/x"), "/y") == URL("https://a/y")
+    assert redirected(URL("http://a/x"), "https://b/y") == URL("https://b/y")
+    assert redirected(URL("http://a/x"), "http://u:p@b:81/y") == URL("http://b:81/y")
+    with pytest.raises(StoreError, match=r"from https to http \(http://a\), which is not followed"):
+        redirected(URL("https://a/x"), "http://a/x")
+    for location in ("file:///etc/passwd", "http://[1/", "ftp://a/x"):
+        with pytest.raises(StoreError):
+            redirected(URL("http://a/x"), location)
