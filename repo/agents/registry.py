@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from shmserve.errors import Unsupported
-from shmserve.extras import install_command
+from shmserve.extras import install_command, outdated
 from shmserve.repo.agents.model import Agent
 from shmserve.repo.files.python_file import import_file
 from shmserve.repo.files.safe_paths import MODEL_NAME
@@ -63,6 +63,8 @@ def unknown(name: str, names: frozenset[str]) -> str:
 def create(name: str, directory: str = "") -> Agent:
     """Imports an agent. Raises Unsupported if it does not exist or lacks a package."""
     if name in BUILT_IN:
+        if old := outdated("agents"):
+            raise Unsupported(f"repository agent '{name}' cannot be used: {old}")
         module, _, attribute = BUILT_IN[name].partition(":")
         try:
             made: Agent = getattr(importlib.import_module(module), attribute)()

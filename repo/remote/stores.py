@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shmserve.extras import install_command
+from shmserve.extras import install_command, outdated
 from shmserve.repo.remote.address import PACKAGES, RemoteAddress
 from shmserve.repo.remote.cache import CacheFull
 from shmserve.repo.remote.credentials import Redactor, client_options
@@ -61,10 +61,11 @@ class NoRanges(StoreError):
 
 
 def missing_package(address: RemoteAddress) -> str:
-    """What to install for this address; "" if nothing is missing."""
+    """What to install for this address; "" if nothing is missing or too old."""
     missing = [name for name in PACKAGES[address.scheme] if find_spec(name) is None]
     if not missing:
-        return ""
+        old = outdated(address.extra)
+        return f"{address.scheme}:// repositories cannot be used: {old}" if old else ""
     return f"{address.scheme}:// repositories need the package {missing[0]}: {install_command(address.extra)}"
 
 
@@ -84,7 +85,8 @@ class Store:
     def __init__(self, address: RemoteAddress, redact: Redactor) -> None:
         self.address = address
         self._redact = redact
-        self._fs = self._make(client_options(address, redact))
+        options = client_options(address, redact)
+        self._fs = self._call(lambda: self._make(options))
 
     def models(self) -> list[str]:
         """The directories of the repository."""

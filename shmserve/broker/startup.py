@@ -16,7 +16,7 @@ from shmserve.broker.config import settings as setting
 from shmserve.broker.processes.gateways import GatewaySettings
 from shmserve.broker.processes.workers import WorkerSettings
 from shmserve.errors import InvalidRequest
-from shmserve.extras import GATEWAY, install_command
+from shmserve.extras import GATEWAY, install_command, outdated
 from shmserve.paths import BROKER, LANE, SOCKET_PATH_BYTES, make_runtime_dir
 from shmserve.repo.gpus import Gpus, discover
 from shmserve.repo.storage.generation import Generations, Sizes
@@ -180,6 +180,8 @@ def require_exporter(protocol: str) -> None:
     if not _is_installed("opentelemetry.sdk") or not _is_installed(package):
         name = f"opentelemetry-exporter-otlp-proto-{protocol}"
         raise CannotStart(f"--trace-config mode=opentelemetry needs the package {name}: {install_command('otel')}")
+    if old := outdated("otel"):
+        raise CannotStart(f"--trace-config mode=opentelemetry cannot be used: {old}")
 
 
 def _is_installed(module: str) -> bool:

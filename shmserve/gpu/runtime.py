@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from shmserve.errors import HandleLost, Unavailable, Unsupported
-from shmserve.extras import install_command
+from shmserve.extras import install_command, outdated
 from shmserve.shm.extents.cuda import UUID_BYTES, device_id, slice_uuid
 
 EXTRA = "gpu"
@@ -56,6 +56,8 @@ def load() -> Any:
         import cupy.cuda.runtime
     except ImportError as error:
         raise missing("cupy", error) from error
+    if old := outdated(EXTRA, ["cupy-cuda13x"]):
+        raise Unsupported(f"tensors and models on a GPU cannot be used: {old}")
     return cupy.cuda.runtime
 
 

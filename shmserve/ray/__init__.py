@@ -32,13 +32,15 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from shmserve.extras import install_command, outdated
+
+    if old := outdated("ray"):
+        raise ImportError(f"shmserve.ray cannot be used: {old}")
     try:
         found = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
-        from shmserve.extras import install_command
-
         raise ModuleNotFoundError(f"shmserve.ray needs Ray: {install_command('ray')}", name=error.name) from error
     globals()[name] = found
     return found

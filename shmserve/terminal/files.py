@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmserve.dtypes import to_numpy
-from shmserve.extras import install_command
+from shmserve.extras import install_command, outdated
 from shmserve.terminal.errors import Misuse
 from shmserve.terminal.tables import shape_text
 from shmserve.terminal.values import FLOATS, Spec, fit, from_text, from_value, objects
@@ -81,6 +81,8 @@ def _image(path: Path, spec: Spec) -> Any:
     except ImportError as error:
         text = f"reading {path} needs the package pillow: {install_command('bench')}"
         raise Misuse(text) from error
+    if old := outdated("bench", ["pillow"]):
+        raise Misuse(f"{path} cannot be read: {old}")
     shape = [int(dim) for dim in spec["shape"][-3:]]
     planes_first = len(shape) == 3 and shape[0] in (1, 3)
     if len(shape) < 3 or not (planes_first or shape[2] in (1, 3)):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,8 +118,76 @@ def test_the_install_command_in_a_source_directory(tmp_path: Path) -> None:
     assert own == ".venv/bin/pip install -e '.[gpu]' in the source directory"
 
 
-def test_the_install_command_of_an_installed_package(tmp_path: Path) -> None:
-    assert install_command("gpu", tmp_path / "shmserve") == "pip install 'shmserve[gpu]'"
+METADATA = """Metadata-Version: 2.4
+Name: shmserve
+Requires-Dist: numpy>=1.26
+Provides-Extra: cli
+Requires-Dist: rich>=13.7; extra == "cli"
+Provides-Extra: runtime
+Requires-Dist: shmserve[cli]; extra == "runtime"
+Requires-Dist: jinja2>=3.1; extra == "runtime"
+Requires-Dist: newer>=2; python_version < "3.1" and extra == "runtime"
+"""
+WHEEL = {"archive_info": {}, "url": "file:///home/me/dist/shmserve-0.1.0%2Bx-py3-none-any.whl"}
+
+
+def installed(root: Path, origin: Mapping[str, Any] | None) -> Path:
+    """The directory of a package that pip has installed from there."""
+    metadata = root / "shmserve-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(METADATA)
+    if origin is not None:
+        (metadata / "direct_url.json").write_text(json.dumps(origin))
+    return root / "shmserve"
+
+
+@pytest.mark.parametrize(
+    ("origin", "command", "service"),
+    [
+        (
+            {"dir_info": {}, "url": "file:///home/me/shmserve"},
+            "pip install '.[runtime]' in the source directory",
+            "make install-systemd EXTRAS=runtime",
+        ),
+        (
+            WHEEL,
+            "pip install './shmserve-0.1.0+x-py3-none-any.whl[runtime]' in the directory of that file",
+            "make install-systemd PACKAGE='shmserve-0.1.0+x-py3-none-any.whl[runtime]'",
+        ),
+        (
+            {"vcs_info": {"vcs": "git", "commit_id": "1"}, "url": "https://host/shmserve.git"},
+            "pip install 'shmserve[runtime] @ URL' with the URL that shmserve was installed from",
+            "make install-systemd EXTRAS=runtime",
+        ),
+        (None, "pip install 'rich>=13.7' 'jinja2>=3.1'", "make install-systemd EXTRAS=runtime"),
+    ],
+)
+def test_the_install_command_of_an_installed_package(
+    tmp_path: Path, origin: Mapping[str, Any] | None, command: str, service: str
+) -> None:
+    package = installed(tmp_path, origin)
+    assert install_command("runtime", package) == command
+    (tmp_path / "prefix" / "share" / "doc" / "shmserve").mkdir(parents=True)
+    found = install_command("runtime", package, str(tmp_path / "prefix"))
+    assert found == f"{service} and the PREFIX of this installation, as root in the source directory"
+
+
+def test_packages_of_an_extra_that_are_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "setup.cfg").write_text("[options.extras_require]\ns3 =\n    s3fs>=2024.6\n    some.thing>=2,<3\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "nowhere"), str(tmp_path)])
+    assert extras.outdated("s3", root=tmp_path) == ""
+    for version, fits in (("2024.6.1", True), ("2024.06", True), ("0.4.2", False), ("2024.5.0rc1", False)):
+        info = tmp_path / f"s3fs-{version}.dist-info"
+        info.mkdir()
+        text = f"s3fs {version} is installed, and >=2024.6 is needed: {install_command('s3')}"
+        assert extras.outdated("s3", root=tmp_path) == ("" if fits else text)
+        assert extras.outdated("s3", ["some.thing"], root=tmp_path) == ""
+        info.rmdir()
+    (tmp_path / "some_thing-3.0.egg-info").mkdir()
+    assert "some.thing 3.0 is installed, and >=2,<3 is needed" in extras.outdated("s3", root=tmp_path)
+    package = installed(tmp_path / "site", None)
+    (tmp_path / "jinja2-3.0.dist-info").mkdir()
+    assert "jinja2 3.0 is installed, and >=3.1 is needed" in extras.outdated("runtime", root=package.parent)
 
 
 def test_all_texts_use_the_install_command() -> None:

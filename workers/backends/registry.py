@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.extras import install_command
+from shmserve.extras import install_command, outdated
 from shmserve.repo.backends import FILE, GROUP, MODEL, in_directory
 from shmserve.repo.files.python_file import import_file
 from shmserve.workers.backends.base import Backend, SeparateBackend, StackedBackend
@@ -51,6 +51,8 @@ def find(name: str, directory: str = "") -> type[Backend]:
     known = BACKENDS.get(name)
     if known is None:
         return from_directory(directory, name) or _from_entry_point(name, directory)
+    if known.extra and (old := outdated(known.extra)):
+        raise Unsupported(f"backend '{name}' cannot be used: {old}")
     module, _, attribute = known.target.partition(":")
     try:
         kind: type[Backend] = getattr(importlib.import_module(module), attribute)

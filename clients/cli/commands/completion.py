@@ -16,7 +16,7 @@ from typing import Any
 
 from shmserve.clients.cli.commands.base import make_client
 from shmserve.errors import ServeError
-from shmserve.extras import install_command
+from shmserve.extras import install_command, outdated
 from shmserve.paths import python
 from shmserve.terminal.errors import Failed, Misuse
 
@@ -35,6 +35,8 @@ def completion(args: argparse.Namespace) -> int:
         from argcomplete.shell_integration import shellcode
     except ImportError as error:
         raise Failed(f"completion needs the package argcomplete: {install_command('cli')}") from error
+    if old := outdated("cli", ["argcomplete"]):
+        raise Failed(f"completion cannot be used: {old}")
     print(shellcode(["shmserve"], shell=args.shell))
     return 0
 

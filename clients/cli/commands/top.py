@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from shmserve.clients.cli.commands.base import connected, make_client, print_json, print_text, screen_of
 from shmserve.errors import ConnectionLost, InvalidRequest, ServeError
-from shmserve.extras import install_command
+from shmserve.extras import install_command, outdated
 from shmserve.terminal.errors import Failed, Misuse
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def _check_terminal() -> None:
         raise Failed(
             f"a live view needs the package textual: {install_command('top')}; --once and --json work without it"
         )
+    if old := outdated("top"):
+        raise Failed(f"a live view cannot be shown: {old}; --once and --json work without it")
 
 
 def _sort_key(name: str | None, tables: Sequence[Table]) -> str | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from shmserve.clients.load.plan import GRPC, HTTP, Endpoint
 from shmserve.clients.load.targets.base import Target
 from shmserve.errors import Unsupported
-from shmserve.extras import install_command
+from shmserve.extras import install_command, outdated
 
 
 def open_target(endpoint: Endpoint) -> Target:
+    if old := outdated("bench"):
+        raise Unsupported(f"load cannot be generated: {old}")
     try:
         if endpoint.kind == HTTP:
             from shmserve.clients.load.targets.http import HttpTarget

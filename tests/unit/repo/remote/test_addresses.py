@@ -58,6 +58,15 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     assert "[http]" in missing_package(parse_address("https://host"))
 
 
+def test_a_package_that_is_too_old_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s3fs-0.4.2.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    text = missing_package(parse_address("s3://b"))
+    assert text.startswith("s3:// repositories cannot be used: s3fs 0.4.2 is installed, and >=2024.6 is needed: ")
+    assert "[s3]" in text
+    assert missing_package(parse_address("hf://a/b")) == ""
+
+
 def test_the_longest_prefix_of_tritons_credential_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = {
         "s3": {
