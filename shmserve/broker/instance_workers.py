@@ -82,7 +82,8 @@ class InstanceWorkers:
     def _start(self, effect: Spawn) -> None:
         load, descriptor = self._catalog.load_order(effect)
         try:
-            worker = self._workers.spawn(effect, self._catalog.worker_resources(effect))
+            resources, folders = self._catalog.worker_resources(effect), self._catalog.copied_folders(effect)
+            worker = self._workers.spawn(effect, resources, folders)
             self._links[effect.peer] = worker.link
             worker.link.send_now([load], [descriptor])
             if self._meter is not None:

@@ -334,6 +334,14 @@ class Catalog:
         backend_folder = source.backend.folder if source.backend is not None else None
         return resources_of(source.config, _folder_of(source), self._worker_defaults, backend_folder)
 
+    def copied_folders(self, spawn: Spawn) -> dict[Path, Path]:
+        """The directories of the worker with files of the model and its backend -> those that their owners know."""
+        source = self._sources[spawn.source]
+        folders = {_folder_of(source): source.origin}
+        if source.backend is not None:
+            folders[source.backend.folder] = source.backend.origin
+        return {copy: origin for copy, origin in folders.items() if copy != origin}
+
     def complete(self, number: int, data: bytes) -> tuple[ModelPolicy, list[str]]:
         """Stores the configuration as completed by a worker. Also returns warnings about changes that the owner may not
         expect."""

@@ -11,6 +11,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
@@ -81,17 +82,24 @@ class Output:
     """A pipe for a child's output, which is rate-limited and logged with `log_record(level, text)`.
 
     `write_end` is the child's; the caller closes it in this process after starting the child. `levels` maps the
-    prefix of a line to its log level; the default level is info.
+    prefix of a line to its log level; the default level is info. `folders` maps directories that the child uses to
+    those that the log names instead.
 
     Invariant: the pipe is always read, even if lines exceed the rate limit, so that no child blocks on its output.
     """
 
     def __init__(
-        self, loop: Any, levels: Mapping[str, str], log_record: Callable[[str, str], None], rate: Rate | None = None
+        self,
+        loop: Any,
+        levels: Mapping[str, str],
+        log_record: Callable[[str, str], None],
+        rate: Rate | None = None,
+        folders: Mapping[Path, Path] = MappingProxyType({}),
     ) -> None:
         self._loop = loop
         self._levels = levels
         self._log_record = log_record
+        self._folders = [(os.fsencode(f"{used}/"), os.fsencode(f"{named}/")) for used, named in folders.items()]
         self._throttle = Throttle(rate or Rate())
         self._timer: Any = None
         self._lines = LineSplitter()
@@ -129,6 +137,8 @@ class Output:
 
     def _admit(self, lines: list[bytes]) -> None:
         lines = [line for line in lines if not (line[:8] == b'  File "' and _OUR_FRAME.match(line))]
+        for used, named in self._folders:
+            lines = [line.replace(used, named) for line in lines]
         self._tail.extend(line[:LINE_BYTES] for line in lines[-TAIL_LINES:])
         for line_or_notice in self._throttle.admit(lines, self._loop.time()):
             self._log(line_or_notice)

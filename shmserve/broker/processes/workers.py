@@ -13,6 +13,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import Struct
@@ -132,13 +134,16 @@ class Workers:
             names[self._zygote.pid] = "the process that workers are forked from"
         return names
 
-    def spawn(self, effect: Spawn, resources: WorkerResources = DEFAULTS) -> Worker:
-        """Starts a worker, whose process may follow later. Raises OSError if it cannot be started."""
+    def spawn(
+        self, effect: Spawn, resources: WorkerResources = DEFAULTS, folders: Mapping[Path, Path] = MappingProxyType({})
+    ) -> Worker:
+        """Starts a worker, whose process may follow later. `folders`: see children.Output. Raises OSError if it cannot
+        be started."""
         peer, spec = effect.peer, effect.instance
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         log_fields = {"model": effect.model, "version": effect.version, "instance": spec.name}
         output = children.Output(
-            self._loop, _LEVELS, partial(self._log, spec.name, log_fields), self._settings.log_rate
+            self._loop, _LEVELS, partial(self._log, spec.name, log_fields), self._settings.log_rate, folders
         )
         group = self._memory.group(peer, resources.memory)
         arguments = arguments_of(spec, resources, str(group.processes) if group is not None else "") + self._variables(

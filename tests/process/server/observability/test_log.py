@@ -23,7 +23,7 @@ output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
 instance_group [ { count: 2 kind: KIND_CPU } ]
 """
 ECHO = "return self.respond(x)"
-ANSWERS = python_model(ECHO)
+RAISES = python_model("json.loads('{')")
 FAILS = python_model(ECHO, "json.loads('{')")
 PRINTS = python_model(
     ECHO,
@@ -62,8 +62,11 @@ def test_a_failed_load_is_logged_once_with_a_traceback(tmp_path: Path) -> None:
     ):
         first = [text for text in records(server.log) if "JSONDecodeError" in text]
         until(client, lambda: server.log.count("UNAVAILABLE") == 1)
-        (root / "m" / "1" / "model.py").write_text(ANSWERS)
+        (root / "m" / "1" / "model.py").write_text(RAISES)
         client.load("m")
+        with pytest.raises(shmserve.ModelFailed):
+            client.infer("m", X)
+        until(client, lambda: f'  File "{root}/m/1/model.py", line ' in server.log)
         before = len(records(server.log))
         (root / "m" / "1" / "model.py").write_text(FAILS)
         with pytest.raises(shmserve.ServeError, match="JSONDecodeError"):

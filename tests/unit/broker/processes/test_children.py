@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -18,10 +19,10 @@ from tests.support.broker.fake_loop import Loop
 class Child:
     """Writes to an Output; `take` returns what has been logged since the last call."""
 
-    def __init__(self, rate: Rate | None = None) -> None:
+    def __init__(self, rate: Rate | None = None, folders: Mapping[Path, Path] = MappingProxyType({})) -> None:
         self.loop = Loop()
         self._logged: list[tuple[str, str]] = []
-        self.output = Output(self.loop, {"verbose": "debug", "error": "error"}, self._log, rate)
+        self.output = Output(self.loop, {"verbose": "debug", "error": "error"}, self._log, rate, folders)
         self._end = os.fdopen(self.output.write_end, "wb", buffering=0)
 
     def _log(self, level: str, text: str) -> None:
@@ -195,3 +196,11 @@ def test_only_allowed_environment_variables_are_inherited(monkeypatch: pytest.Mo
     assert {"TZ", "SSL_CERT_FILE"} <= set(environment("SSL_", "OPENSSL_"))
     assert "SSL_CERT_FILE" not in environment()
     assert "SOME_SECRET" not in environment("SSL_")
+
+
+def test_lines_name_the_directories_of_the_owner() -> None:
+    child = Child(folders={Path("/run/x/generation-1/m"): Path("/models/m"), Path("/run/x/generation-2/b"): Path("/b")})
+    found = child.write(b'error:   File "/run/x/generation-1/m/1/model.py", line 3\n/run/x/generation-2/b/y\n')
+    assert found == [("error", '  File "/models/m/1/model.py", line 3'), ("info", "/b/y")]
+    assert child.output.last_line() == "/b/y"
+    child.close()
