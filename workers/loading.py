@@ -26,7 +26,7 @@ from shmserve.workers.inbox import Inbox
 from shmserve.workers.model_calls.answer import Trace
 from shmserve.workers.output_arenas import KNOB, LIMIT_BYTES, NEAR_KNOB, Arenas, near_limit
 from shmserve.workers.process.device import device_of
-from shmserve.workers.process.log import log_traceback, public, text_of
+from shmserve.workers.process.log import log_traceback, missing_module, public, text_of
 from shmserve.workers.runner import Runner, runner_of
 
 PINS = "pins"
@@ -136,4 +136,6 @@ def load_error(error: Exception, model_dir: str) -> Failure:
     """Converts an error to the reason, for callers, why the model is not served."""
     if isinstance(error, ServeError):
         return Failure(error.code, public(str(error), model_dir))
+    if isinstance(error, ModuleNotFoundError):
+        return Failure("MODEL_FAILED", public(missing_module(error), model_dir))
     return Failure("MODEL_FAILED", public(f"{type(error).__name__}: {text_of(error)}", model_dir))

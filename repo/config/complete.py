@@ -40,6 +40,10 @@ TREE_FILES = {
     "sklearn": "model.joblib",
 }
 """Parameter model_type of tree models (backend "fil") -> the file."""
+TREE_ROWS = 8192
+"""max_batch_size of a tree model whose configuration gives none. A row takes microseconds, so small batches would only
+refuse requests with many rows.
+"""
 ENGINES = (
     BackendFile("onnxruntime", "onnxruntime_onnx", "model.onnx"),
     BackendFile("python", "", "model.py"),

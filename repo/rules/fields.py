@@ -185,9 +185,12 @@ def _engine(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> N
         hint = f'did you mean "{near}"?' if near else f"it has {_listed(host.backends)}"
         problem("backend", f'found "{escaped(config.backend)}", which this server does not have; {hint}')
     elif not can_complete(config):
+        text = f'not given, and backend "{config.backend}" cannot determine it'
+        if config.backend == "pytorch":
+            text += "; `shmserve init NAME --from FILE` finds it out for a TorchScript file, by running that"
         for field, tensors in (("input", config.input), ("output", config.output)):
             if not tensors:
-                problem(field, f'not given, and backend "{config.backend}" cannot determine it')
+                problem(field, text)
 
 
 def _runtime(config: ModelConfig, problem: ProblemFunction) -> None:

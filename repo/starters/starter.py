@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shmserve.dtypes import TO_CONFIG
 from shmserve.errors import InvalidRequest, NotFound
-from shmserve.repo.config.complete import TensorFacts
+from shmserve.repo.config.complete import TREE_FILES, TREE_ROWS, TensorFacts
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.header import Declared, NotOnnx, TooLarge, external_files, is_beside, read_header
@@ -28,10 +28,15 @@ PICKLES = (".joblib", ".pkl", ".pickle")
 TORCH_FILES = (".pt", ".pt2")
 WRONG_FILE = 3
 """Exit code of the process that reads a PyTorch file, if the file is wrong. An uncaught exception has 1."""
-SUFFIXES = (".onnx", *TORCH_FILES, *PICKLES)
+XGBOOST_FILES = {".json": "xgboost_json", ".ubj": "xgboost_ubj"}
+"""Suffix of a model of XGBoost -> its model_type."""
+SUFFIXES = (".onnx", *TORCH_FILES, *PICKLES, *XGBOOST_FILES, ".gguf")
 ROWS = 8
 """max_batch_size of a new model that can batch."""
 TEMPLATES = Path(__file__).parent / "templates"
+_XGBOOST_KEY = b'"learner"'
+_HEAD_BYTES = 4096
+"""Where the first key of a file of XGBoost must be."""
 _COMPLETED = "The server makes it 4 if the first dimension of every tensor can have any size."
 _THREADS = (
     "Threads in each process, by default as many as the cores that it may use. Several processes share the cores."
@@ -49,11 +54,13 @@ class Described(NamedTuple):
 
 class Starter(NamedTuple):
     """The directory of a model. `files`: name in the version directory -> the file to copy. `warning`: what its user
-    has to do before it answers."""
+    has to do before it answers. `request`: options of `shmserve infer` for a first request; empty: random inputs.
+    """
 
     layout: Layout
     files: Mapping[str, Path]
     warning: str = ""
+    request: Sequence[str] = ()
 
 
 def starter_of(source: str, described: Described | None = None) -> Starter:
@@ -72,6 +79,10 @@ def starter_of(source: str, described: Described | None = None) -> Starter:
         return _onnx(path)
     if path.suffix in PICKLES:
         return _sklearn(path)
+    if path.suffix in XGBOOST_FILES:
+        return _xgboost(path)
+    if path.suffix == ".gguf":
+        return _gguf(path)
     return _torch_file(path, described)
 
 
@@ -154,6 +165,46 @@ def _torch_file(path: Path, described: Described | None) -> Starter:
     guess = Described((TensorFacts("INPUT__0", "FP32", (-1, -1)),), (TensorFacts("OUTPUT__0", "FP32", (-1, -1)),), True)
     text = "These are a guess, as the file does not say them: correct number, types and dims of both."
     return Starter(_with_tensors(layout, guess._replace(note=text)), files, warning)
+
+
+def _xgboost(path: Path) -> Starter:
+    with path.open("rb") as file:
+        if path.suffix == ".json" and _XGBOOST_KEY not in file.read(_HEAD_BYTES):
+            text = f"{path}: not a model that XGBoost has saved (booster.save_model)"
+            raise InvalidRequest(f"{text}; `shmserve serve` takes other files of engines as they are")
+    kind = XGBOOST_FILES[path.suffix]
+    layout = Layout(
+        backend="fil",
+        runs=f"1/{TREE_FILES[kind]} with Treelite",
+        rows=TREE_ROWS,
+        note="The server reads them from the file: input__0 with the features of each row, and output__0.",
+        parameters=(
+            Parameter("The kind of file, see docs/trees.md.", "model_type", kind),
+            Parameter(
+                "true: a classifier answers with probabilities, else with the class.", "predict_proba", "true", True
+            ),
+            Parameter("Threads in each process. Several processes share the cores.", "cpu_nthread", "1", True),
+        ),
+    )
+    return Starter(layout, {TREE_FILES[kind]: path})
+
+
+def _gguf(path: Path) -> Starter:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise InvalidRequest(f"{path}: not a GGUF file, as it does not begin with 'GGUF'")
+    layout = Layout(
+        backend="llamacpp",
+        runs="1/model.gguf with llama.cpp, which forms batches of the requests itself",
+        rows=0,
+        note="The server adds them: text_input or messages, and text_output, among others.",
+        no_batches="A model of this engine has 0.",
+        parameters=(
+            Parameter("How many texts are generated at the same time.", "slots", "4"),
+            Parameter("The length of the context of each, in tokens.", "context_length", "4096", True),
+        ),
+    )
+    return Starter(layout, {"model.gguf": path}, request=("--stream", "--input", "text_input=The sky is blue because"))
 
 
 def _python() -> Starter:

@@ -38,9 +38,9 @@ SAVED_MODEL = ".savedmodel"
 """The suffix of models that are directories."""
 _CONFIG_SUFFIX = ".pbtxt"
 _HINTS = {
-    ".joblib": "`shmserve init NAME --from {}` makes a model that loads it",
-    ".pickle": "`shmserve init NAME --from {}` makes a model that loads it",
-    ".pkl": "`shmserve init NAME --from {}` makes a model that loads it",
+    ".joblib": "`shmserve init NAME --from {}` makes a model that loads it, with scikit-learn",
+    ".pickle": "`shmserve init NAME --from {}` makes a model that loads it, with scikit-learn",
+    ".pkl": "`shmserve init NAME --from {}` makes a model that loads it, with scikit-learn",
     ".pth": "`shmserve init NAME --from torch` makes a model.py for a network and its weights",
 }
 """Suffix of a file that cannot be served alone -> how to make a model of it."""

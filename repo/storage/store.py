@@ -23,6 +23,7 @@ from shmserve.repo.config.override import OVERRIDE, Override
 from shmserve.repo.config.problems import CONFIG_BYTES, Place, Problem, nearest
 from shmserve.repo.config.schema import ModelConfig, ModelVersionPolicy
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
+from shmserve.repo.files.torch_file import torch_kind
 from shmserve.repo.load import CONFIG_FILE, ExaminedConfig, ModelContext, examine
 
 _ONE_FILE = frozenset({"python", "pytorch"})
@@ -31,6 +32,7 @@ CONFIG_FOLDER = "configs"
 OVERRIDE_FILE = "override"
 """`ScannedModel.file` of a configuration given with a load call."""
 
+_TENSORS = ("input", "output")
 _LARGEST_VERSION = 2**63 - 1
 _NOT_VERSIONS = frozenset({CONFIG_FOLDER, "warmup", "initial_state"})
 
@@ -264,6 +266,10 @@ class _Scan:
         for number in selected:
             try:
                 why = _missing_file(self._path / str(number), examined.completed)
+                if not why and examined.completed.backend == "pytorch" and self._lacks_tensors():
+                    why = _no_program(self._path / str(number) / examined.completed.default_model_filename)
+                    if why:
+                        self._problems = [problem for problem in self._problems if problem.path not in _TENSORS]
             except OSError as error:
                 why = f"cannot be read: {error.strerror or type(error).__name__}"
             if why:
@@ -275,6 +281,9 @@ class _Scan:
             else:
                 self._add_problem(why, str(number))
         return served
+
+    def _lacks_tensors(self) -> bool:
+        return any(problem.path in _TENSORS for problem in self._problems)
 
     def _version_directories(self) -> tuple[int, ...]:
         numbers: list[int] = []
@@ -351,6 +360,15 @@ def _missing_file(directory: Path, config: ModelConfig) -> str:
         return f"has no file '{escaped(name)}': the directory is empty"
     near = nearest(name, (known for known in names if known.isprintable()))
     return f"has no file '{escaped(name)}'" + (f"; did you mean '{near}'?" if near else "")
+
+
+def _no_program(path: Path) -> str:
+    """Why a file of PyTorch cannot be run; "" if it can."""
+    try:
+        torch_kind(path)
+    except InvalidRequest as error:
+        return error.message
+    return ""
 
 
 def _no_version(name: str, policy: ModelVersionPolicy, numbers: Collection[int]) -> str:

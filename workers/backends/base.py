@@ -48,9 +48,10 @@ class Context(Struct, frozen=True):
         """Returns a --backend-config value for this backend, or the value for all backends."""
         return self.settings.get(f"{backend},{key}", self.settings.get(f",{key}", default))
 
-    def default_max_batch(self, backend: str) -> int:
-        """max_batch_size of models of this backend that can batch and do not set it. Raises InvalidRequest."""
-        text = self.setting(backend, "default-max-batch-size", str(DEFAULT_MAX_BATCH))
+    def default_max_batch(self, backend: str, default: int = DEFAULT_MAX_BATCH) -> int:
+        """max_batch_size of models of this backend that can batch and do not set it: `default`, unless the operator has
+        chosen another one. Raises InvalidRequest."""
+        text = self.setting(backend, "default-max-batch-size", str(default))
         if not (text.isascii() and text.isdecimal()):
             raise InvalidRequest(f"default-max-batch-size must be an integer of at least 0, found '{text}'")
         return int(text)

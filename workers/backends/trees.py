@@ -17,7 +17,7 @@ import treelite
 from treelite import gtil
 
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.repo.config.complete import TREE_FILES, TensorFacts
+from shmserve.repo.config.complete import TREE_FILES, TREE_ROWS, TensorFacts
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.model_facts import completed
 from shmserve.workers.backends.parameters import NO, YES, Parameters
@@ -52,7 +52,7 @@ class Trees(StackedBackend):
         parameters = Parameters(config)
         self._read(config, parameters)
         width = self._output_format.width if self._output_format.raw else self._targets
-        default = self.context.default_max_batch("fil")
+        default = self.context.default_max_batch("fil", TREE_ROWS)
         return completed(
             config,
             [TensorFacts(_INPUT, "FP32", (-1, self._features))],

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
 from pathlib import Path
 
 from shmserve.errors import ServeError
 
 _HERE = Path(__file__).parents[1]
-_OURS = (*{f"{_HERE}/", f"{_HERE.resolve()}/"}, "<frozen importlib")
+_IMPORTER = "repo/files/python_file.py"
+_OURS = (
+    *{f"{_HERE}/", f"{_HERE.resolve()}/", f"{_HERE.parent / _IMPORTER}", f"{_HERE.resolve().parent / _IMPORTER}"},
+    "<frozen importlib",
+)
 """Path prefixes of frames between the server and the model. The package may be reached through a symlink."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PATH = re.compile(r"(?<![\w.>])/(?:[\w.+ -]+/)+([\w.+-]+\.\w+)")
+_PACKAGES = {"cv2": "opencv-python-headless", "joblib": "scikit-learn", "PIL": "pillow", "sklearn": "scikit-learn"}
+"""Module -> the package that provides it, if the names differ."""
 TRACE_LIMIT = 16384
 """Maximum length of a traceback sent to the broker, in characters."""
 TEXT_LIMIT = 4096
@@ -65,6 +72,19 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return f"<{type(error).__name__} without a readable text>"
+
+
+def missing_module(error: ModuleNotFoundError) -> str:
+    """Returns what to do about a module that a model or backend imports. The parts of an installed package are reported
+    as such, because installing it again would not help."""
+    top = (error.name or "").partition(".")[0]
+    if not top or top in sys.modules:
+        return f"the installed version of '{top}' lacks what it imports ({error}); install a version that fits it"
+    package = f"the package {_PACKAGES[top]}" if top in _PACKAGES else f"the package that provides '{top}'"
+    return (
+        f"it imports a package that is not installed ({error}); install {package} for the server, or in an environment "
+        "that EXECUTION_ENV_PATH names"
+    )
 
 
 def escaped(text: str) -> str:

@@ -76,16 +76,22 @@ def add_init(commands: Any) -> None:
   shmserve init net --from torch --repository ./more
 """
     note = """
---from takes an ONNX file, a TorchScript or torch.export file (.pt, .pt2), a scikit-learn model (.joblib, .pkl), or
-python, sklearn or torch for a model.py with an example. A file is copied. Nothing is overwritten.
+--from takes an ONNX file, a TorchScript or torch.export file (.pt, .pt2), a scikit-learn model (.joblib, .pkl), an
+XGBoost model (.json, .ubj), a language model (.gguf), or python, sklearn or torch for a model.py with an example. A
+file is copied. Nothing is overwritten.
 """
     about = "create a model directory with a commented configuration"
     codes = ("written", "not written")
     command = add_command(commands, "init", "init", about, examples, codes, note)
     add = command.add_argument
     add("name", metavar="NAME", help="name of the model, and of its directory")
-    add("--from", dest="source", metavar="FILE", required=True,
-        help="a model file, or python, sklearn or torch; .onnx, .pt, .pt2, .joblib or .pkl")  # fmt: skip
+    add(
+        "--from",
+        dest="source",
+        metavar="FILE",
+        required=True,
+        help="a model file (.onnx, .pt, .pt2, .joblib, .pkl, .json, .ubj, .gguf), or python, sklearn or torch",
+    )
     text = "model repository, created if it does not exist (default: ./models)"
     add("--repository", metavar="DIR", type=Path, default=Path("models"), help=text)
     add_json(command)

@@ -32,7 +32,7 @@ def init(args: argparse.Namespace) -> int:
         raise Failed(f"cannot write {error.filename or args.repository}: {error.strerror}") from error
     commands = [
         shlex.join(["shmserve", "serve", "--model-repository", str(args.repository)]),
-        shlex.join(["shmserve", "infer", args.name, "--random", *_shapes(starter.layout)]),
+        shlex.join(["shmserve", "infer", args.name, *(starter.request or ["--random", *_shapes(starter.layout)])]),
     ]
     if args.json:
         print_json({"model": args.name, "backend": starter.layout.backend, "files": list(map(str, files)),

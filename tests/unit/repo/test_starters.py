@@ -16,6 +16,8 @@ from shmserve.repo.check import check
 from shmserve.repo.config.complete import TensorFacts
 from shmserve.repo.starters.starter import KINDS, Described, starter_of, write
 
+FILES = {"pt": "x", "json": '{"learner":{}}', "gguf": "GGUF"}
+"""Suffix -> what a file begins with."""
 SETTING = re.compile(r"^( *)#(?=\S)", re.MULTILINE)
 
 
@@ -77,13 +79,15 @@ def test_external_data_is_copied(tmp_path: Path) -> None:
         starter_of(str(outside))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "onnx", "pt"])
+@pytest.mark.parametrize("kind", [*KINDS, "onnx", "pt", "json", "gguf"])
 def test_every_setting_that_is_turned_off_is_valid(kind: str, tmp_path: Path) -> None:
-    source = {"onnx": save(tmp_path / "a.onnx", ["n", 3, "h", "w"]), "pt": tmp_path / "net.pt"}.get(kind, kind)
-    (tmp_path / "net.pt").write_text("x")
+    source = {"onnx": save(tmp_path / "a.onnx", ["n", 3, "h", "w"])}.get(kind, kind)
+    if kind in FILES:
+        source = tmp_path / f"net.{kind}"
+        source.write_text(FILES[kind])
     text = config_of(tmp_path / "r", source)
     found = list(SETTING.finditer(text))
-    assert len(found) >= 7
+    assert len(found) >= 6
     for match in found:
         used = text[: match.start()] + match[1] + text[match.end() :]
         name = text[match.end() :].partition(" ")[0]
@@ -120,11 +124,14 @@ def test_tensors_of_a_pytorch_file(tmp_path: Path) -> None:
         ("app.py", "`shmserve serve app.py` serves a Python file as it is"),
         ("net.pth", "net.pth has weights and not the network: use --from torch"),
         ("broken.onnx", r"broken\.onnx: not an ONNX file"),
+        ("broken.json", r"broken\.json: not a model that XGBoost has saved"),
+        ("broken.gguf", r"broken\.gguf: not a GGUF file"),
     ],
 )
 def test_sources_that_are_refused(source: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("broken.onnx").write_bytes(b"\x0a\x01x")
+    for suffix in ("onnx", "json", "gguf"):
+        Path(f"broken.{suffix}").write_bytes(b"\x0a\x01x")
     with pytest.raises(InvalidRequest, match=text):
         starter_of(source)
     with pytest.raises(NotFound, match=r"none\.onnx: no such file"):

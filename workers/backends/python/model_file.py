@@ -23,6 +23,7 @@ from shmserve.repo.files.python_file import declare_package, import_file
 from shmserve.repo.gpus import VISIBLE
 from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.process.device import device_of, visible_number
+from shmserve.workers.process.log import missing_module
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
@@ -91,20 +92,11 @@ class ModelFile:
 
 @contextmanager
 def _explained(backend: str) -> Iterator[None]:
-    """Converts the exception for a missing module into an error that says what to do. Packages beside the file and
-    modules of installed packages are reported as such, because installing them again would not help."""
+    """Converts the exception for a missing module into an error that says what to do."""
     try:
         yield
     except ModuleNotFoundError as error:
-        top = (error.name or "").partition(".")[0]
-        if not top or top in sys.modules:
-            text = f"the installed version of '{top}' lacks what it imports ({error}); install a version that fits it"
-        else:
-            text = (
-                f"it imports a package that is not installed ({error}); install the package that provides '{top}' for "
-                "the server, or in an environment that EXECUTION_ENV_PATH names"
-            )
-        raise Unsupported(f"backend '{backend}' cannot be loaded: {text}") from error
+        raise Unsupported(f"backend '{backend}' cannot be loaded: {missing_module(error)}") from error
 
 
 class _CopyLoader(SourceFileLoader):

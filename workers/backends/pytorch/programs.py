@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 import re
 import warnings
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from shmserve.errors import Internal, InvalidRequest
 from shmserve.repo.config.complete import TensorFacts
+from shmserve.repo.files.torch_file import TorchKind, torch_kind
 
 if TYPE_CHECKING:
     from shmserve.workers.batch.specs import Spec
@@ -74,20 +74,8 @@ class Program:
 
 def open_program(path: Path, device: torch.device) -> Program:
     """Opens the program in a file."""
-    if not zipfile.is_zipfile(path):
-        raise InvalidRequest(f"'{path.name}' is no file of PyTorch: neither TorchScript nor a torch.export package")
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-    if any("/data/aotinductor/" in name for name in names):
-        return CompiledProgram(path, device)
-    if any(name.endswith("/archive_format") for name in names):
-        return Exported(path, device)
-    if any(name.endswith("/constants.pkl") for name in names):
-        return Script(path, device)
-    raise InvalidRequest(
-        f"'{path.name}' holds no program: save it with torch.jit.save or torch.export.save (torch.save keeps weights "
-        "only, or needs the Python class)"
-    )
+    kinds = {TorchKind.SCRIPT: Script, TorchKind.EXPORTED: Exported, TorchKind.COMPILED: CompiledProgram}
+    return kinds[torch_kind(path)](path, device)
 
 
 # ------------------------------------------------------------------------------------ TorchScript

@@ -252,7 +252,7 @@ def test_a_model_without_inputs_and_outputs_in_its_configuration(tmp_path: Path)
         (source,), (target,) = found.input, found.output
         assert (source.name, source.data_type, tuple(source.dims)) == ("input__0", "TYPE_FP32", (FEATURES,))
         assert (target.name, target.data_type, tuple(target.dims)) == ("output__0", "TYPE_FP32", (1,))
-        assert found.max_batch_size == 4
+        assert found.max_batch_size == 8192
         assert found.dynamic_batching is not None
         rows = worker.run(
             *[work(number, worker.tensor("input__0", x[number : number + 2], shared=True)) for number in (0, 50)]

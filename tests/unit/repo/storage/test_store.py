@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import zipfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -52,6 +54,29 @@ def scanned(*roots: Path, backends: Collection[str] = BACKENDS) -> dict[str, Sca
             assert str(roots[0].parent) not in text
             assert text.replace("\n", "").isprintable()
     return {model.name: model for model in found}
+
+
+def torch_file(path: Path, *names: str) -> None:
+    """A file of PyTorch with these members."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(f"net/{name}", b"")
+
+
+@pytest.mark.parametrize(
+    ("members", "texts"),
+    [
+        (("data.pkl",), ["m/1: 'model.pt' holds no program: save it with torch.jit.save"]),
+        (("data.pkl", "constants.pkl"), ["input: not given, and .* `shmserve init NAME --from FILE`", "output: not"]),
+        ((), ["m/1: 'model.pt' holds no program"]),
+    ],
+)
+def test_files_of_pytorch_without_a_configuration(tmp_path: Path, members: tuple[str, ...], texts: list[str]) -> None:
+    folder = put(tmp_path / "m", config=None, file="model.pt")
+    torch_file(folder / "1" / "model.pt", *members)
+    found = scan_model(folder).problem_texts
+    assert len(found) == len(texts)
+    assert all(re.search(text, reason) for text, reason in zip(texts, found, strict=True)), found
 
 
 def only(*roots: Path) -> ScannedModel:
