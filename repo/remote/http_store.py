@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from fsspec.asyn import sync
@@ -191,8 +191,8 @@ def redirected(here: URL, location: str) -> URL:
 
 def _proxy_of(url: URL) -> tuple[URL | None, aiohttp.BasicAuth | None]:
     """The proxy of the environment for this address, and its credentials."""
-    given = getproxies_environment().get(url.scheme)
-    if not given or proxy_bypass_environment(url.host or ""):
+    given = getproxies().get(url.scheme)
+    if not given or proxy_bypass(url.host or ""):
         return None, None
     proxy = URL(given)
     auth = aiohttp.BasicAuth(proxy.user, proxy.password or "") if proxy.user else None

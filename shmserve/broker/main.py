@@ -241,7 +241,10 @@ class ServerProcess:
         def compare() -> None:
             operations.refresh_from_disk(lambda changed: setattr(control, "changed_on_disk", changed))
 
-        report = ActivityReport(state, control.index, control.about, gpus.document, gpus.used_by, compare)
+        def about() -> dict[str, Any]:
+            return control.about() | {"ports": dict(self._gateways.ports)}
+
+        report = ActivityReport(state, control.index, about, gpus.document, gpus.used_by, compare)
         control.add({"activity": lambda ask: report.document()})
 
     def _make_service(self) -> ServiceControl:

@@ -1,4 +1,4 @@
-"""Checks of the runtime directory and the ports of a server with default settings."""
+"""Checks of the runtime directory and the ports of the server that runs there, or would."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from shmserve.doctor.machine import ERROR, OK, WARNING, Finding, Machine
+from shmserve.doctor.machine import ERROR, OK, Finding, Machine
 from shmserve.gateway_options import OPTIONS
 from shmserve.paths import BROKER, SOCKET_PATH_BYTES, server_runtime_dir
 
@@ -15,7 +15,7 @@ PORTS = ("http-port", "grpc-port", "metrics-port")
 
 def runtime_directory(machine: Machine) -> list[Finding]:
     """Checks the requirements of `make_runtime_dir`, without creating the directory."""
-    path = server_runtime_dir()
+    path = _runtime_dir(machine)
     fix, longest = "shmserve serve --runtime-dir DIRECTORY", len(os.fsencode(path / BROKER))
     if longest > SOCKET_PATH_BYTES:
         found = f"{path}: {longest} bytes with the socket's name"
@@ -29,27 +29,35 @@ def runtime_directory(machine: Machine) -> list[Finding]:
         return [Finding("runtime directory", ERROR, f"{path} is writable by everyone", "your own", fix)]
     if not os.access(place, os.W_OK | os.X_OK):
         return [Finding("runtime directory", ERROR, f"{place} is not writable", "a writable directory", fix)]
-    return [Finding("runtime directory", OK, str(path), "a writable directory")]
+    runs = ", where a server runs" if machine.ports_of(path) is not None else ""
+    return [Finding("runtime directory", OK, f"{path}{runs}", "a writable directory")]
 
 
 def ports(machine: Machine) -> list[Finding]:
-    """Checks the gateway's ports. A port in use prevents the server from starting; if a server of this user is running,
-    it is only a warning."""
-    runs = machine.has_server(server_runtime_dir() / "lane.sock")
+    """Checks the ports of the server that runs in the runtime directory, or of one that would be started there."""
+    served = machine.ports_of(_runtime_dir(machine))
+    if served is not None:
+        return [
+            Finding(f"port {port} ({name})", OK, "used by the server of this directory")
+            for name, port in served.items()
+        ]
     findings = []
     for option in (option for option in OPTIONS if option.name in PORTS):
-        port, name = int(option.default), option.name.removesuffix("-port")
+        name = option.name.removesuffix("-port")
+        given = machine.environment.get(f"SHMSERVE_{option.name.replace('-', '_').upper()}", "")
+        port = int(given) if given.isdecimal() else int(option.default)
         fix = (
             f"shmserve serve --{option.name} N, or find the program: ss --listening --tcp --processes 'sport = :{port}'"
         )
         if machine.is_free(port):
             findings.append(Finding(f"port {port} ({name})", OK, "free", "free"))
-        elif runs:
-            found = "in use; a server of yours is running"
-            findings.append(Finding(f"port {port} ({name})", WARNING, found, "free for a second server", fix))
         else:
-            findings.append(Finding(f"port {port} ({name})", ERROR, "in use", "free", fix))
+            findings.append(Finding(f"port {port} ({name})", ERROR, "in use by another program or server", "free", fix))
     return findings
+
+
+def _runtime_dir(machine: Machine) -> Path:
+    return machine.runtime_dir or server_runtime_dir()
 
 
 def _existing(path: Path) -> Path:

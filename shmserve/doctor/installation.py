@@ -48,7 +48,16 @@ def packages(machine: Machine) -> list[Finding]:
         return [Finding("packages", OK, "all of the server", f"{len(wanted)} packages")]
     state = ERROR if set(missing) & set(NEEDED) else WARNING
     found = f"missing: {', '.join(PACKAGES.get(name, name) for name in missing)}"
-    return [Finding("packages", state, found, f"{len(wanted)} packages", install_command("server"))]
+    return [Finding("packages", state, found, f"{len(wanted)} packages", _install(machine, "server"))]
+
+
+def _install(machine: Machine, extra: str) -> str:
+    """The command for an extra. An environment can have only one of the packages of ONNX Runtime (docs/install.md)."""
+    if extra == "gpu" and machine.version("onnxruntime"):
+        return f"in another environment, without onnxruntime: {install_command(extra)}"
+    if extra == "server" and machine.version("onnxruntime-gpu"):
+        extra = "runtime"
+    return install_command(extra)
 
 
 def engines(machine: Machine) -> list[Finding]:
@@ -62,7 +71,7 @@ def engines(machine: Machine) -> list[Finding]:
         elif installed:
             findings.append(Finding(f"backend {backend}", OK, ", ".join(installed)))
         elif names:
-            fix = install_command(BACKENDS[backend].extra)
+            fix = _install(machine, BACKENDS[backend].extra)
             findings.append(Finding(f"backend {backend}", INFO, "not installed", "only for its models", fix))
     return findings
 
@@ -91,7 +100,7 @@ def gpus(machine: Machine) -> list[Finding]:
     driver = next(iter(machine.read(DRIVER).splitlines()), "").removeprefix("NVRM version: ")
     listed = gpus_of.discover(machine.environment, machine.path(CONTROL))
     if not listed.found:
-        fix = install_command("gpu") if "nvidia-ml-py" in listed.why else "nvidia-smi"
+        fix = _install(machine, "gpu") if "nvidia-ml-py" in listed.why else "nvidia-smi"
         return [Finding("GPUs", WARNING, listed.why or f"none visible, driver {driver}", "1", fix)]
     names = ", ".join(f"{gpu.number}: {gpu.name}" for gpu in listed.found)
     sliced = sum(bool(gpu.parent) for gpu in listed.found)
@@ -101,7 +110,7 @@ def gpus(machine: Machine) -> list[Finding]:
     findings += _gpu_health(listed.found)
     if not machine.version("onnxruntime-gpu"):
         found = "onnxruntime-gpu is not installed: ONNX models run on the CPU"
-        fix = f"{install_command('gpu')}, in an environment without onnxruntime"
+        fix = _install(machine, "gpu")
         findings.append(Finding("ONNX on GPUs", WARNING, found, "onnxruntime-gpu", fix))
     elif "CUDAExecutionProvider" not in (providers := importlib.import_module("onnxruntime").get_available_providers()):
         found, fix = f"providers {', '.join(providers)}", "pip install --force-reinstall onnxruntime-gpu"

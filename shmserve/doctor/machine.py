@@ -15,6 +15,9 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
+from shmserve.clients.client import Client
+from shmserve.errors import ServeError
+
 OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
 """States of a finding. info: no action needed. warning: the server runs, with restrictions. error: the server does not
 start."""
@@ -57,14 +60,13 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _has_server(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
-        client.settimeout(1)
-        try:
-            client.connect(str(path))
-        except OSError:
-            return False
-        return True
+def _ports_of(runtime_dir: Path) -> Mapping[str, int] | None:
+    try:
+        with Client(runtime_dir=runtime_dir) as client:
+            found: Mapping[str, int] = client.activity()["server"].get("ports", {})
+            return found
+    except ServeError:
+        return None
 
 
 class Machine(Struct, frozen=True):
@@ -81,7 +83,10 @@ class Machine(Struct, frozen=True):
     version: Callable[[str], str] = _version
     has_module: Callable[[str], bool] = lambda name: find_spec(name) is not None
     is_free: Callable[[int], bool] = _is_free
-    has_server: Callable[[Path], bool] = _has_server
+    runtime_dir: Path | None = None
+    """That of the server in question; None: the default one."""
+    ports_of: Callable[[Path], Mapping[str, int] | None] = _ports_of
+    """The ports of the server in a runtime directory, by endpoint; None: no server runs there."""
 
     def path(self, name: str) -> Path:
         """The path of a file below `root`; `name` has no leading slash."""

@@ -61,11 +61,14 @@ def _target(text: str) -> tuple[int, ...]:
 
 def add_doctor(commands: Any) -> None:
     examples = """  shmserve doctor
+  shmserve doctor --runtime-dir /run/shmserve
   shmserve doctor --json
 """
     about = "show what this machine lacks for a server, and how to fix it"
     codes = ("a server can run here", "something stops it")
     command = add_command(commands, "doctor", "doctor", about, examples, codes)
+    text = "the directory in which a server runs, or is to run (default: that of this user)"
+    command.add_argument("--runtime-dir", metavar="DIR", type=Path, help=text)
     add_json(command)
 
 

@@ -6,6 +6,7 @@ Every statement that it prints is about this run, with measured numbers.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import time
@@ -32,8 +33,9 @@ MANY = 2000
 IN_FLIGHT = 64
 PICTURES = 16
 FIRST_STEP = "`python -m shmserve.repo.samples DIR` writes them, `shmserve serve --model-repository DIR` serves them"
-NEXT = """Next: `{command} stats` shows the statistics of these requests; `{command} infer mlp --random` sends one.
-Over HTTP, on the port that the server has logged: `curl localhost:8000/v2/models/add_sub`."""
+NEXT = """Next: `{command} stats{where}` shows the statistics of these requests;
+`{command} infer mlp --random{where}` sends one."""
+OVER_HTTP = "Over HTTP: `curl localhost:{port}/v2/models/add_sub`."
 
 
 class Wrong(Exception):
@@ -47,6 +49,7 @@ def demo(args: argparse.Namespace) -> int:
     say = _hush if args.json else _say
     with connected(args) as client:
         served = {entry["name"]: entry for entry in client.models()}
+        port = client.activity()["server"].get("ports", {}).get("http")
         for name, show in SHOWS.items():
             if not args.json:
                 print(f"{name}: {TITLES[name]}")
@@ -66,7 +69,10 @@ def demo(args: argparse.Namespace) -> int:
     if not results:
         raise Failed(f"the server has none of the sample models: {FIRST_STEP}")
     if not args.json:
-        print(NEXT.format(command="shmserve" if shutil.which("shmserve") else sys.argv[0]))
+        where = f" --runtime-dir {shlex.quote(args.runtime_dir)}" if args.runtime_dir else ""
+        print(NEXT.format(command="shmserve" if shutil.which("shmserve") else sys.argv[0], where=where))
+        if port is not None:
+            print(OVER_HTTP.format(port=port))
     return 0
 
 

@@ -23,7 +23,7 @@ COLUMNS = (
 
 def doctor(args: argparse.Namespace) -> int:
     """Returns 0 if a server can run here, else 1."""
-    findings = examine(Machine())
+    findings = examine(Machine(runtime_dir=args.runtime_dir))
     if args.json:
         print_json({"can_serve": can_serve(findings), "findings": msgspec.to_builtins(findings)})
     else:

@@ -62,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     add_model(repository, "every", EVERY)
     add_model(repository, "slow", SLOW)
     add_model(repository, "failing", FAILING)
-    with Server(repository) as server:
+    with Server(repository, gateway=True) as server:
         yield server
 
 
@@ -300,6 +300,11 @@ def test_demo_prints_results_of_the_sample_models(server: Server) -> None:
     assert "their sum is 11 22 33 44, their difference 9 18 27 36" in said
     assert "2,000 requests, 64 in flight" in said
     assert "16 images in one request" in said
+    port = server.endpoints["http"].rpartition(":")[2]
+    assert f"`curl localhost:{port}/v2/models/add_sub`" in said
+    assert re.search(
+        rf"^port {port} \(http\) +ok +used by the server", run_apart(server, "doctor").stdout, re.MULTILINE
+    )
     found = run_json(server, "demo")
     assert found["add_sub"] == {"sum": [11, 22, 33, 44], "difference": [9, 18, 27, 36]}
     assert 2000 / 32 <= found["mlp"]["batches"] <= 2000

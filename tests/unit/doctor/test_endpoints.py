@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.doctor import endpoints
-from shmserve.doctor.machine import ERROR, OK, WARNING, Machine
+from shmserve.doctor.machine import ERROR, OK, Machine
 from tests.unit.doctor.tree import machine, only
 
 
@@ -57,11 +57,20 @@ def test_ports(tmp_path: Path, directory: Path) -> None:
     assert [finding.check for finding in endpoints.ports(machine(tmp_path))] == [
         "port 8000 (http)", "port 8001 (grpc)", "port 8002 (metrics)"
     ]  # fmt: skip
-    for runs, state in ((False, ERROR), (True, WARNING)):
-        used = machine(tmp_path, is_free=lambda port: port != 8001, has_server=lambda path, runs=runs: runs)
-        found = endpoints.ports(used)
-        assert [finding.state for finding in found] == [OK, state, OK]
-        assert found[1].fix.startswith("shmserve serve --grpc-port N")
+    found = endpoints.ports(machine(tmp_path, is_free=lambda port: port != 8001))
+    assert [finding.state for finding in found] == [OK, ERROR, OK]
+    assert found[1].fix.startswith("shmserve serve --grpc-port N")
+    chosen = machine(tmp_path, environment={"SHMSERVE_HTTP_PORT": "9000"})
+    assert [finding.check for finding in endpoints.ports(chosen)][:2] == ["port 9000 (http)", "port 8001 (grpc)"]
+
+
+def test_the_ports_of_a_running_server(tmp_path: Path) -> None:
+    """Another server may have the default ones."""
+    runs = {tmp_path / "mine": {"http": 9000, "metrics": 9002}}
+    mine = machine(tmp_path, is_free=lambda port: False, ports_of=runs.get, runtime_dir=tmp_path / "mine")
+    found = endpoints.ports(mine)
+    assert [(one.check, one.state) for one in found] == [("port 9000 (http)", OK), ("port 9002 (metrics)", OK)]
+    assert only(endpoints.runtime_directory(mine)).found == f"{tmp_path / 'mine'}, where a server runs"
 
 
 def test_a_port_of_this_machine() -> None:

@@ -54,6 +54,7 @@ def test_engines(tmp_path: Path) -> None:
     missing = found["backend pytorch"]
     assert (missing.state, missing.fix) == (INFO, install_command("torch"))
     assert "backend python" not in found
+    assert found["backend tensorrt"].fix == f"in another environment, without onnxruntime: {install_command('gpu')}"
 
 
 def test_two_packages_with_the_same_module(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def machine(root: Path, **changes: Any) -> Machine:
         version=lambda package: "",
         has_module=INSTALLED.__contains__,
         is_free=lambda port: True,
-        has_server=lambda path: False,
+        ports_of=lambda path: None,
     )
     return msgspec.structs.replace(whole, **changes)
 

@@ -54,11 +54,11 @@ function ownCode({model, version, inputs, outputs, parameters, stream}) {
 		"with shmserve.Client() as client:", stream ? `    for result in client.stream(${args}):\n        print(result)` : `    print(client.infer(${args}))`)
 }
 
-function tritonCode({model, version, inputs, outputs, parameters, stream}) {
+function tritonCode({model, version, inputs, outputs, parameters, stream, grpcPort}) {
 	const header = hasToken() && `headers={"${stream ? "a" : "A"}uthorization": "Bearer TOKEN"}`
 	const wanted = outputs.map(({name, classes}) => `triton.InferRequestedOutput(${list(json(name), classes && `class_count=${classes}`)})`)
 	const args = list(json(model), "inputs", version && `model_version="${version}"`, `outputs=[${list(wanted)}]`, options(parameters))
-	const host = stream ? `${location.hostname}:8001` : location.host // where gRPC listens by default
+	const host = stream ? `${location.hostname}:${grpcPort}` : location.host
 	const shown = outputs.map(({name}) => `result.as_numpy(${json(name)})`)
 	return lines(imports(inputs, `tritonclient.${stream ? "grpc" : "http"} as triton`), "inputs = []",
 		inputs.flatMap(input => [`array = ${array(input)}`,

@@ -78,7 +78,7 @@ function field({name, datatype, shape}, {format, optional} = {}, changed) {
 	return {node, read: readField}
 }
 
-export function tryForm({name: model, metadata, config, labels = []}, version) {
+export function tryForm({name: model, metadata, config, labels = []}, version, ports) {
 	let timer = 0
 	let running = null
 	let complaint = ""
@@ -100,7 +100,9 @@ export function tryForm({name: model, metadata, config, labels = []}, version) {
 	async function collect() {
 		const inputs = (await Promise.all(fields.map(one => one.read()))).filter(Boolean)
 		const wanted = outputs.map(({name, top}) => ({name, classes: top ? top.valueAsNumber || 0 : 0}))
-		return {model, version, stream, inputs, outputs: wanted, parameters: JSON.parse(parameters.value || "{}")}
+		// A gateway that runs on its own does not report its ports: 8001 is the default for gRPC.
+		const grpcPort = ports?.grpc ?? 8001
+		return {model, version, stream, grpcPort, inputs, outputs: wanted, parameters: JSON.parse(parameters.value || "{}")}
 	}
 
 	function writeSoon() {

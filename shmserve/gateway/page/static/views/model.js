@@ -84,7 +84,7 @@ export function modelView(store, {model, version}) {
 		const {tryForm} = await import("../try/form.js").catch(() => ({}))
 		if (found !== detail) return
 		if (!tryForm) return refill(parts.try, "", () => missing({error: "The form could not be loaded; reload the page."}))
-		refill(parts.try, [found.metadata, found.config, found.error], () => (found.metadata ? tryForm(found, version) : missing(found)))
+		refill(parts.try, [found.metadata, found.config, found.error], () => (found.metadata ? tryForm(found, version, store.server.ports) : missing(found)))
 	}
 
 	async function operate(action) {
