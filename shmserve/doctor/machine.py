@@ -15,9 +15,6 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from shmserve.clients.client import Client
-from shmserve.errors import ServeError
-
 OK, INFO, WARNING, ERROR = "ok", "info", "warning", "error"
 """States of a finding. info: no action needed. warning: the server runs, with restrictions. error: the server does not
 start."""
@@ -60,15 +57,6 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _ports_of(runtime_dir: Path) -> Mapping[str, int] | None:
-    try:
-        with Client(runtime_dir=runtime_dir) as client:
-            found: Mapping[str, int] = client.activity()["server"].get("ports", {})
-            return found
-    except ServeError:
-        return None
-
-
 class Machine(Struct, frozen=True):
     """Fields that are functions query the kernel or this interpreter. Tests replace these functions and `root`."""
 
@@ -85,7 +73,7 @@ class Machine(Struct, frozen=True):
     is_free: Callable[[int], bool] = _is_free
     runtime_dir: Path | None = None
     """That of the server in question; None: the default one."""
-    ports_of: Callable[[Path], Mapping[str, int] | None] = _ports_of
+    ports_of: Callable[[Path], Mapping[str, int] | None] = lambda path: None
     """The ports of the server in a runtime directory, by endpoint; None: no server runs there."""
 
     def path(self, name: str) -> Path:

@@ -128,7 +128,7 @@ Requires-Dist: shmserve[cli]; extra == "runtime"
 Requires-Dist: jinja2>=3.1; extra == "runtime"
 Requires-Dist: newer>=2; python_version < "3.1" and extra == "runtime"
 """
-WHEEL = {"archive_info": {}, "url": "file:///home/me/dist/shmserve-0.1.0%2Bx-py3-none-any.whl"}
+WHEEL = {"archive_info": {}, "url": "file:///src/dist/shmserve-0.1.0%2Bx-py3-none-any.whl"}
 
 
 def installed(root: Path, origin: Mapping[str, Any] | None) -> Path:
@@ -145,7 +145,7 @@ def installed(root: Path, origin: Mapping[str, Any] | None) -> Path:
     ("origin", "command", "service"),
     [
         (
-            {"dir_info": {}, "url": "file:///home/me/shmserve"},
+            {"dir_info": {}, "url": "file:///src/shmserve"},
             "pip install '.[runtime]' in the source directory",
             "make install-systemd EXTRAS=runtime",
         ),

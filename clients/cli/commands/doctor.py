@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from shmserve.clients.cli.commands.base import print_json, print_text, screen_of
+from shmserve.clients.client import Client
 from shmserve.doctor.checks import can_serve, examine
 from shmserve.doctor.machine import ERROR, INFO, OK, WARNING, Finding, Machine
+from shmserve.errors import ServeError
 from shmserve.terminal.console import BAD, FAINT, GOOD, WARN, Column, Screen
 
 STYLES = {OK: GOOD, INFO: FAINT, WARNING: WARN, ERROR: BAD}
@@ -23,12 +26,21 @@ COLUMNS = (
 
 def doctor(args: argparse.Namespace) -> int:
     """Returns 0 if a server can run here, else 1."""
-    findings = examine(Machine(runtime_dir=args.runtime_dir))
+    findings = examine(Machine(runtime_dir=args.runtime_dir, ports_of=_ports_of))
     if args.json:
         print_json({"can_serve": can_serve(findings), "findings": msgspec.to_builtins(findings)})
     else:
         print_text(report(findings, screen_of(args)))
     return 0 if can_serve(findings) else 1
+
+
+def _ports_of(runtime_dir: Path) -> Mapping[str, int] | None:
+    try:
+        with Client(runtime_dir=runtime_dir) as client:
+            found: Mapping[str, int] = client.activity()["server"].get("ports", {})
+            return found
+    except ServeError:
+        return None
 
 
 def report(findings: Sequence[Finding], screen: Screen) -> str:
