@@ -12,7 +12,7 @@ from shmserve.gateway.auth.actions import INFER
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.listener import HttpListener
-from shmserve.gateway.kserve.answers import Buffer
+from shmserve.gateway.kserve.answers import Buffer, size_of
 from shmserve.gateway.kserve.status import REASONS, http_of, http_text_of
 from shmserve.gateway.limits.backlog import SENT_BYTES
 from shmserve.gateway.limits.caller_shares import ConnectionShares, Payer
@@ -93,6 +93,11 @@ class HttpExchange(FairReader):
         """The account charged for requests to the broker."""
         assert self._shares is not None
         return self._shares.payer(token)
+
+    def hold(self, size: int) -> None:
+        """Counts bytes that the current request makes, until it has been answered. Raises Unavailable if a share would
+        be exceeded."""
+        self._account.take(size)
 
     def wait_for(self, ticket: Charge, resume: Callable[[], None] | None = None) -> None:
         self._ticket = ticket
@@ -216,6 +221,13 @@ class HttpExchange(FairReader):
 
     def send_event(self, data: bytes) -> None:
         self._transport.write(_chunk(data))
+
+    def send_large_event(self, parts: list[Buffer]) -> None:
+        """Sends an event whose bytes were counted by `hold`, which it frees when the client has read it."""
+        self._account.unsent = self._account.held
+        self._transport.writelines([b"%x\r\n" % size_of(parts), *parts, b"\r\n"])
+        if self._writable:
+            self._account.sent()
 
     def end_events(self, last: bytes = b"") -> None:
         """`last`: events to send before the end."""

@@ -18,8 +18,16 @@ from shmserve.gateway.http.exchange import BINARY, JSON
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.http.routes import NoRoute
-from shmserve.gateway.kserve.answers import Buffer, Held, as_json, response, texts_in_slices
-from shmserve.gateway.kserve.generate import ONE, check_in_slices, event, generate_plan, generated
+from shmserve.gateway.kserve.answers import Buffer, Held, JsonPieces, large_as_json, pieces_in_slices, response
+from shmserve.gateway.kserve.generate import (
+    ONE,
+    check_in_slices,
+    event,
+    generate_plan,
+    generated,
+    generated_in_slices,
+    is_large,
+)
 from shmserve.gateway.kserve.plans import RequestPlan, RequestPlans, plan_in_slices, raw_plan
 from shmserve.gateway.kserve.status import http_of, http_text_of
 from shmserve.gateway.limits.turns import SLICE_BYTES
@@ -79,15 +87,16 @@ class _Inference(PendingInference):
         self._targets[output].write(self._plan.places[output], parts)
 
     def take(self, answer: Reply | Held) -> None:
-        outputs = as_json(self._plan, answer)
-        if outputs and sum([len(part) for _, parts in outputs for part in parts]) > SLICE_BYTES:
-            self._connection.work(texts_in_slices(outputs), lambda texts: self._send(answer, texts), self.failed)
+        connection, outputs = self._connection, large_as_json(self._plan, answer)
+        if outputs:
+            work = pieces_in_slices(outputs, connection.hold)
+            connection.work(work, lambda pieces: self._send(answer, pieces), self.failed)
         else:
             self._send(answer)
 
-    def _send(self, answer: Reply | Held, texts: dict[str, Any] | None = None) -> None:
+    def _send(self, answer: Reply | Held, pieces: JsonPieces | None = None) -> None:
         write = None if self._targets is None else self._write
-        length, parts = response(self._model, self._plan, answer, write, texts)
+        length, parts = response(self._model, self._plan, answer, write, pieces)
         self._connection.answer(200, parts, JSON if length is None else BINARY, length)
 
     def failed(self, error: ServeError) -> None:
@@ -139,7 +148,7 @@ class _Scrape(PendingCall):
 class _Generation(PendingStream):
     """generate: one response as the body. generate_stream: each response as a server-sent event."""
 
-    __slots__ = ("_as_events", "_connection", "_link", "_model", "_plan", "_sent")
+    __slots__ = ("_as_events", "_connection", "_encoding", "_link", "_model", "_plan", "_sent")
 
     def __init__(
         self, connection: HttpConnection, link: GatewayLink, model: str, plan: RequestPlan, as_events: bool
@@ -151,6 +160,8 @@ class _Generation(PendingStream):
         self._plan = plan
         self._as_events = as_events
         self._sent = False
+        self._encoding = False
+        """A response is being encoded in slices: the next ones wait for it."""
 
     def on_part(self) -> None:
         try:
@@ -168,32 +179,60 @@ class _Generation(PendingStream):
             raise InvalidRequest(ONE)
         if self.ended:
             part: Any = self.parts.popleft()
-            self._connection.answer(200, [generated(self._model, self._plan, part)])
+            connection = self._connection
+            if is_large(part):
+                work = generated_in_slices(self._model, self._plan, part, connection.hold)
+                connection.work(work, lambda parts: connection.answer(200, parts), self._fail)
+            else:
+                connection.answer(200, [generated(self._model, self._plan, part)])
 
     def _send_on(self) -> None:
         """Sends the responses that have arrived, as far as the client reads them."""
         connection, session = self._connection, self._link.session
-        while self.parts and connection.writable:
+        large: Held | None = None
+        while large is None and self.parts and connection.writable and not self._encoding:
             part: Any = session.next_part(self)
-            text = generated(self._model, self._plan, part)
-            if not self._sent:
-                self._sent = True
-                connection.begin_events()
-            connection.send_event(event(text))
+            if is_large(part):
+                large = part
+            else:
+                self._begin_events()
+                connection.send_event(event(generated(self._model, self._plan, part)))
         if session.outbox.messages:
             self._link.send_soon()
-        if self.ended and not self.parts:
+        if large is not None:
+            self._encode(large)
+        elif self.ended and not self.parts and not self._encoding:
             if self.error is not None:
                 raise self.error
-            if not self._sent:
-                connection.begin_events()
+            self._begin_events()
             connection.end_events()
+
+    def _encode(self, part: Held) -> None:
+        connection = self._connection
+        self._encoding = True
+        connection.work(
+            generated_in_slices(self._model, self._plan, part, connection.hold), self._send_large, self._fail
+        )
+        if self._encoding and not self.ended:
+            connection.wait_for(self, self.on_part)  # a client that disconnects also cancels the request
+
+    def _send_large(self, parts: list[Buffer]) -> None:
+        self._encoding = False
+        self._begin_events()
+        self._connection.send_large_event([b"data: ", *parts, b"\n\n"])
+        self.on_part()
+
+    def _begin_events(self) -> None:
+        if not self._sent:
+            self._sent = True
+            self._connection.begin_events()
 
     def _fail(self, error: ServeError) -> None:
         """Ends the request with an error and drops its remaining responses."""
         if not self.ended:
             withdraw(self._link, self)
         self.ended = True
+        self._encoding = False
         self.parts.clear()
         if self._as_events and (self._sent or isinstance(error, _WHILE_IT_RAN)):
             if not self._sent:

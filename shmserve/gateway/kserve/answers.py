@@ -3,6 +3,7 @@ in place, never joined or copied here."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,17 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import Internal, InvalidRequest
-from shmserve.gateway.kserve.json_tensors import to_json, to_json_in_slices
+from shmserve.gateway.kserve import json_tensors
 from shmserve.gateway.kserve.plans import RequestPlan
-from shmserve.gateway.limits.turns import SlicedWork
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.protocol.messages import Part, Reply, Tensor
 
-Buffer = bytes | bytearray | memoryview
+Buffer = json_tensors.Buffer
+JsonPieces = Mapping[str, list[Buffer]]
+"""Output -> the pieces of its JSON, without the brackets of the list."""
+PLACE = msgspec.Raw(b'"%b"' % secrets.token_hex(16).encode())
+"""Stands for the pieces of an output while the JSON around them is encoded. It is random, so that no text of a client
+can equal it."""
 
 
 class Held(Struct):
@@ -51,34 +57,52 @@ _encode = msgspec.json.Encoder().encode
 
 def response(
     model: str, plan: RequestPlan, answer: Reply | Held, write: Callable[[str, list[Buffer]], None] | None = None,
-    texts: Mapping[str, msgspec.Raw] | None = None,
+    pieces: JsonPieces | None = None,
 ) -> tuple[int | None, list[Buffer]]:  # fmt: skip
     """The length of the JSON if binary data follows it, else None; and the buffers to send. `write` writes an output to
-    its shared memory region. `texts`: outputs that have already been encoded as JSON."""
+    its shared memory region. `pieces`: outputs that have already been encoded as JSON."""
     reply, buffers = _parts(answer)
     outputs: list[_ResponseOutput] = []
     behind: list[Buffer] = []
+    large: list[list[Buffer]] = []
     binary = False
     for index, tensor in enumerate(reply.outputs):
         parts: list[Buffer] = [_inline(tensor.data)] if buffers is None else buffers[index]
         if write is not None and tensor.name in plan.places:
-            check_room(plan, tensor.name, sum([len(part) for part in parts]))
+            check_room(plan, tensor.name, size_of(parts))
             write(tensor.name, parts)
             # The output has no parameters that name its region: clients take any parameters for those of binary data.
             outputs.append(_ResponseOutput(tensor.name, tensor.dtype, tensor.shape))
         elif plan.is_binary(tensor.name):
             binary = True
             behind += parts
-            size = _Size(sum([len(part) for part in parts]))
-            outputs.append(_ResponseOutput(tensor.name, tensor.dtype, tensor.shape, size))
+            outputs.append(_ResponseOutput(tensor.name, tensor.dtype, tensor.shape, _Size(size_of(parts))))
         else:
-            if texts is None:
-                data = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
+            if pieces is None:
+                data = json_tensors.to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
             else:
-                data = texts[tensor.name]
+                data = PLACE
+                large.append([b"[", *pieces[tensor.name], b"]"])
             outputs.append(_ResponseOutput(tensor.name, tensor.dtype, tensor.shape, None, data))
     text = _encode(_Response(model, str(reply.version), outputs, plan.options.id, reply.parameters or None))
+    if large:
+        document = spliced(text, large)
+        return (size_of(document) if binary else None), [*document, *behind]
     return (len(text) if binary else None), [text, *behind]
+
+
+def spliced(text: bytes, large: list[list[Buffer]]) -> list[Buffer]:
+    """The JSON `text` with the pieces of `large` in the place of each `PLACE`."""
+    first, *rest = text.split(bytes(PLACE))
+    parts: list[Buffer] = [first]
+    for pieces, after in zip(large, rest, strict=True):
+        parts += pieces
+        parts.append(after)
+    return parts
+
+
+def size_of(parts: Sequence[Buffer]) -> int:
+    return sum([len(part) for part in parts])
 
 
 def _parts(answer: Reply | Held) -> tuple[Reply | Part, list[list[Buffer]] | None]:
@@ -88,20 +112,29 @@ def _parts(answer: Reply | Held) -> tuple[Reply | Part, list[list[Buffer]] | Non
     return answer, None
 
 
-def as_json(plan: RequestPlan, answer: Reply | Held) -> list[tuple[Tensor, list[Buffer]]]:
-    """The outputs to be sent as JSON, if part of the reply is in shared memory and therefore may be large."""
+def large_as_json(plan: RequestPlan, answer: Reply | Held) -> list[tuple[Tensor, list[Buffer]]]:
+    """The outputs to be sent as JSON, if they are large in total. Those that a message contains never are."""
     reply, buffers = _parts(answer)
     if buffers is None:
         return []
-    wanted = [not (plan.is_binary(tensor.name) or tensor.name in plan.places) for tensor in reply.outputs]
-    return [pair for pair, yes in zip(zip(reply.outputs, buffers, strict=True), wanted, strict=True) if yes]
+    outputs = [
+        (tensor, parts)
+        for tensor, parts in zip(reply.outputs, buffers, strict=True)
+        if not (plan.is_binary(tensor.name) or tensor.name in plan.places)
+    ]
+    return outputs if sum([size_of(parts) for _, parts in outputs]) > SLICE_BYTES else []
 
 
-def texts_in_slices(outputs: list[tuple[Tensor, list[Buffer]]]) -> SlicedWork[dict[str, msgspec.Raw]]:
-    texts = {}
+def pieces_in_slices(
+    outputs: list[tuple[Tensor, list[Buffer]]], hold: Callable[[int], None]
+) -> SlicedWork[dict[str, list[Buffer]]]:
+    """`hold` is called with the size of each piece of JSON, and may raise to abort."""
+    pieces = {}
     for tensor, parts in outputs:
-        texts[tensor.name] = yield from to_json_in_slices(tensor.name, tensor.dtype, tensor.shape, joined(parts))
-    return texts
+        pieces[tensor.name] = yield from json_tensors.to_json_in_slices(
+            tensor.name, tensor.dtype, tensor.shape, parts, hold
+        )
+    return pieces
 
 
 def check_room(plan: RequestPlan, name: str, size: int) -> None:

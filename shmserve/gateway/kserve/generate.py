@@ -7,18 +7,18 @@ Invariant: the model's configuration decides what a key means, never its value.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.kserve.answers import Held, joined
+from shmserve.gateway.kserve.answers import PLACE, Buffer, Held, joined, pieces_in_slices, size_of, spliced
 from shmserve.gateway.kserve.json_scan import check_depth, commas_of, unreadable
 from shmserve.gateway.kserve.json_tensors import to_bytes, to_json
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan, Value, options_of, tensor_type
-from shmserve.gateway.limits.turns import SlicedWork
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 
 ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
@@ -128,15 +128,39 @@ def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: An
 
 def generated(model: str, plan: RequestPlan, answer: Held) -> bytes:
     """One response as an object: outputs of one element as values, others as flat lists."""
-    document: dict[str, Any] = {"model_name": model, "model_version": str(answer.reply.version)}
-    if plan.options.id:
-        document["id"] = plan.options.id
+    document = _about(model, plan, answer)
     for tensor, parts in zip(answer.reply.outputs, answer.buffers, strict=True):
         text = to_json(tensor.name, tensor.dtype, tensor.shape, joined(parts))
         if elements(tensor.shape) == 1:
             text = msgspec.Raw(bytes(text)[1:-1])
         document[tensor.name] = text
     return _encode(document)
+
+
+def is_large(answer: Held) -> bool:
+    """Whether the response must be encoded in slices."""
+    return sum([size_of(parts) for parts in answer.buffers]) > SLICE_BYTES
+
+
+def generated_in_slices(
+    model: str, plan: RequestPlan, answer: Held, hold: Callable[[int], None]
+) -> SlicedWork[list[Buffer]]:
+    """The same for a large response, in pieces. `hold`: see `pieces_in_slices`."""
+    document = _about(model, plan, answer)
+    outputs = list(zip(answer.reply.outputs, answer.buffers, strict=True))
+    pieces = yield from pieces_in_slices(outputs, hold)
+    for tensor, _ in outputs:
+        document[tensor.name] = PLACE  # it may replace a key from above, in its place
+        if elements(tensor.shape) != 1:
+            pieces[tensor.name] = [b"[", *pieces[tensor.name], b"]"]
+    return spliced(_encode(document), [pieces[name] for name, value in document.items() if value is PLACE])
+
+
+def _about(model: str, plan: RequestPlan, answer: Held) -> dict[str, Any]:
+    document: dict[str, Any] = {"model_name": model, "model_version": str(answer.reply.version)}
+    if plan.options.id:
+        document["id"] = plan.options.id
+    return document
 
 
 def event(text: bytes) -> bytes:

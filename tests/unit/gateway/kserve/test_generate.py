@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import Held
-from shmserve.gateway.kserve.generate import event, generate_plan, generated
+from shmserve.gateway.kserve.generate import event, generate_plan, generated, generated_in_slices
 from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.protocol.messages import Handle, Part, Tensor
+from tests.support.gateway.sliced_work import finished
 from tests.support.hypothesis_profiles import examples
 
 
@@ -127,5 +128,7 @@ def test_a_response_and_its_event() -> None:
     assert json.loads(text) == {
         "model_name": "m", "model_version": "3", "id": "me", "one": 0.5, "text": "hi", "more": [1, 2, 3],
     }  # fmt: skip
+    in_slices = generated_in_slices("m", RequestPlan((), 0, RequestOptions("me")), held, lambda size: None)
+    assert b"".join(finished(in_slices)) == text
     assert event(text) == b"data: " + text + b"\n\n"
     assert b"\n" not in text

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.dtypes import to_numpy
-from shmserve.errors import InvalidRequest
+from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.gateway.http import bodies
 from shmserve.gateway.kserve import json_outline, json_scan, json_tensors, json_values
+from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.generate import VALUES, check_in_slices
 from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
 from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, SlicedWork
@@ -215,37 +216,60 @@ def test_generate_limits_the_number_of_values() -> None:
         finished(check_in_slices(json.dumps({"text": [1] * (VALUES + 1)}).encode()))
 
 
+def pieces_of(dtype: str, *parts: Buffer) -> list[Buffer]:
+    """The pieces of an output in JSON. Each was held, and none exceeds what a slice makes."""
+    held: list[int] = []
+    pieces = finished(json_tensors.to_json_in_slices("y", dtype, (0,), parts, held.append))
+    assert max(map(len, pieces)) <= 8 * SLICE_BYTES
+    assert sum(held) + sum(piece == b"," for piece in pieces) >= sum(map(len, pieces))
+    assert slices_of(json_tensors.to_json_in_slices("y", dtype, (0,), parts, held.append)) >= sum(map(len, parts)) // (
+        SLICE_BYTES
+    )
+    return pieces
+
+
 @pytest.mark.parametrize("dtype", ["FP32", "INT64", "UINT8", "BOOL"])
 def test_numbers_are_written_in_slices(dtype: str) -> None:
     data = (np.arange(100_000) % 2).astype(to_numpy(dtype)).tobytes()
-    work = json_tensors.to_json_in_slices("y", dtype, (100_000,), data)
-    assert msgspec.json.decode(finished(work)) == msgspec.json.decode(
-        json_tensors.to_json("y", dtype, (100_000,), data)
-    )
-    assert slices_of(json_tensors.to_json_in_slices("y", dtype, (100_000,), data)) >= len(data) // SLICE_BYTES
+    text = bytes(json_tensors.to_json("y", dtype, (100_000,), data))
+    for parts in ([data], [data[:40_000], memoryview(data)[40_000:]]):
+        assert b"[%b]" % b"".join(pieces_of(dtype, *parts)) == text
+
+
+def test_an_output_in_json_that_exceeds_its_share_is_not_made() -> None:
+    made: list[int] = []
+
+    def hold(size: int) -> None:
+        made.append(size)
+        if len(made) == 3:
+            raise Unavailable("over the share")
+
+    with pytest.raises(Unavailable):
+        finished(json_tensors.to_json_in_slices("y", "FP32", (MIB,), [bytes(4 * MIB)], hold))
+    assert len(made) == 3
 
 
 def with_size(word: str) -> bytes:
     return len(word.encode()).to_bytes(4, "little") + word.encode()
 
 
-def test_strings_are_written_in_slices() -> None:
-    words = ["", "a", "é" * 1000, '"'] * 1000
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["", "a", "é" * 1000, '"'] * 1000,
+        ["ab"] * 30_000,
+        ["a", "é" * MIB, "", '"' * MIB, "\U0001f600" * MIB, "b"],
+    ],
+)
+def test_strings_are_written_in_slices(words: list[str]) -> None:
     data = b"".join(map(with_size, words))
-    assert msgspec.json.decode(finished(json_tensors.to_json_in_slices("y", "BYTES", (4000,), data))) == words
-    with pytest.raises(InvalidRequest, match="not UTF-8"):
-        finished(json_tensors.to_json_in_slices("y", "BYTES", (1,), b"\1\0\0\0\xff"))
+    assert msgspec.json.decode(b"[%b]" % b"".join(pieces_of("BYTES", data))) == words
 
 
-def test_long_strings_are_written_in_slices() -> None:
-    words = ["a", "é" * MIB, "", '"' * MIB, "\U0001f600" * MIB, "b"]
-    data = b"".join(map(with_size, words))
-    work = json_tensors.to_json_in_slices("y", "BYTES", (6,), data)
-    assert msgspec.json.decode(finished(work)) == words
-    assert slices_of(json_tensors.to_json_in_slices("y", "BYTES", (6,), data)) >= len(data) // SLICE_BYTES
-    long = b"a" * MIB + b"\xc3"
+@pytest.mark.parametrize("text", [b"\xff", b"a" * MIB + b"\xc3"])
+def test_strings_that_are_not_utf8_cannot_be_written(text: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not UTF-8"):
-        finished(json_tensors.to_json_in_slices("y", "BYTES", (1,), len(long).to_bytes(4, "little") + long))
+        pieces_of("BYTES", len(text).to_bytes(4, "little") + text)
 
 
 def test_inflation_stops_at_the_limit() -> None:

@@ -17,7 +17,7 @@ from shmserve.dtypes import ITEM_BYTES, to_numpy
 from shmserve.errors import BY_CODE, ConnectionLost, Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.gateway.auth.access import Unauthenticated
 from shmserve.gateway.kserve import json_tensors, status
-from shmserve.gateway.kserve.answers import Held, response
+from shmserve.gateway.kserve.answers import Buffer, Held, response
 from shmserve.gateway.kserve.plans import (
     InputPlan,
     RegionSlice,
@@ -270,6 +270,9 @@ def test_a_response_in_json_and_binary() -> None:
         ],
     }  # fmt: skip
     assert parts[1:] == [b"\1\0\2\0"]
+    pieces: dict[str, list[Buffer]] = {"q": [b'"h', b'i"']}
+    assert b"".join(response("m", plan, reply, pieces=pieces)[1]) == b"".join(parts)
+    assert response("m", plan, reply, pieces=pieces)[0] == length
     length, parts = response("m", RequestPlan((), 0, RequestOptions()), reply)
     assert length is None
     assert [output["data"] for output in json.loads(bytes(parts[0]))["outputs"]] == [[1, 2], ["hi"]]
