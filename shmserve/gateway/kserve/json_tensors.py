@@ -19,12 +19,10 @@ from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve import json_values
 from shmserve.gateway.kserve.json_outline import CutList
 from shmserve.gateway.kserve.json_scan import JSON_DEPTH, Text
-from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
+from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.shm import strings
 
 Buffer = bytes | bytearray | memoryview
-COPY_BYTES = 16 * SLICE_BYTES
-"""Bytes that are copied per slice. Copying is more than ten times as fast as any conversion."""
 _STRINGS = 4096
 """Maximum number of strings per slice of an output: short ones cost more than their size suggests."""
 _BINARY_ONLY = ("FP16", "BF16")
@@ -227,12 +225,12 @@ def to_json_in_slices(
     abort."""
     pieces: list[Buffer] = []
     if dtype == "BYTES":
-        for piece in _strings_in_slices(name, (yield from _joined_in_slices(parts))):
+        for piece in _strings_in_slices(name, (yield from joined_in_slices(parts))):
             hold(len(piece))
             pieces.append(piece)
             yield
         return pieces
-    data = parts[0] if len(parts) == 1 else (yield from _joined_in_slices(parts))
+    data = parts[0] if len(parts) == 1 else (yield from joined_in_slices(parts))
     view = memoryview(data)
     item = to_numpy(dtype).itemsize if dtype not in _BINARY_ONLY else 1
     step = max(1, SLICE_BYTES // 2 // item) * item
@@ -244,7 +242,7 @@ def to_json_in_slices(
     return pieces
 
 
-def _joined_in_slices(parts: Sequence[Buffer]) -> SlicedWork[bytearray]:
+def joined_in_slices(parts: Sequence[Buffer]) -> SlicedWork[bytearray]:
     data = bytearray()
     for part in parts:
         for at in range(0, len(part), COPY_BYTES):
@@ -257,7 +255,8 @@ def _strings_in_slices(name: str, data: Buffer) -> Iterator[bytes]:
     """JSON of several strings, or of a part of one that is longer than a slice."""
     at = 0
     while at < len(data):
-        texts, until = [], at + SLICE_BYTES
+        texts: list[str] = []
+        until = at + SLICE_BYTES
         end = at
         while at < min(until, len(data)) and len(texts) < _STRINGS:
             end = at + 4 + int.from_bytes(data[at : at + 4], "little")
@@ -284,9 +283,9 @@ def _string_in_slices(name: str, data: Buffer, begin: int, end: int) -> Iterator
         yield mark[0] + _encode(text)[1:-1] + mark[1] + mark[2]
 
 
-def _text(name: str, raw: bytes) -> str:
+def _text(name: str, raw: Buffer) -> str:
     try:
-        return raw.decode()
+        return str(raw, "utf-8")
     except UnicodeDecodeError:
         raise _no_text(name) from None
 
@@ -297,7 +296,7 @@ def _no_text(name: str) -> InvalidRequest:
     )
 
 
-def _texts(name: str, shape: tuple[int, ...], data: bytes) -> list[str]:
+def _texts(name: str, shape: tuple[int, ...], data: Buffer) -> list[str]:
     try:
         return [item.decode() for item in strings.decode_bytes(data, shape).ravel().tolist()]
     except UnicodeDecodeError:

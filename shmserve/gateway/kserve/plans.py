@@ -23,6 +23,7 @@ from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, PARAMETERS, TENSORS
 from shmserve.session.encode import TopK
+from shmserve.shm.views import Array
 
 CLASSES = 1_000_000
 Value = str | int | float | bool
@@ -81,13 +82,14 @@ class RegionSlice(Struct, frozen=True):
 
 class InputPlan(Struct, frozen=True):
     """An input. Its bytes are in `data` if the JSON contains them, or in shared memory at `place`; otherwise they are
-    `size` bytes of the binary data after the JSON."""
+    `size` bytes of the binary data after the JSON. `data` is an array if it has already been copied to the memory that
+    workers map."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
-    data: bytes | bytearray | None = None
+    data: bytes | bytearray | Array | None = None
     place: RegionSlice | None = None
 
     @property

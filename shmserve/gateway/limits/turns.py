@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 SLICE_BYTES = 64 * 1024
 """Approximate bytes of input or output per slice: a few milliseconds of work."""
+COPY_BYTES = 16 * SLICE_BYTES
+"""Bytes that are only copied per slice."""
 SlicedWork = Generator[None, None, T]
 """Work that yields between its slices."""
 

@@ -14,16 +14,18 @@ from shmserve.dtypes import from_bfloat16, to_numpy
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.gateway.kserve.answers import Buffer, Held, joined
 from shmserve.gateway.kserve.plans import RequestPlan
-from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
+from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai.bodies import EmbeddingRequest, request_options
 from shmserve.gateway.openai.errors import BadParameter
-from shmserve.gateway.openai.fan_out import FanOut, OpenAiConnection, OpenAiHead
+from shmserve.gateway.openai.fan_out import FanOut, OpenAiConnection, OpenAiHead, Planned
 from shmserve.gateway.openai.models import INPUT_TOKENS, EmbeddingModel
 from shmserve.gateway.upstream.requests import PendingInference, RequestSender
 from shmserve.protocol.messages import Reply
 
 AT_ONCE = 64
 """Maximum number of texts of one request that are in flight at the model."""
+_VALUES = 3 * SLICE_BYTES // 16
+"""Values of a vector that are encoded at once. Their bytes are a multiple of 3, so that their base64 can be joined."""
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 _encode = msgspec.json.Encoder().encode
 
@@ -50,7 +52,7 @@ class Embeddings:
         request: EmbeddingRequest, texts: list[str],
     ) -> None:  # fmt: skip
         self._connection = connection
-        self._requests: FanOut[_Text] = FanOut(connection, head, sender, model.name, AT_ONCE)
+        self._requests: FanOut[_Text] = FanOut(connection, head, sender, model.name, AT_ONCE, connection.fail)
         self._model = model
         self._request = request
         self._texts = texts
@@ -60,11 +62,16 @@ class Embeddings:
     def begin(self) -> None:
         self._requests.begin(self._plans())
 
-    def _plans(self) -> Iterator[tuple[_Text, RequestPlan]]:
+    def _plans(self) -> Planned[_Text]:
         options = request_options("", self._request)
+        made = 0
         for index, text in enumerate(self._texts):
             encoded = text.encode()
             spec = self._model.input.plan(len(encoded).to_bytes(4, "little") + encoded)
+            made += spec.size
+            if made > COPY_BYTES:
+                made = 0
+                yield None
             yield _Text(self, index), RequestPlan((spec,), 0, options)
 
     # ------------------------------------------------------------------------------------ responses of the model
@@ -119,20 +126,31 @@ class Embeddings:
         size = 0
         for index, vector in enumerate(self._vectors):
             assert vector is not None
-            text = self._text(vector)
-            parts.append(b'%b{"object":"embedding","index":%d,"embedding":%b}' % (b"," * (index > 0), index, text))
-            size += len(text)
-            if size >= SLICE_BYTES:
-                size = 0
-                yield
+            parts.append(b'%b{"object":"embedding","index":%d,"embedding":' % (b"," * (index > 0), index))
+            for text in self._text(vector):
+                parts.append(text)
+                size += len(text)
+                if size >= SLICE_BYTES:
+                    self._connection.hold(size)
+                    size = 0
+                    yield
+            parts.append(b"}")
+            self._vectors[index] = None
         usage = {"prompt_tokens": self._tokens, "total_tokens": self._tokens}
         parts.append(b'],"model":%b,"usage":%b}' % (_encode(self._request.model), _encode(usage)))
         return parts
 
-    def _text(self, vector: Vector) -> bytes:
-        if self._request.encoding_format == "base64":
-            return b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())
-        text = _encode(vector.tolist())
-        if b"n" in text:  # null, for a value that is not finite
-            raise ModelFailed(f"an embedding of model '{self._model.name}' has values that are not finite")
-        return text
+    def _text(self, vector: Vector) -> Iterator[bytes]:
+        """The JSON of a vector, in pieces."""
+        is_base64 = self._request.encoding_format == "base64"
+        yield b'"' if is_base64 else b"["
+        for at in range(0, len(vector), _VALUES):
+            values = vector[at : at + _VALUES]
+            if is_base64:
+                yield base64.b64encode(values.astype("<f4").tobytes())
+                continue
+            text = _encode(values.tolist())
+            if b"n" in text:  # null, for a value that is not finite
+                raise ModelFailed(f"an embedding of model '{self._model.name}' has values that are not finite")
+            yield b"," + text[1:-1] if at else text[1:-1]
+        yield b'"' if is_base64 else b"]"

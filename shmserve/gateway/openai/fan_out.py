@@ -5,7 +5,7 @@ Invariant: when the client disconnects, or one of the requests fails, the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from shmserve.errors import ServeError, Unavailable
@@ -61,7 +61,12 @@ class OpenAiConnection(Protocol):
 
     def end_events(self, last: bytes = b"") -> None: ...
 
-    def work(self, work: SlicedWork[Any], then: Callable[[Any], None], *, party: object = None) -> None: ...
+    def hold(self, size: int) -> None: ...
+
+    def work(
+        self, work: SlicedWork[Any], then: Callable[[Any], None], failed: Callable[[ServeError], None] | None = None,
+        party: object = None,
+    ) -> None: ...  # fmt: skip
 
     def fail(self, error: ServeError, request_id: str = "") -> None: ...
 
@@ -70,29 +75,37 @@ class OpenAiConnection(Protocol):
     ) -> None: ...
 
 
+Planned = Iterator[tuple[_Ticket, RequestPlan] | None]
+"""Requests in order, each made when it is to be sent. None: much was made, so other clients get a turn before the next
+request, of which there is one."""
+
+
 class FanOut(Generic[_Ticket]):
-    """Sends the requests in order, at most `at_once` at a time. `window`: stream window of each request; 0: it has a
-    single reply."""
+    """Sends the requests in order, at most `at_once` at a time. `failed` is called, once the others are cancelled, if a
+    request cannot be sent later. `window`: stream window of each request; 0: it has a single reply."""
 
     def __init__(
         self, connection: OpenAiConnection, head: OpenAiHead, sender: RequestSender, model: str, at_once: int,
-        window: int = 0,
+        failed: Callable[[ServeError], None], window: int = 0,
     ) -> None:  # fmt: skip
         self._connection = connection
+        self._failed = failed
         self._head = head
         self._sender = sender
         self._model = model
         self._at_once = at_once
         self._window = window
-        self._requests: Iterator[tuple[_Ticket, RequestPlan]] = iter(())
+        self._requests: Planned[_Ticket] = iter(())
         self._next: tuple[_Ticket, RequestPlan] | None = None
+        self._all_sent = False
+        self._paused = False
+        """Other clients have a turn."""
         self.in_flight: dict[_Ticket, None] = {}
         self.cancelled = False
 
-    def begin(self, requests: Iterable[tuple[_Ticket, RequestPlan]], resume: Callable[[], None] | None = None) -> None:
+    def begin(self, requests: Planned[_Ticket], resume: Callable[[], None] | None = None) -> None:
         """`resume` is called when the client reads again."""
-        self._requests = iter(requests)
-        self._next = next(self._requests, None)
+        self._requests = requests
         self._connection.watch(self, resume)
         try:
             self._send()
@@ -103,7 +116,7 @@ class FanOut(Generic[_Ticket]):
     @property
     def done(self) -> bool:
         """Whether all have succeeded."""
-        return not (self.in_flight or self.cancelled)
+        return self._all_sent and not (self.in_flight or self.cancelled)
 
     def ended(self, ticket: _Ticket) -> None:
         """Called when a request has succeeded: sends the next one."""
@@ -116,9 +129,10 @@ class FanOut(Generic[_Ticket]):
         self.cancel()
 
     def _send(self) -> None:
-        while self._next is not None and len(self.in_flight) < self._at_once:
+        while not self._paused and self._find_next() and len(self.in_flight) < self._at_once:
+            assert self._next is not None
             ticket, plan = self._next
-            pieces = [spec.data or b"" for spec in plan.inputs]
+            pieces = [b"" if spec.data is None else spec.data for spec in plan.inputs]
             payer = self._connection.payer(self._head.token)
             try:
                 self._sender.infer(
@@ -134,11 +148,37 @@ class FanOut(Generic[_Ticket]):
                 withdraw(self._sender.link, ticket)
                 return
             self.in_flight[ticket] = None
-            self._next = next(self._requests, None)
+            self._next = None
+
+    def _find_next(self) -> bool:
+        """Whether a request is to be sent now. Pauses if others get a turn first."""
+        if self._next is None and not self._all_sent:
+            try:
+                self._next = next(self._requests)
+            except StopIteration:
+                self._all_sent = True
+                return False
+            if self._next is None:
+                self._paused = True
+                self._connection.work(_one_turn(), self._go_on, self._give_up)
+        return self._next is not None
+
+    def _go_on(self, _: None) -> None:
+        self._paused = False
+        if not self.cancelled:
+            self._send()
+
+    def _give_up(self, error: ServeError) -> None:
+        """A request could not be made or sent after a pause."""
+        if not self.cancelled:
+            self.cancel()
+            self._failed(error)
 
     def cancel(self) -> None:
         self.cancelled = True
         self._next = None
+        self._requests = iter(())
+        self._all_sent = True
         in_flight, self.in_flight = self.in_flight, {}
         for ticket in in_flight:
             withdraw(self._sender.link, ticket)
@@ -150,3 +190,7 @@ class FanOut(Generic[_Ticket]):
 
     def stop(self) -> None:
         """Called when the gateway stops: requests in flight are finished."""
+
+
+def _one_turn() -> SlicedWork[None]:
+    yield

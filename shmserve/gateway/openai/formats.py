@@ -5,10 +5,12 @@ Invariant: a chunk is one line, `data: {...}`, and an empty line. The part that 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
+from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.openai import logprobs
 from shmserve.gateway.openai.texts import Delta, Usage
 from shmserve.gateway.openai.tool_calls import ToolCalls
@@ -17,20 +19,34 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
+class Echo:
+    """The prompt that the texts of its choices begin with. They share its JSON."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @cached_property
+    def json(self) -> bytes:
+        """Without the quotation marks."""
+        return _encode(self.text)[1:-1]
+
+
 class Choice:
-    """State of one choice. `before`: the prompt text that its text begins with."""
+    """State of one choice. `echo`: the text that its text begins with."""
 
-    __slots__ = ("before", "begun", "finish", "length", "texts", "tokens", "tool_calls")
+    __slots__ = ("begun", "echo", "finish", "length", "texts", "tokens", "tool_calls")
 
-    def __init__(self, before: str = "") -> None:
-        self.before = before
+    def __init__(self, echo: Echo | None = None) -> None:
+        self.echo = echo
         self.begun = False
         """Its first chunk was sent."""
         self.finish: str | None = None
-        self.length = len(before)
+        self.length = len(echo.text) if echo is not None else 0
         """Characters so far."""
-        self.texts: list[str] = [before] if before else []
-        self.tokens: list[logprobs.TokenLogprobs] = []
+        self.texts: list[bytes] = []
+        """The pieces of its text in JSON, without quotation marks."""
+        self.tokens: dict[str, list[bytes]] = {}
+        """Log probabilities: the lists of the response, each as pieces of JSON without brackets."""
         self.tool_calls = ToolCalls()
 
 
@@ -47,31 +63,55 @@ class ResponseFormat:
         self._start = b"data: " + common[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if shows_usage else b"]}\n\n"
 
-    def add(self, choice: Choice, delta: Delta) -> None:
-        """Adds to a response that is sent as a whole."""
-        choice.texts.append(delta.text)
+    def add(self, choice: Choice, delta: Delta) -> int:
+        """Adds to a response that is sent as a whole. Returns the number of bytes that this makes."""
+        size = 0
+        if delta.text:
+            choice.texts.append(_encode(delta.text)[1:-1])
+            size += len(choice.texts[-1])
         if self._top is not None:
-            choice.tokens += logprobs.tokens_of(delta, self._top)
+            tokens = logprobs.tokens_of(delta, self._top)
+            for name, values in (self._lists(choice, tokens) if tokens else {}).items():
+                pieces = choice.tokens.setdefault(name, [])
+                pieces += [b",", _encode(values)[1:-1]] if pieces else [_encode(values)[1:-1]]
+                size += len(pieces[-1])
         if delta.tool_calls:
             choice.tool_calls.add(delta.tool_calls)
         choice.finish = delta.finish or choice.finish
+        return size
 
-    def whole(self, choices: list[Choice], usage: Usage) -> bytes:
-        document: dict[str, Any] = self._common | {
-            "object": self.object,
-            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
-        }
+    def whole(self, choices: list[Choice], usage: Usage) -> list[Buffer]:
+        """The JSON in pieces, which choices with the same prompt share. They are never joined."""
+        parts: list[Buffer] = [_encode(self._common | {"object": self.object})[:-1], b',"choices":[']
+        for index, choice in enumerate(choices):
+            finish = _encode(finish_of(choice.finish or "stop", choice))
+            parts.append(b'%b{"index":%d,"finish_reason":%b,' % (b"," * (index > 0), index, finish))
+            parts += self._content(choice)
+            parts += [b',"logprobs":', *(self._all_tokens(choice) if self._top is not None else [b"null"]), b"}"]
         counted = _usage(usage)
-        return _encode(document if counted is None else document | {"usage": counted})
+        parts.append(b"]}" if counted is None else b'],"usage":%b}' % _encode(counted))
+        return parts
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
         """The events for a part; empty if there is nothing to send to the client."""
         raise NotImplementedError
 
+    def echo_chunk(self, index: int, echo: Echo) -> bytes:
+        """The event with the prompt, before those with what the model adds."""
+        raise NotImplementedError
+
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._start + b'],"usage":' + _encode(_usage(usage)) + b"}\n\n"
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _content(self, choice: Choice) -> list[bytes]:
+        """The fields of a whole response with the text of a choice."""
+        raise NotImplementedError
+
+    def _lists(self, choice: Choice, tokens: list[logprobs.TokenLogprobs]) -> dict[str, list[Any]]:
+        """The lists of the response with log probabilities."""
+        raise NotImplementedError
+
+    def _all_tokens(self, choice: Choice) -> list[bytes]:
         raise NotImplementedError
 
     def _finish(self, choice: Choice, delta: Delta) -> bytes:
@@ -84,23 +124,35 @@ class CompletionFormat(ResponseFormat):
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> bytes:
         text, found = delta.text, b"null"
-        if not choice.begun:
-            choice.begun = True
-            text = choice.before + text
         if self._top is not None:
             tokens = logprobs.tokens_of(delta, self._top)
-            found = _encode(logprobs.of_completion(tokens, choice.length)) if tokens else found
-            choice.length += sum([len(token.text) for token in tokens])
+            found = _encode(self._lists(choice, tokens)) if tokens else found
         if not text and delta.finish is None and found == b"null":
             return b""
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._start, index, _encode(text), found, self._finish(choice, delta), self._end,
         )  # fmt: skip
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        found = None if self._top is None else logprobs.of_completion(choice.tokens, len(choice.before))
-        finish = finish_of(choice.finish or "stop", choice)
-        return {"index": index, "text": "".join(choice.texts), "logprobs": found, "finish_reason": finish}
+    def echo_chunk(self, index: int, echo: Echo) -> bytes:
+        return b'%b{"index":%d,"text":"%b","logprobs":null,"finish_reason":null}%b' % (
+            self._start, index, echo.json, self._end,
+        )  # fmt: skip
+
+    def _content(self, choice: Choice) -> list[bytes]:
+        echo = [] if choice.echo is None else [choice.echo.json]
+        return [b'"text":"', *echo, *choice.texts, b'"']
+
+    def _lists(self, choice: Choice, tokens: list[logprobs.TokenLogprobs]) -> dict[str, list[Any]]:
+        lists = logprobs.of_completion(tokens, choice.length)
+        choice.length += sum([len(token.text) for token in tokens])
+        return lists
+
+    def _all_tokens(self, choice: Choice) -> list[bytes]:
+        parts = [b"{"]
+        for name in logprobs.of_completion([], 0):
+            parts += [b',"%b":[' % name.encode() if len(parts) > 1 else b'"%b":[' % name.encode()]
+            parts += [*choice.tokens.get(name, ()), b"]"]
+        return [*parts, b"}"]
 
 
 class ChatFormat(ResponseFormat):
@@ -127,14 +179,18 @@ class ChatFormat(ResponseFormat):
             self._start, index, delta, found, finish, self._end,
         )  # fmt: skip
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        text = "".join(choice.texts)
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    def _content(self, choice: Choice) -> list[bytes]:
+        parts = [b'"message":{"role":"assistant","refusal":null,"content":']
+        parts += [b'"', *choice.texts, b'"'] if choice.texts or not choice.tool_calls else [b"null"]
         if choice.tool_calls:
-            message |= {"content": text or None, "tool_calls": choice.tool_calls.whole()}
-        found = None if self._top is None else logprobs.of_chat(choice.tokens)
-        finish = finish_of(choice.finish or "stop", choice)
-        return {"index": index, "message": message, "logprobs": found, "finish_reason": finish}
+            parts += [b',"tool_calls":', _encode(choice.tool_calls.whole())]
+        return [*parts, b"}"]
+
+    def _lists(self, choice: Choice, tokens: list[logprobs.TokenLogprobs]) -> dict[str, list[Any]]:
+        return {"content": logprobs.of_chat(tokens)["content"]}
+
+    def _all_tokens(self, choice: Choice) -> list[bytes]:
+        return [b'{"content":[', *choice.tokens.get("content", ()), b'],"refusal":null}']
 
 
 def finish_of(reason: str, choice: Choice) -> str:

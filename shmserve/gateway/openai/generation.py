@@ -9,15 +9,19 @@ from typing import Any
 from shmserve.errors import ServeError
 from shmserve.gateway.kserve.generate import event
 from shmserve.gateway.kserve.plans import RequestPlan
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai import errors
-from shmserve.gateway.openai.fan_out import FanOut, OpenAiConnection, OpenAiHead
-from shmserve.gateway.openai.formats import DONE, Choice, ResponseFormat
+from shmserve.gateway.openai.fan_out import FanOut, OpenAiConnection, OpenAiHead, Planned
+from shmserve.gateway.openai.formats import DONE, Choice, Echo, ResponseFormat
 from shmserve.gateway.openai.texts import Delta, PartReader, Usage
 from shmserve.gateway.upstream.requests import PendingStream, RequestSender, serve_error
 from shmserve.session import WINDOW
 
 AT_ONCE = 32
 """Maximum number of prompts of one request that are in flight at the model."""
+
+
+_END = object()
 
 
 class _Stream(PendingStream):
@@ -44,7 +48,9 @@ class Generation:
     ) -> None:  # fmt: skip
         self._connection = connection
         self._link = sender.link
-        self._requests: FanOut[_Stream] = FanOut(connection, head, sender, model, AT_ONCE, WINDOW)
+        self._requests: FanOut[_Stream] = FanOut(
+            connection, head, sender, model, AT_ONCE, self._cannot_continue, WINDOW
+        )
         self._model = model
         self._response = response
         self._as_events = as_events
@@ -52,50 +58,95 @@ class Generation:
         self._count = self._apart = 1
         self._choices: list[Choice] = []
         self._usages: list[Usage] = []
+        self._echo = False
+        """The choices begin with their prompts."""
         self._begun = False
         """The stream of events has begun."""
+        self._working = False
+        """A part is being taken in slices."""
+        self._waiting: dict[_Stream, None] = {}
+        """The streams with parts that have arrived meanwhile."""
+        self._made = 0
+        """Bytes of the response that are not counted by `hold` yet."""
 
-    def begin(self, plans: list[RequestPlan], before: list[str], count: int, apart: int = 1) -> None:
-        """`plans`: those of the prompts, each `apart` times. For each plan, `before` is the text that its choices begin
-        with, and `count` the number of its choices."""
+    def begin(self, plans: Iterator[RequestPlan | None], before: list[Echo | None], count: int, apart: int = 1) -> None:
+        """`plans`: those of the prompts, each `apart` times; None: see `Planned`. For each plan, `before` is the text
+        that its choices begin with, and `count` the number of its choices."""
         self._count = count
         self._apart = apart
-        self._choices = [Choice(text) for text in before for _ in range(count)]
+        self._echo = any(before)
+        self._choices = [Choice(echo) for echo in before for _ in range(count)]
         self._requests.begin(self._streams(plans), self._resume)
 
-    def _streams(self, plans: list[RequestPlan]) -> Iterator[tuple[_Stream, RequestPlan]]:
-        for index, plan in enumerate(plans):
-            yield _Stream(self, index * self._count, PartReader(self._model, self._count)), plan
+    def _streams(self, plans: Iterator[RequestPlan | None]) -> Planned[_Stream]:
+        first = 0
+        for plan in plans:
+            if plan is None:
+                yield None
+            else:
+                yield _Stream(self, first, PartReader(self._model, self._count)), plan
+                first += self._count
 
     # ------------------------------------------------------------------------------------ responses of the model
 
     def on_part(self, stream: _Stream) -> None:
         if self._requests.cancelled:
             return
-        events: list[bytes] = []
-        try:
-            self._take(stream, events)
-        except Exception as error:
-            self._send(events)
-            self._fail(stream, serve_error(error))
+        if self._working:
+            self._waiting[stream] = None
+            return
+        work = self._taken(stream)
+        if next(work, _END) is not _END:  # large: the rest is done in further slices
+            self._working = True
+            self._connection.work(self._in_slices(work), _nothing, self._connection.fail)
 
     def _resume(self) -> None:
         """Called when the client reads again."""
         for stream in list(self._requests.in_flight):
             self.on_part(stream)
 
-    def _take(self, stream: _Stream, events: list[bytes]) -> None:
-        """Takes the parts that have arrived; those of a stream of events as far as the client reads them. `events`:
-        receives the events that are not sent yet, in case of an exception."""
+    def _in_slices(self, work: Iterator[None]) -> SlicedWork[None]:
+        """The rest of `work`, then the parts that arrive meanwhile, of which only one at a time is taken."""
+        yield
+        yield from work
+        while self._waiting and not self._requests.cancelled:
+            stream = next(iter(self._waiting))
+            del self._waiting[stream]
+            yield from self._taken(stream)
+        self._working = False
+
+    def _taken(self, stream: _Stream) -> Iterator[None]:
+        """Takes the parts that have arrived. Yields between slices of large ones."""
+        events: list[bytes] = []
+        try:
+            yield from self._take(stream, events)
+        except Exception as error:
+            if not self._requests.cancelled:
+                self._send(events)
+                self._fail(stream, serve_error(error))
+
+    def _take(self, stream: _Stream, events: list[bytes]) -> Iterator[None]:
+        """Takes the parts of a stream of events as far as the client reads them. `events`: receives the events that are
+        not sent yet, in case of an exception."""
         connection, link = self._connection, self._link
+        if self._echo and self._as_events and (stream.parts or (stream.ended and stream.error is None)):
+            yield from self._echoes(stream)
+            if self._requests.cancelled or not self._choices[stream.first + self._count - 1].begun:
+                return  # the client does not read
         while stream.parts and (not self._as_events or connection.writable):
             part: Any = link.session.next_part(stream)
-            deltas = stream.reader.deltas(part)
-            for index, delta in enumerate(deltas, stream.first):
+            for added in stream.reader.deltas(part):
+                if added is None:
+                    self._send(events)
+                    yield
+                    if self._requests.cancelled:  # meanwhile
+                        return
+                    continue
+                choice = stream.first + added[0]
                 if self._as_events:
-                    events.append(self._response.chunk(index, self._choices[index], delta))
+                    events.append(self._response.chunk(choice, self._choices[choice], added[1]))
                 else:
-                    self._response.add(self._choices[index], delta)
+                    self._add(self._choices[choice], added[1])
         if link.session.outbox.messages:
             link.send_soon()
         if stream.parts or not stream.ended:
@@ -104,6 +155,25 @@ class Generation:
             raise stream.error
         else:
             self._ended(stream, events)
+
+    def _add(self, choice: Choice, delta: Delta) -> None:
+        self._made += self._response.add(choice, delta)
+        if self._made > SLICE_BYTES:
+            self._connection.hold(self._made)
+            self._made = 0
+
+    def _echoes(self, stream: _Stream) -> Iterator[None]:
+        """Sends the prompt as the first event of each choice, as far as the client reads them."""
+        for index in range(stream.first, stream.first + self._count):
+            choice = self._choices[index]
+            if choice.echo is None or choice.begun:
+                continue
+            if self._requests.cancelled or not self._connection.writable:
+                return
+            choice.begun = True
+            self._send([self._response.echo_chunk(index, choice.echo)])
+            if len(choice.echo.text) > SLICE_BYTES:
+                yield
 
     def _ended(self, stream: _Stream, events: list[bytes]) -> None:
         """`events`: the last ones of this stream, not sent yet."""
@@ -118,7 +188,7 @@ class Generation:
             return
         usage = _total(self._usages, self._apart)
         if not self._as_events:
-            self._connection.answer(200, [self._response.whole(self._choices, usage)])
+            self._connection.answer(200, self._response.whole(self._choices, usage))
             return
         if self._shows_usage:
             events.append(self._response.usage_chunk(usage))
@@ -151,6 +221,9 @@ class Generation:
             self._requests.failed(stream)
         else:
             self._requests.cancel()
+        self._cannot_continue(error)
+
+    def _cannot_continue(self, error: ServeError) -> None:
         if not self._begun:
             self._connection.fail(error)
             return
@@ -165,3 +238,6 @@ def _total(usages: list[Usage], apart: int) -> Usage:
     if len(prompts) < len(usages) or len(completions) < len(usages):
         return Usage()
     return Usage(sum(prompts) // apart, sum(completions))
+
+
+def _nothing(_: None) -> None: ...

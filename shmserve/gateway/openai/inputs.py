@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan, options_of
+from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, options_of
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest, Sampling
 from shmserve.gateway.openai.errors import BadParameter
@@ -17,6 +18,8 @@ from shmserve.gateway.openai.models import MESSAGES, PROMPT, SAMPLING, TOKENS, T
 
 DEFAULT_MAX_TOKENS = "default_max_tokens"
 """Model parameter: `max_tokens` for requests without one."""
+SAMPLING_BYTES = 1 << 20
+"""Maximum size of the sampling parameters in JSON."""
 _INTEGERS = {"INT32": np.int32, "INT64": np.int64, "UINT32": np.uint32, "UINT64": np.uint64}
 _TRUE = b"\1"
 _encode = msgspec.json.Encoder().encode
@@ -26,21 +29,35 @@ def text_tensor(model: LanguageModel, name: str, text: bytes) -> InputPlan:
     return model.inputs[name].plan(len(text).to_bytes(4, "little") + text)
 
 
-def prompt_tensors(model: LanguageModel, request: bodies.CompletionRequest) -> tuple[list[list[InputPlan]], list[str]]:
-    """The tensors of each prompt; and the prompts, if they are texts."""
-    texts, tokens = bodies.texts_or_tokens("prompt", request.prompt, bodies.PROMPTS)
-    if texts:
-        return [[text_tensor(model, PROMPT, text.encode())] for text in texts], texts
-    spec = model.inputs.get(TOKENS)
-    if spec is None or spec.dtype not in _INTEGERS:
-        raise BadParameter(
-            "prompt", f"model '{model.name[:80]}' takes no token ids: it has no input '{TOKENS}'; send the text instead"
-        )
-    if request.echo:
-        raise BadParameter("echo", "'echo' needs prompts that are texts")
-    empty = text_tensor(model, PROMPT, b"")
-    kind = _INTEGERS[spec.dtype]
-    return [[empty, spec.plan(np.array(ids, kind).tobytes(), len(ids))] for ids in tokens], []
+class Prompts:
+    """The prompts of a request. Their tensors are made one by one, when they are sent."""
+
+    def __init__(self, model: LanguageModel, request: bodies.CompletionRequest) -> None:
+        self._model = model
+        self.texts, self._tokens = bodies.texts_or_tokens("prompt", request.prompt, bodies.PROMPTS)
+        self.bytes = sum(map(len, self.texts)) + 4 * sum(map(len, self._tokens))
+        """Approximate size of the prompts."""
+        if self.texts:
+            return
+        spec = model.inputs.get(TOKENS)
+        if spec is None or spec.dtype not in _INTEGERS:
+            raise BadParameter(
+                "prompt",
+                f"model '{model.name[:80]}' takes no token ids: it has no input '{TOKENS}'; send the text instead",
+            )
+        if request.echo:
+            raise BadParameter("echo", "'echo' needs prompts that are texts")
+
+    def __len__(self) -> int:
+        return len(self.texts) or len(self._tokens)
+
+    def tensors(self) -> Iterator[list[InputPlan]]:
+        for text in self.texts:
+            yield [text_tensor(self._model, PROMPT, text.encode())]
+        for ids in self._tokens:
+            spec = self._model.inputs[TOKENS]
+            data = np.array(ids, _INTEGERS[spec.dtype]).tobytes()
+            yield [text_tensor(self._model, PROMPT, b""), spec.plan(data, len(ids))]
 
 
 def chat_tensors(model: LanguageModel, request: ChatRequest) -> list[InputPlan]:
@@ -79,36 +96,67 @@ def sampling_of(model: LanguageModel, request: Sampling, logprobs: int | None) -
     return found
 
 
-def one_choice(sampling: dict[str, Any], number: int, of: int) -> dict[str, Any]:
-    """Sampling parameters for choice `number` of a prompt whose choices are separate requests: each has a different
-    seed.
+class SamplingInputs:
+    """The sampling parameters of all requests to the model that one request becomes. They are encoded once. `apart`:
+    number of requests per prompt. If a seed is set, each of them has a different one.
 
     Triton's vLLM backend returns one text, whatever `n` is.
     """
-    if of == 1:
-        return sampling
-    found = {name: value for name, value in sampling.items() if name != "n"}
-    if type(found.get("seed")) is int:
-        found["seed"] += number
-    return found
+
+    def __init__(self, model: LanguageModel, sampling: dict[str, Any], options: RequestOptions, apart: int) -> None:
+        self._spec = model.inputs.get(SAMPLING) if sampling else None
+        self._options = options
+        self._sampling = sampling
+        self._seed: int | None = None
+        if apart > 1:
+            self._seed = sampling["seed"] if type(sampling.get("seed")) is int else None
+            left_out = ("n",) if self._seed is None else ("n", "seed")
+            self._sampling = {name: value for name, value in sampling.items() if name not in left_out}
+        self._text = _encode(self._sampling)
+        if len(self._text) > SAMPLING_BYTES:
+            raise InvalidRequest(
+                f"the sampling parameters have {len(self._text)} bytes of JSON; the limit is {SAMPLING_BYTES}"
+            )
+        if self._spec is None and sampling:
+            bodies.check_scalars(sampling)
+
+    @property
+    def bytes(self) -> int:
+        return len(self._text)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether each request has its own copy."""
+        return self._spec is None or self.differ
+
+    @property
+    def differ(self) -> bool:
+        """Whether each choice of a prompt has other parameters."""
+        return self._seed is not None
+
+    def tensors(self, number: int) -> list[InputPlan]:
+        """The input for choice `number` of a prompt, if the model has it."""
+        if self._spec is None:
+            return []
+        text = self._text if self._seed is None else _with_seed(self._text, self._seed + number)
+        return [self._spec.plan(len(text).to_bytes(4, "little") + text)]
+
+    def options(self, number: int) -> RequestOptions:
+        """They include the parameters of a model that has no input for them."""
+        if self._spec is not None or not (self._sampling or self.differ):
+            return self._options
+        seed = {} if self._seed is None else {"seed": self._seed + number}
+        given = options_of(self._options.id, {**self._sampling, **seed})
+        return replace(self._options, parameters={**(self._options.parameters or {}), **(given.parameters or {})})
 
 
-def request_plan(
-    model: LanguageModel, tensors: list[InputPlan], sampling: dict[str, Any], options: RequestOptions, wanted: list[str]
-) -> RequestPlan:
-    """`wanted`: BOOL inputs to set if the model has them."""
-    inputs = list(tensors)
-    if sampling and SAMPLING in model.inputs:
-        inputs.append(text_tensor(model, SAMPLING, _encode(sampling)))
-    elif sampling:
-        bodies.check_scalars(sampling)
-        given = options_of(options.id, sampling)
-        options = replace(options, parameters={**(options.parameters or {}), **(given.parameters or {})})
-    for name in wanted:
-        spec = model.inputs.get(name)
-        if spec is not None:
-            inputs.append(spec.plan(_TRUE))
-    return RequestPlan(tuple(inputs), 0, options)
+def _with_seed(text: bytes, seed: int) -> bytes:
+    return b'%b%b"seed":%d}' % (text[:-1], b"," if len(text) > len(b"{}") else b"", seed)
+
+
+def flag_tensors(model: LanguageModel, wanted: list[str]) -> list[InputPlan]:
+    """BOOL inputs to set if the model has them."""
+    return [model.inputs[name].plan(_TRUE) for name in wanted if name in model.inputs]
 
 
 def wanted_flags(model: LanguageModel, stream: bool, usage: bool, logprobs: bool) -> list[str]:

@@ -5,26 +5,29 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from shmserve.errors import InvalidRequest, NotFound, Unsupported
+from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.generate import check_in_slices
+from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.body_budget import Budget
-from shmserve.gateway.limits.turns import SLICE_BYTES
+from shmserve.gateway.limits.caller_shares import ShareExceeded
+from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES
 from shmserve.gateway.openai import bodies, inputs, models
 from shmserve.gateway.openai.bodies import ChatRequest, CompletionRequest, EmbeddingRequest, Sampling
 from shmserve.gateway.openai.embeddings import Embeddings
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.fan_out import OpenAiConnection, OpenAiHead
-from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, ResponseFormat
+from shmserve.gateway.openai.formats import ChatFormat, CompletionFormat, Echo, ResponseFormat
 from shmserve.gateway.openai.generation import Generation
+from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.models import MESSAGES, LanguageModel
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery
@@ -111,15 +114,18 @@ class OpenAiRequests:
         self, connection: OpenAiConnection, head: OpenAiHead, request: CompletionRequest, config: Any
     ) -> None:
         model = models.language_model(request.model, config)
-        prompts, texts = inputs.prompt_tensors(model, request)
+        prompts = inputs.Prompts(model, request)
         if len(prompts) * (request.n or 1) > bodies.CHOICES:
             raise BadParameter(
                 "n", f"{len(prompts)} prompts with {request.n} choices each; the limit is {bodies.CHOICES} choices"
             )
         response_id = f"cmpl-{_PROCESS}{next(self._ids):08x}"
         found = CompletionFormat(response_id, int(time.time()), request.model, request.logprobs, _shows_usage(request))
-        before = texts if request.echo else [""] * len(prompts)
-        self._generate(connection, head, model, request, prompts, before, found, request.logprobs, response_id)
+        before = [Echo(text) if request.echo else None for text in prompts.texts] or [None] * len(prompts)
+        self._generate(
+            connection, head, model, request, prompts.tensors(), prompts.bytes, before, found, request.logprobs,
+            response_id,
+        )  # fmt: skip
 
     def _chat(self, connection: OpenAiConnection, head: OpenAiHead, request: ChatRequest, config: Any) -> None:
         model = models.language_model(request.model, config)
@@ -129,7 +135,8 @@ class OpenAiRequests:
         found = ChatFormat(response_id, int(time.time()), request.model, top, _shows_usage(request))
 
         def generate(tensors: list[Any]) -> None:
-            self._generate(connection, head, model, request, [tensors], [""], found, top, response_id)
+            size = sum([spec.size for spec in tensors])
+            self._generate(connection, head, model, request, iter([tensors]), size, [None], found, top, response_id)
 
         if MESSAGES in model.inputs:
             generate(inputs.chat_tensors(model, request))
@@ -158,21 +165,39 @@ class OpenAiRequests:
 
     def _generate(
         self, connection: OpenAiConnection, head: OpenAiHead, model: LanguageModel, request: Sampling,
-        prompts: list[list[Any]], before: list[str], found: ResponseFormat, logprobs: int | None, response_id: str,
+        prompts: Iterator[list[InputPlan]], prompt_bytes: int, before: list[Echo | None], found: ResponseFormat,
+        logprobs: int | None, response_id: str,
     ) -> None:  # fmt: skip
-        stream, shows_usage = bool(request.stream), _shows_usage(request)
-        sampling = inputs.sampling_of(model, request, logprobs)
-        flags = inputs.wanted_flags(model, stream, shows_usage or not stream, logprobs is not None)
+        """`prompts`: the tensors of each prompt, `prompt_bytes` in total."""
+        stream, shows_usage, n = bool(request.stream), _shows_usage(request), request.n or 1
         options = bodies.request_options(response_id, request)
-        together, apart = (request.n or 1, 1) if MESSAGES in model.inputs else (1, request.n or 1)
-        plans = [
-            inputs.request_plan(model, tensors, inputs.one_choice(sampling, number, apart), options, flags)
-            for tensors in prompts
-            for number in range(apart)
-        ]
-        texts = [text for text in before for _ in range(apart)]
+        together, apart = (n, 1) if MESSAGES in model.inputs else (1, n)
+        sampling = inputs.SamplingInputs(model, inputs.sampling_of(model, request, logprobs), options, apart)
+        names = inputs.wanted_flags(model, stream, shows_usage or not stream, logprobs is not None)
+        echoed = n * prompt_bytes if any(before) else 0
+        _hold(connection, len(before) * apart, apart * prompt_bytes + len(before) * apart * sampling.bytes, echoed)
+        plans = self._plans(prompts, sampling, inputs.flag_tensors(model, names), apart)
         generation = Generation(connection, head, self._sender, model.name, found, stream, shows_usage)
-        generation.begin(plans, texts, together, apart)
+        generation.begin(plans, [echo for echo in before for _ in range(apart)], together, apart)
+
+    def _plans(
+        self, prompts: Iterator[list[InputPlan]], sampling: SamplingInputs, flags: list[InputPlan], apart: int
+    ) -> Iterator[RequestPlan | None]:
+        """The requests to the model, each made when it is sent. They share the memory of equal tensors. None: see
+        `Planned`."""
+        placed = self._sender.placed_tensors
+        shared = None if sampling.differ else (yield from placed(sampling.tensors(0)))
+        made = 0
+        for prompt in prompts:
+            tensors = yield from placed(prompt)
+            made += sum([spec.size for spec in tensors])
+            for number in range(apart):
+                own = (yield from placed(sampling.tensors(number))) if shared is None else shared
+                made += sampling.bytes if sampling.is_copied else 0
+                if made > COPY_BYTES:
+                    made = 0
+                    yield None
+                yield RequestPlan((*tensors, *own, *flags), 0, sampling.options(number))
 
     # ------------------------------------------------------------------------------------ embeddings
 
@@ -184,6 +209,20 @@ class OpenAiRequests:
                 "input", f"model '{model.name[:80]}' takes no token ids for embeddings; send the text instead"
             )
         Embeddings(connection, head, self._sender, model, request, texts).begin()
+
+
+def _hold(connection: OpenAiConnection, requests: int, size: int, echoed: int) -> None:
+    """Counts what a request becomes, before any of it is made: `size` bytes for the model and `echoed` bytes for the
+    client."""
+    if size + echoed <= SLICE_BYTES:
+        return
+    try:
+        connection.hold(size + echoed)
+    except Unavailable as error:
+        raise ShareExceeded(
+            f"{requests} requests to the model have {size} bytes of prompts and sampling parameters, and the response "
+            f"{echoed} bytes of prompts, which is too much: {error}"
+        ) from None
 
 
 def _shows_usage(request: Sampling) -> bool:

@@ -17,12 +17,16 @@ from datetime import datetime
 from inspect import isawaitable
 from typing import Any
 
+import msgspec
+
 from shmserve.errors import InvalidRequest, Unavailable, Unsupported
 from shmserve.extras import install_command
+from shmserve.gateway.kserve.json_scan import commas_of
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.caller_shares import ShareExceeded
-from shmserve.gateway.limits.turns import SlicedWork
+from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
+from shmserve.gateway.openai.bodies import VALUES
 from shmserve.gateway.openai.errors import BadParameter
 
 INPUT_BYTES = 4 << 20
@@ -71,7 +75,7 @@ class ChatTemplates:
                 f"this client (--connection-share, --address-share) of {budget.limit}; retry later"
             ) from None
         try:
-            return (yield from self._renderer.render(template, values))
+            return (yield from self._renderer.render(template, (yield from with_objects(values))))
         finally:
             account.used()
 
@@ -237,7 +241,7 @@ def template_values(
     parameters: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
     """The variables of a template. `arguments`: those that the client sets. `parameters`: those of the model's
-    configuration."""
+    configuration. The parts of a message are joined to one text, as templates expect."""
     special = {name: parameters[name] for name in _SPECIAL if name in parameters}
     return {
         **special,
@@ -249,15 +253,9 @@ def template_values(
 
 
 def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its parts joined to one text, and the arguments of tool calls as objects: templates expect
-    both."""
-    changed = dict(message)
-    if type(message.get("content")) is list:
-        changed["content"] = "\n".join([_part(number, part) for part in message["content"]])
-    calls = message.get("tool_calls")
-    if type(calls) is list:
-        changed["tool_calls"] = [_call_with_object(call) for call in calls]
-    return changed
+    if type(message.get("content")) is not list:
+        return message
+    return {**message, "content": "\n".join([_part(number, part) for part in message["content"]])}
 
 
 def _part(number: int, part: Any) -> str:
@@ -267,11 +265,40 @@ def _part(number: int, part: Any) -> str:
     raise BadParameter(f"messages[{number}].content", f"'messages[{number}].content' has a part that is not a text")
 
 
-def _call_with_object(call: Any) -> Any:
+def with_objects(values: dict[str, Any]) -> SlicedWork[dict[str, Any]]:
+    """The variables with the arguments of tool calls as objects, as templates expect. Invariant: the values in them are
+    counted before they are decoded, as they are in the JSON of a request."""
+    messages, count = [], 0
+    for message in values.get("messages", ()):
+        calls = message.get("tool_calls")
+        if type(calls) is list:
+            changed = []
+            for call in calls:
+                text = _arguments_of(call)
+                if text is not None:
+                    count += 1 + (text.count(b",") if len(text) <= SLICE_BYTES else (yield from commas_of(text)))
+                    if count > VALUES:
+                        raise BadParameter(
+                            "messages", f"the arguments of tool calls have {count} values; the limit is {VALUES}"
+                        )
+                    call = _with_object(call, text)
+                changed.append(call)
+            message = {**message, "tool_calls": changed}
+        messages.append(message)
+    return {**values, "messages": messages}
+
+
+def _arguments_of(call: Any) -> bytes | None:
     function = call.get("function") if type(call) is dict else None
     if type(function) is not dict or type(function.get("arguments")) is not str:
-        return call
+        return None
+    text: str = function["arguments"]
+    return text.encode(errors="replace")
+
+
+def _with_object(call: dict[str, Any], text: bytes) -> dict[str, Any]:
+    """The call with its arguments decoded, if they are valid JSON."""
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (ValueError, RecursionError):
+        return {**call, "function": {**call["function"], "arguments": msgspec.json.decode(text)}}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return call

@@ -7,13 +7,17 @@ is split between two parts is joined.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from shmserve.errors import ModelFailed
-from shmserve.gateway.kserve.answers import Held, joined
+from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.gateway.kserve.answers import Buffer, Held, joined, size_of
+from shmserve.gateway.kserve.json_scan import JsonScan
+from shmserve.gateway.kserve.json_tensors import joined_in_slices
+from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES
 from shmserve.gateway.openai import models
 from shmserve.gateway.openai.models import TEXT, TOOL_CALLS
 
@@ -34,6 +38,15 @@ class Delta(Struct):
     tool_calls: list[Any] | None = None
 
 
+class _More(Struct):
+    """What a part has for one choice besides its text, not decoded yet."""
+
+    finish: Buffer = b""
+    logprobs: Buffer = b""
+    ids: Buffer | list[int] = b""
+    tool_calls: Buffer = b""
+
+
 class Usage(Struct):
     """Number of tokens; None: the model does not count them."""
 
@@ -51,51 +64,107 @@ class PartReader:
         self._cut: dict[int, codecs.IncrementalDecoder] = {}
         """Choice -> the decoder that holds the beginning of a character."""
 
-    def deltas(self, part: Held) -> list[Delta]:
-        tensors = {
-            tensor.name: (tensor.dtype, joined(buffers))
-            for tensor, buffers in zip(part.reply.outputs, part.buffers, strict=True)
-        }
-        text = tensors.get(TEXT)
+    def deltas(self, part: Held) -> Iterator[tuple[int, Delta] | None]:
+        """The choices and what the part adds to them. The deltas of a large choice are several, each with as much as a
+        slice can process. None: the end of a slice."""
+        tensors: dict[str, tuple[str, Buffer]] = {}
+        for tensor, buffers in zip(part.reply.outputs, part.buffers, strict=True):
+            if size_of(buffers) > COPY_BYTES:
+                data: Buffer = yield from joined_in_slices(buffers)
+            else:
+                data = joined(buffers)
+            tensors[tensor.name] = tensor.dtype, data
+        text = tensors.pop(TEXT, None)
         if text is None:
             raise ModelFailed(f"model '{self._model}' returned no output '{TEXT}'")
-        texts = self._strings(TEXT, text)
-        deltas = [Delta(self._decoded(index, raw)) for index, raw in enumerate(texts)]
-        if len(tensors) > 1:
-            self._add(deltas, tensors)
-        return deltas
+        size = 0
+        more = self._more(tensors) if tensors else None
+        for index, raw in enumerate(self._strings(TEXT, text)):
+            added = len(raw) if more is None else len(raw) + len(more[index].logprobs)
+            if added <= SLICE_BYTES:
+                delta = Delta(self._decoded(index, raw))
+                if more is not None:
+                    self._add(delta, more[index])
+                yield index, delta
+            else:
+                yield from self._large(index, raw, None if more is None else more[index])
+            size += added
+            if size > SLICE_BYTES:
+                size = 0
+                yield None
 
-    def _add(self, deltas: list[Delta], tensors: dict[str, tuple[str, bytes]]) -> None:
+    def _large(self, index: int, raw: Buffer, more: _More | None) -> Iterator[tuple[int, Delta] | None]:
+        for at in range(0, len(raw), SLICE_BYTES):
+            yield index, Delta(self._decoded(index, raw[at : at + SLICE_BYTES]))
+            yield None
+        last = Delta("")
+        if more is not None:
+            ids, at = self._ids(more), 0
+            if len(more.logprobs) > SLICE_BYTES:
+                for tokens in self._tokens(more.logprobs):
+                    end = at + len(tokens)
+                    yield index, Delta("", None, tokens, None if ids is None else ids[at:end])
+                    at = end
+                    yield None
+                more.logprobs, more.ids = b"", b""
+            self._add(last, more)
+        yield index, last
+
+    def _tokens(self, raw: Buffer) -> Iterator[list[Any]]:
+        """A long JSON list of objects, decoded in slices."""
+        begin = 1
+        try:
+            for chunk in JsonScan(memoryview(raw), 0, len(raw)).slices():
+                ends = chunk.brackets[(chunk.depths == 1) & (chunk.steps < 0)]
+                end = chunk.at + int(ends[-1]) + 1 if len(ends) else begin
+                found = _json.decode(b"[%b]" % bytes(raw[begin:end]).lstrip(b", \t\r\n"))
+                begin = end
+                yield found
+            if bytes(raw[:1]) == b"[" and bytes(raw[begin:]).strip() == b"]":
+                return
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidRequest):
+            pass
+        raise ModelFailed(f"output 'logprobs' of model '{self._model}' is not a JSON list of objects")
+
+    def _more(self, tensors: dict[str, tuple[str, Buffer]]) -> list[_More]:
+        """What the other outputs have for each choice; adds the numbers of tokens."""
+        found = [_More() for _ in range(self._count)]
         for name, tensor in tensors.items():
             match name:
                 case "finish_reason":
-                    for delta, raw in zip(deltas, self._strings(name, tensor), strict=True):
-                        delta.finish = None if raw in _NOT_FINISHED else raw.decode(errors="replace")
+                    for one, raw in zip(found, self._strings(name, tensor), strict=True):
+                        one.finish = raw
                 case "logprobs":
-                    for delta, raw in zip(deltas, self._strings(name, tensor), strict=True):
-                        delta.logprobs = self._list(name, raw)
+                    for one, raw in zip(found, self._strings(name, tensor), strict=True):
+                        one.logprobs = raw
                 case "tool_calls":
-                    for delta, raw in zip(deltas, self._strings(name, tensor), strict=True):
-                        delta.tool_calls = self._list(TOOL_CALLS, raw)
-                case "token_ids":
-                    self._add_token_ids(deltas, tensor)
+                    for one, raw in zip(found, self._strings(name, tensor), strict=True):
+                        one.tool_calls = raw
+                case "token_ids" if tensor[0] == "BYTES":
+                    for one, raw in zip(found, self._strings(name, tensor), strict=True):
+                        one.ids = raw
+                case "token_ids" if self._count == 1:
+                    found[0].ids = self._numbers(name, tensor)
                 case models.INPUT_TOKENS:
                     self.usage.prompt = sum(self._numbers(name, tensor))
                 case "num_output_tokens":
                     self.usage.completion = (self.usage.completion or 0) + sum(self._numbers(name, tensor))
+        return found
 
-    def _add_token_ids(self, deltas: list[Delta], tensor: tuple[str, bytes]) -> None:
-        """The tensor has numbers if there is one choice, else a JSON list for each choice."""
-        if tensor[0] == "BYTES":
-            for delta, text in zip(deltas, self._strings("token_ids", tensor), strict=True):
-                delta.token_ids = self._list("token_ids", text)
-        elif len(deltas) == 1:
-            deltas[0].token_ids = self._numbers("token_ids", tensor)
+    def _add(self, delta: Delta, more: _More) -> None:
+        if more.finish not in _NOT_FINISHED:
+            delta.finish = str(more.finish, "utf-8", "replace")
+        delta.logprobs = self._list("logprobs", more.logprobs)
+        delta.token_ids = self._ids(more)
+        delta.tool_calls = self._list(TOOL_CALLS, more.tool_calls)
 
-    def _decoded(self, index: int, raw: bytes) -> str:
+    def _ids(self, more: _More) -> list[int] | None:
+        return more.ids if isinstance(more.ids, list) else self._list("token_ids", more.ids)
+
+    def _decoded(self, index: int, raw: Buffer) -> str:
         if index not in self._cut:
             try:
-                return raw.decode()
+                return str(raw, "utf-8")
             except UnicodeDecodeError:
                 self._cut[index] = _decoder("replace")
         decoder = self._cut[index]
@@ -104,9 +173,12 @@ class PartReader:
             del self._cut[index]
         return text
 
-    def _strings(self, name: str, tensor: tuple[str, bytes]) -> list[bytes]:
+    def _strings(self, name: str, tensor: tuple[str, Buffer]) -> list[Buffer]:
         dtype, raw = tensor
-        found, at = [], 0
+        if len(raw) > SLICE_BYTES:
+            raw = memoryview(raw)  # slicing a view does not copy
+        found: list[Buffer] = []
+        at = 0
         while dtype == "BYTES" and at < len(raw):
             begin = at + 4
             at = begin + int.from_bytes(raw[at:begin], "little")
@@ -118,7 +190,7 @@ class PartReader:
             )
         return found
 
-    def _list(self, name: str, raw: bytes) -> list[Any] | None:
+    def _list(self, name: str, raw: Buffer) -> list[Any] | None:
         if raw in _NOT_FINISHED:
             return None
         try:
@@ -129,7 +201,7 @@ class PartReader:
             raise ModelFailed(f"output '{name}' of model '{self._model}' is not a JSON list")
         return found
 
-    def _numbers(self, name: str, tensor: tuple[str, bytes]) -> list[int]:
+    def _numbers(self, name: str, tensor: tuple[str, Buffer]) -> list[int]:
         dtype, raw = tensor
         size = _SIZES.get(dtype)
         if size is None:

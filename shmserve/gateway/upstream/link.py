@@ -18,7 +18,7 @@ from shmserve.errors import Internal, InvalidRequest, ServeError, Unavailable, U
 from shmserve.gateway.kserve.answers import Buffer, Held
 from shmserve.gateway.limits.backlog import InputBacklog
 from shmserve.gateway.limits.caller_shares import ShareBounds, Shares
-from shmserve.gateway.limits.turns import JobTurns, ReadTurns
+from shmserve.gateway.limits.turns import COPY_BYTES, JobTurns, ReadTurns, SlicedWork
 from shmserve.gateway.upstream.receive import Room
 from shmserve.protocol.messages import INLINE_BYTES, Fail, Infer, Part, Reply, Tensor
 from shmserve.session import Session, Ticket
@@ -142,6 +142,26 @@ class Inputs:
 def allocate(memory: SessionMemory, size: int) -> Array:
     """Allocates bytes that workers can read; they are freed with the array. Unavailable: the arena is full."""
     return memory.empty((size,), _BYTE)
+
+
+def placed_in_slices(memory: SessionMemory, data: Piece) -> SlicedWork[Piece]:
+    """Copies a large input to memory that workers can read, so that sending it, also in several requests, copies
+    nothing. Returns `data` if it is sent inline or has been copied already; or if the arena is full, which is for the
+    request to report."""
+    size = len(data)
+    if size <= INLINE_BYTES or isinstance(data, np.ndarray):
+        return data
+    try:
+        array = memory.empty((size,), _BYTE, cold=True)
+        for at in range(0, size, COPY_BYTES):
+            end = min(at + COPY_BYTES, size)
+            memory.warm(array, at, end)
+            array[at:end] = memoryview(data)[at:end]
+            if end < size:
+                yield
+    except Unavailable:
+        return data
+    return array
 
 
 PARTIAL_SHARE = 0.5

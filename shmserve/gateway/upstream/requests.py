@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from shmserve.errors import Internal, ServeError
 from shmserve.gateway.auth.header_forwarding import merged
 from shmserve.gateway.kserve.answers import Held
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.limits.caller_shares import Creditor, Payer, release
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import BrokerQuery
-from shmserve.gateway.upstream.link import GatewayLink, Inputs, Piece, allocate
+from shmserve.gateway.upstream.link import GatewayLink, Inputs, Piece, allocate, placed_in_slices
 from shmserve.gateway.upstream.regions import Region, Regions
 from shmserve.protocol.messages import INLINE_BYTES, Reply
 from shmserve.session import WINDOW, StreamTicket, Ticket
@@ -196,7 +199,7 @@ class RequestSender:
         """The bytes of an input from the JSON or from a region, or the part of the region that workers read in
         place."""
         if spec.place is None:
-            return spec.data or b""
+            return b"" if spec.data is None else spec.data
         region = self.regions.find(spec.place)
         part = region.part(spec.place)
         if part is not None:
@@ -206,6 +209,23 @@ class RequestSender:
         target: Piece = bytearray(size) if size <= INLINE_BYTES else allocate(self.link.session.memory, size)
         region.read_into(spec.place, target)
         return target
+
+    def placed(self, pieces: Sequence[Piece]) -> SlicedWork[list[Piece]]:
+        """Copies large inputs to memory that workers can read, in slices."""
+        placed = []
+        for piece in pieces:
+            placed.append(piece if isinstance(piece, RegionPart) else (yield from self._placed(piece)))
+        return placed
+
+    def placed_tensors(self, specs: Sequence[InputPlan]) -> SlicedWork[list[InputPlan]]:
+        placed = []
+        for spec in specs:
+            data: Any = None if spec.data is None else (yield from self._placed(spec.data))
+            placed.append(spec if data is spec.data else replace(spec, data=data))
+        return placed
+
+    def _placed(self, piece: Piece) -> SlicedWork[Piece]:
+        return placed_in_slices(self.link.session.memory, piece)
 
     def output_regions(self, plan: RequestPlan) -> dict[str, Region | DeviceRegion] | None:
         """The regions that outputs are written to."""

@@ -124,14 +124,14 @@ def _openai(action: str, body: bytes) -> None:
     model = models.language_model("m", _LANGUAGE_MODEL)
     if action == "completions":
         completion = openai_bodies.completion(body)
-        prompts, _ = inputs.prompt_tensors(model, completion)
+        for _ in inputs.Prompts(model, completion).tensors():
+            pass
         sampling = inputs.sampling_of(model, completion, completion.logprobs)
-        inputs.request_plan(model, prompts[0], sampling, openai_bodies.request_options("1", completion), [])
+        inputs.SamplingInputs(model, sampling, openai_bodies.request_options("1", completion), 1).tensors(0)
     elif action == "chat_completions":
         chat = openai_bodies.chat(body)
-        inputs.request_plan(
-            model, inputs.chat_tensors(model, chat), inputs.sampling_of(model, chat, None), RequestOptions("1"), []
-        )
+        inputs.chat_tensors(model, chat)
+        inputs.SamplingInputs(model, inputs.sampling_of(model, chat, None), RequestOptions("1"), 2).options(1)
         values = templates.template_values(chat.messages, chat.tools, inputs.template_arguments(chat), model.parameters)
         _RENDERER.render(_TEMPLATE, values)
     else:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.errors import BY_CODE, InvalidRequest, NotFound, ServeError, Unsupported
-from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, options_of
+from shmserve.gateway.kserve.plans import InputPlan, RequestOptions
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.openai import bodies, errors, inputs, models
 from shmserve.gateway.openai.errors import BadParameter
@@ -83,8 +83,8 @@ def test_invalid_completions(change: dict[str, Any], param: str, text: str) -> N
 
 def complete(document: dict[str, Any]) -> Any:
     request = bodies.completion(json.dumps(document).encode())
-    prompts, texts = inputs.prompt_tensors(TALK, request)
-    return prompts, texts, inputs.sampling_of(TALK, request, request.logprobs)
+    prompts = inputs.Prompts(TALK, request)
+    return list(prompts.tensors()), prompts.texts, inputs.sampling_of(TALK, request, request.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -132,23 +132,39 @@ def test_prompts_and_parameters_become_tensors() -> None:
     assert (prompt.name, prompt.dtype, prompt.shape, prompt.data) == ("text_input", "BYTES", (1,), b"\3\0\0\0h\xc3\xa9")
     assert second.data == bytes(4)
     assert texts == ["h\u00e9", ""]
-    plan = inputs.request_plan(TALK, [prompt], {"n": 2}, options_of("id", {}), ["stream", "return_logprobs"])
-    assert [one.name for one in plan.inputs] == ["text_input", "sampling_parameters", "stream"]
-    assert plan.inputs[1].data == b'\x07\0\0\0{"n":2}'
-    assert plan.inputs[2].data == b"\1"
-    assert plan.options.id == "id"
+    sampling = inputs.SamplingInputs(TALK, {"n": 2}, RequestOptions("id"), 1)
+    (parameters,) = sampling.tensors(0)
+    assert (parameters.name, parameters.data) == ("sampling_parameters", b'\x07\0\0\0{"n":2}')
+    assert sampling.options(0) == RequestOptions("id")
+    (flag,) = inputs.flag_tensors(TALK, ["stream", "return_logprobs"])
+    assert (flag.name, flag.data) == ("stream", b"\1")
+
+
+def test_each_separate_choice_has_another_seed() -> None:
+    sampling = inputs.SamplingInputs(TALK, {"n": 3, "seed": 5, "top_k": 1}, RequestOptions(), 3)
+    found = [json.loads(bytes(sampling.tensors(number)[0].data[4:])) for number in range(3)]  # type: ignore[index]
+    assert found == [{"top_k": 1, "seed": 5 + number} for number in range(3)]
+    only_seed = inputs.SamplingInputs(TALK, {"n": 2, "seed": 5}, RequestOptions(), 2)
+    assert only_seed.tensors(1)[0].data == b'\x0a\0\0\0{"seed":6}'
+    bare = models.language_model("m", config("text_input"))
+    assert inputs.SamplingInputs(bare, {"n": 2, "seed": 5}, RequestOptions(), 2).options(1).parameters == {"seed": 6}
+
+
+def test_large_sampling_parameters_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="have 1048584 bytes of JSON; the limit is 1048576"):
+        inputs.SamplingInputs(TALK, {"x": "y" * (1 << 20)}, RequestOptions(), 1)
 
 
 def test_fields_without_an_input_become_request_options_or_parameters() -> None:
     model = models.language_model("m", config("text_input"))
     request = bodies.completion(b'{"model": "m", "prompt": "a", "priority": 2, "timeout": 5, "temperature": 0.5}')
-    prompts, _ = inputs.prompt_tensors(model, request)
     options = bodies.request_options("id", request)
-    found = inputs.request_plan(model, prompts[0], inputs.sampling_of(model, request, None), options, [])
-    assert found.options == RequestOptions("id", 2, parameters={"timeout": 5, "temperature": 0.5})
+    sampling = inputs.SamplingInputs(model, inputs.sampling_of(model, request, None), options, 1)
+    assert sampling.tensors(0) == []
+    assert sampling.options(0) == RequestOptions("id", 2, parameters={"timeout": 5, "temperature": 0.5})
     for wrong, text in (({"triton_x": 1}, "reserved"), ({"x": [1]}, "which 'x' needs"), ({"x": 2**64}, "64 bits")):
         with pytest.raises(InvalidRequest, match=text):
-            inputs.request_plan(model, prompts[0], wrong, options, [])
+            inputs.SamplingInputs(model, wrong, options, 1).options(0)
 
 
 def test_token_ids_and_batches() -> None:
@@ -156,8 +172,8 @@ def test_token_ids_and_batches() -> None:
     given["input"][1]["dims"] = ["-1"]
     model = models.language_model("m", given)
     request = bodies.completion(b'{"model": "m", "prompt": [[1, 2, 3]]}')
-    ((empty, ids),), texts = inputs.prompt_tensors(model, request)
-    assert (empty.shape, empty.data, texts) == ((1, 1), bytes(4), [])
+    ((empty, ids),) = inputs.Prompts(model, request).tensors()
+    assert (empty.shape, empty.data) == ((1, 1), bytes(4))
     assert (ids.shape, ids.data) == ((1, 3), np.array([1, 2, 3]).tobytes())
 
 
@@ -314,9 +330,8 @@ def tensors_of(document: dict[str, Any]) -> list[InputPlan]:
     if "messages" in document and "prompt" not in document and "input" not in document:
         chat = bodies.chat(text)
         sampling = inputs.sampling_of(TALK, chat, 1)
-        return list(
-            inputs.request_plan(TALK, inputs.chat_tensors(TALK, chat), sampling, RequestOptions("1"), []).inputs
-        )
+        own = inputs.SamplingInputs(TALK, sampling, RequestOptions("1"), 1).tensors(0)
+        return [*inputs.chat_tensors(TALK, chat), *own]
     if "input" not in document:
         return [tensor for tensors in complete(document)[0] for tensor in tensors]
     texts, ids = bodies.texts_or_tokens("input", bodies.embedding(text).input, bodies.TEXTS)

@@ -44,7 +44,9 @@ class Client:
     def watch(self, viewer: Any, resume: Any = None) -> None:
         self.viewer = viewer
 
-    def work(self, work: Any, then: Any) -> None:
+    def hold(self, size: int) -> None: ...
+
+    def work(self, work: Any, then: Any, failed: Any = None) -> None:
         try:
             then(finished(work))
         except ServeError as error:

@@ -15,13 +15,17 @@ from hypothesis import strategies as st
 from shmserve.dtypes import to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
 from shmserve.gateway.kserve.answers import Buffer, Held
-from shmserve.gateway.kserve.plans import RequestOptions, RequestPlan
-from shmserve.gateway.openai import logprobs
-from shmserve.gateway.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, ResponseFormat
+from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
+from shmserve.gateway.limits.caller_shares import ShareExceeded, Shares
+from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, JobTurns, SlicedWork
+from shmserve.gateway.openai import bodies, logprobs
+from shmserve.gateway.openai.formats import DONE, ChatFormat, Choice, CompletionFormat, Echo, ResponseFormat
 from shmserve.gateway.openai.generation import AT_ONCE, Generation
+from shmserve.gateway.openai.requests import OpenAiRequests
 from shmserve.gateway.openai.texts import Delta, PartReader, Usage
 from shmserve.gateway.openai.tool_calls import ToolCalls
 from shmserve.protocol.messages import Part, Tensor
+from tests.support.gateway.manual_loop import ManualLoop
 from tests.support.hypothesis_profiles import examples
 
 
@@ -44,34 +48,61 @@ def part(dtype: str = "UINT32", /, **outputs: list[bytes] | list[int]) -> Held:
 # ---------------------------------------------------------------------------------------- parts
 
 
+def added(reader: PartReader, part: Held) -> list[Delta]:
+    """What a small part adds to each choice."""
+    found = [one for one in reader.deltas(part) if one is not None]
+    assert [index for index, _ in found] == list(range(len(found)))
+    return [delta for _, delta in found]
+
+
+def test_a_large_part_is_read_in_slices() -> None:
+    """Each delta has as much as a slice may process, and after each the others get a turn."""
+    text, tokens = "é" * 200_000, [{"5": {"logprob": -1.0, "decoded_token": "é"}}] * 20_000
+    large = part(
+        text_output=[text.encode(), b"b"], logprobs=[json.dumps(tokens).encode(), b"[]"], finish_reason=[b"stop", b""],
+        token_ids=[json.dumps([5] * 20_000).encode(), b"[]"],
+    )  # fmt: skip
+    found = list(PartReader("m", 2).deltas(large))
+    deltas = [delta for index, delta in filter(None, found) if index == 0]
+    assert max(len(delta.text.encode()) for delta in deltas) <= SLICE_BYTES + 3
+    assert max(len(delta.logprobs or ()) for delta in deltas) <= SLICE_BYTES // 40
+    assert found.count(None) >= (len(text.encode()) + len(json.dumps(tokens))) // SLICE_BYTES
+    assert "".join(delta.text for delta in deltas) == text
+    assert list(itertools.chain.from_iterable(delta.logprobs or () for delta in deltas)) == tokens
+    assert sum(len(delta.token_ids or ()) for delta in deltas) == 20_000
+    assert [delta.finish for delta in deltas if delta.finish] == ["stop"]
+    with pytest.raises(ModelFailed, match="is not a JSON list"):
+        list(PartReader("m", 1).deltas(part(text_output=[b""], logprobs=[json.dumps(tokens).encode()[:-1]])))
+
+
 def test_a_part() -> None:
     reader = PartReader("m", 2)
     entries = [[{"5": {"logprob": -1.0}}], []]
-    first, second = reader.deltas(part(
+    first, second = added(reader, part(
         text_output=[b"a", b""], finish_reason=[b"None", b"stop"], num_input_tokens=[7], num_output_tokens=[1, 0],
         logprobs=[json.dumps(one).encode() for one in entries], tool_calls=[b"null", b'[{"id": "1"}]'],
     ))  # fmt: skip
     assert first == Delta("a", None, entries[0], None, None)
     assert second == Delta("", "stop", [], None, [{"id": "1"}])
-    reader.deltas(part(text_output=[b"a", b"b"], num_input_tokens=[7], num_output_tokens=[2, 1]))
+    added(reader, part(text_output=[b"a", b"b"], num_input_tokens=[7], num_output_tokens=[2, 1]))
     assert reader.usage == Usage(7, 4)
 
 
 @pytest.mark.parametrize("dtype", ["UINT16", "INT32", "UINT32", "INT64"])
 def test_types_of_numbers(dtype: str) -> None:
     reader = PartReader("m", 2)
-    reader.deltas(part(dtype, text_output=[b"a", b"b"], num_input_tokens=[300], num_output_tokens=[3, 4]))
+    added(reader, part(dtype, text_output=[b"a", b"b"], num_input_tokens=[300], num_output_tokens=[3, 4]))
     assert reader.usage == Usage(300, 7)
-    (delta,) = PartReader("m", 1).deltas(part(dtype, text_output=[b"a"], token_ids=[5, 300]))
+    (delta,) = added(PartReader("m", 1), part(dtype, text_output=[b"a"], token_ids=[5, 300]))
     assert delta.token_ids == [5, 300]
     with pytest.raises(ModelFailed, match="output 'num_input_tokens' of model 'm' has the type FP32"):
-        reader.deltas(part("FP32", text_output=[b"a", b"b"], num_input_tokens=[300]))
+        added(reader, part("FP32", text_output=[b"a", b"b"], num_input_tokens=[300]))
 
 
 def test_token_ids() -> None:
-    (delta,) = PartReader("m", 1).deltas(part(text_output=[b"ab"], token_ids=[5, 6]))
+    (delta,) = added(PartReader("m", 1), part(text_output=[b"ab"], token_ids=[5, 6]))
     assert delta.token_ids == [5, 6]
-    first, second = PartReader("m", 2).deltas(part(text_output=[b"a", b"b"], token_ids=[b"[5]", b"[6, 7]"]))
+    first, second = added(PartReader("m", 2), part(text_output=[b"a", b"b"], token_ids=[b"[5]", b"[6, 7]"]))
     assert (first.token_ids, second.token_ids) == ([5], [6, 7])
 
 
@@ -83,14 +114,14 @@ def test_characters_split_between_parts_are_joined(text: str, cuts: list[int]) -
     reader = PartReader("m", 2)
     found = ["", ""]
     for begin, end in itertools.pairwise(places):
-        deltas = reader.deltas(part(text_output=[raw[begin:end], b"x"]))
+        deltas = added(reader, part(text_output=[raw[begin:end], b"x"]))
         found = [so_far + delta.text for so_far, delta in zip(found, deltas, strict=True)]
     assert found == [text, "x" * (len(places) - 1)]
 
 
 def test_invalid_utf8_is_replaced() -> None:
     reader = PartReader("m", 1)
-    assert [reader.deltas(part(text_output=[raw]))[0].text for raw in (b"a\xff", b"\xc3", b"b")] == [
+    assert [added(reader, part(text_output=[raw]))[0].text for raw in (b"a\xff", b"\xc3", b"b")] == [
         "a\ufffd",
         "",
         "\ufffdb",
@@ -111,13 +142,13 @@ def test_invalid_utf8_is_replaced() -> None:
 )
 def test_invalid_parts_are_an_error_of_the_model(outputs: dict[str, Any], text: str) -> None:
     with pytest.raises(ModelFailed, match=text):
-        PartReader("m", 2).deltas(part(**outputs))
+        added(PartReader("m", 2), part(**outputs))
 
 
 def test_a_string_that_is_longer_than_its_tensor() -> None:
     held = Held(Part(1, 1, (Tensor("text_output", "BYTES", (1,), b""),)), [[b"\xff\0\0\0a"]])
     with pytest.raises(ModelFailed):
-        PartReader("m", 1).deltas(held)
+        added(PartReader("m", 1), held)
 
 
 # ---------------------------------------------------------------------------------------- log probabilities
@@ -198,7 +229,7 @@ def test_the_chunks_add_up_to_the_whole_response(
     assert all(("usage" in chunk) == shows_usage for chunk in chunks)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert {choice["index"] for choice in choices} == {1}
-    (answer,) = json.loads(found.whole([whole], Usage(1, 2)))["choices"]
+    (answer,) = json.loads(b"".join(found.whole([whole], Usage(1, 2))))["choices"]
     if kind is ChatFormat:
         assert choices[0]["delta"] == {"role": "assistant", "content": ""}
         assert "".join(choice["delta"].get("content", "") for choice in choices) == answer["message"]["content"]
@@ -214,13 +245,33 @@ def test_text_beside_tool_calls() -> None:
     (last,) = chunks[-1]["choices"]
     assert (last["delta"]["content"], last["finish_reason"]) == ("a", "tool_calls")
     found.add(choice, Delta("a", "stop"))
-    message = json.loads(found.whole([choice], Usage()))["choices"][0]["message"]
+    message = json.loads(b"".join(found.whole([choice], Usage())))["choices"][0]["message"]
     assert (message["content"], len(message["tool_calls"])) == ("a", 1)
+
+
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_log_probabilities_of_a_whole_response(kind: type[ResponseFormat]) -> None:
+    """They are encoded as they arrive. The result equals that of all tokens at once."""
+    found, choice = kind("id", 5, "m", 1, False), Choice()
+    entries = [{"5": {"logprob": -1.0 - index, "decoded_token": word}} for index, word in enumerate(("a", "bc", "d"))]
+    for some in (entries[:2], entries[2:]):
+        assert found.add(choice, Delta("x", logprobs=some)) > 0
+    (answer,) = json.loads(b"".join(found.whole([choice, Choice()], Usage())))["choices"][:1]
+    tokens = logprobs.tokens_of(Delta("", logprobs=entries), 1)
+    expected = logprobs.of_chat(tokens) if kind is ChatFormat else logprobs.of_completion(tokens, 0)
+    assert answer["logprobs"] == expected
+
+
+def test_choices_share_the_json_of_their_prompt() -> None:
+    found, echo = CompletionFormat("id", 5, "m", None, False), Echo("é" * 1000)
+    parts = found.whole([Choice(echo) for _ in range(100)], Usage())
+    assert sum(part is echo.json for part in parts) == 100
+    assert {choice["text"] for choice in json.loads(b"".join(parts))["choices"]} == {"é" * 1000}
 
 
 def test_unknown_usage_is_omitted() -> None:
     found = ChatFormat("id", 5, "m", None, True)
-    assert "usage" not in json.loads(found.whole([Choice()], Usage(1, None)))
+    assert "usage" not in json.loads(b"".join(found.whole([Choice()], Usage(1, None))))
     assert documents(found.usage_chunk(Usage()))[0]["usage"] is None
 
 
@@ -242,6 +293,11 @@ class Client:
         self.handed = 0
         self.viewer: Any = None
         self.resume: Any = None
+        self.held: list[int] = []
+        self.share = 1 << 30
+        self.loop = ManualLoop()
+        loop: Any = self.loop
+        self.jobs = JobTurns(loop)
         self.link = SimpleNamespace(session=self, send_soon=lambda: None, cancel=self.cancelled.append)
         self.outbox = SimpleNamespace(messages=[])
 
@@ -263,6 +319,14 @@ class Client:
         self.ended = True
         self.sent.append(last)
 
+    def work(self, work: Any, then: Any, failed: Any = None, party: Any = None) -> None:
+        self.jobs.run(work, then, failed or self.fail)
+
+    def hold(self, size: int) -> None:
+        self.held.append(size)
+        if sum(self.held) > self.share:
+            raise Unavailable("over the share")
+
     def fail(self, error: ServeError) -> None:
         assert self.error is None, "it has been answered"
         self.error = error
@@ -280,11 +344,11 @@ class Client:
         return ticket.hand_out()[0]
 
 
-def generation(client: Client, prompts: int, as_events: bool = True) -> None:
+def generation(client: Client, prompts: int, as_events: bool = True, echoes: list[Echo | None] | None = None) -> None:
     connection: Any = client
     head: Any = SimpleNamespace(token="", forwarded=None)
     made = Generation(connection, head, connection, "m", CompletionFormat("id", 5, "m", None, False), as_events, False)
-    made.begin([RequestPlan((), 0, RequestOptions())] * prompts, [""] * prompts, 1)
+    made.begin(iter([RequestPlan((), 0, RequestOptions())] * prompts), echoes or [None] * prompts, 1)
 
 
 def give(stream: Any, text: bytes, last: bool = False) -> None:
@@ -315,6 +379,114 @@ def test_a_client_that_does_not_read() -> None:
     assert client.sent[-1].endswith(b"}\n\n" + DONE)
     assert client.ended
     assert not client.cancelled
+
+
+VLLM: dict[str, Any] = {
+    "input": [
+        {"name": name, "data_type": "TYPE_STRING", "dims": ["1"]} for name in ("text_input", "sampling_parameters")
+    ],
+    "output": [{"name": "text_output", "data_type": "TYPE_STRING", "dims": ["-1"]}],
+}
+
+
+def planned(client: Client, size: int, **more: Any) -> list[RequestPlan]:
+    """The requests to the model that three prompts with two choices each become. `size`: of the sampling parameters."""
+    plans: list[RequestPlan] = []
+
+    def infer(payer: None, ticket: Any, model: str, version: str, plan: RequestPlan, *rest: Any) -> None:
+        plans.append(plan)
+
+    def placed(specs: list[InputPlan]) -> SlicedWork[list[InputPlan]]:
+        yield from ()
+        return specs
+
+    sender: Any = client
+    client.infer = infer  # type: ignore[method-assign]
+    client.link.shares = Shares()
+    sender.placed_tensors = placed
+    document = {"model": "m", "prompt": ["a", "b", "c"], "n": 2, "sampling_parameters": {"x": "y" * size}, **more}
+    request = bodies.completion(json.dumps(document).encode())
+    head: Any = SimpleNamespace(token="", forwarded=None)
+    OpenAiRequests(sender)._complete(sender, head, request, VLLM)
+    return plans
+
+
+def test_requests_share_their_sampling_parameters_and_prompts() -> None:
+    plans = planned(Client(), 1000)
+    assert len(plans) == 6
+    assert len({id(plan.inputs[1].data) for plan in plans}) == 1
+    assert len({id(plan.inputs[0].data) for plan in plans}) == 3
+
+
+def test_requests_with_large_inputs_of_their_own_are_made_in_turns() -> None:
+    client = Client()
+    plans = planned(client, COPY_BYTES // 2, seed=1)
+    assert len(plans) < 6
+    assert client.loop.run() >= 2
+    assert len(plans) == 6
+    assert len({id(plan.inputs[1].data) for plan in plans}) == 6
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True, "prompt": ["p" * 400_000, "q"]}])
+def test_what_a_request_becomes_is_counted_before_it_is_made(more: dict[str, Any]) -> None:
+    client = Client()
+    client.share = 700_000
+    with pytest.raises(ShareExceeded, match=r"requests to the model have \d+ bytes of prompts and sampling parameters"):
+        planned(client, 100 if more else 200_000, **more)
+    assert client.viewer is None, "nothing was sent"
+    assert client.held == [(4 * 400_001) + 4 * 108 if more else 6 * 200_008 + 6]
+
+
+def test_prompts_are_echoed_while_the_client_reads() -> None:
+    """An echo is an event of its own; the choices of a prompt share its JSON."""
+    client = Client()
+    generation(client, 2, echoes=[Echo("a" * (SLICE_BYTES + 1)), Echo("b")])
+    first, second = client.streams
+    client.writable = False
+    give(first, b"x")
+    give(second, b"y", True)
+    assert not client.sent
+    client.writable = True
+    client.resume()
+    client.loop.run()
+    give(first, b"", True)
+    assert sorted(said(client)) == sorted(["a" * (SLICE_BYTES + 1), "x", "b", "y", "", ""])
+    assert client.ended
+
+
+def test_a_large_part_is_taken_in_slices_in_order() -> None:
+    client = Client()
+    generation(client, 2)
+    first, second = client.streams
+    give(first, b"a" * (3 * SLICE_BYTES))
+    give(first, b"b")
+    give(second, b"c", True)
+    assert "".join(said(client)).count("a") < 3 * SLICE_BYTES, "the rest waits for its turns"
+    client.loop.run()
+    give(first, b"d", True)
+    assert "".join(said(client)).replace("c", "") == "a" * (3 * SLICE_BYTES) + "bd"
+    assert client.ended
+
+
+def test_a_client_that_disconnects_during_a_large_part() -> None:
+    client = Client()
+    generation(client, 1)
+    give(client.streams[0], b"a" * (3 * SLICE_BYTES), True)
+    client.viewer.disconnected()
+    before = len(client.sent)
+    client.loop.run()
+    assert len(client.sent) <= before + 1
+    assert not client.ended
+
+
+def test_a_response_that_exceeds_its_share_is_not_made() -> None:
+    client = Client()
+    client.share = 4 * SLICE_BYTES
+    generation(client, 1, as_events=False)
+    give(client.streams[0], b"a" * (20 * SLICE_BYTES), True)
+    client.loop.run()
+    assert isinstance(client.error, Unavailable)
+    assert sum(client.held) <= 6 * SLICE_BYTES
 
 
 def test_prompts_wait_for_room() -> None:

@@ -11,13 +11,13 @@ import pytest
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
-from shmserve.gateway.limits.turns import JobTurns
+from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns
 from shmserve.gateway.openai import templates
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.templates import ChatTemplates, TemplateRenderer, template_values
 from tests.support.gateway.language_models import ENDLESS
 from tests.support.gateway.manual_loop import ManualLoop
-from tests.support.gateway.sliced_work import finished
+from tests.support.gateway.sliced_work import finished, slices_of
 
 pytest.importorskip("jinja2")
 ADDRESS = "192.0.2.1"
@@ -25,7 +25,7 @@ ADDRESS = "192.0.2.1"
 
 def render(template: str, messages: list[dict[str, Any]], tools: Any = None, **arguments: Any) -> str:
     values = template_values(messages, tools, arguments, {"bos_token": "<s>", "other": "secret"})
-    return finished(TemplateRenderer().render(template, values))
+    return finished(ChatTemplates(Budget(1 << 30)).render(ADDRESS, template, values, 0))
 
 
 ROLES = """\
@@ -62,6 +62,16 @@ def test_values() -> None:
     ]  # fmt: skip
     assert (tools, escaped) == ('[\n {\n  "a": "é"\n }\n]', '"<&>"')
     assert messages[0]["content"] != "a\nb", "the request is not changed"
+
+
+def test_the_values_in_arguments_of_tool_calls_are_counted_before_they_are_decoded() -> None:
+    calls = [{"function": {"name": "f", "arguments": json.dumps([[]] * count)}} for count in (100_000, 31_073)]
+    with pytest.raises(BadParameter, match="have 131073 values; the limit is 131072"):
+        render("", [{"role": "assistant", "tool_calls": calls}])
+    values = template_values([{"role": "assistant", "tool_calls": calls[:1]}], None, {}, {})
+    assert values["messages"][0]["tool_calls"] == calls[:1], "not before the size of the messages is checked"
+    size = len(calls[0]["function"]["arguments"])
+    assert slices_of(templates.with_objects(values)) >= size // SLICE_BYTES
 
 
 @pytest.mark.parametrize("part", [{"type": "image_url"}, {"type": "text"}, {"type": "text", "text": 1}, "a", None])
