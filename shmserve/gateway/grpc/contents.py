@@ -15,7 +15,7 @@ from shmserve.gateway.grpc.messages import unreadable
 from shmserve.gateway.grpc.wire import LENGTH_DELIMITED, field_at, number_at, varint
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.json_tensors import contents_field, wrong_contents
-from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
+from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 
 AROUND_BYTES = 1 << 20
 """Maximum size of a request without its tensors."""
@@ -127,7 +127,9 @@ def _packed(name: str, dtype: str, field: str, data: memoryview, converted: byte
     if field in ("fp32_contents", "fp64_contents"):
         if len(data) % kind.itemsize:
             raise unreadable(_REQUEST)
-        converted += data
+        for at in range(0, len(data), COPY_BYTES):
+            converted += data[at : at + COPY_BYTES]
+            yield
         return
     wide = _WIDE.get(field, kind)
     at = 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.auth.access import EndpointAccess
@@ -15,7 +15,7 @@ from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices
 from shmserve.gateway.grpc.wire import ResponseEncoder, tensor_at
 from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.limits.turns import JobTurns
+from shmserve.gateway.limits.turns import JobTurns, SlicedWork
 from shmserve.gateway.upstream.link import GatewayLink, Piece, partial_room
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Regions
@@ -46,7 +46,7 @@ class Services:
         self.sender = RequestSender(link, regions)
         self.answers = ResponseEncoder()
         self.plan = RpcPlans().plan
-        self.plan_in_slices = partial(plan_in_slices, most=message_bytes)
+        self._message_bytes = message_bytes
         self.names = frozenset(("", INFERENCE, HEALTH))
         """Services whose health can be queried."""
         self.long_calls: set[LongCall] = set()
@@ -60,6 +60,12 @@ class Services:
     @property
     def turns(self) -> JobTurns:
         return self.link.turns
+
+    def plan_in_slices(self, head: bytes) -> SlicedWork[RpcPlan]:
+        """The typed contents are also copied to memory that workers can read."""
+        plan = yield from plan_in_slices(head, self._message_bytes)
+        inputs = yield from self.sender.placed_tensors(plan.plan.inputs)
+        return replace(plan, plan=replace(plan.plan, inputs=tuple(inputs)))
 
     def forwarded(self, stream: TransportStream) -> dict[str, str] | None:
         return self._headers.of(stream.metadata.items()) if self._headers.active else None

@@ -21,16 +21,15 @@ from shmserve.gateway.http.routes import NoRoute
 from shmserve.gateway.kserve.answers import Buffer, Held, JsonPieces, large_as_json, pieces_in_slices, response
 from shmserve.gateway.kserve.generate import (
     ONE,
-    check_in_slices,
+    GenerateRequest,
     event,
-    generate_plan,
     generated,
     generated_in_slices,
     is_large,
 )
 from shmserve.gateway.kserve.plans import RequestPlan, RequestPlans, plan_in_slices, raw_plan
 from shmserve.gateway.kserve.status import http_of, http_text_of
-from shmserve.gateway.limits.turns import SLICE_BYTES
+from shmserve.gateway.limits.turns import COPY_BYTES, SLICE_BYTES, SlicedWork
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.openai.requests import OpenAiRequests
 from shmserve.gateway.page.requests import PageRequests
@@ -442,7 +441,11 @@ class Requests:
             else:
                 pieces.append(body[at : at + spec.size])
                 at += spec.size
-        self._infer(connection, head, plan, pieces)
+        if len(body) > COPY_BYTES:
+            work = self._sender.placed(pieces)
+            connection.work(work, lambda placed: self._infer(connection, head, plan, placed))
+        else:
+            self._infer(connection, head, plan, pieces)
 
     def _json_length(self, head: HttpHead, size: int) -> int:
         length = head.json_length or 0
@@ -481,20 +484,28 @@ class Requests:
         if len(body) > self._limits.json_bytes:
             raise self._limits.json_size_error(len(body))
 
-        def go_on(config: Any) -> None:
-            plan = generate_plan(body, config)
+        def send(made: tuple[RequestPlan, list[Piece]]) -> None:
+            plan, pieces = made
             ticket = _Generation(connection, link, route.model, plan, as_events)
-            pieces = [spec.data or b"" for spec in plan.inputs]
             self._sender.infer(
                 connection.payer(head.token), ticket, route.model, route.version, plan, pieces, plan.options.id,
                 head.forwarded, WINDOW,
             )  # fmt: skip
             connection.wait_for(ticket, ticket.on_part)
 
+        def go_on(config: Any) -> None:
+            connection.work(self._generate_plan(request, config), send)
+
+        request = GenerateRequest(body)
         if len(body) > SLICE_BYTES:
-            connection.work(check_in_slices(body), lambda _: self._ask_config(connection, head, go_on))
+            connection.work(request.cut(), lambda _: self._ask_config(connection, head, go_on))
         else:
             self._ask_config(connection, head, go_on)
+
+    def _generate_plan(self, request: GenerateRequest, config: Any) -> SlicedWork[tuple[RequestPlan, list[Piece]]]:
+        plan = yield from request.plan(config)
+        pieces = yield from self._sender.placed([b"" if spec.data is None else spec.data for spec in plan.inputs])
+        return plan, pieces
 
     def _infer_raw(self, connection: HttpConnection, head: HttpHead, body: Piece) -> None:
         """An infer request without JSON: the model's configuration gives the tensor's name, type and shape."""

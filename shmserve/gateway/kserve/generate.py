@@ -15,7 +15,8 @@ import msgspec
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import PLACE, Buffer, Held, joined, pieces_in_slices, size_of, spliced
-from shmserve.gateway.kserve.json_scan import check_depth, commas_of, unreadable
+from shmserve.gateway.kserve.json_scan import check_depth, unreadable
+from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.json_tensors import to_bytes, to_json
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan, Value, options_of, tensor_type
 from shmserve.gateway.limits.turns import SLICE_BYTES, SlicedWork
@@ -30,18 +31,30 @@ _OWN = ("id", "parameters")
 _encode = msgspec.json.Encoder().encode
 
 
-def check_in_slices(text: bytes, most: int = VALUES, advice: str = ", use infer instead") -> SlicedWork[None]:
-    """Refuses a large text with too many values. One with a few long strings can be decoded at once."""
-    commas = yield from commas_of(text)
-    if commas >= most:
-        raise InvalidRequest(f"the request has {commas + 1} values; the limit of this endpoint is {most}{advice}")
+class GenerateRequest:
+    """A request to generate: its JSON, decoded when the model's configuration is known."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+        self._strings: CutStrings | None = None
+
+    def cut(self) -> SlicedWork[None]:
+        """Called first for a large request."""
+        self._strings = CutStrings()
+        yield from self._strings.cut(self._text, VALUES, ", use infer instead")
+        self._text = self._strings.around
+
+    def plan(self, config: Mapping[str, Any]) -> SlicedWork[RequestPlan]:
+        """`config`: the model's configuration."""
+        inputs = {one["name"]: one for one in config.get("input", [])}
+        document = _read(self._text, inputs)
+        if self._strings is not None:
+            yield from self._strings.restore(document)
+            yield
+        return _plan_of(document, inputs, (1,) if config.get("max_batch_size", 0) else ())
 
 
-def generate_plan(text: bytes, config: Mapping[str, Any]) -> RequestPlan:
-    """`config`: the model's configuration."""
-    lead = (1,) if config.get("max_batch_size", 0) else ()
-    inputs = {one["name"]: one for one in config.get("input", [])}
-    document = _read(text, inputs)
+def _plan_of(document: dict[str, Any], inputs: Mapping[str, Any], lead: tuple[int, ...]) -> RequestPlan:
     specs: list[InputPlan] = []
     parameters: dict[str, Value] = {}
     request_id = ""

@@ -83,7 +83,7 @@ class _NestingCheck:
         return InvalidRequest(f"input '{self._name}': its 'data' mixes lists and values")
 
 
-class _LongString:
+class LongString:
     """Decodes a string that spans slices. An incomplete character or escape sequence is kept for the next slice."""
 
     def __init__(self, begin: bytes) -> None:
@@ -93,7 +93,7 @@ class _LongString:
         data = self._rest + more
         at = len(data) if last else _whole(data)
         self._rest = data[at:]
-        return StringPart(_string(data[:at]), last)
+        return StringPart(string_of(data[:at]), last)
 
 
 def _whole(data: bytes) -> int:
@@ -115,7 +115,7 @@ def _whole(data: bytes) -> int:
     return end
 
 
-def _string(data: bytes) -> str:
+def string_of(data: bytes) -> str:
     """Decodes the content of a JSON string."""
     try:
         text: str = msgspec.json.decode(b'"%b"' % data, type=str)
@@ -142,7 +142,7 @@ def flat(name: str, text: Text, cut: CutList) -> Iterator[list[Any]]:
     has_values = value_missing = False
     placeholder = False
     """The next decoded value stands for a string that was yielded in parts."""
-    string: _LongString | None = None
+    string: LongString | None = None
     """The string that is being yielded in parts."""
     depth = 1
     for chunk in scan.slices():
@@ -178,7 +178,7 @@ def flat(name: str, text: Text, cut: CutList) -> Iterator[list[Any]]:
         size = sum(map(len, rest))
         if size >= SLICE_BYTES and len(chunk.inside) and chunk.inside[-1]:
             before, _, content = b"".join(rest).partition(b'"')
-            string = _LongString(content)
+            string = LongString(content)
             rest, placeholder = [before, b'""'], True
         elif size > VALUE_BYTES:
             raise InvalidRequest(f"input '{name}': a value of its 'data' exceeds {VALUE_BYTES} bytes")

@@ -15,7 +15,7 @@ import msgspec
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.generate import check_in_slices
+from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import ShareExceeded
@@ -56,12 +56,18 @@ class OpenAiRequests:
         elif action is Action.OPENAI_MODEL:
             self._show_model(connection, head)
         elif len(body) > SLICE_BYTES:
-            text = bytes(body)
-            connection.work(check_in_slices(text, bodies.VALUES, ""), lambda _: self._begin(connection, head, text))
+            strings = CutStrings()
+            connection.work(
+                strings.cut(bytes(body), bodies.VALUES),
+                lambda _: self._begin(connection, head, strings.around, strings),
+            )
         else:
             self._begin(connection, head, bytes(body))
 
-    def _begin(self, connection: OpenAiConnection, head: OpenAiHead, text: bytes) -> None:
+    def _begin(
+        self, connection: OpenAiConnection, head: OpenAiHead, text: bytes, strings: CutStrings | None = None
+    ) -> None:
+        """`strings`: the long strings that were cut out of `text`."""
         request: CompletionRequest | ChatRequest | EmbeddingRequest
         go_on: Callable[[Any], None]
         match head.route.action:
@@ -76,8 +82,15 @@ class OpenAiRequests:
                 go_on = partial(self._embed, connection, head, embedding)
         if head.old and isinstance(request, Sampling) and request.stream:
             raise Unsupported("a stream requires HTTP/1.1")
-        # The model's configuration decides how the request continues.
-        self._query(connection, head, BrokerQuery("config", model=models.check_name(request.model)), go_on)
+
+        def ask_config(_: None = None) -> None:
+            """The model's configuration decides how the request continues."""
+            self._query(connection, head, BrokerQuery("config", model=models.check_name(request.model)), go_on)
+
+        if strings is None:
+            ask_config()
+        else:
+            connection.work(strings.restore(request), ask_config)
 
     def _query(
         self, connection: OpenAiConnection, head: OpenAiHead, query: BrokerQuery, then: Callable[[Any], None]

@@ -112,7 +112,7 @@ def http(data: bytes) -> None:
                 kserve.plan_of(body[: head.json_length])
                 finished(kserve.plan_in_slices(body[: head.json_length], LONGEST_BODY))
             case "generate" | "generate_stream":
-                generate.generate_plan(body, _MODEL)
+                finished(generate.GenerateRequest(body).plan(_MODEL))
             case "completions" | "chat_completions" | "embeddings":
                 _openai(head.route.action, body)
             case _:

@@ -12,12 +12,16 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.gateway.kserve.answers import Held
-from shmserve.gateway.kserve.generate import event, generate_plan, generated, generated_in_slices
+from shmserve.gateway.kserve.generate import GenerateRequest, event, generated, generated_in_slices
 from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, RequestPlan
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.protocol.messages import Handle, Part, Tensor
 from tests.support.gateway.sliced_work import finished
 from tests.support.hypothesis_profiles import examples
+
+
+def generate_plan(text: bytes, config: Any) -> RequestPlan:
+    return finished(GenerateRequest(text).plan(config))
 
 
 def config(batch: int = 0, **inputs: tuple[str, list[Any]]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.gateway.http import bodies
 from shmserve.gateway.kserve import json_outline, json_scan, json_tensors, json_values
 from shmserve.gateway.kserve.answers import Buffer
-from shmserve.gateway.kserve.generate import VALUES, check_in_slices
+from shmserve.gateway.kserve.generate import VALUES, GenerateRequest
+from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.plans import plan_in_slices, plan_of
 from shmserve.gateway.limits.turns import SLICE_BYTES, JobTurns, SlicedWork
 from tests.support.gateway.http_connection import answered, connected, post, receive
@@ -86,13 +87,13 @@ def test_a_plan_in_slices_is_the_plan_of_the_whole(
 @pytest.mark.parametrize("letter", ["a", "é", "\\n", "\\u00e9", "\\ud83d\\ude00", "\U0001f600"])
 def test_a_long_string_is_decoded_in_slices(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    decoded = json_values._string
+    decoded = json_values.string_of
 
     def string(data: bytes) -> str:
         sizes.append(len(data))
         return decoded(data)
 
-    monkeypatch.setattr(json_values, "_string", string)
+    monkeypatch.setattr(json_values, "string_of", string)
     written = letter * (MIB // len(letter.encode()))
     found = finished(plan_in_slices(body(f'["b", "{written}" , "c"]', 3, "BYTES"), MOST)).inputs[0].data
     value = json.loads(f'"{written}"').encode()
@@ -210,10 +211,45 @@ def test_a_slice_is_bounded() -> None:
         finished(plan_in_slices(body("[" + ",".join(["1"] * 100_000) + "]", 100_000), 1000))
 
 
+TEXT_MODEL: dict[str, Any] = {"input": [{"name": "t", "data_type": "TYPE_STRING", "dims": ["-1"]}]}
+
+
 def test_generate_limits_the_number_of_values() -> None:
-    finished(check_in_slices(json.dumps({"text": ", " * MIB}).encode()))
+    finished(GenerateRequest(json.dumps({"text": ", " * MIB}).encode()).cut())
     with pytest.raises(InvalidRequest, match="use infer"):
-        finished(check_in_slices(json.dumps({"text": [1] * (VALUES + 1)}).encode()))
+        finished(GenerateRequest(json.dumps({"text": [1] * (VALUES + 1)}).encode()).cut())
+
+
+LONG_STRINGS = st.sampled_from(["a" * 300, "\u00e9\n" * 200, '"\\' * 150, "\U0001f600" * 40_000, "]}:,{[" * 60])
+NESTED = st.recursive(
+    st.one_of(st.integers(-9, 9), st.text(max_size=8), LONG_STRINGS),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4) | LONG_STRINGS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.dictionaries(st.text(max_size=4) | LONG_STRINGS, NESTED, max_size=4), st.sampled_from([None, 1]), st.booleans()
+)
+def test_long_strings_are_cut_out_and_put_back(document: dict[str, Any], indent: int | None, ascii_only: bool) -> None:
+    text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, separators=(" , ", " : ")).encode()
+    strings = CutStrings()
+    finished(strings.cut(text, VALUES))
+    found = json.loads(strings.around)
+    finished(strings.restore(found))
+    assert found == document
+
+
+def test_a_request_with_long_strings_is_decoded_in_slices() -> None:
+    words = ["\n" * MIB, *["\u00e9" * 300] * 10_000]
+    request = GenerateRequest(json.dumps({"t": words}).encode())
+    size = len(json.dumps(words))
+    assert slices_of(request.cut()) >= size // SLICE_BYTES
+    plan = finished(request.plan(TEXT_MODEL))
+    assert bytes(plan.inputs[0].data or b"") == b"".join(map(with_size, words))
+    with pytest.raises(InvalidRequest, match="besides its strings of 256 bytes and more"):
+        finished(GenerateRequest(json.dumps({"t": ["a" * 200] * 12_000}).encode()).cut())
 
 
 def pieces_of(dtype: str, *parts: Buffer) -> list[Buffer]:
