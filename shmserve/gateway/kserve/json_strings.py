@@ -6,6 +6,7 @@ once. The strings are decoded in slices, and put back afterwards.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ CUT_BYTES = 256
 """Minimum size of a string that is cut out."""
 _STEP_VALUES = 16_384
 """Values that are searched for marks per slice."""
+_encode = msgspec.json.Encoder().encode
 _SPACE = b" \t\r\n"
 
 
@@ -71,6 +73,22 @@ class CutStrings:
                 f"the request JSON has more than {AROUND_BYTES} bytes besides its strings of {CUT_BYTES} bytes and "
                 "more, which is the limit"
             )
+
+    def encoded(self, document: Any, made: bytearray) -> SlicedWork[None]:
+        """Appends the JSON of a document, which still has the marks, with the strings in their places."""
+        text = _encode(document)
+        at = size = 0
+        for found in re.finditer(b'"%b([0-9]+)"' % self._mark.encode(), text):
+            made += text[at : found.start() + 1]
+            at = found.end() - 1
+            string = self._strings[int(found[1])]
+            for begin in range(0, len(string), SLICE_BYTES):
+                made += _encode(string[begin : begin + SLICE_BYTES])[1:-1]
+                size += min(SLICE_BYTES, len(string) - begin)
+                if size >= SLICE_BYTES:
+                    size = 0
+                    yield
+        made += text[at:]
 
     def restore(self, document: Any) -> SlicedWork[None]:
         """Replaces the marks in a dict, or in a Struct, by their strings."""

@@ -10,7 +10,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
+from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.plans import InputPlan, RequestOptions, options_of
+from shmserve.gateway.limits.turns import SlicedWork
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.bodies import ChatRequest, Sampling
 from shmserve.gateway.openai.errors import BadParameter
@@ -62,13 +64,25 @@ class Prompts:
 
 def chat_tensors(model: LanguageModel, request: ChatRequest) -> list[InputPlan]:
     """For a model that applies its own chat template."""
+    return [text_tensor(model, PROMPT, b""), text_tensor(model, MESSAGES, _encode(_chat_document(request)))]
+
+
+def large_chat_tensors(model: LanguageModel, request: ChatRequest, strings: CutStrings) -> SlicedWork[list[InputPlan]]:
+    """The same in slices, for a request whose long strings were cut out. They are put back here."""
+    data = bytearray(4)
+    yield from strings.encoded(_chat_document(request), data)
+    data[:4] = (len(data) - 4).to_bytes(4, "little")
+    yield from strings.restore(request)
+    return [text_tensor(model, PROMPT, b""), model.inputs[MESSAGES].plan(data)]
+
+
+def _chat_document(request: ChatRequest) -> dict[str, Any]:
     document: dict[str, Any] = {"messages": request.messages}
     more = {
         "tools": request.tools, "tool_choice": request.tool_choice, "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": request.response_format, "chat_template_kwargs": template_arguments(request) or None,
     }  # fmt: skip
-    document |= {name: value for name, value in more.items() if value is not None}
-    return [text_tensor(model, PROMPT, b""), text_tensor(model, MESSAGES, _encode(document))]
+    return document | {name: value for name, value in more.items() if value is not None}
 
 
 def template_arguments(request: ChatRequest) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class InputSpec(Struct, frozen=True):
     shape: tuple[int, ...]
     """Shape of one row, including the batch dimension; -1: variable."""
 
-    def plan(self, data: bytes, count: int = 1) -> InputPlan:
+    def plan(self, data: bytes | bytearray, count: int = 1) -> InputPlan:
         """The tensor of `count` elements. If several dimensions are variable, the last one gets that size."""
         shape, left = [], count
         for dim in reversed(self.shape):

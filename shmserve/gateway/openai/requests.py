@@ -76,7 +76,7 @@ class OpenAiRequests:
                 go_on = partial(self._complete, connection, head, completion)
             case Action.CHAT_COMPLETIONS:
                 request = chat = bodies.chat(text)
-                go_on = partial(self._chat, connection, head, chat)
+                go_on = partial(self._chat, connection, head, chat, strings)
             case _:
                 request = embedding = bodies.embedding(text)
                 go_on = partial(self._embed, connection, head, embedding)
@@ -87,7 +87,7 @@ class OpenAiRequests:
             """The model's configuration decides how the request continues."""
             self._query(connection, head, BrokerQuery("config", model=models.check_name(request.model)), go_on)
 
-        if strings is None:
+        if strings is None or isinstance(request, ChatRequest):  # a chat is encoded before they are put back
             ask_config()
         else:
             connection.work(strings.restore(request), ask_config)
@@ -140,7 +140,10 @@ class OpenAiRequests:
             response_id,
         )  # fmt: skip
 
-    def _chat(self, connection: OpenAiConnection, head: OpenAiHead, request: ChatRequest, config: Any) -> None:
+    def _chat(
+        self, connection: OpenAiConnection, head: OpenAiHead, request: ChatRequest, strings: CutStrings | None,
+        config: Any,
+    ) -> None:  # fmt: skip
         model = models.language_model(request.model, config)
         inputs.check_tools(model, request)
         top = (request.top_logprobs or 0) if request.logprobs else None
@@ -151,14 +154,20 @@ class OpenAiRequests:
             size = sum([spec.size for spec in tensors])
             self._generate(connection, head, model, request, iter([tensors]), size, [None], found, top, response_id)
 
-        if MESSAGES in model.inputs:
+        if MESSAGES not in model.inputs:
+            render = partial(self._render, connection, model, request, generate)
+            if strings is None:
+                render()
+            else:
+                connection.work(strings.restore(request), render)
+        elif strings is None:
             generate(inputs.chat_tensors(model, request))
         else:
-            self._render(connection, model, request, generate)
+            connection.work(inputs.large_chat_tensors(model, request, strings), generate)
 
     def _render(
         self, connection: OpenAiConnection, model: LanguageModel, request: ChatRequest,
-        then: Callable[[list[Any]], None],
+        then: Callable[[list[Any]], None], _: None = None,
     ) -> None:  # fmt: skip
         template = model.parameters.get(CHAT_TEMPLATE)
         if template is None:

@@ -236,7 +236,9 @@ def test_long_strings_are_cut_out_and_put_back(document: dict[str, Any], indent:
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, separators=(" , ", " : ")).encode()
     strings = CutStrings()
     finished(strings.cut(text, VALUES))
-    found = json.loads(strings.around)
+    found, encoded = json.loads(strings.around), bytearray()
+    finished(strings.encoded(found, encoded))
+    assert json.loads(encoded) == document
     finished(strings.restore(found))
     assert found == document
 

@@ -320,7 +320,8 @@ class Client:
         self.sent.append(last)
 
     def work(self, work: Any, then: Any, failed: Any = None, party: Any = None) -> None:
-        self.jobs.run(work, then, failed or self.fail)
+        otherwise: Any = failed or self.fail
+        self.jobs.run(work, then, otherwise)
 
     def hold(self, size: int) -> None:
         self.held.append(size)
