@@ -37,8 +37,8 @@ from shmserve.core.models import (
     unhealthy,
 )
 from shmserve.core.models.lifecycle import Lifecycle
-from shmserve.core.records import Instance, Version
-from shmserve.core.requests import completion, enqueue, responses
+from shmserve.core.records import Instance, Request, Version
+from shmserve.core.requests import completion, enqueue, responses, waiting
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.cache import Copies
 from shmserve.core.requests.connections import Connections
@@ -218,7 +218,7 @@ class Core:
         return effects
 
     def deadline(self) -> int | None:
-        if self._queries.waiting or self.state.ledger.departed:
+        if self._queries.waiting or self.state.ledger.departed or self.state.loaded_versions:
             return self.state.now
         return self.state.deadline()
 
@@ -270,6 +270,8 @@ class Core:
         if state.joined:
             scaling.joined(state, now)
             resizing.finish_joins(state)
+        if state.loaded_versions:
+            waiting.check(state, self._check, now)
         self._advance_and_dispatch(now)
         if state.memory_limited:
             self._make_room(now)
@@ -284,6 +286,9 @@ class Core:
             sleep.put_unused_to_sleep(state, now)
         if state.readiness_changed:
             readiness.update(state, now)
+            if state.loaded_versions:
+                waiting.check(state, self._check, now)
+                self._advance_and_dispatch(now)
         if state.leases:
             leases.revoke_unfit(state)
         state.ledger.flush()
@@ -327,6 +332,14 @@ class Core:
                 scaler = version.scaler
                 if scaler is not None and not scaler.watched:
                     scaling.notice(state, version, scaler, now)
+
+    def _check(self, request: Request, now: int) -> None:
+        """Admits a request that has waited for its model to load."""
+        message = request.unchecked
+        if isinstance(message, Call):
+            self._calls.check(request, message, now)
+        elif message is not None:
+            self._admission.check(request, message, now)
 
     def _make_room(self, now: int) -> None:
         for version, reason in room.make_room(self.state, now):

@@ -53,6 +53,9 @@ def _check_requests(state: State) -> dict[Version, list[Request]]:
             if version not in queues:
                 queues[version] = version.queue.in_order()
             waits: Iterable[Request] = version.suspects if request.suspect else queues[version]
+            if request.unchecked is not None:
+                assert version.state is VersionState.LOADING or version in state.loaded_versions, request.story()
+                waits = version.unchecked.in_order()
             if request.sequence is not None:
                 waits = request.sequence.requests
             assert request in waits, request.story()

@@ -40,13 +40,14 @@ from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Fail,
     Handle,
+    Infer,
     Options,
     Reply,
     Tensor,
     WantedOutputs,
     tensors_of,
 )
-from shmserve.protocol.worker_messages import StepOptions
+from shmserve.protocol.worker_messages import Call, StepOptions
 
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
@@ -126,6 +127,8 @@ class Request(Struct, eq=False, gc=False):
     form: CheckedForm | None = None
     """Set for a request that came in an InferBatch: `inputs` is empty, and `data` contains the bytes of each input."""
     data: tuple[bytes, ...] = ()
+    unchecked: Infer | Call | None = None
+    """Its message, while it waits for its model to load. It is checked when the model has loaded."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Its inputs, from either kind of message."""
@@ -433,6 +436,7 @@ class Version:
         "took_ns",
         "traceback",
         "trial",
+        "unchecked",
         "users",
         "wake",
         "yielding",
@@ -463,6 +467,8 @@ class Version:
         self.policy: ModelPolicy | None = None
         self.checker: Checker | None = None
         self.queue: RequestQueue[Request] = RequestQueue(None)
+        self.unchecked: RequestQueue[Request] = RequestQueue(None)
+        """Requests that wait until the version has loaded."""
         self.suspects: deque[Request] = deque()
         """Requests to be run again, each alone and one at a time, because one of them may have killed a worker."""
         self.reserved: Instance | None = None
@@ -589,17 +595,20 @@ class Version:
     def waits(self) -> int:
         """The number of queued requests, which no worker has."""
         if self.sequence_slots is not None:
-            return self.sequence_slots.waits
-        return self.queue.count + len(self.suspects)
+            return self.sequence_slots.waits + self.unchecked.count
+        return self.queue.count + len(self.suspects) + self.unchecked.count
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes inside the messages of queued requests."""
-        return self.queue.bytes if self.sequence_slots is None else self.sequence_slots.bytes
+        checked = self.queue.bytes if self.sequence_slots is None else self.sequence_slots.bytes
+        return checked + self.unchecked.bytes
 
     def drop(self, request: Request) -> None:
         """Removes a queued request."""
-        if request.sequence is not None:
+        if request.unchecked is not None:
+            self.unchecked.remove(request)
+        elif request.sequence is not None:
             request.sequence.drop(request)
         elif request.suspect:
             self.suspects.remove(request)

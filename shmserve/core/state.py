@@ -27,7 +27,7 @@ from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.comparison import Comparison
 from shmserve.core.requests.recording import Recording
 from shmserve.core.requests.trace import Traces
-from shmserve.core.states import RequestState, SequenceState
+from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic
 from shmserve.errors import InvalidRequest, NotFound
 
@@ -86,6 +86,8 @@ class State:
         """Number of the request to an ensemble -> its run."""
         self.instances: dict[int, tuple[Version, Instance]] = {}
         """Worker -> its version and instance. Entries are removed when the process has ended."""
+        self.loaded_versions: dict[Version, None] = {}
+        """Versions that are no longer loading, and the requests that waited for that have not been checked."""
         self.leases: dict[int, Lease] = {}
         self.accused: dict[tuple[int, int], Instance] = {}
         """(client, request number) of a leased request whose worker died -> its instance. A suspect if sent again."""
@@ -228,6 +230,23 @@ class State:
             if (full := f"{name}{ALIAS}{alias}") not in self.models:
                 self._route(full, model.versions[number] if model.is_ready(number) else None)
 
+        for version in model.versions.values():
+            if version.unchecked.count:
+                self._end_waiting(version, self.ready.get(name))
+
+    def _end_waiting(self, version: Version, default: Version | None) -> None:
+        """Ends the wait for a version that is no longer loading, and that of requests that name no version and can be
+        served by another one."""
+        if version.state is not VersionState.LOADING:
+            self.loaded_versions[version] = None
+        elif default is not None:
+            for request in version.unchecked.take(version.unchecked.count):
+                named = request.unchecked is not None and request.unchecked.version
+                request.version = version if named else default
+                request.version.unchecked.add(request)
+            if default.unchecked.count:
+                self.loaded_versions[default] = None
+
     def _set_shadow(self, model: Model) -> None:
         before = self.shadows.pop(model.name, None)
         for number, percent in model.traffic.shadow.items():
@@ -261,6 +280,19 @@ class State:
         if model is None:
             return self._look_up_alias(name, number)
         return model.version(number) if number else model.default_version()
+
+    def loading_version(self, name: str, number: int) -> Version | None:
+        """The version that will serve these requests once it has loaded, if there is one. Call it if `look_up` finds no
+        version that serves them now."""
+        model = self.models.get(name)
+        if model is None:
+            base, _, alias = name.rpartition(ALIAS)
+            model = self.models.get(base)
+            own = model.traffic.aliases.get(alias, 0) if model is not None else 0
+            number = own if number in (0, own) else 0
+            if not number:
+                return None
+        return model.loading_version(number) if model is not None else None
 
     def _look_up_alias(self, name: str, number: int) -> Version:
         base, _, alias = name.rpartition(ALIAS)

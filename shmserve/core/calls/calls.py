@@ -17,7 +17,7 @@ from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import loading
 from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion, enqueue, responses
+from shmserve.core.requests import completion, enqueue, responses, waiting
 from shmserve.core.requests.admission import count_refused
 from shmserve.core.requests.client import CallingWorker
 from shmserve.core.requests.queries import QueryQueue
@@ -26,7 +26,7 @@ from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import STOPPING, State, Timer
-from shmserve.core.states import InstanceState, RequestState
+from shmserve.core.states import InstanceState, RequestState, VersionState
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.protocol import roles
 from shmserve.protocol.messages import Ask, Cancel, Fail, Handle, More, Return
@@ -64,8 +64,7 @@ class ModelCalls:
             request = self._admit(caller, message, now)
         except ServeError as error:
             count_refused(self._state, message.model, error)
-            text = f"Model {message.model} - Error when running inference: {error.message}"
-            self._state.send(peer, Fail(message.call, error.code, text))
+            self._state.send(peer, Fail(message.call, error.code, _failed(message, error)))
             return
         if instance.state is InstanceState.STARTING:  # the called model may have to load first
             loading.load_over(self._state, instance)
@@ -115,17 +114,33 @@ class ModelCalls:
 
     # ------------------------------------------------------------------------------------ admission
 
-    def _admit(self, caller: CallingWorker, message: Call, now: int) -> Request:
+    def check(self, request: Request, message: Call, now: int) -> None:
+        """Admits a call that has waited for its model to load."""
+        caller = request.client
+        assert isinstance(caller, CallingWorker)
+        try:
+            self._admit(caller, waiting.message_of(request, message, now), now, request)
+        except ServeError as error:
+            count_refused(self._state, message.model, error)
+            raise type(error)(_failed(message, error)) from None
+        self._state.deadlock_possible = True
+
+    def _admit(self, caller: CallingWorker, message: Call, now: int, waited: Request | None = None) -> Request:
+        """`waited`: the request under which the call has waited for its model to load."""
         state, options = self._state, message.options
         instance = state.instances[caller.number][1]
         parent = self._parent(instance, message.parent)
         version = None
         if options is not None and options.sequence:
             version = scheduler.version_of(self._state, caller, message.model, message.version, options)
-        if state.draining and parent is None and not instance.lease:  # a leased request has no number to name
+        if state.draining and parent is None and not instance.lease and waited is None:  # a lease has no numbers
             raise Unavailable(STOPPING)
         self._check_room(caller)
-        version = version or state.look_up(message.model, message.version)
+        if version is None and instance.state is InstanceState.STARTING:  # models that wait for each other never load
+            version = state.look_up(message.model, message.version)
+        version = version or waiting.find(state, message.model, message.version)
+        if version.state is VersionState.LOADING or (version.unchecked.count and waited is None):
+            return self._wait(caller, parent, message, version, now, waited)
         assert version.checker is not None, version.label
         rows, signature, inline, _, length = version.checker.check(message.inputs, message.outputs)
         if options is not None:
@@ -133,11 +148,15 @@ class ModelCalls:
         self._check_form(version, message)
         plain = version.plain and (options is None or not options.sequence)
         level = 0 if plain else enqueue.level(self._state, caller, version, message.version, options, rows, now)
-        segments, pins = self._memory(caller, parent, message)
-        number = state.next_number()
+        if waited is None:
+            segments, pins = self._memory(caller, parent, message)
+            number, arrived = state.next_number(), now
+        else:
+            segments, pins, number, arrived = waited.segments, waited.pins, waited.number, waited.arrived
+            waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
         request = Request(
             number, caller, message.call, version, message.inputs, message.outputs, options, rows, rows or 1, inline,
-            signature, segments, pins, (), now, level, special=True, held=message.held, length=length,
+            signature, segments, pins, (), arrived, level, special=True, held=message.held, length=length,
             deadline=_first_of(now + message.timeout_us * 1000 if message.timeout_us else 0, parent),
             audience=INTERNAL if parent is None else parent.audience,
             called_by=0 if parent is None else parent.number,
@@ -153,9 +172,36 @@ class ModelCalls:
             record = state.traces.begin_by_id(request, now)
             if record is not None:
                 state.effects.append(record)
-        if message.held:
+        if message.held and waited is None:
             self._hold(caller)
         enqueue.put(self._state, version, message.version, request, now)
+        return request
+
+    def _wait(
+        self,
+        caller: CallingWorker,
+        parent: Request | None,
+        message: Call,
+        version: Version,
+        now: int,
+        waited: Request | None,
+    ) -> Request:
+        """Queues the call until the version has loaded."""
+        if waited is not None:
+            waiting.wait_again(waited, version)
+            return waited
+        inline, _ = waiting.size_of(message)
+        segments, pins = self._memory(caller, parent, message)
+        request = Request(
+            self._state.next_number(), caller, message.call, version, message.inputs, message.outputs, message.options,
+            0, 1, inline, None, segments, pins, (), now, special=True, held=message.held, unchecked=message,
+            deadline=_first_of(now + message.timeout_us * 1000 if message.timeout_us else 0, parent),
+            audience=INTERNAL if parent is None else parent.audience,
+            called_by=0 if parent is None else parent.number,
+        )  # fmt: skip
+        waiting.add(self._state, request)
+        if message.held:
+            self._hold(caller)
         return request
 
     def _parent(self, instance: Instance, number: int) -> Request | None:
@@ -277,6 +323,10 @@ class ModelCalls:
             if request is None:
                 return
             completion.fail_early(self._state, request, "UNAVAILABLE", text, now)
+
+
+def _failed(message: Call, error: ServeError) -> str:
+    return f"Model {message.model} - Error when running inference: {error.message}"
 
 
 def _first_of(deadline: int, parent: Request | None) -> int:

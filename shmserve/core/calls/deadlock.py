@@ -17,7 +17,7 @@ from shmserve.core.ensembles.run import Run
 from shmserve.core.models import memory
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import State
-from shmserve.core.states import BatchState, InstanceState, RequestState
+from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
 
 _ANSWERED = (RequestState.LINGERING, RequestState.ENDED, RequestState.DONE)
 
@@ -119,7 +119,8 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
     """A deadlocked instance that the version's queue waits for. None: an instance will run the queued requests, or they
     will fail."""
     if version.graph is not None:
-        blockers = [_served_by(state, member, stuck) for member in version.members]
+        members = version.members or _loading_members(state, version)
+        blockers = [_served_by(state, member, stuck) for member in members]
         return next((blocker for blocker in blockers if blocker is not None), None)
     able = [instance for instance in version.instances if not instance.over and not instance.spec.passive]
     blocked = [instance for instance in able if _is_blocked(state, instance, stuck)]
@@ -129,6 +130,18 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
     if all(memory.waits_for_memory(state, instance) for instance in others):
         return memory.held_up_by(state, version, stuck)
     return None
+
+
+def _loading_members(state: State, version: Version) -> list[Version]:
+    """The models for which an ensemble that is loading waits."""
+    steps = version.graph.steps if version.graph is not None else ()
+    return [
+        member
+        for step in steps
+        if (model := state.models.get(step.model)) is not None
+        for member in model.versions.values()
+        if member is not version and member.state is VersionState.LOADING
+    ]
 
 
 def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:

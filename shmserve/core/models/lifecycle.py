@@ -182,7 +182,7 @@ class Lifecycle:
             version.trial = None
         if instance.held:
             self._run_elsewhere(version, running)
-        again = not alone or (not instance.hung and _may_run_elsewhere(version, instance))
+        again = not alone or (not instance.hung and self._may_run_again(version, instance))
         explained = False
         for request in running.requests() if running is not None else ():
             if again and self._may_retry(version, request):
@@ -225,11 +225,21 @@ class Lifecycle:
         """Ends the lease of a dead worker. A request that it was running fails or is retried by its client, under the
         same rules as a request that the broker had sent."""
         retry = version.policy is not None and version.policy.retry
-        if retry and not instance.hung and (instance.held or _may_run_elsewhere(version, instance)):
+        if retry and not instance.hung and (instance.held or self._may_run_again(version, instance)):
             leases.detach(self._state, instance)
         else:
             text = _lost(version, instance, None, True, reason)
             leases.detach(self._state, instance, Failure("MODEL_FAILED", text))
+
+    def _may_run_again(self, version: Version, instance: Instance) -> bool:
+        """Can another instance, or the next process of this one, run a request that was alone when its worker crashed?
+        A request that hung is not retried: it would most likely block that one, too, for the whole execution limit."""
+        restarts = not (self._state.draining or instance.over)
+        return restarts or any(
+            other.usable and not other.retiring and not other.quarantined
+            for other in version.instances
+            if other is not instance
+        )
 
     def _lose_tensors(self, lost: set[int], instance: Instance, now: int) -> None:
         """Fails requests with these tensors as inputs: queued ones cannot read them, running ones may read anything."""
@@ -365,6 +375,8 @@ class Lifecycle:
                     if instance.state in (_I.BACKOFF, _I.WAITING) and not instance.sleeping:
                         instance.move(_I.STOPPED)
                         self._state.memory_holders.pop(instance, None)
+                if version.state is _V.LOADING:
+                    dispatch.empty_queue(self._state, version, STOPPING, now)
                 self._no_more(version, now)
         self._state.set_timer(now + event.limit_ns * 3 // 4, Timer.LEAVE, None)
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)
@@ -406,16 +418,6 @@ def _ran_alone(instance: Instance) -> bool:
     if instance.running is None or instance.running.count != 1:
         return False
     return instance.waiting is None or instance.hung or instance.spec.kind != "KIND_GPU"
-
-
-def _may_run_elsewhere(version: Version, instance: Instance) -> bool:
-    """Can another instance run a request that was alone when its worker crashed? A request that hung is not retried: it
-    would most likely also block the other instance for the whole execution limit."""
-    return any(
-        other.usable and not other.retiring and not other.quarantined
-        for other in version.instances
-        if other is not instance
-    )
 
 
 def _lost(version: Version, instance: Instance, request: Request | None, alone: bool, reason: str) -> str:

@@ -132,6 +132,14 @@ class Model(Struct, eq=False):
             raise Unavailable(f"Request for unknown model: '{self.name}' version {number} is not at ready state{why}")
         return version
 
+    def loading_version(self, number: int) -> Version | None:
+        """The version with this number, or for 0 the future default version, if it is loading."""
+        loading = {n: version for n, version in self.versions.items() if version.state is VersionState.LOADING}
+        if not number:
+            weights = self.traffic.weights(list(loading))
+            number = weights[0][0] if weights else 0
+        return loading.get(number)
+
     @property
     def loads_while_served(self) -> bool:
         """Does the model have served versions while others are loading?"""

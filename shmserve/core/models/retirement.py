@@ -37,6 +37,8 @@ def retire(state: State, version: Version) -> None:
         if version.sequence_slots is not None:
             state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, version)
     if is_loading:
+        if version.unchecked.count:
+            state.loaded_versions[version] = None
         for instance in list(version.instances):
             stop(state, version, instance)
 

@@ -13,7 +13,7 @@ from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.events import Framed, Garbled, OwnSegment, OwnSegmentGone
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.records import Request, Version
-from shmserve.core.requests import completion, enqueue, responses, shadow
+from shmserve.core.requests import completion, enqueue, responses, shadow, waiting
 from shmserve.core.requests.client import ClientState
 from shmserve.core.requests.connections import Connections
 from shmserve.core.requests.queries import QueryQueue
@@ -22,6 +22,7 @@ from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
+from shmserve.core.states import RequestState, VersionState
 from shmserve.core.stats.statistics import FailureKind, limit_in
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.protocol import roles
@@ -164,7 +165,15 @@ class Admission:
     def framed(self, peer: int, event: Framed, now: int) -> None:
         self.infer(peer, event.infer, now, event.blocks)
 
-    def _admit(self, client: ClientState, message: Infer, now: int, blocks: tuple[Handle, ...]) -> None:
+    def _admit(
+        self,
+        client: ClientState,
+        message: Infer,
+        now: int,
+        blocks: tuple[Handle, ...],
+        waited: Request | None = None,
+    ) -> None:
+        """`waited`: the request under which the message has waited for its model to load."""
         state = self._state
         number = message.request
         if not client.roles & _INFER:
@@ -177,7 +186,9 @@ class Admission:
         if options is not None and options.sequence:
             going_on = scheduler.version_of(self._state, client, message.model, message.version, options)
             version = going_on or version
-        if state.draining and going_on is None:
+            if version is not None and version.unchecked.count:  # an earlier request of the sequence may wait there
+                version = None
+        if state.draining and going_on is None and waited is None:
             raise Unavailable(STOPPING)
         if len(client.requests) >= self._client_requests:
             raise Unavailable(
@@ -185,16 +196,19 @@ class Admission:
                 "responses first"
             )
         if version is None:
-            version = state.look_up(message.model, message.version)
+            version = waiting.find(state, message.model, message.version)
+            if version.state is VersionState.LOADING or (version.unchecked.count and waited is None):
+                self._wait(client, message, version, now, blocks, waited)
+                return
         assert version.checker is not None, version.label
         rows, signature, inline, shared, length = version.checker.check(inputs, outputs)
         if options is not None:
             inline += options_bytes(options)
         if shared:
             inline += HANDLE_BYTES * sum([len(tensor.data) for tensor in inputs if type(tensor.data) is tuple])
-        if len(state.requests) >= self._busy:
+        if len(state.requests) >= self._busy and waited is None:
             self._quotas.check_queue(client, version, inline, now)
-        if client.held_bytes > self._heavy:
+        if client.held_bytes > self._heavy and waited is None:
             self._check_held(client)
         plain = version.plain and (options is None or not options.sequence)
         level = 0 if plain else enqueue.level(self._state, client, version, message.version, options, rows, now)
@@ -209,12 +223,16 @@ class Admission:
                 f"{state.abandoned[client.user]} cancelled streams of this user have not been ended by their models, "
                 "the limit (client_requests); try again later, and make the models check for cancellation"
             )
-        segments, pins = self._memory(client, message, blocks) if shared else _NOTHING  # no rejections after this
+        if waited is None:
+            segments, pins = self._memory(client, message, blocks) if shared else _NOTHING  # no rejections after this
+            own, arrived = state.next_number(), now
+        else:
+            segments, pins, own, arrived = waited.segments, waited.pins, waited.number, waited.arrived
+            waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
         special = streamed or bool(segments)
-        own = state.next_number()
         request = Request(
             own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
-            signature, segments, pins, blocks, now, level, audience=client.audience, special=special, length=length,
+            signature, segments, pins, blocks, arrived, level, audience=client.audience, special=special, length=length,
         )  # fmt: skip
         client.requests[number] = own
         state.requests[own] = request
@@ -234,6 +252,42 @@ class Admission:
             state.to_dispatch[version] = None
         else:
             enqueue.put(self._state, version, message.version, request, now)
+
+    def _wait(
+        self,
+        client: ClientState,
+        message: Infer,
+        version: Version,
+        now: int,
+        blocks: tuple[Handle, ...],
+        waited: Request | None,
+    ) -> None:
+        """Queues the request until the version has loaded."""
+        state = self._state
+        if waited is not None:
+            waiting.wait_again(waited, version)
+            return
+        inline, shared = waiting.size_of(message)
+        if len(state.requests) >= self._busy:
+            self._quotas.check_queue(client, version, inline, now)
+        if client.held_bytes > self._heavy:
+            self._check_held(client)
+        segments, pins = self._memory(client, message, blocks) if shared else _NOTHING
+        deadline = now + message.timeout_us * 1000 if message.timeout_us else 0
+        request = Request(
+            state.next_number(), client, message.request, version, message.inputs, message.outputs, message.options,
+            0, 1, inline, None, segments, pins, blocks, now, 0, 0, deadline,
+            audience=client.audience, special=True, unchecked=message,
+        )  # fmt: skip
+        waiting.add(state, request)
+
+    def check(self, request: Request, message: Infer, now: int) -> None:
+        """Admits a request that has waited for its model to load."""
+        try:
+            self._admit(request.client, waiting.message_of(request, message, now), now, request.blocks, request)
+        except ServeError as error:
+            count_refused(self._state, message.model, error)
+            raise
 
     def _trace_by_id(self, request: Request, now: int) -> None:
         record = self._state.traces.begin_by_id(request, now)

@@ -58,9 +58,9 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
         scheduler.put(state, version, number, request, now)
         return
     if not version.plain:
-        _set_queue_timeout(state, version, request)
+        _set_queue_timeout(state, version, request, now)
     version.queue.add(request)
-    if 0 < request.queue_expires < request.arrived + SHORTEST_WAIT_NS:
+    if 0 < request.queue_expires < now + SHORTEST_WAIT_NS:
         expire(state, request, now)
     state.to_dispatch[version] = None
 
@@ -74,7 +74,10 @@ def queue_timeout(state: State, request: Request, now: int) -> None:
 
 def expire(state: State, request: Request, now: int) -> None:
     """Handles the expired queue timeout of a queued request."""
-    if request.version.queue.expire(request):
+    expired = request.unchecked is not None
+    if expired:
+        request.version.drop(request)
+    if expired or request.version.queue.expire(request):
         # Triton's clients compare the whole text, so nothing is added.
         completion.end_early(state, request, "QUEUE_TIMEOUT", "Request timeout expired", now)
 
@@ -98,13 +101,13 @@ def _cached(state: State, version: Version, request: Request, now: int) -> bool:
     return True
 
 
-def _set_queue_timeout(state: State, version: Version, request: Request) -> None:
+def _set_queue_timeout(state: State, version: Version, request: Request, now: int) -> None:
     policy, options = version.queue.level(request.level).policy, request.options
     if policy.timeout_ns:
         limit = policy.timeout_ns
         if policy.allow_override and options is not None and options.queue_timeout_us:
             limit = min(limit, options.queue_timeout_us * 1000)
-        request.queue_expires = request.arrived + limit
+        request.queue_expires = now + limit  # after its wait for the model to load, if any
         state.set_timer(request.queue_expires, Timer.QUEUE, request)
     if version.order is not None:
         version.order.append(request)

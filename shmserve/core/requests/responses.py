@@ -112,7 +112,7 @@ def more(state: State, request: Request, count: int) -> None:
         state.runs_to_advance[run] = None
         return
     options, instance = request.options, request.instance
-    if not request.version.decoupled or options is None:
+    if options is None or not (request.version.decoupled or request.unchecked is not None):
         return
     if instance is not None and request.state in (_SENT, _OPEN):
         state.send(instance.peer, More(request.number, count))

@@ -1,0 +1,112 @@
+"""Requests that wait for their model to load.
+
+A request for a version that is loading is queued unchecked, because the version's configuration is known only when its
+first worker has loaded it. When the version is READY, the request is checked like a new one. If the version cannot be
+loaded, or is replaced, the request goes to the version that serves it instead, or fails with the reason why there is
+none.
+
+Invariant: a request is in `Version.unchecked` of its version if and only if `Request.unchecked` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from shmserve.core.ensembles.graph import HANDLE_BYTES
+from shmserve.core.records import Request, Version
+from shmserve.core.requests import completion
+from shmserve.core.requests.validation import options_bytes
+from shmserve.core.state import State, Timer
+from shmserve.errors import ServeError, Unavailable
+from shmserve.protocol.messages import Fail, Infer
+from shmserve.protocol.worker_messages import Call
+
+RESUMED = 256
+"""Limit of requests that are checked in one turn after a wait: a few ms of work."""
+
+M = TypeVar("M", Infer, Call)
+
+
+def find(state: State, model: str, number: int) -> Version:
+    """The version that serves such requests now or, if it is loading, later. Raises if there is none."""
+    try:
+        return state.look_up(model, number)
+    except Unavailable:
+        loading = state.loading_version(model, number)
+        if loading is None:
+            raise
+        return loading
+
+
+def size_of(message: Infer | Call) -> tuple[int, bool]:
+    """The bytes inside the message, and whether it refers to shared memory."""
+    options, outputs = message.options, message.outputs
+    inline = options_bytes(options) if options is not None else 0
+    shared = outputs is not None and any(wanted.place is not None for wanted in outputs)
+    for tensor in message.inputs:
+        if isinstance(tensor.data, bytes):
+            inline += len(tensor.data)
+        else:
+            shared = True
+            inline += HANDLE_BYTES * len(tensor.data)
+    return inline, shared
+
+
+def add(state: State, request: Request) -> None:
+    """Lets a new request wait, at most until its own timeout."""
+    client, options = request.client, request.options
+    client.requests[request.client_number] = request.number
+    state.requests[request.number] = request
+    client.bytes += request.inline
+    if request.deadline:
+        state.set_timer(request.deadline, Timer.DEADLINE, request)
+    if options is not None and options.queue_timeout_us:
+        request.queue_expires = request.arrived + options.queue_timeout_us * 1000
+        state.set_timer(request.queue_expires, Timer.QUEUE, request)
+    request.version.unchecked.add(request)
+
+
+def wait_again(request: Request, version: Version) -> None:
+    """Lets a request wait for another version. `check` has taken it out of the queue of the previous one."""
+    request.version = version
+    request.client.requests[request.client_number] = request.number
+    request.client.bytes += request.inline
+    version.unchecked.add(request)
+
+
+def check(state: State, admit: Callable[[Request, int], None], now: int) -> None:
+    """Checks requests whose wait is over, up to RESUMED of them. `admit` replaces a request by one that has been
+    checked, or calls `wait_again`; if it raises, the request fails."""
+    left = RESUMED
+    for version in list(state.loaded_versions):
+        for request in version.unchecked.take(min(left, version.unchecked.count)):
+            left -= 1
+            _check(state, request, admit, now)
+        if version.unchecked.count:
+            return
+        del state.loaded_versions[version]
+
+
+def _check(state: State, request: Request, admit: Callable[[Request, int], None], now: int) -> None:
+    client = request.client
+    del client.requests[request.client_number]
+    client.bytes -= request.inline
+    try:
+        admit(request, now)
+    except ServeError as error:
+        client.requests[request.client_number] = request.number
+        client.bytes += request.inline
+        completion.send(state, request, Fail(request.client_number, error.code, error.message))
+        completion.finish(state, request, error.code)
+
+
+def message_of(request: Request, message: M, now: int) -> M:
+    """The message of a request that has waited, with what is left of its timeouts."""
+    options = request.options
+    if options is not None and options.queue_timeout_us:
+        options = replace(options, queue_timeout_us=max((request.queue_expires - now) // 1000, 1))
+    timeout_us = max((request.deadline - now) // 1000, 1) if request.deadline else 0
+    return replace(message, timeout_us=timeout_us, options=options)
