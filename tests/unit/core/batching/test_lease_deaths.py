@@ -29,9 +29,8 @@ def dies(world: Lent, reason: str = "signal SIGSEGV", recorded: bool = False) ->
     return sent
 
 
-def test_a_leased_request_fails_if_its_only_instance_crashes() -> None:
-    """There is no other instance to run it."""
-    world = Lent()
+def test_a_leased_request_is_not_retried_if_the_model_disables_retries() -> None:
+    world = Lent(model(retry=False))
     world.alone()
     sent = dies(world)
     answer = world.client.answers[sent.request]
@@ -45,6 +44,16 @@ def test_a_leased_request_fails_if_its_only_instance_crashes() -> None:
     assert world.is_over()
     assert world.version.instances[0].crashes == 1
     world.alone(1)
+
+
+def test_a_leased_request_is_retried_by_the_next_process() -> None:
+    world = Lent()
+    world.alone()
+    sent = dies(world)
+    world.advance(world.now)
+    world.finish_running()
+    assert isinstance(world.client.answers[sent.request], Reply)
+    assert (world.statistics.success_count, world.statistics.fail_count) == (ALONE + 2, 0)
 
 
 def test_a_leased_request_is_retried_on_another_instance() -> None:
@@ -97,14 +106,6 @@ def test_crashes_of_requests_that_are_not_resent_are_forgotten() -> None:
         world.advance(world.now + 10**9)
         assert not world.core.state.leases
     assert list(world.core.state.accused) == [(client.peer, sent.request) for client, sent in accused[-2:]]
-
-
-def test_a_leased_request_is_not_retried_if_the_model_disables_retries() -> None:
-    world = Lent(model(retry=False), 2)
-    world.alone()
-    sent = dies(world)
-    assert isinstance(world.client.answers[sent.request], Fail)
-    assert (world.statistics.success_count, world.statistics.fail_count) == (ALONE + 1, 1)
 
 
 def test_a_recorded_request_is_counted_once_if_its_worker_crashes() -> None:
