@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Set
 from itertools import count
 from pathlib import Path
@@ -25,6 +26,7 @@ from shmserve.broker.models.repositories import KeptConfig, Reading
 from shmserve.broker.observability.logs import log_record
 from shmserve.core import effects, events
 from shmserve.core.core import Core
+from shmserve.core.models.deployment import OVERTAKEN
 from shmserve.core.states import VersionState
 from shmserve.core.stats import activity
 from shmserve.errors import InvalidRequest, ServeError, Unavailable
@@ -36,6 +38,10 @@ log = logging.getLogger("shmserve")
 OPERATIONS = frozenset({"load", "unload", "restart", "rollback"})
 ALWAYS = frozenset({"restart", "rollback"})
 """Operations allowed in every mode, as they serve nothing that was not served before."""
+DEPLOYS = frozenset({"load", "rollback"})
+"""Operations of which one at a time runs for a model; further ones are queued."""
+LOADS = 16
+"""Limit of operations queued for one model."""
 UPLOADS = 16
 """Limit of bodies being received, for all clients together."""
 CHUNK = FIELD_BYTES // 2
@@ -79,6 +85,8 @@ class ClientOperations:
         self._numbers = count(1)
         self._uploads: dict[tuple[int, int], tuple[Ask, Upload]] = {}
         self._jobs: dict[int, Job] = {}
+        self._deploys: dict[str, deque[tuple[Job, Upload, bytes | None]]] = {}
+        """Models with a load or rollback in progress -> those queued behind it."""
         self._replacing: dict[int, tuple[str, set[int]]] = {}
         """Operation -> the model, and the sources that were served when it began."""
         self._name_waiters: list[Callable[[], None]] = []
@@ -134,7 +142,15 @@ class ClientOperations:
 
     def _start(self, job: Job, upload: Upload, body: bytes | None) -> None:
         what, model = job.ask.what, job.ask.model
+        if what in DEPLOYS:
+            queued = self._deploys.get(model)
+            if queued is not None:
+                if len(queued) >= LOADS:
+                    raise Unavailable(f"failed to {what} '{model}': {LOADS} operations are queued; try again later")
+                queued.append((job, upload, body))
+                return
         if what == "load":
+            self._deploys[model] = deque()
             kept = self._catalog.kept_config(self._served(model))
             self.reader.load(lambda: self._read(model, upload, kept), lambda found: self._deploy(job, *found), job)
             return
@@ -147,11 +163,37 @@ class ClientOperations:
             return
         if what == "rollback":
             decode_body(body, RollbackBody)
+            self._deploys[model] = deque()
             self.reader.run(lambda: None, lambda _: self._roll_back(job), job)
             return
         options: UnloadBody = decode_body(body, UnloadBody)
+        self._drop_queued(model)
         # Queue it in the thread, behind earlier loads.
         self.reader.run(lambda: None, lambda _: self._unload(job, options), job)
+
+    def _start_next(self, ended: Job) -> None:
+        """Starts the next queued operation of a model when a load or rollback has ended."""
+        if ended.ask.what not in DEPLOYS:
+            return
+        queued = self._deploys.pop(ended.ask.model)
+        while queued and ended.ask.model not in self._deploys:
+            job, upload, body = queued.popleft()
+            try:
+                self._start(job, upload, body)
+            except ServeError as error:
+                upload.close()
+                self._send(job.peer, Fail(job.ask.request, error.code, error.message))
+        if queued:
+            self._deploys[ended.ask.model].extend(queued)
+
+    def _drop_queued(self, model: str) -> None:
+        """Fails queued operations, because the model is unloaded."""
+        queued = self._deploys.get(model)
+        while queued:
+            job, upload, _ = queued.popleft()
+            upload.close()
+            text = f"failed to load '{model}': {OVERTAKEN}"
+            self._send(job.peer, Fail(job.ask.request, Unavailable.code, text))
 
     def _unload(self, job: Job, options: UnloadBody) -> None:
         number = self._register(job)
@@ -248,6 +290,7 @@ class ClientOperations:
                 self._put(event)
             log_record("error", text, {"model": scanned.name})
             self._send(job.peer, Fail(job.ask.request, "INVALID_ARG", text))
+            self._start_next(job)
             return
         self._companions.requested(reading)
         others = self._load_companions(needed)
@@ -285,6 +328,10 @@ class ClientOperations:
         self.untidy = True
         if job is None:
             return
+        self._answer(job, effect)
+        self._start_next(job)
+
+    def _answer(self, job: Job, effect: effects.Settled) -> None:
         if effect.code:
             self._send(job.peer, Fail(job.ask.request, effect.code, effect.text))
             return
@@ -317,6 +364,7 @@ class ClientOperations:
         if not text.startswith("failed to"):
             text = f"failed to {job.ask.what} '{job.ask.model}': {text}"
         self._send(job.peer, Fail(job.ask.request, code, text))
+        self._start_next(job)
 
     def tidy(self) -> None:
         """Prunes sources that no version uses. Do not call while a Deploy is queued, as no version uses its sources
@@ -406,4 +454,7 @@ class ClientOperations:
         self._differences.close()
         for _, upload in self._uploads.values():
             upload.close()
+        for queued in self._deploys.values():
+            for _, upload, _ in queued:
+                upload.close()
         self.reader.close()

@@ -139,7 +139,7 @@ def test_no_request_fails_during_reloads_under_load(server: Server, root: Path, 
 def test_the_last_of_concurrent_loads_determines_what_is_served(
     server: Server, root: Path, client: shmserve.Client
 ) -> None:
-    """The last load determines what is served; earlier ones succeed or fail, but do not hang."""
+    """They run one after the other."""
     folder = generation(root, "hasty", 1)
     client.load("hasty")
     outcomes: list[str] = []
@@ -165,10 +165,7 @@ def test_the_last_of_concurrent_loads_determines_what_is_served(
         load.least = 4
         load.await_answers()
         assert answer(client, "hasty") == 4
-    assert len(outcomes) == 3
-    assert all(not text or "Newer operation has been applied to the model lifecycle" in text for text in outcomes), (
-        outcomes
-    )
+    assert outcomes == [""] * 3
     until(client, lambda: len(processes(server)) == 1)
 
 

@@ -16,7 +16,7 @@ from shmserve.broker.models.repositories import Repositories
 from shmserve.core import effects, events
 from shmserve.core.batching.rate_limiter import ANY
 from shmserve.core.core import Core
-from shmserve.protocol.messages import Ask, Fail
+from shmserve.protocol.messages import Answer, Ask, Fail
 from shmserve.repo.compile import CoreSet
 from tests.support.repo.models import GOOD, model
 
@@ -144,3 +144,26 @@ def test_loading_in_other_modes(tmp_path: Path, mode: str, compatible: bool, why
         shell.operations.handle(1, Ask(1, what, "m"))
         text = "explicit model load / unload is not allowed"
         assert shell.said.pop().text == f"{text} {why}; start the server with --model-control-mode explicit"
+
+
+def test_loads_of_a_model_run_one_after_the_other(shell: Shell) -> None:
+    """Each caller learns the outcome of its own load. An unload ends the loads before it."""
+    shell.ask("load")
+    for peer in (2, 3):
+        shell.operations.handle(peer, Ask(peer, "load", "m"))
+    (_, first), *others = shell.inbox
+    assert not others
+    shell.operations.settled(effects.Settled(first.operation, "UNAVAILABLE", "no such file"))
+    shell.loop.run_one()
+    second = shell.inbox[-1][1]
+    assert second.operation != first.operation
+    shell.operations.settled(effects.Settled(second.operation))
+    shell.loop.run_one()
+    shell.operations.handle(4, Ask(4, "load", "m"))
+    shell.ask("unload")
+    assert [type(event) for _, event in shell.inbox] == [events.Deploy] * 3 + [events.Unload]
+    failed, done, dropped = shell.said
+    assert (failed.request, failed.text) == (1, "no such file")
+    assert (type(done), done.request) == (Answer, 2)
+    assert (dropped.request, dropped.code) == (4, "UNAVAILABLE")
+    assert "Newer operation" in dropped.text
