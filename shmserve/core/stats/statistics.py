@@ -152,7 +152,7 @@ class Statistics(Struct):
     scaled_down: int = 0
     """Instances removed because fewer were enough."""
     failures: list[int] = field(default_factory=_none)
-    """By FailureKind; the sum is fail_count."""
+    """By FailureKind; the sum of all but CANCELED is fail_count."""
     reasons: dict[Reason, int] = {}
     batches: dict[int, BatchCount] = {}
     """By rows."""
@@ -279,9 +279,10 @@ class Statistics(Struct):
         self.responses[index].add(outcome, *(times or (0, 0)))
 
     def failed(self, why: FailureKind, ns: int) -> None:
-        self.fail_count += 1
-        self.fail_ns += ns
         self.failures[why] += 1
+        if why is not FailureKind.CANCELED:  # the caller did not want the response
+            self.fail_count += 1
+            self.fail_ns += ns
 
     def failed_as(self, code: str, text: str, ns: int, now: int) -> None:
         """Counts a request that failed in the broker, not at a worker."""
