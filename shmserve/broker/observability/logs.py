@@ -17,6 +17,7 @@ import select
 import stat
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +50,27 @@ _TRACEBACKS = logging.Formatter()
 
 def set_up(settings: argparse.Namespace, recent: RecentRecords | None = None) -> None:
     """Replaces the previous setup. `recent` also gets the records. Raises OSError if the file cannot be opened."""
-    handler = LogFileHandler(Path(settings.log_file) if settings.log_file is not None else None, recent)
+    path = Path(settings.log_file) if settings.log_file is not None else None
     triton = settings.triton_compatible and settings.log_format != "json"
-    handler.setFormatter((TritonFormatter if triton else Formatter)(settings.log_format))
     levels = _levels(settings)
-    handler.addFilter(lambda record: record.levelno in levels)
+    if settings.triton_compatible and path is None:  # Triton writes these to stdout
+        low = frozenset({logging.DEBUG, logging.INFO})
+        handlers = {LogFileHandler(None, recent, 1): levels & low, LogFileHandler(None, recent): levels - low}
+    else:
+        handlers = {LogFileHandler(path, recent): levels}
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
         old.close()
-    root.addHandler(handler)
+    for handler, shown in handlers.items():
+        handler.setFormatter((TritonFormatter if triton else Formatter)(settings.log_format))
+        handler.addFilter(partial(_is_shown, shown))
+        root.addHandler(handler)
     root.setLevel(min(levels, default=logging.CRITICAL + 1))
+
+
+def _is_shown(levels: frozenset[int], record: logging.LogRecord) -> bool:
+    return record.levelno in levels
 
 
 def flush() -> None:
@@ -77,14 +88,15 @@ class _Outage(Struct):
 
 
 class LogFileHandler(logging.Handler):
-    """Appends to a file, which it reopens after a rename or removal (log rotation), or writes to stderr. Consecutive
-    identical records are counted instead of repeated."""
+    """Appends to a file, which it reopens after a rename or removal (log rotation), or writes to stderr or stdout.
+    Consecutive identical records are counted instead of repeated."""
 
-    def __init__(self, path: Path | None, recent: RecentRecords | None = None) -> None:
+    def __init__(self, path: Path | None, recent: RecentRecords | None = None, descriptor: int = 2) -> None:
+        """`descriptor`: where to write without a path."""
         super().__init__()
         self._recent = recent
         self._path = path.absolute() if path is not None else None
-        self._descriptor = 2
+        self._descriptor = descriptor
         self._open()
         self._last: tuple[int, str] | None = None
         self._last_fields: Mapping[str, Any] = {}

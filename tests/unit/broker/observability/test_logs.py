@@ -70,7 +70,9 @@ def test_log_formats_of_triton(form: str, begin: str, capfd: pytest.CaptureFixtu
     text = 'said "é"\n\x1b\udc80'
     for level in LEVELS:
         log_record(level, text)
-    lines = capfd.readouterr().err.splitlines()
+    written = capfd.readouterr()
+    assert len(written.out.splitlines()) == 2, "debug and info"
+    lines = (written.out + written.err).splitlines()
     found = [re.fullmatch(rf"({begin}) (\d+) test_logs\.py:\d+\] (.*)", line) for line in lines]
     assert [(int(one[2]), json.loads(one[3])) for one in found if one] == [(os.getpid(), text)] * len(LEVELS)
     assert [one[1][0 if form == "default" else -1] for one in found if one] == list("IIWEE")
@@ -80,13 +82,13 @@ def test_the_variable_of_triton_turns_escaping_off(capfd: pytest.CaptureFixture[
     monkeypatch.setenv("TRITON_SERVER_ESCAPE_LOG_MESSAGES", "0")
     set_up(settings(triton_compatible=True))
     log.info('input "x\ny"')
-    assert capfd.readouterr().err.endswith('] input "x\ny"\n')
+    assert capfd.readouterr().out.endswith('] input "x\ny"\n')
 
 
 def test_json_is_the_same_with_triton_compatible(capfd: pytest.CaptureFixture[str]) -> None:
     set_up(settings(log_format="json", triton_compatible=True))
     log.info("ready")
-    assert json.loads(capfd.readouterr().err)["message"] == "ready"
+    assert json.loads(capfd.readouterr().out)["message"] == "ready"
 
 
 def test_a_file_is_appended_to_and_may_be_renamed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
