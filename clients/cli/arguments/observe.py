@@ -23,7 +23,8 @@ from shmserve.clients.cli.help import rare
 
 def add_models(commands: Any) -> None:
     examples = (
-        "  shmserve models\n  shmserve models mlp --instances\n  shmserve models --watch\n  shmserve models --json\n"
+        "  shmserve models\n  shmserve models 'p05*'\n  shmserve models mlp --instances\n  shmserve models --watch\n"
+        "  shmserve models --json\n"
     )
     about = "list models: versions, states, processes, resources, and the reason if one is not READY"
     command = add_server_command(commands, "models", "status", about, examples)

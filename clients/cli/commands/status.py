@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any
 
 import shmserve
@@ -30,14 +31,16 @@ def models(args: argparse.Namespace) -> int:
 
 
 def _chosen(names: Sequence[str], index: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The named models; all if there are no names."""
+    """The models with these names, which may be patterns such as 'p05*'; all if there are no names."""
     there = {entry["name"] for entry in index}
     for name in names:
-        if name not in there:
+        if name not in there and not any(fnmatchcase(other, name) for other in there):
             near = get_close_matches(name, there, 1)
             hint = f"; did you mean '{near[0]}'?" if near else "; `shmserve models` lists the models"
             raise Failed(f"unknown model '{name}'{hint}")
-    return [entry for entry in index if entry["name"] in names or not names]
+    return [
+        entry for entry in index if not names or any(entry["name"] == n or fnmatchcase(entry["name"], n) for n in names)
+    ]
 
 
 def models_text(index: Sequence[Mapping[str, Any]], instances: bool, screen: Screen) -> str:
