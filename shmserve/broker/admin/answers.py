@@ -35,8 +35,8 @@ class QueryAnswers:
         self._send = send
         self._shared: Shared | None = None
         """Answers built in this turn, which remain valid until it ends. None between turns."""
-        self._awaiting: Waiting = {}
-        """Queries that wait until loading has finished."""
+        self._awaiting: dict[str, Waiting] = {}
+        """Queries that wait until this model, or for "" each model, has loaded."""
         self._models: Waiting = {}
         """Queries that wait until the repositories have been read."""
         self._due: Waiting = {}
@@ -53,8 +53,8 @@ class QueryAnswers:
 
     def notify(self) -> None:
         """Answers up to NOTIFIED queries that are due. Sending adds an event, so a turn for the others follows."""
-        if self._awaiting and not self._control.is_loading():
-            self._move(self._awaiting)
+        for model in [model for model in self._awaiting if not self._control.is_loading(model)]:
+            self._move(self._awaiting.pop(model))
         if self._due:
             shared: Shared = {}
             for _ in range(NOTIFIED):
@@ -74,7 +74,9 @@ class QueryAnswers:
             self._models.setdefault(peer, []).append(ask)
             self._operations.refresh_from_disk(self._models_known)
         elif ask.what == "loaded" and self._control.is_loading():
-            self._awaiting.setdefault(peer, []).append(ask)
+            self._awaiting.setdefault("", {}).setdefault(peer, []).append(ask)
+        elif ask.what == "config" and ask.body and self._control.is_loading(ask.model):
+            self._awaiting.setdefault(ask.model, {}).setdefault(peer, []).append(ask)
         elif ask.what == "ready" and ask.model:
             instances = self._control.serving(ask)
             if not self._probes.probe(instances, lambda ready: self._answer_ready(peer, ask, ready)):
@@ -94,7 +96,7 @@ class QueryAnswers:
 
     def peer_disconnected(self, peer: int) -> None:
         self._behind.discard(peer)
-        for waiting in (self._awaiting, self._models, self._due, self._held):
+        for waiting in (*self._awaiting.values(), self._models, self._due, self._held):
             waiting.pop(peer, None)
 
     def _models_known(self, changed: Set[int]) -> None:

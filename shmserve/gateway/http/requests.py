@@ -37,6 +37,7 @@ from shmserve.gateway.upstream.device_regions import DeviceRegion
 from shmserve.gateway.upstream.documents import (
     BrokerQuery,
     arguments_of,
+    config_query,
     error_body,
     http_answer,
     query_of,
@@ -402,9 +403,7 @@ class Requests:
         connection.wait_for(ticket)
 
     def _ask_config(self, connection: HttpConnection, head: HttpHead, then: Callable[[Any], None]) -> None:
-        """Queries the model's configuration, which decides how the request continues."""
-        route = head.route
-        self._ask(connection, head, BrokerQuery("config", model=route.model, version=route.version), then)
+        self._ask(connection, head, config_query(head.route.model, head.route.version), then)
 
     # ------------------------------------------------------------------------------------ inference
 

@@ -30,7 +30,7 @@ from shmserve.gateway.openai.generation import Generation
 from shmserve.gateway.openai.inputs import SamplingInputs
 from shmserve.gateway.openai.models import MESSAGES, LanguageModel
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, template_values
-from shmserve.gateway.upstream.documents import BrokerQuery
+from shmserve.gateway.upstream.documents import BrokerQuery, config_query
 from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask
 
 CHAT_TEMPLATE = "chat_template"
@@ -85,7 +85,7 @@ class OpenAiRequests:
 
         def ask_config(_: None = None) -> None:
             """The model's configuration decides how the request continues."""
-            self._query(connection, head, BrokerQuery("config", model=models.check_name(request.model)), go_on)
+            self._query(connection, head, config_query(models.check_name(request.model)), go_on)
 
         if strings is None or isinstance(request, ChatRequest):  # a chat is encoded before they are put back
             ask_config()

@@ -67,6 +67,12 @@ class BrokerQuery(Struct):
     failed: Callable[[ServeError], Any] = _raise
 
 
+def config_query(model: str, version: int | str = "") -> BrokerQuery:
+    """Queries the configuration that decides how a request to the model continues. Like the request, the query waits
+    for a model that is loading."""
+    return BrokerQuery("config", model=model, version=version, body=of_json({"wait": True}))
+
+
 class BadLoad(InvalidRequest):
     """The model in a load request is invalid. Clients match on this text."""
 
