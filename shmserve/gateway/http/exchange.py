@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from shmserve.errors import ServeError
-from shmserve.gateway.auth.actions import INFER
+from shmserve.gateway.auth.actions import INFER, Action
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.listener import HttpListener
@@ -39,6 +39,8 @@ JOINED_BYTES = 64 * 1024
 """Responses up to this size are joined into one buffer."""
 COMPRESSED_BYTES = 1024
 """Responses below this size are not compressed."""
+_COMPRESSED = frozenset({INFER, Action.METRICS})
+"""Actions whose responses are compressed for clients that accept it."""
 
 
 class EventViewer(Protocol):
@@ -160,7 +162,7 @@ class HttpExchange(FairReader):
         if self._transport is None or self._phase == DRAIN:
             return
         size = sum([len(part) for part in parts])
-        if head is not None and head.accepts and size >= COMPRESSED_BYTES and head.route.action is INFER:
+        if head is not None and head.accepts and size >= COMPRESSED_BYTES and head.route.action in _COMPRESSED:
             more += b"Content-Encoding: %b\r\n" % head.accepts.encode()
             self.work(
                 bodies.deflate_body(head.accepts, parts),

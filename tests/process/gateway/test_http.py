@@ -128,6 +128,10 @@ def test_metrics(gateway: Gateway) -> None:
         assert answer.headers["Content-Type"].startswith("text/plain")
         names = {family.name for family in text_string_to_metric_families(answer.read().decode())}
         assert {"nv_inference_request_success", "shmserve_gateway_http_connections"} <= names
+        made.request("GET", "/metrics", headers={"Accept-Encoding": "gzip"})
+        answer = made.getresponse()
+        assert answer.headers["Content-Encoding"] == "gzip"
+        assert b"nv_inference_request_success" in gzip.decompress(answer.read())
         made.request("GET", "/v2/health/live")
         assert made.getresponse().status == 404
 
