@@ -14,6 +14,7 @@ from shmserve.broker.observability.logs import log_record
 from shmserve.broker.observability.model_metrics import ModelCounters
 from shmserve.broker.processes.cgroups import take_over_own_group
 from shmserve.broker.processes.memory_meter import MemoryMeter
+from shmserve.broker.processes.process_memory import ProcessMemory
 from shmserve.broker.processes.workers import Workers, WorkerSettings
 from shmserve.core import events
 from shmserve.core.effects import Spawn
@@ -47,6 +48,7 @@ class InstanceWorkers:
         self._counters = ModelCounters(lambda name: any(one.model == name for one, _ in state.instances.values()))
         self._meter: MemoryMeter | None = None
         """None without memory budgets."""
+        self.memory = ProcessMemory(loop, self._pids)
         if state.memory_limited:
             self._meter = MemoryMeter(loop, state, self.process_of, settings.used_on_gpu, put)
 
@@ -58,6 +60,9 @@ class InstanceWorkers:
         """The pid of a worker, 0 if it has exited."""
         worker = self._workers.get(peer)
         return worker.pid if worker is not None else 0
+
+    def _pids(self) -> set[int]:
+        return {pid for peer in self._state.instances if (pid := self.process_of(peer))}
 
     def metrics(self) -> str:
         """The metrics that models define."""
@@ -107,6 +112,7 @@ class InstanceWorkers:
             policy, warnings = self._catalog.complete(version.source, config)
             for text in warnings:
                 log_record("warning", f"{version.label}: {text}", {"model": version.model, "version": version.number})
+            self.memory.loaded(self.process_of(peer))
             if self._meter is not None:
                 self._meter.measure()
             return events.Compiled(policy)
@@ -131,5 +137,6 @@ class InstanceWorkers:
     def close(self) -> None:
         self._counters.close()
         self._workers.close()
+        self.memory.close()
         if self._meter is not None:
             self._meter.close()

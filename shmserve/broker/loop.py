@@ -105,7 +105,13 @@ class Broker:
         hooks = self.put, self._deliver, self._worker_exited
         self.workers = InstanceWorkers(loop, core.state, catalog, self._links, *hooks, workers, other_children)
         server_metrics = Metrics(
-            core.state, self._memory.frames, arena_bytes, self.workers.process_of, control.server_ready, metrics
+            core.state,
+            self._memory.frames,
+            arena_bytes,
+            self.workers.process_of,
+            self.workers.memory.bytes_of,
+            control.server_ready,
+            metrics,
         )
         control.metrics += [server_metrics.text, self.workers.metrics]
         self._peers = count(1)

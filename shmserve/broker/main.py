@@ -160,6 +160,7 @@ class ServerProcess:
         kept.discard = self._operations.discard
         self._agents.discard = self._operations.reader.submit
         self._control.process_of = self._broker.workers.process_of
+        self._control.memory_of = self._broker.workers.memory.bytes_of
         self._disk_changes = DiskChanges(loop, self._core.state, self._catalog, self._operations, self._broker.put)
         self._remote_changes = self._follow_remote()
         self._progress = LoadProgress(self._core, self._loaded, log_record, self._is_downloading)

@@ -41,6 +41,13 @@ def own_bytes(pid: int) -> int:
     return max(0, int(fields[1]) - int(fields[2])) * PAGE if fields else 0
 
 
+def proportional_bytes(pid: int) -> int:
+    """The proportional memory (PSS) of a process: shared pages are divided by the number of processes that map them.
+    Takes time for large processes. On a kernel that does not report it, the resident memory."""
+    size = _kilobytes(_read(pid, "smaps_rollup"), b"Pss:")
+    return size * 1024 if size is not None else usage(pid).resident_bytes
+
+
 def anonymous_bytes(pid: int) -> tuple[int, int]:
     """The anonymous memory of a process, without files and shared memory, and an upper bound of its peak. Pages shared
     with the process from which it was forked count proportionally. Takes time for large processes."""

@@ -72,7 +72,7 @@ FLEET_MODELS = Table(
         Column("in_flight", "run", "count", 9, "requests that are running"),
         Column("mean_batch", "batch", "rate", 14, "mean rows per batch"),
         Column("busy", "busy", "share", 10, "share of time in which instances ran a batch"),
-        Column("memory_bytes", "mem", "bytes", 15, "resident memory of its processes"),
+        Column("memory_bytes", "mem", "bytes", 15, "memory of its processes (PSS)"),
         Column("gpu_memory_bytes", "gpu mem", "bytes", 22, "memory of its processes on GPUs"),
         Column("reason", "reason", "text", 17, "why it is not, or not fully, served, and where", 24),
     ),

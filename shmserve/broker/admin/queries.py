@@ -50,6 +50,8 @@ Shared = dict[tuple[str, str, int, bool], list[bytes]]
 class Control:
     def __init__(self, core: Core, catalog: Catalog, name: str, version: str, strict: bool) -> None:
         self.process_of: Callable[[int], int] = lambda peer: 0
+        self.memory_of: Callable[[int], int] = lambda pid: 0
+        """The proportional memory of a worker's process."""
         """Returns the pid of a worker."""
         self.changed_on_disk: Set[int] = frozenset()
         """The sources of versions that differ from the repository, as of the last check."""
@@ -145,12 +147,14 @@ class Control:
         all_ready = not refused and self.is_complete() and all(state is VersionState.READY for state in states)
         return not self._strict or all_ready
 
-    def is_loading(self) -> bool:
-        """Whether a model that was not served before is loading, so that callers that wait for loading must wait."""
-        models = self._core.state.models.values()
-        return self.is_starting() or any(
+    def is_loading(self, name: str = "") -> bool:
+        """Whether a model that was not served before is loading, so that callers that wait for loading must wait.
+        `name`: only this model."""
+        models = self._core.state.models
+        chosen = models.values() if not name else [models[name]] if name in models else []
+        return (not name and self.is_starting()) or any(
             version.state is VersionState.LOADING
-            for model in models
+            for model in chosen
             if model.default() is None
             for version in model.versions.values()
         )
@@ -287,7 +291,7 @@ class Control:
             "device": instance.spec.device,
             "passive": instance.spec.passive,
             "pid": pid,
-            "memory_bytes": used.resident_bytes,
+            "memory_bytes": self.memory_of(pid) if pid else 0,
             "cpu_seconds": used.cpu_seconds,
             "restarts": instance.restarts,
             "in_flight": activity.running(instance),
@@ -395,10 +399,10 @@ class Control:
             versions = sorted(loaded, key=lambda version: version.number) or versions
         return {"model_stats": [self._version_statistics(version) for version in versions]}
 
-    def _resident_bytes(self, version: Version) -> int:
-        """The resident bytes of all processes that run this version."""
-        peers = [instance.peer for instance in version.instances if instance.peer]
-        return sum(procfs.usage(self.process_of(peer)).resident_bytes for peer in peers)
+    def _memory_bytes(self, version: Version) -> int:
+        """The proportional memory of all processes that run this version."""
+        pids = [self.process_of(instance.peer) for instance in version.instances if instance.peer]
+        return sum(self.memory_of(pid) for pid in pids if pid)
 
     def _version_statistics(self, version: Version) -> dict[str, Any]:
         counted = version.statistics
@@ -437,7 +441,7 @@ class Control:
                 }
                 for rows, batch in sorted(counted.batches.items())
             ],
-            "memory_usage": [{"type": "CPU", "id": 0, "byte_size": self._resident_bytes(version)}],
+            "memory_usage": [{"type": "CPU", "id": 0, "byte_size": self._memory_bytes(version)}],
             "batch_reasons": {reason.value: count for reason, count in counted.reasons.items()},
             "elements": counted.elements,
             "padded_elements": counted.padded_elements,

@@ -101,7 +101,7 @@ FAMILIES = (
     ),
     *_rows(
         MEMORY,
-        ("shmserve_instance_memory_bytes", "gauge", INSTANCE, "resident memory of the process, including shared pages"),
+        ("shmserve_instance_memory_bytes", "gauge", INSTANCE, "proportional memory (PSS) of the process"),
         ("shmserve_instance_arena_bytes", "gauge", INSTANCE, "shared memory allocated for outputs"),
         ("shmserve_instance_gpu_pool_bytes", "gauge", INSTANCE,
          "GPU memory for outputs that stay on the GPU (--cuda-memory-pool-byte-size); absent if none"),

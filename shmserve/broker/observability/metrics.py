@@ -85,7 +85,8 @@ class _InstanceSamples(Struct):
 
 
 class Metrics:
-    """`process_of(peer)` returns the pid of a worker, or 0. `ready()` returns whether the server is ready."""
+    """`process_of(peer)` returns the pid of a worker, or 0, and `memory_of(pid)` its proportional memory. `ready()`
+    returns whether the server is ready."""
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class Metrics:
         arena: Arena,
         arena_limit: int,
         process_of: Callable[[int], int],
+        memory_of: Callable[[int], int],
         ready: Callable[[], bool],
         settings: MetricSettings = DEFAULTS,
     ) -> None:
@@ -101,6 +103,7 @@ class Metrics:
         self._arena = arena
         self._arena_limit = arena_limit
         self._process_of = process_of
+        self._memory_of = memory_of
         self._ready = ready
         self._cores = procfs.Cores(settings.interval_s)
         self._started = procfs.boot_time() + procfs.usage(os.getpid()).started
@@ -223,9 +226,9 @@ class Metrics:
         sample.busy_ns = max(sample.busy_ns, activity.busy_ns(version, instance, time.monotonic_ns()))
         peer = instance.peer
         if peer:
-            used = procfs.usage(self._process_of(peer) or -1)
-            sample.memory += used.resident_bytes
-            sample.cpu += used.cpu_seconds
+            pid = self._process_of(peer)
+            sample.memory += self._memory_of(pid) if pid else 0
+            sample.cpu += procfs.usage(pid).cpu_seconds if pid else 0.0
             sample.arena += arenas.get((peer, False), 0)
             sample.pool += arenas.get((peer, True), 0)
 

@@ -54,7 +54,7 @@ class Seen:
 def metrics(world: World, arena: Arena | None = None, shown: MetricSettings = DEFAULTS) -> Seen:
     arena = arena or Arena(0, memfd.create, limit_bytes=1 << 20)
     pids = iter([os.getpid()] * 100)
-    made = Metrics(world.core.state, arena, 1 << 20, lambda peer: next(pids), lambda: True, shown)
+    made = Metrics(world.core.state, arena, 1 << 20, lambda peer: next(pids), lambda pid: 1 << 20, lambda: True, shown)
     seen = Seen(made.text())
     arena.close()
     return seen

@@ -39,6 +39,7 @@ def control_of(world: World, gpus: list[dict[str, Any]] | None = None) -> Contro
     catalog = cast("Any", SimpleNamespace(repositories=SimpleNamespace(names=("m", "not loaded"))))
     control = Control(world.core, catalog, "test", "1", True)
     control.process_of = lambda peer: os.getpid()
+    control.memory_of = lambda pid: 1 << 20
     report = ActivityReport(
         world.core.state, control.index, control.about, lambda: gpus or [], lambda pid: 5 * pid, lambda: None
     )
@@ -65,7 +66,7 @@ def test_models_and_what_their_instances_run() -> None:
     assert (instance["batch_rows"], instance["waiting_rows"], instance["in_flight"]) == (1, 5, 1)
     assert instance["gpu_memory_bytes"] == 0
     assert "last_words" not in instance
-    assert instance["memory_bytes"] > 0
+    assert instance["memory_bytes"] == 1 << 20
     world.now += 3 * MS
     world.finish_running(took=2 * MS)
     world.settle()

@@ -93,7 +93,9 @@ def test_summaries_of_the_cache() -> None:
 
 def metrics_text(world: World, shown: MetricSettings) -> str:
     arena = Arena(0, memfd.create, limit_bytes=1 << 20)
-    found = Metrics(world.core.state, arena, 1 << 20, lambda peer: os.getpid(), lambda: True, shown).text()
+    found = Metrics(
+        world.core.state, arena, 1 << 20, lambda peer: os.getpid(), lambda pid: 0, lambda: True, shown
+    ).text()
     arena.close()
     return found
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shmserve.broker.processes.memory_meter import MIN_CHANGE, MemoryMeter
+from shmserve.broker.processes.process_memory import ProcessMemory
 from shmserve.core.events import Measured
 from shmserve.core.limits import Limits
 from shmserve.protocol.messages import Map
@@ -43,6 +44,27 @@ def test_memory_of_a_process_that_exits_in_the_middle_counts_once(monkeypatch: p
     assert (now // 1024, peak // 1024) == (70_000, 73_000)
     files["status"] = b"...\nState: Z (zombie)\n"
     assert procfs.anonymous_bytes(1) == (now, now)
+
+
+def test_shared_pages_count_proportionally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is measured when it has loaded its model; until then its resident memory is shown."""
+    texts = {"smaps_rollup": b"...\nRss: 9000 kB\nPss: 3000 kB\nPss_Anon: 2000 kB\n"}
+    read = procfs._read
+    monkeypatch.setattr(procfs, "_read", lambda pid, name: texts[name] if name in texts else read(pid, name))
+    pid = os.getpid()
+
+    async def measure() -> None:
+        loop, measured = asyncio.get_running_loop(), asyncio.Event()
+        memory = ProcessMemory(loop, lambda: [pid])
+        assert memory.bytes_of(pid) == pytest.approx(procfs.usage(pid).resident_bytes, rel=0.5)
+        done = memory._handle_reading
+        monkeypatch.setattr(memory, "_handle_reading", lambda found: (done(found), measured.set()))
+        memory.loaded(pid)
+        await measured.wait()
+        assert memory.bytes_of(pid) == 3000 * 1024
+        memory.close()
+
+    asyncio.run(measure())
 
 
 def test_workers_are_measured_and_changes_reported() -> None:

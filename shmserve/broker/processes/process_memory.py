@@ -1,0 +1,89 @@
+"""The memory of workers as shown to users: proportional (PSS), as instances share mapped weights and forked pages.
+
+The kernel visits every page of a process to compute it, which takes milliseconds for large processes. Therefore a
+thread measures a worker when its model has loaded, and then rarely: at most for SHARE of the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from msgspec import Struct
+
+from shmserve.system import procfs
+
+INTERVAL_S = 10.0
+"""Minimum time between two measurements of a process."""
+SHARE = 0.01
+
+
+class _Measured(Struct):
+    size: int
+    took_s: float
+    at: float
+
+
+class ProcessMemory:
+    """`pids` returns the processes to measure."""
+
+    def __init__(self, loop: Any, pids: Callable[[], Collection[int]]) -> None:
+        self._loop = loop
+        self._pids = pids
+        self._measured: dict[int, _Measured] = {}
+        self._thread = ThreadPoolExecutor(1, "process-memory")
+        self._reading = self._read_again = self._closed = False
+        self._timer = loop.call_later(INTERVAL_S, self._measure)
+
+    def bytes_of(self, pid: int) -> int:
+        """The last measured size; the resident memory, an upper bound, of a process that has not been measured."""
+        known = self._measured.get(pid)
+        return known.size if known is not None else procfs.usage(pid).resident_bytes
+
+    def loaded(self, pid: int) -> None:
+        """Measures a worker that has loaded its model."""
+        self._measured.pop(pid, None)
+        self._measure()
+
+    def close(self) -> None:
+        self._closed = True
+        self._timer.cancel()
+        self._thread.shutdown()
+
+    def _measure(self) -> None:
+        self._timer.cancel()
+        if self._closed:
+            return
+        if self._reading:
+            self._read_again = True
+            return
+        pids, now = self._pids(), time.monotonic()
+        self._measured = {pid: known for pid, known in self._measured.items() if pid in pids}
+        pause = max(INTERVAL_S, sum(known.took_s for known in self._measured.values()) / SHARE)
+        due = [pid for pid in pids if (known := self._measured.get(pid)) is None or known.at + pause <= now]
+        if due:
+            self._reading = True
+            self._thread.submit(self._read, due)
+        else:
+            self._timer = self._loop.call_later(INTERVAL_S, self._measure)
+
+    def _read(self, pids: list[int]) -> None:
+        found: dict[int, _Measured] = {}
+        for pid in pids:
+            began = time.monotonic()
+            size = procfs.proportional_bytes(pid)
+            ended = time.monotonic()
+            if size:
+                found[pid] = _Measured(size, ended - began, ended)
+        self._loop.call_soon_threadsafe(self._handle_reading, found)
+
+    def _handle_reading(self, found: dict[int, _Measured]) -> None:
+        self._reading = False
+        self._measured |= found
+        if self._read_again:
+            self._read_again = False
+            self._measure()
+        elif not self._closed:
+            self._timer = self._loop.call_later(INTERVAL_S, self._measure)
