@@ -40,7 +40,8 @@ MODEL = python_model(
 
 
 def test_requests_survive_a_server_restart(tmp_path: Path) -> None:
-    """The models have begun to run the requests. The next server receives them while its models are still loading."""
+    """The models have begun to run the requests. The next server receives them, and requests of a new client, while its
+    models are still loading."""
     cases = [(link, size) for link in ("lane", "zmq") for size in (3, 30_000)]
     folders = [tmp_path / "models" / f"{link}_{size}" for link, size in cases]
     for folder in folders:
@@ -61,9 +62,24 @@ def test_requests_survive_a_server_restart(tmp_path: Path) -> None:
         while not all((folder / "begun").exists() for folder in folders):
             server.client().close()
         server.kill()
-        gates = [pool.submit((folder / "go").write_text, "") for folder in folders]
-        server.restart()
-        for x, result in zip(inputs, results, strict=True):
-            assert np.array_equal(result.result()["y"], x * 2)
+        restarted = pool.submit(server.restart)
+        with connected(server) as new:
+            later = [new.submit(folder.name, {"x": x}) for folder, x in zip(folders, inputs, strict=True)]
+            new.flush()
+            while any(not model["queued"] for model in new.activity()["models"]):
+                assert not restarted.done()
+            gates = [pool.submit((folder / "go").write_text, "") for folder in folders]
+            for x, result, after in zip(inputs, results, later, strict=True):
+                assert np.array_equal(result.result()["y"], x * 2)
+                assert np.array_equal(after.result(60)["y"], x * 2)
+            restarted.result()
         for gate in gates:
             gate.result()
+
+
+def connected(server: Server) -> shmserve.Client:
+    """A client of a server that is being started."""
+    client = shmserve.Client(server.url)
+    while not client.live():
+        pass
+    return client

@@ -52,7 +52,7 @@ END_S = 5.0
 
 ALLOWED = {
     "MODEL_FAILED": r"worker process of instance .* ended (while it|after \d+ responses? to this request) .*SIGKILL",
-    "UNAVAILABLE": "no room for |it is loading$|worker process with its state ended"
+    "UNAVAILABLE": "no room for |worker process with its state ended"
     "|was asleep and cannot be loaded: .* signal SIGKILL"
     rf"|^{AWAY}: .*(unload|not at ready state|no available versions|not found)"
     "|^calls: .*before its own timeout:",

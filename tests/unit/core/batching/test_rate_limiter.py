@@ -114,9 +114,9 @@ def test_a_crashed_worker_releases_its_resources() -> None:
     (first,) = world.running()
     world.crash(world.worker(first))
     world.advance(world.now + 10**9)
-    (second,) = world.running()
-    assert second != first
-    world.done(second)
+    for _ in range(2):
+        (running,) = world.running()
+        world.done(running)
     assert len(world.client.answers) == 2
 
 

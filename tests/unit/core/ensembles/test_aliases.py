@@ -156,8 +156,9 @@ def test_an_ensemble_that_ends_between_steps_releases_forwarded_tensors(end: str
         world.turn([(world.client.peer, Cancel(1))])
         world.finish_step(at)
     elif end == "death":
-        world.crash(world.worker(f"{at}_0"))
-        world.advance(world.now + 10**10)
+        for _ in range(2):  # the request is retried once
+            world.crash(world.worker(f"{at}_0"))
+            world.advance(world.now + 10**10)
     else:
         world.gone(world.client)
         world.finish_step(at)

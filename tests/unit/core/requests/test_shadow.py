@@ -201,7 +201,6 @@ def test_the_end_of_a_shadow_fails_no_client_request(death: str) -> None:
     assert len(client.answers) == 3
     assert not any(isinstance(answer, Fail) for answer in client.answers.values())
     if death == "crash":
-        assert world.counts["failed"] >= 1
         assert sum(world.counts.values()) == 3
         world.check_idle()
     assert not world.core.state.comparisons
