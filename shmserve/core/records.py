@@ -384,6 +384,12 @@ class SleepState(Struct):
     """The same for an instance that is loading."""
     gpu: int = 0
     gpu_peak: int = 0
+    load_ns: int = 0
+    """Mean time of a load (exponential); 0: never loaded."""
+    uses: float = 0.0
+    """Batches counted while it was in memory. Earlier ones count less (`models.value`)."""
+    counted: int = 0
+    """`Statistics.execution_count` when they were last counted."""
 
 
 class Version:

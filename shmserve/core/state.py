@@ -172,6 +172,10 @@ class State:
         version waits for others to make room."""
         self.room_at = 0
         """When the timer ROOM is due, if that is in the future."""
+        self.evictions = 0
+        """Versions put to sleep for others since `uses_since` was last advanced."""
+        self.uses_since = 0
+        """Since when `SleepState.uses` have been counted."""
         self.short_since = 0
         """Since when instances have exceeded the memory budget; 0: they do not."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from shmserve.core.limits import Limits
-from shmserve.core.policy import InstanceSpec, ModelPolicy, ScalingPolicy
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, ScalingPolicy
 from shmserve.sim.faults import Faults
 from shmserve.sim.load import Load
 from shmserve.sim.service import Constant, Service
@@ -36,6 +36,8 @@ class SimModel(Struct, frozen=True):
     """Models that it calls for each request, one after another, before it computes. The calls block its instance."""
     scaling: ScalingPolicy | None = None
     """How the number of instances follows the load; `instances` are the initial ones."""
+    memory: MemoryEstimate = MemoryEstimate()
+    """What each instance uses of the memory budgets in `Plan.limits`."""
 
 
 class Plan(Struct, frozen=True):

@@ -65,6 +65,8 @@ class ModelResult(Struct):
 
     name: str
     sent: int = 0
+    cold: int = 0
+    """Requests that arrived while no instance was loaded, and waited for one."""
     answered: int = 0
     in_time: int = 0
     """Answered before their deadline, or without one."""
@@ -86,6 +88,10 @@ class ModelResult(Struct):
     padded_elements: int = 0
     """Padding among these elements."""
     instances: int = 0
+    loaded: int = 0
+    """How many of them are loaded now."""
+    loads: int = 0
+    """How often one has loaded."""
     busy_ns: int = 0
     deaths: int = 0
     seconds: float = 0.0
@@ -116,6 +122,8 @@ class ModelResult(Struct):
 
     def resized(self, now: int, more: int) -> None:
         """Records that an instance has loaded, or that a loaded one has ended."""
+        self.loaded += more
+        self.loads += more > 0
         self._changes.append((now, more))
 
     def end_sizes(self, began: int) -> None:

@@ -243,7 +243,9 @@ class Simulation:
             policy = model.policy
             if policy.name == name:
                 known = policy if policy.steps is not None else None
-                targets.append(events.Target(policy.version, source, model.instances, known, scaling=model.scaling))
+                targets.append(
+                    events.Target(policy.version, source, model.instances, known, model.memory, model.scaling)
+                )
         self._operations += 1
         self._world.arrive((0, events.Deploy(name, tuple(targets), self._operations, fresh)))
 

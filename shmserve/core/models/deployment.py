@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from shmserve.core.effects import Settled
 from shmserve.core.events import Deploy, Refuse, Restart, SetService, SetTraffic, Target, Unload
-from shmserve.core.models import loading, memory, retirement, sizes
+from shmserve.core.models import loading, memory, retirement, sizes, value
 from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.model import Departure, FailedChange, Model, Operation, Unloading
 from shmserve.core.models.scaler import Scaler
@@ -97,6 +97,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
     _set_scaling(state, version, target)
     if current is not None and current.reason != retirement.UNLOADED:
         version.statistics = current.statistics
+        value.inherit(version, current)
     if target.policy is not None:
         apply_policy(state, version, target.policy)
         state.ensembles[version] = None

@@ -7,7 +7,7 @@ from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
-from shmserve.core.models import deployment, load_results, loading, retirement, sleep, unhealthy
+from shmserve.core.models import deployment, load_results, loading, retirement, sleep, unhealthy, value
 from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
@@ -43,6 +43,7 @@ class Lifecycle:
         instance.move(_I.READY)
         instance.loaded = True
         instance.ready_since = now
+        value.has_loaded(version, instance, now)
         if instance.sleeping:
             sleep.has_woken(self._state, version, instance, now)
         if version.policy is None:

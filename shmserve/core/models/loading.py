@@ -29,6 +29,12 @@ def start_waiting(state: State) -> None:
             state.loading[instance] = None
 
 
+def free_slots(state: State) -> int:
+    """How many more instances could load now, besides those that have been granted memory."""
+    granted = sum(one.state is _I.WAITING and one in state.memory_holders for _, one in state.load_queue)
+    return state.limits.loading - len(state.loading) - granted
+
+
 def _set_aside(state: State) -> None:
     """Removes instances from the queue whose GPU is unhealthy. `Core` processes them later in the turn."""
     blocked = [(version, instance) for version, instance in state.load_queue if state.blocked(instance.spec)]

@@ -1,10 +1,10 @@
 """Memory grants: decides which waiting instances get memory to load, and puts other versions to sleep to free it.
 
 Versions with requests come first, in the order in which they were woken, before versions that only load. The first in
-line for a place (the host, a GPU) gets its memory before all others. To free memory for it, idle versions go to sleep,
-the least recently used first. If that is not enough, after `Limits.memory_wait_ns` the busy version that has been awake
-for the longest time yields: it starts nothing more, finishes what runs and sleeps. Its queued requests then wait in
-line.
+line for a place (the host, a GPU) gets its memory before all others, but not before it can load at once: memory
+granted earlier would be useless to everyone. To free memory for it, idle versions go to sleep, the least valuable
+(`value`) first. If that is not enough, after `Limits.memory_wait_ns` the busy version that has been awake for the
+longest time yields: it starts nothing more, finishes what runs and sleeps. Its queued requests then wait in line.
 
 Invariant: memory is granted only within the budgets.
 """
@@ -16,7 +16,7 @@ from itertools import chain
 
 from msgspec import Struct
 
-from shmserve.core.models import loading, memory, sleep
+from shmserve.core.models import loading, memory, sleep, value
 from shmserve.core.models.memory import BytesByPlace, megabytes
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
@@ -53,7 +53,8 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
     over = memory.shortage(state, used)
     _settle_shortage(state, over, called, now)
     refused: list[tuple[Version, str]] = []
-    waits = False
+    waits = in_line = False
+    slots = loading.free_slots(state)
     blocked = set(over)
     stays = memory.fixed(state)
     for claim in _claims(state, called):
@@ -70,6 +71,10 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             if len(sleeping) < len(claim.instances):
                 refused.append((claim.version, why))
             continue
+        if slots <= 0:  # the end of a load starts another turn
+            in_line = True
+            continue
+        slots -= len(claim.instances)
         limited = {place for place, size in need.items() if size and memory.budget_of(state, place)}
         short = _missing(state, used, need)
         if short and not claim.extra and not blocked & limited:
@@ -89,10 +94,11 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
         else:
             waits = waits or not claim.serves  # the next request needs it
             if claim.version.recovering and not blocked & limited:
-                left, resting = _remaining_shortage(state, short, now), _resting(state, _candidates(state, None))
+                left = _remaining_shortage(state, short, now)
+                resting = _resting(state, _candidates(state, None), left, now)
                 if _are_enough(state, left, resting):
-                    _let_sleep(state, left, resting)
-    if not blocked:
+                    _let_sleep(state, left, resting, now)
+    if not blocked and not in_line:
         _stop_yielding(state)
     loading.start_waiting(state)
     state.memory_changed = waits
@@ -246,7 +252,7 @@ def _free(
     wait = state.limits.memory_wait_ns
     short = _remaining_shortage(state, short, now)
     candidates = _candidates(state, keep)
-    sleeping = _let_sleep(state, short, _resting(state, candidates))
+    sleeping = _let_sleep(state, short, _resting(state, candidates, short, now), now)
     if max(short.values(), default=0) <= 0:
         return sleeping, False
     busy = [version for version in candidates if sleep.is_busy(state, version) and not version.yielding]
@@ -286,11 +292,17 @@ def _candidates(state: State, keep: Version | None) -> list[Version]:
     return [version for version in dict.fromkeys(state.memory_holders.values()) if _may_sleep(version, keep)]
 
 
-def _resting(state: State, candidates: list[Version]) -> list[Version]:
+def _resting(state: State, candidates: list[Version], short: BytesByPlace, now: int) -> list[Version]:
     """The versions that can sleep now, in the order in which they should."""
+    value.count_uses(state)
     leased = {lease.version for lease in state.leases.values()}
     resting = [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
-    return sorted(resting, key=lambda one: (memory.stays_loaded(one), one in leased, sleep.last_used(one)))
+    return sorted(
+        resting,
+        key=lambda one: (
+            memory.stays_loaded(one), one in leased, value.of_version(state, one, short, now), sleep.last_used(one)
+        ),
+    )  # fmt: skip
 
 
 def _are_enough(state: State, short: BytesByPlace, resting: list[Version]) -> bool:
@@ -300,19 +312,23 @@ def _are_enough(state: State, short: BytesByPlace, resting: list[Version]) -> bo
     return max(left.values(), default=0) <= 0
 
 
-def _let_sleep(state: State, short: BytesByPlace, resting: list[Version]) -> int:
+def _let_sleep(state: State, short: BytesByPlace, resting: list[Version], now: int) -> int:
     """Puts versions to sleep and reduces `short` by their memory. Returns how many go to sleep."""
     leased = {lease.version for lease in state.leases.values()}
-    sleeping = 0
-    for version in resting:
-        if _take(state, version, short):
-            sleeping += 1
-            if version in leased:
-                state.to_sleep[version] = True
-            else:
-                state.log("debug", f"{version.label} goes to sleep: others need its memory", model=version.model)
-                sleep.put_to_sleep(state, version)
-    return sleeping
+    chosen = [version for version in resting if _take(state, version, short)]
+    for version in reversed(chosen):  # those chosen later may free enough without it
+        charge = memory.of_version(version, state.memory_holders)
+        if all(size + charge[place] <= 0 for place, size in short.items()):
+            short.update(charge)
+            chosen.remove(version)
+    for version in chosen:
+        if version in leased:
+            state.to_sleep[version] = True
+        else:
+            state.log("debug", f"{version.label} goes to sleep: others need its memory", model=version.model)
+            sleep.put_to_sleep(state, version)
+    value.has_evicted(state, len(chosen), now)
+    return len(chosen)
 
 
 def _decide_again(state: State, at: int, now: int) -> None:

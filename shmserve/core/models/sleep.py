@@ -174,6 +174,7 @@ def back_to_sleep(state: State, version: Version, instance: Instance) -> None:
     """Puts an instance that waits to load, but is no longer needed, back to sleep."""
     state.load_queue.remove((version, instance))
     state.memory_holders.pop(instance, None)
+    state.memory_changed = True
     instance.move(_I.ASLEEP)
     version.settle_sleep()
     if version.asleep:

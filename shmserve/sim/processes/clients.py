@@ -235,6 +235,7 @@ class LoadSource:
         self._inputs = SimInputs(model.policy, load.distinct)
         self._batches = model.policy.max_batch > 0
         self._sequences = model.policy.sequence is not None
+        self._loads = bool(model.instances)
         self._options = Options(priority=load.priority) if load.priority else None
         self._window = load.window if may_stream(model, world.plan.models) else 0
         self._special = bool(self._sequences or self._window or world.faults.of_requests)
@@ -320,6 +321,8 @@ class LoadSource:
             options = self._special_options(client, number, request, first)
         client.open[number] = request
         self.result.sent += 1
+        if self._loads and not self.result.loaded:
+            self.result.cold += 1
         world.unanswered += 1
         low, high = load.lengths
         length = low if low == high else self._draws.randint(low, high)

@@ -1,0 +1,72 @@
+"""The value of a version in memory: the load time that it saves per second, for its share of the scarce memory.
+
+The value is the rate at which the version is used, times the time that a load takes, divided by the share of the budget
+that it occupies, as in GDSF. The rate comes from counting batches while the version is in memory; all counts are halved
+after every `EVICTIONS` evictions per version in memory, so that popularity may change. A version that is used no more
+has at most `IDLE_USES` uses in the time since the last one.
+
+`python -m bench.suites.eviction` compares this with other policies, and both constants were chosen with it.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.models import memory, sleep
+from shmserve.core.models.memory import BytesByPlace
+from shmserve.core.records import Instance, Version
+from shmserve.core.state import State
+
+EVICTIONS = 8
+IDLE_USES = 2
+SHORTEST_LOAD_NS = 1_000_000
+"""Shorter loads cost the same: starting the process takes longer."""
+
+
+def has_loaded(version: Version, instance: Instance, now: int) -> None:
+    """Measures the time of a load."""
+    sleep_state, took = version.sleep_state, now - instance.spawned
+    sleep_state.load_ns = (3 * sleep_state.load_ns + took) // 4 if sleep_state.load_ns else took
+
+
+def inherit(version: Version, current: Version) -> None:
+    """A new generation is as popular as the one whose statistics it continues."""
+    sleep_state, before = version.sleep_state, current.sleep_state
+    sleep_state.uses, sleep_state.counted, sleep_state.load_ns = before.uses, before.counted, before.load_ns
+
+
+def count_uses(state: State) -> None:
+    """Counts the batches that versions in memory have completed since the last call."""
+    if not state.uses_since:
+        state.uses_since = min((version.began for version in state.memory_holders.values()), default=0)
+    for version in state.memory_holders.values():
+        sleep_state, done = version.sleep_state, version.statistics.execution_count
+        if sleep_state.counted != done:
+            sleep_state.uses += done - sleep_state.counted
+            sleep_state.counted = done
+
+
+def of_version(state: State, version: Version, short: BytesByPlace, now: int) -> float:
+    """`short`: the places that need memory."""
+    sleep_state = version.sleep_state
+    charge = memory.of_version(version, state.memory_holders)
+    share = max(
+        (charge[place] / memory.budget_of(state, place) for place, size in short.items() if size > 0), default=0
+    )
+    if not share:
+        return 0.0
+    rate = sleep_state.uses / max(now - state.uses_since, 1)
+    idle = now - sleep.last_used(version)
+    if rate * idle > IDLE_USES:
+        rate = IDLE_USES / idle
+    return rate * max(sleep_state.load_ns, SHORTEST_LOAD_NS) / share
+
+
+def has_evicted(state: State, count: int, now: int) -> None:
+    """Counts evictions. From time to time, halves the counts of uses and the time in which they were counted."""
+    state.evictions += count
+    if state.evictions < EVICTIONS * len(set(state.memory_holders.values())):
+        return
+    state.evictions = 0
+    state.uses_since += (now - state.uses_since) // 2
+    for model in state.models.values():
+        for version in model.generations():
+            version.sleep_state.uses /= 2
