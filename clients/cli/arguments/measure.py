@@ -106,7 +106,8 @@ def _add_requests(command: CommandParser) -> None:
              help='JSON file with all inputs, as for infer, or a directory of such files, sent in turn'))  # fmt: skip
     add("-b", "--batch", metavar="N", type=at_least_1, help="rows of random inputs (default: 1)")
     rare(add("--shape", metavar="NAME=D1,D2,...", action="append", default=[], help="full shape of a random input"))
-    rare(add("--seed", metavar="N", type=at_least_0, default=0, help="seed of random inputs and arrivals (default: 0)"))
+    rare(add("--seed", metavar="N", type=at_least_0,
+             help="seed of random inputs and arrivals, to repeat a run (default: another one each time)"))  # fmt: skip
     rare(add("--outputs", metavar="NAME,...", help="outputs to request (default: all)"))
     add(
         "--stream",

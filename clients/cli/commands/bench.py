@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from secrets import randbelow
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 PREVIEW = 3
 """Number of error texts in the message for a run without a successful request."""
+SEEDS = 1_000_000
+"""Seeds that are chosen at random are below this: short enough to type."""
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -57,8 +60,9 @@ def plan_of(args: argparse.Namespace) -> Plan:
         url=url, runtime_dir=args.runtime_dir, server_key=args.server_key, key_file=args.key_file, memory=args.memory,
         headers=tuple(args.header), ca=args.ca, client_cert=args.client_cert, client_key=args.client_key,
     )  # fmt: skip
+    seed = args.seed if args.seed is not None else randbelow(SEEDS)
     inputs = Inputs(
-        texts=tuple(args.input), data=args.data, batch=args.batch, shapes=tuple(args.shape), seed=args.seed,
+        texts=tuple(args.input), data=args.data, batch=args.batch, shapes=tuple(args.shape), seed=seed,
         outputs=tuple(args.outputs.split(",")) if args.outputs else (),
     )  # fmt: skip
     settings = Settings(
@@ -73,7 +77,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         model=args.model,
         version=str(args.version or ""),
         endpoint=endpoint,
-        loads=_loads(args),
+        loads=_loads(args, seed),
         limit=limit,
         inputs=inputs,
         stream=args.stream,
@@ -85,7 +89,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     )
 
 
-def _loads(args: argparse.Namespace) -> tuple[Load, ...]:
+def _loads(args: argparse.Namespace, seed: int) -> tuple[Load, ...]:
     from shmserve.clients.load.plan import Closed, Open, Replay
 
     if args.replay is not None:
@@ -99,7 +103,7 @@ def _loads(args: argparse.Namespace) -> tuple[Load, ...]:
             raise Misuse(f"cannot read {args.replay}: it is not text ({error.reason})") from error
         return (Replay(recorded_times(text, args.model, str(args.replay)), args.replay.name),)
     if args.rate is not None:
-        return tuple(Open(rate, args.arrivals, args.seed) for rate in args.rate)
+        return tuple(Open(rate, args.arrivals, seed) for rate in args.rate)
     return tuple(Closed(int(number)) for number in args.concurrency or (1,))
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import accumulate, count, islice
 from random import Random
 
 from shmserve.clients.load.plan import SECOND, Closed, Load, Open, Replay
 from shmserve.errors import InvalidRequest
 
+BLOCK = 1000
+"""Random arrivals of all processes together after which the schedule is back at the nominal rate: many enough for the
+queues that random arrivals cause, and few enough that even a short run has the rate that it states."""
 LATEST = 10**9 * SECOND
 """Latest recorded time."""
 
@@ -26,15 +29,18 @@ def send_times(load: Load, index: int = 0, processes: int = 1) -> Iterator[int]:
         return islice(_repeated(load), index, None, processes)
     if load.arrivals == "constant":
         return (round(number * SECOND / load.rate) for number in count(index, processes))
-    return _poisson(load.rate / processes, Random(f"{load.seed}/{index}"))
+    return _poisson(load.rate / processes, max(1, BLOCK // processes), Random(f"{load.seed}/{index}"))
 
 
-def _poisson(rate: float, random: Random) -> Iterator[int]:
-    """The sum of independent Poisson processes is a Poisson process, so each generator process draws its own."""
-    at, mean = 0.0, rate / SECOND
-    while True:
-        at += random.expovariate(mean)
-        yield round(at)
+def _poisson(rate: float, block: int, random: Random) -> Iterator[int]:
+    """A Poisson process in which every `block` arrivals take exactly `block` / `rate`. The sum of independent Poisson
+    processes is a Poisson process, so each generator process draws its own."""
+    length = block * SECOND / rate
+    for number in count():
+        sums = list(accumulate(random.expovariate(1.0) for _ in range(block)))
+        scale = length / sums[-1]
+        for passed in sums:
+            yield round(number * length + passed * scale)
 
 
 def _repeated(load: Replay) -> Iterator[int]:

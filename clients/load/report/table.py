@@ -130,6 +130,7 @@ def _notes(run: Run, screen: Screen) -> list[str]:
             add(f"{point.load}: 1 % of the requests were sent {late} late or later, which counts as latency")
     if run.echo is not None:
         add(echo_text(run.echo), FAINT)
+    add(f"seed of random inputs and arrivals: {run.plan.inputs.seed}", FAINT)
     return lines
 
 

@@ -31,11 +31,22 @@ def plan(*words: str) -> Any:
         (["-c", "1:10"], [Closed(1), Closed(2), Closed(4), Closed(8), Closed(10)]),
         (["-c", "1:9:4"], [Closed(1), Closed(5), Closed(9)]),
         (["-r", "2.5", "--seed", "3"], [Open(2.5, "poisson", 3)]),
-        (["-r", "100:250:100", "--arrivals", "constant"], [Open(rate, "constant") for rate in (100, 200, 250)]),
+        (
+            ["-r", "100:250:100", "--arrivals", "constant", "--seed", "0"],
+            [Open(rate, "constant") for rate in (100, 200, 250)],
+        ),
     ],
 )
 def test_options_select_the_loads(words: list[str], loads: list[Any]) -> None:
     assert list(plan(*words).loads) == loads
+
+
+def test_seeds_differ_unless_one_is_given() -> None:
+    """One seed for inputs and arrivals; the report shows it."""
+    plans = [plan("-r", "9") for _ in range(4)]
+    assert len({found.inputs.seed for found in plans}) > 1
+    assert all(found.loads == (Open(9.0, "poisson", found.inputs.seed),) for found in plans)
+    assert plan("-r", "9", "--seed", "0").inputs.seed == 0
 
 
 def test_recorded_times(tmp_path: Path) -> None:

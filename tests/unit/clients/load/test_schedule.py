@@ -37,6 +37,18 @@ def test_poisson_has_the_rate_and_the_spread(processes: int) -> None:
     assert times != merged(Open(1000.0, "poisson", seed=4), processes, 50 * SECOND)
 
 
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_every_thousand_random_arrivals_take_the_time_of_the_nominal_rate(seed: int, processes: int) -> None:
+    load = Open(2000.0, "poisson", seed)
+    per_process = 3 * (1000 // processes)
+    for index in range(processes):
+        times = list(islice(send_times(load, index, processes), per_process))
+        assert times == sorted(times)
+        assert times[-1] == pytest.approx(per_process * processes * SECOND / load.rate, abs=1)
+        due = [at * load.rate / processes / SECOND for at in times]
+        assert all(0.85 < number / due[number - 1] < 1.15 for number in range(per_process // 3, per_process + 1))
+
+
 def test_a_recording_starts_at_once_and_repeats() -> None:
     load = Replay((5, 6, 9))
     assert list(islice(send_times(load), 7)) == [0, 1, 4, 6, 7, 10, 12]  # a mean gap of 2 follows the last
