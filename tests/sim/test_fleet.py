@@ -6,6 +6,7 @@ All randomness comes from a seed, so no result depends on the machine.
 
 from __future__ import annotations
 
+import json
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ from shmserve.sim.fleet import Autoscale, FleetPlan, FleetResult, Outage, Surge,
 from shmserve.sim.fleet.balancing import Balancer, Ring
 from shmserve.sim.fleet.measured import read_measured
 from shmserve.sim.plan import simple_model
+from tests import ROOT
 
 MS = 1_000_000
 SECOND = 1_000_000_000
@@ -66,6 +68,29 @@ def test_queues_have_the_latencies_of_the_core(given: dict[str, Any], p99_within
     assert queues.latency.quantile(0.99) == pytest.approx(core.latency.quantile(0.99), rel=p99_within)
     assert queues.good == pytest.approx(core.good, rel=0.02)
     assert queues.hits == pytest.approx(core.hits, rel=0.02)
+
+
+def test_batches_may_end_before_the_broker_has_handled_the_report_of_the_one_before() -> None:
+    result = simulate_fleet(plan(model=model(1, Constant(MS // 20)), servers=2, rate=100_000.0, requests=4000))
+    assert result.answered == result.sent == 4000
+
+
+@pytest.mark.parametrize("point", [0, 1], ids=["4/s", "10/s"])
+def test_a_plan_has_the_latencies_of_a_real_run(point: int) -> None:
+    """`recorded_run.json`: `shmserve bench --rate 4,10 --window 42s --windows 3:3 --save` of a Python model that sleeps
+    for 200 ms, plus 50 ms for each row, on a busy machine with two cores; the fields that are used here. The p50 of
+    the run is known to 10 %."""
+    run = json.loads((ROOT / "tests" / "sim" / "recorded_run.json").read_text())
+    measured = read_measured(run)
+    real = run["points"][point]
+    found = simulate_fleet(
+        plan(model=model(1, measured.service, measured.max_batch), servers=1, rate=real["load"]["rate"], requests=5000,
+             network_ns=20_000)
+    ).latency  # fmt: skip
+    percentiles = real["latency"]["percentiles"]
+    high = "p99" if "p99" in percentiles else "p95"
+    assert found.quantile(0.5) == pytest.approx(percentiles["p50"], rel=0.15)
+    assert found.quantile(float(high[1:]) / 100) == pytest.approx(percentiles[high], rel=0.25)
 
 
 def test_queues_have_the_latencies_of_queueing_theory() -> None:
@@ -267,6 +292,10 @@ def test_service_times_are_read_from_reports() -> None:
     server = {"requests": 40, "failed": 0, "batches": 10, "rows": 40, "parts": parts}
     run = read_measured({"points": [{"server": server}, {"server": None}]})
     assert run.service.entries == ((4, 5.3e6),)
+    assert run.max_batch == 4  # at least: the run does not say how large its batches were
+    sized = server | {"batch_sizes": {"1": 8, "16": 2}}  # the mean is 4, but most rows are in batches of 16
+    sizes = read_measured({"points": [{"server": sized}, {"server": server}]})
+    assert (sizes.service.entries, sizes.max_batch) == (((4, 5.3e6), (13, 5.3e6)), 16)
     chosen = {"instances": 2, "threads": 0, "batch": 8, "delay_us": 500, "multiple": 0, "batch_cost": 0}
     times = [(2, 1.0, 4.0), (2, 8.0, 6.0), (1, 1.0, 3.0)]
     samples = [

@@ -62,15 +62,25 @@ def _of_tune(document: dict[str, Any]) -> MeasuredModel:
 
 
 def _of_bench(document: dict[str, Any]) -> MeasuredModel:
-    """What the server counted: the time of a batch, at the mean batch size of each load."""
+    """What the server counted for each load. Its times are means over requests, in which a batch counts as often as it
+    has rows; so they are those of a batch of the mean size that a row sees, which is more than the mean size."""
     times: dict[int, list[float]] = {}
+    largest = 0
     for point in document["points"]:
         server = point.get("server")
         if server and server["batches"]:
             parts = server["parts"]
             took = parts["compute"] + parts.get("gather", 0.0) + parts.get("scatter", 0.0)
-            times.setdefault(max(1, round(server["rows"] / server["batches"])), []).append(took)
-    return MeasuredModel(_service(times, "the run"), "bench", max_batch=max(times, default=0))
+            counts = {int(rows): count for rows, count in server.get("batch_sizes", {}).items()}
+            if counts:
+                seen = sum(count * rows * rows for rows, count in counts.items()) / sum(
+                    count * rows for rows, count in counts.items()
+                )
+            else:
+                seen = server["rows"] / server["batches"]
+            times.setdefault(max(1, round(seen)), []).append(took)
+            largest = max(largest, *times, *counts)
+    return MeasuredModel(_service(times, "the run"), "bench", max_batch=largest)
 
 
 def _of_statistics(document: dict[str, Any], model: str) -> MeasuredModel:

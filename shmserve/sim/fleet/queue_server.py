@@ -195,14 +195,15 @@ class QueueServer:
         self.busy_ns += instance.took
         done, ahead = instance.running, instance.ahead
         assert done is not None
-        self._at(now + self._link, REPORTS, (instance, done, instance.took))
+        self._at(now + self._link, REPORTS, (instance, done, instance.took, ahead is None))
         instance.running = instance.ahead = None
         if ahead is not None:
             self._start(instance, ahead, max(now, instance.ahead_at))
 
-    def _report(self, report: tuple[_Instance, list[_Waiting], int], now: int) -> None:
-        """The broker receives the report of a batch."""
-        instance, batch, took = report
+    def _report(self, report: tuple[_Instance, list[_Waiting], int, bool], now: int) -> None:
+        """The broker receives the report of a batch. It says whether the instance had nothing more to run at its end;
+        the batch that followed may have ended, too, before the broker takes this report."""
+        instance, batch, took, idle = report
         known = self._service_ns
         self._spread_ns += (abs(took - (known or took)) - self._spread_ns) // 16
         self._service_ns = took if not known else (7 * known + took) // 8
@@ -212,5 +213,5 @@ class QueueServer:
                 if len(self._responses) > self._cached:
                     self._responses.popitem(last=False)
             self._answer(each.flight, LATE if 0 < each.until <= now else "")
-        if instance.running is None:
+        if idle:
             self._idle.append(instance)
