@@ -61,6 +61,9 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
         claim.instances = [instance for instance in claim.instances if instance.state is _I.WAITING]
         if not claim.instances:  # its version sleeps for another one
             continue
+        if slots <= 0:  # the end of a load starts another turn
+            in_line = True
+            continue
         need = memory.needed(claim.version, claim.instances)
         why = _never_fits(state, claim, need, stays)
         if why and claim.extra and not any(instance.joining for instance in claim.instances):
@@ -70,9 +73,6 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
                 sleep.cannot_wake(state, claim.version, sleeping, why, now)
             if len(sleeping) < len(claim.instances):
                 refused.append((claim.version, why))
-            continue
-        if slots <= 0:  # the end of a load starts another turn
-            in_line = True
             continue
         slots -= len(claim.instances)
         limited = {place for place, size in need.items() if size and memory.budget_of(state, place)}
@@ -95,7 +95,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             waits = waits or not claim.serves  # the next request needs it
             if claim.version.recovering and not blocked & limited:
                 left = _remaining_shortage(state, short, now)
-                resting = _resting(state, _candidates(state, None), left, now)
+                resting = _resting(state, _candidates(state, None))
                 if _are_enough(state, left, resting):
                     _let_sleep(state, left, resting, now)
     if not blocked and not in_line:
@@ -252,7 +252,7 @@ def _free(
     wait = state.limits.memory_wait_ns
     short = _remaining_shortage(state, short, now)
     candidates = _candidates(state, keep)
-    sleeping = _let_sleep(state, short, _resting(state, candidates, short, now), now)
+    sleeping = _let_sleep(state, short, _resting(state, candidates), now)
     if max(short.values(), default=0) <= 0:
         return sleeping, False
     busy = [version for version in candidates if sleep.is_busy(state, version) and not version.yielding]
@@ -292,17 +292,9 @@ def _candidates(state: State, keep: Version | None) -> list[Version]:
     return [version for version in dict.fromkeys(state.memory_holders.values()) if _may_sleep(version, keep)]
 
 
-def _resting(state: State, candidates: list[Version], short: BytesByPlace, now: int) -> list[Version]:
-    """The versions that can sleep now, in the order in which they should."""
-    value.count_uses(state)
-    leased = {lease.version for lease in state.leases.values()}
-    resting = [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
-    return sorted(
-        resting,
-        key=lambda one: (
-            memory.stays_loaded(one), one in leased, value.of_version(state, one, short, now), sleep.last_used(one)
-        ),
-    )  # fmt: skip
+def _resting(state: State, candidates: list[Version]) -> list[Version]:
+    """The versions that can sleep now."""
+    return [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
 
 
 def _are_enough(state: State, short: BytesByPlace, resting: list[Version]) -> bool:
@@ -315,20 +307,51 @@ def _are_enough(state: State, short: BytesByPlace, resting: list[Version]) -> bo
 def _let_sleep(state: State, short: BytesByPlace, resting: list[Version], now: int) -> int:
     """Puts versions to sleep and reduces `short` by their memory. Returns how many go to sleep."""
     leased = {lease.version for lease in state.leases.values()}
-    chosen = [version for version in resting if _take(state, version, short)]
-    for version in reversed(chosen):  # those chosen later may free enough without it
-        charge = memory.of_version(version, state.memory_holders)
-        if all(size + charge[place] <= 0 for place, size in short.items()):
-            short.update(charge)
-            chosen.remove(version)
+    chosen = _choose(state, short, resting, leased, now)
     for version in chosen:
         if version in leased:
             state.to_sleep[version] = True
         else:
             state.log("debug", f"{version.label} goes to sleep: others need its memory", model=version.model)
             sleep.put_to_sleep(state, version)
-    value.has_evicted(state, len(chosen), now)
+    if chosen:
+        value.has_evicted(state, len(chosen), now)
     return len(chosen)
+
+
+def _choose(
+    state: State, short: BytesByPlace, resting: list[Version], leased: Container[Version], now: int
+) -> list[Version]:
+    """Chooses versions to sleep and reduces `short` by their memory: next is always the one whose value is the least
+    for the part of the shortage that it would end."""
+    value.count_uses(state)
+    left = {
+        version: (
+            memory.stays_loaded(version), version in leased, value.of_version(state, version, now),
+            sleep.last_used(version), memory.of_version(version, state.memory_holders),
+        )
+        for version in resting
+    }  # fmt: skip
+    chosen: list[tuple[Version, BytesByPlace]] = []
+    while max(short.values(), default=0) > 0:
+        best, best_key = None, None
+        for version, (stays, lent, worth, used, charge) in left.items():
+            part = sum(min(charge[place], size) / size for place, size in short.items() if size > 0)
+            key = (stays, lent, worth / part, used) if part > 0 else None
+            if key is not None and (best_key is None or key < best_key):
+                best, best_key = version, key
+        if best is None:
+            break
+        charge = left.pop(best)[-1]
+        short.subtract(charge)
+        chosen.append((best, charge))
+    needed = []
+    for version, charge in reversed(chosen):  # those chosen later may free enough without it
+        if all(size + charge[place] <= 0 for place, size in short.items()):
+            short.update(charge)
+        else:
+            needed.append(version)
+    return needed[::-1]
 
 
 def _decide_again(state: State, at: int, now: int) -> None:

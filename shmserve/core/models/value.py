@@ -1,17 +1,16 @@
-"""The value of a version in memory: the load time that it saves per second, for its share of the scarce memory.
+"""The value of a version in memory: the load time that it saves per second.
 
-The value is the rate at which the version is used, times the time that a load takes, divided by the share of the budget
-that it occupies, as in GDSF. The rate comes from counting batches while the version is in memory; all counts are halved
-after every `EVICTIONS` evictions per version in memory, so that popularity may change. A version that is used no more
-has at most `IDLE_USES` uses in the time since the last one.
+The value is the rate at which the version is used, times the time that a load takes. `room` weighs it against the
+memory that the version occupies, as GDSF does. The rate comes from counting batches while the version is in memory; all
+counts are halved after every `EVICTIONS` evictions per version in memory, so that popularity may change. A version that
+is used no more has at most `IDLE_USES` uses in the time since the last one.
 
-`python -m bench.suites.eviction` compares this with other policies, and both constants were chosen with it.
+`python -m bench.suites.eviction` compares the result with other policies, and the constants were chosen with it.
 """
 
 from __future__ import annotations
 
-from shmserve.core.models import memory, sleep
-from shmserve.core.models.memory import BytesByPlace
+from shmserve.core.models import sleep
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State
 
@@ -44,20 +43,14 @@ def count_uses(state: State) -> None:
             sleep_state.counted = done
 
 
-def of_version(state: State, version: Version, short: BytesByPlace, now: int) -> float:
-    """`short`: the places that need memory."""
+def of_version(state: State, version: Version, now: int) -> float:
+    """The time that loads would take, in ns per ns, if each use needed one."""
     sleep_state = version.sleep_state
-    charge = memory.of_version(version, state.memory_holders)
-    share = max(
-        (charge[place] / memory.budget_of(state, place) for place, size in short.items() if size > 0), default=0
-    )
-    if not share:
-        return 0.0
     rate = sleep_state.uses / max(now - state.uses_since, 1)
     idle = now - sleep.last_used(version)
     if rate * idle > IDLE_USES:
         rate = IDLE_USES / idle
-    return rate * max(sleep_state.load_ns, SHORTEST_LOAD_NS) / share
+    return rate * max(sleep_state.load_ns, SHORTEST_LOAD_NS)
 
 
 def has_evicted(state: State, count: int, now: int) -> None:
