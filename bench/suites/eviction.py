@@ -97,7 +97,8 @@ def uniform(random: Random, count: int, rate: float) -> Workload:
 
 def drift(random: Random, count: int, rate: float) -> Workload:
     """Zipf; every 40 requests, two models swap their popularity"""
-    models, found = Popularity(random), []
+    models = Popularity(random)
+    found: Requests = []
     for number, at in zip(range(count), _times(random, rate), strict=False):
         found.append((at, models.draw()))
         if number % 40 == 39:
@@ -107,7 +108,8 @@ def drift(random: Random, count: int, rate: float) -> Workload:
 
 def shift(random: Random, count: int, rate: float) -> Workload:
     """Zipf; every 4,000 requests, popularity is dealt anew"""
-    models, found = Popularity(random), []
+    models = Popularity(random)
+    found: Requests = []
     for number, at in zip(range(count), _times(random, rate), strict=False):
         found.append((at, models.draw()))
         if number % 4000 == 3999:
@@ -117,7 +119,8 @@ def shift(random: Random, count: int, rate: float) -> Workload:
 
 def scan(random: Random, count: int, rate: float) -> Workload:
     """Zipf; every 1,500 requests, one for each model in turn"""
-    models, found = Popularity(random), []
+    models = Popularity(random)
+    found: Requests = []
     for number, at in zip(range(count), _times(random, rate), strict=False):
         turn = number % (1500 + MODELS) - 1500
         found.append((at, turn if turn >= 0 else models.draw()))
@@ -126,7 +129,8 @@ def scan(random: Random, count: int, rate: float) -> Workload:
 
 def bursts(random: Random, count: int, rate: float) -> Workload:
     """Zipf; half of the requests are sessions: 100 to a random model, which then is forgotten"""
-    models, found, session = Popularity(random), [], 0
+    models, session = Popularity(random), 0
+    found: Requests = []
     for number, at in zip(range(count), _times(random, rate), strict=False):
         if number % 200 == 0:
             session = random.randrange(MODELS)

@@ -334,7 +334,8 @@ def _choose(
     }  # fmt: skip
     chosen: list[tuple[Version, BytesByPlace]] = []
     while max(short.values(), default=0) > 0:
-        best, best_key = None, None
+        best: Version | None = None
+        best_key: tuple[bool, bool, float, int] | None = None
         for version, (stays, lent, worth, used, charge) in left.items():
             part = sum(min(charge[place], size) / size for place, size in short.items() if size > 0)
             key = (stays, lent, worth / part, used) if part > 0 else None
