@@ -327,10 +327,10 @@ def _choose(
     value.count_uses(state)
     left = {
         version: (
-            memory.stays_loaded(version), version in leased, value.of_version(state, version, now),
-            sleep.last_used(version), memory.of_version(version, state.memory_holders),
+            memory.stays_loaded(version), version in leased, value.of_version(state, version, used, now), used,
+            memory.of_version(version, state.memory_holders),
         )
-        for version in resting
+        for version, used in ((version, sleep.last_used(version)) for version in resting)
     }  # fmt: skip
     chosen: list[tuple[Version, BytesByPlace]] = []
     while max(short.values(), default=0) > 0:

@@ -10,7 +10,6 @@ is used no more has at most `IDLE_USES` uses in the time since the last one.
 
 from __future__ import annotations
 
-from shmserve.core.models import sleep
 from shmserve.core.records import Instance, Version
 from shmserve.core.state import State
 
@@ -43,11 +42,11 @@ def count_uses(state: State) -> None:
             sleep_state.counted = done
 
 
-def of_version(state: State, version: Version, now: int) -> float:
+def of_version(state: State, version: Version, last_used: int, now: int) -> float:
     """The time that loads would take, in ns per ns, if each use needed one."""
     sleep_state = version.sleep_state
     rate = sleep_state.uses / max(now - state.uses_since, 1)
-    idle = now - sleep.last_used(version)
+    idle = now - last_used
     if rate * idle > IDLE_USES:
         rate = IDLE_USES / idle
     return rate * max(sleep_state.load_ns, SHORTEST_LOAD_NS)
