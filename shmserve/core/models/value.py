@@ -5,7 +5,7 @@ memory that the version occupies, as GDSF does. The rate comes from counting bat
 counts are halved after every `EVICTIONS` evictions per version in memory, so that popularity may change. A version that
 is used no more has at most `IDLE_USES` uses in the time since the last one.
 
-`python -m bench.suites.eviction` compares the result with other policies, and the constants were chosen with it.
+`python -m bench.suites.eviction` compares the result with an LRU cache and with the best fixed choice of versions.
 """
 
 from __future__ import annotations

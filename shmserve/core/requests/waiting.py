@@ -51,7 +51,7 @@ def size_of(message: Infer | Call) -> tuple[int, bool]:
             inline += len(tensor.data)
         else:
             shared = True
-            inline += HANDLE_BYTES * len(tensor.data)
+            inline += HANDLE_BYTES * len(tensor.data) if isinstance(tensor.data, tuple) else 0
     return inline, shared
 
 

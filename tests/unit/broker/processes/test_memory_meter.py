@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,12 @@ def test_shared_pages_count_proportionally(monkeypatch: pytest.MonkeyPatch) -> N
         memory = ProcessMemory(loop, lambda: [pid])
         assert memory.bytes_of(pid) == pytest.approx(procfs.usage(pid).resident_bytes, rel=0.5)
         done = memory._handle_reading
-        monkeypatch.setattr(memory, "_handle_reading", lambda found: (done(found), measured.set()))
+
+        def handle_reading(found: Any) -> None:
+            done(found)
+            measured.set()
+
+        monkeypatch.setattr(memory, "_handle_reading", handle_reading)
         memory.loaded(pid)
         await measured.wait()
         assert memory.bytes_of(pid) == 3000 * 1024
