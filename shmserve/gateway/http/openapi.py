@@ -39,8 +39,8 @@ class ApiOperation(Struct, frozen=True):
 
 
 OPERATIONS: dict[Action, ApiOperation] = {
-    Action.LIVE: ApiOperation("Liveness: 200, or 400", gives="Any"),
-    Action.READY: ApiOperation("Readiness: 200, or 400", gives="Any"),
+    Action.LIVE: ApiOperation("Liveness: 200, or 400"),
+    Action.READY: ApiOperation("Readiness: 200, or 400"),
     Action.METADATA: ApiOperation("Server metadata: name, version and extensions", gives="Server"),
     Action.OPENAPI: ApiOperation("This document", gives="Any"),
     Action.MODEL_READY: ApiOperation("Readiness of the model: 200, or 400"),

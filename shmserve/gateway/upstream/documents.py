@@ -40,11 +40,10 @@ class Route(Struct, frozen=True):
 
 
 class YesOrNo(Struct):
-    """Yes, or no with a reason. `name`: the key of the value in a JSON response; "": a response without a body."""
+    """Yes, or no with a reason. Over HTTP the status says which, and only a reason has a body, as in Triton."""
 
     yes: bool
     text: str = ""
-    name: str = ""
 
 
 def _same(answer: Any) -> Any:
@@ -110,8 +109,7 @@ def query_of(route: Route, given: Arguments, regions: Regions, caller: Caller) -
     model, version = route.model, route.version
     match route.action:
         case Action.LIVE | Action.READY:
-            name = route.action.value
-            return BrokerQuery(name, _flag(name, shown=name), failed=_not_there)
+            return BrokerQuery(route.action.value, _flag(route.action.value), failed=_not_there)
         case Action.MODEL_READY:
             return BrokerQuery("ready", _flag("ready", "Model version not ready"), model, version, failed=_not_ready)
         case Action.METADATA:
@@ -160,7 +158,7 @@ def http_answer(document: Any) -> tuple[int, bytes]:
         return 200, b""
     if type(document) is YesOrNo:
         if document.yes:
-            return 200, _encode({document.name: True}) if document.name else b""
+            return 200, b""
         return 400, error_body(document.text) if document.text else b""
     return 200, _encode(document)
 
@@ -178,8 +176,8 @@ def _nothing(answer: Any) -> Any:
     return None
 
 
-def _flag(name: str, otherwise: str = "", shown: str = "") -> Callable[[Any], Any]:
-    return lambda answer: YesOrNo(True, name=shown) if answer[name] else YesOrNo(False, otherwise)
+def _flag(name: str, otherwise: str = "") -> Callable[[Any], Any]:
+    return lambda answer: YesOrNo(True) if answer[name] else YesOrNo(False, otherwise)
 
 
 def _not_there(error: ServeError) -> Any:
