@@ -107,7 +107,7 @@ class RequestOptions(Struct):
     sequence_end: bool = False
     parameters: dict[str, Value] | None = None
     binary: bool = False
-    """Default for `RequestPlan.is_binary`: send outputs as binary data."""
+    """Send the outputs that the request does not list as binary data."""
 
 
 class RequestPlan(Struct):
@@ -119,7 +119,7 @@ class RequestPlan(Struct):
     options: RequestOptions
     outputs: Sequence[str] | Mapping[str, TopK | None] | None = None
     binary: dict[str, bool] = {}
-    """Outputs for which the request sets `binary_data`."""
+    """Whether an output that the request lists is sent as binary data."""
     places: dict[str, RegionSlice] = {}
     """Outputs that are written to shared memory instead of being sent."""
 
@@ -267,8 +267,7 @@ def add_outputs(plan: RequestPlan, outputs: Sequence[tuple[str, Mapping[str, Val
         place = region_slice_of(f"output '{name}'", parameters) if parameters else None
         if place is not None:
             plan.places[name] = place
-        if "binary_data" in parameters:
-            plan.binary[name] = _bool(f"'binary_data' of output '{name}'", parameters["binary_data"])
+        plan.binary[name] = _bool(f"'binary_data' of output '{name}'", parameters.get("binary_data", False))
     plan.outputs = wanted if any(wanted.values()) else list(wanted)
 
 

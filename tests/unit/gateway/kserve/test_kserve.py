@@ -59,6 +59,7 @@ def test_all_fields_of_a_request() -> None:
             outputs=[
                 {"name": "p", "parameters": {"binary_data": True}},
                 {"name": "q", "parameters": {"classification": 3, "binary_data": False}},
+                {"name": "listed"},
             ],
             parameters={
                 "sequence_id": 7, "sequence_start": True, "sequence_end": False, "priority": 2, "timeout": 1000,
@@ -71,11 +72,12 @@ def test_all_fields_of_a_request() -> None:
         InputPlan("y", "BYTES", (2,), 10, b"\x02\0\0\0\xc3\xa9\0\0\0\0"),
     )
     assert found.binary_bytes == 12
-    assert found.outputs == {"p": None, "q": TopK(3)}
+    assert found.outputs == {"p": None, "q": TopK(3), "listed": None}
     assert found.options == RequestOptions(
         "a", 2, 7, True, False, {"timeout": 1000, "text": "t", "number": -5, "share": 0.5, "flag": False}, True
     )
-    assert [found.is_binary(name) for name in "pqr"] == [True, False, True]
+    binary = {name: found.is_binary(name) for name in ("p", "q", "listed", "other")}
+    assert binary == {"p": True, "q": False, "listed": False, "other": True}
 
 
 def test_sequence_id_0_is_not_a_sequence() -> None:
