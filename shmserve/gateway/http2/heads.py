@@ -41,7 +41,9 @@ _TEXT = 2048
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _CONNECTION = {b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"}
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
-_VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
+_PSEUDO_VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
+_VALUE = re.compile(rb"[^\0\r\n]*")
+"""gRPC permits white space around the values of metadata, unlike RFC 9113; its implementations send and keep it."""
 _OF_PROTOCOL = frozenset(
     ("te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding", "grpc-message-type")
 )
@@ -193,7 +195,7 @@ def _head(pairs: list[tuple[bytes, bytes]]) -> Http2Head:
         if name.startswith(b":"):
             if name in pseudo or fields or name not in _PSEUDO:
                 return Http2Head(malformed="misplaced pseudo-header")
-            if not _VALUE.fullmatch(value):
+            if not _PSEUDO_VALUE.fullmatch(value):
                 return Http2Head(malformed="invalid value of a pseudo-header")
             pseudo[name] = value
         elif wrong := _wrong_field(name, value):
@@ -221,7 +223,7 @@ def _head(pairs: list[tuple[bytes, bytes]]) -> Http2Head:
 
 
 def _wrong_field(name: bytes, value: bytes) -> str:
-    """Why the field makes its message malformed (RFC 9113, 8.2), or ""."""
+    """Why the field makes its message malformed (RFC 9113, 8.2, except for white space in `_VALUE`), or ""."""
     if not _NAME.fullmatch(name):
         return "invalid header name"
     if not _VALUE.fullmatch(value):

@@ -218,7 +218,11 @@ CASES: dict[str, tuple[bytes, Fails | None]] = {
     **{f"8.2.1 the name {name!r}": (HELLO + whole(block((name, "1"))), Fails(PROTOCOL, 1))
        for name in ("X-Upper", "", "with space", "with\nlf", "with\0nul", "with\x7f", "with\xe4", "with:colon")},
     **{f"8.2.1 the value {value!r}": (HELLO + whole(block(("x-more", value))), Fails(PROTOCOL, 1))
-       for value in ("a\rb", "a\nb", "a\0b", "\n", " a", "a ", "\ta", "a\t", " ")},
+       for value in ("a\rb", "a\nb", "a\0b", "\n", "a\r\n")},
+    **{f"8.2.1 the value {value!r}, which gRPC permits": (HELLO + whole(block(("x-more", value))), None)
+       for value in (" a", "a ", "\ta", "a\t", " ")},
+    **{f"8.2.1 the path {path!r}": (
+        HELLO + whole(block(without=":path", first=[(":path", path)])), Fails(PROTOCOL, 1)) for path in ("/a ", "/\t")},
     "8.2.1 an empty value": (HELLO + whole(block(("x-more", ""))), None),
     "8.2.1 a value with spaces inside and bytes over 0x7f": (HELLO + whole(block(("x-more", "a b\t\xe4"))), None),
     # 8.2.2 fields of the connection
