@@ -5,11 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shmserve.errors import DeadlineExceeded, InvalidRequest, ModelFailed, QueueTimeout, ServeError, Unsupported
+from shmserve.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelFailed,
+    NotFound,
+    QueueTimeout,
+    ServeError,
+    Unsupported,
+)
 from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS, Action
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.bodies import content_length_error
@@ -22,6 +31,7 @@ from shmserve.gateway.kserve.answers import Buffer, Held, JsonPieces, large_as_j
 from shmserve.gateway.kserve.generate import (
     ONE,
     GenerateRequest,
+    advice,
     event,
     generated,
     generated_in_slices,
@@ -148,12 +158,13 @@ class _Scrape(PendingCall):
 class _Generation(PendingStream):
     """generate: one response as the body. generate_stream: each response as a server-sent event."""
 
-    __slots__ = ("_as_events", "_connection", "_encoding", "_link", "_model", "_plan", "_sent")
+    __slots__ = ("_as_events", "_config", "_connection", "_encoding", "_link", "_model", "_plan", "_sent")
 
     def __init__(
-        self, connection: HttpConnection, link: GatewayLink, model: str, plan: RequestPlan, as_events: bool
+        self, connection: HttpConnection, link: GatewayLink, model: str, plan: RequestPlan, config: Any, as_events: bool
     ) -> None:
         super().__init__()
+        self._config = config
         self._connection = connection
         self._link = link
         self._model = model
@@ -240,6 +251,8 @@ class _Generation(PendingStream):
             self._connection.send_event(event(error_body(http_text_of(error, self._plan.options.id))))
             self._connection.end_events()
         else:
+            if type(error) is InvalidRequest and (more := advice(self._plan, self._config)):
+                error = InvalidRequest(f"{error} {more}")
             self._connection.fail(error, self._plan.options.id)
 
 
@@ -347,7 +360,10 @@ class Requests:
             connection.fail(refusal)
             return
         if route.action is INFER:
-            self._begin_infer(connection, head, body)
+            try:
+                self._begin_infer(connection, head, body)
+            except InvalidRequest as error:
+                self._refuse_infer(connection, head, error)
         elif route.action is GENERATE or route.action is GENERATE_STREAM:
             self._begin_generate(connection, head, bytes(body))
         elif route.kind == OPENAI:
@@ -424,7 +440,22 @@ class Requests:
         connection.work(
             plan_in_slices(memoryview(body)[:length], self._limits.input_bytes),
             lambda plan: self._begin_planned(connection, head, body, length, plan),
+            lambda error: self._refuse_infer(connection, head, error),
         )
+
+    def _refuse_infer(self, connection: HttpConnection, head: HttpHead, error: ServeError) -> None:
+        """Refuses a body. That the model does not exist is the more useful answer, and Triton's."""
+
+        def refuse(answer: Any) -> None:
+            connection.fail(answer if isinstance(answer, NotFound) else error)
+
+        if not isinstance(error, InvalidRequest):
+            connection.fail(error)
+            return
+        query = BrokerQuery("ready", model=head.route.model, version=head.route.version)
+        ticket = PendingQuery(query, refuse, refuse)
+        ask(self._link, connection.payer(head.token), ticket, query)
+        connection.wait_for(ticket)
 
     def _begin_planned(
         self, connection: HttpConnection, head: HttpHead, body: Buffer, at: int, plan: RequestPlan
@@ -483,9 +514,9 @@ class Requests:
         if len(body) > self._limits.json_bytes:
             raise self._limits.json_size_error(len(body))
 
-        def send(made: tuple[RequestPlan, list[Piece]]) -> None:
+        def send(config: Any, made: tuple[RequestPlan, list[Piece]]) -> None:
             plan, pieces = made
-            ticket = _Generation(connection, link, route.model, plan, as_events)
+            ticket = _Generation(connection, link, route.model, plan, config, as_events)
             self._sender.infer(
                 connection.payer(head.token), ticket, route.model, route.version, plan, pieces, plan.options.id,
                 head.forwarded, WINDOW,
@@ -493,7 +524,7 @@ class Requests:
             connection.wait_for(ticket, ticket.on_part)
 
         def go_on(config: Any) -> None:
-            connection.work(self._generate_plan(request, config), send)
+            connection.work(self._generate_plan(request, config), partial(send, config))
 
         request = GenerateRequest(body)
         if len(body) > SLICE_BYTES:

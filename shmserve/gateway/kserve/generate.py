@@ -27,6 +27,8 @@ ONE = (
 )
 VALUES = 32_768
 """Maximum number of values in a large request."""
+_SHOWN = 8
+"""Number of keys that an error text names."""
 _OWN = ("id", "parameters")
 _encode = msgspec.json.Encoder().encode
 
@@ -62,7 +64,7 @@ def _plan_of(document: dict[str, Any], inputs: Mapping[str, Any], lead: tuple[in
         if name in inputs:
             specs.append(_spec(name, inputs[name], lead, value))
         elif name == "id":
-            request_id = value if type(value) is str else str(_scalar("id", value))
+            request_id = value if type(value) is str else str(_scalar("id", value, inputs))
         elif name == "parameters":
             nested = _split(value, inputs, parameters)
             for one in nested:
@@ -70,7 +72,7 @@ def _plan_of(document: dict[str, Any], inputs: Mapping[str, Any], lead: tuple[in
                     raise InvalidRequest(f"input '{one[:80]}' already exists in request")
             specs += [_spec(one, inputs[one], lead, nested[one]) for one in nested]
         else:
-            _add(parameters, name, value)
+            _add(parameters, name, value, inputs)
     return RequestPlan(tuple(specs), 0, options_of(request_id, parameters))
 
 
@@ -93,11 +95,39 @@ def _read(text: bytes, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _scalar(name: str, value: Any) -> Value:
+def advice(plan: RequestPlan, config: Mapping[str, Any]) -> str:
+    """What to change in a request that lacks required inputs; "" if it has them all."""
+    inputs = {one["name"]: one for one in config.get("input", [])}
+    given = {spec.name for spec in plan.inputs}
+    if not any(name not in given and not one.get("optional") for name, one in inputs.items()):
+        return ""
+    names = [f"'{name[:80]}'" for name in plan.options.parameters or ()]
+    if len(names) > _SHOWN:
+        names[_SHOWN:] = [f"{len(names) - _SHOWN} other keys"]
+    if not names:
+        return _form(inputs)
+    are = "is not an input" if len(names) == 1 else "are not inputs"
+    return f"{', '.join(names)} {are} of the model. {_form(inputs)}"
+
+
+def _form(inputs: Mapping[str, Any]) -> str:
+    """The object that the endpoint expects, with the data type in place of each value."""
+    keys = [f'"{name[:80]}": {_value_form(config)}' for name, config in list(inputs.items())[:_SHOWN]]
+    if len(inputs) > _SHOWN:
+        keys.append("...")
+    return f"Expected {{{', '.join(keys)}}}; other keys are parameters"
+
+
+def _value_form(config: Mapping[str, Any]) -> str:
+    dtype, several = tensor_type(config), any(int(dim) != 1 for dim in config["dims"])
+    return f"{f'[{dtype}, ...]' if several else dtype}{' (optional)' if config.get('optional') else ''}"
+
+
+def _scalar(name: str, value: Any, inputs: Mapping[str, Any]) -> Value:
     if type(value) not in (str, int, float, bool):
         raise InvalidRequest(
             f"parameter '{name[:80]}' has invalid type. It is not an input of the model, so it must be a string, a "
-            "number or a boolean"
+            f"number or a boolean. {_form(inputs)}"
         )
     scalar: Value = value
     return scalar
@@ -111,16 +141,16 @@ def _split(given: Any, inputs: Mapping[str, Any], parameters: dict[str, Value]) 
         if name in inputs:
             continue
         try:
-            _add(parameters, name, value)
+            _add(parameters, name, value, inputs)
         except InvalidRequest as error:
             raise InvalidRequest(f"Converting keyword: 'parameters': {error}") from None
     return {name: value for name, value in given.items() if name in inputs}
 
 
-def _add(parameters: dict[str, Value], name: str, value: Any) -> None:
+def _add(parameters: dict[str, Value], name: str, value: Any, inputs: Mapping[str, Any]) -> None:
     if name in parameters:
         raise InvalidRequest(f"parameter '{name[:80]}' is given more than once")
-    parameters[name] = _scalar(name, value)
+    parameters[name] = _scalar(name, value, inputs)
 
 
 def _spec(name: str, config: Mapping[str, Any], lead: tuple[int, ...], value: Any) -> InputPlan:

@@ -221,7 +221,8 @@ def test_generate(gateway: Gateway) -> None:
         ({"count": 0}, "exactly 1 response"),
         ({"count": 3}, "exactly 1 response"),
         ({"count": 1000}, "exactly 1 response"),
-        ({}, "missing required input"),
+        ({}, "missing required input(s) ['count']. Please provide all required input(s). Expected {\"count\": INT32}"),
+        ({"n": 1}, "'n' is not an input of the model. Expected"),
     ):
         status, answer = gateway.ask("POST", "/v2/models/talker/generate", body)
         assert (status, text in json.loads(answer)["error"]) == (400, True)
@@ -275,6 +276,9 @@ def errors() -> dict[str, tuple[str, bytes, dict[str, str], int, str]]:
     text = b'{"inputs":[{"name":"%b","shape":[1,2],"datatype":"%b","data":[1,2]}]}'
     return {
         "unknown model": ("nothing", small, headers, 404, "Request for unknown model: 'nothing' is not found"),
+        "unknown model, no inputs": ("nothing", b"{}", {}, 404, "Request for unknown model: 'nothing' is not found"),
+        "unknown model, large body": ("nothing", b" " * 100_000, {}, 404, "Request for unknown model: 'nothing'"),
+        "no inputs": ("row", b"{}", {}, 400, "missing required field `inputs`"),
         "bytes missing": ("row", small[:-1], headers, 400, "16 bytes should follow the JSON, but 15 do"),
         "bytes too many": ("row", small + b"x", headers, 400, "unexpected additional input data for model 'row'"),
         "longer than all": ("row", small, {"Inference-Header-Content-Length": "9999"}, 400, "the body has"),

@@ -86,7 +86,11 @@ def test_a_model_without_batches() -> None:
         (b'{"text": null}', "null"),
         (b'{"text": 1}', "is of BYTES, and some of its data is an integer"),
         (b'{"text": {"a": 1}}', "an object"),
-        (b'{"other": [1]}', "parameter 'other' has invalid type. It is not an input"),
+        (
+            b'{"other": [1]}',
+            "parameter 'other' has invalid type. It is not an input.*Expected {\"text\": BYTES, "
+            r'"many": \[FP32, ...\], "image": \[UINT8, ...\], "free": \[INT32, ...\]}; other keys are parameters',
+        ),
         (b'{"parameters": {"a": {}}}', "has invalid type."),
         (b'{"id": {}}', "has invalid type."),
         (b'{"triton_x": 1}', "reserved"),
