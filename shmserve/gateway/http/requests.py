@@ -444,7 +444,7 @@ class Requests:
         )
 
     def _refuse_infer(self, connection: HttpConnection, head: HttpHead, error: ServeError) -> None:
-        """Refuses a body. That the model does not exist is the more useful answer, and Triton's."""
+        """Refuses a body. As in Triton, an unknown model is reported first."""
 
         def refuse(answer: Any) -> None:
             connection.fail(answer if isinstance(answer, NotFound) else error)
@@ -452,7 +452,7 @@ class Requests:
         if not isinstance(error, InvalidRequest):
             connection.fail(error)
             return
-        query = BrokerQuery("ready", model=head.route.model, version=head.route.version)
+        query = BrokerQuery("config", model=head.route.model, version=head.route.version)
         ticket = PendingQuery(query, refuse, refuse)
         ask(self._link, connection.payer(head.token), ticket, query)
         connection.wait_for(ticket)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -150,6 +153,78 @@ def test_log_and_trace_settings_are_changed_over_http(repository: Path, tmp_path
     times = {line["timestamps"][0]["name"]: line["timestamps"][0]["ns"] for line in found if "timestamps" in line}
     assert sorted(times, key=lambda name: times[name]) == list(times)  # they are in order
     assert {"COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"} <= times.keys()
+
+
+TRITON_COMMAND_LINE = """
+    --triton-compatible --http-address=127.0.0.1 --grpc-address=127.0.0.1 --model-control-mode=explicit --load-model=*
+    --strict-model-config=false --strict-readiness=true --exit-on-error=true --exit-timeout-secs=30 --allow-http=true
+    --allow-grpc=true --allow-metrics=true --allow-client-shm=true --log-verbose=1 --log-info=true --http-thread-count=8
+    --pinned-memory-pool-byte-size=0 --min-supported-compute-capability=6.0 --cache-config=local,size=1048576
+    --backend-config=python,shm-default-byte-size=1048576 --rate-limit=off --id=mine
+"""
+"""Flags that scripts give to tritonserver."""
+NONE = r'{"error":"Request for unknown model: \'none\' is not found"}'
+LOADING = "/v2/repository/models"
+TRITON_FORMS = (
+    # Scripts compare the output of curl -s -w '%{http_code}' with 200.
+    ("GET /v2/health/live", "", "200 OK", ""),
+    ("GET /v2/health/ready", "", "200 OK", ""),
+    ("GET /v2/models/same/ready", "", "200 OK", ""),
+    ("GET /v2/models/same/versions/1/ready", "", "200 OK", ""),
+    ("GET /v2/models/same/versions/2/ready", "", "400 Bad Request", r'{"error":"Model version not ready.*"}'),
+    ("GET /v2/models/none/ready", "", "400 Bad Request", r'{"error":"Model version not ready.*"}'),
+    ("GET /v2/models/none", "", "404 Not Found", NONE),
+    ("GET /v2/models/none/stats", "", "404 Not Found", NONE),
+    ("GET /v2/nothing", "", "404 Not Found", r'{"error":"Not Found"}'),
+    ("GET /v2", "", "200 OK", r'{"name":"mine","version":"[^"]+","extensions":\[.*"system_shared_memory".*\]}'),
+    ("POST /v2/models/none/infer", "{}", "404 Not Found", NONE),
+    ("POST /v2/models/none/infer", "?", "404 Not Found", NONE),
+    ("POST /v2/models/none/generate", "{}", "404 Not Found", NONE),
+    ("POST /v2/models/same/infer", "{}", "400 Bad Request", r'{"error":"failed to parse the request JSON buffer.*"}'),
+    ("POST /v2/repository/index", "", "200 OK", r'\[{"name":"same","version":"1","state":"READY".*}\]'),
+    ("POST /v2/systemsharedmemory/unregister", "", "200 OK", ""),
+    (f"POST {LOADING}/none/load", "", "404 Not Found",  # Triton: 500
+     r'{"error":"failed to load \'none\', failed to poll from model repository.*"}'),
+    (f"POST {LOADING}/none/unload", "", "200 OK", ""),
+    (f"POST {LOADING}/same/load", "", "200 OK", ""),
+    (f"POST {LOADING}/same/unload", "", "200 OK", ""),
+    ("GET /v2/models/same/ready", "", "400 Bad Request", r'{"error":"Model version not ready.*"}'),
+    ("GET /metrics", "", "200 OK", r'(?s).*\nnv_inference_request_success{model="same",version="1"} 0\n.*'),
+)  # fmt: skip
+
+
+def test_scripts_for_triton_get_the_responses_that_they_compare(tmp_path: Path) -> None:
+    """Status line and whole body of each response, in this order, and a start with the flags of such scripts."""
+    identity(tmp_path / "models", "same")
+    with Server(tmp_path / "models", *TRITON_COMMAND_LINE.split(), gateway=True) as server:
+        for line, body, status, pattern in TRITON_FORMS:
+            host, _, port = server.endpoints["metrics" if "/metrics" in line else "http"].partition(":")
+            with socket.create_connection((host, int(port)), END_S) as caller:
+                caller.sendall(
+                    f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+                    f"{body}".encode()
+                )
+                with caller.makefile("rb") as answer:
+                    head, _, found = answer.read().decode().partition("\r\n\r\n")
+            assert head.partition("\r\n")[0] == f"HTTP/1.1 {status}", line
+            assert re.fullmatch(pattern, found), (line, found)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--model-repository={broken} --exit-on-error=true", 1),
+        ("--model-repository={broken} --triton-compatible", 1),
+        ("--model-repository={broken}/none", 2),  # Triton: 1
+        ("--model-repository={broken} --no-such-flag", 2),  # Triton: 1
+        ("--help", 0),
+    ],
+)
+def test_exit_codes_of_a_start_that_fails(words: str, code: int, tmp_path: Path) -> None:
+    write_model(tmp_path, "broken", PYTHON, "raise ValueError")
+    command = [sys.executable, "-m", "shmserve.broker.main", "--runtime-dir", str(tmp_path / "run"), "--no-gateway"]
+    done = subprocess.run([*command, *words.format(broken=tmp_path).split()], capture_output=True, timeout=END_S)
+    assert done.returncode == code, done.stderr
 
 
 def test_the_server_fixture_has_no_gateway_by_default(repository: Path) -> None:
