@@ -10,6 +10,7 @@ ALL_SAMPLES := build/all
 TRITONCLIENT := build/tritonclient-env
 TRITON := build/triton-env
 TRITON_QA := build/triton-qa-env
+QA ?= $(TRITON_QA_CHECKOUT)
 RELEASE := build/release-env
 DIST := dist
 GPU_WHEELS := .whl
@@ -25,7 +26,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal mutation package release-check tritonclient triton-qa check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal mutation package release-check tritonclient triton-qa triton-qa-quick check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -49,6 +50,7 @@ help:
 	@echo '  make stress            half an hour of kill -9, chaos, fuzz, hostile clients'
 	@echo '  make mutation          which of about 90 injected faults the tests detect'
 	@echo '  make triton-qa         the tests of Triton, from a checkout: QA=directory'
+	@echo '  make triton-qa-quick   the part of them that .ci/run runs, three minutes'
 	@echo '  make gpu-wheels        download what a machine with a GPU needs'
 	@echo '  make gpu-test          on that machine: test and measure'
 	@echo '  make gpu-rehearsal     the same here, with stand-ins for the libraries'
@@ -125,6 +127,11 @@ tritonclient: $(VENV)/.made
 triton-qa: $(VENV)/.dev $(TRITON_QA)/.made
 	@test -n '$(QA)' || { echo 'make triton-qa QA=/path/to/a/checkout/of/triton-inference-server/server'; exit 2; }
 	@$(BIN)/python -m tests.triton_qa '$(QA)' $(ARGS)
+
+# For CI, which may have no checkout.
+triton-qa-quick:
+	@if test -n '$(QA)'; then $(MAKE) --no-print-directory triton-qa ARGS='--quick $(ARGS)'; else \
+	  echo 'skipped: the tests of Triton; set TRITON_QA_CHECKOUT to a checkout of triton-inference-server/server'; fi
 
 check: $(VENV)/.dev
 	@$(BIN)/ruff check .

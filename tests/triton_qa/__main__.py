@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tests.triton_qa import models, report, runner, workplace
-from tests.triton_qa.catalog import LEFT_OUT, SUITES
+from tests.triton_qa.catalog import LEFT_OUT, SUITES, Suite
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "triton-qa"
@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("checkout", type=Path, help="a checkout of Triton's server repository")
     made.add_argument("suites", nargs="*", metavar="SUITE", help="only these; wildcards are possible, e.g. L0_http*")
     made.add_argument("--json", type=Path, metavar="FILE", help="write all results to this file")
+    made.add_argument("--quick", action="store_true", help="only the suites that CI runs; less than three minutes")
     made.add_argument("--list", action="store_true", help="list the suites, and those left out with the reason")
     made.add_argument("--python", type=Path, default=PYTHON, help="the Python that has tritonclient, for the tests")
     return made
@@ -44,7 +45,17 @@ def taken() -> list[int]:
     return found
 
 
-def run(checkout: Path, wanted: list[str], python: Path) -> tuple[list[report.Tally], list[runner.Result]]:
+def chosen_suites(patterns: list[str], quick: bool) -> list[Suite]:
+    suites = [suite for suite in SUITES if suite.quick or not quick]
+    return [suite for suite in suites if not patterns or any(fnmatch(suite.name, pattern) for pattern in patterns)]
+
+
+def commit_of(folder: Path) -> str:
+    command = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def run(checkout: Path, suites: list[Suite], python: Path) -> tuple[list[report.Tally], list[runner.Result]]:
     data = BUILD / "data" / workplace.VERSION
     logs = BUILD / "log"
     logs.mkdir(parents=True, exist_ok=True)
@@ -52,9 +63,7 @@ def run(checkout: Path, wanted: list[str], python: Path) -> tuple[list[report.Ta
     packages = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     models.generate(checkout / "qa" / "common", data)
     tallies, results = [], []
-    for suite in SUITES:
-        if wanted and not any(fnmatch(suite.name, pattern) for pattern in wanted):
-            continue
+    for suite in suites:
         flat = suite.name.replace("/", ".")
         place = workplace.prepare(BUILD / "work" / flat, checkout, suite, data, python)
         found, wrong = runner.run(suite, place, data, packages, logs / f"{flat}.log")
@@ -82,11 +91,13 @@ def main(words: list[str]) -> int:
     if ports := taken():
         print(f"the tests use fixed ports; in use: {', '.join(map(str, ports))}", file=sys.stderr)
         return 2
-    tallies, results = run(chosen.checkout.resolve(), chosen.suites, chosen.python)
-    if not tallies:
+    suites = chosen_suites(chosen.suites, chosen.quick)
+    if not suites:
         print("no suite has such a name; --list names them", file=sys.stderr)
         return 2
+    tallies, results = run(chosen.checkout.resolve(), suites, chosen.python)
     print(*report.details(results), "", *report.table(tallies), sep="\n")
+    print(f"\nTriton's server: commit {commit_of(chosen.checkout)}; shmserve: commit {commit_of(ROOT)}")
     if chosen.json:
         chosen.json.write_text(report.as_json(tallies, results))
     bad = any(one.counts["failed"] or one.wrong for one in tallies)

@@ -19,6 +19,8 @@ class Suite:
     flags: tuple[str, ...] = ()
     """Additional flags for the server."""
     script: str = "test.sh"
+    quick: bool = False
+    """Whether `--quick` includes it, whose suites take less than three minutes in all on two idle cores."""
 
 
 SIMPLE = ("simple", "simple_int8", "simple_string", "simple_sequence", "simple_dyna_sequence", "simple_identity")
