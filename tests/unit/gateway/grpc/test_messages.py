@@ -147,7 +147,7 @@ def test_all_fields_of_a_request() -> None:
     places = {"p": RegionSlice("r", 0, 64)}
     options = RequestOptions("", 4, 7, True, True, {"timeout": 9, "mine": 1.5})
     specs = (InputPlan("a", "FP32", (2, 3), 0), InputPlan("b", "INT8", (4,), 4, None, RegionSlice("r", 8, 4)))
-    plan = RequestPlan(specs, 0, options, {"p": None, "k": TopK(2)}, {}, places)
+    plan = RequestPlan(specs, 0, options, {"p": None, "k": TopK(2)}, {"p": False, "k": False}, places)
     assert plan_of(made.SerializeToString()) == RpcPlan("m", "3", plan, 1, "", True)
 
 
