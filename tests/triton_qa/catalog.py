@@ -53,7 +53,7 @@ SUITES = (
     Suite("L0_iterative_sequence", quick=True),
     Suite("L0_response_cache"),
     Suite("L0_metrics"),
-    Suite("L0_trace", layout={"../L0_decoupled/models": DECOUPLED}),
+    Suite("L0_trace", limit_s=1200, layout={"../L0_decoupled/models": DECOUPLED}),
     Suite("L0_parameters", quick=True),
     Suite("L0_input_validation", quick=True),
     Suite("L0_output_validation", quick=True),
