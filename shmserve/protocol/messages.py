@@ -340,11 +340,19 @@ class Part(Struct, array_like=True, tag=40, gc=False):
 
 
 class ReplyBatch(Struct, array_like=True, tag=41, gc=False):
-    """Results of requests that were sent by InferBatch, in any order. The other requests are answered by Reply or
-    Fail."""
+    """Results of requests that were sent by InferBatch, in any order. The other requests are answered by Reply, Fail or
+    FailBatch."""
 
     version: Id
     columns: Columns
+
+
+class FailBatch(Struct, array_like=True, tag=45, gc=False):
+    """Like a Fail for each of these requests, which were sent by InferBatch."""
+
+    requests: Annotated[tuple[Id, ...], Meta(max_length=PACKET_MESSAGES)]
+    code: Name
+    text: Text
 
 
 class Failure(Struct, array_like=True, gc=False):
@@ -394,6 +402,7 @@ BrokerMessage = (
     | ReplyBatch
     | ReplyHeld
     | Fail
+    | FailBatch
     | FailHeld
     | Released
     | Answer

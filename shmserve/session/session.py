@@ -35,6 +35,7 @@ from shmserve.protocol.messages import (
     BrokerMessage,
     Bye,
     Fail,
+    FailBatch,
     FailHeld,
     Goodbye,
     Hello,
@@ -264,6 +265,9 @@ class Session(SessionRequests):
         ticket.fail(from_wire(message.code, message.text))
         return 1
 
+    def _on_fail_batch(self, message: FailBatch) -> int:
+        return sum([self._on_fail(Fail(number, message.code, message.text)) for number in message.requests])
+
     def _on_answer(self, message: Answer) -> int:
         settled = self.queries.on_answer(message)
         self.urgent |= bool(self.outbox.messages)  # such as a request that waited for this answer
@@ -413,6 +417,7 @@ class Session(SessionRequests):
 
 _HANDLERS: dict[type, Callable[[Session, Any], int]] = {
     Fail: Session._on_fail,
+    FailBatch: Session._on_fail_batch,
     FailHeld: Session._on_fail_held,
     ReplyHeld: Session._on_reply_held,
     Released: Session._on_released,

@@ -20,6 +20,7 @@ from tests.conformance.wire_client import (
     BYE,
     CANCEL,
     FAIL,
+    FAIL_BATCH,
     FAIL_HELD,
     GOODBYE,
     HELLO,
@@ -114,10 +115,14 @@ def test_inline_tensors_come_back_inline(server: Path, outputs: str) -> None:
 
 
 def results(client: WireClient, count: int) -> dict[int, Message]:
-    """The answers to this many requests; those in a ReplyBatch are converted to Replies."""
+    """The answers to this many requests; those in a ReplyBatch or FailBatch are converted to Replies and Fails."""
     found: dict[int, Message] = {}
     while len(found) < count:
         message = client.read()
+        if message[0] == FAIL_BATCH:
+            assert found.keys().isdisjoint(message[1])
+            found |= {request: [FAIL, request, *message[2:]] for request in message[1]}
+            continue
         if message[0] != REPLY_BATCH:
             assert message[1] not in found
             found[message[1]] = message

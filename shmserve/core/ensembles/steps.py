@@ -70,7 +70,8 @@ def submit(
         options = _passed_on(options, _window(run) if source else 0)
     if member.graph is None and all(instance.over for instance in member.instances):
         raise Unavailable(f"{member.label} was unloaded meanwhile{member.reason and f': {member.reason}'}")
-    if len(state.requests) >= quotas.busy:
+    busy = len(state.requests) >= quotas.busy
+    if busy:
         quotas.check_queue(client, member, inline, now)
     level = 0
     if not member.plain:
@@ -104,6 +105,8 @@ def submit(
         run.sources[iteration.level] = request
     client.steps += 1
     client.bytes += inline
+    if busy:
+        quotas.queued += inline
     if member.plain:
         member.queue.add(request)
         state.to_dispatch[member] = None

@@ -23,7 +23,7 @@ from shmserve.core.requests.validation import options_bytes
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
 from shmserve.core.states import RequestState, VersionState
-from shmserve.core.stats.statistics import FailureKind, limit_in
+from shmserve.core.stats.statistics import limit_in
 from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
 from shmserve.protocol import roles
 from shmserve.protocol.messages import (
@@ -34,6 +34,7 @@ from shmserve.protocol.messages import (
     Ask,
     Cancel,
     Fail,
+    FailBatch,
     Handle,
     Infer,
     InferBatch,
@@ -51,14 +52,68 @@ _INFER = roles.INFER
 _NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
 
 
-def count_refused(state: State, model: str, error: ServeError) -> None:
-    """Counts a rejected request, by the limit that it exceeded or else by error code."""
+def count_refused(state: State, model: str, error: ServeError, count: int = 1) -> None:
+    """Counts rejected requests, by the limit that they exceeded or else by error code."""
     refused, why = state.refused, limit_in(error.message) or error.code
-    refused[why] = refused.get(why, 0) + 1
+    refused[why] = refused.get(why, 0) + count
     version = state.ready.get(model)
     if version is not None and isinstance(error, Unavailable):
-        version.statistics.failed(FailureKind.REJECTED, 0)
-        version.statistics.keep_error(error.code, error.message, state.now)
+        version.statistics.refused(error.code, error.message, count, state.now)
+
+
+class BatchRefusals:
+    """The refused requests of an InferBatch. Consecutive requests that are refused for the same reason share an answer.
+
+    Requests that differ only in their numbers and in the values of their inputs are equally invalid, so only the first
+    one is checked. Limits are checked for each request."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.known: dict[tuple[int, tuple[int, ...]], ServeError] = {}
+        """Rows and sizes of the inputs -> why such requests are invalid."""
+        self._numbers: list[int] = []
+        self._error: ServeError | None = None
+        """The error of `_numbers`, which have not been answered yet."""
+
+    def repeats(self, client: ClientState, message: InferBatch, index: int) -> bool:
+        """Refuses a request, whose number is valid, if equal ones are invalid."""
+        columns = message.columns
+        error = self.known.get((columns.rows[index], tuple(map(len, columns.data[index]))))
+        if error is None:
+            return False
+        self._add(client, message, index, error)
+        return True
+
+    def add(self, client: ClientState, message: InferBatch, index: int, error: ServeError) -> None:
+        """Refuses a request whose number is valid."""
+        if not isinstance(error, Unavailable):
+            columns = message.columns
+            self.known[columns.rows[index], tuple(map(len, columns.data[index]))] = error
+        self._add(client, message, index, error)
+
+    def _add(self, client: ClientState, message: InferBatch, index: int, error: ServeError) -> None:
+        last = self._error
+        if error is not last and (last is None or (error.code, error.message) != (last.code, last.message)):
+            self.answer(client, message)
+            self._error = error
+        self._numbers.append(message.columns.requests[index])
+
+    def answer(self, client: ClientState, message: InferBatch) -> None:
+        """Answers the requests that were refused so far."""
+        error, numbers = self._error, self._numbers
+        if error is None:
+            return
+        self._error, self._numbers = None, []
+        count_refused(self._state, message.model, error, len(numbers))
+        if len(numbers) == 1:
+            self._state.send(client.number, Fail(numbers[0], error.code, error.message))
+        else:
+            self._state.send(client.number, FailBatch(tuple(numbers), error.code, error.message))
+
+    def end(self, client: ClientState, message: InferBatch) -> None:
+        """Ends the batch."""
+        self.answer(client, message)
+        self.known.clear()
 
 
 class Admission:
@@ -67,6 +122,7 @@ class Admission:
         self._quotas = quotas
         self._queries = queries
         self._connections = connections
+        self._refusals = BatchRefusals(state)
         self._require_hello = connections.require_hello
         self._client_requests = state.limits.client_requests
         self._busy = self._quotas.busy
@@ -86,9 +142,13 @@ class Admission:
         except ServeError as error:
             if blocks:
                 self._state.effects.append(Free(blocks))
-            count_refused(self._state, message.model, error)
-            number = 0 if message.request in client.requests else message.request
-            self._state.send(peer, Fail(number, error.code, error.message))
+            self._refuse(client, message.model, message.request, error)
+
+    def _refuse(self, client: ClientState, model: str, number: int, error: ServeError) -> None:
+        count_refused(self._state, model, error)
+        if number in client.requests:  # that request gets its own response instead of this error
+            number = 0
+        self._state.send(client.number, Fail(number, error.code, error.message))
 
     def infer_batch(self, peer: int, message: InferBatch, now: int) -> None:
         """Admits requests of one form. Common properties are checked once, unless they need more than the usual
@@ -101,28 +161,46 @@ class Admission:
             )
             self._connections.garbled(peer, Garbled(0, text), now)
             return
-        state = self._state
+        state, count = self._state, len(columns.requests)
         client, version = state.clients.get(peer), state.ready.get(message.model)
-        count = len(columns.requests)
-        if (
-            client is not None and client.roles & _INFER and version is not None and not message.version
-            and version.plain and not version.decoupled and not state.draining
-            and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
-            and client.held_bytes <= self._heavy and not state.accused and message.model not in state.shadows
-        ):  # fmt: skip
-            self._admit_all(client, version, message, now)
+        if client is None or not client.outputs:
+            self._require_hello(peer)
             return
-        for index in range(count):
-            self._infer_one(peer, message, index, now)
+        try:
+            if (
+                client.roles & _INFER and version is not None and not message.version
+                and version.plain and not version.decoupled and not state.draining
+                and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
+                and client.held_bytes <= self._heavy and not state.accused and message.model not in state.shadows
+            ):  # fmt: skip
+                self._admit_all(client, version, message, now)
+            else:
+                for index in range(count):
+                    self._admit_one(client, message, index, now)
+        finally:
+            self._refusals.end(client, message)
 
-    def _infer_one(self, peer: int, message: InferBatch, index: int, now: int) -> None:
-        columns = message.columns
-        number, tensors = columns.requests[index], columns.tensors(index)
-        self.infer(peer, Infer(number, message.model, message.version, tensors, None, message.timeout_us), now)
+    def _admit_one(self, client: ClientState, message: InferBatch, index: int, now: int) -> None:
+        """Admits a request of a batch by the checks of single requests."""
+        refusals, number = self._refusals, message.columns.requests[index]
+        valid = number > 0 and number not in client.requests
+        if refusals.known and valid and refusals.repeats(client, message, index):
+            return
+        tensors = message.columns.tensors(index)
+        single = Infer(number, message.model, message.version, tensors, None, message.timeout_us)
+        try:
+            self._admit(client, single, now, ())
+            refusals.known.clear()  # a limit may have been reached, which is checked first
+        except ServeError as error:
+            if valid:
+                refusals.add(client, message, index, error)
+            else:
+                refusals.answer(client, message)
+                self._refuse(client, message.model, number, error)
 
     def _admit_all(self, client: ClientState, version: Version, message: InferBatch, now: int) -> None:
         """Invariant: refuses the same requests as `_admit`, with the same errors."""
-        state, columns, checker = self._state, message.columns, version.checker
+        state, columns, checker, refusals = self._state, message.columns, version.checker, self._refusals
         assert checker is not None, version.label
         form = checker.form(columns.forms)
         known, requests, mine = form.by_rows, state.requests, client.requests
@@ -132,10 +210,21 @@ class Admission:
         sizes: list[int] = []
         inline = 0
         for index, (number, rows, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
+            if number == 0 or number in mine:
+                self._admit_one(client, message, index, now)
+                continue
             if like is None or rows != like.rows:
-                checked = known.get(rows) or checker.check_rows(form, rows, data)
+                checked = known.get(rows)
                 if checked is None:
-                    self._infer_one(client.number, message, index, now)
+                    if refusals.known and refusals.repeats(client, message, index):
+                        continue
+                    try:
+                        checked = checker.check_rows(form, rows, data)
+                    except InvalidRequest as error:
+                        refusals.add(client, message, index, error)
+                        continue
+                if checked is None:
+                    self._admit_one(client, message, index, now)
                     continue
                 sizes, inline = checked.sizes, checked.inline
                 like = Request(
@@ -143,8 +232,8 @@ class Admission:
                     checked.signature, (), (), (), now, 0, 0, deadline,
                     audience=client.audience, length=checked.length, form=form,
                 )  # fmt: skip
-            if sizes != list(map(len, data)) or number == 0 or number in mine:
-                self._infer_one(client.number, message, index, now)
+            if sizes != list(map(len, data)):
+                self._admit_one(client, message, index, now)
                 continue
             request: Request = like.__copy__()  # type: ignore[attr-defined]  # cheaper than filling in all fields
             request.number = own = state.next_number()
@@ -206,7 +295,8 @@ class Admission:
             inline += options_bytes(options)
         if shared:
             inline += HANDLE_BYTES * sum([len(tensor.data) for tensor in inputs if type(tensor.data) is tuple])
-        if len(state.requests) >= self._busy and waited is None:
+        busy = waited is None and len(state.requests) >= self._busy
+        if busy:
             self._quotas.check_queue(client, version, inline, now)
         if client.held_bytes > self._heavy and waited is None:
             self._check_held(client)
@@ -237,6 +327,8 @@ class Admission:
         client.requests[number] = own
         state.requests[own] = request
         client.bytes += inline
+        if busy:
+            self._quotas.queued += inline
         if message.timeout_us:
             request.deadline = now + message.timeout_us * 1000
             state.set_timer(request.deadline, Timer.DEADLINE, request)
@@ -268,7 +360,8 @@ class Admission:
             waiting.wait_again(waited, version)
             return
         inline, shared = waiting.size_of(message)
-        if len(state.requests) >= self._busy:
+        busy = len(state.requests) >= self._busy
+        if busy:
             self._quotas.check_queue(client, version, inline, now)
         if client.held_bytes > self._heavy:
             self._check_held(client)
@@ -280,6 +373,8 @@ class Admission:
             audience=client.audience, special=True, unchecked=message,
         )  # fmt: skip
         waiting.add(state, request)
+        if busy:
+            self._quotas.queued += inline
 
     def check(self, request: Request, message: Infer, now: int) -> None:
         """Admits a request that has waited for its model to load."""
@@ -319,7 +414,7 @@ class Admission:
                 ledger.resolve(client, wanted.place)
                 segments.append(wanted.place.segment)
         if not segments:
-            return (), ()
+            return _NOTHING
         used = tuple(segments)
         ledger.use(used)
         return used, tuple([ledger.pin(place) for place in places])

@@ -41,7 +41,9 @@ class Quotas:
         self._users: dict[str, int] = {}
         self._disconnect_levels: dict[str, int] = {}
         """User -> level of the token bucket of disconnects, as a time."""
-        self._queued = 0
+        self.queued = 0
+        """Bytes inside the messages of all requests in flight, counted by the first `check_queue` of a turn. The caller
+        adds those of each request that it admits after `check_queue`."""
         self._counted_at = -1
         least_bytes = min(limits.model_queue_bytes, limits.queue_bytes)
         self.busy = min(limits.requests, limits.model_queue, least_bytes // PACKET_BYTES)
@@ -117,13 +119,13 @@ class Quotas:
                     f"{waiting} bytes are queued for model '{version.model}', the limit is {limits.model_queue_bytes} "
                     f"(model_queue_bytes); {_retry('responses have arrived')}, or send less inside messages"
                 )
-        if self._counted_at != now:  # once per turn; requests of the turn are added
+        if self._counted_at != now:
             self._counted_at = now
-            self._queued = sum(client.bytes for client in self._state.clients.values())
-        self._queued += inline
-        if self._queued > limits.queue_bytes and self._has_share(client.bytes + inline, limits.queue_bytes):
+            self.queued = sum(client.bytes for client in self._state.clients.values())
+        queued = self.queued + inline
+        if queued > limits.queue_bytes and self._has_share(client.bytes + inline, limits.queue_bytes):
             raise Unavailable(
-                f"{self._queued} bytes are inside requests in flight, the limit is {limits.queue_bytes} (queue_bytes); "
+                f"{queued} bytes are inside requests in flight, the limit is {limits.queue_bytes} (queue_bytes); "
                 f"{_retry('responses have arrived')}, or send less inside messages"
             )
 

@@ -147,15 +147,12 @@ class Checker:
         return self._forms.get(forms) or CheckedForm(forms)
 
     def check_rows(self, form: CheckedForm, rows: int, data: tuple[bytes, ...]) -> CheckedRows | None:
-        """Checks one request of a form and memoizes the result. None: the request is invalid or has no inputs (and thus
-        no rows), or its validity says nothing about other requests of this form and row count, as with strings."""
+        """Checks one request of a form and memoizes the result. Raises if it is invalid. None: it has no inputs (and
+        thus no rows), or its validity says nothing about other requests of this form and row count, as with strings."""
         forms = form.forms
         if not self._policy.max_batch or not forms or any(not ITEM_BYTES.get(one.dtype) for one in forms):
             return None
-        try:
-            _, signature, inline, _, length = self.check(tensors_of(forms, rows, data), None)
-        except InvalidRequest:
-            return None
+        _, signature, inline, _, length = self.check(tensors_of(forms, rows, data), None)
         if forms not in self._forms:  # not in `form`: a client could fill it with forms that are invalid and large
             if len(self._forms) >= _FORMS:
                 self._forms.clear()

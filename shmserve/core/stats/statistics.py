@@ -284,12 +284,18 @@ class Statistics(Struct):
             self.fail_count += 1
             self.fail_ns += ns
 
+    def refused(self, code: str, text: str, count: int, now: int) -> None:
+        """Counts requests that were refused for the same reason."""
+        self.fail_count += count
+        self.failures[FailureKind.REJECTED] += count
+        self.keep_error(code, text, now, count)
+
     def failed_as(self, code: str, text: str, ns: int, now: int) -> None:
         """Counts a request that failed in the broker, not at a worker."""
         self.failed(_FAILURES.get(code, FailureKind.OTHER), ns)
         self.keep_error(code, text, now)
 
-    def keep_error(self, code: str, text: str, now: int) -> None:
+    def keep_error(self, code: str, text: str, now: int, count: int = 1) -> None:
         """Keeps an error for operators to read. Refusals differ only in their numbers, so one is kept for each code."""
         if code == "CANCELLED":
             return
@@ -297,10 +303,10 @@ class Statistics(Struct):
         for index, error in enumerate(self.errors):
             if error.code == code and (error.text == text or code != _OF_MODELS):
                 error.text, error.at = text, now
-                error.count += 1
+                error.count += count
                 self.errors.append(self.errors.pop(index))
                 return
-        self.errors.append(RecentError(code, text, now))
+        self.errors.append(RecentError(code, text, now, count))
         if len(self.errors) > RECENT_ERRORS:
             del self.errors[0]
 

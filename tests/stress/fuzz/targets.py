@@ -166,7 +166,7 @@ def _packets() -> Iterator[bytes]:
     yield b"\x01" + wire.encode(ones)
     columns = messages.Columns((messages.TensorForm("x", "FP32", (1,)),), (1, 2), (1, 1), ((b"1234",), (b"5678",)))
     yield b"\x00" + wire.encode([messages.InferBatch("m", 0, columns, 5)])
-    yield b"\x01" + wire.encode([messages.ReplyBatch(1, columns)])
+    yield b"\x01" + wire.encode([messages.ReplyBatch(1, columns), messages.FailBatch((3, 4), "INVALID_ARG", "text")])
     yield b"\x02" + wire.encode([worker_messages.Execute(1, 0, (), False, True, columns, ("uid:1", "uid:1"))])
     yield b"\x03" + wire.encode([worker_messages.Done(1, (), (1, 2, 3, 4), columns=columns)])
     work = worker_messages.Work(1, 1, (messages.Tensor("x", "FP32", (1,), (messages.Handle(1, 0, 4),)),), None, "uid:1")

@@ -18,6 +18,7 @@ from shmserve.protocol.messages import (
     Cancel,
     Columns,
     Fail,
+    FailBatch,
     Handle,
     Infer,
     InferBatch,
@@ -194,6 +195,17 @@ def test_each_ticket_gets_its_own_share_in_any_order() -> None:
         assert_answered(tickets[number - 1], number)
     assert tickets[3].ends == 0
     assert list(session.tickets) == [4]
+
+
+def test_requests_that_are_refused_together_fail_with_the_same_error() -> None:
+    session = batching()
+    tickets = submit(session, 3)
+    sent(session)
+    assert feed(session, FailBatch((1, 3), "NOT_FOUND", "no such model")) == 2
+    assert [(ticket.ends, str(ticket.error)) for ticket in tickets] == [
+        (1, "no such model"), (0, "None"), (1, "no such model"),
+    ]  # fmt: skip
+    assert list(session.tickets) == [2]
 
 
 def test_a_result_in_columns_equals_the_result_of_a_reply() -> None:

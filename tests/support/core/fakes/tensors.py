@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.protocol.messages import Columns, Handle, Reply, ReplyBatch, Tensor, TensorForm
+from shmserve.protocol.messages import Columns, Fail, FailBatch, Handle, Reply, ReplyBatch, Tensor, TensorForm
 from shmserve.protocol.worker_messages import Execute, Row, Work
 
 
@@ -34,7 +34,9 @@ def one_by_one(columns: Columns) -> list[tuple[int, tuple[Tensor, ...]]]:
 
 
 def replies_of(message: Any) -> list[Any]:
-    """The replies in a ReplyBatch; else the message itself."""
+    """The answers in a ReplyBatch or FailBatch; else the message itself."""
+    if isinstance(message, FailBatch):
+        return [Fail(number, message.code, message.text) for number in message.requests]
     if isinstance(message, ReplyBatch):
         return [Reply(number, message.version, outputs) for number, outputs in one_by_one(message.columns)]
     return [message]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from shmserve.core.batching.queue import RequestQueue
 from shmserve.core.effects import Traced
@@ -15,6 +17,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.requests.trace import Sample
 from shmserve.core.requests.validation import _FORMS, Checker
+from shmserve.errors import InvalidRequest
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     BATCH_REQUESTS,
@@ -27,6 +30,7 @@ from shmserve.protocol.messages import (
     ClientMessage,
     Columns,
     Fail,
+    FailBatch,
     InferBatch,
     Ping,
     Pong,
@@ -355,6 +359,43 @@ def test_columns_of_a_client_over_its_held_bytes_limit_are_refused() -> None:
     assert not world.core.state.requests
 
 
+ALIKE: dict[str, tuple[str, Columns, str]] = {
+    "a shape of 31 large dimensions": ("m", columns(5, forms=(TensorForm("x", "FP32", (2**62,) * 31),)), "INVALID_ARG"),
+    "another data type": ("m", columns(5, forms=(TensorForm("x", "INT64", (1,)),)), "INVALID_ARG"),
+    "too many rows": ("m", columns(5, rows=9), "INVALID_ARG"),
+    "too few bytes": ("m", replace(columns(5), data=((bytes(2),),) * 5), "INVALID_ARG"),
+    "an unknown model": ("nobody", columns(5), "NOT_FOUND"),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_requests_that_are_refused_for_the_same_reason_share_a_check_and_an_answer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, client = serving()
+    checks: list[object] = []
+    check = Checker.check
+    monkeypatch.setattr(Checker, "check", lambda self, *given: checks.append(given) or check(self, *given))
+    model, batch, code = ALIKE[name]
+    for number in batch.requests:
+        client.sends(number)
+    world.turn([(client.peer, InferBatch(model, 0, batch))])
+    (answer,) = [message for message in client.messages if isinstance(message, FailBatch)]
+    assert (answer.requests, answer.code) == ((1, 2, 3, 4, 5), code)
+    assert [client.answers[number].text for number in batch.requests] == [answer.text] * 5
+    assert len(checks) <= 2
+    assert world.core.state.refused == {code: 5}
+
+
+def test_a_refused_request_between_others_is_refused_alone() -> None:
+    world, client = serving()
+    batch = columns(5)
+    send(world, client, replace(batch, rows=(1, 1, 9, 1, 1)))
+    world.finish_all()
+    assert [type(client.answers[number]) for number in batch.requests] == [Reply, Reply, Fail, Reply, Reply]
+    assert not any(isinstance(message, FailBatch) for message in client.messages)
+
+
 # ------------------------------------------------------------------------------------------------- what is kept
 
 
@@ -367,9 +408,10 @@ def test_forms_that_were_refused_are_not_kept() -> None:
     checker = Checker(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()))
     for number in range(10 * _FORMS):
         bad = tuple(TensorForm(f"{number} {index}", "FP32", (1,) * 9) for index in range(20))
-        assert checker.check_rows(checker.form(bad), 1, (bytes(4),) * 20) is None
-        short = checker.form(form_of(number + 2))
-        assert checker.check_rows(short, 1, (b"",)) is None
+        short = form_of(number + 2)
+        for forms, data in ((bad, (bytes(4),) * 20), (short, (b"",))):
+            with pytest.raises(InvalidRequest):
+                checker.check_rows(checker.form(forms), 1, data)
     assert not checker._forms
 
 
@@ -381,7 +423,8 @@ def test_forms_that_were_accepted_are_kept_up_to_a_limit() -> None:
         assert checker.form(form_of(width)) is form
         assert len(checker._forms) <= _FORMS
         for rows in range(40):
-            checker.check_rows(form, rows, (bytes(4 * rows * width),))
+            with suppress(InvalidRequest):
+                checker.check_rows(form, rows, (bytes(4 * rows * width),))
         assert len(form.by_rows) <= 9  # 0 to max_batch
 
 
