@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import ProtocolError, ServeError
 from shmserve.protocol.codec import Refused
 from shmserve.protocol.messages import OWNER_SHIFT, Map, Unmap
-from shmserve.protocol.worker_messages import Lend
+from shmserve.protocol.worker_messages import Lend, Trim
 from shmserve.workers.link import carries_descriptor
 from shmserve.workers.process.log import log_message
 
@@ -34,7 +34,10 @@ class Inbox:
         self._outbox = outbox
         self._mapped = mapped
         self._arenas = arenas
-        self._handlers: dict[type, Callable[[Any], None]] = {Unmap: self._unmap}
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Unmap: self._unmap,
+            Trim: lambda order: arenas.trim(),
+        }
         self._lend: Callable[[Lend, list[int]], None] | None = None
         self._kept: list[Any] | None = []  # None: the model is loaded
 

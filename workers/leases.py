@@ -239,4 +239,4 @@ class LeaseHolder:
             if any(want not in (-1, dim) for want, dim in zip(form.dims, dims, strict=True)):
                 return None
             sizes.append(elements(shape) * ITEM_BYTES[form.dtype])
-        return rows, sizes
+        return None if sum(sizes) > self._order.input_bytes else (rows, sizes)

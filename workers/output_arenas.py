@@ -69,13 +69,6 @@ class _AudienceArena(Arena):
             what="GPU memory" if on_gpu else "shared memory",
         )
 
-    def give_up_idle(self) -> list[int]:
-        """Frees all segments without allocations and returns their ids. `trim` would keep one."""
-        idle = [segment for segment in self.segments if not segment.blocks.used]
-        for segment in idle:
-            self._release_segment(segment)
-        return [segment.id for segment in idle]
-
 
 class Arenas:
     """Arenas by audience, created on first use. Segments are announced to the broker and also mapped here, because
@@ -130,6 +123,12 @@ class Arenas:
                 arena.free(segment, offset, size)
             except ServeError as error:
                 log_message(f"a returned handle cannot be freed: {error}")
+
+    def trim(self) -> None:
+        """Frees host memory that has not been used since the last call."""
+        for arena in self._arenas.values():
+            for segment in arena.trim_idle():
+                self.withdraw(segment)
 
     def close(self, keep_names: bool = False) -> None:
         """`keep_names`: POSIX segments in use keep their names, which the broker removes when they are no longer
@@ -198,7 +197,7 @@ class Arenas:
         if committed + size <= self.limit:
             return
         for arena in arenas:
-            for segment in arena.give_up_idle():
+            for segment in arena.trim():
                 self.withdraw(segment)
         committed = sum(arena.committed for arena in arenas)
         if committed + size > self.limit:

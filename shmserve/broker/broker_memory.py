@@ -94,10 +94,8 @@ class BrokerMemory:
             self._arenas_by_segment[handle.segment].free(handle.segment, handle.offset)
 
     def trim(self) -> list[int]:
-        """Releases empty segments and returns their numbers."""
-        gone = [
-            number for arena in (self.frames, *self._cache_arenas.values()) for number in arena.trim(keep_one=False)
-        ]
+        """Releases segments that have not been used since the last call, and returns their numbers."""
+        gone = [number for arena in (self.frames, *self._cache_arenas.values()) for number in arena.trim_idle()]
         for number in gone:
             del self._arenas_by_segment[number]
         return gone

@@ -48,14 +48,14 @@ from shmserve.errors import ServeError
 from shmserve.paths import BROKER, LANE
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PACKET_MESSAGES, Answer, ClientMessage, Fail, Hello, Map, Part, Ping, Reply
-from shmserve.protocol.worker_messages import Counted, Loaded, Probed
+from shmserve.protocol.worker_messages import Counted, Loaded, Probed, Trim
 from shmserve.repo.storage.generation import ALL_DESCRIPTORS
 from shmserve.system.loop_polling import LoopPolling
 
 log = logging.getLogger("shmserve")
 
 PING_S = 10.0
-"""Interval for pinging ZeroMQ clients and for releasing unused memory of the broker's arenas."""
+"""Interval for pinging ZeroMQ clients and for releasing unused memory of the broker and of workers."""
 
 _client_codec = codec.Codec(ClientMessage, PACKET_MESSAGES)
 
@@ -225,6 +225,9 @@ class Broker:
             outbox.close("no answer to a ping")
         for segment in self._memory.trim():
             self.put(events.OwnSegmentGone(segment))
+        for owner in self.core.state.ledger.owners_of_unused():
+            if owner >= WORKERS_FROM:
+                self._send(Send(owner, Trim()))
         if self.core.state.traces.samples:
             self.read_leases()
         self._flush()

@@ -107,6 +107,14 @@ class Ledger:
             segment.mapped_by.add(peer)
             self.effects.append(Send(peer, segment.announcement))
 
+    def owners_of_unused(self) -> set[int]:
+        """The owners of segments in host memory to which nothing refers."""
+        return {
+            segment.owner
+            for segment in self.segments.values()
+            if not (segment.blocks or segment.uses or segment.on_device)
+        }
+
     def use(self, numbers: tuple[int, ...]) -> None:
         """A request refers to these segments: they stay until it has ended, even if their owner withdraws them."""
         for number in numbers:

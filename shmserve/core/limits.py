@@ -32,6 +32,7 @@ class Limits(Struct, frozen=True):
     queue_bytes: int = 1 << 30
     held_bytes: int = 64 << 30
     client_held_bytes: int = 8 << 30
+    client_input_bytes: int = 2 << 30
     segments: int = 16_384
     client_segments: int = 1024
     client_outbox_bytes: int = 64 << 20
@@ -112,6 +113,10 @@ NAMED = (
           "the output memory (--worker-output-bytes) of 16 instances"),
     Limit("client_held_bytes", "bytes of responses in shared memory that one client holds",
           "an eighth of `held_bytes`; above it, requests are refused until the client returns some"),
+    Limit("client_input_bytes",
+          "bytes of shared memory that requests in flight of one client have as inputs; each handle counts in full",
+          "half of the output memory of an instance (--worker-output-bytes). Requests may share the same bytes, which "
+          "need not be in memory before a worker reads them, so an input may cost its sender nothing"),
     Limit("segments", "shared memory segments of clients, workers and the broker",
           "each costs the broker a descriptor, and a mapping in each worker that uses it"),
     Limit("client_segments", "shared memory segments of one client", "a client needs a few; arenas grow by doubling"),

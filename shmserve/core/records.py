@@ -129,6 +129,8 @@ class Request(Struct, eq=False, gc=False):
     data: tuple[bytes, ...] = ()
     unchecked: Infer | Call | None = None
     """Its message, while it waits for its model to load. It is checked when the model has loaded."""
+    input_bytes: int = 0
+    """What it adds to the `input_bytes` of its client."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Its inputs, from either kind of message."""

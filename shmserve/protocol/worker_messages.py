@@ -144,7 +144,8 @@ class Lend(Struct, array_like=True, tag=70, gc=False):
     Only requests for this model and version (`default`: also as version 0) may be run. Their inputs must have these
     forms, in which a dim of -1 is any size, and up to `rows` as axis 0 (0: the model has no batch dimension, and `dims`
     are whole shapes). Inputs are inside the message, or each is one handle to memory of the client, whose segments the
-    worker has received by Map; `owner` is the client's number. Any other packet ends the lease."""
+    worker has received by Map; `owner` is the client's number. The inputs of a request have up to `input_bytes`. Any
+    other packet ends the lease."""
 
     lease: Id
     model: Name
@@ -153,6 +154,7 @@ class Lend(Struct, array_like=True, tag=70, gc=False):
     inputs: Annotated[tuple[TensorForm, ...], Meta(max_length=TENSORS)]
     rows: Id
     owner: Id
+    input_bytes: Id = 2**63 - 1
 
 
 class Revoke(Struct, array_like=True, tag=71, gc=False):
@@ -161,9 +163,13 @@ class Revoke(Struct, array_like=True, tag=71, gc=False):
     lease: Id
 
 
+class Trim(Struct, array_like=True, tag=73, gc=False):
+    """Free the memory for outputs that has not been used since the last Trim."""
+
+
 WorkerOrder = (
     Load | Execute | Expect | Withdraw | EndSequences | Stop | Map | Unmap | Return | Ping | More | Probe | Lend
-    | Revoke | Reply | Part | Fail | FailHeld | Released | Answer
+    | Revoke | Trim | Reply | Part | Fail | FailHeld | Released | Answer
 )  # fmt: skip
 """The last six are answers to the worker's own calls, with the same meaning as for a client."""
 

@@ -138,11 +138,22 @@ class SessionMemory:
             self._arena.warm(found[0], found[1], found[1] + end - begin)
 
     def _allocate(self, size: int, cold: bool = False) -> Block:
+        if self._freed:
+            self._free_dropped()
+        return self._arena.allocate(size, cold=cold)
+
+    def _free_dropped(self) -> None:
         freed = self._freed
         while freed:
             block = freed.popleft()
             self._arena.free(block.segment, block.offset)
-        return self._arena.allocate(size, cold=cold)
+
+    def trim(self) -> bool:
+        """Frees memory that has not been used since the last call. True: the server must be told."""
+        self._free_dropped()
+        gone = self._arena.trim_idle()
+        self.announcements.unmaps += gone
+        return bool(gone)
 
     def locate(self, array: Array) -> tuple[Handle, bool] | None:
         """A handle to the array's bytes, and whether they are a received output; None if the server cannot map them."""

@@ -125,6 +125,8 @@ class Arena:
         self._numbers = numbers if numbers is not None else count(1)
         self._segments: dict[int, Segment] = {}
         self._warm: Segment | None = None  # the segment of the last free or allocation
+        self._idle: set[int] = set()
+        """Segments that were empty at the last `trim_idle`."""
         self._closed = False
         self.committed = 0
         """Bytes of all segments."""
@@ -136,7 +138,7 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Bytes of segments with allocated blocks, which `trim` cannot free."""
+        """Bytes of segments with allocated blocks."""
         return sum(segment.size for segment in self._segments.values() if segment.blocks.used)
 
     @property
@@ -249,9 +251,8 @@ class Arena:
         page = mmap.PAGESIZE
         needed = max(page, -(-size // page) * page)
         if self.committed + needed > self._limit and self._withdraw is not None:
-            for segment in [segment for segment in self._segments.values() if not segment.blocks.used]:
-                self._release_segment(segment)
-                self._withdraw(segment.id)
+            for number in self.trim():
+                self._withdraw(number)
         left = self._limit - self.committed
         if needed > left:
             raise Unavailable(
@@ -284,18 +285,24 @@ class Arena:
             self._warm = None
         segment.extent.close()
 
-    def trim(self, *, keep_one: bool = True) -> list[int]:
-        """Frees the segments without allocated blocks, except for one with `keep_one`. Returns their ids, for Unmap."""
-        idle = [segment for segment in self._segments.values() if not segment.blocks.used]
-        if not keep_one:
-            pass
-        elif self._warm in idle:
-            idle.remove(self._warm)
-        elif idle:
-            idle.remove(max(idle, key=lambda segment: segment.size))
-        for segment in idle:
+    def trim(self) -> list[int]:
+        """Frees the segments without allocated blocks. Returns their ids, for Unmap."""
+        return self._release_all([segment for segment in self._segments.values() if not segment.blocks.used])
+
+    def trim_idle(self) -> list[int]:
+        """The same for segments that were also empty at the previous call, except for the one that was used last since
+        then. Called every few seconds, it frees idle memory without a time stamp for each allocation."""
+        empty = [segment for segment in self._segments.values() if not segment.blocks.used]
+        gone = [segment for segment in empty if segment.id in self._idle and segment is not self._warm]
+        self._idle = {segment.id for segment in empty}
+        if self._warm in empty:
+            self._warm = None  # until it is used again
+        return self._release_all(gone)
+
+    def _release_all(self, segments: list[Segment]) -> list[int]:
+        for segment in segments:
             self._release_segment(segment)
-        return [segment.id for segment in idle]
+        return [segment.id for segment in segments]
 
     def renumber(self, owner: int) -> None:
         """Changes the owner's number after a reconnect: each segment gets a new id and is announced again. Blocks stay

@@ -175,24 +175,36 @@ def test_idle_segments_make_room_if_they_can_be_withdrawn() -> None:
     arena.close()
 
 
-def test_trim_releases_all_idle_segments_but_one(arena: Arena) -> None:
+def test_trim_releases_all_empty_segments(arena: Arena) -> None:
     blocks = [arena.allocate(MIB) for _ in range(8)]
     kept = blocks[0]
     for block in blocks[1:]:
         arena.free(block.segment, block.offset)
     assert arena.used == MIB
     assert arena.held == MIB
-    idle = [segment.id for segment in arena.segments if segment.id != kept.segment]
-    gone = arena.trim()
-    assert set(gone) < set(idle)
-    assert len(gone) == len(idle) - 1
+    empty = [segment.id for segment in arena.segments if segment.id != kept.segment]
+    assert arena.trim() == empty
     assert arena.trim() == []
     arena.check()
     assert arena.committed == sum(segment.size for segment in arena.segments)
-    for one in gone:
+    for one in empty:
         with pytest.raises(InvalidRequest, match="does not belong to"):
             arena.free(one, 0)
-    assert arena.allocate(20 * MIB).segment not in [*idle, kept.segment], "ids are never reused"
+    assert arena.allocate(20 * MIB).segment not in [*empty, kept.segment], "ids are never reused"
+
+
+def test_trim_idle_releases_segments_that_stay_empty_and_unused(arena: Arena) -> None:
+    held, used, idle = (arena.allocate(size) for size in (MIB, MIB, 2 * MIB))
+    assert len({held.segment, used.segment, idle.segment}) == 3
+    for block in (idle, used):
+        arena.free(block.segment, block.offset)
+    assert arena.trim_idle() == [], "it may have been used just before"
+    arena.free(*((again := arena.allocate(MIB)).segment, again.offset))
+    assert arena.trim_idle() == [one for one in (idle.segment, used.segment) if one != again.segment]
+    assert arena.trim_idle() == [again.segment]
+    assert arena.trim_idle() == []
+    assert [segment.id for segment in arena.segments] == [held.segment]
+    arena.check()
 
 
 def test_a_block_that_was_not_allocated_cannot_be_freed(arena: Arena) -> None:
@@ -358,5 +370,6 @@ def test_blocks_never_overlap(steps: list[tuple[int, int, bool]]) -> None:
         arena.free(block.segment, block.offset, block.size)
     assert arena.used == 0
     assert len(arena.trim()) <= 4
+    assert not arena.committed
     arena.check()
     arena.close()

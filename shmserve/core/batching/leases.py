@@ -91,7 +91,16 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
             client.number,
             instance.peer,
             messages.Lease(lease.number, version.model, version.number, lending.rows, default),
-            Lend(lease.number, version.model, version.number, default, lending.inputs, lending.rows, client.number),
+            Lend(
+                lease.number,
+                version.model,
+                version.number,
+                default,
+                lending.inputs,
+                lending.rows,
+                client.number,
+                state.limits.client_input_bytes,
+            ),
         )
     )
     watch(state, version, instance, now)

@@ -49,7 +49,7 @@ _DEVICE_NAME = re.compile(rf"{DEVICE}[A-Za-z0-9+/]{{107}}=")
 """base64 of the 64 bytes of a device memory export and the 16 bytes of the device's UUID."""
 _SEGMENT_NAME = re.compile(rf"/[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{NAME_LENGTH - 2}}}")
 _INFER = roles.INFER
-_NOTHING: tuple[tuple[int, ...], tuple[Handle, ...]] = ((), ())
+_NOTHING: tuple[tuple[int, ...], tuple[Handle, ...], int] = ((), (), 0)
 
 
 def count_refused(state: State, model: str, error: ServeError, count: int = 1) -> None:
@@ -314,15 +314,17 @@ class Admission:
                 "the limit (client_requests); try again later, and make the models check for cancellation"
             )
         if waited is None:
-            segments, pins = self._memory(client, message, blocks) if shared else _NOTHING  # no rejections after this
+            segments, pins, size = self._memory(client, message, blocks) if shared else _NOTHING  # no rejections after
             own, arrived = state.next_number(), now
         else:
             segments, pins, own, arrived = waited.segments, waited.pins, waited.number, waited.arrived
+            size = waited.input_bytes
             waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
         special = streamed or bool(segments)
         request = Request(
             own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
             signature, segments, pins, blocks, arrived, level, audience=client.audience, special=special, length=length,
+            input_bytes=size,
         )  # fmt: skip
         client.requests[number] = own
         state.requests[own] = request
@@ -365,12 +367,12 @@ class Admission:
             self._quotas.check_queue(client, version, inline, now)
         if client.held_bytes > self._heavy:
             self._check_held(client)
-        segments, pins = self._memory(client, message, blocks) if shared else _NOTHING
+        segments, pins, size = self._memory(client, message, blocks) if shared else _NOTHING
         deadline = now + message.timeout_us * 1000 if message.timeout_us else 0
         request = Request(
             state.next_number(), client, message.request, version, message.inputs, message.outputs, message.options,
             0, 1, inline, None, segments, pins, blocks, now, 0, 0, deadline,
-            audience=client.audience, special=True, unchecked=message,
+            audience=client.audience, special=True, unchecked=message, input_bytes=size,
         )  # fmt: skip
         waiting.add(state, request)
         if busy:
@@ -391,15 +393,18 @@ class Admission:
 
     def _memory(
         self, client: ClientState, message: Infer, blocks: tuple[Handle, ...]
-    ) -> tuple[tuple[int, ...], tuple[Handle, ...]]:
-        """Returns the segments that a worker must map for this request, and the holds that it pins."""
+    ) -> tuple[tuple[int, ...], tuple[Handle, ...], int]:
+        """Returns the segments that a worker must map for this request, the holds that it pins, and the bytes of its
+        inputs, which are charged to the client."""
         segments: list[int] = []
+        size = 0
         places = []
         ledger = self._state.ledger
         for tensor in message.inputs:
             if not isinstance(tensor.data, tuple):
                 continue
             for handle in tensor.data:
+                size += handle.size
                 if blocks and handle in blocks:
                     segments.append(handle.segment)
                     continue
@@ -415,9 +420,11 @@ class Admission:
                 segments.append(wanted.place.segment)
         if not segments:
             return _NOTHING
+        self._quotas.check_inputs(client, size)
+        client.input_bytes += size
         used = tuple(segments)
         ledger.use(used)
-        return used, tuple([ledger.pin(place) for place in places])
+        return used, tuple([ledger.pin(place) for place in places]), size
 
     def _check_held(self, client: ClientState) -> None:
         text = self._quotas.held(client)

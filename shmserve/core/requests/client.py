@@ -25,6 +25,8 @@ class ClientState(Struct, eq=False):
     """Requests of steps of its ensembles."""
     bytes: int = 0
     """Bytes inside the messages of its requests in flight, including steps."""
+    input_bytes: int = 0
+    """Bytes of shared memory that its requests refer to as inputs, until no worker reads them any more."""
     segments: set[int] = set()
     mapped: set[int] = set()
     holds: set[tuple[int, int]] = set()

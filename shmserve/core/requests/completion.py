@@ -238,6 +238,7 @@ def _release_request(state: State, request: Request) -> None:
         state.ledger.unpin(handle)
     if request.segments:
         state.ledger.done_with(request.segments)
+        request.client.input_bytes -= request.input_bytes
     if request.blocks:
         state.effects.append(Free(request.blocks))
 

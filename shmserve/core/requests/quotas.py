@@ -129,6 +129,21 @@ class Quotas:
                 f"{_retry('responses have arrived')}, or send less inside messages"
             )
 
+    def check_inputs(self, client: ClientState, size: int) -> None:
+        """Raises if the requests in flight of the client may not refer to this many more bytes of shared memory."""
+        limit, mine = self._limits.client_input_bytes, client.input_bytes
+        if mine + size <= limit:
+            return
+        if size > limit:
+            raise Unavailable(
+                f"the request has {size} bytes of inputs in shared memory, and the limit of a client is {limit} "
+                "(client_input_bytes); send smaller requests, or raise it with --limit"
+            )
+        raise Unavailable(
+            f"{mine} bytes of inputs in shared memory are in flight for this client, and this request has {size} more, "
+            f"over the limit of {limit} (client_input_bytes); wait for responses first"
+        )
+
     def held(self, client: ClientState) -> str:
         """Why the client holds too many bytes of outputs; empty if it does not."""
         limits, mine, total = self._limits, client.held_bytes, self._state.ledger.held_bytes

@@ -35,6 +35,8 @@ RETURN_BYTES = 4 << 20
 """From this total size, outputs are returned to the server at once."""
 RETURN_S = 0.005
 """After this time, outputs are returned without waiting for the next request."""
+TRIM_S = 10.0
+"""Interval for freeing unused memory of inputs."""
 RECONNECT_S = 1.0
 """Time for which calls wait for a server that is being restarted."""
 Piece = bytes | bytearray | memoryview | Array
@@ -201,6 +203,7 @@ class GatewayLink(LoopLink):
             )
         self._busy_poll_ns = busy_poll_ns
         self._return_timer: asyncio.TimerHandle | None = None
+        self._trim_timer: asyncio.TimerHandle | None = None
         self.shares = Shares(bounds or ShareBounds(input_bytes=memory_bytes))
         super().__init__(address, name, reconnect_timeout=RECONNECT_S, memory_bytes=memory_bytes)
 
@@ -249,10 +252,25 @@ class GatewayLink(LoopLink):
         self._return_timer = None
         self.flush()
 
+    # ------------------------------------------------------------------------------------ memory of inputs
+
+    def bind(self) -> asyncio.AbstractEventLoop:
+        loop = super().bind()
+        if self._trim_timer is None:
+            self._trim_timer = loop.call_later(TRIM_S, self._trim, loop)
+        return loop
+
+    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Frees memory that the bodies of earlier requests have left unused."""
+        self._trim_timer = loop.call_later(TRIM_S, self._trim, loop)
+        if self.session.memory.trim() and self._link is not None:
+            self.send_soon()
+
     async def close(self, error: ServeError | None = None) -> None:
-        if self._return_timer is not None:
-            self._return_timer.cancel()
-            self._return_timer = None
+        for timer in (self._return_timer, self._trim_timer):
+            if timer is not None:
+                timer.cancel()
+        self._return_timer = None
         await super().close(error)
 
     @cached_property

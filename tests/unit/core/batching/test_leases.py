@@ -27,7 +27,7 @@ def test_a_client_that_sends_one_request_at_a_time_gets_a_lease() -> None:
     (start,) = world.started()
     assert (start.of_client.model, start.of_client.version, start.of_client.rows) == ("m", 1, 8)
     assert start.of_client.default
-    assert start.of_worker == Lend(start.of_client.lease, "m", 1, True, (TensorForm("x", "FP32", (1,)),), 8, 1)
+    assert start.of_worker == Lend(start.of_client.lease, "m", 1, True, (TensorForm("x", "FP32", (1,)),), 8, 1, 2 << 30)
     assert not world.version.idle
     before = world.core.state.next_number()
     for _ in range(3):

@@ -21,6 +21,7 @@ from shmserve.protocol.messages import (
     Cancel,
     Fail,
     Goodbye,
+    Handle,
     Hello,
     Infer,
     Options,
@@ -232,6 +233,46 @@ def test_client_held_bytes() -> None:
     client.holds.clear()
     world.ask(client)
     assert len(world.fails(client)) == 1
+
+
+def of_size(client: FakeClient, number: int, segment: int, size: int) -> tuple[int, Any]:
+    client.sends(number)
+    tensor = Tensor("x", "FP32", (1, size // 4), (Handle(segment, 0, size),))
+    return client.peer, Infer(number, "wide", 0, (tensor,))
+
+
+@pytest.mark.parametrize("end", ["answered", "crashed", "cancelled", "gone"])
+def test_client_input_bytes(end: str) -> None:
+    """All requests refer to the same bytes, which need not be in memory. Each counts in full until no worker reads them
+    any more."""
+    world = Crowded(client_input_bytes=4096)
+    world.deploy(plain("wide"))
+    client, other = world.connect("a"), world.connect("b")
+    numbers = {}
+    for one in (client, other):
+        announced = world.own_segment(one, 8192)
+        numbers[one.peer] = announced.segment
+        world.turn([(one.peer, announced)])
+    mine = numbers[client.peer]
+    world.turn([of_size(client, number, mine, 2048) for number in (1, 2, 3)])
+    check_refused(world.fails(client), "client_input_bytes", 4096, 2048)
+    world.turn([of_size(client, 4, mine, 8192)])
+    assert "send smaller requests" in world.fails(client)[1].text
+    world.turn([of_size(other, 1, numbers[other.peer], 4096)])
+    assert not other.answers
+    assert [one.input_bytes for one in world.core.state.clients.values()] == [4096, 4096]
+    if end == "cancelled":
+        world.turn([(client.peer, Cancel(1)), of_size(client, 5, mine, 2048)])
+        check_refused(world.fails(client)[-1:], "client_input_bytes", 4096, 2048)
+    elif end == "crashed":
+        world.crash(world.worker("wide_0"))
+        assert world.core.state.clients[client.peer].input_bytes == 4096, "they are retried"
+    elif end == "gone":
+        world.gone(client)
+    world.finish_all()
+    world.advance(world.now + S)
+    world.finish_all()
+    assert {one.input_bytes for one in world.core.state.clients.values()} == {0}
 
 
 def test_held_bytes() -> None:
