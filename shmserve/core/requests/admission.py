@@ -324,11 +324,13 @@ class Admission:
         request = Request(
             own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
             signature, segments, pins, blocks, arrived, level, audience=client.audience, special=special, length=length,
-            input_bytes=size,
         )  # fmt: skip
         client.requests[number] = own
         state.requests[own] = request
         client.bytes += inline
+        if size:
+            request.input_bytes = size
+            client.input_bytes += size
         if busy:
             self._quotas.queued += inline
         if message.timeout_us:
@@ -395,7 +397,7 @@ class Admission:
         self, client: ClientState, message: Infer, blocks: tuple[Handle, ...]
     ) -> tuple[tuple[int, ...], tuple[Handle, ...], int]:
         """Returns the segments that a worker must map for this request, the holds that it pins, and the bytes of its
-        inputs, which are charged to the client."""
+        inputs."""
         segments: list[int] = []
         size = 0
         places = []
@@ -421,7 +423,6 @@ class Admission:
         if not segments:
             return _NOTHING
         self._quotas.check_inputs(client, size)
-        client.input_bytes += size
         used = tuple(segments)
         ledger.use(used)
         return used, tuple([ledger.pin(place) for place in places]), size

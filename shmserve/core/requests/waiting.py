@@ -61,6 +61,7 @@ def add(state: State, request: Request) -> None:
     client.requests[request.client_number] = request.number
     state.requests[request.number] = request
     client.bytes += request.inline
+    client.input_bytes += request.input_bytes
     if request.deadline:
         state.set_timer(request.deadline, Timer.DEADLINE, request)
     if options is not None and options.queue_timeout_us:
@@ -74,6 +75,7 @@ def wait_again(request: Request, version: Version) -> None:
     request.version = version
     request.client.requests[request.client_number] = request.number
     request.client.bytes += request.inline
+    request.client.input_bytes += request.input_bytes
     version.unchecked.add(request)
 
 
@@ -94,11 +96,13 @@ def _check(state: State, request: Request, admit: Callable[[Request, int], None]
     client = request.client
     del client.requests[request.client_number]
     client.bytes -= request.inline
+    client.input_bytes -= request.input_bytes
     try:
         admit(request, now)
     except ServeError as error:
         client.requests[request.client_number] = request.number
         client.bytes += request.inline
+        client.input_bytes += request.input_bytes
         completion.send(state, request, Fail(request.client_number, error.code, error.message))
         completion.finish(state, request, error.code)
 

@@ -69,7 +69,7 @@ def test_the_pinned_pool_has_a_limit(gpu: Gpu, tmp_path: Path) -> None:
             assert len(gpu.state.registered) >= least
             if gpu.state.named("hostUnregister"):
                 assert gpu.state.named("deviceSynchronize")
-            instance.client.trim(keep_one=False)
+            instance.client.trim()
             for segment in list(instance.mapped._segments):
                 if not instance.arenas.owns(segment):
                     instance.mapped.remove(segment)
