@@ -309,6 +309,16 @@ def test_a_map_without_its_descriptor_ends_the_connection() -> None:
     feed(session, Unmap(78), Pong(1))
 
 
+def test_memory_that_stays_unused_is_withdrawn() -> None:
+    session = connected()
+    array = session.memory.empty((1 << 18,), np.dtype("f4"))
+    (announced,) = sent(session)
+    del array
+    assert [session.memory.trim() for _ in range(3)] == [False, True, False]
+    assert sent(session) == [Unmap(announced.segment)]
+    session.close()
+
+
 def test_an_output_in_an_unknown_segment_fails_its_request() -> None:
     session = connected()
     ticket, _ = ask(session, {})
