@@ -156,13 +156,13 @@ def needed_to_wake(version: Version) -> BytesByPlace:
 
 
 def needed_to_load(version: Version) -> BytesByPlace:
-    """The memory needed by one of the instances that an operation has added."""
+    """The memory needed by the instances that an operation has added, which are loaded together."""
     added = [
         one
         for one in version.instances
         if one.state is _I.WAITING and not (one.loaded or one.joining or one.spec.passive)
     ]
-    return needed(version, added[:1])
+    return needed(version, added)
 
 
 def is_fixed(version: Version, instance: Instance) -> bool:
