@@ -289,10 +289,13 @@ def test_a_deadline_ends_a_request_whose_step_hangs(client: shmserve.Client) -> 
     assert client.infer("both", {"x": np.zeros(1, np.float32)})["r"] == 20
 
 
-def test_a_worker_killed_in_a_step_fails_the_request(client: shmserve.Client) -> None:
+def test_a_step_that_kills_its_workers_fails_the_request(client: shmserve.Client) -> None:
+    """The step is retried once."""
     future = client.submit("both", {"x": np.array([777], np.float32)})
     (pid,) = pids(client, "plus1").values()
     os.kill(pid, signal.SIGKILL)
+    until(client, lambda: pids(client, "plus1") and [pid] != list(pids(client, "plus1").values()), "another process")
+    os.kill(*pids(client, "plus1").values(), signal.SIGKILL)
     with pytest.raises(
         shmserve.ModelFailed, match=r"^in ensemble 'both', model 'plus1' version 1: the worker process .*SIGKILL"
     ):
