@@ -17,8 +17,8 @@ from typing import Protocol
 CONNECTION_WORK = 128
 """Maximum units of work for one connection per iteration of the event loop. A unit is the work for one HTTP/2 frame
 without effect, about 5 us."""
-TURN_WORK = 4 * CONNECTION_WORK
-"""The same for all connections together."""
+TURN_WORK = 8 * CONNECTION_WORK
+"""The same for all connections together: enough for a request from each of a hundred connections."""
 REQUEST_WORK = 6
 """The work for one request: to parse it, and to answer it or to pass it on."""
 SENT_BYTES = 4096

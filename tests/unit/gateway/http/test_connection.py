@@ -415,7 +415,7 @@ ALONE = lines(first="GET /nothing HTTP/1.1")
     ALONE * 2000,
     ALONE * 20 + lines(*[f"h{n}: {n}" for n in range(120)], first="GET /nothing HTTP/1.1") * 200,
     lines("Transfer-Encoding: chunked") + chunked([b"x"] * 20_000),
-    post(bytes(60_000)) * 4,
+    post(bytes(60_000)) * 12,
 ], ids=["without a route", "many headers", "many chunks", "large JSON"])  # fmt: skip
 def test_requests_that_the_gateway_answers_alone_take_turns(flood: bytes) -> None:
     """Eight connections delay another by one turn, and are all answered in the end."""
