@@ -26,7 +26,7 @@ ARGS ?=
 ENGINES ?=
 export ORT_DISABLE_TELEMETRY := 1
 
-.PHONY: help serve samples test test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal mutation package release-check tritonclient triton-qa triton-qa-quick check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
+.PHONY: help serve samples test test-long test-engines browser-test test-fleet test-package gpu-wheels gpu-test gpu-rehearsal mutation package release-check tritonclient triton-qa triton-qa-quick check fmt docs site stress bench bench-endpoints bench-agreement compare compare-chart batching-plots fleet-plots dashboards proto install-systemd uninstall-systemd clean distclean
 .SUFFIXES:
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo '  make dashboards        write the dashboards for Grafana'
 	@echo '  make clean             remove build output; make distclean: also .venv'
 	@echo 'Test more (what cannot be installed here is skipped)'
+	@echo '  make test-long         what it leaves out: stress, pages, service, releases'
 	@echo '  make test-engines      engines too large for make test; ENGINES="name ..."'
 	@echo '  make browser-test      the web page, in Chromium'
 	@echo '  make test-fleet        balancers, Prometheus, Ray and containers'
@@ -79,6 +80,9 @@ samples: $(VENV)/.samples
 
 test: $(VENV)/.dev tritonclient
 	@$(BIN)/python -m tests $(ARGS)
+
+test-long: $(VENV)/.dev tritonclient
+	@$(BIN)/python -m tests long
 
 # Engines with large packages, each in an environment of its own: tests/engines. Those that cannot be installed are skipped.
 test-engines: $(VENV)/.dev

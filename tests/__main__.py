@@ -1,5 +1,6 @@
-"""`python -m tests` runs the whole suite, with three pytest-xdist workers on two cores. Arguments are passed to
-pytest."""
+"""`python -m tests` runs the suite with three pytest-xdist workers on two cores, `python -m tests long` what it leaves
+out. Other arguments are passed to pytest.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +14,29 @@ from tests import ROOT
 CODE = ("shmserve", "workers", "repo", "clients", "bench", "tests")
 MOST = 8
 """Maximum number of workers: tests start servers, some with engines that need a gigabyte."""
-ELSEWHERE = (
-    "--ignore=tests/browser",
-    "--ignore=tests/fleet",
-    "--ignore=tests/deploy",
-    "--ignore=tests/package",
-    "--ignore=tests/gpu_rehearsal",
+ELSEWHERE = ("tests/browser", "tests/fleet", "tests/deploy", "tests/package", "tests/gpu_rehearsal", "tests/ray")
+"""These need a browser, balancers, containers, interpreters or Ray, or test what runs elsewhere. They have make
+targets."""
+LONG = (
+    "tests/stress",
+    "tests/process/docs",
+    "tests/process/service",
+    "tests/process/cli/load",
+    "tests/process/cli/operations/test_top.py",
+    "tests/process/cli/operations/test_top_fleet.py",
+    "tests/process/cli/operations/test_watch.py",
+    "tests/process/cli/test_init.py",
+    "tests/process/models/repositories/test_mirror.py",
+    "tests/process/models/repositories/test_mirror_stand_ins.py",
+    "tests/process/models/repositories/test_remote.py",
+    "tests/unit/bench",
+    "tests/unit/clients/tune/test_tuner.py",
+    "tests/unit/deploy",
+    "tests/unit/docs",
+    "tests/unit/release",
+    "tests/unit/support",
 )
-"""These need a browser, balancers, containers or interpreters, or test what runs elsewhere. They have make targets."""
+"""What takes long, and what tests pages, releases, benchmarks and the tests themselves: `make test-long`."""
 PYTEST = [sys.executable, "-m", "pytest"]
 
 
@@ -36,9 +52,17 @@ def parallel() -> list[str]:
     workers = max(2, min(len(os.sched_getaffinity(0)) * 3 // 2, MOST))
     # Without reordering, because conftest.py puts the long tests first. The timeout is a safety net that shows the
     # stacks of a test.
-    return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--timeout", "300", *ELSEWHERE]
+    return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--timeout", "300"]
+
+
+def main(arguments: list[str]) -> int:
+    compile_all()
+    if arguments == ["long"]:
+        arguments = [*parallel(), *LONG]
+    elif not arguments:
+        arguments = [*parallel(), *(f"--ignore={path}" for path in (*ELSEWHERE, *LONG))]
+    return subprocess.call([*PYTEST, *arguments])
 
 
 if __name__ == "__main__":
-    compile_all()
-    sys.exit(subprocess.call([*PYTEST, *(sys.argv[1:] or parallel())]))
+    sys.exit(main(sys.argv[1:]))

@@ -295,7 +295,8 @@ def test_a_step_that_kills_its_workers_fails_the_request(client: shmserve.Client
     (pid,) = pids(client, "plus1").values()
     os.kill(pid, signal.SIGKILL)
     until(client, lambda: pids(client, "plus1") and [pid] != list(pids(client, "plus1").values()), "another process")
-    os.kill(*pids(client, "plus1").values(), signal.SIGKILL)
+    (pid,) = pids(client, "plus1").values()
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(
         shmserve.ModelFailed, match=r"^in ensemble 'both', model 'plus1' version 1: the worker process .*SIGKILL"
     ):
