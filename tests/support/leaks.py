@@ -342,18 +342,19 @@ def _settled(before: Things, seconds: float) -> tuple[list[Thing], Things]:
     left, now = _look(before)
     waited_for: set[tuple[Any, ...]] = set()
     end = monotonic() + seconds
-    while ending := [one for one in left if one.sort in ("thread", "process") and one.key not in waited_for]:
-        _wait(ending, seconds)
-        waited_for.update(one.key for one in ending)
-        _reap_orphans()
-        left, now = _look(before)  # perhaps with threads and processes that these have started
+    while left:
+        ending = [one for one in left if one.sort in ("thread", "process") and one.key not in waited_for]
+        if ending:
+            _wait(ending, seconds)
+            waited_for.update(one.key for one in ending)
+            _reap_orphans()
+        elif any(_is_ending(thing) for thing in left):
+            select.select((), (), (), 0.02)  # there is no event when a process has waited for its child
+        else:
+            break
+        left, now = _look(before)  # perhaps with threads and processes that those that ended have started
         if monotonic() > end:
             break
-    if waited_for:
-        end = monotonic() + seconds
-        while any(_is_ending(thing) for thing in left) and monotonic() < end:
-            select.select((), (), (), 0.02)  # there is no event when a process has waited for its child
-            left, now = _look(before)
     return left, now
 
 
