@@ -454,7 +454,11 @@ class Requests:
             return
         query = BrokerQuery("config", model=head.route.model, version=head.route.version)
         ticket = PendingQuery(query, refuse, refuse)
-        ask(self._link, connection.payer(head.token), ticket, query)
+        try:
+            ask(self._link, connection.payer(head.token), ticket, query)
+        except ServeError:  # whether the model exists remains unknown
+            connection.fail(error)
+            return
         connection.wait_for(ticket)
 
     def _begin_planned(

@@ -19,7 +19,7 @@ from shmserve.gateway.http.limits import AHEAD_BYTES, HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
 from shmserve.gateway.http.routes import METRICS_ROUTES
 from shmserve.gateway.limits.backlog import CONNECTION_WORK, TURN_WORK
-from shmserve.gateway.limits.turns import MIN_BYTES, READ_BYTES
+from shmserve.gateway.limits.turns import MIN_BYTES, READ_BYTES, SLICE_BYTES
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
@@ -459,6 +459,21 @@ def test_what_waits_for_a_turn_is_bounded_and_answered_at_a_stop() -> None:
     loop.run()
     assert len(answered(transport.sent)) == before + 1
     assert transport.closed
+
+
+@pytest.mark.parametrize("size", [1, 4 * SLICE_BYTES])
+def test_an_invalid_body_is_refused_if_the_server_cannot_be_asked_for_the_model(size: int) -> None:
+    def ask(*question: Any) -> None:
+        raise Unavailable("the server is away")
+
+    connection, transport, _, loop = connected()
+    link: Any = SimpleNamespace(bind=lambda: SimpleNamespace(time=lambda: 0.0), session=SimpleNamespace(ask=ask))
+    connection._handler = Requests(link, HttpLimits(), lambda: "", Regions(False), None, openai=False)
+    receive(connection, post(b"?" * size))
+    loop.run()
+    ((status, text),) = answered(transport.sent)
+    assert status == 400
+    assert b"JSON" in text
 
 
 def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:
