@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import logging
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 CONNECTION_WORK = 128
 """Maximum units of work for one connection per iteration of the event loop. A unit is the work for one HTTP/2 frame
@@ -37,6 +40,9 @@ class Delayed(Protocol):
 
     def go_on(self) -> bool:
         """Processes input up to the limits. True: input is left."""
+
+    def abort(self) -> None:
+        """Closes the connection."""
 
 
 class Spender(Protocol):
@@ -88,8 +94,14 @@ class InputBacklog:
         while self._waiting and self.left > TURN_WORK // 2:
             connection = heapq.heappop(self._waiting)[2]
             self._now = max(self._now, connection.spent)
-            if connection.go_on():
-                again.append(connection)
+            try:
+                delayed = connection.go_on()
+            except Exception:  # an internal error must not affect other connections
+                log.exception("cannot process the input of a client")
+                connection.abort()
+            else:
+                if delayed:
+                    again.append(connection)
         for connection in again:
             self.put(connection)
         if self._waiting:

@@ -461,6 +461,18 @@ def test_what_waits_for_a_turn_is_bounded_and_answered_at_a_stop() -> None:
     assert transport.closed
 
 
+def test_an_internal_error_in_one_turn_does_not_affect_other_connections() -> None:
+    one, transport, echo, loop = connected()
+    other, heard = HttpConnection(one._listener, echo), Transport()
+    other.connection_made(heard)
+    for connection in (one, other):
+        receive(connection, ALONE * 100)
+    one._handler = SimpleNamespace()
+    loop.run()
+    assert transport.closed
+    assert len(answered(heard.sent)) == 100
+
+
 @pytest.mark.parametrize("size", [1, 4 * SLICE_BYTES])
 def test_an_invalid_body_is_refused_if_the_server_cannot_be_asked_for_the_model(size: int) -> None:
     def ask(*question: Any) -> None:
