@@ -13,8 +13,8 @@ from shmserve.errors import ServeError, Unsupported
 from shmserve.gateway.auth.actions import INFER
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.exchange import BUSY, CHUNKS, DRAIN, FILL, HEAD, HttpExchange
-from shmserve.gateway.http.heads import BadHead, HttpHead
-from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES, HEAD_WORK, LINE_WORK
+from shmserve.gateway.http.heads import BadHead, HttpHead, work_of
+from shmserve.gateway.http.limits import AHEAD_BYTES, HEAD_BYTES
 from shmserve.gateway.http.listener import HttpListener
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.backlog import REQUEST_WORK
@@ -28,6 +28,7 @@ _little = _scratch[: 4 * 1024]
 buffer."""
 LARGE_BYTES = 64 * 1024
 """After a body of at least this size, another large one is expected."""
+_CR = ord("\r")
 _VIEWED_BYTES = 16 * 1024
 """Bodies of at least this size are views of the received bytes, not copies."""
 
@@ -46,6 +47,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
     def __init__(self, listener: HttpListener, handler: RequestHandler) -> None:
         super().__init__(listener)
         self._handler = handler
+        self._backlog = listener.backlog
         self._rest = b""
         self.address = ""
         """The client's address."""
@@ -129,7 +131,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         if self._delayed:
             self._keep(data)
         elif self._take(data):
-            self._listener.backlog.put(self)
+            self._backlog.put(self)
 
     @property
     def _may_read(self) -> bool:
@@ -140,7 +142,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
     def _take(self, data: bytes) -> bool:
         """Processes requests up to the limits of this iteration of the loop. True: input is left that could be
         processed now."""
-        backlog = self._listener.backlog
+        backlog = self._backlog
         self._work = allowed = backlog.allowed
         self._taking = True
         at: int | None = 0
@@ -154,10 +156,10 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
                 break
         self._taking = False
         backlog.spend(self, allowed - self._work)
-        if at is None or self._phase == DRAIN:
+        if at is None or at == size or self._phase == DRAIN:
             self._delayed = False
             return False
-        self._delayed = at < size and self._writable and self._phase in (HEAD, CHUNKS)
+        self._delayed = self._writable and self._phase in (HEAD, CHUNKS)
         self._keep(data[at:])
         return self._delayed
 
@@ -170,8 +172,8 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
     def _begin(self, data: bytes, at: int, size: int) -> int | None:
         """Parses the head at this offset and takes the part of the body that has arrived. Returns the offset of the
         next request; None: nothing is left to parse."""
-        self._work -= 1
-        if data.startswith(b"\r\n", at):
+        if data[at] == _CR and data.startswith(b"\r\n", at):
+            self._work -= 1
             return at + 2
         end = data.find(b"\r\n\r\n", at) + 4
         try:
@@ -179,12 +181,14 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
                 if size - at > HEAD_BYTES:
                     raise BadHead(431, f"the request headers exceed {HEAD_BYTES} bytes")
                 self._rest = data[at:]
+                self._work -= 1
                 return None
-            self._work -= REQUEST_WORK + (end - at) // HEAD_WORK + data.count(b"\n", at, end) // LINE_WORK
             head = self._listener.heads.head(data[at:end])
         except BadHead as error:
+            self._work -= work_of(data[at:end])
             self._refuse(error.status, str(error))
             return None
+        self._work -= head.work
         self._head = head
         self._keep_alive = head.keep_alive and not self._listener.stopping
         limit = self._listener.limits.input_bytes
@@ -194,7 +198,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
         until = end + head.length
         if not head.chunked and size >= until:
             self._phase = BUSY
-            self._work -= (head.length if head.json_length is None else head.json_length) // HEAD_WORK
+            self._work -= head.body_work
             self.whole(data[end:until] if head.length < _VIEWED_BYTES else memoryview(data)[end:until])
             return until
         if head.refusal is not None:
@@ -344,7 +348,7 @@ class HttpConnection(HttpExchange, asyncio.BufferedProtocol):
     def _go_on(self) -> None:
         """Continues with bytes received while a request was processed or the transport was not writable."""
         if not self._delayed and self._go_on_with_rest():
-            self._listener.backlog.put(self)
+            self._backlog.put(self)
 
     def go_on(self) -> bool:
         """Continues with input that was delayed. True: input is left."""

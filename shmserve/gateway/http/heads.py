@@ -17,8 +17,9 @@ from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
 from shmserve.gateway.auth.actions import PAGE, TO_MODELS, Action
 from shmserve.gateway.auth.browsers import MARKS
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
-from shmserve.gateway.http.limits import HEADERS
+from shmserve.gateway.http.limits import HEAD_WORK, HEADERS, LINE_WORK
 from shmserve.gateway.http.routes import API_ROUTES, NoRoute, RouteTable, resolve
+from shmserve.gateway.limits.backlog import REQUEST_WORK
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import Route
@@ -73,6 +74,10 @@ class HttpHead(Struct):
     """Roles of the client; only set for the web page."""
     reader: str = ""
     """The origin of another server whose page may read the response."""
+    work: int = 0
+    """The work for the request (limits/backlog.py) without its body."""
+    body_work: int = 0
+    """The work to parse the body."""
 
 
 class BadHead(Exception):
@@ -158,7 +163,14 @@ def parse(
     head = _head(method, http, _path(lines.target), lines.headers, lines.keep_alive, routes)
     if head.refusal is None and (access is not None or forward is not None):
         _guard(head, lines.headers, access, forward)
+    head.work = work_of(block)
+    head.body_work = (head.length if head.json_length is None else min(head.json_length, head.length)) // HEAD_WORK
     return head
+
+
+def work_of(block: bytes) -> int:
+    """The work for a request with this head (limits/backlog.py)."""
+    return REQUEST_WORK + len(block) // HEAD_WORK + block.count(b"\n") // LINE_WORK
 
 
 def _guard(head: HttpHead, headers: Headers, access: EndpointAccess | None, forward: HeaderParameters | None) -> None:

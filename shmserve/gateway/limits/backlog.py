@@ -22,6 +22,8 @@ CONNECTION_WORK = 128
 without effect, about 5 us."""
 TURN_WORK = 8 * CONNECTION_WORK
 """The same for all connections together: enough for a request from each of a hundred connections."""
+_RESERVED_WORK = TURN_WORK // 2
+"""The part of it that is reserved for connections that are not delayed."""
 REQUEST_WORK = 6
 """The work for one request: to parse it, and to answer it or to pass it on."""
 SENT_BYTES = 4096
@@ -56,6 +58,8 @@ class InputBacklog:
         self._loop = loop
         self.left = TURN_WORK
         """Work left in this iteration of the loop."""
+        self.allowed = CONNECTION_WORK
+        """Work that a connection may do now."""
         self._now = self._end = 0
         """Virtual time: it advances with the work for the connection that has had the least, so that idle connections
         save nothing up. `_end`: the latest `spent` of all connections."""
@@ -63,17 +67,15 @@ class InputBacklog:
         self._count = itertools.count()
         self._scheduled = False
 
-    @property
-    def allowed(self) -> int:
-        """Work that a connection may do now."""
-        return max(0, min(CONNECTION_WORK, self.left))
-
     def spend(self, spender: Spender, work: int) -> None:
-        spender.spent = spent = max(spender.spent, self._now) + work
+        spent = spender.spent
+        spent = (spent if spent > self._now else self._now) + work  # max() would take longer than the rest
+        spender.spent = spent
         if spent > self._end:
             self._end = spent
         self.left -= work
-        if self.left < TURN_WORK // 2:
+        if self.left < _RESERVED_WORK:
+            self.allowed = max(0, min(CONNECTION_WORK, self.left))
             self._schedule()
 
     def put(self, connection: Delayed) -> None:
@@ -87,11 +89,12 @@ class InputBacklog:
             self._loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """Reserves half of the work budget for connections that are not delayed."""
+        """Starts an iteration with the connections that are delayed."""
         self._scheduled = False
         self.left = TURN_WORK
+        self.allowed = CONNECTION_WORK
         again = []
-        while self._waiting and self.left > TURN_WORK // 2:
+        while self._waiting and self.left > _RESERVED_WORK:
             connection = heapq.heappop(self._waiting)[2]
             self._now = max(self._now, connection.spent)
             try:

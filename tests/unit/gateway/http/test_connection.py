@@ -416,7 +416,8 @@ ALONE = lines(first="GET /nothing HTTP/1.1")
     ALONE * 20 + lines(*[f"h{n}: {n}" for n in range(120)], first="GET /nothing HTTP/1.1") * 200,
     lines("Transfer-Encoding: chunked") + chunked([b"x"] * 20_000),
     post(bytes(60_000)) * 12,
-], ids=["without a route", "many headers", "many chunks", "large JSON"])  # fmt: skip
+    post(b"x", "Inference-Header-Content-Length: " + "9" * 17) * 400,
+], ids=["without a route", "many headers", "many chunks", "large JSON", "a wrong size of the JSON"])  # fmt: skip
 def test_requests_that_the_gateway_answers_alone_take_turns(flood: bytes) -> None:
     """Eight connections delay another by one turn, and are all answered in the end."""
     one, transport, echo, loop = connected()
