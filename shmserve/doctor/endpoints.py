@@ -11,6 +11,7 @@ from shmserve.gateway_options import OPTIONS
 from shmserve.paths import BROKER, SOCKET_PATH_BYTES, server_runtime_dir
 
 PORTS = ("http-port", "grpc-port", "metrics-port")
+_LAST_PORT = 65535
 
 
 def runtime_directory(machine: Machine) -> list[Finding]:
@@ -44,8 +45,13 @@ def ports(machine: Machine) -> list[Finding]:
     findings = []
     for option in (option for option in OPTIONS if option.name in PORTS):
         name = option.name.removesuffix("-port")
-        given = machine.environment.get(f"SHMSERVE_{option.name.replace('-', '_').upper()}", "")
+        variable = f"SHMSERVE_{option.name.replace('-', '_').upper()}"
+        given = machine.environment.get(variable, "")
         port = int(given) if given.isdecimal() else int(option.default)
+        if port > _LAST_PORT:
+            fix = f"set {variable} to one up to {_LAST_PORT}"
+            findings.append(Finding(f"port {given} ({name})", ERROR, "not a port", "a port", fix))
+            continue
         fix = (
             f"shmserve serve --{option.name} N, or find the program: ss --listening --tcp --processes 'sport = :{port}'"
         )
