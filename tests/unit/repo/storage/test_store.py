@@ -79,6 +79,19 @@ def test_files_of_pytorch_without_a_configuration(tmp_path: Path, members: tuple
     assert all(re.search(text, reason) for text, reason in zip(texts, found, strict=True)), found
 
 
+@pytest.mark.parametrize(("offset", "value"), [(6, b"\x63"), (46, b"\xff")], ids=["version", "name"])
+def test_a_damaged_file_of_pytorch(tmp_path: Path, offset: int, value: bytes) -> None:
+    folder = put(tmp_path / "m", config=None, file="model.pt")
+    path = folder / "1" / "model.pt"
+    torch_file(path, "constants.pk\u0142")
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"PK\1\2") + offset
+    data[at : at + 1] = value
+    path.write_bytes(data)
+    (text,) = scan_model(folder).problem_texts
+    assert "'model.pt' is no file of PyTorch" in text
+
+
 def only(*roots: Path) -> ScannedModel:
     (found,) = scanned(*roots).values()
     return found
