@@ -132,6 +132,8 @@ def _template_problem(config: ModelConfig) -> str:
         environment.compile(environment.parse(text))
     except TemplateSyntaxError as error:
         return f"not a Jinja template: line {error.lineno}: {error.message}"
+    except SyntaxError as error:  # of the Python code that Jinja makes of it
+        return f"not a template that Jinja can run: {error.msg}"
     except RecursionError:
         return "not a Jinja template: nested too deeply"
     return ""

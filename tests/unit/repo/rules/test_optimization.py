@@ -78,3 +78,16 @@ def test_a_tag_for_training_in_a_template(backend: str) -> None:
     text = f'backend: "{backend}" parameters {{ key: "chat_template" value {{ string_value: "{template}" }} }}'
     expected = "parameters[\"chat_template\"]: not a Jinja template: line 1: Encountered unknown tag 'generation'."
     assert found(text) == ([] if backend == "llamacpp" else [expected])
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}" * 25 + "{% endfor %}" * 25, "too many statically nested blocks"),
+        ("{% break %}", "'break' outside loop"),
+    ],
+)
+def test_a_template_that_jinja_reads_and_cannot_compile(template: str, expected: str) -> None:
+    pytest.importorskip("jinja2")
+    text = f'backend: "python" parameters {{ key: "chat_template" value {{ string_value: "{template}" }} }}'
+    assert found(text) == [f'parameters["chat_template"]: not a template that Jinja can run: {expected}']
