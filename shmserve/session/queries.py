@@ -61,6 +61,8 @@ class Queries:
             operation = self._operations[ask.request] = _Operation(ask, body or Body())
             self.to_send.append(operation)
         else:
+            if body is not None:  # the arguments of a question are short
+                ask.body = bytes(body.take())
             self._outbox.queue(ask)
 
     def put_again(self, ask: Ask) -> None:

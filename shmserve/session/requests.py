@@ -198,6 +198,8 @@ class SessionRequests:
         elif self.queries.withdraw(ticket.number):
             self._tickets.remove(ticket)
             return True
+        elif isinstance(ticket.message, Ask) and ticket.message.body:  # it may wait for long
+            self.outbox.queue(Cancel(ticket.number))
         self._tickets.abandon(ticket)
         return True
 

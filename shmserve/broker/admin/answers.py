@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 from shmserve.broker.admin.queries import Control, Shared
 from shmserve.broker.admin.readiness_probes import Probes
 from shmserve.broker.models.operations import ClientOperations
@@ -12,9 +15,16 @@ from shmserve.protocol.messages import Answer, Ask, Cancel
 
 NOTIFIED = 64
 """Maximum number of deferred queries answered per turn."""
+WAITING = 512
+"""Maximum number of queries of one peer that wait for models. Further ones are answered at once: a gateway needs some
+of its queries (client_questions) for health checks and other callers."""
 
 Waiting = dict[int, list[Ask]]
 """Queries by peer."""
+
+
+class _ConfigArguments(Struct):
+    wait: bool = False
 
 
 class QueryAnswers:
@@ -70,12 +80,13 @@ class QueryAnswers:
     def query(self, peer: int, ask: Ask | Cancel) -> None:
         if isinstance(ask, Cancel):
             self._operations.cancelled(peer, ask.request)
+            self._wait_no_more(peer, ask.request)
         elif ask.what == "models":
             self._models.setdefault(peer, []).append(ask)
             self._operations.refresh_from_disk(self._models_known)
         elif ask.what == "loaded" and self._control.is_loading():
             self._awaiting.setdefault("", {}).setdefault(peer, []).append(ask)
-        elif ask.what == "config" and ask.body and self._control.is_loading(ask.model):
+        elif ask.what == "config" and _waits(ask) and self._control.is_loading(ask.model) and self._may_wait(peer):
             self._awaiting.setdefault(ask.model, {}).setdefault(peer, []).append(ask)
         elif ask.what == "ready" and ask.model:
             instances = self._control.serving(ask)
@@ -99,6 +110,21 @@ class QueryAnswers:
         for waiting in (*self._awaiting.values(), self._models, self._due, self._held):
             waiting.pop(peer, None)
 
+    def _may_wait(self, peer: int) -> bool:
+        return sum([len(waiting.get(peer, ())) for waiting in self._awaiting.values()]) < WAITING
+
+    def _wait_no_more(self, peer: int, request: int) -> None:
+        """The caller of a query that waits for a model has gone: the answer frees its place."""
+        for model, waiting in self._awaiting.items():
+            asks = waiting.get(peer, []) if model else []
+            for ask in asks:
+                if ask.request == request:
+                    asks.remove(ask)
+                    if not asks:
+                        del waiting[peer]
+                    self._move({peer: [ask]})
+                    return
+
     def _models_known(self, changed: Set[int]) -> None:
         self._control.changed_on_disk = changed
         self._move(self._models)
@@ -121,3 +147,11 @@ class QueryAnswers:
             shared = self._shared if self._shared is not None else {}
         for message in self._control.answer(ask, self._roles_of(peer), shared):
             self._send(peer, message)
+
+
+def _waits(ask: Ask) -> bool:
+    """Whether the body of a config query is {"wait": true}."""
+    try:
+        return bool(ask.body) and msgspec.json.decode(ask.body, type=_ConfigArguments).wait
+    except msgspec.DecodeError:
+        return False

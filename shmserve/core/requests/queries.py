@@ -22,6 +22,8 @@ from shmserve.protocol.messages import Ask
 
 QUERIES_PER_TURN = 4
 """Queries passed to the shell in one turn, for all peers together."""
+ARGUMENTS_BYTES = 64
+"""Maximum size of the body of a config query, which says whether it waits."""
 HEAVY = frozenset({"metrics", "statistics", "activity", "models", "config", "origins", "report", "logs"})
 """Queries whose responses may be large and take milliseconds to build."""
 
@@ -60,8 +62,11 @@ class QueryQueue:
                 f"{len(mine)} queries of this client are in flight, its limit (client_questions); wait for responses "
                 "first"
             )
+        if ask.what != "config":
+            ask.body = b""  # no other query has a body; do not keep its bytes queued
+        elif len(ask.body) > ARGUMENTS_BYTES:
+            raise InvalidRequest(f"the body of '{ask.what}' is too long")
         mine.add(ask.request)
-        ask.body = b""  # no query has a body; do not keep its bytes queued
         queue = self._queued.get(peer)
         if queue is not None:
             queue.append(ask)

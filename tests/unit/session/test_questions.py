@@ -120,6 +120,19 @@ def test_a_short_operation_is_one_message() -> None:
     assert empty.error is not None
 
 
+def test_a_question_is_sent_with_its_arguments_and_cancelled_if_it_may_wait() -> None:
+    session = connected()
+    asked = [operate(session, body, "config") for body in (of_json({"wait": True}), None)]
+    assert sent(session) == [Ask(1, "config", "m", 0, b'{"wait": true}'), Ask(2, "config", "m")]
+    for ticket in asked:
+        session.cancel(ticket)
+    assert sent(session) == [Cancel(1)]
+    assert len(session.tickets) == 2
+    for number in (1, 2):
+        feed(session, Answer(number, b"{}"))
+    assert not session.tickets
+
+
 def test_a_long_body_is_sent_in_acknowledged_windows() -> None:
     session = connected()
     data = os.urandom(5 * WINDOWS * WINDOW_BYTES + 12345)

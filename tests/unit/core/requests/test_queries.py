@@ -10,7 +10,7 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.core.effects import Query, Send
 from shmserve.core.limits import Limits
-from shmserve.core.requests.queries import QUERIES_PER_TURN
+from shmserve.core.requests.queries import ARGUMENTS_BYTES, QUERIES_PER_TURN
 from shmserve.protocol.messages import FIELD_BYTES, PROTOCOL, Ask, Bye, Fail, Hello
 
 EVERY = 7
@@ -163,6 +163,9 @@ def test_the_bytes_of_a_body_do_not_wait_with_a_query() -> None:
     (fail,) = core.handle([(1, Ask(200, "live", "", 0, b"", True))], 0)[:1]
     assert isinstance(fail, Send)
     assert "too long" in fail.message.text
+    wait, long = Ask(201, "config", "m", 0, b'{"wait": true}'), Ask(202, "config", "m", 0, bytes(ARGUMENTS_BYTES + 1))
+    (fail,) = [e for e in core.handle([(1, wait), (1, long)], 0) if isinstance(e, Send)]
+    assert (fail.message.request, wait.body) == (202, b'{"wait": true}')
 
 
 def test_a_query_before_bye_is_answered() -> None:
