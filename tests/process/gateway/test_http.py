@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -35,6 +36,7 @@ from tests.support.gateway.running_gateway import (
     talker,
     wait_in_flight,
 )
+from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
@@ -209,6 +211,25 @@ def test_a_chunked_body(gateway: Gateway) -> None:
 
 
 # ---------------------------------------------------------------------------------------- generate
+
+
+def test_generate_waits_for_a_loading_model(server: Server, gateway: Gateway, repository: Path, tmp_path: Path) -> None:
+    """It needs the configuration, which is known once the model has loaded."""
+    os.mkfifo(ready := tmp_path / "ready")
+    tensor = "data_type: TYPE_FP32 dims: 1"
+    config = f'backend: "python" input {{ name: "x" {tensor} }} output {{ name: "y" {tensor} }}'
+    write_model(repository, "late", config, python_model("return self.respond(x)", f"open({str(ready)!r}).read()"))
+    with server.client() as client, ThreadPoolExecutor(2) as pool:
+        loaded = pool.submit(client.load, "late")
+        while not any(one["name"] == "late" and one["state"] == "LOADING" for one in client.models()):
+            assert not loaded.done()
+        answer = pool.submit(gateway.ask, "POST", "/v2/models/late/generate", {"x": 2.5})
+        assert gateway.ask("GET", "/v2/models/late/config")[0] == 404
+        open_gate(ready)
+        status, body = answer.result(60)
+        assert (status, json.loads(body)["y"]) == (200, 2.5)
+        loaded.result(60)
+        client.unload("late")
 
 
 def test_generate(gateway: Gateway) -> None:
