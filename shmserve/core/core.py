@@ -322,7 +322,7 @@ class Core:
                 else:
                     version = state.limiter.first(state.to_dispatch)
                     del state.to_dispatch[version]
-                if version.asleep and version.waits:
+                if version.asleep and version.queued:
                     sleep.wake(state, version, now)
                 if version.sequence_slots is None:
                     dispatch.dispatch(state, version, now)

@@ -601,10 +601,15 @@ class Version:
 
     @property
     def waits(self) -> int:
-        """The number of queued requests, which no worker has."""
+        """The number of requests that no worker has: queued ones, and those that wait until it has loaded."""
+        return self.queued + self.unchecked.count
+
+    @property
+    def queued(self) -> int:
+        """The number of checked requests that no worker has."""
         if self.sequence_slots is not None:
-            return self.sequence_slots.waits + self.unchecked.count
-        return self.queue.count + len(self.suspects) + self.unchecked.count
+            return self.sequence_slots.waits
+        return self.queue.count + len(self.suspects)
 
     @property
     def waiting_bytes(self) -> int:

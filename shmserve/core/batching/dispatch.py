@@ -18,7 +18,7 @@ from shmserve.core.states import BatchState, InstanceState, RequestState, Versio
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_MESSAGES, Columns
 from shmserve.protocol.worker_messages import Execute, Work
 
-_READY, _LOADING = VersionState.READY, VersionState.LOADING
+_READY = VersionState.READY
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 
@@ -27,7 +27,7 @@ _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 
 def refuse_stranded(state: State, version: Version, now: int) -> None:
     """Fails the requests queued for a version that no instance will run any more."""
-    if version.state not in (_READY, _LOADING) and version.waits and not version.alive:
+    if version.state is not _READY and version.queued and not version.alive:
         what = f"'{version.model}' version {version.number} is not at ready state"
         empty_queue(
             state, version, f"Request for unknown model: {what}: {version.reason or version.degraded_reason}", now
@@ -94,9 +94,9 @@ def stopped(state: State, instance: Instance) -> None:
 
 
 def empty_queue(state: State, version: Version, text: str, now: int) -> None:
-    """Fails all queued requests: no instance will run them."""
-    unchecked = version.unchecked.take(version.unchecked.count)
-    waiting = [*version.queue.take(version.queue.count), *version.suspects, *unchecked]
+    """Fails all queued requests: no instance will run them. Those that wait for a load are not queued yet: `waiting`
+    decides which version serves them."""
+    waiting = [*version.queue.take(version.queue.count), *version.suspects]
     version.suspects.clear()
     for request in waiting:
         completion.end_early(state, request, "UNAVAILABLE", text, now)

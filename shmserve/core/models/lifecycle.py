@@ -11,7 +11,7 @@ from shmserve.core.models import deployment, load_results, loading, retirement, 
 from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion, responses
+from shmserve.core.requests import completion, responses, waiting
 from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
@@ -377,7 +377,7 @@ class Lifecycle:
                         instance.move(_I.STOPPED)
                         self._state.memory_holders.pop(instance, None)
                 if version.state is _V.LOADING:
-                    dispatch.empty_queue(self._state, version, STOPPING, now)
+                    waiting.fail(self._state, version, STOPPING, now)
                 self._no_more(version, now)
         self._state.set_timer(now + event.limit_ns * 3 // 4, Timer.LEAVE, None)
         self._state.set_timer(now + event.limit_ns, Timer.DRAIN, None)

@@ -19,7 +19,7 @@ from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.records import Request, Version
 from shmserve.core.requests import completion
 from shmserve.core.requests.validation import options_bytes
-from shmserve.core.state import State, Timer
+from shmserve.core.state import STOPPING, State, Timer
 from shmserve.errors import ServeError, Unavailable
 from shmserve.protocol.messages import Fail, Infer
 from shmserve.protocol.worker_messages import Call
@@ -38,6 +38,8 @@ def find(state: State, model: str, number: int) -> Version:
         loading = state.loading_version(model, number)
         if loading is None:
             raise
+        if state.draining:  # loads have been cancelled
+            raise Unavailable(STOPPING) from None
         return loading
 
 
@@ -105,6 +107,12 @@ def _check(state: State, request: Request, admit: Callable[[Request, int], None]
         client.input_bytes += request.input_bytes
         completion.send(state, request, Fail(request.client_number, error.code, error.message))
         completion.finish(state, request, error.code)
+
+
+def fail(state: State, version: Version, text: str, now: int) -> None:
+    """Fails the requests that wait for this version."""
+    for request in version.unchecked.take(version.unchecked.count):
+        completion.end_early(state, request, "UNAVAILABLE", text, now)
 
 
 def message_of(request: Request, message: M, now: int) -> M:
