@@ -119,7 +119,7 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
     """A deadlocked instance that the version's queue waits for. None: an instance will run the queued requests, or they
     will fail."""
     if version.graph is not None:
-        members = version.members or _loading_members(state, version)
+        members = version.members or memory.loading_for(state, version)
         blockers = [_served_by(state, member, stuck) for member in members]
         return next((blocker for blocker in blockers if blocker is not None), None)
     able = [instance for instance in version.instances if not instance.over and not instance.spec.passive]
@@ -132,16 +132,10 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
     return None
 
 
-def _loading_members(state: State, version: Version) -> list[Version]:
-    """The models for which an ensemble that is loading waits."""
-    steps = version.graph.steps if version.graph is not None else ()
-    return [
-        member
-        for step in steps
-        if (model := state.models.get(step.model)) is not None
-        for member in model.versions.values()
-        if member is not version and member.state is VersionState.LOADING
-    ]
+def _needed_by(state: State, call: Request) -> list[Version]:
+    """The versions that have to load for this call."""
+    version = call.version
+    return [version] if version.graph is None else memory.loading_for(state, version)
 
 
 def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:
@@ -151,15 +145,21 @@ def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:
 
 def _story(state: State, calls: list[Request], stuck: Stuck) -> str:
     for call in calls:
-        if call.version.graph is None and memory.held_up_by(state, call.version, stuck) is not None:
-            to_wake = memory.needed_to_wake(call.version)
+        short = next((one for one in _needed_by(state, call) if memory.held_up_by(state, one, stuck) is not None), None)
+        if short is not None:
+            to_wake = memory.needed_to_wake(short)
             need = " and ".join(
                 f"{memory.megabytes(size)} of {memory.name_of(place)} ({memory.setting_of(place)})"
-                for place, size in (to_wake or memory.needed_to_load(call.version)).items()
+                for place, size in (to_wake or memory.needed_to_load(short)).items()
             )
             problem = "which sleeps and cannot be woken: it" if to_wake else "whose new instance cannot be loaded: it"
+            if not to_wake and short.state is VersionState.LOADING:
+                problem = "which cannot be loaded: it"
+            called = f"'{call.version.model}', "
+            if short is not call.version:
+                called += f"which waits for '{short.model}', "
             return (
-                f"model '{_caller(state, call)[0].model}' calls '{call.version.model}', {problem} "
+                f"model '{_caller(state, call)[0].model}' calls {called}{problem} "
                 f"needs {need}, and the models that wait for it use what is left"
             )
     names = [_caller(state, calls[0])[0].model]

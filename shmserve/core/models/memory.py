@@ -203,6 +203,25 @@ def may_never_load(state: State, instance: Instance) -> bool:
     return state.memory_limited and (instance.joining or instance.lost) and instance not in state.memory_holders
 
 
+def loading_for(state: State, ensemble: Version) -> list[Version]:
+    """The loading models for which an ensemble waits that is loading itself."""
+    found: dict[Version, None] = {}
+    todo, seen = [ensemble], {ensemble}
+    while todo:
+        graph = todo.pop().graph
+        for step in graph.steps if graph is not None else ():
+            model = state.models.get(step.model)
+            for member in model.versions.values() if model is not None else ():
+                if member.state is not VersionState.LOADING or member in seen:
+                    continue
+                seen.add(member)
+                if member.graph is not None:
+                    todo.append(member)
+                else:
+                    found[member] = None
+    return list(found)
+
+
 def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> Instance | None:
     """One of the instances in `stuck`, if this version needs the memory that their versions hold and cannot release."""
     if not state.memory_limited:

@@ -189,7 +189,8 @@ def _called(state: State) -> set[Version]:
         if run is not None:
             todo += run.in_flight.values()
         elif request.state is RequestState.QUEUED:
-            found.add(request.version)
+            version = request.version
+            found.update((version,) if version.graph is None else memory.loading_for(state, version))
     return found
 
 
