@@ -27,6 +27,10 @@ from shmserve.protocol.worker_messages import Call
 RESUMED = 256
 """Limit of requests that are checked in one turn after a wait: a few ms of work."""
 
+FORM_BYTES = 128
+"""What the broker needs for a tensor or a requested output, besides its name, shape and data."""
+DIM_BYTES = 40
+
 M = TypeVar("M", Infer, Call)
 
 
@@ -44,11 +48,16 @@ def find(state: State, model: str, number: int) -> Version:
 
 
 def size_of(message: Infer | Call) -> tuple[int, bool]:
-    """The bytes inside the message, and whether it refers to shared memory."""
+    """The bytes inside the message, and whether it refers to shared memory. Names and shapes count, too: nothing is
+    known about the model, so a client could send any number of empty tensors."""
     options, outputs = message.options, message.outputs
     inline = options_bytes(options) if options is not None else 0
-    shared = outputs is not None and any(wanted.place is not None for wanted in outputs)
+    shared = False
+    for wanted in outputs or ():
+        inline += FORM_BYTES + len(wanted.name)
+        shared = shared or wanted.place is not None
     for tensor in message.inputs:
+        inline += FORM_BYTES + len(tensor.name) + DIM_BYTES * len(tensor.shape)
         if isinstance(tensor.data, bytes):
             inline += len(tensor.data)
         else:
