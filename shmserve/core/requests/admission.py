@@ -271,12 +271,12 @@ class Admission:
             raise InvalidRequest(f"request number {number} is 0 or already in use by a request in flight")
         inputs, outputs, options = message.inputs, message.outputs, message.options
         version = None if message.version else state.ready.get(message.model)
-        going_on = None
+        going_on, waits = None, False
         if options is not None and options.sequence:
             going_on = scheduler.version_of(self._state, client, message.model, message.version, options)
             version = going_on or version
-            if version is not None and version.unchecked.count:  # an earlier request of the sequence may wait there
-                version = None
+            if version is not None and waited is None:  # an earlier request of the sequence may wait there
+                waits = version.unchecked.count > 0
         if state.draining and going_on is None and waited is None:
             raise Unavailable(STOPPING)
         if len(client.requests) >= self._client_requests:
@@ -286,9 +286,10 @@ class Admission:
             )
         if version is None:
             version = waiting.find(state, message.model, message.version)
-            if version.state is VersionState.LOADING or (version.unchecked.count and waited is None):
-                self._wait(client, message, version, now, blocks, waited)
-                return
+            waits = version.state is VersionState.LOADING or (version.unchecked.count > 0 and waited is None)
+        if waits:
+            self._wait(client, message, version, now, blocks, waited)
+            return
         assert version.checker is not None, version.label
         rows, signature, inline, shared, length = version.checker.check(inputs, outputs)
         if options is not None:
