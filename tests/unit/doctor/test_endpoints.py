@@ -63,8 +63,9 @@ def test_ports(tmp_path: Path, directory: Path) -> None:
     chosen = machine(tmp_path, environment={"SHMSERVE_HTTP_PORT": "9000"})
     assert [finding.check for finding in endpoints.ports(chosen)][:2] == ["port 9000 (http)", "port 8001 (grpc)"]
     wrong = machine(tmp_path, environment={"SHMSERVE_GRPC_PORT": "70000"}, is_free=Machine().is_free)
-    assert (found := endpoints.ports(wrong)[1]).state == ERROR
-    assert (found.found, found.fix) == ("not a port", "set SHMSERVE_GRPC_PORT to one up to 65535")
+    refused = endpoints.ports(wrong)[1]
+    assert refused.state == ERROR
+    assert (refused.found, refused.fix) == ("not a port", "set SHMSERVE_GRPC_PORT to one up to 65535")
 
 
 def test_the_ports_of_a_running_server(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.leaks import count_descriptors
 CONFIG = {"backend": "onnxruntime"}
 
 
-def operate(session: Session, body: Body, what: str = "load", **options: Any) -> RecordingTicket:
+def operate(session: Session, body: Body | None, what: str = "load", **options: Any) -> RecordingTicket:
     ticket = RecordingTicket()
     session.ask(ticket, what, 100.0, "m", body=body, **options)
     return ticket
