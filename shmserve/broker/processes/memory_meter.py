@@ -7,9 +7,9 @@ milliseconds for processes with much memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from shmserve.broker.processes.reader import PeriodicReader
 from shmserve.core.events import Measured
 from shmserve.core.state import State
 from shmserve.core.states import InstanceState
@@ -20,6 +20,8 @@ POLL_S = 2.0
 LOADING_S = 0.05
 MIN_CHANGE = 1 << 20
 """Smaller changes are not reported. This amount is therefore added to reported sizes."""
+_Reading = tuple[dict[int, int], dict[int, tuple[int, int]]]
+"""The workers' processes, and the size and peak of each."""
 
 
 class MemoryMeter:
@@ -33,49 +35,36 @@ class MemoryMeter:
     ) -> None:
         """`process_of(peer)` returns the pid of a worker, or 0; `used_on_gpu(pid)` the last sample of its GPU
         memory."""
-        self._loop = loop
         self._state = state
         self._process_of = process_of
         self._used_on_gpu = used_on_gpu
         self._report = report
         self._reported: dict[int, tuple[Measured, bool]] = {}
         """Worker -> its last report, and whether it was READY then."""
-        self._thread = ThreadPoolExecutor(1, "memory-meter")
-        self._reading = self._read_again = self._closed = False
-        self._timer = loop.call_later(POLL_S, self.measure)
+        self._reader = PeriodicReader(loop, "memory-meter", self._begin, self._handle, self._pause)
 
     def measure(self) -> None:
         """Reads the memory of all workers now."""
-        self._timer.cancel()
-        if self._closed:
-            return
-        if self._reading:
-            self._read_again = True
-            return
-        pids = {peer: pid for peer in self._state.instances if (pid := self._process_of(peer))}
-        self._reported = {peer: event for peer, event in self._reported.items() if peer in pids}
-        self._reading = True
-        self._thread.submit(self._read_memory, pids)
+        self._reader.read()
 
     def worker_started(self) -> None:
         """Starts to measure every LOADING_S, until the worker has loaded."""
-        if not self._reading:
-            self._timer.cancel()
-            self._timer = self._loop.call_later(LOADING_S, self.measure)
+        self._reader.read_later(LOADING_S)
 
     def close(self) -> None:
-        self._closed = True
-        self._timer.cancel()
-        self._thread.shutdown()
+        self._reader.close()
 
-    def _read_memory(self, pids: dict[int, int]) -> None:
-        found = {peer: procfs.anonymous_bytes(pid) for peer, pid in pids.items()}
-        self._loop.call_soon_threadsafe(self._handle_reading, pids, found)
+    def _begin(self) -> Callable[[], _Reading]:
+        pids = {peer: pid for peer in self._state.instances if (pid := self._process_of(peer))}
+        self._reported = {peer: event for peer, event in self._reported.items() if peer in pids}
+        return lambda: (pids, {peer: procfs.anonymous_bytes(pid) for peer, pid in pids.items()})
 
-    def _handle_reading(self, pids: dict[int, int], found: dict[int, tuple[int, int]]) -> None:
-        self._reading = False
-        if self._closed:
-            return
+    def _pause(self) -> float:
+        is_loading = any(instance.state is InstanceState.STARTING for _, instance in self._state.instances.values())
+        return LOADING_S if is_loading else POLL_S
+
+    def _handle(self, reading: _Reading) -> None:
+        pids, found = reading
         shared = self._shared()
         for peer, (own, peak) in found.items():
             known = self._state.instances.get(peer)
@@ -85,12 +74,6 @@ class MemoryMeter:
             on_gpu = known[1].spec.kind == "KIND_GPU"
             gpu = self._used_on_gpu(pids[peer]) if on_gpu else 0
             self._report_change(Measured(peer, own + more, peak + more, gpu), known[1].state is InstanceState.READY)
-        is_loading = any(instance.state is InstanceState.STARTING for _, instance in self._state.instances.values())
-        if self._read_again:
-            self._read_again = False
-            self.measure()
-        else:
-            self._timer = self._loop.call_later(LOADING_S if is_loading else POLL_S, self.measure)
 
     def _shared(self) -> dict[int, int]:
         """Worker -> size of its segments in host memory."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
+from shmserve.broker.processes.reader import PeriodicReader
 from shmserve.system import procfs
 
 INTERVAL_S = 10.0
@@ -30,12 +31,9 @@ class ProcessMemory:
     """`pids` returns the processes to measure."""
 
     def __init__(self, loop: Any, pids: Callable[[], Collection[int]]) -> None:
-        self._loop = loop
         self._pids = pids
         self._measured: dict[int, _Measured] = {}
-        self._thread = ThreadPoolExecutor(1, "process-memory")
-        self._reading = self._read_again = self._closed = False
-        self._timer = loop.call_later(INTERVAL_S, self._measure)
+        self._reader = PeriodicReader(loop, "process-memory", self._begin, self._handle, lambda: INTERVAL_S)
 
     def bytes_of(self, pid: int) -> int:
         """The last measured size; the resident memory, an upper bound, of a process that has not been measured."""
@@ -45,45 +43,28 @@ class ProcessMemory:
     def loaded(self, pid: int) -> None:
         """Measures a worker that has loaded its model."""
         self._measured.pop(pid, None)
-        self._measure()
+        self._reader.read()
 
     def close(self) -> None:
-        self._closed = True
-        self._timer.cancel()
-        self._thread.shutdown()
+        self._reader.close()
 
-    def _measure(self) -> None:
-        self._timer.cancel()
-        if self._closed:
-            return
-        if self._reading:
-            self._read_again = True
-            return
+    def _begin(self) -> Callable[[], dict[int, _Measured]] | None:
         pids, now = self._pids(), time.monotonic()
         self._measured = {pid: known for pid, known in self._measured.items() if pid in pids}
         pause = max(INTERVAL_S, sum(known.took_s for known in self._measured.values()) / SHARE)
         due = [pid for pid in pids if (known := self._measured.get(pid)) is None or known.at + pause <= now]
-        if due:
-            self._reading = True
-            self._thread.submit(self._read, due)
-        else:
-            self._timer = self._loop.call_later(INTERVAL_S, self._measure)
+        return partial(_read, due) if due else None
 
-    def _read(self, pids: list[int]) -> None:
-        found: dict[int, _Measured] = {}
-        for pid in pids:
-            began = time.monotonic()
-            size = procfs.proportional_bytes(pid)
-            ended = time.monotonic()
-            if size:
-                found[pid] = _Measured(size, ended - began, ended)
-        self._loop.call_soon_threadsafe(self._handle_reading, found)
-
-    def _handle_reading(self, found: dict[int, _Measured]) -> None:
-        self._reading = False
+    def _handle(self, found: dict[int, _Measured]) -> None:
         self._measured |= found
-        if self._read_again:
-            self._read_again = False
-            self._measure()
-        elif not self._closed:
-            self._timer = self._loop.call_later(INTERVAL_S, self._measure)
+
+
+def _read(pids: list[int]) -> dict[int, _Measured]:
+    found: dict[int, _Measured] = {}
+    for pid in pids:
+        began = time.monotonic()
+        size = procfs.proportional_bytes(pid)
+        ended = time.monotonic()
+        if size:
+            found[pid] = _Measured(size, ended - began, ended)
+    return found

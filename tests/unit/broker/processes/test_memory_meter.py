@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,15 +57,14 @@ def test_shared_pages_count_proportionally(monkeypatch: pytest.MonkeyPatch) -> N
 
     async def measure() -> None:
         loop, measured = asyncio.get_running_loop(), asyncio.Event()
-        memory = ProcessMemory(loop, lambda: [pid])
+
+        def call_soon_threadsafe(callback: Any, *arguments: Any) -> None:
+            loop.call_soon_threadsafe(callback, *arguments)
+            loop.call_soon_threadsafe(measured.set)
+
+        noting = SimpleNamespace(call_later=loop.call_later, call_soon_threadsafe=call_soon_threadsafe)
+        memory = ProcessMemory(noting, lambda: [pid])
         assert memory.bytes_of(pid) == pytest.approx(procfs.usage(pid).resident_bytes, rel=0.5)
-        done = memory._handle_reading
-
-        def handle_reading(found: Any) -> None:
-            done(found)
-            measured.set()
-
-        monkeypatch.setattr(memory, "_handle_reading", handle_reading)
         memory.loaded(pid)
         await measured.wait()
         assert memory.bytes_of(pid) == 3000 * 1024
