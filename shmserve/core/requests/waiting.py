@@ -68,11 +68,9 @@ def size_of(message: Infer | Call) -> tuple[int, bool]:
 
 def add(state: State, request: Request) -> None:
     """Lets a new request wait, at most until its own timeout."""
-    client, options = request.client, request.options
-    client.requests[request.client_number] = request.number
+    options = request.options
+    _charge(request)
     state.requests[request.number] = request
-    client.bytes += request.inline
-    client.input_bytes += request.input_bytes
     if request.deadline:
         state.set_timer(request.deadline, Timer.DEADLINE, request)
     if options is not None and options.queue_timeout_us:
@@ -84,10 +82,16 @@ def add(state: State, request: Request) -> None:
 def wait_again(request: Request, version: Version) -> None:
     """Lets a request wait for another version. `check` has taken it out of the queue of the previous one."""
     request.version = version
-    request.client.requests[request.client_number] = request.number
-    request.client.bytes += request.inline
-    request.client.input_bytes += request.input_bytes
+    _charge(request)
     version.unchecked.add(request)
+
+
+def _charge(request: Request) -> None:
+    """Counts a waiting request for its client."""
+    client = request.client
+    client.requests[request.client_number] = request.number
+    client.bytes += request.inline
+    client.input_bytes += request.input_bytes
 
 
 def check(state: State, admit: Callable[[Request, int], None], now: int) -> None:
@@ -111,9 +115,7 @@ def _check(state: State, request: Request, admit: Callable[[Request, int], None]
     try:
         admit(request, now)
     except ServeError as error:
-        client.requests[request.client_number] = request.number
-        client.bytes += request.inline
-        client.input_bytes += request.input_bytes
+        _charge(request)
         completion.send(state, request, Fail(request.client_number, error.code, error.message))
         completion.finish(state, request, error.code)
 
