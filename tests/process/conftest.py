@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
+from tests.support.shared_server import SharedServer
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """The server for tests that need only their own models: `with shared_server.serving(folder): ...`."""
+    with SharedServer(tmp_path_factory.mktemp("shared")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.launch import descriptors_of, workers_of
 from tests.support.living import PATIENCE_S, pids, states, unload_all, until
 from tests.support.model_files import parameters, python_model, write_model
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -86,10 +87,10 @@ def write(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     write(root)
-    with Server(root, "--exit-on-error", "true") as running:
+    with shared_server.serving(root) as running:
         # Named segments stay while their workers live: create all that the tests need before the leak check starts.
         with shmserve.Client(running.zmq_url) as client:
             x = np.zeros(1 << 20, np.float32)
