@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shmserve.broker.observability.model_metrics import PAGES, ModelCounters
 from shmserve.shm.counters import COUNTER, GAUGE, HISTOGRAM, PAGE_BYTES, Subject, Writer, read
 from shmserve.shm.extents import memfd
-from shmserve.workers.backends.python import pb_requests, pb_utils
+from shmserve.workers.backends.python import pb_utils
 
 Family = pb_utils.MetricFamily
 
@@ -31,13 +31,11 @@ class Host:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    from shmserve.workers.backends.python import pb_metrics
-
-    host = Host()
-    monkeypatch.setattr(pb_requests._Current, "host", host)
-    monkeypatch.setattr(pb_metrics._Registry, "metrics", {})
-    monkeypatch.setattr(pb_metrics._Registry, "families", {})
-    monkeypatch.setattr(pb_metrics._Registry, "kept", False)
+    """The metrics of a process that has none yet."""
+    host, package = Host(), "shmserve.workers.backends.python"
+    monkeypatch.setattr(f"{package}.pb_requests._Current.host", host)
+    for name, value in {"metrics": {}, "families": {}, "kept": False}.items():
+        monkeypatch.setattr(f"{package}.pb_metrics._Registry.{name}", value)
     return host
 
 

@@ -35,35 +35,25 @@ def test_a_memfd_cannot_be_resized_or_unsealed() -> None:
     with pytest.raises(PermissionError):
         fcntl.fcntl(extent.fd, fcntl.F_ADD_SEALS, memfd.SEAL_FUTURE_WRITE)
     assert os.fstat(extent.fd).st_size == SIZE
-    extent.close()
-
-
-def test_memory_is_reserved_and_the_descriptor_not_inherited() -> None:
-    extent = memfd.create(SIZE)
-    assert os.fstat(extent.fd).st_blocks * 512 >= SIZE
+    assert os.fstat(extent.fd).st_blocks * 512 >= SIZE, "its memory is reserved"
     assert not os.get_inheritable(extent.fd)
+    refused(os.dup(extent.fd), f"announced with {SIZE - 1} bytes, but its memfd has {SIZE}", SIZE - 1)
     extent.close()
 
 
 def test_cold_pages_are_reserved_in_steps() -> None:
-    step = base.STEP_BYTES
-    extent = memfd.create_cold(8 * step + 4096, 0)
+    step, tail = base.STEP_BYTES, 4096
+    extent = memfd.create_cold(8 * step + tail, 0)
     cold = base.Cold(extent)
-
-    def reserved() -> int:
-        return os.fstat(extent.fd).st_blocks * 512
-
-    assert reserved() == 0
-    cold.warm(step + 1, step + 2)
-    assert reserved() == step
-    cold.warm(0, 3 * step)
-    assert reserved() == 3 * step
-    cold.warm(8 * step, 8 * step + 1)
-    assert reserved() == 3 * step + 4096
-    assert cold.bytes == 5 * step
-    cold.warm(0, extent.size)
-    assert reserved() == extent.size
-    assert cold.bytes == 0
+    for begin, end, reserved in (
+        (0, 0, 0),
+        (step + 1, step + 2, step),
+        (0, 3 * step, 3 * step),
+        (8 * step, 8 * step + 1, 3 * step + tail),
+        (0, extent.size, extent.size),
+    ):
+        cold.warm(begin, end)
+        assert (os.fstat(extent.fd).st_blocks * 512, cold.bytes) == (reserved, extent.size - reserved)
     extent.close()
 
 
@@ -125,19 +115,6 @@ def test_other_descriptors_are_refused(kind: str, tmp_path: Path) -> None:
     refused(fd, "must be")
 
 
-def test_a_smaller_size_than_the_real_one_is_refused() -> None:
-    extent = memfd.create(SIZE)
-    refused(os.dup(extent.fd), f"announced with {SIZE - 1} bytes, but its memfd has {SIZE}", SIZE - 1)
-    extent.close()
-
-
-def test_a_closed_descriptor_is_an_error() -> None:
-    fd = os.dup(0)
-    os.close(fd)
-    with pytest.raises(Unavailable, match="Bad file descriptor"):
-        memfd.attach(fd, SIZE, False)
-
-
 def test_the_error_names_the_file_size_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = count_descriptors()
@@ -167,14 +144,7 @@ def test_a_failed_mapping_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_pages_are_touched_where_madvise_does_not_know_populate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """madvise returns -1 and EINVAL for advice that the kernel does not know."""
-    real = pages._madvise
-
-    def unknown(address: int, size: int, _: int) -> int:
-        result: int = real(address, size, 9999)
-        return result
-
-    monkeypatch.setattr(pages, "_madvise", unknown)
+    monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 9999)
     extent = memfd.create(SIZE)
     assert not any(extent.memory)
     extent.close()

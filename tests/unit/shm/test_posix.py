@@ -50,8 +50,13 @@ def test_names_are_random_and_contain_the_owner() -> None:
         assert found is not None
         assert (int(found[1]), found[2]) == (os.getpid(), started)
     assert len({name[-32:] for name in names}) == 3
+    extents[0].unlink()
+    assert not path(extents[0].name).exists()
+    extents[0].memory[0] = 1
+    path(extents[1].name).unlink()  # by another process
     for extent in extents:
         extent.close()
+    assert not any(path(name).exists() for name in names)
 
 
 def test_the_mode_does_not_depend_on_the_umask() -> None:
@@ -125,7 +130,9 @@ def test_a_segment_of_another_user_is_denied() -> None:
     with pytest.raises(Denied, match=f"does not belong to user {os.getuid() + 1}"):
         posix.attach(extent.name, SIZE, False, uid=os.getuid() + 1)
     assert count_descriptors() == before
-    posix.attach(extent.name[1:], SIZE, False, uid=os.getuid()).close()
+    part = posix.attach(extent.name[1:], 100, False, uid=os.getuid())
+    assert len(part.memory) == 100, "a part of a segment may be mapped"
+    part.close()
     extent.close()
 
 
@@ -146,25 +153,6 @@ def test_writing_is_denied_where_only_reading_is_permitted(monkeypatch: pytest.M
     assert other.pages.writable_twin() is None
     other.close()
     extent.close()
-
-
-def test_a_part_of_a_segment_may_be_mapped() -> None:
-    extent = posix.create(SIZE)
-    assert extent.name is not None
-    other = posix.attach(extent.name, 100, False)
-    assert len(other.memory) == 100
-    other.close()
-    extent.close()
-
-
-def test_pages_outlive_their_name() -> None:
-    first, second = posix.create(SIZE), posix.create(SIZE)
-    first.unlink()
-    assert not path(first.name).exists()
-    first.memory[0] = 1
-    path(second.name).unlink()
-    first.close()
-    second.close()
 
 
 def test_a_forked_child_does_not_remove_the_name() -> None:
@@ -197,14 +185,24 @@ LEAVE = f"""if True:
 """
 
 
+DEAD = 2**22 + 1
+"""More than a pid can be."""
+
+
 @pytest.fixture
 def namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(posix, "_namespace", lambda: OWN)
 
 
-@pytest.mark.usefixtures("namespace")
-def test_the_sweep_removes_only_segments_of_dead_processes(leftover: list[Path]) -> None:
-    dead = path(python(LEAVE))
+@pytest.fixture
+def dead(leftover: list[Path], namespace: None) -> Path:
+    """A name that a process that has ended left behind."""
+    leftover.append(SHM / f"shmserve-{DEAD}-1-{OWN}-{'1' * 32}")
+    leftover[0].touch()
+    return leftover[0]
+
+
+def test_the_sweep_removes_only_segments_of_dead_processes(dead: Path, leftover: list[Path]) -> None:
     mine = posix.create(SIZE)
     tail = "0" * 32
     mark = path(mine.name).name.split("-")
@@ -212,39 +210,25 @@ def test_the_sweep_removes_only_segments_of_dead_processes(leftover: list[Path])
         f"shmserve-{os.getpid()}",
         f"shmserve-{mark[1]}-{mark[2]}-{mark[3]}-{tail}x",
         f"test-shmserve-999999-1-{mark[3]}-{tail}",
-        f"shmserve-{dead.name.split('-')[1]}-{dead.name.split('-')[2]}-1-{tail}",  # name from another pid namespace
+        f"shmserve-{DEAD}-1-1-{tail}",  # name from another pid namespace
     ]
     recycled = SHM / f"shmserve-{mark[1]}-{int(mark[2]) + 1}-{mark[3]}-{tail}"
-    leftover += [dead, recycled, *(SHM / name for name in strangers)]
+    leftover += [recycled, *(SHM / name for name in strangers)]
     for made in leftover:
         made.touch()
-    assert posix.sweep() == 2
-    assert not dead.exists()
+    assert posix.sweep(os.getpid()) == 1
+    assert dead.exists()
     assert not recycled.exists(), "the pid lives, but it is another process"
+    assert posix.sweep() == 1
+    assert not dead.exists()
     assert path(mine.name).exists()
     assert all((SHM / name).exists() for name in strangers)
     assert posix.sweep() == 0
     mine.close()
 
 
-@pytest.mark.usefixtures("namespace")
-def test_the_sweep_for_one_process(leftover: list[Path]) -> None:
-    one, other = (path(python(LEAVE)) for _ in range(2))
-    leftover += [one, other]
-    pid = int(one.name.split("-")[1])
-    assert posix.sweep(pid) == 1
-    assert not one.exists()
-    assert other.exists()
-    mine = posix.create(SIZE)
-    assert posix.sweep(os.getpid()) == 0
-    mine.close()
-
-
-@pytest.mark.usefixtures("namespace")
-def test_the_sweep_keeps_names_that_a_process_holds(leftover: list[Path]) -> None:
+def test_the_sweep_keeps_names_that_a_process_holds(dead: Path) -> None:
     """For example names that the broker holds for clients that have not opened them yet."""
-    dead = path(python(LEAVE))
-    leftover.append(dead)
     held = [posix.hold("/" + dead.name) for _ in range(2)]
     for descriptor in held:
         assert descriptor is not None
@@ -255,10 +239,7 @@ def test_the_sweep_keeps_names_that_a_process_holds(leftover: list[Path]) -> Non
     assert posix.hold("/" + dead.name) is None
 
 
-@pytest.mark.usefixtures("namespace")
-def test_opening_a_fifo_does_not_block_the_sweep(leftover: list[Path]) -> None:
-    dead = path(python(LEAVE))
-    leftover.append(dead)
+def test_opening_a_fifo_does_not_block_the_sweep(dead: Path) -> None:
     dead.unlink()
     os.mkfifo(dead)
     descriptor = posix.hold("/" + dead.name)
@@ -268,28 +249,17 @@ def test_opening_a_fifo_does_not_block_the_sweep(leftover: list[Path]) -> None:
 
 
 @pytest.mark.usefixtures("namespace")
-def test_the_sweep_keeps_names_of_a_running_child() -> None:
+def test_the_sweep_takes_names_of_a_child_when_it_has_ended(leftover: list[Path]) -> None:
     code = LEAVE.replace("os._exit(0)", "input()")
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        name = path(child.stdout.readline().strip())
-        assert posix.sweep() == 0
-        assert name.exists()
-        child.kill()
-        child.wait()
-    assert posix.sweep() == 1
-    assert not name.exists()
-
-
-@pytest.mark.usefixtures("namespace")
-def test_the_sweep_takes_names_of_a_zombie(leftover: list[Path]) -> None:
-    with subprocess.Popen([sys.executable, "-c", LEAVE], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         name = path(child.stdout.readline().strip())
         leftover.append(name)
+        assert posix.sweep() == 0
+        assert name.exists()
+        child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended but is not reaped
         assert posix.sweep() == 1
         assert not name.exists()
@@ -307,13 +277,10 @@ def test_the_sweep_keeps_names_of_a_process_that_proc_hides(monkeypatch: pytest.
     extent.close()
 
 
-@pytest.mark.usefixtures("namespace")
-def test_the_sweep_skips_names_that_it_may_not_remove(monkeypatch: pytest.MonkeyPatch, leftover: list[Path]) -> None:
+def test_the_sweep_skips_names_that_it_may_not_remove(monkeypatch: pytest.MonkeyPatch, dead: Path) -> None:
     def denied(name: str) -> None:
         raise posix_ipc.PermissionsError(name)
 
-    dead = path(python(LEAVE))
-    leftover.append(dead)
     with monkeypatch.context() as patch:
         patch.setattr(posix_ipc, "unlink_shared_memory", denied)
         assert posix.sweep() == 0

@@ -28,21 +28,17 @@ def objects(items: list[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
     return array
 
 
-@given(st.lists(st.binary(max_size=20), max_size=20))
-def test_bytes_round_trip(items: list[bytes]) -> None:
-    data = encode_bytes(objects(items))
-    assert data == plain(items)
+@given(st.lists(st.one_of(st.text(max_size=10), st.binary(max_size=20)), max_size=20))
+def test_strings_round_trip_as_bytes(items: list[str | bytes]) -> None:
+    expected = [item.encode() if isinstance(item, str) else item for item in items]
+    array = objects(items)
+    data = encode_bytes(array)
+    assert data == encode_bytes(items) == plain(expected)
+    assert array.tolist() == items
     back = decode_bytes(data, (len(items),))
-    assert back.tolist() == items
+    assert back.tolist() == expected
     assert back.dtype == object
     assert not back.flags.writeable
-
-
-@given(st.lists(st.one_of(st.text(max_size=10), st.binary(max_size=10)), max_size=10))
-def test_text_is_utf8(items: list[str | bytes]) -> None:
-    expected = plain([item.encode() if isinstance(item, str) else item for item in items])
-    assert encode_bytes(objects(items)) == expected
-    assert encode_bytes(items) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,12 +62,6 @@ def test_all_containers_of_strings(array: Any, items: list[bytes]) -> None:
     assert encode_bytes(array) == plain(items)
 
 
-def test_the_argument_is_not_changed() -> None:
-    array = objects(["a", b"b"])
-    encode_bytes(array)
-    assert array.tolist() == ["a", b"b"]
-
-
 @pytest.mark.parametrize(
     ("items", "says"),
     [
@@ -92,28 +82,21 @@ def test_other_types_are_converted_on_request() -> None:
         encode_bytes(objects(["\ud800"]), str)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3), (3, 1, 2), (0,), (4, 0)])
-def test_the_shape_is_kept(shape: tuple[int, ...]) -> None:
-    items = [b"%d" % number for number in range(int(np.prod(shape)))]
-    array = decode_bytes(plain(items), shape)
-    assert array.shape == shape
-    assert array.ravel().tolist() == items
-
-
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: np.frombuffer(data, np.uint8)])
-def test_any_buffer_is_read_and_copied(kind: Any) -> None:
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 3, 1)])
+def test_any_buffer_is_read_and_copied(kind: Any, shape: tuple[int, ...]) -> None:
     data = bytearray(plain([b"ab", b"", b"c\0"]))
-    array = decode_bytes(kind(data), (3,))
+    array = decode_bytes(kind(data), shape)
     data[:] = b"\xff" * len(data)
-    assert array.tolist() == [b"ab", b"", b"c\0"]
+    assert (array.shape, array.ravel().tolist()) == (shape, [b"ab", b"", b"c\0"])
+    assert decode_bytes(kind(b""), (4, 0)).shape == (4, 0)
+    assert decode_bytes(kind(plain([b"a"])), ()).tolist() == b"a"
 
 
 @pytest.mark.parametrize(
     ("data", "shape", "says"),
     [
-        (plain([b"x"] * 14), (16,), "expected 16 string elements for T, got 14"),
         (plain([b"x"] * 14), (4, 4), "expected 16 string elements for T, got 14"),
-        (b"", (1,), "expected 1 string elements for T, got 0"),
         (b"", (), "expected 1 string elements for T, got 0"),
         (plain([b"x"] * 17), (16,), "unexpected number of string elements 17 for T, expecting 16"),
         (plain([b"x"]), (0,), "unexpected number of string elements 1 for T, expecting 0"),
@@ -121,19 +104,14 @@ def test_any_buffer_is_read_and_copied(kind: Any) -> None:
         (
             plain([b"x"]) + b"\0\0\0",
             (2,),
-            "incomplete string element 1 of 2 for T: only 3 of the 4 bytes of its length",
+            "incomplete string element 1 of 2 for T: only 3 of the 4 bytes of",
         ),
         (plain([b"x"]) + b"\0\0\0", (1,), "unexpected bytes for T after the last of 1 string elements"),
         (plain([b"x"]) + b"\5\0\0\0abc", (1,), "unexpected bytes for T after the last of 1 string elements"),
-        (
-            b"\xff\xff\xff\xff",
-            (1,),
-            "incomplete string element 0 of 1 for T: only 0 of its 4294967295 bytes are present",
-        ),
+        (b"\xff" * 4, (1,), "incomplete string element 0 of 1 for T: only 0 of its 4294967295 bytes are present"),
         (b"\xff\xff\xff\x7fa", (2**62, 2**62), f"incomplete string element 0 of {2**124} for T"),
         (b"", (2**63, 2**63), f"expected {2**126} string elements for T, got 0"),
         (b"", (0, 2**63), f"invalid shape [0, {2**63}]"),
-        (b"", (0, 2**64), f"invalid shape [0, {2**64}]"),
         (b"", (0,) * 70, "invalid shape"),
         (b"", (-1, -1), "shape [-1, -1] has a negative dim"),
     ],
