@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from queue import Queue
 from typing import Any
@@ -93,20 +92,10 @@ def test_the_rest_is_exported_at_the_end_unless_the_collector_hangs(answers: boo
     made = Collecting(bsp_schedule_delay=10**6)
     made.queue.start()
     made.put(1)
-    closed = threading.Event()
-    result: list[bool] = []
-
-    def close() -> None:
-        result.append(made.queue.close(PATIENCE_S if answers else 0.01))
-        closed.set()
-
-    thread = threading.Thread(target=close)
-    thread.start()
-    assert made.next() == [1]
     if answers:
         made.answers.put(True)
-    assert closed.wait(PATIENCE_S)
-    thread.join()
-    assert result == [answers]
+    assert made.queue.close(PATIENCE_S if answers else 0.01) is answers
+    assert made.next() == [1]
     made.answers.put(True)
-    made.queue._thread.join(PATIENCE_S)
+    assert made.queue.close(PATIENCE_S)
+    assert made.counts() == (1, 0, 0)

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 
 from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, split, weight
 from shmserve.protocol import codec
-from shmserve.protocol.messages import (
-    BATCH_REQUESTS,
-    PACKET_MESSAGES,
-    Columns,
-    InferBatch,
-    Map,
-    Ping,
-    TensorForm,
-)
+from shmserve.protocol.messages import BATCH_REQUESTS, PACKET_MESSAGES, Columns, InferBatch, Map, Ping, TensorForm
 from tests.unit.broker.listeners.test_turns import PolledLoop, World, worlds
 from tests.unit.broker.listeners.test_zmq_router import World as ZmqWorld
 
