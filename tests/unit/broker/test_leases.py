@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -31,22 +32,21 @@ class Lender:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.links: dict[int, PeerLink] = {}
+        self.ours: dict[int, socket.socket] = {}
         self.peers: dict[int, socket.socket] = {}
         self.events: list[tuple[int, Any]] = []
         for peer in (CLIENT, WORKER):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.setblocking(False)
-            self.links[peer], self.peers[peer] = (
-                PeerLink(ours, peer, codec.Codec(ClientMessage), _no, _no, loop),
-                theirs,
-            )
+            self.ours[peer], self.peers[peer] = ours, theirs
+            self.links[peer] = PeerLink(ours, peer, codec.Codec(ClientMessage), _no, _no, loop)
         self.leases = Leases(self.links, lambda peer, event: self.events.append((peer, event)), _no)
 
     def fill(self, peer: int) -> None:
         """Fills the socket: later messages to this peer must wait, and need copies of their descriptors."""
-        link = self.links[peer]
-        while not link._unsent:
-            link._send(LARGE, [])
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.ours[peer].send(LARGE, socket.MSG_DONTWAIT)
 
     def received(self, peer: int, union: Any) -> tuple[list[Any], list[int]]:
         """The next message, and its descriptors."""

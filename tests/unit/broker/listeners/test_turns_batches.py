@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, split, weight
 from shmserve.protocol import codec
 from shmserve.protocol.messages import BATCH_REQUESTS, PACKET_MESSAGES, Columns, InferBatch, Map, Ping, TensorForm
-from tests.unit.broker.listeners.test_turns import PolledLoop, World, worlds
+from tests.unit.broker.listeners.test_turns import Worlds, worlds
 from tests.unit.broker.listeners.test_zmq_router import World as ZmqWorld
 
 __all__ = ["worlds"]
@@ -63,7 +63,7 @@ def test_a_share_is_split_off_by_weight_and_nothing_is_lost(sizes: list[int], sh
         assert sum(weights[: len(head)]) >= share
 
 
-def test_infer_batches_on_the_lane_are_delivered_in_shares_and_in_order(worlds: Callable[..., World]) -> None:
+def test_infer_batches_on_the_lane_are_delivered_in_shares_and_in_order(worlds: Worlds) -> None:
     world = worlds(1)
     sent = flood(40)
     world.theirs[1].send(codec.encode(sent))
@@ -82,9 +82,7 @@ def test_infer_batches_on_the_lane_are_delivered_in_shares_and_in_order(worlds: 
 
 
 @pytest.mark.parametrize("flooders", [1, 30])
-def test_a_flood_of_infer_batches_delays_other_clients_by_a_few_turns(
-    worlds: Callable[..., World], flooders: int
-) -> None:
+def test_a_flood_of_infer_batches_delays_other_clients_by_a_few_turns(worlds: Worlds, flooders: int) -> None:
     world = worlds(flooders + 1)
     for peer in range(1, flooders + 1):
         for _ in range(3):
@@ -96,7 +94,7 @@ def test_a_flood_of_infer_batches_delays_other_clients_by_a_few_turns(
     assert len(turns) <= flooders * MOST // MESSAGES + 2 + flooders // 8
 
 
-def test_infer_batches_without_requests_count_as_messages(worlds: Callable[..., World]) -> None:
+def test_infer_batches_without_requests_count_as_messages(worlds: Worlds) -> None:
     """They are refused one by one. They count, and do not make other messages free."""
     world = worlds(1)
     world.theirs[1].send(codec.encode([*[batch(1, 0), Ping(1)] * (PACKET_MESSAGES // 2)]))
@@ -107,7 +105,7 @@ def test_infer_batches_without_requests_count_as_messages(worlds: Callable[..., 
     assert heard == PACKET_MESSAGES
 
 
-def test_a_packet_with_descriptors_may_have_as_many_requests_as_messages(worlds: Callable[..., World]) -> None:
+def test_a_packet_with_descriptors_may_have_as_many_requests_as_messages(worlds: Worlds) -> None:
     """Such a packet is always delivered as a whole."""
     world = worlds(1)
     most = PACKET_MESSAGES // BATCH_REQUESTS
@@ -131,48 +129,39 @@ def test_a_packet_with_descriptors_may_have_as_many_requests_as_messages(worlds:
 # ------------------------------------------------------------------------------------------------- ZeroMQ
 
 
-def zmq_world(folder: Path) -> ZmqWorld:
-    world = ZmqWorld(folder)
-    world.door._loop = PolledLoop()
-    return world
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[ZmqWorld]:
+    world = ZmqWorld(tmp_path)
+    yield world
+    world.close()
 
 
 def zmq_turns(world: ZmqWorld) -> list[list[Any]]:
     """The messages that the core gets, turn by turn."""
-    world.delivered.clear()
-    assert world.door._socket.poll(60_000)
-    world.door.read_input()
+    world.receive()
     turns = []
     while world.delivered:
         turns.append(list(world.delivered))
         world.delivered.clear()
-        world.door._turns.begin()
+        world.turns.begin()
     return turns
 
 
-def test_infer_batches_over_zeromq_are_delivered_in_shares_and_in_order(tmp_path: Path) -> None:
-    world = zmq_world(tmp_path)
-    try:
-        sent = flood(40)
-        world.dealer.send(codec.encode(sent))
-        turns = zmq_turns(world)
-        assert max(map(weight, turns)) <= MOST
-        assert len(turns) >= weight(sent) // MOST
-        assert numbers_of([message for turn in turns for message in turn]) == numbers_of(sent)
-    finally:
-        world.close()
+def test_infer_batches_over_zeromq_are_delivered_in_shares_and_in_order(router: ZmqWorld) -> None:
+    sent = flood(40)
+    router.dealer.send(codec.encode(sent))
+    turns = zmq_turns(router)
+    assert max(map(weight, turns)) <= MOST
+    assert len(turns) >= weight(sent) // MOST
+    assert numbers_of([message for turn in turns for message in turn]) == numbers_of(sent)
 
 
-def test_a_zeromq_packet_with_frames_may_have_as_many_requests_as_messages(tmp_path: Path) -> None:
-    world = zmq_world(tmp_path)
-    try:
-        most = PACKET_MESSAGES // BATCH_REQUESTS
-        world.dealer.send_multipart([codec.encode([*[batch(1)] * most, Ping(1)]), b"frame"])
-        ((refusal,),) = zmq_turns(world)
-        assert isinstance(refusal, codec.Refused)
-        assert f"the limit is {PACKET_MESSAGES}" in refusal.text
-        good = [batch(1)] * most
-        world.dealer.send_multipart([codec.encode(good), b"frame"])
-        assert zmq_turns(world) == [good]
-    finally:
-        world.close()
+def test_a_zeromq_packet_with_frames_may_have_as_many_requests_as_messages(router: ZmqWorld) -> None:
+    most = PACKET_MESSAGES // BATCH_REQUESTS
+    router.dealer.send_multipart([codec.encode([*[batch(1)] * most, Ping(1)]), b"frame"])
+    ((refusal,),) = zmq_turns(router)
+    assert isinstance(refusal, codec.Refused)
+    assert f"the limit is {PACKET_MESSAGES}" in refusal.text
+    good = [batch(1)] * most
+    router.dealer.send_multipart([codec.encode(good), b"frame"])
+    assert zmq_turns(router) == [good]

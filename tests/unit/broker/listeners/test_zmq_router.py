@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
 from shmserve.core.requests.client import ClientState
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PROTOCOL, Hello
-from tests.support.broker.fake_loop import Loop
+from tests.unit.broker.listeners.test_turns import PolledLoop
 
 PEER = 7
 LIMIT = 1 << 20
@@ -28,21 +29,23 @@ class World:
     reported disconnects and clients that fall behind."""
 
     def __init__(self, folder: Path, client_outbox_bytes: int = LIMIT, outbox_bytes: int = LIMIT) -> None:
+        self.loop, self.turns = PolledLoop(), ClientTurns(lambda: None)
+        self.outboxes: list[ZmqOutbox] = []
         self.told: list[Any] = []
         self.clients: dict[int, ClientState] = {}
         self.delivered: list[Any] = []
         unused: Any = SimpleNamespace()
         self.door = ZmqRouter(
             folder / "sock",
-            Loop(),
+            self.loop,
             unused,
             unused,
-            lambda outbox: PEER,
+            self._opened,
             lambda peer, messages, descriptors: self.delivered.extend(messages),
             lambda peer, reason: self.told.append(reason),
             "uid:1",
             client_outbox_bytes,
-            ClientTurns(lambda: None),
+            self.turns,
             OutputBacklog(outbox_bytes, lambda peer, behind: self.told.append(behind)),
         )
         self.context = zmq.Context()
@@ -50,9 +53,19 @@ class World:
         self.dealer.setsockopt(zmq.LINGER, 0)
         self.dealer.connect(f"ipc://{folder / 'sock'}")
         self.dealer.send(codec.encode([Hello(PROTOCOL, 0, "test", "posix")]))
-        assert self.door._socket.poll(PATIENCE_MS)
-        self.door.read_input()
+        self.receive()
         assert [type(message) for message in self.delivered] == [Hello]
+
+    def _opened(self, outbox: ZmqOutbox) -> int:
+        self.outboxes.append(outbox)
+        return PEER
+
+    def receive(self) -> None:
+        """Reads until messages have been delivered."""
+        self.delivered.clear()
+        while not self.delivered:
+            assert select.select(list(self.loop.readers), [], [], PATIENCE_MS / 1000)[0]
+            self.door.read_input()
 
     def silent(self) -> tuple[list[int], list[int]]:
         asked, lost = self.door.silent(self.clients)
@@ -68,6 +81,13 @@ def peers(outboxes: list[ZmqOutbox]) -> list[int]:
     return [outbox.peer for outbox in outboxes]
 
 
+def welcomed() -> ClientState:
+    """A client whose Hello the core has processed."""
+    found = ClientState(PEER, "uid:1", "zmq")
+    found.outputs = "posix"
+    return found
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path)
@@ -80,7 +100,7 @@ def test_a_client_is_not_pinged_before_its_welcome(world: World) -> None:
     assert world.silent() == ([], [])
     world.clients[PEER] = ClientState(PEER, "uid:1", "zmq")
     assert world.silent() == ([], [])
-    world.clients[PEER].outputs = "posix"  # its Hello has been processed
+    world.clients[PEER] = welcomed()
     assert world.silent() == ([PEER], [])
     assert world.silent() == ([], [PEER])
 
@@ -92,7 +112,7 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, limit: str)
     limits = {"client_outbox_bytes": 4 * size, "outbox_bytes": 16 * size, limit: size}
     world = World(tmp_path, **limits)
     try:
-        (outbox,) = world.door._outboxes.values()
+        (outbox,) = world.outboxes
         sent = 0
         while not any(type(one) is str for one in world.told):
             world.door.send(outbox, [bytes(LIMIT // 4)])
@@ -103,7 +123,8 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, limit: str)
         assert behind == [True] * (most > BEHIND_BYTES)
         assert reason.startswith("it does not read its responses: ")
         assert reason.endswith(f"over the limit of {most} ({limit})")
-        assert not world.door._outboxes
+        world.clients[PEER] = welcomed()
+        assert world.silent() == ([], []), "the router has forgotten it"
     finally:
         world.close()
 
@@ -111,7 +132,7 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, limit: str)
 def test_a_client_that_reads_again_has_caught_up(tmp_path: Path) -> None:
     world = World(tmp_path, 64 * LIMIT, 256 * LIMIT)
     try:
-        (outbox,) = world.door._outboxes.values()
+        (outbox,) = world.outboxes
         sent = 0
         while not world.told:
             world.door.send(outbox, [bytes(LIMIT // 4)])
