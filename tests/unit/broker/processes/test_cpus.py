@@ -59,57 +59,40 @@ def test_cores_nodes_policies_and_gpus_are_discovered(tmp_path: Path) -> None:
 
 def test_nodes_without_a_usable_core_do_not_count(tmp_path: Path) -> None:
     sys = tree(tmp_path, {0: "0-3", 1: "4-7"})
+    assert set(survey().usable) == os.sched_getaffinity(0)
     assert survey(sys=sys, cgroup=tmp_path / "none", usable=(5, 4)).nodes == ((4, 5),)
     assert survey(sys=tmp_path / "none", cgroup=tmp_path / "none", usable=(1, 0)).nodes == ((0, 1),)
 
 
-def test_the_usable_cores_of_this_machine_are_discovered() -> None:
-    found = survey()
-    assert set(found.usable) == os.sched_getaffinity(0)
-    assert {core for node in found.nodes for core in node} <= set(found.usable)
-
-
 @pytest.mark.parametrize(
-    ("line", "limits", "wanted"),
+    ("lines", "limits", "wanted"),
     [
         ("0::/", {}, 0),
         ("0::/", {"": "150000 100000"}, 2),
         ("0::/a/b", {"a": "400000 100000", "a/b": "max 100000"}, 4),
         ("0::/a/b", {"": "max 100000", "a": "400000 100000", "a/b": "50000 100000"}, 1),
         ("4:cpu:/a", {"": "100000 100000"}, 0),
-    ],
-)
-def test_a_quota_of_control_groups(line: str, limits: dict[str, str], wanted: int, tmp_path: Path) -> None:
-    (tmp_path / "cgroup").write_text(line + "\n")
-    for name, text in limits.items():
-        folder = tmp_path / "sys/fs/cgroup" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cpu.max").write_text(text + "\n")
-    assert quota(tmp_path / "cgroup", tmp_path / "sys") == wanted
-
-
-@pytest.mark.parametrize(
-    ("lines", "limits", "wanted"),
-    [
-        (["4:cpu,cpuacct:/"], {}, 0),
-        (["4:cpu,cpuacct:/"], {"cpu,cpuacct": -1}, 0),
-        (["4:cpu,cpuacct:/"], {"cpu,cpuacct": 150_000}, 2),
-        (["4:cpu,cpuacct:/"], {"cpu": 150_000}, 2),
-        (["5:cpuset:/a", "4:cpu:/a/b"], {"cpu": -1, "cpu/a": 400_000, "cpu/a/b": -1, "cpuset/a": 100_000}, 4),
-        (["4:cpu,cpuacct:/a/b"], {"cpu,cpuacct": -1, "cpu,cpuacct/a": 400_000, "cpu,cpuacct/a/b": 50_000}, 1),
+        # Of version 1.
+        ("4:cpu,cpuacct:/", {}, 0),
+        ("4:cpu,cpuacct:/", {"cpu,cpuacct": -1}, 0),
+        ("4:cpu,cpuacct:/", {"cpu,cpuacct": 150_000}, 2),
+        ("4:cpu,cpuacct:/", {"cpu": 150_000}, 2),
+        ("5:cpuset:/a\n4:cpu:/a/b", {"cpu": -1, "cpu/a": 400_000, "cpu/a/b": -1, "cpuset/a": 100_000}, 4),
+        ("4:cpu,cpuacct:/a/b", {"cpu,cpuacct": -1, "cpu,cpuacct/a": 400_000, "cpu,cpuacct/a/b": 50_000}, 1),
         # In a container, the files are at the top.
-        (["4:cpu,cpuacct:/docker/1f", "1:name=systemd:/docker/1f", "0::/x:y"], {"cpu,cpuacct": 300_000}, 3),
+        ("4:cpu,cpuacct:/docker/1f\n1:name=systemd:/docker/1f\n0::/x:y", {"cpu,cpuacct": 300_000}, 3),
     ],
 )
-def test_a_quota_of_control_groups_of_version_1(
-    lines: list[str], limits: dict[str, int], wanted: int, tmp_path: Path
-) -> None:
-    (tmp_path / "cgroup").write_text("\n".join(lines) + "\n")
+def test_a_quota_of_control_groups(lines: str, limits: dict[str, str | int], wanted: int, tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text(lines + "\n")
     for name, allowed in limits.items():
         folder = tmp_path / "sys/fs/cgroup" / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cpu.cfs_quota_us").write_text(f"{allowed}\n")
-        (folder / "cpu.cfs_period_us").write_text("100000\n")
+        if isinstance(allowed, str):
+            (folder / "cpu.max").write_text(allowed + "\n")
+        else:
+            (folder / "cpu.cfs_quota_us").write_text(f"{allowed}\n")
+            (folder / "cpu.cfs_period_us").write_text("100000\n")
     assert quota(tmp_path / "cgroup", tmp_path / "sys") == wanted
 
 
@@ -145,15 +128,12 @@ def test_invalid_policies_are_refused(policy: HostPolicy, text: str, tmp_path: P
 
 
 def test_cores_of_one_node_are_divided_among_instances() -> None:
+    assert compile_instances(model(group(1))) == (InstanceSpec("a_0"),), "without cores"
     assert dealt(model(group(1)), ONE) == [((), 8)]
     assert dealt(model(group(3)), ONE) == [((), 2)] * 3
     assert dealt(model(group(20)), ONE) == [((), 1)] * 20
     assert dealt(model(group(2), group(2, "spare", passive=True)), ONE) == [((), 4)] * 4
     assert dealt(model(group(2, passive=True)), ONE) == [((), 8)] * 2
-
-
-def test_without_cores_an_instance_has_no_affinity() -> None:
-    assert compile_instances(model(group(1))) == (InstanceSpec("a_0"),)
 
 
 def test_instances_get_the_cores_of_their_policy() -> None:
@@ -203,8 +183,3 @@ def test_more_instances_of_a_group_change_neither_names_nor_cores(
     for node in cores.nodes:
         threads = sum(spec.threads for spec in before if spec.cpus == node)
         assert threads <= max(size, sum(spec.cpus == node for spec in before))
-
-
-def test_cores_are_assigned_to_many_instances() -> None:
-    config = model(*(group(1, f"g{number}") for number in range(500)), group(500))
-    assert len(compile_instances(config, TWO)) == 1000

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,18 +44,38 @@ def set_up(patch: pytest.MonkeyPatch, *gpus: dict[str, Any]) -> None:
     patch.setenv("STANDIN_GPUS", json.dumps(gpus))
 
 
+def processes(patch: pytest.MonkeyPatch, file: Path, **memory: dict[str, int | None]) -> None:
+    """The memory of processes, by GPU and pid."""
+    file.write_text(json.dumps({name.replace("_", "-"): of for name, of in memory.items()}))
+    patch.setenv("STANDIN_PROCESSES", str(file))
+
+
+@contextmanager
+def monitored(*more: Any, asked: bool = False, **environment: str) -> Iterator[GpuMonitor]:
+    made = GpuMonitor(discover(environment).found, *more, interval_s=3600)
+    if asked:
+        assert made.used_by(7) == 0, "nothing has been sampled"
+    made.start()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def samples(made: GpuMonitor) -> list[str]:
+    return [line for line in made.text().splitlines() if not line.startswith("#")]
+
+
 # ---------------------------------------------------------------------------------------------- discovery
 
 
 def test_gpus_are_listed_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     set_up(monkeypatch, *TWO)
     found = discover({})
-    assert found == Gpus(
-        (Gpu(0, 0, "GPU-aa11", "00000000:3B:00.0", "Stand-in"), Gpu(1, 1, "GPU-bb22", "00000000:AF:00.0", "Stand-in"))
-    )
+    gpus = [Gpu(number, number, gpu["uuid"], gpu["pci"], "Stand-in") for number, gpu in enumerate(TWO)]
+    assert found == Gpus(tuple(gpus))
     assert found.numbers.cpu_only >= {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
     assert found.numbers == (0, 1)
-    assert found.uuids() == {0: "GPU-aa11", 1: "GPU-bb22"}
     assert found.places() == {0: "00000000:3B:00.0", 1: "00000000:AF:00.0"}
     hidden = discover({"CUDA_VISIBLE_DEVICES": "GPU-bb"})
     assert [(gpu.number, gpu.ordinal, gpu.uuid) for gpu in hidden.found] == [(0, 1, "GPU-bb22")]
@@ -64,18 +85,9 @@ def test_gpus_are_listed_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("0,1,2,3", [0, 1, 2, 3]),
-        (" 3 , 1 ", [3, 1]),
-        ("", []),
-        ("-1", []),
-        ("1,-1,2", [1]),
-        ("2,9,0", [2]),
-        ("1,1,2", [1]),
-        ("GPU-02,GPU-00ab", [2, 0]),
+        *((" 3 , 1 ", [3, 1]), ("", []), ("-1", []), ("1,-1,2", [1]), ("2,9,0", [2]), ("1,1,2", [1])),
+        *(("GPU-02,GPU-00ab", [2, 0]), ("02ab", []), ("MIG-02ab", []), ("NoDevFiles", [])),
         ("GPU-0", []),  # which of them?
-        ("02ab", []),
-        ("MIG-02ab", []),
-        ("NoDevFiles", []),
     ],
 )
 def test_cuda_visible_devices_selects_gpus(text: str, wanted: Sequence[int]) -> None:
@@ -123,20 +135,10 @@ def test_engines_installed_without_gpu_support_are_recognised(monkeypatch: pytes
         return versions[package]
 
     monkeypatch.setattr(metadata, "version", version)
-    assert cpu_only() == {
-        "dali",
-        "fil",
-        "identity",
-        "llamacpp",
-        "openvino",
-        "paddle",
-        "onnxruntime",
-        "pytorch",
-        "tensorflow",
-        "tflite",
-    }
+    always = {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
+    assert cpu_only() == always | {"dali", "onnxruntime", "pytorch", "tensorflow"}
     versions |= {"nvidia-dali-cuda120": "2.4.0", "onnxruntime-gpu": "1.20.0", "torch": "2.6.0", "tensorflow": "2.19.0"}
-    assert cpu_only() == {"fil", "identity", "llamacpp", "openvino", "paddle", "tflite"}
+    assert cpu_only() == always
 
 
 def test_the_reason_for_missing_gpus_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +158,8 @@ def test_the_reason_for_missing_gpus_is_reported(tmp_path: Path, monkeypatch: py
 
 def test_metrics_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     set_up(monkeypatch, TWO[0], TWO[1] | {"missing": ["power", "energy"], "utilization": 100} | BUSY)
-    made = GpuMonitor(discover({}).found)
-    made.start()
-    try:
-        lines = [line for line in made.text().splitlines() if not line.startswith("#")]
-        found = made.document()
-    finally:
-        made.close()
+    with monitored() as made:
+        lines, found = samples(made), made.document()
     assert [line for line in lines if line.startswith("nv_")] == [
         'nv_gpu_utilization{gpu_uuid="GPU-aa11"} 0.25',
         'nv_gpu_utilization{gpu_uuid="GPU-bb22"} 1.0',
@@ -194,11 +191,8 @@ def test_metrics_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = {"memory_bytes": 80 << 30, "memory_used_bytes": 1 << 30}
     power = {"power_watts": 120.5, "power_limit_watts": 700.0}
     missing = power | {"power_watts": None}
-    clocks: dict[str, Any] = {
-        "sm_clock_hertz": 1_980_000_000,
-        "sm_clock_max_hertz": 1_980_000_000,
-        "temperature_celsius": 41,
-    }
+    hertz = 1_980_000_000
+    clocks: dict[str, Any] = {"sm_clock_hertz": hertz, "sm_clock_max_hertz": hertz, "temperature_celsius": 41}
     clocks |= {"throttled": [], "out_of_service": ""}
     slow = clocks | {"sm_clock_hertz": 1_410_000_000, "temperature_celsius": 88}
     slow |= {"throttled": ["power_cap", "sw_thermal"]}
@@ -208,64 +202,36 @@ def test_metrics_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_metrics_cover_only_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's number in the server differs from its number in the driver."""
-    set_up(monkeypatch, *TWO)
-    made = GpuMonitor(discover({"CUDA_VISIBLE_DEVICES": "1"}).found)
-    made.start()
-    text = made.text()
-    made.close()
-    assert "GPU-bb22" in text
-    assert "GPU-aa11" not in text
-
-
 def test_metrics_of_mig_slices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Memory is measured for each slice, power and the like for the whole GPU, and utilization not at all."""
-    told = tmp_path / "processes"
-    told.write_text(json.dumps({"MIG-01": {"7": 100}, "MIG-02": {"8": 11}}))
-    monkeypatch.setenv("STANDIN_PROCESSES", str(told))
+    processes(monkeypatch, tmp_path / "processes", MIG_01={"7": 100}, MIG_02={"8": 11})
     set_up(monkeypatch, SLICED)
-    made = GpuMonitor(discover({}).found, interval_s=3600)
-    made.start()
-    try:
-        lines = [line for line in made.text().splitlines() if not line.startswith("#")]
-        documents = made.document()
-        made.used_by(7)
-        made._update()
+    with monitored(asked=True) as made:
+        lines, documents = samples(made), made.document()
         assert [made.used_by(pid) for pid in (7, 8)] == [100, 11]
-    finally:
-        made.close()
     assert not [line for line in lines if "utilization" in line]
     assert f'nv_gpu_memory_total_bytes{{gpu_uuid="MIG-01"}} {40 << 30}' in lines
     assert f'nv_gpu_memory_total_bytes{{gpu_uuid="MIG-02"}} {10 << 30}' in lines
     assert [line for line in lines if "energy" in line] == ['nv_energy_consumption{gpu_uuid="GPU-aa11"} 5.0']
     assert [(one["uuid"], one["memory_bytes"], one["utilization"]) for one in documents] == [
-        ("MIG-01", 40 << 30, None),
-        ("MIG-02", 10 << 30, None),
-    ]
+        ("MIG-01", 40 << 30, None), ("MIG-02", 10 << 30, None),
+    ]  # fmt: skip
 
 
 def test_gpu_memory_is_measured_per_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_up(monkeypatch, *TWO)
-    told = tmp_path / "processes"
-    told.write_text(json.dumps({"GPU-aa11": {"7": 100, "8": None}, "GPU-bb22": {"7": 11}}))
-    monkeypatch.setenv("STANDIN_PROCESSES", str(told))
-    made = GpuMonitor(discover({}).found, False, interval_s=3600)
-    made.start()
-    try:
+    processes(monkeypatch, tmp_path / "processes", GPU_aa11={"7": 100, "8": None}, GPU_bb22={"7": 11})
+    with monitored(False, asked=True) as made:
         assert made.text() == "", "nobody wants the metrics"
-        assert made.used_by(7) == 0, "nobody had asked"
-        made._update()
         assert [made.used_by(pid) for pid in (7, 8, 9)] == [111, 0, 0]
-    finally:
-        made.close()
 
 
-def test_without_gpus_there_is_no_thread() -> None:
-    made = GpuMonitor(())
-    made.start()
-    assert made.text() == ""
-    made.close()
+def test_only_visible_gpus_are_monitored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's number in the server differs from its number in the driver."""
+    set_up(monkeypatch, *TWO)
+    for visible_gpus, shown in (("1", {"GPU-bb22"}), ("", set())):
+        with monitored(CUDA_VISIBLE_DEVICES=visible_gpus) as made:
+            assert {uuid for uuid in ("GPU-aa11", "GPU-bb22") if uuid in made.text()} == shown
 
 
 def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +250,7 @@ def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "JOIN_TIMEOUT_S", 0.01)
     assert asked.wait(30)
     made.close()
-    (thread,) = made._threads
-    assert thread.is_alive()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "gpu-metrics")
     answers.set()
     thread.join()
     made.close()

@@ -28,17 +28,27 @@ MIB = 1 << 20
 class Place:
     """A loop, the memory of each pid, and the killed processes."""
 
-    def __init__(self, groups: ControlGroups | None = None) -> None:
+    def __init__(self, groups: ControlGroups | None = None, **more: Any) -> None:
         self.loop = Loop()
         self.used: dict[int, int] = {}
         self.killed: list[tuple[int, str]] = []
         self.memory = MemoryLimits(
-            self.loop, lambda *what: self.killed.append(what), lambda pid: self.used[pid], groups
+            self.loop, lambda *what: self.killed.append(what), lambda pid: self.used[pid], groups, **more
         )
 
 
-def test_only_the_process_over_its_limit_is_killed() -> None:
-    place = Place()
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, "of private memory, limit 100 MiB (--instance-memory-limit, memory_limit_mb)"),
+        (
+            {"what": "GPU memory", "knobs": GPU_KNOBS},
+            "of GPU memory, limit 100 MiB (--instance-gpu-memory-limit, gpu_memory_limit_mb)",
+        ),
+    ],
+)
+def test_only_the_process_over_its_limit_is_killed(more: dict[str, Any], text: str) -> None:
+    place = Place(**more)
     place.memory.started(1, 101, 100 * MIB)
     place.memory.started(2, 102, 300 * MIB)
     place.memory.started(3, 103, 0)
@@ -46,23 +56,10 @@ def test_only_the_process_over_its_limit_is_killed() -> None:
     assert place.loop.fire() == POLL_S
     place.used[101] = 101 * MIB
     assert place.loop.fire() == POLL_S
-    text = "it uses 101 MiB of private memory, limit 100 MiB (--instance-memory-limit, memory_limit_mb)"
-    assert place.killed == [(1, text)]
+    assert place.killed == [(1, f"it uses 101 MiB {text}")]
     del place.used[101]
     place.loop.fire()
     assert len(place.killed) == 1
-
-
-def test_the_message_about_gpu_memory_names_its_setting() -> None:
-    loop, killed = Loop(), list[tuple[int, str]]()
-    memory = MemoryLimits(
-        loop, lambda *what: killed.append(what), lambda pid: 3 * MIB, what="GPU memory", knobs=GPU_KNOBS
-    )
-    memory.started(1, 101, 2 * MIB)
-    memory.started(2, 102, 0)
-    loop.fire()
-    text = "it uses 3 MiB of GPU memory, limit 2 MiB (--instance-gpu-memory-limit, gpu_memory_limit_mb)"
-    assert killed == [(1, text)]
 
 
 def test_processes_near_their_limit_are_polled_more_often() -> None:
@@ -121,7 +118,9 @@ def events(folder: Path, **counts: int) -> None:
 
 
 def test_a_control_group_enforces_the_limit_and_reports_oom_kills(top: Path) -> None:
+    (top / "instance-3").mkdir()  # left by a server that was killed
     place = Place(ControlGroups.take_over(top))
+    assert not (top / "instance-3").exists()
     assert (top / "server" / "cgroup.procs").read_text() == str(os.getpid())
     assert (top / "cgroup.subtree_control").read_text() == "+memory"
     group = place.memory.group(7, 64 * MIB)
@@ -161,12 +160,6 @@ def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: p
     assert place.loop.fire() == POLL_S
     assert not (top / "instance-7").exists()
     assert not place.loop.timers
-
-
-def test_groups_of_a_server_that_was_killed_are_removed(top: Path) -> None:
-    (top / "instance-3").mkdir()
-    ControlGroups.take_over(top)
-    assert not (top / "instance-3").exists()
 
 
 def test_memory_is_polled_where_no_control_group_can_be_created(top: Path, caplog: pytest.LogCaptureFixture) -> None:

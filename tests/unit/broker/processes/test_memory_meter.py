@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,8 +52,7 @@ def test_memory_of_a_process_that_exits_in_the_middle_counts_once(monkeypatch: p
 def test_shared_pages_count_proportionally(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process is measured when it has loaded its model; until then its resident memory is shown."""
     texts = {"smaps_rollup": b"...\nRss: 9000 kB\nPss: 3000 kB\nPss_Anon: 2000 kB\n"}
-    read = procfs._read
-    monkeypatch.setattr(procfs, "_read", lambda pid, name: texts[name] if name in texts else read(pid, name))
+    monkeypatch.setattr(procfs, "_read", lambda pid, name: texts.get(name) or Path(f"/proc/{pid}/{name}").read_bytes())
     pid = os.getpid()
 
     async def measure() -> None:
