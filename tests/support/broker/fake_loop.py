@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,3 +47,20 @@ class Loop:
         self.now += timer.after
         timer.call()
         return timer.after
+
+
+class ThreadedLoop(Loop):
+    """Takes the callbacks of other threads, and runs them when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def call_soon_threadsafe(self, call: Callable[..., None], *arguments: Any) -> None:
+        self._calls.put(partial(call, *arguments))
+
+    def next_call(self) -> Callable[[], None]:
+        return self._calls.get(timeout=60)
+
+    def run_one(self) -> None:
+        self.next_call()()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shmserve.broker.models import differences as module
 from shmserve.broker.models.differences import Differences, LoadedVersion, compare
 from shmserve.repo.storage.snapshot import take
-from tests.support.broker.fake_loop import Timer
+from tests.support.broker.fake_loop import ThreadedLoop
 
 
 def model(folder: Path) -> Path:
@@ -39,12 +38,8 @@ def test_changed_files_are_found_per_version(tmp_path: Path, path: str, changed:
     assert compare(entries) == {1: False, 2: False, 3: False}
     (folder / path).write_text("changed")
     assert {source for source, differs in compare(entries).items() if differs} == changed
-
-
-def test_a_removed_model_differs(tmp_path: Path) -> None:
-    entry = loaded(model(tmp_path / "m"), 1, 1)
-    (tmp_path / "m").rename(tmp_path / "other")
-    assert compare([entry]) == {1: True}
+    folder.rename(tmp_path / "other")
+    assert set(compare(entries).values()) == {True}, "a model that was removed differs"
 
 
 def test_a_comparison_is_bounded(tmp_path: Path) -> None:
@@ -53,61 +48,51 @@ def test_a_comparison_is_bounded(tmp_path: Path) -> None:
     assert list(compare(entries, files + 1)) == [0, 1]
 
 
-class Loop:
-    def __init__(self) -> None:
-        self.soon: list[Callable[[], None]] = []
-        self.later: list[Timer] = []
+class Compared:
+    """Three loaded versions whose comparisons always stop after the first, which differs."""
 
-    def call_soon_threadsafe(self, call: Callable[..., None], *given: Any) -> None:
-        self.soon.append(lambda: call(*given))
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        entries = [loaded(model(folder / str(number)), number, 1) for number in range(3)]
+        self.loop = ThreadedLoop()
+        self.comparisons: list[list[int]] = []
+        self.answers: list[Set[int]] = []
+        self.differences = Differences(self.loop, lambda: entries)
+        patch.setattr(module, "compare", self._compare)
 
-    def call_later(self, after: float, call: Callable[[], None]) -> Timer:
-        self.later.append(Timer(after, call))
-        return self.later[-1]
-
-
-def test_simultaneous_callers_share_one_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    comparisons: list[list[LoadedVersion]] = []
-
-    def compared(entries: list[LoadedVersion]) -> dict[int, bool]:
-        comparisons.append(entries)
+    def _compare(self, entries: list[LoadedVersion]) -> dict[int, bool]:
+        self.comparisons.append([entry.source for entry in entries])
         return {entries[0].source: True}
 
-    monkeypatch.setattr(module, "compare", compared)
-    entries = [loaded(model(tmp_path / str(number)), number, 1) for number in range(3)]
-    loop, answers = Loop(), list[Set[int]]()
-    differences = Differences(loop, lambda: entries)
+    def check(self) -> None:
+        self.differences.check(self.answers.append)
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compared]:
+    made = Compared(tmp_path, monkeypatch)
+    yield made
+    made.differences.close()
+
+
+def test_simultaneous_callers_share_one_comparison(compared: Compared) -> None:
     for _ in range(3):
-        differences.check(answers.append)
-    differences._thread.shutdown()
-    assert (len(comparisons), answers, len(loop.later)) == (1, [], 1)
-    loop.soon.pop()()
-    assert answers == [{0}] * 3
-    assert loop.later[0].cancelled, "or it would answer later callers too early"
-    differences.check(answers.append)
-    assert answers == [{0}] * 4, "compared a moment ago"
-    assert len(loop.later) == 1
+        compared.check()
+    (timeout,) = compared.loop.timers
+    compared.loop.run_one()
+    assert (len(compared.comparisons), compared.answers) == (1, [{0}] * 3)
+    assert timeout.cancelled, "or it would answer later callers too early"
+    compared.check()
+    assert compared.answers == [{0}] * 4, "compared a moment ago"
+    assert len(compared.loop.timers) == 1
 
 
-def test_a_disk_that_does_not_respond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_does_not_respond(compared: Compared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers wait for a limited time, and the next comparison begins where this one ended."""
-    comparisons: list[list[int]] = []
-
-    def compared(entries: list[LoadedVersion]) -> dict[int, bool]:
-        comparisons.append([entry.source for entry in entries])
-        return {entries[0].source: True}
-
-    monkeypatch.setattr(module, "compare", compared)
     monkeypatch.setattr(module, "FRESH_S", 0.0)
-    entries = [loaded(model(tmp_path / str(number)), number, 1) for number in range(3)]
-    loop, answers = Loop(), list[Set[int]]()
-    differences = Differences(loop, lambda: entries)
-    differences.check(answers.append)
-    loop.later.pop().call()
-    assert answers == [set()]
-    differences._thread.submit(lambda: None).result()
-    loop.soon.pop()()
-    differences.check(answers.append)
-    differences._thread.shutdown()
-    loop.soon.pop()()
-    assert (comparisons, answers) == ([[0, 1, 2], [1, 2, 0]], [set(), {0, 1}])
+    compared.check()
+    compared.loop.fire()
+    assert compared.answers == [set()]
+    compared.loop.run_one()
+    compared.check()
+    compared.loop.run_one()
+    assert (compared.comparisons, compared.answers) == ([[0, 1, 2], [1, 2, 0]], [set(), {0, 1}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,26 +17,14 @@ from shmserve.core.batching.rate_limiter import ANY
 from shmserve.core.core import Core
 from shmserve.protocol.messages import Answer, Ask, Fail
 from shmserve.repo.compile import CoreSet
+from tests.support.broker.fake_loop import ThreadedLoop
 from tests.support.repo.models import GOOD, model
-
-
-class Loop:
-    """Runs the thread's callbacks when the test says so."""
-
-    def __init__(self) -> None:
-        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def call_soon_threadsafe(self, call: Callable[..., None], *arguments: Any) -> None:
-        self._done.put(lambda: call(*arguments))
-
-    def run_one(self) -> None:
-        self._done.get(timeout=60)()
 
 
 class Shell:
     def __init__(self, root: Path, config: str = GOOD, mode: str = "explicit", compatible: bool = False) -> None:
         model(root / "models", "m", config, {"1/weights": "a"})
-        self.loop = Loop()
+        self.loop = ThreadedLoop()
         self.core = Core()
         self.catalog = Catalog(Repositories([root / "models"]), {}, CoreSet((0,)), resources=(("r", ANY, 3),))
         self.inbox: list[tuple[int, Any]] = []
@@ -64,42 +51,49 @@ class Shell:
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    found = Shell(tmp_path)
-    yield found
-    found.operations.close()
+def shells(tmp_path: Path) -> Iterator[Callable[..., Shell]]:
+    made: list[Shell] = []
+
+    def make(*arguments: Any, **more: Any) -> Shell:
+        made.append(Shell(tmp_path, *arguments, **more))
+        return made[-1]
+
+    yield make
+    for shell in made:
+        shell.operations.close()
+
+
+@pytest.fixture
+def shell(shells: Callable[..., Shell]) -> Shell:
+    return shells()
 
 
 def with_resource(resource: str) -> str:
     return f"{GOOD}\ninstance_group [ {{ kind: KIND_CPU rate_limiter {{ resources [ {{ {resource} }} ] }} }} ]"
 
 
-def test_a_load_that_needs_too_much_of_a_resource_fails(tmp_path: Path) -> None:
-    shell = Shell(tmp_path, with_resource("name: 'r' count: 4"))
-    try:
-        shell.ask("load")
-        (failed,) = shell.said
-        assert failed.text.startswith("failed to load 'm': Resource count for \"r\" is limited to 3 which will prevent")
-        assert [type(event) for _, event in shell.inbox] == [events.Refuse]
-    finally:
-        shell.operations.close()
+def test_a_load_that_needs_too_much_of_a_resource_fails(shells: Callable[..., Shell]) -> None:
+    shell = shells(with_resource("name: 'r' count: 4"))
+    shell.ask("load")
+    (failed,) = shell.said
+    assert failed.text.startswith("failed to load 'm': Resource count for \"r\" is limited to 3 which will prevent")
+    assert [type(event) for _, event in shell.inbox] == [events.Refuse]
 
 
-def test_a_resource_is_not_global_for_one_model_and_of_each_device_for_another(tmp_path: Path) -> None:
-    shell = Shell(tmp_path, with_resource("name: 'r' count: 1"))
+def test_a_resource_is_not_global_for_one_model_and_of_each_device_for_another(
+    shells: Callable[..., Shell], tmp_path: Path
+) -> None:
+    shell = shells(with_resource("name: 'r' count: 1"))
     model(tmp_path / "models", "n", with_resource("name: 'r' global: true count: 1"), {"1/weights": "a"})
     text = 'Resource "r" is present as both global and device-specific resource in the model configuration.'
-    try:
-        shell.ask("load")
-        assert not shell.said
-        shell.ask("load", name="n")
-        (failed,) = shell.said
-        assert failed.text.startswith(f"failed to load 'n': {text}")
-        shell.ask("unload")
-        shell.ask("load", name="n")
-        assert [type(event) for _, event in shell.inbox] == [events.Deploy, events.Refuse, events.Unload, events.Deploy]
-    finally:
-        shell.operations.close()
+    shell.ask("load")
+    assert not shell.said
+    shell.ask("load", name="n")
+    (failed,) = shell.said
+    assert failed.text.startswith(f"failed to load 'n': {text}")
+    shell.ask("unload")
+    shell.ask("load", name="n")
+    assert [type(event) for _, event in shell.inbox] == [events.Deploy, events.Refuse, events.Unload, events.Deploy]
 
 
 def test_an_internal_error_is_reported_to_the_caller(
@@ -134,12 +128,11 @@ def test_a_source_is_kept_until_the_core_has_processed_its_spawn(shell: Shell) -
         ("none", False, "in mode none"),
         ("none", True, "if polling is enabled"),
         ("poll", False, "if polling is enabled"),
-        ("poll", True, "if polling is enabled"),
     ],
 )
-def test_loading_in_other_modes(tmp_path: Path, mode: str, compatible: bool, why: str) -> None:
+def test_loading_in_other_modes(shells: Callable[..., Shell], mode: str, compatible: bool, why: str) -> None:
     """Triton says that polling is enabled in mode none as well."""
-    shell = Shell(tmp_path, mode=mode, compatible=compatible)
+    shell = shells(mode=mode, compatible=compatible)
     for what in ("load", "unload"):
         shell.operations.handle(1, Ask(1, what, "m"))
         text = "explicit model load / unload is not allowed"

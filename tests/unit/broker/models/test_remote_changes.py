@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from errno import EIO
 from pathlib import Path
 from typing import Any, cast
@@ -21,20 +20,10 @@ from shmserve.core import events
 from shmserve.core.core import Core
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.remote.cache import ABSENT
+from tests.support.broker.fake_loop import ThreadedLoop
 from tests.support.repo.models import ENSEMBLE, GOOD, model
 
 CONFIGS = {"both": ENSEMBLE, "good": GOOD}
-
-
-class Loop:
-    def __init__(self) -> None:
-        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def call_soon_threadsafe(self, call: Callable[..., None], *arguments: Any) -> None:
-        self.calls.put(lambda: call(*arguments))
-
-    def next(self) -> Callable[[], None]:
-        return self.calls.get(timeout=60)
 
 
 class Remote:
@@ -74,21 +63,13 @@ class Started:
     """A server in mode explicit, before anything is loaded."""
 
     def __init__(self, root: Path) -> None:
-        self.loop, self.remote = Loop(), Remote(root)
+        self.loop, self.remote = ThreadedLoop(), Remote(root)
         self.inbox: list[Any] = []
         self.began = 0
         self.catalog = Catalog(Repositories(self.remote.folders), {}, CoreSet((0,)))
         remote, core = cast(RemoteModels, self.remote), Core()
-        self.operations = ClientOperations(
-            self.loop,
-            core,
-            self.catalog,
-            self.inbox.append,
-            lambda peer, message: None,
-            root / "overrides",
-            "explicit",
-            remote=remote,
-        )
+        places = (self.inbox.append, lambda peer, message: None, root / "overrides", "explicit")
+        self.operations = ClientOperations(self.loop, core, self.catalog, *places, remote=remote)
         on_disk = DiskChanges(self.loop, core.state, self.catalog, self.operations, self.inbox.append)
         self.changes = RemoteChanges(remote, self.catalog.repositories, self.operations, on_disk, self._began)
 
@@ -117,9 +98,9 @@ def test_a_model_is_deployed_as_the_polling_thread_read_it(started: Started, mon
 
     monkeypatch.setattr(started.catalog.repositories, "read", observed)
     started.changes.begin(["both"])
-    started.loop.next()()
+    started.loop.run_one()
     assert started.remote.requested == ["both", "good"]
-    adopt = started.loop.next()
+    adopt = started.loop.next_call()
     started.remote.show("good", ABSENT)
     adopt()
     assert started.deployed() == ["both", "good"]
@@ -134,7 +115,7 @@ def test_all_models_are_loaded(started: Started) -> None:
     started.changes.begin(["*"])
     assert started.changes.starting
     for _ in range(2):
-        started.loop.next()()
+        started.loop.run_one()
     assert started.deployed() == ["both", "good"]
     assert started.began == 1
 
@@ -152,6 +133,6 @@ def test_startup_completes_although_the_disk_fails(
     monkeypatch.setattr(started.catalog.repositories, "read", failing)
     started.changes.begin(models)
     while not started.began:
-        started.loop.next()()
+        started.loop.run_one()
     assert not started.changes.starting
     assert not started.deployed()
