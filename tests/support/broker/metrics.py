@@ -51,13 +51,17 @@ class Seen:
         return {key[1]: value for key, value in self.samples.items() if key[0] == name and wanted <= key[1]}
 
 
-def metrics(world: World, arena: Arena | None = None, shown: MetricSettings = DEFAULTS) -> Seen:
+def metrics_text(world: World, shown: MetricSettings = DEFAULTS, arena: Arena | None = None) -> str:
     arena = arena or Arena(0, memfd.create, limit_bytes=1 << 20)
-    pids = iter([os.getpid()] * 100)
-    made = Metrics(world.core.state, arena, 1 << 20, lambda peer: next(pids), lambda pid: 1 << 20, lambda: True, shown)
-    seen = Seen(made.text())
+    pid = os.getpid()
+    made = Metrics(world.core.state, arena, 1 << 20, lambda peer: pid, lambda pid: 1 << 20, lambda: True, shown)
+    text = made.text()
     arena.close()
-    return seen
+    return text
+
+
+def metrics(world: World, arena: Arena | None = None, shown: MetricSettings = DEFAULTS) -> Seen:
+    return Seen(metrics_text(world, shown, arena))
 
 
 def policy(name: str = "m", most: int = 8) -> ModelPolicy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 
 import pytest
 from hypothesis import given
@@ -12,13 +11,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.broker.observability.metric_settings import MetricSettings
-from shmserve.broker.observability.metrics import Metrics
 from shmserve.core.limits import Limits
 from shmserve.core.stats import latencies
 from shmserve.protocol.messages import Options
-from shmserve.shm.arena import Arena
-from shmserve.shm.extents import memfd
-from tests.support.broker.metrics import MS, finish, infer, metrics, policy
+from tests.support.broker.metrics import MS, Seen, finish, infer, metrics, metrics_text, policy
 from tests.support.core.world import World
 
 SUFFIXES = ("_bucket", "_sum", "_count")
@@ -38,8 +34,6 @@ def test_latency_summaries_are_off_by_default() -> None:
     text = metrics(world).text
     assert not any(name in text for name in (*SUMMARIES, FIRST))
     assert "nv_cpu_utilization" in text
-    counted = world.core.state.models["m"].versions[1].statistics
-    assert (counted.summaries, counted.first) == (None, None)
 
 
 def test_summaries_cover_the_last_minute() -> None:
@@ -91,13 +85,8 @@ def test_summaries_of_the_cache() -> None:
     assert not seen.all("nv_inference_request_summary_us_count", **cached)
 
 
-def metrics_text(world: World, shown: MetricSettings) -> str:
-    arena = Arena(0, memfd.create, limit_bytes=1 << 20)
-    found = Metrics(
-        world.core.state, arena, 1 << 20, lambda peer: os.getpid(), lambda pid: 0, lambda: True, shown
-    ).text()
-    arena.close()
-    return found
+def buckets_of(seen: Seen, name: str, **labels: str) -> dict[float, float]:
+    return {float(dict(one)["le"]): count for one, count in seen.all(f"{name}_bucket", **labels).items()}
 
 
 def test_times_to_the_first_response() -> None:
@@ -111,11 +100,9 @@ def test_times_to_the_first_response() -> None:
         world.now += wait * MS
         finish(world)
     seen = metrics(world)
-    buckets = {dict(labels)["le"]: value for labels, value in seen.all(f"{FIRST}_bucket", **MODEL).items()}
-    assert buckets == {"100": 1, "500": 2, "2000": 2, "5000": 2, "+Inf": 3}
+    assert buckets_of(seen, FIRST, **MODEL) == {100: 1, 500: 2, 2000: 2, 5000: 2, math.inf: 3}
     assert (seen(f"{FIRST}_sum", **MODEL), seen(f"{FIRST}_count", **MODEL)) == (9201, 3)
-    buckets = {dict(labels)["le"]: value for labels, value in seen.all(f"{FIRST}_bucket", model="n").items()}
-    assert buckets == {"1": 1, "4": 1, "+Inf": 2}
+    assert buckets_of(seen, FIRST, model="n") == {1: 1, 4: 1, math.inf: 2}
 
 
 def test_times_between_responses() -> None:
@@ -133,9 +120,7 @@ def test_times_between_responses() -> None:
     shown = MetricSettings(histogram_latencies=True)
     seen = metrics(world, shown=shown)
     name = "shmserve_inference_between_responses_histogram_ms"
-    buckets = {
-        float(dict(labels)["le"]): value for labels, value in seen.all(f"{name}_bucket", model="s", version="1").items()
-    }
+    buckets = buckets_of(seen, name, model="s", version="1")
     assert min(buckets) == pytest.approx(1.05, rel=0.01)
     assert sorted(buckets)[-2] == pytest.approx(17180, rel=0.01)
     for edge, count in buckets.items():

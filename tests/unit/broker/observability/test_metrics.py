@@ -17,7 +17,7 @@ from shmserve.broker.observability.metric_definitions import FAMILIES, RESERVED,
 from shmserve.broker.observability.metrics import SHOWN_CLIENTS
 from shmserve.core import events
 from shmserve.core.limits import Limits
-from shmserve.protocol.messages import Infer, Return, Tensor
+from shmserve.protocol.messages import Return
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd
 from shmserve.system import procfs
@@ -71,11 +71,14 @@ def test_names_of_metrics() -> None:
 
 
 def test_metrics_of_a_server_without_models() -> None:
-    seen = metrics(World())
-    assert seen("shmserve_ready") == 1
-    assert seen("shmserve_held_bytes") == 0
+    arena = Arena(0, memfd.create, limit_bytes=1 << 20)
+    block = arena.allocate(5000)
+    seen = metrics(World(), arena)
+    assert (seen("shmserve_ready"), seen("shmserve_held_bytes")) == (1, 0)
     assert not seen.all("nv_inference_count")
-    assert seen("shmserve_broker_arena_limit_bytes") == 1 << 20
+    assert 5000 <= seen("shmserve_broker_arena_used_bytes") < 5000 + 64
+    assert seen("shmserve_broker_arena_committed_bytes") == seen("shmserve_broker_arena_limit_bytes") == 1 << 20
+    del block
 
 
 def test_requests_and_batches() -> None:
@@ -94,13 +97,10 @@ def test_requests_and_batches() -> None:
     finish(world, took=5 * MS)
     seen = metrics(world)
     model = {"model": "m", "version": "1"}
-    assert seen("nv_inference_request_success", **model) == 3
-    assert seen("nv_inference_count", **model) == 6
-    assert seen("nv_inference_exec_count", **model) == 2
-    assert seen("nv_inference_pending_request_count", **model) == 0
-    assert seen("nv_inference_request_duration_us", **model) == 3000 + 2 * 8000
-    assert seen("nv_inference_queue_duration_us", **model) == 1000 + 2 * 3000
-    assert seen("nv_inference_compute_infer_duration_us", **model) == 2000 + 2 * 5000
+    counts = {"request_success": 3, "count": 6, "exec_count": 2, "pending_request_count": 0}
+    counts |= {"request_duration_us": 3000 + 2 * 8000, "queue_duration_us": 1000 + 2 * 3000}
+    counts |= {"compute_infer_duration_us": 2000 + 2 * 5000}
+    assert {name: seen(f"nv_inference_{name}", **model) for name in counts} == counts
     assert set(seen.all("nv_inference_request_failure", **model).values()) == {0}
     assert len(seen.all("nv_inference_request_failure", **model)) == 4
     assert sum(seen.all("shmserve_batches_total", **model).values()) == 2
@@ -171,12 +171,9 @@ def test_a_version_that_is_scaled() -> None:
     world.loads_itself["m"] = False
     world.advance(world.now + 1000 * MS)
     seen = metrics(world)
-    assert seen("shmserve_model_instances_min", **named) == 1
-    assert seen("shmserve_model_instances_max", **named) == 3
-    assert seen("shmserve_model_scale_total", **named, direction="up") == 1
-    assert seen("shmserve_model_scale_total", **named, direction="down") == 0
-    assert seen("shmserve_model_instances", **named, state="loading") == 1
-    assert seen("shmserve_model_instances", **named, state="ready") == 1
+    assert [seen(f"shmserve_model_instances_{end}", **named) for end in ("min", "max")] == [1, 3]
+    assert [seen("shmserve_model_scale_total", **named, direction=way) for way in ("up", "down")] == [1, 0]
+    assert [seen("shmserve_model_instances", **named, state=state) for state in ("loading", "ready")] == [1, 1]
     world.turn([(world.worker("m_1").peer, events.Compiled(policy(most=1)))])
     world.finish_all()
     world.advance(world.now + 10_000 * MS)
@@ -221,8 +218,7 @@ def test_lost_and_quarantined_instances_are_counted() -> None:
     assert shapes() == [2, 0, 0]
     world.crash(world.worker("m_0"))
     assert shapes() == [1, 1, 0]
-    client.sends(1)
-    world.turn([(client.peer, Infer(1, "m", 0, (Tensor("x", "FP32", (1, 1), bytes(4)),)))])
+    world.turn([infer(client, 1)])
     world.worker("m_1").finish(world.now)
     world.settle()
     world.advance(world.now)
@@ -256,15 +252,6 @@ def test_memory_held_by_clients() -> None:
     client = clients[3]
     world.turn([(client.peer, Return(tuple(client.holds)))])
     assert metrics(world)("shmserve_client_held_bytes", client="other", name="") == (1 + 2 + 4) * 4
-
-
-def test_the_arena_of_the_broker() -> None:
-    arena = Arena(0, memfd.create, limit_bytes=1 << 20)
-    block = arena.allocate(5000)
-    seen = metrics(World(), arena)
-    assert 5000 <= seen("shmserve_broker_arena_used_bytes") < 5000 + 64
-    assert seen("shmserve_broker_arena_committed_bytes") == 1 << 20
-    del block
 
 
 # ------------------------------------------------------------------------------------------------ the kernel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from pathlib import Path
@@ -15,18 +14,13 @@ from hypothesis import strategies as st
 from shmserve.broker.observability.log_settings import LogSettings
 from shmserve.broker.observability.logs import TRACEBACK, flush, log_record, set_up
 from shmserve.broker.observability.recent_records import PAGE, RECORD_BYTES, TEXT, RecentRecords
+from tests.support.broker.log_settings import log_settings
 
 START = 1_000_000
 
 
 def put(recent: RecentRecords, text: str, traceback: str = "", **fields: Any) -> None:
     recent.put(logging.LogRecord("x", logging.INFO, "x.py", 1, text, (), None), text, traceback, fields)
-
-
-def settings(**given: Any) -> argparse.Namespace:
-    known: dict[str, Any] = {"log_verbose": 0, "log_info": True, "log_warning": True, "log_error": True}
-    known |= {"triton_compatible": False, "log_format": "default", "log_file": None}
-    return argparse.Namespace(**known | given)
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
@@ -73,7 +67,7 @@ def test_a_reader_from_before_a_restart_loses_no_records() -> None:
     assert texts(answer) == ["new"]
     assert answer["lost"] == 0
     assert answer["started"] == START + 500
-    assert RecentRecords(1)._first > 1_700_000_000_000_000
+    assert RecentRecords(1).document("", 0)["started"] > 1_700_000_000_000_000, "by default, the time in us"
 
 
 @given(
@@ -112,7 +106,7 @@ def test_long_texts_are_cut() -> None:
 @pytest.mark.usefixtures("own_log")
 def test_logged_records_are_kept_as_recent_records(tmp_path: Path) -> None:
     recent = RecentRecords(1 << 20)
-    set_up(settings(log_file=tmp_path / "log", log_warning=False), recent)
+    set_up(log_settings(log_file=tmp_path / "log", log_warning=False), recent)
     about = {"model": "m", "version": 1}
     log_record("info", "one\x1b[31m\nforged", about | {TRACEBACK: "line 1\n\x07line 2"})
     log_record("warning", "not logged")
@@ -139,20 +133,11 @@ def test_logged_records_are_kept_as_recent_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_log")
-def test_records_are_kept_when_the_disk_is_full(tmp_path: Path) -> None:
-    recent = RecentRecords(1 << 20)
-    set_up(settings(log_file="/dev/full"), recent)
-    log_record("info", "one")
-    log_record("info", "two")
-    assert texts(recent.document("", 0)) == ["one", "two"]
-
-
-@pytest.mark.usefixtures("own_log")
-def test_a_change_of_the_settings_keeps_the_records(tmp_path: Path) -> None:
-    recent = RecentRecords(1 << 20)
-    set_up(settings(log_file=tmp_path / "log"), recent)
+def test_a_full_disk_and_a_change_of_the_settings_keep_the_records() -> None:
+    recent, settings = RecentRecords(1 << 20), log_settings(log_file="/dev/full")
+    set_up(settings, recent)
     log_record("info", "before")
-    LogSettings(settings(log_file=tmp_path / "log"), lambda tracing: None, recent).change(b'{"log_warning": false}')
+    LogSettings(settings, lambda tracing: None, recent).change(b'{"log_warning": false}')
     log_record("info", "after")
     log_record("warning", "not logged")
     assert texts(recent.document("", 0)) == ["before", "log settings changed: log_warning False", "after"]

@@ -68,12 +68,6 @@ def test_a_recording_is_started_read_and_stopped() -> None:
     assert numbers(world.do("read", number + 1)) == [7]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"do": "\xff"}', b'{"do": 1}', b"[" * 100_000])
-def test_malformed_bodies(body: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="invalid body of 'record'"):
-        Recorded().recordings.change(body)
-
-
 def test_only_the_named_models_are_recorded() -> None:
     world = Recorded()
     with pytest.raises(NotFound, match="'other' is not found"):
@@ -114,14 +108,25 @@ def test_a_recording_holds_a_limited_number_of_requests() -> None:
     world = Recorded()
     world.core.state.recording = recording = Recording((), 3)
     world.serve(5)
-    answer = recording.take(10)
-    assert (numbers(answer), answer["left_out"]) == ([1, 2, 3], 2)
-    world.serve(1)
-    answer = recording.take(10)
-    assert (numbers(answer), answer["left_out"]) == ([6], 2)
+    for expected in ([1, 2, 3], [6]):
+        answer = recording.take(10)
+        assert (numbers(answer), answer["left_out"]) == (expected, 2)
+        world.serve(1)
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"do": 1}', b'{"do": "pause"}', b'{"do": "read", "more": 1}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"do": "\xff"}',
+        b'{"do": 1}',
+        b"[" * 100_000,
+        b'{"do": "pause"}',
+        b'{"do": "read", "more": 1}',
+    ],
+)
 def test_an_invalid_body_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="body of 'record'"):
         Recorded().recordings.change(body)
