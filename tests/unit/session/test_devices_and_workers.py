@@ -21,11 +21,11 @@ FP32 = np.dtype(np.float32)
 
 
 @pytest.fixture
-def gpu() -> Iterator[FakeGpu]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    monkeypatch.setattr(tensors, "_spare", {})
     with fake_gpu() as gpu:
         yield gpu
         assert gpu.left() == {"device": 1}, "exported memory is kept for later clients of the process"
-        tensors._spare.clear()
 
 
 @pytest.fixture

@@ -82,10 +82,17 @@ def client(without: Client) -> Client:
     return without
 
 
-@pytest.mark.parametrize("version", [None, 2])
-def test_a_request_that_is_alone_is_sent_over_the_lease(client: Client, version: int | None) -> None:
+@pytest.mark.parametrize(
+    ("is_default", "version", "leased"), [(True, None, True), (True, 2, True), (False, None, False), (False, 2, True)]
+)
+def test_a_request_that_is_alone_is_sent_over_the_lease(
+    without: Client, is_default: bool, version: int | None, leased: bool
+) -> None:
+    """A lease of a version that is not the default is for requests that name the version."""
+    client = without
+    client.lend(Lease(5, "m", 2, 4, is_default))
     ticket, (packet,) = client.ask(version=version)
-    assert packet.lease == 5
+    assert packet.lease == (5 if leased else 0)
     (infer,) = decode(packet.data)
     assert infer == Infer(1, "m", version or 0, infer.inputs)
     assert feed(client.session, Reply(1, 2, infer.inputs)) == 1
@@ -175,14 +182,6 @@ def test_requests_with_received_outputs_pass_through_the_broker(client: Client) 
     feed(client.session, Reply(3, 2, ()))
 
 
-def test_a_lease_of_a_version_that_is_not_the_default_is_for_requests_that_name_it(without: Client) -> None:
-    client = without
-    client.lend(Lease(5, "m", 2, 4, False))
-    assert [packet.lease for packet in client.ask()[1]] == [0]
-    feed(client.session, Reply(1, 2, ()))
-    assert [packet.lease for packet in client.ask(version=2)[1]] == [5]
-
-
 def test_requests_beside_others_pass_through_the_broker(client: Client) -> None:
     _, (first,) = client.ask()
     _, (second,) = client.ask()
@@ -203,18 +202,25 @@ def test_returns_are_sent_to_the_broker_beside_a_request_over_the_lease(client: 
     assert Return not in map(type, decode(leased.data))
 
 
+def test_a_request_that_the_lease_left_unanswered_is_sent_again(client: Client) -> None:
+    ticket, _ = client.ask()
+    assert feed(client.session, LeaseEnd(5)) == 0
+    (packet,) = client.session.take()
+    assert (packet.lease, len(decode(packet.data)), ticket.ends) == (0, 1, 0)
+    assert feed(client.session, Reply(1, 2, ())) == 1
+    assert ticket.ends == 1
+    assert [packet.lease for packet in client.ask()[1]] == [0]
+
+
 @pytest.mark.parametrize("answered", [True, False])
-def test_a_request_that_the_lease_left_unanswered_is_sent_again(client: Client, answered: bool) -> None:
+def test_an_answer_takes_precedence_over_the_error_of_the_lease(client: Client, answered: bool) -> None:
     ticket, _ = client.ask()
     if answered:
         client.sockets.arrived[5].append(codec.encode([Reply(1, 2, ())]))
-    assert feed(client.session, LeaseEnd(5)) == answered
-    packets = client.session.take()
-    assert (ticket.ends, len(decoded(packets))) == (answered, not answered)
-    assert not any(packet.lease for packet in packets)
-    if not answered:
-        assert feed(client.session, Reply(1, 2, ())) == 1
-    assert ticket.ends == 1
+    assert feed(client.session, LeaseEnd(5, Failure("MODEL_FAILED", "it ended"))) == 1
+    assert (ticket.ends, str(ticket.error)) == (1, "None" if answered else "it ended")
+    assert answered or isinstance(ticket.error, ModelFailed)
+    assert not client.session.take()
     assert [packet.lease for packet in client.ask()[1]] == [0]
 
 
@@ -229,29 +235,6 @@ def test_the_next_lease_of_a_model_may_overtake_the_end_of_the_last_one(client: 
     assert client.ask()[1][0].lease == 6
 
 
-def test_a_request_that_is_sent_again_keeps_its_deadline(client: Client) -> None:
-    client.ask(timeout=1.0)
-    client.lend(Lease(6, "m", 2, 4, True))
-    feed(client.session, LeaseEnd(5))
-    client.session.take()
-    assert client.session.deadline() == 101.0
-
-
-def test_a_request_that_died_with_the_worker_fails(client: Client) -> None:
-    ticket, _ = client.ask()
-    assert feed(client.session, LeaseEnd(5, Failure("MODEL_FAILED", "it ended"))) == 1
-    assert isinstance(ticket.error, ModelFailed)
-    assert str(ticket.error) == "it ended"
-    assert not client.session.take()
-
-
-def test_an_answer_takes_precedence_over_the_error_of_the_lease(client: Client) -> None:
-    ticket, _ = client.ask()
-    client.sockets.arrived[5].append(codec.encode([Reply(1, 2, ())]))
-    assert feed(client.session, LeaseEnd(5, Failure("MODEL_FAILED", "it ended"))) == 1
-    assert (ticket.ends, ticket.error) == (1, None)
-
-
 def test_a_cancelled_request_ends_with_its_lease(client: Client) -> None:
     ticket, _ = client.ask()
     assert client.session.cancel(ticket)
@@ -262,8 +245,11 @@ def test_a_cancelled_request_ends_with_its_lease(client: Client) -> None:
     assert (ticket.ends, decoded(client.session.take())) == (0, [])
 
 
-def test_the_client_itself_enforces_the_deadline(client: Client) -> None:
+def test_the_client_itself_enforces_the_deadline_also_when_a_request_is_sent_again(client: Client) -> None:
     ticket, _ = client.ask(timeout=1.0)
+    client.lend(Lease(6, "m", 2, 4, True))
+    feed(client.session, LeaseEnd(5))
+    client.session.take()
     assert client.session.deadline() == 101.0
     client.session.tick(101.0)
     assert isinstance(ticket.error, DeadlineExceeded)

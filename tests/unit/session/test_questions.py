@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ConnectionLost, DeadlineExceeded, InvalidRequest, Unavailable
-from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES, Answer, Ask, Cancel, Fail, Goodbye, Ping, Pong
+from shmserve.protocol.messages import FIELD_BYTES, PACKET_BYTES, Answer, Ask, Cancel, Fail, Goodbye, Infer, Ping, Pong
 from shmserve.session import Session
 from shmserve.session.queries import WINDOW_BYTES, WINDOWS
 from shmserve.session.uploads import Body, of_json, of_load
@@ -142,6 +142,8 @@ def test_a_long_body_is_sent_in_acknowledged_windows() -> None:
     asks = [message for message in messages if isinstance(message, Ask)]
     assert len(pings) == WINDOWS
     assert sum(len(ask.body) for ask in asks) == WINDOWS * WINDOW_BYTES
+    session.infer(RecordingTicket(), "m", {}, 0.0)
+    assert [type(message) for message in sent(session)] == [Infer], "requests are not held up"
     assert session.take() == []
     feed(session, Pong(pings[0].number))
     assert session.urgent
@@ -156,17 +158,7 @@ def test_a_long_body_is_sent_in_acknowledged_windows() -> None:
     assert b"".join(ask.body for ask in asks).partition(b"\n")[2] == data
     feed(session, Answer(1, b"{}"))
     assert ticket.answer == {}
-    assert session.tickets == {}
-
-
-def test_requests_are_sent_between_the_pieces_of_a_body() -> None:
-    session = connected()
-    operate(session, of_load(CONFIG, {"1/a": bytes(4 * WINDOWS * WINDOW_BYTES)}))
-    session.take()
-    session.infer(RecordingTicket(), "m", {}, 0.0)
-    (infer,) = sent(session)
-    assert infer.request == 2
-    assert len(sent_asks(session)) == 0, "nothing without a Pong"
+    assert list(session.tickets) == [2]
 
 
 def test_bodies_of_several_operations_are_not_interleaved() -> None:
@@ -251,34 +243,21 @@ def test_the_text_of_a_timeout_depends_on_whether_the_body_was_complete() -> Non
 
 
 def test_only_operations_that_were_not_sent_are_repeated() -> None:
-    session = connected()
+    session = Session()
     complete = operate(session, of_load(None, None))
+    assert sent(connect(session)) == [Ask(1, "load", "m")]
     cut = operate(session, large())
     waiting = operate(session, of_json({}), "restart")
     session.take()
     assert waiting.ends == 0
+    with pytest.raises(Unavailable, match="the server stops"):
+        feed(session, Goodbye("UNAVAILABLE", "the server stops"))
     session.disconnected()
     assert isinstance(complete.error, ConnectionLost)
+    assert "the connection ended (the server stops) before" in str(complete.error)
     assert "it may have taken effect: check the models" in str(complete.error)
     assert isinstance(cut.error, ConnectionLost)
     assert "before 'load' of model 'm' was sent completely; nothing was changed" in str(cut.error)
     assert sent(connect(session, 2)) == [Ask(3, "restart", "m", 0, b"{}")], "nothing of it had been sent"
     feed(session, Answer(3, b"{}"))
     assert waiting.answer == {}
-
-
-def test_the_error_has_the_reason_of_the_goodbye() -> None:
-    session = connected()
-    ticket = operate(session, of_load(None, None))
-    session.take()
-    with pytest.raises(Unavailable, match="the server stops"):
-        feed(session, Goodbye("UNAVAILABLE", "the server stops"))
-    session.disconnected()
-    assert "the connection ended (the server stops) before" in str(ticket.error)
-
-
-def test_an_operation_before_the_first_connection_is_sent_with_it() -> None:
-    session = Session()
-    operate(session, of_load(None, None))
-    assert sent(connect(session)) == [Ask(1, "load", "m")]
-    session.close()

@@ -95,14 +95,10 @@ def test_parts_after_a_cancel_are_dropped() -> None:
     feed(session, Fail(infer.request, "CANCELLED", "so it is"))
     assert not session.tickets
     feed(session, part(infer.request, 4))  # its request is no longer known
-
-
-def test_a_last_part_that_crosses_the_cancel_ends_the_request() -> None:
-    session = connected("frames")
     ticket, infer = asked(session, 4)
     session.cancel(ticket)
     feed(session, part(infer.request, 1, last=True))
-    assert not session.tickets
+    assert not session.tickets, "a last part that crosses the cancellation ends the request"
 
 
 def test_a_dropped_stream_is_cancelled_with_the_next_packet() -> None:
