@@ -210,6 +210,11 @@ class Devices:
 
     # ------------------------------------------------------------------------------------ memory
 
+    @property
+    def used(self) -> int:
+        """Bytes of the session's memory that are in use, on all devices."""
+        return sum(arena.used for arena in self._arenas.values())
+
     def _allocate(self, device: int, size: int) -> Block:
         freed = self._freed
         while freed:

@@ -117,8 +117,7 @@ def handle_of(message: Any, index: int = 0) -> Handle:
 
 def used(session: Session) -> int:
     """More than 0 while any memory of the session, on the GPU or not, is in use."""
-    arenas = session.memory.devices._arenas
-    return sum(arena.used for arena in arenas.values()) + round(session.memory.used * (1 << 40))
+    return session.memory.devices.used + round(session.memory.used * (1 << 40))
 
 
 def test_arrays_are_copied_to_exported_memory(runtime: Any, session: Session, x: Foreign) -> None:
