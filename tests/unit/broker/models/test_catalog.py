@@ -19,7 +19,9 @@ from shmserve.broker.models.overrides import LoadOverride
 from shmserve.broker.models.repositories import Reading, Repositories
 from shmserve.core.effects import Spawn
 from shmserve.core.events import Deploy, Event, Refuse
+from shmserve.core.policy import InstanceSpec
 from shmserve.errors import InvalidRequest, NotFound
+from shmserve.protocol.worker_messages import Load
 from shmserve.repo.compile import CoreSet
 from shmserve.repo.config.override import parse_override
 from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config
@@ -45,14 +47,10 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(root: Path) -> Catalog:
-    return Catalog(
-        Repositories([root], generations=kept(root.parent)), {"default-max-batch-size": "4"}, CoreSet((0, 1, 2, 3))
-    )
-
-
-def kept(folder: Path) -> Generations:
-    (folder / "kept").mkdir()
-    return Generations(folder / "kept")
+    (root.parent / "kept").mkdir()
+    generations = Generations(root.parent / "kept")
+    settings = {"default-max-batch-size": "4"}
+    return Catalog(Repositories([root], generations=generations), settings, CoreSet((0, 1, 2, 3)))
 
 
 def deploy(catalog: Catalog, given: LoadOverride | None = None, operation: int = 0) -> Deploy:
@@ -69,23 +67,21 @@ def sources(catalog: Catalog, given: LoadOverride | None = None) -> dict[int, in
 
 def loaded(catalog: Catalog, source: int) -> bytes:
     """The order that a worker would get."""
-    _, descriptor = catalog.load_order(spawn(catalog, source))
+    _, descriptor = catalog.load_order(spawn(source))
     return read_descriptor(descriptor)
 
 
-def spawn(catalog: Catalog, source: int) -> Spawn:
-    return Spawn(1 << 20, "m", 1, source, deploy(catalog).targets[0].instances[0])
+def order(catalog: Catalog, source: int) -> Load:
+    load, descriptor = catalog.load_order(spawn(source))
+    assert isinstance(decode_config(read_descriptor(descriptor)), ModelConfig)
+    return load
+
+
+def spawn(source: int) -> Spawn:
+    return Spawn(1 << 20, "m", 1, source, InstanceSpec("m_0"))
 
 
 # ---------------------------------------------------------------------------------------------- one source or two
-
-
-def test_an_unchanged_model_keeps_its_sources(catalog: Catalog) -> None:
-    first = sources(catalog)
-    assert first.keys() == {1, 2}
-    assert len(set(first.values())) == 2
-    assert sources(catalog) == first
-    assert [reading.scanned.name for reading in catalog.repositories.read_all()] == ["m"]
 
 
 def add(path: Path) -> Callable[[Path], object]:
@@ -99,6 +95,7 @@ def config(text: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("change", "changed"),
     [
+        (lambda folder: None, set()),
         (add(Path("1/weights")), {1}),
         (add(Path("2/more")), {2}),
         (add(Path("labels.txt")), {1, 2}),
@@ -114,7 +111,17 @@ def config(text: str) -> Callable[[Path], object]:
         (lambda folder: (folder / "3").mkdir(), set()),
     ],
     ids=[
-        *("file", "file added", "labels", "shared", "other configurations", "hidden", "batch size", "parameter"),
+        *(
+            "nothing",
+            "file",
+            "file added",
+            "labels",
+            "shared",
+            "other configurations",
+            "hidden",
+            "batch size",
+            "parameter",
+        ),
         *("comment", "instances", "version policy", "time of a directory", "version"),
     ],
 )
@@ -122,6 +129,8 @@ def test_only_relevant_changes_give_a_version_a_new_source(
     catalog: Catalog, root: Path, change: Callable[[Path], object], changed: set[int]
 ) -> None:
     first = sources(catalog)
+    assert first.keys() == {1, 2}
+    assert len(set(first.values())) == 2
     change(root / "m")
     second = sources(catalog)
     assert {number for number in first if second[number] != first[number]} == changed
@@ -156,7 +165,7 @@ def test_an_unloaded_model_is_read_again(catalog: Catalog) -> None:
     assert not {*first.values()} & {*second.values()}, "though the old ones may still finish what they have"
     catalog.prune(second.values())
     with pytest.raises(KeyError):
-        catalog.load_order(spawn(catalog, first[1]))
+        catalog.load_order(spawn(first[1]))
 
 
 def test_a_model_moved_to_another_repository_gets_new_sources(catalog: Catalog, root: Path, tmp_path: Path) -> None:
@@ -230,26 +239,19 @@ def test_a_worker_cannot_change_the_model_name_or_complete_invalid_values(catalo
 # ---------------------------------------------------------------------------------------------- orders for workers
 
 
-def test_a_worker_loads_the_files_as_they_were_read(root: Path, tmp_path: Path) -> None:
-    catalog = Catalog(Repositories([root], generations=kept(tmp_path)), {"key": "value"}, CoreSet((0,)))
+def test_a_worker_loads_the_files_as_they_were_read(catalog: Catalog, root: Path) -> None:
+    """Large files are linked, and the order has their state."""
     number = sources(catalog)[1]
     (root / "m" / "1" / "weights").write_text("newer")
     (root / "m" / "labels.txt").unlink()
-    load, descriptor = catalog.load_order(spawn(catalog, number))
-    assert isinstance(decode_config(read_descriptor(descriptor)), ModelConfig)
-    assert (load.model, load.version, load.settings) == ("m", 1, {"key": "value"})
+    load = order(catalog, number)
+    assert (load.model, load.version, load.settings) == ("m", 1, {"default-max-batch-size": "4"})
     folder = Path(load.model_dir)
     assert folder.name == "m"
     assert not folder.is_relative_to(root)
     assert ((folder / "1" / "weights").read_text(), (folder / "labels.txt").read_text()) == ("a", "cat\n")
-
-
-def test_a_load_order_contains_the_state_of_linked_files(root: Path, tmp_path: Path) -> None:
     (root / "m" / "1" / "weights").write_bytes(bytes((1 << 20) + 1))
-    catalog = Catalog(Repositories([root], generations=kept(tmp_path)), {}, CoreSet((0,)))
-    load, descriptor = catalog.load_order(spawn(catalog, sources(catalog)[1]))
-    read_descriptor(descriptor)
-    looks = json.loads(Path(load.settings[PINS]).read_text())
+    looks = json.loads(Path(order(catalog, sources(catalog)[1]).settings[PINS]).read_text())
     assert looks == {"1/weights": list(take(root / "m").files["1/weights"])}
 
 
@@ -270,23 +272,19 @@ def test_a_generation_is_removed_with_its_last_source(catalog: Catalog, root: Pa
     assert list((root.parent / "kept").iterdir()) == []
 
 
-def test_uploaded_files_are_loaded_without_a_copy(root: Path, tmp_path: Path) -> None:
-    catalog = Catalog(Repositories([root], generations=kept(tmp_path)), {}, CoreSet((0,)))
-    folder = model(tmp_path / "given", "m", "")
-    number = sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1]
-    load, descriptor = catalog.load_order(spawn(catalog, number))
-    read_descriptor(descriptor)
-    assert load.model_dir == str(folder)
-    assert PINS not in load.settings
-
-
 # ---------------------------------------------------------------------------------------------- what is forgotten
 
 
 def test_directories_of_overrides_are_removed_with_their_last_source(catalog: Catalog, tmp_path: Path) -> None:
+    """Two versions may share one."""
     folders = [model(tmp_path / f"given{number}", "m", "") for number in range(3)]
-    made = [sources(catalog, LoadOverride(parse_override(OVERRIDE), folder))[1] for folder in folders]
+    (folders[0] / "2").mkdir()
+    both = parse_override(OVERRIDE.replace(b'"identity"', b'"identity", "version_policy": {"all": {}}'))
+    overridden = [sources(catalog, LoadOverride(both, folder)) for folder in folders]
+    made = [found[max(found)] for found in overridden]
     assert len(set(made)) == 3
+    load = order(catalog, made[2])
+    assert (load.model_dir, PINS in load.settings) == (str(folders[2]), False), "without a copy"
     catalog.prune([made[0]])
     assert [folder.exists() for folder in folders] == [True, False, True], "the last is about to be served"
     catalog.forget("m")
@@ -294,18 +292,6 @@ def test_directories_of_overrides_are_removed_with_their_last_source(catalog: Ca
     assert [folder.exists() for folder in folders] == [True, False, False]
     catalog.prune([])
     assert list(tmp_path.glob("given*")) == []
-
-
-def test_a_directory_that_two_versions_share(catalog: Catalog, tmp_path: Path) -> None:
-    folder = model(tmp_path / "given", "m", "")
-    (folder / "2").mkdir()
-    both = OVERRIDE.replace(b'"identity"', b'"identity", "version_policy": {"all": {}}')
-    made = sources(catalog, LoadOverride(parse_override(both), folder))
-    catalog.forget("m")
-    catalog.prune([made[2]])
-    assert folder.exists()
-    catalog.prune([])
-    assert not folder.exists()
 
 
 def test_uploaded_files_are_removed_if_they_cannot_be_read(
@@ -337,20 +323,10 @@ def test_a_model_is_rolled_back_to_the_previous_generation(catalog: Catalog, roo
     catalog.replaced("m", served)
     newer = [target.source for target in second.targets]
     catalog.prune(newer)
-    assert catalog.previous("m", 7, newer) == replace(first, operation=7, present=None)
-    load, descriptor = catalog.load_order(spawn(catalog, served[0]))
-    read_descriptor(descriptor)
-    assert (Path(load.model_dir) / "labels.txt").read_text() == "cat\n"
-
-
-def test_a_generation_that_was_rolled_back_is_rejected_until_it_changes(catalog: Catalog, root: Path) -> None:
-    first = deploy(catalog)
-    (root / "m" / "labels.txt").write_text("dog\n")
-    newer = [target.source for target in deploy(catalog).targets]
-    catalog.replaced("m", [target.source for target in first.targets])
     assert not catalog.is_rejected(catalog.repositories.read("m"))
-    catalog.previous("m", 7, newer)
-    assert catalog.is_rejected(catalog.repositories.read("m"))
+    assert catalog.previous("m", 7, newer) == replace(first, operation=7, present=None)
+    assert (Path(order(catalog, served[0]).model_dir) / "labels.txt").read_text() == "cat\n"
+    assert catalog.is_rejected(catalog.repositories.read("m")), "until it changes"
     (root / "m" / "labels.txt").write_text("bird\n")
     assert not catalog.is_rejected(catalog.repositories.read("m"))
 
@@ -399,13 +375,8 @@ def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> N
 def test_invalid_and_unknown_model_names_are_refused(catalog: Catalog, name: str) -> None:
     with pytest.raises((InvalidRequest, NotFound)):
         catalog.repositories.read(name)
-
-
-def test_a_misspelt_name(catalog: Catalog, root: Path) -> None:
-    model(root, "resnet", GOOD)
-    text = "failed to load 'resnt', failed to poll from model repository.*did you mean 'resnet'"
-    with pytest.raises(NotFound, match=text):
-        catalog.repositories.read("resnt")
+    with pytest.raises(NotFound, match=r"failed to load 'mm', failed to poll from model repository.*did you mean 'm'"):
+        catalog.repositories.read("mm")
 
 
 def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,12 +87,9 @@ def quiet(changes: Changes) -> bool:
     return changes[:2] == ([], []) and changes.problems == [] and changes.recheck_s == NEVER
 
 
-def test_an_empty_repository(world: World) -> None:
+def test_a_model_is_read_once_its_files_have_settled(world: World) -> None:
     assert quiet(world.poll.check())
     assert list(world.poll.check().names) == []
-
-
-def test_a_model_is_read_once_its_files_have_settled(world: World) -> None:
     world.model("m")
     for _ in range(3):
         found = world.poll.check()
@@ -107,12 +104,9 @@ def test_a_model_is_read_once_its_files_have_settled(world: World) -> None:
     assert found.readings[0].snapshot == snapshot.take(world.root / "m")
     assert found.recheck_s == NEVER
     assert quiet(world.settled())
-
-
-def test_a_model_with_old_files_is_read_at_once(world: World) -> None:
-    world.model("m")
+    world.model("n")
     world.later(SETTLE + 10)
-    assert names(world.poll.check()) == ["m"]
+    assert names(world.poll.check()) == ["n"], "its files are old when they are found"
 
 
 def test_a_model_that_is_still_being_copied_is_not_read(world: World) -> None:
@@ -172,14 +166,10 @@ def test_a_model_that_changes_while_it_is_read(world: World) -> None:
     world.repositories.before = lambda: world.write(folder / "1" / "weights", "half")
     assert names(world.settled()) == [], "what was read is not what had settled"
     world.repositories.after = lambda: world.write(folder / "1" / "weights", "all of it")
-    first = world.settled()
-    assert names(first) == ["m"], "what has been read was consistent"
-    assert first.readings[0].snapshot is not None
-    assert first.readings[0].snapshot.files["1/weights"][0] == len("half")
-    second = world.settled()
-    assert names(second) == ["m"]
-    assert second.readings[0].snapshot is not None
-    assert second.readings[0].snapshot.files["1/weights"][0] == len("all of it")
+    for text in ("half", "all of it"):
+        (reading,) = world.settled().readings
+        assert reading.snapshot is not None
+        assert reading.snapshot.files["1/weights"][0] == len(text), "what has been read was consistent"
     assert quiet(world.settled())
 
 
@@ -277,16 +267,10 @@ def test_a_repository_that_disappears_and_returns(tmp_path: Path) -> None:
         assert quiet(world.settled())
     world.write(world.root / "m" / "config.pbtxt", GOOD.replace("8", "2"))
     assert names(world.settled()) == ["m"]
-
-
-def test_a_repository_that_becomes_a_file(world: World) -> None:
-    world.model("m")
-    world.settled()
     shutil.rmtree(world.root)
     world.root.write_text("")
     found = world.poll.check()
-    assert len(found.problems) == 1
-    assert found.removed == []
+    assert (len(found.problems), found.removed) == (1, [])
     world.root.unlink()
     world.root.mkdir()
     assert world.settled().removed == ["m"], "empty is not the same as not there"

@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from shmserve.broker.admin.queries import Control
 from shmserve.core import events
-from shmserve.core.policy import ModelPolicy, TensorSpec
+from shmserve.core.policy import ModelPolicy
+from tests.support.broker.metrics import policy
 from tests.support.core.world import World
-
-X, Y = TensorSpec("x", "FP32", (1,)), TensorSpec("y", "FP32", (1,))
 
 
 def version(number: int) -> ModelPolicy:
-    return ModelPolicy("m", number, 4, (X,), (Y,))
+    return replace(policy(), version=number)
+
+
+def states(world: World) -> list[str]:
+    return [one.state.name for one in world.core.state.models["m"].versions.values()]
 
 
 def test_readiness_waits_for_the_first_load_of_a_model() -> None:
@@ -35,7 +39,7 @@ def test_readiness_does_not_wait_for_further_versions(strict: bool) -> None:
     control = Control(world.core, cast("Any", None), "test", "1", strict)
     world.deploy(version(1))
     world.deploy(version(2), load=False)
-    assert [one.state.name for one in world.core.state.models["m"].versions.values()] == ["READY", "LOADING"]
+    assert states(world) == ["READY", "LOADING"]
     assert control.server_ready()
 
 
@@ -46,7 +50,7 @@ def test_readiness_ignores_versions_that_are_unloading() -> None:
     world.deploy(version(1))
     client = world.connect("c")
     world.turn([client.infer(1), (0, events.Unload("m"))])
-    assert [one.state.name for one in world.core.state.models["m"].versions.values()] == ["UNLOADING"]
+    assert states(world) == ["UNLOADING"]
     assert control.server_ready()
     world.finish_running()
     assert control.server_ready()
