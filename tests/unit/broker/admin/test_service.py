@@ -63,12 +63,9 @@ def operated() -> Operated:
 
 
 def test_repeated_changes_are_applied_once(operated: Operated) -> None:
-    for _ in range(2):
-        document = operated.control.change(OUT)
-        assert document["out_of_service"]
-        assert operated.world.core.state.out_of_service
-    operated.control.change(IN)
-    operated.control.change(IN)
+    for body in (OUT, OUT, IN, IN):
+        document = operated.control.change(body)
+        assert document["out_of_service"] == operated.world.core.state.out_of_service == (body == OUT)
     assert operated.changes == [True, False]
     assert all(timer.cancelled for timer in operated.loop.timers)
     for body in (b"", b"{}", b'{"out_of_service": 1}', b'{"out_of_service": true, "wait": true}'):

@@ -60,6 +60,7 @@ def test_names_of_metrics() -> None:
     names = [family.name for family in FAMILIES]
     assert len(names) == len(set(names))
     assert not set(names) & set(RESERVED)
+    assert all(f"`{name}`" in PAGE.read_text() for name in RESERVED)
     for family in FAMILIES:
         assert family.kind in ("counter", "gauge", "histogram", "summary")
         assert re.fullmatch(r"(nv|shmserve|process)_[a-z_]+", family.name)
@@ -269,23 +270,12 @@ def test_resource_usage_of_a_process() -> None:
     assert 0 < own.started <= uptime
 
 
-def test_the_machine() -> None:
+def test_the_memory_and_the_cores_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     total, used = procfs.memory()
     assert total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < used < total
     assert 0 <= procfs.Cores().share() <= 1
-
-
-def test_how_busy_the_cores_are(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([(100, 1000), (100, 1001), (150, 1100), (450, 1200)])
     monkeypatch.setattr(procfs, "_times", lambda: next(looks))
     cores = procfs.Cores()
     assert [cores.share() for _ in range(3)] == [0.0, 0.5, 1.0], "what is too short is not divided by"
-
-
-# ------------------------------------------------------------------------------------------------ the page
-
-
-def test_the_page_has_the_reserved_names() -> None:
-    text = PAGE.read_text()
-    assert all(f"`{name}`" in text for name in RESERVED)

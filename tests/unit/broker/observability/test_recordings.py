@@ -63,19 +63,12 @@ def test_a_recording_is_started_read_and_stopped() -> None:
     assert world.core.state.recording is None
     with pytest.raises(NotFound, match="has ended"):
         world.do("read", number)
-    assert world.do("start")["recording"] == number + 1
-    world.serve()
-    assert numbers(world.do("read", number + 1)) == [7]
-
-
-def test_only_the_named_models_are_recorded() -> None:
-    world = Recorded()
     with pytest.raises(NotFound, match="'other' is not found"):
         world.do("start", models=["m", "other"])
-    number = world.do("start", models=["n"])["recording"]
+    assert world.do("start", models=["n"])["recording"] == number + 1
     world.serve(1, "m")
     world.serve(1, "n")
-    assert numbers(world.do("read", number)) == [2]
+    assert numbers(world.do("read", number + 1)) == [8], "only the named models are recorded"
 
 
 def test_a_stopped_recording_is_read_in_pages() -> None:

@@ -6,7 +6,6 @@ Cgroups are plain directories with the kernel's files; no kernel enforces them.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from shmserve.broker.processes.cgroups import CgroupsUnavailable, ControlGroups
 from shmserve.broker.processes.memory_limits import GPU_KNOBS, NEAR_S, POLL_S, MemoryLimits
 from shmserve.broker.processes.resources import WorkerResources, resources_of
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
-from shmserve.system import procfs
 from tests.support.broker.fake_loop import Loop
 
 MIB = 1 << 20
@@ -85,16 +83,6 @@ def test_without_limits_memory_is_not_polled() -> None:
     (timer,) = place.loop.timers
     place.memory.close()
     assert timer.cancelled
-
-
-def test_own_bytes_are_the_anonymous_memory_of_a_process() -> None:
-    """Compared with the sums of smaps; 0 for a process that has ended."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    found = re.search(r"^Anonymous:\s+(\d+) kB$", text, re.MULTILINE)
-    assert found is not None
-    anonymous = int(found[1]) << 10
-    assert abs(procfs.own_bytes(os.getpid()) - anonymous) < max(8 * MIB, anonymous // 4)
-    assert procfs.own_bytes(2**22 + 1) == 0
 
 
 # ------------------------------------------------------------------------------------------- control groups

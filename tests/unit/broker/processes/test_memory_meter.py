@@ -25,15 +25,18 @@ MIB = 1 << 20
 
 
 def test_the_memory_of_a_process() -> None:
+    """The memory of its own, without what it shares; 0 for a process that has ended."""
     before, peak = procfs.anonymous_bytes(os.getpid())
+    own = procfs.own_bytes(os.getpid())
     block = np.ones(64 * MIB, np.uint8)
     after, after_peak = procfs.anonymous_bytes(os.getpid())
     assert abs(after - before - block.nbytes) < 8 * MIB
+    assert abs(procfs.own_bytes(os.getpid()) - own - block.nbytes) < 8 * MIB
     assert peak >= before
     del block
     _, still = procfs.anonymous_bytes(os.getpid())
     assert still >= after_peak - 8 * MIB, "the peak stays"
-    assert procfs.anonymous_bytes(2**22 + 1) == (0, 0)
+    assert (procfs.anonymous_bytes(2**22 + 1), procfs.own_bytes(2**22 + 1)) == ((0, 0), 0)
 
 
 def test_memory_of_a_process_that_exits_in_the_middle_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
