@@ -13,6 +13,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from typing import TypeVar
 
 import pytest
 
@@ -26,6 +27,7 @@ from tests.support.gpu.fake_memory import ByteRange, FakeMemory, FakeStream, Fak
 TO_DEVICE, TO_HOST, WITHIN = 1, 2, 3
 NO_MEMORY, INVALID, ILLEGAL_ADDRESS = 2, 1, 700
 _FRESH, _FREED = 0xCB, 0xDD
+Known = TypeVar("Known")
 
 
 class FakeError(RuntimeError):
@@ -168,9 +170,7 @@ class FakeDevice:
         return made.address
 
     def free(self, address: int) -> None:
-        memory = self.memory.get(address)
-        if memory is None:
-            raise self._unknown(address, "device memory")
+        memory = self._known(self.memory, address, "device memory")
         if memory.users:
             raise self.gpu.violate(f"memory of {memory.size} bytes was freed while another process has it open")
         self._end(memory, "device memory")
@@ -183,10 +183,7 @@ class FakeDevice:
         return made.address
 
     def free_host(self, address: int) -> None:
-        memory = self.pinned.get(address)
-        if memory is None:
-            raise self._unknown(address, "pinned memory")
-        self._end(memory, "pinned memory")
+        self._end(self._known(self.pinned, address, "pinned memory"), "pinned memory")
         del self.pinned[address]
 
     def register(self, address: int, size: int, writable: bool) -> bool:
@@ -198,17 +195,13 @@ class FakeDevice:
         return True
 
     def unregister(self, address: int) -> None:
-        known = self.registered.pop(address, None)
-        if known is None:
-            raise self._unknown(address, "registered memory")
-        self._check_idle(known, "registered memory")
+        self._check_idle(self._known(self.registered, address, "registered memory"), "registered memory")
+        del self.registered[address]
 
     def export(self, address: int) -> bytes:
         self.gpu.check_failure("export")
-        if address not in self.memory:
-            raise self._unknown(address, "device memory")
         token = f"fake {address:x}".encode().ljust(EXPORTED_BYTES, b"\0")
-        self.gpu.exported[token] = self, self.memory[address]
+        self.gpu.exported[token] = self, self._known(self.memory, address, "device memory")
         return token
 
     def open(self, exported: bytes) -> int:
@@ -223,9 +216,7 @@ class FakeDevice:
         return mapping.address
 
     def close_opened(self, address: int) -> None:
-        if address not in self.opened:
-            raise self._unknown(address, "opened memory")
-        mapping, memory = self.opened[address]
+        mapping, memory = self._known(self.opened, address, "opened memory")
         self._check_idle(mapping.range, "opened memory")
         del self.opened[address]
         memory.users -= 1
@@ -337,14 +328,12 @@ class FakeDevice:
 
     def launch(self, graph: int, stream: int) -> None:
         self.gpu.check_failure("launch")
-        if graph not in self._graphs:
-            raise self._unknown(graph, "graph")
-        for work in self._graphs[graph]:
+        for work in self._known(self._graphs, graph, "graph"):
             self._queue(stream, FakeWork(work.run, work.reads, work.writes))
 
     def destroy_graph(self, graph: int) -> None:
-        if self._graphs.pop(graph, None) is None:
-            raise self._unknown(graph, "graph")
+        self._known(self._graphs, graph, "graph")
+        del self._graphs[graph]
 
     # ------------------------------------------------------------------------------------ errors
 
@@ -412,15 +401,10 @@ class FakeDevice:
                 self._run(stream, position)
 
     def _stream(self, number: int) -> FakeStream:
-        found = self._streams.get(number)
-        if found is None:
-            raise self._unknown(number, "stream")
-        return found
+        return self._known(self._streams, number, "stream")
 
     def _event(self, number: int) -> dict[int, int] | None:
-        if number not in self._events:
-            raise self._unknown(number, "event")
-        return self._events[number]
+        return self._known(self._events, number, "event")
 
     def _recorded(self, event: int) -> dict[int, int]:
         found = self._event(event)
@@ -428,9 +412,11 @@ class FakeDevice:
             raise self.gpu.violate("an event was waited for that had not been recorded")
         return found
 
-    def _unknown(self, number: int, what: str) -> Violation:
-        freed = any(memory.address == number for memory in self._freed)
-        return self.gpu.violate(f"{what} was {'used after it was freed' if freed else 'never created'}")
+    def _known(self, table: dict[int, Known], number: int, what: str) -> Known:
+        if number not in table:
+            freed = any(memory.address == number for memory in self._freed)
+            raise self.gpu.violate(f"{what} was {'used after it was freed' if freed else 'never created'}")
+        return table[number]
 
 
 class FakeClientDevices:

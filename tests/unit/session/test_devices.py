@@ -17,7 +17,7 @@ from shmserve.protocol.messages import PROTOCOL, Answer, Cancel, Fail, Handle, I
 from shmserve.session import Session, StreamTicket
 from shmserve.session.gpu.tensors import _is_contiguous
 from shmserve.shm.extents.cuda import is_device, parts_of
-from tests.support.clients.sessions import RecordingTicket, decode, feed
+from tests.support.clients.sessions import RecordingTicket, decode, decoded, feed
 from tests.support.hypothesis_profiles import examples
 from tests.support.workers.gpu.device_arrays import Array, Foreign, end, read, write
 from tests.support.workers.gpu.harness import standins
@@ -258,7 +258,7 @@ def test_without_memfds_arrays_go_through_host_memory(x: Foreign, memory: str) -
     feed(session, Welcome(PROTOCOL, 1, "s", {"device_memory": 0}))
     infer(session, {"x": x})
     packets = session.take()
-    *announced, message = [message for packet in packets for message in decode(packet.data)]
+    *announced, message = decoded(packets)
     if memory == "frames":
         assert packets[-1].frames == (X.tobytes(),)
     else:

@@ -81,16 +81,12 @@ def test_values_that_do_not_fit_the_metadata_are_refused(inputs: dict[str, Any],
         ask(session, inputs)
 
 
-def test_a_failed_metadata_query_fails_the_request() -> None:
+def test_a_request_whose_metadata_query_fails_or_that_is_cancelled_is_not_sent() -> None:
     session = connected()
     ticket, packets = ask(session, {"x": [1]})
     feed(session, Fail(decoded(packets)[0].request, "NOT_FOUND", "no model m"))
     assert isinstance(ticket.error, NotFound)
-    assert session.queries.typed.take(decoded(packets)[0].request) is None
-
-
-def test_a_request_cancelled_during_the_metadata_query_is_not_sent() -> None:
-    session = connected()
+    assert (sent(session), session.tickets) == ([], {})
     ticket, packets = ask(session, {"x": [[1, 2]]})
     (question,) = decoded(packets)
     assert session.cancel(ticket)

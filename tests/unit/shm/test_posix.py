@@ -109,13 +109,10 @@ def test_an_invalid_name_is_refused(name: str) -> None:
         posix.attach(name, SIZE, False)
 
 
-def test_an_unknown_name_is_not_found() -> None:
+def test_an_unknown_name_is_not_found_and_a_link_not_followed(leftover: list[Path], tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no such shared memory object") as caught:
         posix.attach("/shmserve-nobody", SIZE, False)
     assert "nobody" not in str(caught.value)
-
-
-def test_a_link_is_not_followed(leftover: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(SIZE))
     leftover.append(SHM / f"test-link-{os.getpid()}")
     leftover[0].symlink_to(tmp_path / "file")

@@ -426,15 +426,11 @@ def test_the_configuration_file_in_the_page_is_valid(tmp_path: Path, capsys: pyt
     assert "requires setting '--model-control-mode=explicit'" in refused([*file, "--model-control-mode=poll"], capsys)
 
 
-def test_exit_codes_of_the_process(tmp_path: Path) -> None:
+def test_the_process_ends_if_it_cannot_write_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shmserve.broker.main", "--model-repository", str(tmp_path)]
-    found = subprocess.run([*command, "--model-namespacing=true"], capture_output=True, text=True, check=False)
-    assert found.returncode == 2
-    assert "--model-namespacing true is not supported" in found.stderr
     found = subprocess.run([*command, "--log-file", f"{tmp_path}/no/log"], capture_output=True, text=True, check=False)
     assert found.returncode == 1
-    assert "cannot write to --log-file" in found.stderr
-    assert "No such file" in found.stderr
+    assert re.search("cannot write to --log-file.*No such file", found.stderr)
 
 
 @pytest.mark.parametrize(
