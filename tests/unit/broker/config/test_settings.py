@@ -131,7 +131,10 @@ def test_flags_environment_and_file_are_parsed_alike(
     if flag.kind in ("path", "repository"):
         text, value, toml = str(tmp_path), tmp_path, '"."'
     elif flag.kind == "choice":
-        text, value, toml = flag.choices[-1], flag.choices[-1], f'"{flag.choices[-1]}"'
+        value = flag.choices[-1]
+        text, toml = value.upper(), f'"{value.title()}"'
+        for choice in flag.choices:
+            assert flags.from_text(flag, choice.upper()) == choice
     elif flag.kind == "policy":
         text = f"cpu,cpu-cores={CORE}-{CORE}"
         value, toml = host_policy(text), f'"{text}"'
@@ -150,13 +153,6 @@ def test_flags_environment_and_file_are_parsed_alike(
         assert getattr(found, flag.dest) == wanted
         assert not found.warnings
         assert settings.host_policies(found) == ({"cpu": (CORE,)} if flag.kind == "policy" else {})
-
-
-@pytest.mark.parametrize("flag", [flag for flag in BOTH if flag.kind == "choice"], ids=lambda flag: flag.name)
-def test_choices_are_read_in_any_case(flag: Flag) -> None:
-    for choice in flag.choices:
-        found = settings.parse(["--model-repository", ".", f"--{flag.name}", choice.upper()])
-        assert getattr(found, flag.dest) == choice
 
 
 # ---------------------------------------------------------------------------------------------- what is wrong

@@ -72,27 +72,21 @@ def ends(loop: asyncio.AbstractEventLoop) -> Iterator[Ends]:
 
 @pytest.mark.parametrize("unread", [0, 1, 5])
 @pytest.mark.parametrize("more", [0, 1, 2])
-def test_the_last_messages_of_a_peer_are_read_before_its_end(ends: Ends, unread: int, more: int) -> None:
+@pytest.mark.parametrize("drain", [True, False])
+def test_the_last_messages_of_a_peer_are_read_before_its_end(ends: Ends, unread: int, more: int, drain: bool) -> None:
     """Even if the peer left packets unread, which the kernel reports first, and if more is sent to it before its
-    messages are read."""
+    messages are read. `drain` reads them at once, for a process that has ended."""
     for number in range(unread):
         ends.say(Pong(number))
     ends.leave()
     for number in range(more):
         ends.say(Pong(number))
     assert not ends.ended
+    if drain:
+        ends.link.drain()
+        assert ends.ended
     ends.until(lambda: ends.ended)
     assert (ends.heard, ends.ended, ends.link.open) == (LAST, [""], False)
-
-
-@pytest.mark.parametrize("unread", [0, 1])
-def test_drain_reads_the_last_messages_of_a_process_that_has_ended(ends: Ends, unread: int) -> None:
-    """Its last messages are read at once, before its end is processed."""
-    for number in range(unread):
-        ends.say(Pong(number))
-    ends.leave()
-    ends.link.drain()
-    assert (ends.heard, ends.ended) == (LAST, [""])
 
 
 def test_the_last_messages_are_read_while_output_to_the_peer_is_blocked(ends: Ends) -> None:

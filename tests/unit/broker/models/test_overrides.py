@@ -218,12 +218,9 @@ def test_an_invalid_first_line_is_refused(place: Path, line: bytes) -> None:
     refused(place, line, "the first line of the load call's body cannot be read", limit=1 << 22)
 
 
-def test_a_first_line_over_the_limit_is_refused(place: Path) -> None:
+def test_too_many_bytes(place: Path) -> None:
     body = body_of(None, b"", {"backend": "x" * HEADER_BYTES})
     refused(place, body, f"is longer than {HEADER_BYTES} bytes", limit=1 << 30, piece=1 << 16)
-
-
-def test_too_many_bytes(place: Path) -> None:
     upload = Upload(place, LIMIT)
     for _ in range((LIMIT + HEADER_BYTES) // 65536):
         upload.add(bytes(65536))
@@ -265,12 +262,9 @@ def test_a_disk_that_fails_at_the_end_of_an_upload(place: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(place) not in str(caught.value)
     assert tree(place) == {}
-
-
-def test_a_missing_directory_is_reported(place: Path) -> None:
     place.rmdir()
     with pytest.raises(Unavailable, match="No such file or directory"):
-        unpack(place, body_of([["1/a", 1]], b"x"))
+        unpack(place, body)
 
 
 def test_existing_links_are_not_followed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,14 +130,6 @@ def test_times_between_responses() -> None:
     assert f"{name}_count" not in metrics_text(world, MetricSettings())
 
 
-@given(st.integers(0, 2**62))
-def test_buckets_of_latencies(us: int) -> None:
-    """Each value is within 1.6 % of the middle of its bucket, and buckets have the order of values."""
-    at = latencies.bucket(us)
-    assert abs(latencies.middle(at) - us) <= us / 63
-    assert latencies.bucket(us + 1) in (at, at + 1)
-
-
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=200), st.floats(0, 1))
 def test_quantiles_are_close_to_the_exact_ones(durations: list[int], share: float) -> None:
     window = latencies.Window()

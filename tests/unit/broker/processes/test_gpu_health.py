@@ -128,14 +128,11 @@ def test_a_gpu_that_fails_again_and_again_is_out_for_longer_each_time() -> None:
     assert "within an hour" not in health.reason
     health.observe(GpuState(action=0), now + SETTLE_S)
     assert not health.has_failed
-
-
-def test_a_reset_counts_at_once_for_a_gpu_that_fails_again_and_again() -> None:
     health = observed(GpuState(energy=90), GpuState(energy=3), xid=95)
     health.happened(95, 200.0)
     assert "failure 2 within an hour; reset it" in health.reason
     health.observe(GpuState(energy=1), 201.0)
-    assert not health.has_failed
+    assert not health.has_failed, "a reset counts at once"
 
 
 def test_rules_change_the_fatal_xids() -> None:

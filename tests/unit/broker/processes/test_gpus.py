@@ -51,8 +51,8 @@ def processes(patch: pytest.MonkeyPatch, file: Path, **memory: dict[str, int | N
 
 
 @contextmanager
-def monitored(*more: Any, asked: bool = False, **environment: str) -> Iterator[GpuMonitor]:
-    made = GpuMonitor(discover(environment).found, *more, interval_s=3600)
+def monitored(shown: bool = True, asked: bool = False, **environment: str) -> Iterator[GpuMonitor]:
+    made = GpuMonitor(discover(environment).found, shown, interval_s=3600)
     if asked:
         assert made.used_by(7) == 0, "nothing has been sampled"
     made.start()
