@@ -199,12 +199,13 @@ def test_a_file_that_changes_while_it_is_sent_cancels_the_operation(tmp_path: Pa
     assert count_descriptors() == before
 
 
-def test_a_refused_body_is_not_sent_further() -> None:
+@pytest.mark.parametrize("end", [Fail(1, "INVALID_ARG", "too large"), Answer(1, b"{}")], ids=["refused", "answered"])
+def test_a_body_that_the_server_does_not_need_is_not_sent_further(end: Fail | Answer) -> None:
     session = connected()
     ticket = operate(session, large())
     session.take()
-    feed(session, Fail(1, "INVALID_ARG", "too large"))
-    assert isinstance(ticket.error, InvalidRequest)
+    feed(session, end)
+    assert (type(ticket.error), ticket.answer) in ((InvalidRequest, None), (type(None), {}))
     assert session.urgent
     assert sent(session) == [Cancel(1)]
     feed(session, Pong(1), Pong(2))
