@@ -16,6 +16,7 @@ from shmserve.core.policy import (
     TensorSpec,
     TimeoutAction,
 )
+from shmserve.core.traffic import Traffic
 from shmserve.protocol.messages import NAME_LENGTH
 from shmserve.repo.compile import (
     GPU_BASE,
@@ -24,6 +25,7 @@ from shmserve.repo.compile import (
     compile_instances,
     compile_policy,
     compile_scaling,
+    compile_traffic,
     environment,
     memory_estimate,
     memory_limit,
@@ -155,6 +157,13 @@ def test_scaling() -> None:
     )
     assert policy is not None
     assert (names, policy.up_ns, policy.down_ns) == (["m_0_0", "m_0_1"], 2_500_000, 100_000_000)
+
+
+def test_traffic() -> None:
+    text = """parameters { key: "traffic" value { string_value: "1=60, 2=40%" } }
+    parameters { key: "aliases" value { string_value: "prod=1, next=2" } }
+    parameters { key: "shadow" value { string_value: "3=5" } }"""
+    assert compile_traffic(loaded(SMALL + text)) == Traffic({1: 60, 2: 40}, {"prod": 1, "next": 2}, {3: 5})
 
 
 def test_each_group_and_device_is_scaled() -> None:

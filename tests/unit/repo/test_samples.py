@@ -46,11 +46,6 @@ def test_mlp_computes_its_layers() -> None:
     np.testing.assert_allclose(session(file).run(None, {"x": x})[0], h / h.sum(1, keepdims=True), rtol=1e-4)
 
 
-def test_every_example_is_in_a_set() -> None:
-    listed = {name for names in samples.SETS.values() for name in names}
-    assert listed == {file.parent.name for file in samples.EXAMPLES.glob("*/config.pbtxt")}
-
-
 @pytest.mark.parametrize("part", samples.SETS)
 def test_a_set_is_built_completely_or_not_at_all(part: str, tmp_path: Path) -> None:
     log: list[str] = []
@@ -75,13 +70,6 @@ def test_a_set_is_built_completely_or_not_at_all(part: str, tmp_path: Path) -> N
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     samples.build(tmp_path, log.append, [part])
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == times
-
-
-def test_sets_share_models(tmp_path: Path) -> None:
-    log: list[str] = []
-    names = samples.build(tmp_path, log.append, [*samples.SETS, "basic"])
-    assert names == sorted(set(names)) == sorted(path.name for path in tmp_path.iterdir())
-    assert len(log) == len(set(log))
 
 
 def test_skipped_samples_name_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,13 +109,6 @@ def test_the_command_writes_the_named_samples(tmp_path: Path, capsys: pytest.Cap
 # ------------------------------------------------------------------------------------------------------------- OCR
 
 
-def test_sample_picture() -> None:
-    picture = ocr.sample_picture()
-    assert picture.dtype == np.uint8
-    assert picture.shape == (48, 800, 3)
-    assert picture.std() > 20
-
-
 @pytest.mark.parametrize(("height", "width"), [(48, 800), (24, 30), (96, 1000), (7, 3)])
 def test_input_has_the_height_of_the_model(height: int, width: int) -> None:
     picture = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)
@@ -138,12 +119,6 @@ def test_input_has_the_height_of_the_model(height: int, width: int) -> None:
     assert made.min() >= -1
     assert made.max() <= 1
     assert not made[..., scaled:].any()
-
-
-def test_input_of_the_right_height_is_not_resampled() -> None:
-    picture = np.random.default_rng(2).integers(0, 256, (48, 400, 3), np.uint8)
-    expected = picture[:, :, ::-1].transpose(2, 0, 1).astype(np.float32) / 127.5 - 1
-    np.testing.assert_allclose(ocr.to_input(picture)[0], expected, atol=1e-6)
 
 
 def test_resizing_is_exact_on_a_plane() -> None:

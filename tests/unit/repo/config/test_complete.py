@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from onnx import TensorProto, helper
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts, complete, complete_from_model, needs_completion
@@ -23,7 +18,7 @@ from shmserve.repo.gpus import GpuNumbers
 from shmserve.repo.load import ModelContext, examine, parse
 from shmserve.repo.rules.fields import verify_completed
 from tests.support.hypothesis_profiles import examples
-from tests.support.repo.texts import ALL, BACKENDS, SMALL
+from tests.support.repo.texts import BACKENDS, SMALL
 
 ONNX = complete(ModelConfig(backend="onnxruntime"), "m")
 
@@ -157,13 +152,6 @@ def test_group_names_fit_for_the_longest_model_name() -> None:
     assert config.instance_group[0].name == "x" * 112 + "_0"
 
 
-@pytest.mark.parametrize("text", ["", SMALL, *ALL])
-@pytest.mark.parametrize("gpus", [(), (0, 1)])
-def test_completing_twice_changes_nothing(text: str, gpus: tuple[int, ...]) -> None:
-    once = complete(parse(text), "m", ("model.py",), BACKENDS, gpus)
-    assert complete(once, "m", ("model.py",), BACKENDS, gpus) == once
-
-
 # -------------------------------------------------------------------------------------- completed by the model
 
 
@@ -290,34 +278,3 @@ def test_a_completed_configuration_is_valid_and_complete(shapes: list[list[int]]
     assert dims == [tuple(shape[skip:]) or (1,) for shape in shapes]
     assert complete_from_model(config, [], []) == config
     verify_completed(config, backends=BACKENDS)
-
-
-def onnx_model(path: Path, batch: str | int) -> Path:
-    shape = [batch, 3]
-    graph = helper.make_graph(
-        [helper.make_node("Neg", ["x"], ["y"])],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, str(path))
-    return path
-
-
-@pytest.mark.parametrize(("batch", "size"), [("n", 4), (2, 0)])
-def test_tensors_as_onnxruntime_reports_them(tmp_path: Path, batch: str | int, size: int) -> None:
-    """The model then runs with the largest batch of the configuration."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    file = onnx_model(tmp_path / "model.onnx", batch)
-    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-
-    def reported(tensors: Any) -> list[TensorFacts]:
-        return [facts(t.name, *(dim if isinstance(dim, int) else -1 for dim in t.shape)) for t in tensors]
-
-    config = complete_from_model(ONNX, reported(session.get_inputs()), reported(session.get_outputs()))
-    assert config.max_batch_size == size
-    shape = (size, *config.input[0].dims) if size else config.input[0].dims
-    given_array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    np.testing.assert_array_equal(session.run(None, {"x": given_array})[0], -given_array)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.config import protos
-from shmserve.repo.config.outline import DEPTH, TOKENS, OutlineBlock, Token, outline, tokens
+from shmserve.repo.config.outline import DEPTH, TOKENS, tokens
 from shmserve.repo.config.problems import CONFIG_BYTES, LIMIT, ConfigError, Problem, nearest
 from shmserve.repo.load import ExaminedConfig, ModelContext, examine, parse
 from tests.support.hypothesis_profiles import examples
@@ -36,22 +36,6 @@ def problems(text: str | bytes) -> tuple[Problem, ...]:
     assert isinstance(caught.value, InvalidRequest)
     assert caught.value.code == "INVALID_ARG"
     return caught.value.problems
-
-
-def test_small_model_loads() -> None:
-    assert examined(SMALL).warnings == ()
-    config = examined(SMALL).require()
-    assert config.name == "m"
-    assert config.input[0].dims == (3,)
-
-
-def test_error_has_one_line_per_problem() -> None:
-    with pytest.raises(ConfigError) as caught:
-        examined('nam: "m"\nplatfrom: "x"').require()
-    assert str(caught.value).splitlines() == [
-        'm/config.pbtxt:1:1: nam: ModelConfig has no such field; did you mean "name"?',
-        'm/config.pbtxt:2:1: platfrom: ModelConfig has no such field; did you mean "platform"?',
-    ]
 
 
 def test_missing_key_of_a_map_entry_is_the_default() -> None:
@@ -211,18 +195,6 @@ def test_every_message_that_protobuf_prints_is_parsed(message: Any, as_utf8: boo
 # ------------------------------------------------------------------------------------------------------ small parts
 
 
-def test_outline_has_positions() -> None:
-    root = outline('a: 1\n  b { c: [ 2,\n "x" ] }')
-    assert [(field.name.text, field.name.line, field.name.column) for field in root.fields] == [
-        ("a", 1, 1),
-        ("b", 2, 3),
-    ]
-    block = root.fields[1].values[0]
-    assert isinstance(block, OutlineBlock)
-    values = [value for value in block.fields[0].values if isinstance(value, Token)]
-    assert [(token.text, token.line, token.column) for token in values] == [("2", 2, 12), ('"x"', 3, 2)]
-
-
 @pytest.mark.parametrize(
     ("found", "near"),
     [
@@ -235,3 +207,12 @@ def test_outline_has_positions() -> None:
 )
 def test_nearest_name(found: str, near: str | None) -> None:
     assert nearest(found, ["preferred_batch_size", "max_queue_delay_microseconds", "preserve_ordering"]) == near
+
+
+def test_error_has_one_line_per_problem() -> None:
+    with pytest.raises(ConfigError) as caught:
+        examined('nam: "m"\nplatfrom: "x"').require()
+    assert str(caught.value).splitlines() == [
+        'm/config.pbtxt:1:1: nam: ModelConfig has no such field; did you mean "name"?',
+        'm/config.pbtxt:2:1: platfrom: ModelConfig has no such field; did you mean "platform"?',
+    ]

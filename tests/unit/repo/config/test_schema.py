@@ -63,18 +63,6 @@ def test_descriptor_is_built_from_the_proto_file() -> None:
     assert built == proto_source()
 
 
-def test_numbers_are_those_of_existing_files() -> None:
-    source = proto_source()
-    assert len([name for name in source if source[name].keys() & {"TYPE_FP32"}]) == 1
-    assert source["ModelConfig"]["backend"] == 17
-    assert source["ModelConfig"]["dynamic_batching"] == 11
-    assert source["ModelConfig"]["runtime"] == 25
-    assert source["ModelInstanceGroup"]["kind"] == 4
-    assert source["ModelInput"]["dims"] == 4
-    assert source["ModelOutput"]["dims"] == 3
-    assert source["DataType"]["TYPE_BF16"] == 14
-
-
 def test_structs_match_the_messages() -> None:
     for message in descriptors():
         struct = getattr(schema, protos.local_name(message).replace(".", ""))
@@ -188,6 +176,18 @@ def test_numbers_may_be_strings_and_unknown_fields_are_refused() -> None:
 def test_invalid_data_is_not_decoded(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_config(data)
+
+
+def test_numbers_are_those_of_existing_files() -> None:
+    source = proto_source()
+    assert len([name for name in source if source[name].keys() & {"TYPE_FP32"}]) == 1
+    assert source["ModelConfig"]["backend"] == 17
+    assert source["ModelConfig"]["dynamic_batching"] == 11
+    assert source["ModelConfig"]["runtime"] == 25
+    assert source["ModelInstanceGroup"]["kind"] == 4
+    assert source["ModelInput"]["dims"] == 4
+    assert source["ModelOutput"]["dims"] == 3
+    assert source["DataType"]["TYPE_BF16"] == 14
 
 
 def test_the_default_descriptor_pool_is_not_used() -> None:

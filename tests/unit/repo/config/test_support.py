@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from shmserve.repo.config import protos
 from shmserve.repo.config.support import TABLE, Status
 from tests import ROOT
@@ -32,18 +30,6 @@ def test_every_field_has_its_row() -> None:
 def test_the_page_has_the_table() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith(("| `Model", "| `Batch"))]
     assert len(rows) == len(TABLE)
-
-
-def test_every_row_has_a_note() -> None:
-    for field, support in TABLE.items():
-        assert support.note, field
-        assert "|" not in support.note
-        assert not support.note.endswith("."), field
-
-
-@pytest.mark.parametrize("status", list(Status))
-def test_each_status_is_used(status: Status) -> None:
-    assert any(support.status is status for support in TABLE.values())
 
 
 def test_honoured_fields_are_in_honoured_messages() -> None:

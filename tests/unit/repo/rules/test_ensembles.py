@@ -8,6 +8,7 @@ from shmserve.repo.compile import compile_policy
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import parse
 from shmserve.repo.rules.ensembles import GraphProblem, StepModel, check_graph, decoupled_in, dependency_path
+from shmserve.repo.rules.schedulers import validate_scheduler
 
 
 def member(text: str, versions: tuple[int, ...] = (1,), reason: str = "", settled: bool = True) -> StepModel:
@@ -286,3 +287,23 @@ def test_limit_of_responses_in_flight() -> None:
     for more, ahead in (("", 0), ("max_inflight_requests: 3", 3)):
         config = parse(flow("e", "left x=a -> y=b", outputs="b", more=more))
         assert compile_policy(config, 1).ahead == ahead
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "problem"),
+    [
+        ("step[0].map", "b", 'step 0 does not read ensemble tensor "b"'),
+        ("step[1].map", "a", "no step 1; the steps are 0 to 0"),
+        ("step[0].when", "a", 'expected "step[INDEX].map" or "step[INDEX].if"'),
+        ("step[0].if", "c", 'ensemble tensor "c" is neither an input nor produced by a step'),
+        ("step[0].if", "a", "expected a TYPE_BOOL of one element"),
+    ],
+)
+def test_parameters_of_steps(key: str, tensor: str, problem: str) -> None:
+    more = f'parameters {{ key: "{key}" value {{ string_value: "{tensor}" }} }}'
+    config = parse(flow("e", "pass x=a -> y=b", outputs="b") + more)
+    found: list[tuple[str, str]] = []
+    validate_scheduler(config, lambda path, text: found.append((path, text)))
+    found += [(entry.path, entry.text) for entry in check_graph(config, MANY)]
+    assert [path for path, _ in found] == [f'parameters["{key}"]']
+    assert problem in found[0][1]

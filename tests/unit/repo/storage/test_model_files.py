@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.storage.model_files import TARGETS, ModelFile, ModelFiles, model_file, models_of
+from shmserve.repo.storage.model_files import ModelFile, ModelFiles, model_file, models_of
 from shmserve.repo.storage.store import scan_model
 from tests import ROOT
 
@@ -68,10 +68,6 @@ def test_a_name_may_precede_the_path(tmp_path: Path) -> None:
     assert model_file(str(equals)).path == equals
 
 
-def test_a_python_file_is_a_model_of_the_python_backend() -> None:
-    assert (TARGETS[".py"], TARGETS[".dali"]) == ("model.py", "model.dali")
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -121,47 +117,32 @@ def test_external_weights_are_linked(tmp_path: Path) -> None:
     }
 
 
-def test_weights_of_openvino_and_a_configuration_beside_the_file(tmp_path: Path) -> None:
-    for name in ("net.xml", "net.bin", "net.pbtxt", "other.bin"):
-        (tmp_path / name).touch()
-    files = files_of(tmp_path, tmp_path / "net.xml")
-    expected = {"1/model.xml": "net.xml", "1/model.bin": "net.bin", "config.pbtxt": "net.pbtxt"}
-    assert served(tmp_path / "run" / "net") == {name: str(tmp_path / to) for name, to in expected.items()}
-    (tmp_path / "net.pbtxt").unlink()
-    files.refresh()
-    assert "config.pbtxt" not in served(tmp_path / "run" / "net")
-
-
-def test_a_directory_of_tensorflow_is_a_model(tmp_path: Path) -> None:
-    folder = tmp_path / "net.savedmodel"
-    folder.mkdir()
-    (folder / "saved_model.pb").touch()
-    files_of(tmp_path, folder)
-    assert served(tmp_path / "run" / "net") == {"1/model.savedmodel": str(folder)}
-    scanned = scan_model(tmp_path / "run" / "net")
-    assert scanned.problems == ()
-    assert scanned.config is not None
-    assert scanned.config.platform == "tensorflow_savedmodel"
-
-
 @pytest.mark.parametrize(
-    ("file", "link"), [("fraud.json", "xgboost.json"), ("fraud.txt", "model.txt"), ("fraud.tl", "checkpoint.tl")]
+    ("files", "links"),
+    [
+        (("fraud.json",), ("xgboost.json",)),
+        (("fraud.txt",), ("model.txt",)),
+        (("fraud.tl",), ("checkpoint.tl",)),
+        (("net.pdmodel", "net.pdiparams"), ("model.pdmodel", "model.pdiparams")),
+        (("net.xml", "net.bin"), ("model.xml", "model.bin")),
+        (("net.savedmodel",), ("model.savedmodel",)),
+    ],
 )
-def test_tree_models(file: str, link: str, tmp_path: Path) -> None:
-    (tmp_path / file).touch()
-    files_of(tmp_path, tmp_path / file)
-    assert served(tmp_path / "run" / "fraud") == {f"1/{link}": str(tmp_path / file)}
-    scanned = scan_model(tmp_path / "run" / "fraud")
-    assert scanned.config is not None
-    assert (scanned.config.backend, scanned.config.default_model_filename) == ("fil", link)
-
-
-def test_weights_of_paddle(tmp_path: Path) -> None:
-    for name in ("net.pdmodel", "net.pdiparams"):
-        (tmp_path / name).touch()
-    files_of(tmp_path, tmp_path / "net.pdmodel")
-    expected = {"1/model.pdmodel": "net.pdmodel", "1/model.pdiparams": "net.pdiparams"}
-    assert served(tmp_path / "run" / "net") == {name: str(tmp_path / to) for name, to in expected.items()}
+def test_files_of_other_backends(tmp_path: Path, files: tuple[str, ...], links: tuple[str, ...]) -> None:
+    """With the weights beside them, and a configuration."""
+    for name in (*files, "other.bin"):
+        (tmp_path / name).mkdir() if name.endswith("savedmodel") else (tmp_path / name).touch()
+    model = tmp_path / files[0]
+    found = files_of(tmp_path, model)
+    expected = {f"1/{link}": str(tmp_path / name) for link, name in zip(links, files, strict=True)}
+    assert served(tmp_path / "run" / model.stem) == expected
+    config = model.with_suffix(".pbtxt")
+    config.touch()
+    found.refresh()
+    assert served(tmp_path / "run" / model.stem) == expected | {"config.pbtxt": str(config)}
+    config.unlink()
+    found.refresh()
+    assert served(tmp_path / "run" / model.stem) == expected
 
 
 def test_functions_may_be_added_and_removed(tmp_path: Path) -> None:

@@ -53,14 +53,6 @@ def test_defaults(tmp_path: Path) -> None:
     assert "stacked" not in alone.parameters
 
 
-def test_file_is_not_run(tmp_path: Path) -> None:
-    assert found(tmp_path, "import shmserve\nraise SystemExit\n@shmserve.model\ndef f(x): ...").keys() == {"f"}
-
-
-def test_class_of_triton(tmp_path: Path) -> None:
-    assert found(tmp_path, "from elsewhere import TritonPythonModel") == {}
-
-
 @pytest.mark.parametrize(
     ("body", "text"),
     [

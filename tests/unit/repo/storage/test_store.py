@@ -12,7 +12,6 @@ import pytest
 
 from shmserve.errors import InvalidRequest, NotFound
 from shmserve.repo.config.problems import CONFIG_BYTES
-from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import parse
 from shmserve.repo.storage.store import (
     ScannedModel,
@@ -104,10 +103,6 @@ def look(path: Path, config_name: str = "") -> ScannedModel:
 # ---------------------------------------------------------------------------------------------------- repositories
 
 
-def test_an_empty_repository_has_no_models(tmp_path: Path) -> None:
-    assert scanned(tmp_path) == {}
-
-
 def test_models_versions_and_other_files(tmp_path: Path) -> None:
     put(tmp_path / "b", versions=("1", "2", "10"))
     path = put(tmp_path / "a", versions=("1", "configs", "warmup", "initial_state", "__pycache__"))
@@ -166,15 +161,6 @@ def test_a_repository_that_is_not_a_directory(tmp_path: Path, kind: str) -> None
         model_names([root])
 
 
-def test_the_sample_repository() -> None:
-    models = scanned(ROOT / "repo" / "examples", backends=(*BACKENDS, "llamacpp"))
-    assert {"add_sub", "mlp", "sentiment"} <= models.keys()
-    for model in models.values():
-        # A sample whose file is fetched at set-up has no version before that.
-        assert not model.problem_texts or "at least one version must be available" in model.problem_texts[0], model
-        assert not model.warning_texts
-
-
 # -------------------------------------------------------------------------------------------------- configurations
 
 
@@ -186,18 +172,6 @@ def test_the_given_configuration_is_kept_beside_the_completed_one(tmp_path: Path
     assert found.config.version_policy is not None
     assert (found.problem_texts, found.versions) == ((), (1,))
     assert found.places["input[0].dims"][0] == 4
-
-
-def test_a_model_without_a_file_has_an_empty_given_configuration(tmp_path: Path) -> None:
-    found = look(put(tmp_path / "m", None, file="model.onnx"))
-    assert (found.file, found.given, found.problem_texts) == ("", ModelConfig(), ())
-
-
-def test_a_configuration_that_cannot_be_parsed_is_not_given(tmp_path: Path) -> None:
-    found = look(put(tmp_path / "m", "input {"))
-    assert found.given is None
-    assert found.config is None
-    assert len(found.problem_texts) == 1
 
 
 def test_warnings_have_positions(tmp_path: Path) -> None:
@@ -410,12 +384,6 @@ def test_a_version_without_permission_does_not_affect_others(tmp_path: Path) -> 
     assert found.missing == {1: "cannot be read: Permission denied"}
 
 
-def test_a_missing_backend_is_the_only_problem(tmp_path: Path) -> None:
-    found = look(put(tmp_path / "m", 'platform: "tensorrt_plan"'))
-    assert len(found.problem_texts) == 1
-    assert found.missing == {}
-
-
 # ----------------------------------------------------------------------------------------------------------- names
 
 
@@ -436,11 +404,6 @@ def test_invalid_names(tmp_path: Path, name: str) -> None:
     assert "a model cannot have this name; expected 1 to 128 printable" in found[0].problem_texts[0]
 
 
-def test_a_name_that_is_not_text(tmp_path: Path) -> None:
-    os.mkdir(os.fsencode(tmp_path) + b"/bad\xff")
-    assert only(tmp_path).name == "bad\\xff"
-
-
 def test_names_of_models(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for path in (one / "b", one / "a", two / "a", two / "__pycache__", two / ".git", two / "no model"):
@@ -453,16 +416,6 @@ def test_names_of_models(tmp_path: Path) -> None:
         "bad": [one / "bad"],
         "no model": [two / "no model"],
     }
-
-
-def test_models_are_found_by_name(tmp_path: Path) -> None:
-    put(tmp_path / "one" / "a")
-    put(tmp_path / "two" / "b")
-    (tmp_path / "two" / "link").symlink_to(tmp_path / "one" / "a")
-    roots = [tmp_path / "one", tmp_path / "two"]
-    assert find_model(roots, "a") == tmp_path / "one" / "a"
-    assert find_model(roots, "b") == tmp_path / "two" / "b"
-    assert find_model(roots, "link") == tmp_path / "two" / "link"
 
 
 NO_NAME = "Model name cannot be empty. Please enter a valid name to deploy."
@@ -502,3 +455,17 @@ def test_names_without_a_model(tmp_path: Path, name: str, error: type[Exception]
         find_model([tmp_path / "one", tmp_path / "two"], name)
     assert text in str(caught.value)
     assert str(tmp_path) not in str(caught.value)
+
+
+def test_the_sample_repository() -> None:
+    models = scanned(ROOT / "repo" / "examples", backends=(*BACKENDS, "llamacpp"))
+    assert {"add_sub", "mlp", "sentiment"} <= models.keys()
+    for model in models.values():
+        # A sample whose file is fetched at set-up has no version before that.
+        assert not model.problem_texts or "at least one version must be available" in model.problem_texts[0], model
+        assert not model.warning_texts
+
+
+def test_a_name_that_is_not_text(tmp_path: Path) -> None:
+    os.mkdir(os.fsencode(tmp_path) + b"/bad\xff")
+    assert only(tmp_path).name == "bad\\xff"
