@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import shmserve
@@ -16,6 +15,7 @@ from tests.support.clients.client_faces import connect
 from tests.support.ensemble_models import BATCHES, ensemble, model, numbers
 from tests.support.living import pids, until
 from tests.support.model_files import python_model
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -57,7 +57,7 @@ DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     model(root, "count", COUNT, DECOUPLED)
     model(root, "pass", more=BATCHES)
@@ -65,7 +65,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ensemble(root, "flow", "x", "z", "count(x:x)->(y:t)", "pass(x:t)->(y:z)")
     ensemble(root, "sums", "x", "z s", "count(x:x)->(y:t)", "pass(x:x)->(y:s)", "add(x:t,r:s)->(y:z)")
     ensemble(root, "outer", "x", "z", "flow(x:x)->(z:t)", "pass(x:t)->(y:z)")
-    with Server(root, "--exit-on-error", "true") as running:
+    with shared_server.serving(root) as running:
         yield running
 
 
@@ -84,13 +84,6 @@ def test_responses_come_in_order(server: Server, way: str, size: int) -> None:
         until(client, lambda: Seen(client.metrics())("shmserve_held_bytes") == 0)
 
 
-def test_outputs_of_steps_that_respond_once_are_in_each_response(server: Server) -> None:
-    with server.client() as client:
-        x = numbers(50_000)
-        for part in client.stream("sums", {"x": x}, parameters={"count": 3}):
-            assert (part["s"] == x).all()
-
-
 @pytest.mark.parametrize("name", ["flow", "outer"])
 def test_a_slow_reader_slows_the_model_down(server: Server, tmp_path: Path, name: str) -> None:
     """The client takes three of a thousand responses, with a window of four; each stage adds another window."""
@@ -102,22 +95,6 @@ def test_a_slow_reader_slows_the_model_down(server: Server, tmp_path: Path, name
                 next(parts)
         until(client, lambda: report.exists() and report.read_text().endswith("."))
         assert 3 <= int(report.read_text()[:-1]) <= 3 + 4 + 4 * (1 + (name == "outer")) + 1
-
-
-def test_infer_of_a_decoupled_ensemble_is_refused(server: Server) -> None:
-    with server.client() as client, pytest.raises(shmserve.Unsupported, match=r"'outer' .* call it with stream\(\)"):
-        client.infer("outer", {"x": numbers(1)}, parameters={"count": 1})
-
-
-def test_a_failed_response_ends_the_stream(server: Server) -> None:
-    x = np.full(3, 660, np.float32)
-    found: list[float] = []
-    with server.client() as client:
-        parts = client.stream("sums", {"x": x}, parameters={"count": 20}, window=2)
-        with pytest.raises(shmserve.ModelFailed, match=r"in ensemble 'sums', .*666 is refused"):
-            found.extend(part["z"][0] for part in parts)
-    assert found == [1320 + number for number in range(len(found))]
-    assert len(found) <= 6
 
 
 def test_a_crash_of_the_model_ends_the_stream(server: Server) -> None:

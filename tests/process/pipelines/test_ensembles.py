@@ -25,7 +25,7 @@ from tests.support.docs import pages
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.launch import descriptors_of, workers_of
 from tests.support.living import PATIENCE_S, pids, states, unload_all, until
-from tests.support.model_files import parameters, python_model, write_model
+from tests.support.model_files import python_model, write_model
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
@@ -70,20 +70,12 @@ def write(root: Path) -> None:
     ensemble(root, "both", "x", "l r", "plus1(x:x)->(y:l)", "plus20(x:x)->(y:r)")
     ensemble(root, "all", "x", "u v", "chain(x:x)->(z:t)", "both(x:t)->(l:u,r:v)")
     ensemble(root, "each", "x:FP32:[-1,-1]", "y:FP32:[-1,-1]", "row1(x:x)->(y:y)/map:x")
-    ensemble(root, "twice", "x:FP32:[-1,-1]", "y:FP32:[-1,-1]", "row1(x:x)->(y:t)/map:x", "row1(x:t)->(y:y)/map:t")
     model(root, "sign", SIGN, outputs=("y", "flag:BOOL:[1]"))
     ensemble(root, "perhaps", "x", "s z", "sign(x:x)->(y:s,flag:f)", "plus1(x:s)->(y:t)/if:f", "pass0(x:t)->(y:z)")
-    ensemble(root, "judged", "x:FP32:[-1,-1]", "s:FP32:[-1,-1] z:FP32:[-1,-1]", "perhaps(x:x)->(s:s,z:z)/map:x")
     model(root, "sum", SUM, "max_batch_size: 8 sequence_batching { }")
     steps_of_sum = "row1(x:x)->(y:t)", "sum(x:t)->(y:s)", "row1(x:s)->(y:y)"
     ensemble(root, "summed", "x", "y", *steps_of_sum, more="max_batch_size: 8")
     ensemble(root, "given", "x f:BOOL:[1]", "z", "plus1(x:x)->(y:z)/if:f")
-    for name, more in (("square1", ""), ("squares1", BATCHES)):
-        model(root, name, ADD, more, ("y:FP32:[2,-1]",), "[2,-1]")
-        batches = "max_batch_size: 8" if more else ""
-        ensemble(root, f"flat_{name}", f"x{FLAT}", f"y{FLAT}", f"{name}(x:x)->(y:y)", more=batches)
-    twice = "flat_square1(x:x)->(y:t)", "flat_square1(x:t)->(y:y)"
-    ensemble(root, "nested", f"x{OUTER}", f"y{OUTER}", *twice)
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +148,6 @@ def test_all_memory_is_returned(client: shmserve.Client) -> None:
 # ------------------------------------------------------------------------------------------------ rows, conditions
 
 
-def test_steps_see_the_shape_of_a_reshape(client: shmserve.Client) -> None:
-    for name, lead, added in (("flat_square1", (), 1), ("flat_squares1", (4,), 1), ("nested", (), 2)):
-        x = numbers(*lead, 2, 1, 3)
-        assert np.array_equal(client.infer(name, {"x": x})["y"], x + added), name
-
-
 @pytest.mark.parametrize(("rows", "width"), [(500, 7), (500, 2000), (1, 3), (0, 3), (2, 0)])
 def test_a_mapped_step_runs_for_each_row(client: shmserve.Client, rows: int, width: int) -> None:
     x = numbers(rows, width)
@@ -173,27 +159,6 @@ def test_a_mapped_step_runs_for_each_row(client: shmserve.Client, rows: int, wid
     assert after[0] - before[0] == rows
     if rows == 500:
         assert after[1] - before[1] < 50, "rows share batches"
-
-
-def test_consecutive_mapped_steps(client: shmserve.Client) -> None:
-    x = numbers(300, 50)
-    y = client.infer("twice", {"x": x})["y"]
-    assert (y == x + 2).all()
-    assert (client.infer("twice", {"x": y[7:9]})["y"] == x[7:9] + 4).all()
-
-
-def test_a_mapped_step_has_at_most_4096_rows(client: shmserve.Client) -> None:
-    x = numbers(4096, 1)
-    assert (client.infer("twice", {"x": x}, timeout=PATIENCE_S)["y"] == x + 2).all()
-    with pytest.raises(shmserve.InvalidRequest, match="4097 rows; the limit of a mapped step is 4096"):
-        client.infer("each", {"x": numbers(4097, 1)})
-
-
-def test_an_error_names_the_failed_row(client: shmserve.Client) -> None:
-    x = numbers(20, 4)
-    x[13, 2] = 666
-    with pytest.raises(shmserve.ModelFailed, match=r"^in ensemble 'each', row 13 of step 0: .*666 is refused"):
-        client.infer("each", {"x": x})
 
 
 def test_outputs_of_mapped_steps_cannot_be_written_to_an_array_of_the_client(client: shmserve.Client) -> None:
@@ -216,18 +181,6 @@ def test_conditional_steps(client: shmserve.Client, size: int) -> None:
     outside = client.empty((1,), "bool")
     outside[:] = True
     assert (client.infer("given", {"x": x, "f": outside})["z"] == x + 1).all()
-
-
-def test_conditional_steps_run_only_for_matching_rows(client: shmserve.Client) -> None:
-    x = np.abs(numbers(30, 40)) + 1
-    found = client.infer("judged", {"x": x})
-    assert (found["z"] == x + 1).all()
-    assert (found["s"] == x).all()
-    x[20] *= -1
-    assert (client.infer("judged", {"x": x}, outputs=["s"])["s"] == x).all()
-    assert set(client.infer("judged", {"x": -np.abs(x)})) == {"s"}
-    with pytest.raises(shmserve.InvalidRequest, match=r"'z' of step 0 exists for only 29 of 30 rows"):
-        client.infer("judged", {"x": x})
 
 
 def test_classes_of_ensemble_outputs(client: shmserve.Client) -> None:
@@ -279,38 +232,6 @@ def test_statistics_of_ensembles_and_their_models(client: shmserve.Client) -> No
     assert seen("nv_inference_request_failure", model="both", version="1", reason="OTHER") == failed + 1
 
 
-def test_a_deadline_ends_a_request_whose_step_hangs(client: shmserve.Client) -> None:
-    """While a step hangs."""
-    before = pids(client, "plus1")
-    with pytest.raises(shmserve.DeadlineExceeded):
-        client.infer("both", {"x": np.array([777], np.float32)}, timeout=0.2)
-    (pid,) = before.values()
-    os.kill(pid, signal.SIGKILL)
-    until(client, lambda: pids(client, "plus1") and pids(client, "plus1") != before)
-    assert client.infer("both", {"x": np.zeros(1, np.float32)})["r"] == 20
-
-
-def test_a_step_that_kills_its_workers_fails_the_request(client: shmserve.Client) -> None:
-    """The step is retried once."""
-    future = client.submit("both", {"x": np.array([777], np.float32)})
-    (pid,) = pids(client, "plus1").values()
-    os.kill(pid, signal.SIGKILL)
-    others: list[int] = []
-
-    def has_restarted() -> bool:
-        others.extend({*pids(client, "plus1").values()} - {pid})
-        return bool(others)
-
-    until(client, has_restarted, "another process")
-    os.kill(others[0], signal.SIGKILL)
-    with pytest.raises(
-        shmserve.ModelFailed, match=r"^in ensemble 'both', model 'plus1' version 1: the worker process .*SIGKILL"
-    ):
-        future.result(PATIENCE_S)
-    x = numbers(7)
-    assert (client.infer("both", {"x": x}, timeout=PATIENCE_S)["l"] == x + 1).all()
-
-
 def test_rows_of_a_killed_worker_are_retried(client: shmserve.Client) -> None:
     """The rows of the worker's batch are retried, each alone."""
     before = pids(client, "row1")
@@ -322,14 +243,6 @@ def test_rows_of_a_killed_worker_are_retried(client: shmserve.Client) -> None:
     os.kill(pid, signal.SIGKILL)
     assert (future.result(PATIENCE_S)["y"] == x + 1).all()
     assert pids(client, "row1") != before
-
-
-def test_metadata_of_an_ensemble(client: shmserve.Client) -> None:
-    found = client.metadata("each")
-    assert found["platform"] == "ensemble"
-    assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, -1]}]
-    assert client.config("each")["parameters"]["step[0].map"]["string_value"] == "x"
-    assert client.ready("all")
 
 
 # ------------------------------------------------------------------------------------------------ modes
@@ -420,20 +333,6 @@ def test_the_load_of_an_ensemble_waits_for_all_versions_of_its_models(explicit: 
         assert outer["batch_stats"][0]["compute_infer"]["ns"] == outer["inference_stats"]["compute_infer"]["ns"]
         assert 'nv_inference_request_failure{model="outer",reason="OTHER",version="1"} 0' in client.metrics()
         client.unload("outer", unload_dependents=True)
-
-
-@pytest.mark.parametrize(
-    ("key", "tensor", "problem"),
-    [("step[0].map", "b", 'step 0 does not read ensemble tensor "b"'), ("step[1].if", "x", "expected a TYPE_BOOL")],
-)
-def test_check_reports_wrong_parameters_of_steps(
-    tmp_path: Path, key: str, tensor: str, problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path)
-    with (tmp_path / "chain" / "config.pbtxt").open("a") as file:
-        file.write(parameters(**{key: tensor}))
-    assert main.main(["check", str(tmp_path)]) == 1
-    assert re.search(rf'parameters\["{re.escape(key)}"\]: .*{re.escape(problem)}', capsys.readouterr().out)
 
 
 # ------------------------------------------------------------------------------------------------ the page

@@ -197,31 +197,6 @@ def test_interleaved_sequences(server: Server, model: str, link: str) -> None:
             np.testing.assert_allclose(got, alone(x), rtol=1e-4, atol=1e-5)
 
 
-def test_an_id_can_be_reused(client: shmserve.Client) -> None:
-    """Complete sequences with the same id are submitted without waiting; each starts from zero."""
-    futures = [
-        client.submit(
-            "sums",
-            {"x": np.full((1, 1), n + 1, np.float32)},
-            sequence="tom",
-            sequence_start=n % 3 == 0,
-            sequence_end=n % 3 == 2,
-        )
-        for n in range(12)
-    ]
-    found = [future.result()["y"][0, 0].item() for future in futures]
-    assert found == [float(sum(range(n - n % 3 + 1, n + 2))) for n in range(12)]
-
-
-def test_a_start_flag_restarts_a_sequence(client: shmserve.Client) -> None:
-    sequence = Summed(client, "sums", 12)
-    sequence.step(3, "start")
-    sequence.step(4, "start")
-    sequence.step(5, "end")
-    with pytest.raises(shmserve.InvalidRequest, match="START flag on the first request"):
-        sequence.send(1)
-
-
 def test_sequences_of_a_killed_worker_end(client: shmserve.Client) -> None:
     """The killed worker's sequences end and can be started again; those of the other worker continue."""
     sequences = [Summed(client, "mortal", number) for number in range(1, 9)]
@@ -280,30 +255,6 @@ def test_a_removed_instance_finishes_its_sequences(client: shmserve.Client, repo
     for sequence in sequences + more:
         sequence.step(3, "end")
     until(client, lambda: set(pids(client, "shrinks").values()) == {more[0].pid}, "it ends with its last sequence")
-
-
-def test_an_idle_sequence_loses_its_slot(client: shmserve.Client) -> None:
-    """Its slot is given to the waiting sequence."""
-    idle, waiting = Summed(client, "narrow", "idle"), Summed(client, "narrow", "waiting")
-    idle.step(1, "start")
-    waiting.step(1, "start end")
-    with pytest.raises(shmserve.InvalidRequest, match=r"it had no request for 0\.1 s"):
-        idle.send(2)
-
-
-def test_a_cancelled_request_ends_its_sequence(client: shmserve.Client) -> None:
-    """The cancellation of a request ends the sequence."""
-    first, other = Summed(client, "single", 1), Summed(client, "single", 2)
-    first.step(1, "start")
-    x = {"x": np.ones((1, 1), np.float32)}
-    waits = [client.submit("single", x, sequence=2, sequence_start=n == 0) for n in range(3)]
-    assert waits[1].cancel()
-    first.step(1, "end")
-    with pytest.raises(shmserve.Cancelled, match="earlier request of sequence 2"):
-        waits[2].result()
-    with pytest.raises(shmserve.InvalidRequest, match="was cancelled"):
-        other.send(1)
-    other.step(1, "start end")
 
 
 def test_requests_are_rescheduled_until_the_model_responds(client: shmserve.Client) -> None:

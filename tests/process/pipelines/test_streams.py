@@ -27,6 +27,7 @@ from shmserve.testing import Server
 from tests.support.clients.client_faces import connect
 from tests.support.living import until
 from tests.support.model_files import write_model
+from tests.support.shared_server import SharedServer
 from tests.support.workers.models.stream_models import HEAD
 
 pytestmark = pytest.mark.process
@@ -82,12 +83,13 @@ class TritonPythonModel:
             request.get_response_sender().send(response(0))
         raise ValueError("no more than one")
 """
-WAYS = ["sync lane", "sync ipc", "sync frames", "asyncio lane", "uvloop ipc"]
+WAYS = ["sync lane", "sync frames", "uvloop ipc"]
+"""tests/conformance/test_client_streams.py has all clients and links."""
 LARGE = 3000
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     sources = {"repeat": REPEAT, "tokens": TOKENS, "fails": FAILS, "mortal": REPEAT, "counted": REPEAT}
     for name, source in sources.items():
@@ -95,7 +97,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             repository, name, CONFIG.format(name=name, backend="python", more=DECOUPLED), HEAD + REPORT + source
         )
     write_model(repository, "once", CONFIG.format(name="once", backend="identity", more=""))
-    with Server(repository, "--exit-on-error", "true") as running:
+    with shared_server.serving(repository) as running:
         # Named segments stay while their workers live: create all that the tests need before the leak check starts.
         with shmserve.Client(running.zmq_url) as client:
             for name in ("repeat", "tokens", "mortal"):
@@ -139,18 +141,6 @@ def test_responses_come_in_order(client: Any, model: str) -> None:
         assert [part["y"][0, 0].item() for part in found] == list(range(count))
         assert [part["y"][0, -1].item() for part in found] == list(range(count))
         del found
-
-
-def test_a_model_that_responds_once_can_be_streamed(client: Any) -> None:
-    stream = client.stream("once", {"x": np.full((1, 1), 7, np.float32)})
-    assert [part["y"].item() for part in stream] == [7]
-
-
-def test_many_streams_share_batches(server: Server) -> None:
-    with shmserve.Client(server.url) as client, ThreadPoolExecutor(8) as pool:
-        counts = list(range(24))
-        found = pool.map(lambda count: [part["y"].item() for part in ask(client, "tokens", count, window=3)], counts)
-        assert [len(values) for values in found] == counts
 
 
 def test_statistics_count_responses_by_their_index(server: Server) -> None:
@@ -277,10 +267,7 @@ def test_infer_stream_prints_each_response(server: Server, tmp_path: Path) -> No
         assert np.load(document["outputs"]["y"]["file"]) == index
 
 
-def test_infer_without_stream_is_refused_for_a_decoupled_model(server: Server) -> None:
-    refused = run_cli(server, "infer", "tokens", "--input", "x=3")
-    assert refused.returncode == 1
-    assert "decoupled transaction policy" in refused.stderr
+def test_infer_reports_the_error_of_a_stream(server: Server) -> None:
     failed = run_cli(server, "infer", "fails", "--input", "x=3", "--stream")
     assert failed.returncode == 1
     assert "part 1 after" in failed.stdout

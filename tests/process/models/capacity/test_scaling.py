@@ -143,29 +143,3 @@ def test_a_load_adjusts_the_number_of_instances_to_new_bounds(gated: Gated) -> N
     assert len(pids(gated.client, "m")) == 3, "a restart keeps it, too"
     load(max_instances="3")
     gated.await_size(1)
-
-
-def test_a_failed_load_of_an_added_instance_does_not_degrade_the_model(
-    server: tuple[Server, Gated], gated: Gated
-) -> None:
-    gated.await_size(1)
-    gated.broken.touch()
-    gated.ask(20)
-    text = "continues without a new instance 'm_0_1': failed to load: "
-    until(gated.client, lambda: text in server[0].log)
-    assert "no memory is left" in server[0].log
-    found = gated.entry()
-    assert (found["state"], found["degraded"]) == ("READY", False)
-    gated.broken.unlink()
-    gated.await_size(3)
-
-
-def test_an_unload_ends_all_added_instances(gated: Gated) -> None:
-    gated.await_size(1)
-    gated.ask(20)
-    gated.await_size(3)
-    gated.answer()
-    gated.client.unload("m")
-    assert not any(one["pid"] for entry in gated.client.models() for one in entry.get("instances", ()))
-    gated.client.load("m")
-    gated.await_size(1)

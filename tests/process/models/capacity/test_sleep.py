@@ -119,11 +119,7 @@ def test_ensemble_steps_and_model_calls_wake_sleeping_models(client: shmserve.Cl
         fall_asleep(client, *members)
         assert client.ready(name)
         assert (client.infer(name, {"x": ONE})["y"] == ONE).all()
-
-
-def test_models_with_stay_loaded_do_not_sleep(client: shmserve.Client) -> None:
-    fall_asleep(client, "plain", "first", "second")
-    assert not entry(client, "awake")["asleep"]
+    assert not entry(client, "awake")["asleep"], "it has been idle for as long, and stays loaded"
 
 
 def test_a_woken_model_has_the_generation_that_was_loaded(client: shmserve.Client, root: Path) -> None:

@@ -17,19 +17,17 @@ from shmserve.shm.extents import posix
 from shmserve.testing import Server
 from tests.support import living
 from tests.support.clients.client_faces import connect
-from tests.support.launch import workers_of
+from tests.support.launch import descriptors_of, workers_of
 from tests.support.living import answer, generation, group, identity, index, pids, policy, ready, renew, states, until
 
 pytestmark = pytest.mark.process
 
+OPTIONS = ()
+"""A server of its own: its processes are counted."""
 LARGE = np.ones((2, 30_000), np.float32)
 """Its answer is in shared memory: memfd on the lane, by name over ZeroMQ."""
 HELD = 24
 IN_FLIGHT = 3
-WARMUP = """
-model_warmup [ { name: "zeros" batch_size: 1
-  inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 3 ] zero_data: true } } } ]
-"""
 BALLAST = living.GENERATION.replace(
     "def initialize(self, args):", "def initialize(self, args):\n        self.{0} = {1}"
 )
@@ -124,6 +122,7 @@ def test_no_request_fails_during_reloads_under_load(server: Server, root: Path, 
     folder = generation(root, "m", 1, "dynamic_batching { }\n" + group(2))
     client.load("m")
     with Load(server, "m", 1) as load:
+        before = len(descriptors_of(server.pid))
         for number in range(2, 6):
             renew(folder, number)
             load.most = number
@@ -133,64 +132,16 @@ def test_no_request_fails_during_reloads_under_load(server: Server, root: Path, 
             load.await_answers()
         until(client, lambda: processes(server) == set(pids(client, "m").values()), "the old ones have gone")
         assert len(pids(client, "m")) == 2
+        until(client, lambda: len(descriptors_of(server.pid)) <= before, "the broker has closed what they used")
     assert load.seen() == [[1, 2, 3, 4, 5]] * 4
-
-
-def test_the_last_of_concurrent_loads_determines_what_is_served(
-    server: Server, root: Path, client: shmserve.Client
-) -> None:
-    """They run one after the other."""
-    folder = generation(root, "hasty", 1)
-    client.load("hasty")
-    outcomes: list[str] = []
-
-    def ask() -> None:
-        with server.client() as other:
-            try:
-                other.load("hasty", timeout=living.PATIENCE_S)
-                outcomes.append("")
-            except shmserve.Unavailable as error:
-                outcomes.append(str(error))
-
-    with Load(server, "hasty", 1) as load:
-        load.most = 4
-        threads = []
-        for number in (2, 3, 4):
-            renew(folder, number)
-            threads.append(threading.Thread(target=ask))
-            threads[-1].start()
-        for thread in threads:
-            thread.join(living.PATIENCE_S)
-        client.load("hasty")
-        load.least = 4
-        load.await_answers()
-        assert answer(client, "hasty") == 4
-    assert outcomes == [""] * 3
-    until(client, lambda: len(processes(server)) == 1)
 
 
 def raises(folder: Path) -> None:
     renew(folder, "three")
 
 
-def does_not_parse(folder: Path) -> None:
-    living.write(folder / "1" / "model.py", "def execute(:\n")
-
-
-def lacks_its_file(folder: Path) -> None:
-    (folder / "1" / "model.py").unlink()
-
-
-def fails_its_warmup(folder: Path) -> None:
-    living.write(folder / "config.pbtxt", living.PYTHON + WARMUP)
-
-
 def ends(folder: Path) -> None:
     living.write(folder / "1" / "model.py", "import os\nos._exit(3)\n")
-
-
-def is_misspelt(folder: Path) -> None:
-    living.write(folder / "config.pbtxt", living.PYTHON.replace("max_batch", "max_bach"))
 
 
 LOADING = "load failed for model '{name}': version 1 is at UNAVAILABLE state: "
@@ -200,11 +151,7 @@ LOADING = "load failed for model '{name}': version 1 is at UNAVAILABLE state: "
     ("break_it", "reason"),
     [
         (raises, rf"{LOADING}.*could not convert string to float: 'three'.*; the previous version is still served"),
-        (does_not_parse, rf"{LOADING}.*invalid syntax \(model\.py, line 1\).*; the previous version is still served"),
-        (lacks_its_file, rf"{LOADING}.*model\.py"),
-        (fails_its_warmup, rf"{LOADING}.*zeros are not for me.*; the previous version is still served"),
         (ends, rf"{LOADING}.*exit code 3.*; the previous version is still served"),
-        (is_misspelt, r"failed to load '{name}': m/config\.pbtxt:2.*max_bach_size.*max_batch_size"),
     ],
 )
 def test_a_broken_generation_does_not_replace_the_served_one(
@@ -221,7 +168,7 @@ def test_a_broken_generation_does_not_replace_the_served_one(
     with Load(server, name, 1) as load:
         break_it(folder)
         for _ in range(2):
-            text = reason.replace("{name}", name).replace("m/", name + "/")
+            text = reason.replace("{name}", name)
             with pytest.raises(shmserve.ServeError, match=f"(?s){text}") as caught:
                 client.load(name)
             assert str(root) not in str(caught.value)
@@ -243,30 +190,10 @@ def test_a_broken_generation_does_not_replace_the_served_one(
 # ------------------------------------------------------------------------------------------------ in place
 
 
-def test_a_change_of_the_number_of_instances_keeps_the_others(
-    server: Server, root: Path, client: shmserve.Client
-) -> None:
-    folder = generation(root, "counted", 1, group(1))
-    client.load("counted")
-    with Load(server, "counted", 1) as load:
-        before = pids(client, "counted")
-        for count in (3, 1, 2):
-            living.write(folder / "config.pbtxt", living.PYTHON + group(count))
-            client.load("counted")
-            until(client, lambda count=count: len(pids(client, "counted")) == count)  # type: ignore[misc]
-            after = pids(client, "counted")
-            small, large = sorted((before, after), key=len)
-            assert small.items() <= large.items(), "no other process is restarted"
-            assert client.config("counted")["instance_group"][0]["count"] == count
-            load.await_answers()
-            before = after
-        until(client, lambda: processes(server) == set(before.values()))
-        assert load.seen() == [[1]] * 4
-
-
 def test_a_change_of_the_version_policy_keeps_other_versions(
     server: Server, root: Path, client: shmserve.Client
 ) -> None:
+    """So does a change of the number of instances."""
     folder = generation(root, "versions", 1, policy("latest { num_versions: 1 }"))
     generation(root, "versions", 2, policy("latest { num_versions: 1 }"), version=2)
     client.load("versions")
@@ -274,12 +201,11 @@ def test_a_change_of_the_version_policy_keeps_other_versions(
     kept = pids(client, "versions")
     with Load(server, "versions", 2) as load:
         for text, expected in {
-            "all { }": ["1", "2"],
-            "specific { versions: [ 2 ] }": ["2"],
-            "latest { num_versions: 2 }": ["1", "2"],
-            "latest { num_versions: 1 }": ["2"],
+            policy("all { }"): ["1", "2"],
+            policy("all { }") + group(2): ["1", "2"],
+            policy("latest { num_versions: 1 }") + group(2): ["2"],
         }.items():
-            living.write(folder / "config.pbtxt", living.PYTHON + policy(text))
+            living.write(folder / "config.pbtxt", living.PYTHON + text)
             client.load("versions")
             assert ready(client, "versions") == expected
             assert kept.items() <= pids(client, "versions").items(), "the version that stays is not restarted"
@@ -308,14 +234,6 @@ def test_no_request_fails_during_restarts_under_load(server: Server, root: Path,
         client.restart("again")
         assert not set(before.values()) & set(pids(client, "again").values())
         load.await_answers()
-        before = pids(client, "again")
-        client.restart("again", version=1)
-        assert not set(before.values()) & set(pids(client, "again").values())
-        load.await_answers()
-        with pytest.raises(shmserve.NotFound, match=r"no instance 'again_0_7'; it has again_0_[012], "):
-            client.restart("again", instance="again_0_7")
-        with pytest.raises(shmserve.NotFound, match="cannot restart version 7 of model 'again': it is not served"):
-            client.restart("again", version=7)
         until(client, lambda: processes(server) == set(pids(client, "again").values()))
 
 

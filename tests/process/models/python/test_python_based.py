@@ -8,8 +8,6 @@ from other threads. The engine answers with the words of the text.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import tarfile
 import venv
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ import shmserve
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.repo.backends import ENVIRONMENT_FILE
 from shmserve.testing import Server
-from tests.support.living import pids, until, write
+from tests.support.living import until, write
 from tests.support.model_files import parameters
 
 pytestmark = pytest.mark.process
@@ -325,34 +323,6 @@ def test_an_engine_in_a_spawned_process(place: Place) -> None:
     place.client.load("spawned")
     assert place.words("spawned", "one") == ["s-one"]
     place.client.unload("spawned")
-
-
-def test_a_changed_backend_is_not_used_before_the_next_load(place: Place) -> None:
-    shared = place.backend("changing") / "utils" / "engine.py"
-    place.model("changed", CONFIG.replace("words", "changing"))
-    place.client.load("changed")
-    assert place.words("changed", "one") == ["one"]
-    write(shared, ENGINE.replace("prefix + word", "word.upper()"))
-
-    def entry() -> dict[str, object]:
-        return next(model for model in place.client.models() if model["name"] == "changed")
-
-    until(place.client, lambda: bool(entry()["changed_on_disk"]))
-    killed = pids(place.client, "changed")
-    (pid,) = killed.values()
-    os.kill(pid, signal.SIGKILL)
-    until(place.client, lambda: len(now := pids(place.client, "changed")) == 1 and now != killed)
-    assert place.words("changed", "one") == ["one"], "a worker that is restarted has the files that were loaded"
-    place.client.load("changed")
-    assert place.words("changed", "one") == ["ONE"]
-    until(place.client, lambda: not entry()["changed_on_disk"])
-    write(shared, "class")
-    with pytest.raises(ServeError, match="SyntaxError"):
-        place.client.load("changed")
-    assert place.words("changed", "one") == ["ONE"]
-    place.client.load("changed", previous=True)
-    assert place.words("changed", "one") == ["one"]
-    place.client.unload("changed")
 
 
 @pytest.mark.parametrize(

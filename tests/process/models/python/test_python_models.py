@@ -147,12 +147,6 @@ def test_coroutines_call_models(client: shmserve.Client) -> None:
         assert (future.result(20)["y"] == (LARGE + number) * 4).all()
 
 
-def test_a_decoupled_model_calls_models(client: shmserve.Client) -> None:
-    with client.stream("sums", {"x": np.arange(100, dtype=np.float32)[None]}) as answers:
-        found = [float(answer["y"][0, 0]) for answer in answers]
-    assert found == np.arange(100, dtype=np.float32).cumsum().tolist()
-
-
 def test_responses_of_a_called_model_are_relayed_as_they_arrive(client: shmserve.Client) -> None:
     """Tested with a slow reader, and with one that closes the stream early. Nothing is copied or kept."""
     (made,) = {maker(answer["y"]) for answer in client.stream("wide", {"x": np.full((1, 1), 3, np.float32)})}
@@ -215,10 +209,6 @@ def test_the_examples_of_the_page(client: shmserve.Client) -> None:
     assert 'text_bytes_bucket{le="100"} 1' in lines
 
 
-def test_a_stacked_model(client: shmserve.Client) -> None:
-    assert (client.infer("stacked", {"x": np.ones((3, 2), np.float32)})["y"] == 4).all()
-
-
 def test_a_model_loads_and_unloads_other_models(client: shmserve.Client) -> None:
     client.load("control")
     for expected in ([0, 1], [1, 0], [0, 1]):
@@ -256,20 +246,3 @@ def test_metrics_of_models_survive_a_restart(client: shmserve.Client) -> None:
     assert sum(instances) == after["leaf_requests"]
     client.restart("leaf")
     assert counts() == after
-
-
-@pytest.mark.parametrize(
-    ("method", "level"), [("log_info", "INFO"), ("log_warn", "WARNING"), ("log_error", "ERROR"), ("log_verbose", "")]
-)
-def test_each_log_method_logs_at_its_level(server: Launched, client: shmserve.Client, method: str, level: str) -> None:
-    before = len(server.log)
-    client.infer("leaf", {"x": LARGE}, parameters={"log": method})
-    while "it prints" not in (said := server.log[before:]):
-        client.infer("leaf", {"x": LARGE})
-    lines = [line for line in said.splitlines() if "a line" in line]
-    if not level:
-        assert not lines
-        return
-    (line,) = lines
-    assert f" {level} [leaf_0_" in line
-    assert line.endswith("a line\\nand more")

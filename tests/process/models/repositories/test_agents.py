@@ -13,7 +13,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.support import living
-from tests.support.living import PYTHON, answer, generation, index, pids, renew, states, until, write
+from tests.support.living import PYTHON, answer, generation, index, pids, renew, until, write
 from tests.support.repo.agents import agents_text, write_agent
 
 pytestmark = pytest.mark.process
@@ -74,27 +74,6 @@ def test_a_replaced_directory_is_served(place: Path, server: Server, client: shm
     assert answer(client, "r") == 101.0, "what the agents made is kept for a rollback"
     client.unload("r")
     until(client, lambda: notes(place, "r").count("unload") == 2 and not chains(server), "the agents know")
-
-
-def test_a_refused_change_keeps_the_old_version_serving(place: Path, client: shmserve.Client) -> None:
-    model = generation(place / "models", "k", 1, noting(place, "k"))
-    client.load("k")
-    write(model / "config.pbtxt", PYTHON + noting(place, "k", "refuse"))
-    with pytest.raises(shmserve.ServeError, match="repository agent 'notes' refused the model: not today"):
-        client.load("k")
-    assert answer(client, "k") == 1.0
-
-
-def test_the_checksum_agent_of_triton(place: Path, client: shmserve.Client) -> None:
-    model = generation(place / "models", "c", 1)
-    digest = hashlib.md5((model / "1" / "model.py").read_bytes()).hexdigest()
-    write(model / "config.pbtxt", PYTHON + agents_text(("checksum", {"MD5:1/model.py": digest})))
-    client.load("c")
-    assert answer(client, "c") == 1.0
-    client.unload("c")
-    write(model / "config.pbtxt", PYTHON + agents_text(("checksum", {"MD5:1/model.py": "0" * 32})))
-    with pytest.raises(shmserve.ServeError, match=f"MD5 of '1/model.py' is {digest}, expected 0000"):
-        client.load("c")
 
 
 def test_what_was_checked_is_loaded(place: Path, client: shmserve.Client) -> None:
@@ -160,13 +139,6 @@ def test_files_of_a_load_call_are_passed_to_the_agents(place: Path, client: shms
     assert answer(client, "f") == 103.0
 
 
-def test_a_missing_agent_is_named(place: Path, client: shmserve.Client) -> None:
-    generation(place / "models", "u", 1, agents_text(("unheard_of", {})))
-    with pytest.raises(shmserve.ServeError, match="'unheard_of' is not installed; there are checksum, convert"):
-        client.load("u")
-    assert set(states(client, "u").values()) == {"UNAVAILABLE"}
-
-
 def test_agents_are_notified_of_unloads_after_a_kill(place: Path, tmp_path: Path) -> None:
     generation(tmp_path / "models", "m", 1, noting(place, "m", "replace"))
     options = ("--repoagent-directory", str(place / "agents"))
@@ -179,12 +151,3 @@ def test_agents_are_notified_of_unloads_after_a_kill(place: Path, tmp_path: Path
         assert notes(place, "m") == ["load", "unload", "load"]
         assert answer(client, "m") == 101.0
     assert notes(place, "m") == ["load", "unload", "load", "unload"]
-
-
-def test_models_without_a_required_agent_are_refused(tmp_path: Path) -> None:
-    generation(tmp_path, "m", 1)
-    with Server(tmp_path, "--require-repoagent", "signature") as server, server.client() as client:
-        (entry,) = index(client, "m").values()
-        assert entry["state"] == "UNAVAILABLE"
-        reason = entry["reason"]
-        assert "does not use the repository agent 'signature'" in reason

@@ -150,24 +150,6 @@ def test_an_object_changed_during_its_download_is_downloaded_again(
         assert mirror.files()["1/model.bin"] == new
 
 
-def test_an_object_added_after_the_listing(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    url = repository(store, proxy, request, **{"1/model.bin": b"one"})
-    added: list[str] = []
-
-    def add(method: str, path: str) -> str:
-        if "model.bin" in path and not added:
-            added.append(path)
-            store.put(f"{prefix(url)}/m/2/model.bin", "two")
-        return "pass"
-
-    proxy.rule = add
-    with mirrored(url, tmp_path) as mirror:
-        assert mirror.sync().state == "published"
-        assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": b"one", "2/model.bin": b"two"}
-
-
 def test_an_unreachable_store_keeps_the_cached_files(
     store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -241,19 +223,6 @@ def test_known_content_is_not_downloaded_again(
         assert mirror.sync().state == "published"
         assert not proxy.ranges("model.bin")
         assert [(mirror.folder() / f"{version}/model.bin").stat().st_ino for version in (1, 2)] == [inode] * 2
-
-
-@pytest.mark.parametrize("key", ["m/1/a\\b", "m/1/" + "x" * 300, "m/config.pbtxt/below"])
-def test_object_names_that_are_not_valid_paths_are_refused(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest, key: str
-) -> None:
-    url = repository(store, proxy, request)
-    store.put(f"{prefix(url)}/{key}", "x")
-    with mirrored(url, tmp_path / "cache") as mirror:
-        outcome = mirror.sync()
-        assert outcome.state == "failed"
-        assert "as a directory" in outcome.text or "cannot be that of a file" in outcome.text
-    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
 # ------------------------------------------------------------------------------------------------ web servers
