@@ -16,6 +16,7 @@ from tests.support.clients.client_faces import FACES
 from tests.support.docs import pages
 from tests.support.living import until
 from tests.support.model_files import write_model
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -45,7 +46,7 @@ def section(title: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     (configuration,) = section("Warm-up")
     labels, source, _ = section("Labels and classes")
@@ -56,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for name, batch, kind in (("many", 8, "FP32"), ("single", 0, "INT64"), ("words", 8, "STRING")):
         write_model(repository, name, IDENTITY.format(name=name, batch=batch, type=f"TYPE_{kind}"))
     write_model(repository, "flat", FLAT)
-    with Server(repository, "--exit-on-error", "true") as running:
+    with shared_server.serving(repository, "many", "single", "words", "pets", "flat") as running:
         with shmserve.Client(running.zmq_url) as client:  # named segments stay: all that tests need are made now
             client.infer("many", {"x": np.zeros((8, 20_000), np.float32)}, outputs={"y": TopK(20_000)})
         yield running
@@ -88,6 +89,8 @@ def test_classes_of_an_ensemble_without_batches(server: Server) -> None:
         found = client.infer("flat", {"x": x}, outputs={"y": TopK(3)})["y"]
         assert found.tolist() == [b"7.000000:2", b"5.000000:3", b"3.000000:0"]
         assert client.infer("flat", {"x": x})["y"].shape == (4,)
+        with pytest.raises(shmserve.InvalidRequest, match="unsupported type 'BYTES': output 'y'"):
+            client.infer("words", {"x": np.array([["a"]], object)}, outputs={"y": TopK(2)})
 
 
 def test_labels_of_ensembles(tmp_path: Path) -> None:
@@ -108,14 +111,6 @@ def test_labels_of_ensembles(tmp_path: Path) -> None:
             given = x[None] if name == "many" else x
             (found,) = client.infer(name, {"x": given}, outputs={"y": TopK(1)})["y"].ravel()
             assert found == f"4.000000:1:{expected} 1".encode()
-
-
-def test_classes_of_a_string_output_are_refused(server: Server) -> None:
-    with (
-        server.client() as client,
-        pytest.raises(shmserve.InvalidRequest, match="unsupported type 'BYTES': output 'y'"),
-    ):
-        client.infer("words", {"x": np.array([["a"]], object)}, outputs={"y": TopK(2)})
 
 
 def test_the_example_of_the_page(server: Server) -> None:

@@ -10,6 +10,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests.support.model_files import write_model
+from tests.support.shared_server import SharedServer
 from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
@@ -42,14 +43,14 @@ XS = [np.random.default_rng(1).random(shape, np.float32) for shape in ((1, 2, 3)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     write_model(root, "same", IDENTITY.replace('"y"', '"x"'))
     graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [-1]).weight("two", np.float32(2))
     graph.input("sums", "INT32", [-1]).output("upto", "INT32", [-1, 1]).weight("column", np.array([-1, 1]))
     graph.node("Mul", ["x", "two"], ["y"]).node("Reshape", ["sums", "column"], ["upto"])
     graph.save(write_model(root, "ragged", CONFIG))
-    with Server(root) as server:
+    with shared_server.serving(root) as server:
         yield server
 
 

@@ -19,6 +19,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
 from tests.support.living import PYTHON, policy, until, write
 from tests.support.model_files import python_model
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -40,7 +41,7 @@ LARGE = 50_000
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     for version in (1, 2, 3):
         folder = root / "m" / str(version)
@@ -52,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     write(folder / "model.py", MODEL)
     decoupled = "model_transaction_policy { decoupled: true }\n"
     write(root / "stream" / "config.pbtxt", PYTHON + decoupled)
-    with Server(root, "--model-control-mode", "explicit", gateway=True) as running:
+    with shared_server.serving(root) as running:
         yield running
 
 
@@ -97,17 +98,6 @@ def cli(server: Server, *words: str) -> str:
     return done.stdout
 
 
-def test_every_response_is_compared_with_the_shadow(client: shmserve.Client) -> None:
-    """Sends one request after the other, so that no comparison is skipped. Floats are equal within the tolerance."""
-    client.traffic("m", shadow={2: 100})
-    for number in range(20):
-        x = np.full((1, 8), number, np.float32)
-        assert (client.infer("m", {"x": x})["y"] == 2 * x).all()
-        await_counts(client, 2, equal=number + 1)
-    versions = {entry["version"]: entry for entry in client.statistics("m")["model_stats"]}
-    assert versions["2"]["inference_stats"]["success"]["count"] == 20, "its latency is that of the version"
-
-
 def test_differences_and_failures_of_the_shadow_are_counted_and_logged(server: Server, client: shmserve.Client) -> None:
     assert "100 % also go to version 3" in cli(server, "traffic", "m", "--shadow", "3=100")
     expected = {"equal": 0, "different": 0, "failed": 0}
@@ -148,17 +138,3 @@ def test_invalid_shadows_are_refused(client: shmserve.Client) -> None:
             client.traffic("m", shadow=shadow)
     assert client.traffic("m")["shadow"] == {}
     client.unload("stream")
-
-
-def test_a_shadow_in_the_configuration_is_used(client: shmserve.Client) -> None:
-    parameters = {"traffic": {"string_value": "1=100"}, "shadow": {"string_value": "2=100"}}
-    client.unload("m")
-    given = {"backend": "python", "max_batch_size": 8, "version_policy": {"all": {}}, "parameters": parameters} | {
-        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1]}],
-        "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [-1]}],
-    }
-    client.load("m", config=given)
-    assert client.traffic("m")["shadow"] == {"2": 100}
-    x = np.ones((1, 8), np.float32)
-    assert (client.infer("m", {"x": x})["y"] == 2 * x).all()
-    await_counts(client, 2, equal=1)

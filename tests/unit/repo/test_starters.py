@@ -98,14 +98,6 @@ def test_every_setting_that_is_turned_off_is_valid(kind: str, tmp_path: Path) ->
         assert findings == [], name
 
 
-def test_comments_are_readable(tmp_path: Path) -> None:
-    for kind in KINDS:
-        write(starter_of(kind), kind, tmp_path)
-        text = (tmp_path / kind / "config.pbtxt").read_text()
-        assert max(len(line) for line in text.splitlines() if "# " in line) <= 120
-        assert text.count("\n# ") > 10
-
-
 def test_tensors_of_a_pytorch_file(tmp_path: Path) -> None:
     path = tmp_path / "net.pt"
     path.write_text("x")

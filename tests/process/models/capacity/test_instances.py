@@ -153,21 +153,6 @@ def test_passive_instances(root: Path, client: shmserve.Client) -> None:
         client.infer("idle", {"x": living.ONE}, timeout=0.1)
 
 
-def test_defaults_of_kinds_and_counts(root: Path, client: shmserve.Client) -> None:
-    for name, config, expected in (
-        ("none", "", {"none_0_0": "KIND_CPU"}),
-        ("auto", "instance_group [ { kind: KIND_AUTO } ]\n", {"auto_0_0": "KIND_CPU"}),
-        ("counted", "instance_group [ { count: 2 } ]\n", {"counted_0_0": "KIND_CPU", "counted_0_1": "KIND_CPU"}),
-        ("model", "instance_group [ { kind: KIND_MODEL } ]\n", {"model_0_0": "KIND_MODEL"}),
-    ):
-        write_journaling(root, name, config)
-        client.load(name)
-        assert {entry["name"]: entry["kind"] for entry in instances(client, name).values()} == expected
-        (written,) = client.config(name)["instance_group"]
-        assert written["count"] == len(expected)
-        assert written["kind"] == expected[f"{name}_0_0"]
-
-
 def test_host_policies(server: Server, root: Path, client: shmserve.Client) -> None:
     group = 'instance_group [ {{ kind: KIND_CPU host_policy: "{}" }} ]\n'
     policies = {"first": [OURS[0]], "last": [OURS[-1]], "unknown": OURS}

@@ -13,7 +13,7 @@ import pytest
 
 from shmserve.clients.future import Future
 from shmserve.testing import Server
-from tests.support.living import ONE, PYTHON, group, index, pids, until, write
+from tests.support.living import ONE, PYTHON, group, index, pids, until
 from tests.support.model_files import parameters, python_model, write_model
 
 pytestmark = pytest.mark.process
@@ -118,28 +118,3 @@ def test_no_request_is_lost_when_an_added_instance_is_killed(gated: Gated) -> No
     until(gated.client, lambda: there.items() - pids(gated.client, "m").items())
     assert there["1 m_0_1"] not in gated.await_size(3).values()
     gated.answer()
-
-
-def test_a_load_adjusts_the_number_of_instances_to_new_bounds(gated: Gated) -> None:
-    def load(**given: str) -> dict[str, int]:
-        write(gated.config, scaled(**given))
-        gated.client.load("m")
-        return pids(gated.client, "m")
-
-    gated.await_size(1)
-    load(max_instances="3", scale_down_secs="600")
-    gated.ask(20)
-    there = gated.await_size(3)
-    gated.answer()
-    assert load(max_instances="4", scale_down_secs="600") == there, "nothing was restarted"
-    left = load(max_instances="2", scale_down_secs="600")
-    assert len(left) == 2
-    assert left.items() <= there.items()
-    assert gated.client.config("m")["parameters"]["max_instances"]["string_value"] == "2"
-    more = load(min_instances="3", max_instances="4", scale_down_secs="600")
-    assert len(more) == 3
-    assert left.items() <= more.items()
-    gated.client.restart("m")
-    assert len(pids(gated.client, "m")) == 3, "a restart keeps it, too"
-    load(max_instances="3")
-    gated.await_size(1)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import shmserve
-from shmserve.errors import Unavailable
 from shmserve.testing import Server
 from tests.support.living import IDENTITY, ONE, answer, generation, identity, renew, until
 from tests.support.model_files import parameters, write_model
@@ -41,20 +40,6 @@ ensemble_scheduling { step [
 ] }
 """
 SLEEPS = parameters(idle_unload_secs="0.05")
-FRAGILE = """
-import os
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        if os.path.exists({flag!r}):
-            raise RuntimeError("the licence server does not answer")
-
-    def execute(self, requests):
-        import triton_python_backend_utils as pb_utils
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-                for r in requests]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +50,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     identity(root, "awake", parameters(idle_unload_secs="0.05", stay_loaded="true"))
     generation(root, "m", 1, SLEEPS)
     write_model(root, "caller", IDENTITY.replace("identity", "python") + SLEEPS, CALLER)
-    fragile = FRAGILE.format(flag=str(root.parent / "broken"))
-    write_model(root, "fragile", IDENTITY.replace("identity", "python") + SLEEPS, fragile)
     write_model(root, "chain", CHAIN)
     return root
 
@@ -136,24 +119,3 @@ def test_a_woken_model_has_the_generation_that_was_loaded(client: shmserve.Clien
     assert entry(client, "m")["state"] != "READY"
     client.load("m")
     assert answer(client, "m") == 2
-
-
-def test_a_failed_wake_up_is_reported_and_retried(client: shmserve.Client, root: Path) -> None:
-    fall_asleep(client, "fragile")
-    flag = root.parent / "broken"
-    flag.touch()
-    with pytest.raises(Unavailable, match=r"was asleep and cannot be loaded: .*the licence server does not answer"):
-        client.infer("fragile", {"x": ONE})
-    found = entry(client, "fragile")
-    assert found["degraded"]
-    assert "licence server" in found["reason"]
-    flag.unlink()
-
-    def answers() -> bool:
-        try:
-            return bool((client.infer("fragile", {"x": ONE})["y"] == ONE).all())
-        except Unavailable:
-            return False
-
-    until(client, answers)
-    assert not entry(client, "fragile")["degraded"]

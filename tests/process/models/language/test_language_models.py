@@ -176,13 +176,6 @@ def test_sampling_parameters(text: Text) -> None:
     assert found["finish_reason"].tolist() == [b"stop"]
 
 
-def test_several_texts_of_a_prompt_are_streamed(text: Text) -> None:
-    parts = list(text.stream(PROMPTS[5], sampling={"n": 2}, return_num_output_tokens=True))
-    texts = [b"".join(part["text_output"][index] for part in parts).decode() for index in range(2)]
-    assert texts == [text.expected[PROMPTS[5]]] * 2
-    assert np.sum([part["num_output_tokens"] for part in parts], 0).tolist() == [TOKENS, TOKENS]
-
-
 def test_chats_use_the_template_of_the_model(text: Text) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPTS[0]}]
     rendered = f"system: be brief\nuser: {PROMPTS[0]}\nassistant:"

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,12 +112,6 @@ def test_prompts_are_completed(text: Text) -> None:
     assert "".join(part["text_output"][0].decode() for part in parts) == expected
 
 
-def test_concurrent_prompts(text: Text) -> None:
-    streams = [text.stream(one, TOKENS, exclude_input_in_output=True) for one in TEXTS]
-    answers = [[part["text_output"][0].decode() for part in stream] for stream in streams]
-    assert answers == [[text.expected[one]] for one in TEXTS]
-
-
 def test_requested_outputs_are_returned(text: Text) -> None:
     more = {"return_finish_reason": True, "return_num_input_tokens": True, "return_num_output_tokens": True}
     (found,) = text.stream("hello", 5, **more)
@@ -128,15 +121,6 @@ def test_requested_outputs_are_returned(text: Text) -> None:
     settings = json.dumps({"temperature": 0, "max_tokens": 3, "ignore_eos": True})
     (found,) = text.stream("hello", 5, sampling_parameters=settings, return_num_output_tokens=True)
     assert found["num_output_tokens"].item() == 3, "the input takes precedence over the parameters"
-
-
-def test_the_generate_extension(text: Text) -> None:
-    url = f"http://{text.server.endpoints['http']}/v2/models/text/generate"
-    settings = {"stream": False, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-    body = {"text_input": "hello", "parameters": settings}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=120) as answer:
-        found = json.load(answer)
-    assert found["text_output"] == "hello" + text.expected["hello"]
 
 
 def test_errors_of_a_request(text: Text) -> None:

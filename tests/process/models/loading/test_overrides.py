@@ -84,14 +84,6 @@ def test_a_configuration_is_kept_until_the_files_change(server: Server, root: Pa
     assert client.load("m")["changed"] is False
 
 
-def test_a_rollback_removes_a_configuration(client: shmserve.Client) -> None:
-    client.load("m", config=CONFIG)
-    client.load("m", previous=True)
-    assert batch(client) == 8
-    assert client.load("m")["changed"] is False
-    assert batch(client) == 8
-
-
 def test_an_invalid_configuration_is_refused(client: shmserve.Client) -> None:
     before = pids(client, "m")
     wrong: list[tuple[Any, str]] = [

@@ -8,8 +8,6 @@ from other threads. The engine answers with the words of the text.
 from __future__ import annotations
 
 import json
-import tarfile
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +16,8 @@ import pytest
 
 import shmserve
 from shmserve.errors import ModelFailed, ServeError
-from shmserve.repo.backends import ENVIRONMENT_FILE
 from shmserve.testing import Server
 from tests.support.living import until, write
-from tests.support.model_files import parameters
 
 pytestmark = pytest.mark.process
 
@@ -47,7 +43,7 @@ class TritonPythonModel:
     @classmethod
     def auto_complete_config(cls, auto_complete_model_config):
         config = auto_complete_model_config.as_dict()
-        for name, kind, optional in (("text", "STRING", False), ("stream", "BOOL", True), ("call", "STRING", True)):
+        for name, kind, optional in (("text", "STRING", False), ("stream", "BOOL", True)):
             if name not in [entry["name"] for entry in config["input"]]:
                 entry = {"name": name, "data_type": f"TYPE_{kind}", "dims": [1]}
                 auto_complete_model_config.add_input(entry | ({"optional": True} if optional else {}))
@@ -65,7 +61,6 @@ class TritonPythonModel:
         assert pb_utils.using_decoupled_model_transaction_policy(self.config)
         entry = pb_utils.get_output_config_by_name(self.config, "words")
         self.dtype = pb_utils.triton_string_to_numpy(entry["data_type"])
-        self.healthy = self.parameter("HEALTH_CHECK") == ""
         with open(os.path.join(pb_utils.get_model_dir(), "model.json")) as file:
             settings = json.load(file)
         self.counters = Counters({"model": args["model_name"], "version": args["model_version"]})
@@ -78,17 +73,7 @@ class TritonPythonModel:
         self.response_thread.start()
         self.logger.log_info("kind " + args["model_instance_kind"] + " " + args["model_instance_device_id"])
 
-    def parameter(self, name):
-        return self.config["parameters"][name]["string_value"] if name in self.config["parameters"] else ""
-
     def execute(self, requests):
-        if not self.healthy:
-            pb_utils.unload_model(self.config["name"])
-            for request in requests:
-                error = pb_utils.TritonError("the engine is not healthy", pb_utils.TritonError.UNAVAILABLE)
-                response = pb_utils.InferenceResponse(error=error)
-                request.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-            return None
         for request in requests:
             asyncio.run_coroutine_threadsafe(self.answer(request), self.loop)
         return None
@@ -98,9 +83,6 @@ class TritonPythonModel:
         try:
             text = pb_utils.get_input_tensor_by_name(request, "text").as_numpy()[0].decode()
             stream = pb_utils.get_input_tensor_by_name(request, "stream")
-            called = pb_utils.get_input_tensor_by_name(request, "call")
-            if called:
-                text = await self.called(called.as_numpy()[0].decode(), text, request)
             limit = json.loads(request.parameters()).get("max_words")
             words = []
             async for word in self.engine.words(text, limit, sender.is_cancelled):
@@ -117,19 +99,6 @@ class TritonPythonModel:
                 output_tensors=[tensor], error=pb_utils.TritonError(f"{type(error).__qualname__}: {error}")
             )
             sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-    async def called(self, model, text, request):
-        inputs = [pb_utils.Tensor("text", np.array([text], np.object_))]
-        call = pb_utils.InferenceRequest(
-            model_name=model, requested_output_names=["words"], inputs=inputs, trace=request.trace()
-        )
-        words = []
-        async for response in await call.async_exec(decoupled=True):
-            if response.has_error():
-                raise pb_utils.TritonModelException(response.error().message())
-            if response.output_tensors():
-                words += pb_utils.get_output_tensor_by_name(response, "words").as_numpy().tolist()
-        return " ".join(word.decode() for word in words)
 
     def response(self, words):
         tensors = [pb_utils.Tensor("words", np.asarray([word.encode() for word in words], dtype=self.dtype))]
@@ -224,11 +193,8 @@ class Place:
     def backend(self, name: str, engine: str = ENGINE, source: str = BACKEND) -> Path:
         return backend(self.folder / "backends", name, engine, source)
 
-    def words(self, name: str, text: str, call: str = "", **parameters: int) -> list[str]:
-        given = {"text": np.array([text], object)}
-        if call:
-            given["call"] = np.array([call], object)
-        (found,) = self.client.stream(name, given, parameters=parameters, timeout=60)
+    def words(self, name: str, text: str, **parameters: int) -> list[str]:
+        (found,) = self.client.stream(name, {"text": np.array([text], object)}, parameters=parameters, timeout=60)
         return [word.decode() for word in found["words"].tolist()]
 
 
@@ -267,11 +233,7 @@ def test_models_of_one_backend(place: Place) -> None:
     assert place.words("prefixed", "one two") == ["a-one", "a-two"]
 
     config = place.client.config("plain")
-    assert [(entry["name"], entry["optional"]) for entry in config["input"]] == [
-        ("text", False),
-        ("stream", True),
-        ("call", True),
-    ]
+    assert [(entry["name"], entry["optional"]) for entry in config["input"]] == [("text", False), ("stream", True)]
     assert [entry["name"] for entry in config["output"]] == ["words", "facts"]
     assert config["model_transaction_policy"] == {"decoupled": True}
     assert [entry["name"] for entry in place.client.config("prefixed")["output"]] == ["words"]
@@ -286,9 +248,6 @@ def test_models_of_one_backend(place: Place) -> None:
     assert (Path(facts["model_repository"]) / "1" / "model.json").is_file()
 
     assert 'words:generated_total{model="prefixed",version="1"} 2' in place.client.metrics()
-    assert place.words("plain", "one two", call="prefixed") == ["a-one", "a-two"]
-    with pytest.raises(ModelFailed, match=r"TritonModelException: .*'nothing'"):
-        place.words("plain", "one two", call="nothing")
     with pytest.raises(ModelFailed, match=r"Stopped: as requested"):
         place.words("plain", "stop")
 
@@ -306,15 +265,6 @@ def test_a_cancelled_request_reaches_the_engine(place: Place) -> None:
     until(place.client, lambda: "[cancelled_0_0] the request was cancelled" in place.server.log)
     assert place.words("cancelled", "next") == ["next"]
     place.client.unload("cancelled")
-
-
-def test_an_unhealthy_engine_unloads_its_model(place: Place) -> None:
-    place.model("unhealthy", CONFIG + parameters(HEALTH_CHECK="true"))
-    place.client.load("unhealthy")
-    with pytest.raises(ServeError, match="the engine is not healthy"):
-        place.words("unhealthy", "one")
-    states = {"UNAVAILABLE"}
-    until(place.client, lambda: {m["state"] for m in place.client.models() if m["name"] == "unhealthy"} == states)
 
 
 def test_an_engine_in_a_spawned_process(place: Place) -> None:
@@ -342,24 +292,3 @@ def test_a_missing_package_is_reported(place: Place, what: str, reason: str) -> 
         place.client.load(f"with_{name}")
     assert f"backend '{name}' cannot be loaded: " in str(found.value)
     assert reason in str(found.value)
-
-
-def test_the_environment_of_a_backend(place: Place) -> None:
-    """The archive with the environment is beside the model.py, as in Triton's PyTorch backend."""
-    environment = place.folder / "environment"
-    venv.create(environment, symlinks=True, with_pip=False)
-    (packages,) = (environment / "lib").glob("python*/site-packages")
-    (packages / "only_here.py").write_text('TEXT = "only here"\n')
-    packed = place.folder / "packed"
-    (packed / "bin").mkdir(parents=True)
-    (packed / "bin" / "python3").write_text(f'#!/bin/sh\nexec {environment}/bin/python "$@"\n')
-    (packed / "bin" / "python3").chmod(0o755)
-    folder = place.backend(
-        "packed_words", source=BACKEND.replace("class Stopped", "import only_here\n\n\nclass Stopped")
-    )
-    with tarfile.open(folder / ENVIRONMENT_FILE, "w:gz") as file:
-        file.add(packed, ".")
-    place.model("packed", CONFIG.replace("words", "packed_words"))
-    place.client.load("packed")
-    assert place.words("packed", "one") == ["one"]
-    place.client.unload("packed")

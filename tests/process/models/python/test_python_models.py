@@ -141,12 +141,6 @@ def test_a_model_that_calls_itself_fails(client: shmserve.Client, chain: str) ->
     assert (client.infer("caller", {"x": LARGE})["y"] == LARGE * 2).all()
 
 
-def test_coroutines_call_models(client: shmserve.Client) -> None:
-    futures = [client.submit("gather", {"x": LARGE + number}) for number in range(6)]
-    for number, future in enumerate(futures):
-        assert (future.result(20)["y"] == (LARGE + number) * 4).all()
-
-
 def test_responses_of_a_called_model_are_relayed_as_they_arrive(client: shmserve.Client) -> None:
     """Tested with a slow reader, and with one that closes the stream early. Nothing is copied or kept."""
     (made,) = {maker(answer["y"]) for answer in client.stream("wide", {"x": np.full((1, 1), 3, np.float32)})}

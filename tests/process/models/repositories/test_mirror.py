@@ -30,44 +30,46 @@ def store() -> Iterator[ObjectStore]:
         yield store
 
 
+class Remote:
+    """A repository with model `m`, behind a proxy."""
+
+    def __init__(self, store: ObjectStore, proxy: Proxy, name: str) -> None:
+        self.proxy = proxy
+        self.url = proxy.url.replace("/repo", f"/{name}")
+        self._store, self._name = store, name
+        self.put("m/config.pbtxt", b"name")
+
+    def put(self, path: str, data: bytes | str) -> None:
+        self._store.put(f"{self._name}/{path}", data)
+
+    def delete(self, path: str) -> None:
+        self._store.delete(f"{self._name}/{path}")
+
+
 @pytest.fixture
-def proxy(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+def remote(store: ObjectStore, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     with proxy_of(store) as proxy:
-        yield proxy
+        yield Remote(store, proxy, hashlib.sha256(request.node.name.encode()).hexdigest()[:12])
 
 
-def repository(store: ObjectStore, proxy: Proxy, request: pytest.FixtureRequest, **files: bytes) -> str:
-    """A repository of this test, with model `m`. Returns its URL."""
-    name = hashlib.sha256(request.node.name.encode()).hexdigest()[:12]
-    for path, data in {"config.pbtxt": b"name", **files}.items():
-        store.put(f"{name}/m/{path}", data)
-    return proxy.url.replace("/repo", f"/{name}")
-
-
-def prefix(url: str) -> str:
-    return url.rpartition("/")[2]
-
-
-def test_only_the_piece_of_a_lost_connection_is_downloaded_again(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_only_the_piece_of_a_lost_connection_is_downloaded_again(remote: Remote, tmp_path: Path) -> None:
     data = data_of(5 * PIECE + 7)
-    url = repository(store, proxy, request, **{"1/model.bin": data})
+    remote.put("m/1/model.bin", data)
     seen: set[str] = set()
 
     def cut_first(method: str, path: str) -> str:
         if "model.bin" not in path:
             return "pass"
-        wanted = proxy.ranges("model.bin")[-1]
+        wanted = remote.proxy.ranges("model.bin")[-1]
         if wanted in seen:
             return "pass"
         seen.add(wanted)
         return "cut"
 
-    proxy.rule = cut_first
-    with mirrored(url, tmp_path) as mirror:
+    remote.proxy.rule = cut_first
+    with mirrored(remote.url, tmp_path) as mirror:
         outcome = mirror.sync()
         assert (outcome.state, outcome.old) == ("published", "")
         assert mirror.files() == {"config.pbtxt": b"name", "1/model.bin": data}
@@ -76,18 +78,16 @@ def test_only_the_piece_of_a_lost_connection_is_downloaded_again(
         assert not list(mirror.cache.partial("").iterdir())
 
 
-def test_downloaded_pieces_survive_a_failure_unless_they_are_damaged(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_downloaded_pieces_survive_a_failure_unless_they_are_damaged(remote: Remote, tmp_path: Path) -> None:
     data = data_of(4 * PIECE)
-    url = repository(store, proxy, request, **{"1/model.bin": data})
+    remote.put("m/1/model.bin", data)
     last = f"bytes={3 * PIECE}-{4 * PIECE - 1}"
 
     def refuse_last(method: str, path: str) -> str:
-        return "refuse" if "model.bin" in path and proxy.requests[-1][2].get("range") == last else "pass"
+        return "refuse" if "model.bin" in path and remote.proxy.requests[-1][2].get("range") == last else "pass"
 
-    proxy.rule = refuse_last
-    with mirrored(url, tmp_path) as mirror:
+    remote.proxy.rule = refuse_last
+    with mirrored(remote.url, tmp_path) as mirror:
         outcome = mirror.sync()
         assert outcome.state == "failed"
         assert not mirror.folder().exists()
@@ -96,43 +96,39 @@ def test_downloaded_pieces_survive_a_failure_unless_they_are_damaged(
     with part.open("r+b") as file:  # as after a crash of the machine: the journal was written, the piece was not
         file.seek(PIECE + 3)
         file.write(bytes([data[PIECE + 3] ^ 255]))
-    proxy.reset()
-    with mirrored(url, tmp_path) as mirror:
+    remote.proxy.reset()
+    with mirrored(remote.url, tmp_path) as mirror:
         assert mirror.sync().state == "published"
         assert mirror.files()["1/model.bin"] == data
-        assert sorted(proxy.ranges("model.bin")) == [f"bytes={PIECE}-{2 * PIECE - 1}", last]
+        assert sorted(remote.proxy.ranges("model.bin")) == [f"bytes={PIECE}-{2 * PIECE - 1}", last]
 
 
-def test_corrupted_downloads_are_never_served(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    url = repository(store, proxy, request, **{"1/model.bin": data_of(2 * PIECE)})
-    proxy.rule = lambda method, path: "flip" if "model.bin" in path else "pass"
-    with mirrored(url, tmp_path) as mirror:
+def test_corrupted_downloads_are_never_served(remote: Remote, tmp_path: Path) -> None:
+    remote.put("m/1/model.bin", data_of(2 * PIECE))
+    remote.proxy.rule = lambda method, path: "flip" if "model.bin" in path else "pass"
+    with mirrored(remote.url, tmp_path) as mirror:
         outcome = mirror.sync()
         assert outcome.state == "failed"
         assert "kept changing while they were downloaded, 3 times; at last: 1/model.bin: the MD5 of" in outcome.text
         assert not mirror.folder().exists()
-        proxy.reset()
+        remote.proxy.reset()
         assert mirror.sync().state == "published"
 
 
-def test_an_object_changed_during_its_download_is_downloaded_again(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_an_object_changed_during_its_download_is_downloaded_again(remote: Remote, tmp_path: Path) -> None:
     """The download never mixes both: after the first piece of the old object, all of the new one is downloaded."""
     old, new = data_of(3 * PIECE), data_of(3 * PIECE)
-    url = repository(store, proxy, request, **{"1/model.bin": old})
+    remote.put("m/1/model.bin", old)
     changed: list[str] = []
 
     def change(method: str, path: str) -> str:
-        if "model.bin" in path and len(proxy.ranges("model.bin")) == 2 and not changed:
+        if "model.bin" in path and len(remote.proxy.ranges("model.bin")) == 2 and not changed:
             changed.append(path)
-            store.put(f"{prefix(url)}/m/1/model.bin", new)
+            remote.put("m/1/model.bin", new)
         return "pass"
 
-    proxy.rule = change
-    with mirrored(url, tmp_path) as mirror:
+    remote.proxy.rule = change
+    with mirrored(remote.url, tmp_path) as mirror:
         assert mirror.sync().state == "published"
         assert changed
         assert mirror.files()["1/model.bin"] == new
@@ -140,57 +136,52 @@ def test_an_object_changed_during_its_download_is_downloaded_again(
 
         def keep_changing(method: str, path: str) -> str:
             if "model.bin" in path:
-                store.put(f"{prefix(url)}/m/1/model.bin", data_of(3 * PIECE))
+                remote.put("m/1/model.bin", data_of(3 * PIECE))
             return "pass"
 
-        store.put(f"{prefix(url)}/m/1/model.bin", old)
-        proxy.rule = keep_changing
+        remote.put("m/1/model.bin", old)
+        remote.proxy.rule = keep_changing
         outcome = mirror.sync()
         assert (outcome.state, outcome.tree) == ("kept", before.name)
         assert mirror.files()["1/model.bin"] == new
 
 
-def test_an_unreachable_store_keeps_the_cached_files(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    url = repository(store, proxy, request, **{"1/model.bin": b"one"})
-    with mirrored(url, tmp_path) as mirror:
+def test_an_unreachable_store_keeps_the_cached_files(remote: Remote, tmp_path: Path) -> None:
+    remote.put("m/1/model.bin", b"one")
+    with mirrored(remote.url, tmp_path) as mirror:
         assert mirror.sync().state == "published"
-        proxy.close()
+        remote.proxy.close()
         outcome = mirror.sync()
         assert (outcome.state, mirror.files()["1/model.bin"]) == ("kept", b"one")
-    with mirrored(url, tmp_path) as mirror:
+    with mirrored(remote.url, tmp_path) as mirror:
         assert mirror.cache.known(mirror.key) == ["m"]
         assert mirror.sync().state == "offline"
         assert mirror.files()["1/model.bin"] == b"one"
         assert mirror.sync("other").state == "failed"
     for blob in (tmp_path / "blobs").iterdir():
         blob.unlink()
-    with mirrored(url, tmp_path) as mirror:
+    with mirrored(remote.url, tmp_path) as mirror:
         assert mirror.cache.known(mirror.key) == []
         assert mirror.sync().state == "failed"
-    proxy.listen()
-    with mirrored(url, tmp_path) as mirror:
+    remote.proxy.listen()
+    with mirrored(remote.url, tmp_path) as mirror:
         assert mirror.sync().state == "published"
         for path in ("config.pbtxt", "1/model.bin"):
-            store.delete(f"{prefix(url)}/m/{path}")
+            remote.delete(f"m/{path}")
         # The repository is completely empty. This does not count as a listing, since the repository may have been
         # moved.
         assert mirror.sync().state == "kept"
-        store.put(f"{prefix(url)}/n/config.pbtxt", "")
+        remote.put("n/config.pbtxt", "")
         assert mirror.sync().state == "absent"
         assert not mirror.folder().exists()
 
 
-def test_the_least_recently_used_files_are_evicted(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    url = repository(store, proxy, request)
+def test_the_least_recently_used_files_are_evicted(remote: Remote, tmp_path: Path) -> None:
     contents = {name: data_of(1000) for name in "abcd"}
     for name, data in contents.items():
-        store.put(f"{prefix(url)}/{name}/1/model.bin", data)
+        remote.put(f"{name}/1/model.bin", data)
     blob = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-    with mirrored(url, tmp_path, limit=3500) as mirror:
+    with mirrored(remote.url, tmp_path, limit=3500) as mirror:
         for name in "abc":
             assert mirror.sync(name).state == "published"
         full = mirror.sync("d")
@@ -205,23 +196,21 @@ def test_the_least_recently_used_files_are_evicted(
         os.utime(mirror.cache.blob(blob["b"]), (1_000_000_000, 0))
         assert mirror.sync("d").state == "published"
         assert mirror.blobs() == {blob["a"], blob["c"], blob["d"]}
-        proxy.requests.clear()
+        remote.proxy.requests.clear()
         assert mirror.sync("a").state == "published"
-        assert not proxy.ranges("/a/"), "what the cache has is not downloaded"
+        assert not remote.proxy.ranges("/a/"), "what the cache has is not downloaded"
 
 
-def test_known_content_is_not_downloaded_again(
-    store: ObjectStore, proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_known_content_is_not_downloaded_again(remote: Remote, tmp_path: Path) -> None:
     data = data_of(3 * PIECE)
-    url = repository(store, proxy, request, **{"1/model.bin": data})
-    with mirrored(url, tmp_path) as mirror:
+    remote.put("m/1/model.bin", data)
+    with mirrored(remote.url, tmp_path) as mirror:
         mirror.sync()
         inode = (mirror.folder() / "1/model.bin").stat().st_ino
-        store.put(f"{prefix(url)}/m/2/model.bin", data)
-        proxy.requests.clear()
+        remote.put("m/2/model.bin", data)
+        remote.proxy.requests.clear()
         assert mirror.sync().state == "published"
-        assert not proxy.ranges("model.bin")
+        assert not remote.proxy.ranges("model.bin")
         assert [(mirror.folder() / f"{version}/model.bin").stat().st_ino for version in (1, 2)] == [inode] * 2
 
 

@@ -131,7 +131,7 @@ def test_servers_share_a_cache(tmp_path: Path) -> None:
     first, second = Slot.acquire(tmp_path, ["a"]), Slot.acquire(tmp_path, ["b"])
     assert (first.folder.name, second.folder.name) == ("0", "1")
     (second.folder / "trees/7").mkdir()
-    second._unlock()  # as if it had been killed
+    second._unlock()  # noqa: SLF001 - as if it had been killed
     first.close()
     third = Slot.acquire(tmp_path, ["c"])
     assert third.folder.name == "0"
