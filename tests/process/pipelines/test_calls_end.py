@@ -115,16 +115,6 @@ def test_killing_the_calling_worker_runs_the_request_again(client: shmserve.Clie
     assert (future.result(30)["y"] == X + 2).all()
 
 
-def test_killing_the_called_worker_twice_fails_the_request(client: shmserve.Client, gate: Gate) -> None:
-    future = under_way(client, gate)
-    kill(client, "gate")
-    gate.reached()
-    kill(client, "gate")
-    with pytest.raises(shmserve.ServeError, match="model 'gate' version 1: the worker process"):
-        future.result(30)
-    assert_serves(client)
-
-
 def test_the_deadline_of_the_client_ends_the_call(client: shmserve.Client, gate: Gate) -> None:
     future = under_way(client, gate, timeout=3)
     with pytest.raises(shmserve.DeadlineExceeded):

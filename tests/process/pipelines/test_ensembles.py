@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +20,8 @@ from tests.support.clients.client_faces import connect
 from tests.support.docs import pages
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.launch import descriptors_of, workers_of
-from tests.support.living import PATIENCE_S, pids, states, unload_all, until
-from tests.support.model_files import python_model, write_model
+from tests.support.living import PATIENCE_S, states, unload_all, until
+from tests.support.model_files import python_model
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
@@ -72,9 +68,6 @@ def write(root: Path) -> None:
     ensemble(root, "each", "x:FP32:[-1,-1]", "y:FP32:[-1,-1]", "row1(x:x)->(y:y)/map:x")
     model(root, "sign", SIGN, outputs=("y", "flag:BOOL:[1]"))
     ensemble(root, "perhaps", "x", "s z", "sign(x:x)->(y:s,flag:f)", "plus1(x:s)->(y:t)/if:f", "pass0(x:t)->(y:z)")
-    model(root, "sum", SUM, "max_batch_size: 8 sequence_batching { }")
-    steps_of_sum = "row1(x:x)->(y:t)", "sum(x:t)->(y:s)", "row1(x:s)->(y:y)"
-    ensemble(root, "summed", "x", "y", *steps_of_sum, more="max_batch_size: 8")
     ensemble(root, "given", "x f:BOOL:[1]", "z", "plus1(x:x)->(y:z)/if:f")
 
 
@@ -192,17 +185,6 @@ def test_classes_of_ensemble_outputs(client: shmserve.Client) -> None:
         client.infer("perhaps", {"x": x}, outputs={"s": TopK(2), "z": None})
 
 
-def test_sequences_through_an_ensemble(client: shmserve.Client) -> None:
-    """Two sequences at a time, each with its own sum. Every element goes through two other steps."""
-    xs = {7: numbers(5, 1, 3), 8: numbers(5, 1, 3) * 2}
-    for at in range(5):
-        for key, x in xs.items():
-            y = client.infer("summed", {"x": x[at]}, sequence=key, sequence_start=at == 0, sequence_end=at == 4)["y"]
-            assert (y == (x[: at + 1] + 1).sum(axis=0) + 1).all()
-    with pytest.raises(shmserve.InvalidRequest, match=r"in ensemble 'summed', .*must specify the START flag"):
-        client.infer("summed", {"x": xs[7][0]}, sequence=7)
-
-
 # ------------------------------------------------------------------------------------------------ counts and ends
 
 
@@ -223,6 +205,9 @@ def test_statistics_of_ensembles_and_their_models(client: shmserve.Client) -> No
     inside = found["inference_stats"]
     assert inside["queue"]["ns"] == 0
     assert 0 < inside["compute_infer"]["ns"] < inside["success"]["ns"]
+    assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in found["batch_stats"]] == [
+        (1, inside["success"]["count"])
+    ]
     seen = Seen(client.metrics())
     assert seen("nv_inference_request_success", model="all", version="1") == inside["success"]["count"]
     failed = seen("nv_inference_request_failure", model="both", version="1", reason="OTHER")
@@ -230,19 +215,6 @@ def test_statistics_of_ensembles_and_their_models(client: shmserve.Client) -> No
         client.infer("both", {"x": np.array([666], np.float32)})
     seen = Seen(client.metrics())
     assert seen("nv_inference_request_failure", model="both", version="1", reason="OTHER") == failed + 1
-
-
-def test_rows_of_a_killed_worker_are_retried(client: shmserve.Client) -> None:
-    """The rows of the worker's batch are retried, each alone."""
-    before = pids(client, "row1")
-    (pid,) = before.values()
-    x = numbers(500, 30)
-    os.kill(pid, signal.SIGSTOP)  # with one batch running and another one waiting
-    future = client.submit("each", {"x": x})
-    client.metadata("each")  # answered after the rows were sent
-    os.kill(pid, signal.SIGKILL)
-    assert (future.result(PATIENCE_S)["y"] == x + 1).all()
-    assert pids(client, "row1") != before
 
 
 # ------------------------------------------------------------------------------------------------ modes
@@ -304,35 +276,6 @@ def test_an_ensemble_is_loaded_and_unloaded_with_its_models(explicit: tuple[Serv
         client.unload("all", unload_dependents=True)
         until(client, lambda: not any(client.ready(name) for name in ("chain", "both", "pass0", "plus1")))
         unload_all(client)
-
-
-def test_the_load_of_an_ensemble_waits_for_all_versions_of_its_models(explicit: tuple[Server, Path]) -> None:
-    """Even if another version already makes the ensemble ready. Each version is counted."""
-    server, root = explicit
-    folder = write_model(root, "member", f'backend: "python" {BATCHES} {TENSORS} version_policy {{ all {{ }} }}', WAITS)
-    shutil.copytree(folder / "1", folder / "3")
-    os.mkfifo(folder / "gate")
-    ensemble(root, "outer", "x", "y", "member(x:x)->(y:y)", more="max_batch_size: 8")
-    with server.client() as client, ThreadPoolExecutor(1) as pool:
-        load = pool.submit(client.load, "outer")
-        with server.client() as other:
-            until(other, lambda: states(other, "member") == {"1": "LOADING", "3": "READY"} and other.ready("outer"))
-            assert not load.done()
-        (folder / "gate").write_text("")
-        load.result(PATIENCE_S)
-        assert states(client, "member") == {"1": "READY", "3": "READY"}
-        x = np.ones((2, 4), np.float32)
-        for _ in range(3):
-            client.infer("outer", {"x": x})
-        client.infer("member", {"x": x}, version=1)
-        stats = client.statistics("member")["model_stats"]
-        assert [(entry["version"], entry["inference_count"]) for entry in stats] == [("1", 2), ("3", 6)]
-        assert [entry["version"] for entry in client.statistics("member", 3)["model_stats"]] == ["3"]
-        (outer,) = client.statistics("outer")["model_stats"]
-        assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in outer["batch_stats"]] == [(2, 3)]
-        assert outer["batch_stats"][0]["compute_infer"]["ns"] == outer["inference_stats"]["compute_infer"]["ns"]
-        assert 'nv_inference_request_failure{model="outer",reason="OTHER",version="1"} 0' in client.metrics()
-        client.unload("outer", unload_dependents=True)
 
 
 # ------------------------------------------------------------------------------------------------ the page

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from shmserve.testing import Server
 from tests.support.clients.client_faces import connect
 from tests.support.living import group, pids, renew, until, write
 from tests.support.model_files import python_model, write_model
+from tests.support.shared_server import SharedServer
 from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
@@ -70,17 +70,6 @@ SUMS = python_model(
     self.sums = {}
     """,
 )
-AGAIN = python_model(
-    """
-    name = request.correlation_id()
-    runs = self.runs[name] = self.runs.get(name, 0) + 1
-    if runs < x[0, 0]:
-        request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
-        return None
-    return self.respond(np.array([[self.runs.pop(name)]], np.float64))
-    """,
-    "self.runs = {}",
-)
 PYTHON = """
 backend: "python" max_batch_size: 4
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
@@ -88,11 +77,9 @@ output [ { name: "y" data_type: TYPE_FP64 dims: [ -1 ] } ]
 """
 
 
-def summing(root: Path, name: str, strategy: str = "direct { }", instances: int = 1, idle_us: int = 60_000_000) -> Path:
-    batching = f"sequence_batching {{ {strategy} max_sequence_idle_microseconds: {idle_us} }}\n"
-    folder = write_model(root, name, PYTHON + batching + group(instances), SUMS)
-    renew(folder, 1)
-    return folder
+def summing(root: Path, name: str, instances: int = 1) -> None:
+    batching = "sequence_batching { direct { } max_sequence_idle_microseconds: 60000000 }\n"
+    renew(write_model(root, name, PYTHON + batching + group(instances), SUMS), 1)
 
 
 def recurrent(root: Path, name: str, strategy: str) -> None:
@@ -112,20 +99,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for name, strategy in WAYS.items():
         recurrent(root, name, strategy)
-    summing(root, "sums")
     summing(root, "mortal", instances=2)
     summing(root, "renewed")
-    summing(root, "shrinks", instances=2)
-    summing(root, "single", "oldest { max_candidate_sequences: 1 }")
-    summing(root, "narrow", "oldest { max_candidate_sequences: 1 }", idle_us=100_000)
-    batching = "sequence_batching { oldest { max_candidate_sequences: 4 } iterative_sequence: true }"
-    write_model(root, "again", PYTHON + batching, AGAIN)
     return root
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path) -> Iterator[Server]:
-    with Server(repository, "--exit-on-error", "true", "--model-control-mode", "explicit", "--load-model", "*") as made:
+def server(shared_server: SharedServer, repository: Path) -> Iterator[Server]:
+    with shared_server.serving(repository) as made:
         yield made
 
 
@@ -234,58 +215,3 @@ def test_a_reload_keeps_live_sequences_on_the_old_generation(client: shmserve.Cl
     assert (old.generation, new.generation) == (1, 2)
     old.step(7, "start end")
     assert old.generation == 2
-
-
-def test_a_removed_instance_finishes_its_sequences(client: shmserve.Client, repository: Path) -> None:
-    """The surplus instance finishes its sequences and gets no new ones."""
-    sequences = [Summed(client, "shrinks", number) for number in range(1, 5)]
-    for sequence in sequences:
-        sequence.step(1, "start")
-    before = set(pids(client, "shrinks").values())
-    assert {sequence.pid for sequence in sequences} == before
-    path = repository / "shrinks" / "config.pbtxt"
-    write(path, path.read_text().replace("count: 2", "count: 1"))
-    client.load("shrinks")
-    more = [Summed(client, "shrinks", number) for number in range(5, 7)]
-    for sequence in more:
-        sequence.step(1, "start")
-    assert len({sequence.pid for sequence in more}) == 1
-    for sequence in sequences:
-        sequence.step(2)
-    for sequence in sequences + more:
-        sequence.step(3, "end")
-    until(client, lambda: set(pids(client, "shrinks").values()) == {more[0].pid}, "it ends with its last sequence")
-
-
-def test_requests_are_rescheduled_until_the_model_responds(client: shmserve.Client) -> None:
-    """Without an id, each request is a separate sequence."""
-    wanted = [7, 1, 30, 2, 2, 11, 1, 5]
-    futures = [client.submit("again", {"x": np.full((1, 1), runs, np.float32)}) for runs in wanted]
-    assert [future.result()["y"].item() for future in futures] == wanted
-    x = np.full((1, 1), 3, np.float32)
-    assert client.infer("again", {"x": x}, sequence=9, sequence_start=True, sequence_end=True)["y"].item() == 3
-
-
-def test_a_stop_waits_for_live_sequences(tmp_path: Path) -> None:
-    """New sequences are refused. The server ends after the last one."""
-    summing(tmp_path, "sums")
-    with Server(tmp_path) as server, server.client() as client:
-        sequence = Summed(client, "sums", 1)
-        sequence.step(1, "start")
-        ended = threading.Thread(target=server.stop)
-        ended.start()
-        until(client, lambda: refused(client), "it stops")
-        sequence.step(2)
-        sequence.step(3)
-        assert ended.is_alive()
-        sequence.step(4, "end")
-        ended.join(30)
-        assert not ended.is_alive()
-
-
-def refused(client: shmserve.Client) -> bool:
-    try:
-        Summed(client, "sums", 2).send(1, "start end")
-    except shmserve.Unavailable:
-        return True
-    return False

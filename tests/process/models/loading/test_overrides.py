@@ -15,7 +15,7 @@ from shmserve.broker.models.overrides import HEADER_BYTES, IN_MEMORY
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Fail, Ping, Pong
 from shmserve.testing import Server
 from tests.support import living
-from tests.support.living import answer, await_connections, generation, identity, index, pids, states, until
+from tests.support.living import answer, await_connections, identity, index, pids, until
 
 pytestmark = pytest.mark.process
 
@@ -100,20 +100,6 @@ def test_an_invalid_configuration_is_refused(client: shmserve.Client) -> None:
     assert client.load("m")["changed"] is False
 
 
-def test_a_configuration_that_fails_in_the_worker_does_not_replace_the_model(client: shmserve.Client) -> None:
-    """The new generation fails in the worker. Loading the served files changes nothing."""
-    before = pids(client, "m")
-    broken = CONFIG | {"parameters": {"delay_us": {"string_value": "soon"}}}
-    for _ in range(2):
-        with pytest.raises(
-            shmserve.Unavailable, match=r"delay_us must be a number.*the previous version is still served"
-        ):
-            client.load("m", config=broken)
-    assert pids(client, "m") == before
-    assert client.load("m")["changed"] is False
-    assert pids(client, "m") == before
-
-
 # ------------------------------------------------------------------------------------------------ files
 
 
@@ -138,18 +124,6 @@ def test_a_model_outside_any_repository_is_loaded_from_files(
     until(client, lambda: kept(server) == [], "nothing is kept")
     assert not index(client, "sent")
     assert not (root / "sent").exists()
-
-
-def test_files_replace_those_of_the_repository(server: Server, root: Path, client: shmserve.Client) -> None:
-    generation(root, "both", 1)
-    files = {"7/model.py": living.GENERATION.encode(), "7/generation": b"7"}
-    client.load("both", config=PYTHON, files=files)
-    assert (answer(client, "both"), states(client, "both")) == (7, {"7": "READY"})
-    client.load("both")
-    assert answer(client, "both") == 1
-    assert {version for version, state in states(client, "both").items() if state == "READY"} == {"1"}
-    client.unload("both")
-    until(client, lambda: kept(server) == [])
 
 
 def test_names_cannot_leave_the_directory_of_the_model(
