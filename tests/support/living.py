@@ -88,9 +88,6 @@ def answer(client: shmserve.Client, model: str, version: int | None = None) -> f
     return found
 
 
-# ------------------------------------------------------------------------------------------------ what there is
-
-
 def index(client: shmserve.Client, model: str = "") -> dict[str, dict[str, Any]]:
     """ "name/version" -> entry, of all models or of one."""
     return {f"{entry['name']}/{entry['version']}": entry for entry in client.models() if model in ("", entry["name"])}
@@ -132,4 +129,4 @@ def until(client: shmserve.Client, holds: Callable[[], object], what: str = "") 
     end = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end, f"{what or 'it'} has not come true: {client.models()}"
-        client._link.pause(PAUSE_S)  # noqa: SLF001 - the client must go on receiving
+        client._link.pause(PAUSE_S)

@@ -179,6 +179,18 @@ class QuietServer(ThreadingHTTPServer):
 
 
 @contextmanager
+def web_server(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    with QuietServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
 def proxy_of(store: ObjectStore) -> Iterator[Proxy]:
     proxy = Proxy(store.port)
     proxy.listen()

@@ -106,9 +106,6 @@ def test_the_command_writes_the_named_samples(tmp_path: Path, capsys: pytest.Cap
     assert sorted(path.name for path in (tmp_path / "words").iterdir()) == list(samples.SETS["sentiment"])
 
 
-# ------------------------------------------------------------------------------------------------------------- OCR
-
-
 @pytest.mark.parametrize(("height", "width"), [(48, 800), (24, 30), (96, 1000), (7, 3)])
 def test_input_has_the_height_of_the_model(height: int, width: int) -> None:
     picture = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)

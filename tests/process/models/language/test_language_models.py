@@ -271,10 +271,8 @@ def test_a_killed_worker_ends_its_streams(text: Text) -> None:
 @pytest.mark.parametrize(
     ("sampling", "more", "kind", "words"),
     [
-        ({"temperature": -1}, {}, InvalidRequest, "temperature"),
         ({"tempratur": 1}, {}, InvalidRequest, "unknown parameter 'tempratur'"),
         ({"n": 9}, {}, InvalidRequest, "at most 8 sequences at once; its parameter 'slots'"),
-        ({"min_tokens": 3}, {}, Unsupported, "no 'min_tokens'"),
         ({"structured_outputs": {"grammar": 'root ::= "a"{5,2}'}}, {}, Unsupported, "the parameter 'grammars'"),
         ({"structured_outputs": {"json": {"maxItems": 10**5}}}, {}, InvalidRequest, "'maxItems' 100000; expected"),
         ({}, {"text_input": "x" * CONTEXT}, InvalidRequest, "parameter context_length of the model"),

@@ -63,9 +63,6 @@ def answers(client: shmserve.Client, model: str, count: int = 20) -> set[float]:
     return {future.result(60)["y"][0, 0].item() for future in futures}
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
 def test_a_restarted_worker_reads_the_loaded_files(root: Path, client: shmserve.Client) -> None:
     """So does an instance that is added later, while the rest of the version stays."""
     folder = generation(root, "restarted", 1, group(2))
@@ -178,9 +175,6 @@ def test_linked_files_are_removed_with_their_version(tmp_path: Path) -> None:
         (second,) = place.iterdir()
         assert second != first
     assert not place.exists()
-
-
-# ------------------------------------------------------------------------------------------------ rollback
 
 
 def test_a_second_rollback_undoes_the_first(server: Server, root: Path, client: shmserve.Client) -> None:

@@ -18,8 +18,6 @@ REFUSED = "explicit model load / unload is not allowed"
 POLLING = f"{REFUSED} if polling is enabled; start the server with --model-control-mode explicit"
 BROKEN = living.IDENTITY.replace("max_batch", "max_bach")
 
-# ------------------------------------------------------------------------------------------------ none
-
 
 def test_mode_none_ignores_changes_and_refuses_operations(tmp_path: Path) -> None:
     identity(tmp_path, "m")
@@ -40,9 +38,6 @@ def test_mode_none_ignores_changes_and_refuses_operations(tmp_path: Path) -> Non
         assert pids(client, "m").keys() == before.keys()
         assert pids(client, "m") != before
         assert client.ready()
-
-
-# ------------------------------------------------------------------------------------------------ explicit
 
 
 def test_load_applies_added_changed_and_removed_versions(root: Path, client: shmserve.Client) -> None:
@@ -118,9 +113,6 @@ def test_load_model_selects_the_models_loaded_at_start(tmp_path: Path) -> None:
         assert "max_batch_size" in failed["broken"]
         assert "no model repository has it" in failed["missing"]
         assert not client.ready()
-
-
-# ------------------------------------------------------------------------------------------------ poll
 
 
 def test_models_are_added_changed_and_removed_by_polling(tmp_path: Path) -> None:

@@ -59,9 +59,6 @@ def batch(client: shmserve.Client, model: str = "m") -> int:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ a configuration
-
-
 def test_a_configuration_is_kept_until_the_files_change(server: Server, root: Path, client: shmserve.Client) -> None:
     assert batch(client) == 8
     before = pids(client, "m")
@@ -100,9 +97,6 @@ def test_an_invalid_configuration_is_refused(client: shmserve.Client) -> None:
     assert client.load("m")["changed"] is False
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
 def test_a_model_outside_any_repository_is_loaded_from_files(
     server: Server, root: Path, client: shmserve.Client
 ) -> None:
@@ -139,9 +133,6 @@ def test_names_cannot_leave_the_directory_of_the_model(
     assert list(tmp_path.iterdir()) == []
     assert (sorted(server.runtime_dir.parent.rglob("*")), sorted(root.parent.rglob("*"))) == around
     assert client.load("m")["changed"] is False
-
-
-# ------------------------------------------------------------------------------------------------ large bodies
 
 
 def test_files_over_the_limit_are_refused(server: Server, root: Path, client: shmserve.Client) -> None:

@@ -7,18 +7,19 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 import shmserve
 from shmserve.clients.cli import main
 from shmserve.testing import Server
 from tests.support.docs import pages
 from tests.support.living import until, write
+from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
 
@@ -100,20 +101,13 @@ def unfinished(x) -> int:
 
 def matmul(path: Path, factor: float) -> None:
     """y = x * factor, with the factor in a separate file."""
-    weight = numpy_helper.from_array(np.eye(2, dtype=np.float32) * np.float32(factor), "w")
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2])],
-        [weight],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    model.ir_version = 8
+    graph = Graph().input("x", "FP32", [-1, 2]).output("y", "FP32", [-1, 2])
+    graph.weight("w", np.eye(2, dtype=np.float32) * np.float32(factor)).node("MatMul", ["x", "w"], ["y"])
+    with TemporaryDirectory() as place:
+        model = onnx.load(graph.save(Path(place)))
     name = f"{path.name}.data"
-    onnx.external_data_helper.convert_model_to_external_data(model, location=name, size_threshold=0)
     path.with_name(name).unlink(missing_ok=True)
-    onnx.save(model, path)
+    onnx.save(model, path, save_as_external_data=True, location=name, size_threshold=0)
 
 
 @pytest.fixture(scope="module")

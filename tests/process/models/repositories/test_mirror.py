@@ -6,18 +6,17 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
 from shmserve.repo.remote.cache import is_absent
 from tests.support.repo.mirrored import PIECE, data_of, mirrored
-from tests.support.repo.object_store import CREDENTIALS, ObjectStore, Proxy, QuietServer, object_store, proxy_of
+from tests.support.repo.object_store import CREDENTIALS, ObjectStore, Proxy, object_store, proxy_of, web_server
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -256,16 +255,8 @@ class _Json(_Files):
             outputfile.write(source.read(10))
 
 
-@contextmanager
-def web_server(root: Path, kind: type[_Files]) -> Iterator[str]:
-    with QuietServer(("127.0.0.1", 0), partial(kind, directory=str(root))) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/repo"
-        finally:
-            server.shutdown()
-            thread.join()
+def files(root: Path, kind: type[_Files]) -> AbstractContextManager[str]:
+    return web_server(partial(kind, directory=str(root)))
 
 
 @pytest.mark.parametrize("kind", [_Files, _Json])
@@ -277,7 +268,7 @@ def test_models_are_mirrored_from_a_web_server(tmp_path: Path, kind: type[_Files
     (model / "config.pbtxt").write_bytes(b"x" * 20)
     (model / ".hidden").write_bytes(b"x")
     _Json.cut.clear()
-    with web_server(tmp_path / "www", kind) as url, mirrored(url, tmp_path / "cache") as mirror:
+    with files(tmp_path / "www", kind) as url, mirrored(f"{url}/repo", tmp_path / "cache") as mirror:
         mirror.ask({"do": "list"}, "listed")
         assert [path.name for path in mirror.folder("").iterdir()] == ["a model"]
         assert is_absent(mirror.folder("a model"))
@@ -332,9 +323,9 @@ def test_credentials_are_sent_only_to_the_origin_of_the_repository(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     _Guarded.seen.clear()
     _Elsewhere.seen.clear()
-    with web_server(tmp_path / "www", _Elsewhere) as other:
-        monkeypatch.setattr(_Guarded, "elsewhere", other.removesuffix("/repo"))
-        with web_server(tmp_path / "www", _Guarded) as url, mirrored(url, tmp_path / "cache") as mirror:
+    with files(tmp_path / "www", _Elsewhere) as other:
+        monkeypatch.setattr(_Guarded, "elsewhere", other)
+        with files(tmp_path / "www", _Guarded) as url, mirrored(f"{url}/repo", tmp_path / "cache") as mirror:
             outcome = mirror.sync()
             assert outcome.state == "published", outcome
             assert mirror.files() == {"config.pbtxt": b"x" * 20}
@@ -356,7 +347,7 @@ def test_bytes_of_unknown_length_are_counted_as_they_arrive(tmp_path: Path) -> N
     file = tmp_path / "www/repo/m/weights"
     file.write_bytes(data_of(10 << 20))
     limit = 3 << 20
-    with web_server(tmp_path / "www", _NoLength) as url, mirrored(url, tmp_path / "cache", limit) as mirror:
+    with files(tmp_path / "www", _NoLength) as url, mirrored(f"{url}/repo", tmp_path / "cache", limit) as mirror:
         outcome = mirror.sync()
         assert outcome.state == "failed"
         assert f"its limit is {limit} bytes" in outcome.text

@@ -5,18 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
 from tests.support.repo.mirrored import PIECE, data_of, mirrored
-from tests.support.repo.object_store import QuietServer
+from tests.support.repo.object_store import web_server
 
 pytestmark = pytest.mark.process
 
@@ -50,18 +47,6 @@ class _StandIn(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def stand_in(kind: type[_StandIn]) -> Iterator[str]:
-    with QuietServer(("127.0.0.1", 0), kind) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def mirror_changes(kind: type[_StandIn], url: str, cache: Path) -> None:
     """A model's content is compared with the store's MD5, and a change is followed."""
     data = data_of(3 * PIECE)
@@ -77,9 +62,6 @@ def mirror_changes(kind: type[_StandIn], url: str, cache: Path) -> None:
         assert mirror.sync().state == "published"
         assert mirror.files()["config.pbtxt"] == b"other"
         assert mirror.sync("zz").state == "absent"
-
-
-# ------------------------------------------------------------------------------------------------ Hugging Face
 
 
 class _Hub(_StandIn):
@@ -131,7 +113,7 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = data_of(3 * PIECE)
     _Hub.files = {"served/m/config.pbtxt": b"name", "served/m/1/model.bin": data, "README.md": b"x"}
     _Hub.damaged = {"served/m/1/model.bin"}
-    with stand_in(_Hub) as url:
+    with web_server(_Hub) as url:
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
@@ -147,9 +129,6 @@ def test_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert mirror.sync().state == "unchanged"
             assert _Hub.tokens >= {"Bearer hf_secretsecret"}
             assert "hf_secretsecret" not in outcome.text
-
-
-# ------------------------------------------------------------------------------------------------ Google
 
 
 class _Google(_StandIn):
@@ -181,12 +160,10 @@ class _Google(_StandIn):
 def test_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gcsfs")
     monkeypatch.setenv("HOME", str(tmp_path))  # without credentials
-    with stand_in(_Google) as url:
+    with web_server(_Google) as url:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
         mirror_changes(_Google, "gs://b/served", tmp_path / "cache")
 
-
-# ------------------------------------------------------------------------------------------------ Azure
 
 _TIME = "Mon, 27 Jul 2009 12:28:53 GMT"
 _BLOB = """<Blob><Name>{name}</Name><Properties><Creation-Time>{time}</Creation-Time>
@@ -230,7 +207,7 @@ class _Azure(_StandIn):
 def test_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("adlfs")
     key = base64.b64encode(b"a secret of Azure").decode()
-    with stand_in(_Azure) as url:
+    with web_server(_Azure) as url:
         account = f"DefaultEndpointsProtocol=http;AccountName=acc;AccountKey={key};BlobEndpoint={url}/acc;"
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", account)
         mirror_changes(_Azure, "as://acc/c/served", tmp_path / "cache")

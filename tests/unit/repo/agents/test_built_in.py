@@ -32,9 +32,6 @@ def refusal(agent: Agent, model: AgentModel) -> str:
     return str(refused.value)
 
 
-# ------------------------------------------------------------------------------------------------ checksum
-
-
 @pytest.mark.parametrize(("key", "algorithm"), [("MD5", "md5"), ("SHA256", "sha256"), ("SHA512", "sha512")])
 def test_checksums(model: AgentModel, key: str, algorithm: str) -> None:
     right = hashlib.new(algorithm, WEIGHTS).hexdigest()
@@ -56,9 +53,6 @@ def test_checksums(model: AgentModel, key: str, algorithm: str) -> None:
 )
 def test_invalid_checksum_parameters_are_refused(model: AgentModel, parameters: dict[str, str], text: str) -> None:
     assert text in refusal(Checksum(), model._replace(parameters=parameters))
-
-
-# ------------------------------------------------------------------------------------------------ signature
 
 
 class Signer:
@@ -135,9 +129,6 @@ def test_the_public_key_must_be_outside_the_model_directory(signer: Signer, tmp_
     assert "in the model's own directory" in refusal(agent, copied)
     assert "expected an absolute path" in refusal(agent, model._replace(parameters={"public_key_file": "key.pem"}))
     assert "'public_key_file' is missing" in refusal(agent, model._replace(parameters={}))
-
-
-# ------------------------------------------------------------------------------------------------ decrypt
 
 
 @pytest.fixture

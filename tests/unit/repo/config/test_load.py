@@ -75,9 +75,6 @@ def test_unsupported_fields_and_broken_rules_are_reported_together() -> None:
     assert {problem.path for problem in problems(DIRECT)} >= {"backend"}
 
 
-# ---------------------------------------------------------------------------------------------------- hostile texts
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -190,9 +187,6 @@ def test_text_is_accepted_exactly_if_protobuf_accepts_it(data: st.DataObject) ->
 def test_every_message_that_protobuf_prints_is_parsed(message: Any, as_utf8: bool, one_line: bool) -> None:
     text = text_format.MessageToString(message, as_utf8=as_utf8, as_one_line=one_line)
     assert repr(parse(text)) == repr(protos.to_config(message))
-
-
-# ------------------------------------------------------------------------------------------------------ small parts
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,6 @@ def test_a_changed_value_is_not_from_the_file() -> None:
     assert origins(given, replace(final, max_batch_size=9), final, "file")["max_batch_size"] == "model"
 
 
-# ---------------------------------------------------------------------------------------------------------- text
-
-
 @pytest.mark.parametrize("text", [SMALL, *ALL])
 def test_the_text_is_an_equivalent_configuration(text: str) -> None:
     given, final = completed(text)
@@ -167,9 +164,6 @@ def test_control_characters_are_escaped() -> None:
 def test_floats_have_the_shortest_text() -> None:
     config = parse("sequence_batching { direct { minimum_slot_utilization: 0.1 } }")
     assert "minimum_slot_utilization: 0.1  # file\n" in as_text(config, origins(config, config, config, "file"))
-
-
-# --------------------------------------------------------------------------------------------- completion warnings
 
 
 def test_a_completed_batch_size_is_warned_about() -> None:

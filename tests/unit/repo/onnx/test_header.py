@@ -134,8 +134,6 @@ def test_fields_and_bytes_are_limited(tmp_path: Path, monkeypatch: pytest.Monkey
         header_of(model_bytes([value("x" * (onnx_header.MESSAGE_BYTES + 1))], [value("y")]), tmp_path)
 
 
-# ------------------------------------------------------------------------------- differences from a configuration
-
 ENGINE = helper.make_model(
     helper.make_graph(
         [helper.make_node("Add", ["a", "b"], ["s"]), helper.make_node("Identity", ["a"], ["t"])],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -126,15 +128,28 @@ def test_a_file_that_another_server_evicts_during_the_download(
     slot.close()
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from shmserve.repo.remote.cache import Slot
+
+slot = Slot.acquire(Path(sys.argv[1]), ["b"])
+(slot.folder / "trees/7").mkdir()
+print(slot.folder, end="", flush=True)
+os._exit(1)
+"""
+
+
 def test_servers_share_a_cache(tmp_path: Path) -> None:
     """Each server has its own views; the next server removes those of a killed one."""
-    first, second = Slot.acquire(tmp_path, ["a"]), Slot.acquire(tmp_path, ["b"])
-    assert (first.folder.name, second.folder.name) == ("0", "1")
-    (second.folder / "trees/7").mkdir()
-    second._unlock()  # noqa: SLF001 - as if it had been killed
+    first = Slot.acquire(tmp_path, ["a"])
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False)
+    second = Path(killed.stdout)
+    assert (first.folder.name, second.name) == ("0", "1")
+    assert (second / "trees/7").exists()
     first.close()
     third = Slot.acquire(tmp_path, ["c"])
     assert third.folder.name == "0"
     assert [path.name for path in (third.folder / "views").iterdir()] == ["c"]
-    assert not (second.folder / "trees").exists()
+    assert not (second / "trees").exists()
     third.close()

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.storage.model_files import ModelFile, ModelFiles, model_file, models_of
 from shmserve.repo.storage.store import scan_model
 from tests import ROOT
+from tests.support.workers.models.worker_models import Graph
 
 MLP = ROOT / "repo" / "examples" / "mlp" / "1" / "model.onnx"
 APP = """
@@ -96,19 +96,15 @@ def test_onnx_file_is_a_model_that_completes_itself(tmp_path: Path) -> None:
 
 
 def test_external_weights_are_linked(tmp_path: Path) -> None:
-    weights = [numpy_helper.from_array(np.ones((4, 4), np.float32), name) for name in "vw"]
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "v"], ["h"]), helper.make_node("MatMul", ["h", "w"], ["y"])],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4])],
-        weights,
-    )
+    graph = Graph().input("x", "FP32", [-1, 4]).output("y", "FP32", [-1, 4])
+    for name in "vw":
+        graph.weight(name, np.ones((4, 4), np.float32))
+    model = onnx.load(graph.node("MatMul", ["x", "v"], ["h"]).node("MatMul", ["h", "w"], ["y"]).save(tmp_path / "net"))
     path = tmp_path / "big.onnx"
     (tmp_path / "data").mkdir()
-    for weight, location in zip(graph.initializer, ("data/v.bin", "w.bin"), strict=True):
+    for weight, location in zip(model.graph.initializer, ("data/v.bin", "w.bin"), strict=True):
         onnx.external_data_helper.set_external_data(weight, location)
-    onnx.save(helper.make_model(graph), path)
+    onnx.save(model, path)
     files_of(tmp_path, path)
     assert served(tmp_path / "run" / "big") == {
         "1/data/v.bin": str(tmp_path / "data" / "v.bin"),

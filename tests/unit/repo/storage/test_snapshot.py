@@ -150,8 +150,6 @@ def test_invalid_directories(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
         take(model)
 
 
-# ------------------------------------------------------------------------------------------- trees of any kind
-
 NAMES = st.sampled_from(["1", "2", "11", "config.pbtxt", "configs", "labels.txt", "a", "b"])
 TREES = st.dictionaries(
     st.lists(NAMES, min_size=1, max_size=3).map("/".join), st.binary(max_size=3), min_size=1, max_size=8
