@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
-import random
 import re
 import select
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from shmserve.clients.cli.commands.status import stats_text
 from shmserve.terminal.console import Screen
 from shmserve.testing import Server
 from tests.support.clients.client_faces import connect
-from tests.support.living import until
 from tests.support.model_files import write_model
 from tests.support.shared_server import SharedServer
 from tests.support.workers.models.stream_models import HEAD
@@ -241,48 +238,3 @@ def test_infer_reports_the_error_of_a_stream(server: Server) -> None:
     assert "part 1 after" in failed.stdout
     assert "ValueError: no more than one" in failed.stderr
     assert run_cli(server, "infer", "tokens", "--random", "--stream", "--repeat", "2").returncode == 2
-
-
-def some_streams(server: Server, number: int) -> dict[str, int]:
-    """At random, reads streams to the end, closes them early, or lets them time out."""
-    chance = random.Random(number)
-    url, memory = [(server.url, None), (server.zmq_url, "posix"), (server.zmq_url, "frames")][number % 3]
-    ended = {"read": 0, "left": 0, "late": 0}
-    with shmserve.Client(url, memory=memory) as client:
-        for _ in range(20):
-            count, size = chance.choice([0, 1, 10, 60]), chance.choice([1, LARGE])
-            leave = chance.choice([None, None, 3])
-            x = np.array([[count]], np.float32)
-            seen = 0
-            try:
-                for part in client.stream(
-                    chance.choice(["repeat", "tokens"]),
-                    {"x": x},
-                    window=chance.choice([1, 2, 16]),
-                    timeout=chance.choice([None, None, 0.01]),
-                    parameters={"size": size, "report": os.devnull},
-                ):
-                    assert part["y"].shape == (1, size)
-                    assert (part["y"] == seen).all()
-                    seen += 1
-                    if seen == leave:
-                        ended["left"] += 1
-                        break
-                else:
-                    assert seen == count
-                    ended["read"] += 1
-            except shmserve.DeadlineExceeded:
-                ended["late"] += 1
-    return ended
-
-
-def test_many_clients_read_close_and_time_out_at_random(server: Server) -> None:
-    with ThreadPoolExecutor(6) as pool:
-        for ended in pool.map(lambda number: some_streams(server, number), range(6)):
-            assert sum(ended.values()) == 20
-            assert ended["read"]
-    with shmserve.Client(server.url) as client:
-        for model in ("repeat", "tokens"):
-            assert [part["y"].item() for part in ask(client, model, 3)] == [0, 1, 2]
-        # The server may not have noticed yet that the others have disconnected.
-        until(client, lambda: "\nshmserve_held_bytes 0\n" in client.metrics())

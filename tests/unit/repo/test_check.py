@@ -113,13 +113,6 @@ def test_empty_repositories_and_invalid_arguments(tmp_path: Path) -> None:
         run(tmp_path, config_name="../x")
 
 
-def test_an_alternative_configuration(tmp_path: Path) -> None:
-    model(tmp_path, "good", files={"configs/small.pbtxt": GOOD.replace("TYPE_FP32", "TYPE_FP23", 1)})
-    assert lines(run(tmp_path)) == []
-    (found,) = run(tmp_path, config_name="small").all()
-    assert (found.file, found.line, found.path) == ("good/configs/small.pbtxt", 3, "input[0].data_type")
-
-
 def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests may run as root, which may read everything, so os.access is replaced."""
     folder = model(tmp_path, "locked", files={"1/weights": "x", "notes": "x"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shlex
 from collections.abc import Iterator
@@ -186,18 +185,6 @@ def test_streams(client: shmserve.Client) -> None:
     with client.stream("words", {"text": "x " * 10_000}, window=2) as parts:
         next(parts)
     assert [part["output"][0] for part in client.stream("words", {"text": "again"})] == [b"again"]
-
-
-def test_asyncio(server: Server) -> None:
-    async def run() -> None:
-        async with server.async_client() as client:
-            several = await asyncio.gather(*(client.infer("add", {"a": float(n)}) for n in range(5)))
-            assert [result["output"][0] for result in several] == [1, 2, 3, 4, 5]
-            assert [part["output"][0] async for part in client.stream("count", {"to": 3})] == [0, 1, 2]
-            with pytest.raises(shmserve.InvalidRequest, match="input 'a': 'x' is not a number, as FP64 needs"):
-                await client.infer("add", {"a": "x"})
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

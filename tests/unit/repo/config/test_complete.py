@@ -259,7 +259,7 @@ def test_unsupported_data_type() -> None:
         complete_from_model(ONNX, [facts("x", -1, dtype="COMPLEX64")], [])
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.lists(st.integers(1, 9) | st.just(-1), max_size=5), min_size=2, max_size=5),
     st.integers(0, 9),

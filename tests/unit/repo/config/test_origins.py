@@ -21,7 +21,7 @@ from tests.support.hypothesis_profiles import examples
 from tests.support.repo.messages import messages
 from tests.support.repo.texts import ALL, BACKENDS, SMALL
 
-QUICK = settings(max_examples=examples(120), suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=examples(50), suppress_health_check=list(HealthCheck))
 FACTS = [TensorFacts("x", "FP32", (-1, 3))], [TensorFacts("y", "FP32", (-1,))]
 
 

@@ -158,7 +158,7 @@ def tensors(draw: st.DrawFn, field: str, usual: str) -> str:
 
 
 @given(st.sampled_from([0, 8]), tensors("input", "ab"), tensors("output", "st"))
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(120))
 def test_a_difference_is_found_exactly_if_a_worker_finds_one(batch: int, inputs: str, outputs: str) -> None:
     config = parse(f'name: "m" backend: "onnxruntime" max_batch_size: {batch}\n{inputs}{outputs}')
     descriptor = os.memfd_create("onnx")

@@ -111,7 +111,7 @@ def all_problems(config: ModelConfig, models: Models) -> list[tuple[str, str]]:
     return found + [(problem.path, problem.text) for problem in check_graph(config, models)]
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30))
 @given(st.integers(0, 2**32))
 def test_valid_graphs_are_accepted(seed: int) -> None:
     assert all_problems(*make_graph(Random(seed))) == []

@@ -180,7 +180,7 @@ def versions_that_read(name: str) -> set[int]:
 KINDS = st.tuples(st.sampled_from(["size", "time", "inode", "removed"]), st.integers(0))
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30))
 @given(TREES, st.lists(KINDS, max_size=4, unique_by=lambda change: change[0]))
 def test_equal_if_and_only_if_nothing_changed(files: dict[str, bytes], changes: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as place:

@@ -235,18 +235,6 @@ def test_invalid_names_of_alternative_configurations(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize(
-    ("model", "file", "backend"),
-    [("m", "model.onnx", "onnxruntime"), ("m", "model.py", "python"), ("m.python", "model.py", "python")],
-)
-def test_a_model_without_config(tmp_path: Path, model: str, file: str, backend: str) -> None:
-    put(tmp_path / model, None, ("3", "10"), file)
-    (tmp_path / model / "2").mkdir()
-    config = only(tmp_path).config
-    assert config is not None
-    assert (config.backend, config.default_model_filename) == (backend, file)
-
-
-@pytest.mark.parametrize(
     ("file", "expected"),
     [
         (None, "m (no config.pbtxt): backend: not given, and no file in the version directory determines it; "),
@@ -326,16 +314,6 @@ def test_a_version_without_its_model_file_is_not_served(tmp_path: Path) -> None:
     }
     assert found.problem_texts == ()
     assert found.warning_texts == tuple(f"m/{number}: not served: {why}" for number, why in found.missing.items())
-
-
-def test_a_missing_model_file_in_the_only_version_is_a_problem(tmp_path: Path) -> None:
-    path = put(tmp_path / "m", PYTHON, ("1", "2"))
-    (path / "1" / "model.py").touch()
-    found = look(path)
-    assert found.config is None
-    assert found.versions == ()
-    assert found.missing == {2: "has no file 'model.py': the directory is empty"}
-    assert found.problem_texts == ("m/2: has no file 'model.py': the directory is empty",)
 
 
 @pytest.mark.parametrize(
