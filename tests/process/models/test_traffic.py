@@ -18,6 +18,7 @@ import pytest
 import shmserve
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.testing import Server
+from tests.support.broker.metrics import Seen
 from tests.support.living import ONE, PYTHON, answer, generation, pids, policy, ready, write
 from tests.support.model_files import parameters
 
@@ -75,7 +76,7 @@ def test_a_canary_is_rolled_back_without_a_lost_request(server: Server, client: 
     client.load("m", versions=[2, 3])
     assert [answer(client, "m") for _ in range(10)] == [2] * 10, "a version with a share of 0 gets nothing"
     assert client.traffic("m", shares={3: 20})["now"] == {"2": 80.0, "3": 20.0}
-    assert '\nshmserve_model_share_percent{model="m",version="3"} 20\n' in client.metrics()
+    assert Seen(client.metrics())("shmserve_model_share_percent", model="m", version="3") == 20
     assert "20 %" in cli(server, "models", "m")[1]
     found = Counter(answer(client, "m") for _ in range(200))
     assert 25 <= found[3] <= 55
