@@ -114,7 +114,6 @@ def test_labels_of_ensembles(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_page(server: Server) -> None:
-    """The program prints the output in the comment of the example."""
     program = section("Labels and classes")[2]
     (expected,) = re.findall(r"# (\[\[.*\]\])", program)
     first, *others = pages.run_program(server, program).splitlines()

@@ -111,7 +111,6 @@ def test_killing_the_calling_worker_runs_the_request_again(client: shmserve.Clie
 
 
 def test_a_stop_waits_for_a_call_in_flight(server: Launched, client: shmserve.Client, gate: Gate) -> None:
-    """The server stops after the requests in flight, including the calls that they still make."""
     future = under_way(client, gate)
     server.signal(signal.SIGTERM)
     while client.ready():

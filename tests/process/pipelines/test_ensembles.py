@@ -289,7 +289,6 @@ def write_page(root: Path, old: str = "", new: str = "") -> Path:
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
-    """The page's repository can be served, and its program prints the output shown on the page."""
     models = write_page(tmp_path)
     assert len(list(models.iterdir())) == 3
     assert main.main(["check", str(models)]) == 0

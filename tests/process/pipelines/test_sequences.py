@@ -179,7 +179,6 @@ def test_interleaved_sequences(server: Server, model: str, link: str) -> None:
 
 
 def test_sequences_of_a_killed_worker_end(client: shmserve.Client) -> None:
-    """The killed worker's sequences end and can be started again; those of the other worker continue."""
     sequences = [Summed(client, "mortal", number) for number in range(1, 9)]
     for sequence in sequences:
         sequence.step(sequence.name, "start")  # type: ignore[arg-type]
@@ -202,7 +201,6 @@ def test_sequences_of_a_killed_worker_end(client: shmserve.Client) -> None:
 
 
 def test_a_reload_keeps_live_sequences_on_the_old_generation(client: shmserve.Client, repository: Path) -> None:
-    """Live sequences finish on the old generation, new ones start on the new one."""
     old, new = Summed(client, "renewed", 1), Summed(client, "renewed", 2)
     old.step(1, "start")
     renew(repository / "renewed", 2)

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.errors import DeadlineExceeded, InvalidRequest, ServeError, Unsupported
+from shmserve.errors import InvalidRequest, ServeError, Unsupported
 from shmserve.testing import Server
 from shmserve.workers.backends.llamacpp import requests
 from tests.process.models.language import llm_oracle
@@ -215,34 +213,6 @@ def test_a_cancelled_stream_leaves_the_engine(text: Text) -> None:
     waiting[1].close()
     stream.close()
     assert [len(said(one)) for one in (waiting[0], waiting[2])] == [5, 5]
-    assert_free(text)
-
-
-def test_a_stream_that_misses_its_deadline_leaves_the_engine(text: Text) -> None:
-    with pytest.raises(DeadlineExceeded):
-        said(text.stream("endless", "one", sampling={"max_tokens": ENDLESS, "ignore_eos": True}, timeout=0.5))
-    assert_free(text)
-
-
-CLIENT = """
-import json, os, sys
-import numpy as np
-import shmserve
-
-client = shmserve.Client(sys.argv[1])
-sampling = json.dumps({"temperature": 0, "max_tokens": 1 << 17, "ignore_eos": True})
-given = {"text_input": np.array(["endless"], object), "stream": np.array([True]),
-         "sampling_parameters": np.array([sampling], object)}
-for part in client.stream("one", given):
-    print("begun", flush=True)
-"""
-
-
-def test_the_stream_of_a_client_that_dies_leaves_the_engine(text: Text) -> None:
-    with subprocess.Popen([sys.executable, "-c", CLIENT, text.server.url], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"begun\n"
-        process.kill()
     assert_free(text)
 
 

@@ -107,7 +107,6 @@ def test_ready_with_wait_fails_as_soon_as_the_load_has_failed(
 
 
 def test_ready_with_wait_keeps_waiting_for_an_unloaded_model(root: Path, tmp_path: Path, command: Command) -> None:
-    """The wait continues after an unload, because the model may be loaded again."""
     identity(root, "m")
     options = ("--model-control-mode", "explicit", "--load-model", "m")
     with (

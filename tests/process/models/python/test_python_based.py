@@ -213,7 +213,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Se
     (folder / "models").mkdir()
     backend(folder / "backends", "words")
     backend(folder / "backends", "spawning", ENGINE.replace('"fork"', '"spawn"'))
-    options = ("--backend-directory", str(folder / "backends"), "--environment-dir", str(folder / "unpacked"))
+    options = ("--backend-directory", str(folder / "backends"))
     with Server(folder / "models", *EXPLICIT, *options) as server:
         yield folder, server
 

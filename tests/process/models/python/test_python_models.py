@@ -103,7 +103,6 @@ def maker(array: np.ndarray[Any, Any]) -> int:
 
 
 def test_outputs_are_copied_once_and_inputs_never(client: shmserve.Client) -> None:
-    """The model reads the client's memory; its result is copied once."""
     copies = []
     for _ in range(8):
         found = client.infer("leaf", {"x": LARGE})
@@ -131,14 +130,6 @@ def test_a_failed_call_fails_the_request(client: shmserve.Client) -> None:
         client.infer("caller", {"x": LARGE}, parameters={"fail": True})
     with pytest.raises(shmserve.NotFound, match="unknown model: 'nobody'"):
         client.infer("caller", {"x": LARGE}, parameters={"chain": "nobody"})
-
-
-@pytest.mark.parametrize("chain", ["caller leaf", "second caller leaf"])
-def test_a_model_that_calls_itself_fails(client: shmserve.Client, chain: str) -> None:
-    """Its only instance would wait for itself."""
-    with pytest.raises(shmserve.Unavailable, match="caller"):
-        client.infer("caller", {"x": LARGE}, parameters={"chain": chain}, timeout=20)
-    assert (client.infer("caller", {"x": LARGE})["y"] == LARGE * 2).all()
 
 
 def test_responses_of_a_called_model_are_relayed_as_they_arrive(client: shmserve.Client) -> None:
@@ -169,7 +160,6 @@ def held_bytes(client: shmserve.Client) -> float:
 
 
 def test_many_concurrent_calls_return_all_memory(server: Launched, client: shmserve.Client) -> None:
-    """Coroutines and chains of calls, small and large, some of them cancelled; all memory is returned."""
     random = np.random.default_rng(7)
     inputs = [np.full((1, size), number, np.float32) for number, size in enumerate((1, 700, 1500, 40_000, 300_000))]
     found = []
