@@ -65,7 +65,9 @@ def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Conve
     made.chains.close()
 
 
-def test_plans_replace_onnx_files(converter: Converter) -> None:
+def test_plans_replace_onnx_files_and_are_built_once_for_each_content_and_gpu(
+    converter: Converter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = converter.convert("1")
     assert folder.name == "m"
     assert sorted(path.name for path in (folder / "1").iterdir()) == ["model.plan"]
@@ -73,10 +75,6 @@ def test_plans_replace_onnx_files(converter: Converter) -> None:
     plan = json.loads((folder / "1" / "model.plan").read_bytes())
     assert plan["profiles"] == [{"x": [[1, 5], [16, 5], [16, 5]]}]
     assert converter.printed[0].startswith("building a plan of version 1 for TensorRT ")
-
-
-def test_a_plan_is_built_once_for_each_content_and_gpu(converter: Converter, monkeypatch: pytest.MonkeyPatch) -> None:
-    converter.convert("1")
     converter.convert("2")
     assert converter.builds() == 1
     converter.convert("3", build_options="--level 5")
