@@ -148,6 +148,7 @@ def test_servers_share_a_cache(tmp_path: Path) -> None:
     assert (first.folder.name, second.name) == ("0", "1")
     assert (second / "trees/7").exists()
     first.close()
+    assert not (first.folder / "views").exists()
     third = Slot.acquire(tmp_path, ["c"])
     assert third.folder.name == "0"
     assert [path.name for path in (third.folder / "views").iterdir()] == ["c"]
