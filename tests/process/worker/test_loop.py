@@ -1,4 +1,5 @@
-"""Batches at a real worker: which requests join, wait or are withdrawn, and the order of the reports.
+"""Batches at a real worker: orders that arrive while a model runs, and the order of the reports. The tests of the batch
+queue have all cases of joins and withdrawals.
 
 A model waits at a gate, a named pipe that the test opens, so the test controls what happens during a batch.
 """
@@ -52,13 +53,15 @@ class Gated:
         return os.open(self.gate, os.O_WRONLY)
 
 
-@pytest.fixture
-def gated(tmp_path: Path) -> Iterator[Gated]:
-    python_model(tmp_path, GATED)
-    gate = tmp_path / "gate"
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gated]:
+    """A worker that the last test of the file stops."""
+    folder = tmp_path_factory.mktemp("model")
+    python_model(folder, GATED)
+    gate = folder / "gate"
     os.mkfifo(gate)
     x, y = {"x": ("FP32", (1,))}, {"y": ("FP32", (1,))}
-    with WorkerProcess(config("python", x, y, max_batch=64), tmp_path) as worker:
+    with WorkerProcess(config("python", x, y, max_batch=64), folder) as worker:
         worker.loaded()
         yield Gated(worker, gate)
 
@@ -104,19 +107,6 @@ def test_the_end_of_one_batch_and_the_start_of_the_next_are_one_packet(gated: Ga
     assert requests(done) == [2]
 
 
-def test_a_join_after_the_start_begins_a_new_batch(gated: Gated) -> None:
-    worker = gated.worker
-    first = worker.execute(gated.request(1, gated=True))
-    gate = gated.wait()
-    late = worker.execute(gated.request(2), join=first, open=True)
-    later = worker.execute(gated.request(3), join=first, open=True)
-    os.close(gate)
-    done = worker.expect(Done)
-    assert (done.batch, done.next, done.through) == (first, late, later)
-    done = worker.expect(Done)
-    assert (done.batch, requests(done)) == (late, [2, 3])
-
-
 def test_an_open_batch_is_reported_when_it_starts(gated: Gated) -> None:
     worker = gated.worker
     number = worker.execute(gated.request(1, gated=True), open=True)
@@ -131,73 +121,16 @@ def test_an_open_batch_is_reported_when_it_starts(gated: Gated) -> None:
     assert (done.batch, done.next) == (number, 0)
 
 
-def test_a_batch_waits_for_its_announced_requests(gated: Gated) -> None:
-    worker = gated.worker
-    first = worker.execute(gated.request(1), more=True)
-    worker.send(Ping(1))
-    assert worker.expect(Pong).number == 1
-    worker.execute(gated.request(2), join=first, more=True)
-    worker.send(Ping(2))
-    assert worker.expect(Pong).number == 2
-    worker.execute(gated.request(3), join=first)
-    done = worker.expect(Done)
-    assert (done.batch, requests(done)) == (first, [1, 2, 3])
-
-
-def test_execute_withdraw_and_stop_in_one_packet(gated: Gated) -> None:
-    worker = gated.worker
-    executes = [Execute(number, 0, (gated.request(number),), False, number == 3) for number in range(1, 6)]
-    worker.send(*executes, Withdraw((3,)), Stop())
-    assert worker.expect(Withdrawn).requests == (3,)
-    found = [worker.expect(Done) for _ in range(4)]
-    assert [requests(done) for done in found] == [[1], [2], [4], [5]]
-    assert [done.next for done in found] == [2, 4, 5, 0]
-    assert worker.ended() == 0
-
-
-def test_a_batch_whose_requests_are_all_withdrawn_can_be_joined(gated: Gated) -> None:
+def test_a_stop_in_one_packet_with_other_orders_finishes_all_batches(gated: Gated) -> None:
     worker = gated.worker
     worker.execute(gated.request(1, gated=True))
     gate = gated.wait()
-    second = worker.execute(gated.request(2), open=True)
-    worker.send(Withdraw((2,)))
+    first = worker.number + 1
+    executes = [Execute(first + index, 0, (gated.request(2 + index),), index == 4, index == 2) for index in range(5)]
+    worker.send(*executes, Withdraw((4,)), Stop())
     os.close(gate)
-    assert worker.expect(Withdrawn).requests == (2,)
-    assert worker.expect(Done).next == 0
-    third = worker.execute(gated.request(3), join=second, open=True)
-    started = worker.expect(Started)
-    assert (started.batch, started.through) == (second, third)
-    assert requests(worker.expect(Done)) == [3]
-
-
-def test_stop_finishes_all_queued_batches(gated: Gated) -> None:
-    worker = gated.worker
-    worker.execute(gated.request(1, gated=True))
-    gate = gated.wait()
-    worker.execute(gated.request(2))
-    worker.execute(gated.request(3), more=True)
-    worker.send(Stop())
-    os.close(gate)
-    assert [requests(worker.expect(Done)) for _ in range(3)] == [[1], [2], [3]]
+    assert worker.expect(Withdrawn).requests == (4,)
+    found = [worker.expect(Done) for _ in range(5)]
+    assert [requests(done) for done in found] == [[1], [2], [3], [5], [6]]
+    assert [done.next for done in found] == [first, first + 1, first + 3, first + 4, 0]
     assert worker.ended() == 0
-
-
-def test_many_small_outputs_of_one_request_fit_into_a_packet(tmp_path: Path) -> None:
-    """Each output may be in the message, but not all of them together: the rest is placed in shared memory."""
-    count = 100
-    x = {f"x{number}": ("FP32", (-1,)) for number in range(count)}
-    y = {f"y{number}": ("FP32", (-1,)) for number in range(count)}
-    values = np.arange(1000, dtype=np.float32)[None]
-    with WorkerProcess(config("identity", x, y, max_batch=4), tmp_path) as worker:
-        worker.loaded()
-        tensors = [worker.tensor(f"x{number}", values, shared=True) for number in range(count)]
-        for together in (1, 2):
-            rows = worker.run(*[work(number, *tensors) for number in range(together)])
-            for row in rows:
-                assert row.error is None
-                inline = sum(len(tensor.data) for tensor in row.outputs if isinstance(tensor.data, bytes))
-                assert 0 < inline <= 64 * 1024
-                assert len(row.outputs) == count
-                for tensor in row.outputs:
-                    assert (worker.array(tensor, np.float32) == values).all()
-        worker.mapped.close()

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Handle, Map, Options, Pong, Return, Tensor, Unmap
+from shmserve.protocol.messages import Handle, Map, Options, Return, Tensor, Unmap
 from shmserve.protocol.worker_messages import Execute, Load, Loaded, Stop, WorkerReport
 from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.extents import memfd
-from shmserve.workers.output_arenas import KNOB
 from shmserve.workers.process.exit_codes import Exit
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, assert_failed, config, gone, work
@@ -178,14 +177,11 @@ def test_a_worker_exits_with_its_parent() -> None:
 @pytest.mark.parametrize(
     "packet",
     [
-        codec.encode([Execute(2, 0, (work(1, X),)), Execute(1, 0, (work(2, X),))]),
-        codec.encode([Execute(1, 0, ())]),
         codec.encode([Load(WORKER, "m", 1, "m_0_0", "", {})]),
         codec.encode([Map((CLIENT << 32) + 1, 4096)]),
-        codec.encode([Pong(1)]),
         b"\xc1\xc1",
     ],
-    ids=["falling numbers", "no requests", "load again", "no descriptor", "report", "garbage"],
+    ids=["load again", "no descriptor", "garbage"],
 )
 def test_an_invalid_message_ends_the_worker(tmp_path: Path, packet: bytes) -> None:
     with WorkerProcess(identity(), tmp_path) as worker:
@@ -209,14 +205,6 @@ def test_an_exception_in_finalize_has_its_own_exit_code(tmp_path: Path) -> None:
         worker.loaded()
         assert worker.stop() == Exit.FINALIZE_FAILED
         assert "at the end" in worker.said()
-
-
-@pytest.mark.parametrize(("trigger", "code"), [("crash", -signal.SIGSEGV), ("exit", 33)])
-def test_a_crash_ends_the_process_with_its_exit_code(tmp_path: Path, trigger: str, code: int) -> None:
-    with WorkerProcess(identity(triggers="1"), tmp_path) as worker:
-        worker.loaded()
-        worker.execute(work(1, X, options=Options(parameters={trigger: 33})))
-        assert worker.ended() == code
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -265,44 +253,3 @@ def test_the_output_of_one_batch_is_the_input_of_the_next(shared: WorkerProcess)
     assert (shared.array(second.outputs[0], np.float32) == x).all()
     for output in (made, second.outputs[0]):
         shared.send(Return(output.data))  # type: ignore[arg-type]
-
-
-def test_outputs_are_limited_until_they_are_returned(tmp_path: Path) -> None:
-    settings = {KNOB: str(2 << 20)}
-    with WorkerProcess(identity(), tmp_path, settings=settings) as worker:
-        worker.loaded()
-        tensor = worker.tensor("x", np.ones((1, 200_000), np.float32))
-        held = []
-        for number in range(2):
-            (row,) = worker.run(work(number + 1, tensor))
-            assert row.error is None, row.error
-            held.append(row.outputs[0])
-        (row,) = worker.run(work(3, tensor))
-        assert_failed(row, "UNAVAILABLE", KNOB)
-        assert worker.array(held[0], np.float32).sum() == 200_000
-        worker.send(Return(held[0].data))  # type: ignore[arg-type]
-        (row,) = worker.run(work(4, tensor))
-        assert row.error is None
-        assert row.outputs[0].data == held[0].data  # the block freed last is used first
-        # Wrong handles are logged and ignored.
-        wrong = Handle(held[1].data[0].segment, 77, 8)  # type: ignore[union-attr, index]
-        worker.send(Return((wrong, Handle(5, 0, 8), *held[1].data)))  # type: ignore[misc]
-        (row,) = worker.run(work(5, tensor))
-        assert row.error is None
-        assert worker.said().count("cannot be freed") == 2
-        worker.mapped.close()
-
-
-def test_memory_is_not_reused_across_audiences(tmp_path: Path) -> None:
-    settings = {KNOB: str(3 << 20)}
-    with WorkerProcess(identity(), tmp_path, settings=settings) as worker:
-        worker.loaded()
-        tensor = worker.tensor("x", np.ones((1, 500_000), np.float32))
-        for number, audience in enumerate(("uid:1", "posix:uid:2", "uid:3", "uid:1"), 1):
-            (row,) = worker.run(work(number, tensor, audience=audience))
-            assert row.error is None, row.error
-            assert worker.array(row.outputs[0], np.float32).sum() == 500_000
-            worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]
-        assert [message.audience for message in worker.maps] == ["uid:1", "posix:uid:2", "uid:3", "uid:1"]
-        assert len({message.segment for message in worker.maps}) == 4
-        worker.mapped.close()
