@@ -26,8 +26,6 @@ from tests.support.workers.in_process import load_failure, loaded
 from tests.support.workers.models.worker_models import Graph, python_model
 from tests.support.workers.worker_harness import config, work
 
-pytestmark = pytest.mark.process
-
 
 def control(name: str, kind: str, **pair: Any) -> ModelSequenceBatchingControlInput:
     made = ModelSequenceBatchingControl(kind=f"CONTROL_SEQUENCE_{kind}", **pair)  # type: ignore[arg-type]
@@ -157,7 +155,8 @@ class TritonPythonModel:
 
     def one(self, request):
         x, start, end, ready, name, state = [tensor.as_numpy() for tensor in request.inputs()]
-        total = (state + x).astype(np.float32)
+        assert state.dtype == np.float32, "as configured, whatever the model returned"
+        total = state.astype(np.float64) + x
         y = np.concatenate([start, end, ready, total], axis=1).astype(np.float32)
         outputs = {"y": y, "name": name, "t": total}
         return pb_utils.InferenceResponse([pb_utils.Tensor(*output) for output in outputs.items()])

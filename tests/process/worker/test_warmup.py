@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import Options, Tensor, Wanted
+from shmserve.protocol.messages import Options, Tensor
 from shmserve.repo.config.schema import ModelConfig, ModelWarmup, ModelWarmupInput
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.base import Context
@@ -23,11 +22,9 @@ from shmserve.workers.batch.specs import inputs_of
 from shmserve.workers.loading import THREADS, _threads
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.warmup import requests_of, title
-from tests.support.workers.in_process import load_failure
-from tests.support.workers.models.worker_models import KINDS, Graph, Kind, config_name, needs, python_model
+from tests.support.workers.in_process import load_failure, loaded
+from tests.support.workers.models.worker_models import DTYPES, config_name, identity_echo, python_model
 from tests.support.workers.worker_harness import WorkerProcess, config, work
-
-pytestmark = pytest.mark.process
 
 RECORDER = """\
 import json
@@ -83,16 +80,17 @@ def file(folder: Path, name: str, content: bytes) -> None:
     (folder / "warmup" / name).write_bytes(content)
 
 
-def calls(worker: WorkerProcess, dtype: str = "FP32") -> Any:
-    """The calls of the recorder."""
+def calls(given: ModelConfig, folder: Path, dtype: str = "FP32") -> Any:
+    """The calls of a recorder that has been loaded."""
     request = work(1, Tensor("x", dtype, (1, 1), bytes(4)), options=Options(parameters={"tell": True}), outputs=[])
-    (row,) = worker.run(request)
+    with loaded(given, folder) as model:
+        ((row,), *_) = model.runner.run([request])
     assert row.error is None, row.error
     assert row.parameters is not None
     return json.loads(str(row.parameters["calls"]))
 
 
-def test_samples_run_before_the_model_is_ready(tmp_path: Path) -> None:
+def test_samples_run_before_the_model_is_ready(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     large = np.random.default_rng(2).random(3000, np.float32)
     file(tmp_path, "x.bin", large.tobytes())
     given = recorder(
@@ -102,22 +100,20 @@ def test_samples_run_before_the_model_is_ready(tmp_path: Path) -> None:
         sample("random", 4, 2, x=data("FP32", 2000, random_data=True)),
         sample("file", 2, 1, x=data("FP32", 3000, input_data_file="x.bin")),
     )
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
-        assert not worker.maps  # nothing was announced, so nothing can remain
-        found = calls(worker)
-        shapes = [[request["x"][0] for request in call] for call in found]
-        assert shapes == [[[1, 3]], [[1, 2000]] * 4, [[1, 2000]] * 4, [[1, 3000]] * 2]
-        assert not found[0][0]["x"][3]
-        assert found[1][0] == found[1][3] == found[2][0]
-        assert all(0 <= float(value) < 1 for value in found[1][0]["x"][2])
-        assert found[3][1]["x"][2] == [repr(value) for value in large[:4].tolist()]
-        said = worker.said()
-        assert "info: warm-up sample 'skipped' of model 'm' has batch_size 0 and is skipped" in said
-        assert "info: warm-up sample 'random' of model 'm' took " in said
-        assert " ms: 2 run(s) of 4 request(s)" in said
+    found = calls(given, tmp_path)
+    shapes = [[request["x"][0] for request in call] for call in found]
+    assert shapes == [[[1, 3]], [[1, 2000]] * 4, [[1, 2000]] * 4, [[1, 3000]] * 2]
+    assert not found[0][0]["x"][3]
+    assert found[1][0] == found[1][3] == found[2][0]
+    assert all(0 <= float(value) < 1 for value in found[1][0]["x"][2])
+    assert found[3][1]["x"][2] == [repr(value) for value in large[:4].tolist()]
+    said = capfd.readouterr().err
+    assert "info: warm-up sample 'skipped' of model 'm' has batch_size 0 and is skipped" in said
+    assert "info: warm-up sample 'random' of model 'm' took " in said
+    assert " ms: 2 run(s) of 4 request(s)" in said
 
 
+@pytest.mark.process
 def test_warmup_leaves_no_memory_or_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first segment is announced with the first large output, and that output is its only block. No compiled file
     is in the repository, whatever the model imports, and when."""
@@ -139,27 +135,14 @@ def test_warmup_leaves_no_memory_or_files(tmp_path: Path, monkeypatch: pytest.Mo
         assert not list(tmp_path.glob("**/__pycache__"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtypes"),
-    [pytest.param(kind, dtypes, id=f"{kind.name}-{len(dtypes)}") for kind in KINDS for dtypes in kind.dtypes],
-)
-def test_samples_of_all_data_types(tmp_path: Path, kind: Kind, dtypes: tuple[str, ...]) -> None:
-    """Small and large tensors, in every backend."""
-    needs(kind)
-    given = kind.echo(tmp_path, dtypes, (-1,), 8)
+def test_samples_of_all_data_types(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     samples = [
-        ModelWarmup(
-            name=f"{key}-{size}",
-            batch_size=3,
-            inputs={f"x{dtype}": data(dtype, size, **{key: True}) for dtype in dtypes},
-        )
+        sample(f"{key}-{size}", 3, **{f"x{dtype}": data(dtype, size, **{key: True}) for dtype in DTYPES})
         for key in ("zero_data", "random_data")
         for size in (1, 4000)
     ]
-    with WorkerProcess(replace(given, model_warmup=tuple(samples)), tmp_path) as worker:
-        worker.loaded()
-        assert not worker.maps
-        assert worker.said().count(" ms: 1 run(s) of 3 request(s)") == 4
+    with loaded(replace(identity_echo(tmp_path, DTYPES, (-1,), 8), model_warmup=tuple(samples)), tmp_path):
+        assert capfd.readouterr().err.count(" ms: 1 run(s) of 3 request(s)") == 4
 
 
 def test_strings(tmp_path: Path) -> None:
@@ -172,47 +155,15 @@ def test_strings(tmp_path: Path) -> None:
         sample("file", 1, x=data("BYTES", 3, input_data_file="words")),
         dtype="BYTES",
     )
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
-        found = calls(worker, "BYTES")
-        expected = [[b""] * 2, [b""] * 2, words.tolist()]
-        assert [call[0]["x"][2] for call in found] == [list(map(repr, some)) for some in expected]
-
-
-def test_a_warmed_up_onnx_model_gives_correct_results(tmp_path: Path) -> None:
-    """A model whose batch dimension and sizes come from its file. Its answers equal those of the bare engine."""
-    weights = np.random.default_rng(5).standard_normal((64, 2000)).astype(np.float32)
-    graph = Graph().input("x", "FP32", [-1, 64]).output("y", "FP32", [-1, 2000]).weight("w", weights)
-    path = graph.node("MatMul", ["x", "w"], ["y"]).save(tmp_path)
-    given = ModelConfig(
-        name="m",
-        backend="onnxruntime",
-        model_warmup=(sample("s", 4, 3, x=data("FP32", 64, random_data=True)),),
-    )
-    x = np.random.default_rng(6).standard_normal((2, 64)).astype(np.float32)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    (expected,) = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, {"x": x})
-    with WorkerProcess(given, tmp_path) as worker:
-        assert worker.loaded().max_batch_size == 4
-        assert not worker.maps
-        assert " ms: 3 run(s) of 4 request(s)" in worker.said()
-        (row,) = worker.run(work(1, worker.tensor("x", x)))
-        np.testing.assert_allclose(worker.array(row.outputs[0], np.float32), expected, rtol=1e-4, atol=1e-5)
-        # Also classes of rows that are otherwise computed in shared memory.
-        both = worker.run(
-            work(2, worker.tensor("x", x), outputs=[Wanted("y", None, 2)]), work(3, worker.tensor("x", x))
-        )
-        assert worker.array(both[0].outputs[0], object).tolist() == [
-            [f"{row[i]:f}:{i}".encode() for i in np.argsort(-row)[:2].tolist()]
-            for row in worker.array(both[1].outputs[0], np.float32)
-        ]
-        worker.mapped.close()
+    expected = [[b""] * 2, [b""] * 2, words.tolist()]
+    found = [call[0]["x"][2] for call in calls(given, tmp_path, "BYTES")]
+    assert found == [list(map(repr, some)) for some in expected]
 
 
 # ------------------------------------------------------------------------------------------ what fails
 
 
+@pytest.mark.process
 def test_a_failed_sample_fails_the_load(tmp_path: Path) -> None:
     source = RECORDER.replace("self.calls.append(", "assert len(self.calls) < 2, 'tired'\n        self.calls.append(")
     given = recorder(tmp_path, sample("s", 1, 3, x=data("FP32", 3, zero_data=True)))
@@ -230,41 +181,36 @@ def test_a_failed_sample_fails_the_load(tmp_path: Path) -> None:
     assert "finalized" in log
 
 
+ZERO = data("FP32", 3, zero_data=True)
+
+
+def of_file(name: str, *dims: int) -> ModelWarmup:
+    return sample("s", 1, x=data("FP32", *dims, input_data_file=name))
+
+
 BAD: dict[str, tuple[ModelWarmup, str]] = {
     "dims unlike the model's": (sample("s", 1, x=data("FP32", 3, 4, zero_data=True)), "'x' has dims [3, 4]; the model"),
     "dims unknown": (sample("s", 1, x=data("FP32", -1, zero_data=True)), "[-1]: those of data must be known"),
     "type": (sample("s", 1, x=data("INT8", 3, zero_data=True)), "data_type TYPE_INT8; the model's is FP32"),
     "no type": (sample("s", 1, x=ModelWarmupInput(dims=(3,), zero_data=True)), "data_type TYPE_INVALID"),
     "no data": (sample("s", 1, x=data("FP32", 3)), "give zero_data, random_data or input_data_file"),
-    "other input": (
-        sample("s", 1, x=data("FP32", 3, zero_data=True), z=data("FP32", 3)),
-        "'z' is not an input of the model",
-    ),
+    "other input": (sample("s", 1, x=ZERO, z=data("FP32", 3)), "'z' is not an input of the model"),
     "no input": (sample("", 1), "warm-up sample number 0 of model 'm' lacks input(s) x"),
-    "batch": (sample("s", 5, x=data("FP32", 3, zero_data=True)), "batch_size 5; max_batch_size is 4"),
+    "batch": (sample("s", 5, x=ZERO), "batch_size 5; max_batch_size is 4"),
+    "no batches": (sample("s", 2, x=ZERO), "batch_size 2; max_batch_size is 0, so it can be 1"),
     "too much": (sample("s", 1, x=data("FP32", 1 << 60, zero_data=True)), "more than memory can hold"),
-    "file short": (
-        sample("s", 1, x=data("FP32", 3, input_data_file="eight")),
-        "have 12 bytes for FP32 [1, 3]; it has 8",
-    ),
-    "file long": (sample("s", 1, x=data("FP32", 1, input_data_file="eight")), "have 4 bytes for FP32 [1, 1]; it has 8"),
-    "no file": (
-        sample("s", 1, x=data("FP32", 3, input_data_file="none")),
-        "'x': file 'none' cannot be read: no such",
-    ),
-    "file outside": (sample("s", 1, x=data("FP32", 2, input_data_file="../1/model.py")), "without .. or a leading /"),
-    "absolute file": (sample("s", 1, x=data("FP32", 2, input_data_file="/etc/passwd")), "in the model's warmup dir"),
-    "link": (
-        sample("s", 1, x=data("FP32", 2, input_data_file="link")),
-        "is a link to a path outside the model's directory",
-    ),
-    "directory": (sample("s", 1, x=data("FP32", 2, input_data_file="sub")), "not a regular file"),
+    "file short": (of_file("eight", 3), "have 12 bytes for FP32 [1, 3]; it has 8"),
+    "file long": (of_file("eight", 1), "have 4 bytes for FP32 [1, 1]; it has 8"),
+    "no file": (of_file("none", 3), "'x': file 'none' cannot be read: no such"),
+    "file outside": (of_file("../1/model.py", 2), "without .. or a leading /"),
+    "absolute file": (of_file("/etc/passwd", 2), "in the model's warmup dir"),
+    "link": (of_file("link", 2), "is a link to a path outside the model's directory"),
+    "directory": (of_file("sub", 2), "not a regular file"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_invalid_samples_are_refused(tmp_path: Path, case: str) -> None:
-    """Runs without a process, because none of the samples reaches the model."""
     bad, text = BAD[case]
     folder = tmp_path / "m"
     folder.mkdir()
@@ -272,12 +218,11 @@ def test_invalid_samples_are_refused(tmp_path: Path, case: str) -> None:
     (tmp_path / "outside").write_bytes(bytes(8))
     (folder / "warmup" / "link").symlink_to(tmp_path / "outside")
     (folder / "warmup" / "sub").mkdir()
-    given = recorder(folder, bad)
+    given = recorder(folder, bad, max_batch=0 if case == "no batches" else 4)
     with pytest.raises(InvalidRequest) as found:
         requests_of(title(bad, 0), bad, given, folder, inputs_of(given))
-    assert text in str(found.value)
-    assert "warm-up sample" in str(found.value)
-    assert "model 'm'" in str(found.value)
+    for words in (text, "warm-up sample", "model 'm'"):
+        assert words in str(found.value)
     assert str(tmp_path) not in str(found.value)
 
 
@@ -290,41 +235,12 @@ def test_invalid_files_of_strings_are_refused(tmp_path: Path, content: bytes) ->
     assert "warm-up sample 's' of model 'm': input 'x': file 'words'" in found.text
 
 
-def test_a_batched_sample_for_a_model_without_batching_is_refused(tmp_path: Path) -> None:
-    given = recorder(tmp_path, sample("s", 2, x=data("FP32", 3, zero_data=True)), max_batch=0)
-    found = load_failure(given, tmp_path)
-    assert found.code == "INVALID_ARG"
-    assert "warm-up sample 's' of model 'm' has batch_size 2; max_batch_size is 0, so it can be 1" in found.text
-
-
 def test_an_unreadable_label_file_fails_the_load(tmp_path: Path) -> None:
     given = recorder(tmp_path)
     given = replace(given, output=(replace(given.output[0], label_filename="labels.txt"),))
     found = load_failure(given, tmp_path)
     assert found.code == "INVALID_ARG"
     assert re.search("label file 'labels.txt'.*no such file", found.text)
-
-
-# ------------------------------------------------------------------------------------------ labels and threads
-
-
-def test_classes_of_a_python_model(tmp_path: Path) -> None:
-    source = RECORDER.replace("np.zeros((1, 5000), np.float32)", "np.array([[1, 3, 2]], np.float32)")
-    (tmp_path / "names.txt").write_text("one\nthree\n")
-    given = recorder(tmp_path)
-    given = replace(given, output=(replace(given.output[0], label_filename="names.txt"),))
-    python_model(tmp_path, source)
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
-        x = Tensor("x", "FP32", (1, 1), bytes(4))
-        all_of_them, first = [Wanted("y", None, 7)], [Wanted("y", None, 1)]
-        rows = worker.run(work(1, x, outputs=all_of_them), work(2, x), work(3, x, outputs=first))
-        found = [worker.array(row.outputs[0], np.float32).tolist() for row in rows]
-        assert found == [
-            [[b"3.000000:1:three", b"2.000000:2", b"1.000000:0:one"]],
-            [[1, 3, 2]],
-            [[b"3.000000:1:three"]],
-        ]
 
 
 @pytest.mark.parametrize(("said", "threads"), [("3", 3), ("", 0), ("many", 0)])

@@ -1,8 +1,9 @@
-"""Outputs of Python models that differ from the configuration, or are missing, at a worker and through a server."""
+"""Outputs of Python models that differ from the configuration, or are missing, in a worker and through a server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,12 +16,13 @@ from shmserve.protocol.messages import Handle, Options, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
 from shmserve.session.decode import output_of
 from shmserve.session.memory import SessionMemory
-from shmserve.testing import Server
+from shmserve.shm.strings import encode_bytes
+from shmserve.workers.loading import LoadedModel
 from tests.support.model_files import write_model
+from tests.support.shared_server import SharedServer
+from tests.support.workers.in_process import loaded
 from tests.support.workers.models.worker_models import python_model
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
-
-pytestmark = pytest.mark.process
+from tests.support.workers.worker_harness import assert_failed, config, work
 
 MODEL = """
 import json
@@ -54,27 +56,27 @@ class TritonPythonModel:
 X, YZ = {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,)), "z": ("FP32", (-1,))}
 
 
-def worker_of(folder: Path, **parameters: str) -> WorkerProcess:
+def model_of(folder: Path, **parameters: str) -> AbstractContextManager[LoadedModel]:
     python_model(folder, MODEL)
-    return WorkerProcess(config("python", X, YZ, max_batch=8, parameters=parameters), folder)
+    return loaded(config("python", X, YZ, max_batch=8, parameters=parameters), folder)
 
 
-def ask(worker: WorkerProcess, wish: str, outputs: list[Wanted] | None = None) -> Row:
+def ask(model: LoadedModel, wish: str, outputs: tuple[Wanted, ...] | None = None) -> Row:
     """Sends a request in a batch of three. The others are ordinary and must succeed."""
-    x = worker.tensor("x", np.array([[1, 2]], np.float32))
+    x = Tensor("x", "FP32", (1, 2), np.array([[1, 2]], np.float32).tobytes())
     options = Options(parameters={"wish": wish})
-    before, row, after = worker.run(work(1, x), work(2, x, options=options, outputs=outputs), work(3, x))
+    works = [work(1, x), work(2, x, options=options, outputs=outputs), work(3, x)]
+    before, row, after = model.runner.run(works)[0]
     for other in (before, after):
         assert other.error is None
         assert [tensor.dtype for tensor in other.outputs] == ["FP32", "FP32"]
-    return row
+    return row  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    with worker_of(tmp_path_factory.mktemp("differs")) as running:
-        running.loaded()
-        yield running
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    with model_of(tmp_path_factory.mktemp("differs")) as found:
+        yield found
 
 
 @pytest.mark.parametrize(
@@ -91,14 +93,17 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     ],
 )
 def test_arrays_that_differ_from_the_configuration_are_passed_on(
-    worker: WorkerProcess, wish: str, dtype: str, expected: Any
+    model: LoadedModel, wish: str, dtype: str, expected: Any
 ) -> None:
-    row = ask(worker, wish)
+    row = ask(model, wish)
     assert row.error is None, row.error
     y, z = row.outputs
     assert (y.dtype, y.shape) == (dtype, expected.shape)
-    assert worker.array(y, expected.dtype).tolist() == expected.tolist()
-    assert worker.array(z, np.float32).tolist() == [[1, 2]]
+    assert y.data == (encode_bytes(expected) if dtype == "BYTES" else expected.tobytes())
+    assert z.data == np.array([[1, 2]], np.float32).tobytes()
+
+
+Y1 = (Wanted("y", None, 1),)
 
 
 @pytest.mark.parametrize(
@@ -106,76 +111,68 @@ def test_arrays_that_differ_from_the_configuration_are_passed_on(
     [
         ("complex", None, "MODEL_FAILED", "has the wrong data type: expected FP32, found complex128"),
         ("deeper", None, "MODEL_FAILED", "has the wrong shape: expected [1, -1]"),
-        ("nothing", [Wanted("y")], "MODEL_FAILED", "did not produce output 'y': expected 1 output(s), found 0"),
-        (
-            "BYTES",
-            [Wanted("y", None, 1)],
-            "INVALID_ARG",
-            "class result not available for output due to unsupported type",
-        ),
+        ("nothing", (Wanted("y"),), "MODEL_FAILED", "did not produce output 'y': expected 1 output(s), found 0"),
+        ("BYTES", Y1, "INVALID_ARG", "class result not available for output due to unsupported type"),
     ],
 )
 def test_unsupported_outputs_are_refused(
-    worker: WorkerProcess, wish: str, outputs: list[Wanted] | None, code: str, text: str
+    model: LoadedModel, wish: str, outputs: tuple[Wanted, ...] | None, code: str, text: str
 ) -> None:
-    assert_failed(ask(worker, wish, outputs), code, text)
+    assert_failed(ask(model, wish, outputs), code, text)
 
 
-def test_missing_outputs_are_left_out(worker: WorkerProcess) -> None:
-    for outputs in (None, [Wanted("z")]):
-        row = ask(worker, "nothing", outputs)
+def test_missing_outputs_are_left_out(model: LoadedModel) -> None:
+    for outputs in (None, (Wanted("z"),)):
+        row = ask(model, "nothing", outputs)
         assert row.error is None
         assert [tensor.name for tensor in row.outputs] == ["z"]
 
 
 @pytest.mark.parametrize(("wish", "found"), [("FP64", b"2.000000:1"), ("INT64", b"2:1"), ("rank", b"2.000000:0")])
-def test_classes_are_computed_from_the_returned_array(worker: WorkerProcess, wish: str, found: bytes) -> None:
-    row = ask(worker, wish, [Wanted("y", None, 1)])
+def test_classes_are_computed_from_the_returned_array(model: LoadedModel, wish: str, found: bytes) -> None:
+    row = ask(model, wish, Y1)
     assert row.error is None, row.error
-    assert found in worker.array(row.outputs[0], object).ravel().tolist()
+    assert isinstance(row.outputs[0].data, bytes)
+    assert found in row.outputs[0].data
 
 
-def test_one_warning_for_each_output(tmp_path: Path) -> None:
-    with worker_of(tmp_path) as running:
-        running.loaded()
+def test_one_warning_for_each_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with model_of(tmp_path) as model:
         for wish in ("FP64", "FP64", "rank"):
-            ask(running, wish)
-        text = "output 'y' of model 'm' is FP64 [1, 2] and is passed on as it is; the configuration says FP32 [1, -1]"
-        assert text in running.said()
-        assert running.said().count("passed on as it is") == 1
+            ask(model, wish)
+    said = capfd.readouterr().err
+    text = "output 'y' of model 'm' is FP64 [1, 2] and is passed on as it is; the configuration says FP32 [1, -1]"
+    assert text in said
+    assert said.count("passed on as it is") == 1
 
 
-@pytest.mark.parametrize(
-    ("wish", "text"),
-    [
-        ("FP64", "output 'y' of model 'm' has the wrong data type: expected FP32, found FP64"),
-        ("rank", "output 'y' of model 'm' has the wrong shape: expected [1, -1], found [2]"),
-        ("rows", "has the wrong shape: expected [1, -1], found [2, 2]"),
-        ("nothing", "did not produce output 'y': expected 2 output(s), found 1"),
-    ],
-)
-def test_strict_outputs(tmp_path: Path, wish: str, text: str) -> None:
-    with worker_of(tmp_path, strict_outputs="true") as running:
-        running.loaded()
-        assert_failed(ask(running, wish), "MODEL_FAILED", text)
+def test_strict_outputs(tmp_path: Path) -> None:
+    with model_of(tmp_path, strict_outputs="true") as model:
+        for wish, text in (
+            ("FP64", "output 'y' of model 'm' has the wrong data type: expected FP32, found FP64"),
+            ("rank", "output 'y' of model 'm' has the wrong shape: expected [1, -1], found [2]"),
+            ("rows", "has the wrong shape: expected [1, -1], found [2, 2]"),
+            ("nothing", "did not produce output 'y': expected 2 output(s), found 1"),
+        ):
+            assert_failed(ask(model, wish), "MODEL_FAILED", text)
 
 
 # ------------------------------------------------------------------------------------------------ a whole server
 
 CONFIG = """
-backend: "{backend}" max_batch_size: 8
-input [ {{ name: "x" data_type: {kind} dims: [ -1 ] }} ]
-output [ {{ name: "y" data_type: {kind} dims: [ -1 ] }}, {{ name: "z" data_type: {kind} dims: [ -1 ] }} ]
+backend: "python" max_batch_size: 8 dynamic_batching { }
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "z" data_type: TYPE_FP32 dims: [ -1 ] } ]
 """
 PLAIN = """
 backend: "identity" max_batch_size: 8
-input [ {{ name: "x" data_type: {kind} dims: [ -1 ] }} ] output [ {{ name: "y" data_type: {kind} dims: [ -1 ] }} ]
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] } ]
 """
 CHAIN = """
 platform: "ensemble" max_batch_size: 8
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }} ] output [ {{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }} ]
 ensemble_scheduling {{ step [
-  {{ model_name: "differs" input_map {{ key: "x" value: "x" }} output_map {{ key: "{first}" value: "{name}" }} }}{rest}
+  {{ model_name: "differs" input_map {{ key: "x" value: "x" }} output_map {{ key: "y" value: "{name}" }} }}{rest}
 ] }}
 """
 SECOND = """,
@@ -196,55 +193,29 @@ input [ { name: "a" data_type: TYPE_FP32 dims: [ -1 ] optional: true },
         { name: "b" data_type: TYPE_FP32 dims: [ -1 ] } ]
 output [ { name: "c" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "d" data_type: TYPE_FP32 dims: [ -1 ] } ]
 """
-STATEFUL = """
-backend: "python" max_batch_size: 8
-sequence_batching {
-  control_input [ { name: "START" control [ { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } ] } ]
-  state [ { input_name: "sum" output_name: "sum_out" data_type: TYPE_FP32 dims: [ 1 ] } ]
-}
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-"""
-SUMS = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        x, state = (pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("x", "sum"))
-        assert state.dtype == np.float32
-        made = x.astype(np.float64) + state
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", made), pb_utils.Tensor("sum_out", made)])
-"""
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     root = tmp_path_factory.mktemp("models")
-    python = CONFIG.format(backend="python", kind="TYPE_FP32")
     models = {
-        "differs": (python + "dynamic_batching { }", MODEL),
-        "cached": (python + "response_cache { enable: true }", MODEL),
-        "plain": (PLAIN.format(kind="TYPE_FP32"), ""),
-        "last": (CHAIN.format(first="y", name="y", rest=""), ""),
-        "chain": (CHAIN.format(first="y", name="m", rest=SECOND), ""),
-        "sums": (STATEFUL, SUMS),
+        "differs": (CONFIG, MODEL),
+        "plain": (PLAIN, ""),
         "some": (SOME, ""),
+        "last": (CHAIN.format(name="y", rest=""), ""),
+        "chain": (CHAIN.format(name="m", rest=SECOND), ""),
         "spare": (SPARE, ""),
     }
     for name, (text, source) in models.items():
         write_model(root, name, text, source)
-    with Server(root, "--exit-on-error", "true", "--cache-config", "local,size=1048576") as running:
-        yield running
+    with shared_server.serving(root, *models) as server:
+        yield server
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as made:
-        yield made
+def client(server: SharedServer) -> Iterator[shmserve.Client]:
+    with server.client() as client:
+        yield client
 
 
 ONE = np.array([[1, 2]], np.float32)
@@ -254,6 +225,7 @@ def wish(text: str) -> dict[str, Any]:
     return {"parameters": {"wish": text}}
 
 
+@pytest.mark.process
 def test_clients_receive_the_data_type_of_the_model(client: shmserve.Client) -> None:
     futures = [client.submit("differs", {"x": ONE}, **wish("FP64")) for _ in range(20)]
     for future in futures:
@@ -267,6 +239,7 @@ def test_clients_receive_the_data_type_of_the_model(client: shmserve.Client) -> 
         client.infer("differs", {"x": ONE}, outputs=["y"], **wish("nothing"))
 
 
+@pytest.mark.process
 def test_an_output_array_of_the_data_type_of_the_model(client: shmserve.Client) -> None:
     place = client.empty((1, 2), "float64")
     assert client.infer("differs", {"x": ONE}, outputs={"y": place}, **wish("FP64"))["y"].tolist() == [[1, 2]]
@@ -290,6 +263,7 @@ def test_an_output_array_of_another_data_type_is_refused() -> None:
         output_of(tensor, (), np.zeros((1, 4), np.float32), memory)
 
 
+@pytest.mark.process
 def test_ensembles_check_tensors_between_steps(client: shmserve.Client) -> None:
     assert client.infer("last", {"x": ONE}, **wish("FP64"))["y"].dtype == np.float64
     assert client.infer("chain", {"x": ONE})["y"].tolist() == [[1, 2]]
@@ -303,22 +277,7 @@ def test_ensembles_check_tensors_between_steps(client: shmserve.Client) -> None:
             client.infer(ensemble, {"x": ONE}, **wish("nothing"))
 
 
+@pytest.mark.process
 def test_a_step_can_omit_outputs_read_only_by_optional_inputs(client: shmserve.Client) -> None:
     for parameters in ({}, wish("nothing")):
         assert client.infer("spare", {"x": ONE}, **parameters)["out"].tolist() == [[1, 2]]
-
-
-def test_the_response_cache_keeps_the_data_type(client: shmserve.Client) -> None:
-    for _ in range(2):
-        assert client.infer("cached", {"x": ONE}, **wish("FP64"))["y"].dtype == np.float64
-        assert set(client.infer("cached", {"x": ONE}, **wish("nothing"))) == {"z"}
-    (entry,) = client.statistics("cached")["model_stats"]
-    assert entry["inference_stats"]["cache_hit"]["count"] == 2
-
-
-def test_states_have_the_data_type_of_the_configuration(client: shmserve.Client) -> None:
-    x = np.ones((1, 1), np.float32)
-    for number in range(1, 4):
-        found = client.infer("sums", {"x": x}, sequence=7, sequence_start=number == 1, sequence_end=number == 3)["y"]
-        assert found.dtype == np.float64
-        assert found.tolist() == [[number]]

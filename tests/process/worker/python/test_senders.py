@@ -12,13 +12,15 @@ from msgspec.structs import replace
 from shmserve.protocol.messages import Failure
 from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
+from tests.support.workers.in_process import loaded
 from tests.support.workers.models.stream_models import asks, decoupled
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed
 
 pytestmark = pytest.mark.process
-NOT_ITERATIVE = (
+NOT_ITERATIVE = Failure(
+    "INVALID_ARG",
     "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to handle "
-    "such a flag."
+    "such a flag.",
 )
 
 SENDERS = """\
@@ -160,11 +162,10 @@ class TritonPythonModel:
             if wishes(request)["wish"] == "send":
                 request.get_response_sender().send(response(1), FINAL)
 """
-    with WorkerProcess(ordinary(tmp_path, source), tmp_path) as worker:
-        worker.loaded()
-        for row in worker.run(asks(1, 0, wish="send"), asks(2, 0, wish="send")):
+    with loaded(ordinary(tmp_path, source), tmp_path) as model:
+        for row in model.runner.run([asks(1, 0, wish="send"), asks(2, 0, wish="send")])[0]:
             sent(row, 1)
-        first, second = worker.run(asks(3, 0, wish="send"), asks(4, 0, wish="nothing"))
+        first, second = model.runner.run([asks(3, 0, wish="send"), asks(4, 0, wish="nothing")])[0]
         sent(first, 1)
         assert_failed(second, "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute")
 
@@ -172,31 +173,24 @@ class TritonPythonModel:
 RESCHEDULING = """\
 class TritonPythonModel:
     def execute(self, requests):
-        responses = []
-        for request in requests:
-            again = wishes(request)["again"]
-            request.set_release_flags(
-                pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE if again else pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL
-            )
-            responses.append(None if again == 1 else response(1))
-        return responses
+        return [self.one(request, wishes(request)["again"]) for request in requests]
+
+    def one(self, request, again):
+        request.set_release_flags(
+            pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE if again else pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL
+        )
+        return None if again == 1 else response(1)
 """
 
 
-def test_a_rescheduled_request_of_an_iterative_model_is_run_again(tmp_path: Path) -> None:
-    given = replace(ordinary(tmp_path, RESCHEDULING), sequence_batching=ModelSequenceBatching(iterative_sequence=True))
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
-        worker.execute(asks(1, 0, again=1), asks(2, 0, again=0), asks(3, 0, again=1))
-        rows, done = worker.done()
-        assert ([row.request for row in rows], done.again) == ([2], (1, 3))
-        (row,) = worker.run(asks(4, 0, again=2))
+@pytest.mark.parametrize("iterative", [True, False])
+def test_only_iterative_models_can_reschedule_requests(tmp_path: Path, iterative: bool) -> None:
+    batching = ModelSequenceBatching(iterative_sequence=True) if iterative else None
+    with loaded(replace(ordinary(tmp_path, RESCHEDULING), sequence_batching=batching), tmp_path) as model:
+        rows, _, again = model.runner.run([asks(1, 0, again=1), asks(2, 0, again=0), asks(3, 0, again=1)])
+        if not iterative:
+            assert [row.error for row in rows] == [NOT_ITERATIVE, None, NOT_ITERATIVE]
+            return
+        assert ([row.request for row in rows], again) == ([2], (1, 3))
+        ((row,), *_) = model.runner.run([asks(4, 0, again=2)])
         assert_failed(row, "MODEL_FAILED", "Expected a None object in the execute function return list for")
-
-
-def test_only_iterative_models_can_reschedule_requests(tmp_path: Path) -> None:
-    with WorkerProcess(ordinary(tmp_path, RESCHEDULING), tmp_path) as worker:
-        worker.loaded()
-        refused, answered = worker.run(asks(1, 0, again=1), asks(2, 0, again=0))
-        sent(answered, 1)
-        assert refused.error == Failure("INVALID_ARG", NOT_ITERATIVE)

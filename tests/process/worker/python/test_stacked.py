@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from shmserve.protocol.messages import Options, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
-from shmserve.repo.config.schema import BatchInput, ModelParameter
+from shmserve.repo.config.schema import BatchInput, ModelConfig
+from shmserve.workers.loading import LoadedModel
+from tests.support.workers.in_process import load_failure, loaded
 from tests.support.workers.models.worker_models import python_model
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
-
-pytestmark = pytest.mark.process
+from tests.support.workers.worker_harness import assert_failed, config, work
 
 MODEL = """\
 import numpy as np
@@ -49,56 +49,54 @@ class TritonPythonModel:
         return {"y": x + 1, "rows": np.zeros((len(x), 1), np.int32)}
 """
 IN = {"x": ("FP32", (-1,)), "more": ("FP32", (1,))}
-STRICT = {"stacked": "true", "strict_outputs": "true"}
 OUT = {"y": ("FP32", (-1,)), "rows": ("INT32", (1,))}
 
 
+def given(**parameters: str) -> ModelConfig:
+    return config("python", IN, OUT, max_batch=8, parameters={"stacked": "true", **parameters}, optional=["more"])
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     folder = tmp_path_factory.mktemp("models")
     python_model(folder, MODEL)
-    settings = config("python", IN, OUT, max_batch=8, parameters=STRICT, optional=["more"])
-    with WorkerProcess(settings, folder) as process:
-        process.loaded()
-        process.run(work(99, process.tensor("x", np.zeros((4, 5000), np.float32))))  # makes all memory that is needed
-        yield process
+    with loaded(given(strict_outputs="true"), folder) as found:
+        yield found
 
 
-def inputs(model: WorkerProcess, rows: int, first: float, length: int = 3) -> Tensor:
-    return model.tensor("x", np.full((rows, length), first, np.float32))
+def x_of(rows: int, first: float, length: int = 3) -> Tensor:
+    return Tensor("x", "FP32", (rows, length), np.full((rows, length), first, np.float32).tobytes())
 
 
-def test_a_batch_is_one_array(model: WorkerProcess) -> None:
-    rows = model.run(work(1, inputs(model, 1, 1)), work(2, inputs(model, 2, 2)), work(3, inputs(model, 1, 3)))
+def arrays(row: Row) -> dict[str, list[list[float]]]:
+    assert row.error is None, row.error
+    dtypes = {"FP32": np.float32, "INT32": np.int32, "INT64": np.int64}
+    return {
+        one.name: np.frombuffer(one.data, dtypes[one.dtype]).reshape(one.shape).tolist()  # type: ignore[arg-type]
+        for one in row.outputs
+    }
+
+
+def test_a_batch_is_one_array(model: LoadedModel) -> None:
+    rows, *_ = model.runner.run([work(number, x_of(count, number)) for number, count in ((1, 1), (2, 2), (3, 1))])
     for row, count, first in zip(rows, (1, 2, 1), (1, 2, 3), strict=True):
-        assert row.error is None
-        y, together = row.outputs
-        assert (model.array(y, np.float32) == np.full((count, 3), 2 * first)).all()
-        assert (model.array(together, np.int32) == np.full((count, 1), 4)).all()
+        assert arrays(row) == {"y": [[2 * first] * 3] * count, "rows": [[4]] * count}
 
 
-def test_requests_that_cannot_be_stacked_run_separately(model: WorkerProcess) -> None:
-    more = model.tensor("more", np.full((1, 1), 100, np.float32))
-    rows = model.run(
-        work(1, inputs(model, 1, 1)), work(2, inputs(model, 1, 2, length=4)), work(3, inputs(model, 1, 3), more)
-    )
-    arrays = [model.array(row.outputs[0], np.float32) for row in rows]
-    assert [array.tolist() for array in arrays] == [[[2] * 3], [[4] * 4], [[106] * 3]]
+def test_requests_that_cannot_be_stacked_run_separately(model: LoadedModel) -> None:
+    more = Tensor("more", "FP32", (1, 1), np.float32(100).tobytes())
+    works = [work(1, x_of(1, 1)), work(2, x_of(1, 2, 4)), work(3, x_of(1, 3), more)]
+    assert [arrays(row)["y"] for row in model.runner.run(works)[0]] == [[[2] * 3], [[4] * 4], [[106] * 3]]
 
 
-def test_a_batch_of_one_request(model: WorkerProcess) -> None:
-    (row,) = model.run(work(1, inputs(model, 4, 5, length=5000)))
-    assert (model.array(row.outputs[0], np.float32) == 10).all()
+def test_only_requested_outputs_are_returned(model: LoadedModel) -> None:
+    ((row,), *_) = model.runner.run([work(1, x_of(1, 5), outputs=[Wanted("rows")])])
+    assert list(arrays(row)) == ["rows"]
 
 
-def test_only_requested_outputs_are_returned(model: WorkerProcess) -> None:
-    (row,) = model.run(work(1, inputs(model, 1, 5), outputs=[Wanted("rows")]))
-    assert [tensor.name for tensor in row.outputs] == ["rows"]
-
-
-def test_execute_can_be_a_coroutine(model: WorkerProcess) -> None:
-    (row,) = model.run(work(1, inputs(model, 1, 1006)))
-    assert model.array(row.outputs[0], np.float32).tolist() == [[1007] * 3]
+def test_execute_can_be_a_coroutine(model: LoadedModel) -> None:
+    ((row,), *_) = model.runner.run([work(1, x_of(1, 1006))])
+    assert arrays(row)["y"] == [[1007] * 3]
 
 
 @pytest.mark.parametrize(
@@ -112,40 +110,29 @@ def test_execute_can_be_a_coroutine(model: WorkerProcess) -> None:
         (1005, "the model did not produce output 'y'"),
     ],
 )
-def test_invalid_results_fail_the_batch(model: WorkerProcess, first: float, text: str) -> None:
-    rows: list[Row] = model.run(work(1, inputs(model, 1, first)), work(2, inputs(model, 1, first), options=Options()))
-    for row in rows:
+def test_invalid_results_fail_the_batch(model: LoadedModel, first: float, text: str) -> None:
+    for row in model.runner.run([work(1, x_of(1, first)), work(2, x_of(1, first), options=Options())])[0]:
         assert_failed(row, "MODEL_FAILED", text)
 
 
 def test_outputs_that_differ_from_the_configuration(tmp_path: Path) -> None:
     python_model(tmp_path, MODEL)
-    settings = config("python", IN, OUT, max_batch=8, parameters={"stacked": "true"}, optional=["more"])
-    with WorkerProcess(settings, tmp_path) as process:
-        process.loaded()
-        for row in process.run(work(1, inputs(process, 1, 1007)), work(2, inputs(process, 2, 1007))):
-            y, rows = row.outputs
-            assert (y.dtype, rows.dtype) == ("FP32", "INT64")
-            assert (process.array(rows, np.int64) == 1 << 40).all()
-        for row in process.run(work(1, inputs(process, 1, 1005)), work(2, inputs(process, 1, 1005))):
-            assert (row.error, row.outputs) == (None, ())
-        named, other = process.run(
-            work(1, inputs(process, 1, 1005), outputs=[Wanted("rows")]), work(2, inputs(process, 1, 1005))
-        )
+    with loaded(given(), tmp_path) as model:
+        for row in model.runner.run([work(1, x_of(1, 1007)), work(2, x_of(1, 1007))])[0]:
+            assert arrays(row) == {"y": [[1007] * 3], "rows": [[1 << 40]]}
+        named, other = model.runner.run([work(1, x_of(1, 1005), outputs=[Wanted("rows")]), work(2, x_of(1, 1005))])[0]
         assert_failed(named, "MODEL_FAILED", "did not produce output 'rows'")
-        assert (other.error, other.outputs) == (None, ())
-        (row, _) = process.run(work(1, inputs(process, 1, 1004)), work(2, inputs(process, 1, 1004)))
+        assert arrays(other) == {}
+        (row, _) = model.runner.run([work(1, x_of(1, 1004)), work(2, x_of(1, 1004))])[0]
         assert_failed(row, "MODEL_FAILED", "wrong shape: expected [2, -1], found [1, 3]")  # cannot be split
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [("maybe", "parameter 'stacked' of model 'm' is 'maybe', not true or false"), ("true", "")]
+    ("value", "text"), [("maybe", "parameter 'stacked' of model 'm' is 'maybe'"), ("true", "has no execute method")]
 )
 def test_invalid_stacked_models_do_not_load(tmp_path: Path, value: str, text: str) -> None:
     python_model(tmp_path, "class TritonPythonModel: pass\n")
-    with WorkerProcess(config("python", IN, OUT, parameters={"stacked": value}), tmp_path) as process:
-        assert (text or "has no execute method") in process.failed().text
-        assert process.ended() != 0
+    assert text in load_failure(given(stacked=value), tmp_path).text
 
 
 RAGGED = """\
@@ -161,21 +148,9 @@ class TritonPythonModel:
 
 def test_ragged_inputs_are_concatenated(tmp_path: Path) -> None:
     python_model(tmp_path, RAGGED)
-    settings = config("python", {"x": ("FP32", (-1,))}, {"y": ("FP32", (1,))}, max_batch=8)
-    starts = BatchInput(
-        kind="BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
-        target_name=("starts",),
-        data_type="TYPE_INT32",
-        source_input=("x",),
-    )
-    (x,) = settings.input
-    settings = replace(
-        settings,
-        input=(replace(x, allow_ragged_batch=True),),
-        batch_input=(starts,),
-        parameters={"stacked": ModelParameter(string_value="true")},
-    )
-    with WorkerProcess(settings, tmp_path) as process:
-        process.loaded()
-        rows = process.run(*[work(number, inputs(process, 1, 1, length=number)) for number in (3, 1, 5)])
-        assert [process.array(row.outputs[0], np.float32).tolist() for row in rows] == [[[3]], [[1]], [[5]]]
+    plain = config("python", {"x": ("FP32", (-1,))}, {"y": ("FP32", (1,))}, max_batch=8, parameters={"stacked": "true"})
+    starts = BatchInput("BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", ("starts",), "TYPE_INT32", ("x",))
+    ragged = replace(plain, input=(replace(plain.input[0], allow_ragged_batch=True),), batch_input=(starts,))
+    with loaded(ragged, tmp_path) as model:
+        rows, *_ = model.runner.run([work(number, x_of(1, 1, number)) for number in (3, 1, 5)])
+        assert [arrays(row) for row in rows] == [{"y": [[3]]}, {"y": [[1]]}, {"y": [[5]]}]
