@@ -14,8 +14,7 @@ from shmserve.extras import install_command
 from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.workers.gpu.harness import adder, plan, tensor
-from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, check, config, rows, tuned
-from tests.support.workers.worker_harness import assert_failed
+from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, check, config, tuned
 
 # ---------------------------------------------------------------------------------------------- settings
 
@@ -212,29 +211,3 @@ def test_insufficient_gpu_memory_is_an_error(gpu: Gpu, tmp_path: Path) -> None:
     adder(tmp_path, width=100_000, high=4096)
     with pytest.raises(Unavailable, match=r"no room for 1638400000 bytes on the GPU: \d+ of 1073741824 bytes are free"):
         gpu.load(tmp_path)
-
-
-def test_memory_of_a_failed_batch_is_reused_only_after_the_device_has_finished(gpu: Gpu, tmp_path: Path) -> None:
-    """The memory of a failed batch is returned only when the device no longer uses it; the next batch is correct."""
-    adder(tmp_path, width=40_000)
-    with gpu.load(tmp_path) as instance:
-        (x,) = rows(1, width=40_000)
-        gpu.state.failures["eventRecord"] = 1
-        (row,) = instance.run(instance.work(x=x))
-        assert_failed(row, "MODEL_FAILED", "the GPU failed: cudaErrorInvalidValue")
-        assert all(stream.asked == stream.done for stream in gpu.state.streams.values())
-        assert instance.arenas.used == 0
-        check(instance, 1, width=40_000)
-
-
-def test_a_lost_device_ends_the_process(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shmserve.workers.backends import device_pipeline
-
-    ended: list[int] = []
-    monkeypatch.setattr(device_pipeline, "end_process", ended.append)
-    tensors = [tensor("input", "x", [-1, 4]), tensor("output", "y", [-1, 4])]
-    plan(tmp_path, tensors, {"y": ["crash", "x"]}, {"x": [[1, 4], [1, 4], [8, 4]]})
-    with gpu.load(tmp_path) as instance:
-        (row,) = instance.run(instance.work(x=rows(1)[0]))
-        assert_failed(row, "MODEL_FAILED", "the GPU failed: cudaErrorIllegalAddress")
-        assert ended == [70]

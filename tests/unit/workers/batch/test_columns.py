@@ -251,16 +251,6 @@ def test_columns_give_the_same_rows_as_works_and_single_requests(
         assert all((error is not None) == failing for _, _, error in found)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_works_in_columns_of_several_rows(name: str) -> None:
-    """The same as the test above, with a fixed batch for each case."""
-    case = CASES[name]
-    columns, audiences = batch_of(case, list(case.inputs), [2, 1, 3], 3)
-    found, _ = outcomes(case, True, ColumnWorks(columns, audiences))
-    assert found == outcomes(case, False, works_of(columns, audiences))[0]
-    assert len(found) == 3
-
-
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=5), st.data())
 def test_a_request_with_too_few_bytes_fails_alone(shares: list[int], data: st.DataObject) -> None:
     case = CASES["identity"]

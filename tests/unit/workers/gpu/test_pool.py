@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from shmserve.broker.config.settings import CUDA_POOL_LIMIT
 from shmserve.errors import Unavailable
 from shmserve.gpu.interface import UNIT_BYTES
 from shmserve.protocol.messages import Handle
@@ -35,6 +36,10 @@ def memory(fake: FakeGpu) -> Iterator[Memory]:
 
 
 # ------------------------------------------------------------------------------------------------ limits
+
+
+def test_the_broker_and_the_worker_use_one_name_for_the_setting() -> None:
+    assert NEAR_KNOB == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
 
 
 def test_the_limit_is_for_all_audiences_together(memory: Memory) -> None:

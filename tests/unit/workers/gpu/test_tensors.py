@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.broker.config.settings import CUDA_POOL_LIMIT
 from shmserve.dtypes import to_numpy
 from shmserve.errors import HandleLost, InvalidRequest, Unavailable
 from shmserve.protocol.messages import Handle, Tensor, Wanted
@@ -25,11 +24,10 @@ from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.backends.python.pb_requests import InferenceRequest, mark_device_inputs
 from shmserve.workers.backends.python.pb_tensor import Tensor as PythonTensor
 from shmserve.workers.gpu.shared import memory_of
-from shmserve.workers.output_arenas import NEAR_KNOB
 from tests.support.gpu.fake_device import FakeDevice, FakeGpu
 from tests.support.gpu.fake_processes import WIDTH, GpuProcess, adding
 from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WITHIN, Pair, arrays, gathered
-from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
+from tests.support.workers.gpu.harness import Instance, adder
 from tests.support.workers.models.worker_models import Graph
 from tests.support.workers.worker_harness import assert_failed, config
 
@@ -389,16 +387,3 @@ def test_a_process_without_a_gpu_can_map_but_not_read() -> None:
     assert 5 not in mapped
     with pytest.raises(InvalidRequest, match="is not mapped"):
         mapped.remove(5)
-
-
-def test_outputs_of_a_data_dependent_shape_are_copied_to_the_host(runtime: Any, tmp_path: Path) -> None:
-    from shmserve.workers.backends.tensorrt.backend import TensorRT
-
-    tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
-    plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
-    given = config("tensorrt", {"x": ("INT32", (-1,))}, {"where": ("INT64", (-1,))})
-    x = np.ones(10_000, np.int32)
-    with Instance(TensorRT, tmp_path, given) as instance:
-        (row,) = instance.run(replace(instance.work(x=x), step=StepOptions(("where",))))
-        np.testing.assert_array_equal(instance.array(row), np.arange(10_000))
-    assert NEAR_KNOB == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
