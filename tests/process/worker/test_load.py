@@ -22,6 +22,7 @@ X: Tensors = {"x": ("FP32", (3,))}
 Y: Tensors = {"y": ("FP32", (3,))}
 EXECUTE = "class TritonPythonModel:\n  def execute(self, r): pass\n"
 COMPLETE = EXECUTE + "  @staticmethod\n  def auto_complete_config(c): "
+STREAM = "class TritonPythonModel:\n  async def stream(self, r): yield"
 RAISES = EXECUTE + "  def initialize(self, args): raise KeyError('k')"
 
 
@@ -65,10 +66,11 @@ def test_a_missing_model_file_is_reported(tmp_path: Path, backend: str) -> None:
         ("import nothing_of_that_name", "MODEL_FAILED", "nothing_of_that_name"),
         ("class Model: pass", "INVALID_ARG", "no class TritonPythonModel"),
         ("class TritonPythonModel: pass", "INVALID_ARG", "no execute method"),
+        (STREAM, "INVALID_ARG", "has a stream method and no execute: such a model needs model_transaction_policy"),
         (COMPLETE + "return 5", "INVALID_ARG", "auto_complete_config of model 'm' must return"),
         (COMPLETE + "c.add_input({'name': 'z'})", "MODEL_FAILED", "lacks 'data_type'"),
     ],
-    ids=["syntax", "import", "class", "execute", "complete returns", "complete raises"],
+    ids=["syntax", "import", "class", "execute", "stream", "complete returns", "complete raises"],
 )
 def test_invalid_python_models_are_refused(tmp_path: Path, source: str, code: str, text: str) -> None:
     python_model(tmp_path, source)

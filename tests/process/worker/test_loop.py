@@ -16,7 +16,7 @@ import pytest
 from shmserve.protocol.messages import Options, Ping, Pong, Tensor
 from shmserve.protocol.worker_messages import Done, Execute, Started, Stop, Withdraw, Withdrawn, Work
 from tests.support.workers.models.worker_models import python_model
-from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_harness import WorkerProcess, config, running, work
 
 pytestmark = pytest.mark.process
 
@@ -61,8 +61,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gated]:
     gate = folder / "gate"
     os.mkfifo(gate)
     x, y = {"x": ("FP32", (1,))}, {"y": ("FP32", (1,))}
-    with WorkerProcess(config("python", x, y, max_batch=64), folder) as worker:
-        worker.loaded()
+    with running(config("python", x, y, max_batch=64), folder) as worker:
         yield Gated(worker, gate)
 
 

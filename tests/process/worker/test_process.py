@@ -20,7 +20,16 @@ from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.extents import memfd
 from shmserve.workers.process.exit_codes import Exit
 from tests.support.workers.models.worker_models import python_model
-from tests.support.workers.worker_harness import CLIENT, WORKER, WorkerProcess, assert_failed, config, gone, work
+from tests.support.workers.worker_harness import (
+    CLIENT,
+    WORKER,
+    WorkerProcess,
+    assert_failed,
+    config,
+    gone,
+    running,
+    work,
+)
 
 pytestmark = pytest.mark.process
 
@@ -76,8 +85,7 @@ def facts(worker: WorkerProcess) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    with WorkerProcess(identity(), tmp_path_factory.mktemp("model")) as worker:
-        worker.loaded()
+    with running(identity(), tmp_path_factory.mktemp("model")) as worker:
         # Creates the segments that the tests need, so that the leak check sees none of them appear in a test.
         (row,) = worker.run(work(1, worker.tensor("x", np.zeros((1, 3000), np.float32))))
         worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]
@@ -86,8 +94,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
 
 def test_cores_privileges_name_and_descriptors_of_a_worker(tmp_path: Path) -> None:
     cpu = str(min(os.sched_getaffinity(0)))
-    with WorkerProcess(reporter(tmp_path), tmp_path, cpus=cpu, instance="m_0_0") as worker:
-        worker.loaded()
+    with running(reporter(tmp_path), tmp_path, cpus=cpu, instance="m_0_0") as worker:
         found = facts(worker)
         assert found["cpus"] == cpu
         assert found["privileges"] == "1"
@@ -108,8 +115,7 @@ def test_sigterm_and_sigint_are_ignored(shared: WorkerProcess) -> None:
 
 
 def test_the_end_of_the_link_ends_the_worker(tmp_path: Path) -> None:
-    with WorkerProcess(reporter(tmp_path), tmp_path) as worker:
-        worker.loaded()
+    with running(reporter(tmp_path), tmp_path) as worker:
         worker.sock.shutdown(socket.SHUT_RDWR)
         assert worker.process.wait(60) == Exit.LINK_LOST
         assert "finalized" in worker.said()
@@ -184,8 +190,7 @@ def test_a_worker_exits_with_its_parent() -> None:
     ids=["load again", "no descriptor", "garbage"],
 )
 def test_an_invalid_message_ends_the_worker(tmp_path: Path, packet: bytes) -> None:
-    with WorkerProcess(identity(), tmp_path) as worker:
-        worker.loaded()
+    with running(identity(), tmp_path) as worker:
         worker.sock.send(packet)
         assert worker.ended() == Exit.BAD_ORDER
         assert "broke the protocol" in worker.said()
@@ -201,8 +206,7 @@ def test_an_invalid_command_line_has_its_own_exit_code(arguments: str) -> None:
 
 def test_an_exception_in_finalize_has_its_own_exit_code(tmp_path: Path) -> None:
     python_model(tmp_path, REPORTER.replace('pb_utils.Logger.log_info("finalized")', 'raise ValueError("at the end")'))
-    with WorkerProcess(config("python", *XY, max_batch=4), tmp_path) as worker:
-        worker.loaded()
+    with running(config("python", *XY, max_batch=4), tmp_path) as worker:
         assert worker.stop() == Exit.FINALIZE_FAILED
         assert "at the end" in worker.said()
 

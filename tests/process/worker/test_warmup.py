@@ -24,7 +24,7 @@ from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.warmup import requests_of, title
 from tests.support.workers.in_process import load_failure, loaded
 from tests.support.workers.models.worker_models import DTYPES, config_name, identity_echo, python_model
-from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_harness import WorkerProcess, config, running, work
 
 RECORDER = """\
 import json
@@ -124,14 +124,12 @@ def test_warmup_leaves_no_memory_or_files(tmp_path: Path, monkeypatch: pytest.Mo
     python_model(
         tmp_path, RECORDER.replace("        self.calls.append(", "        import helper\n\n        self.calls.append(")
     )
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
+    with running(given, tmp_path) as worker:
         (row,) = worker.run(work(1, Tensor("x", "FP32", (1, 1), bytes(4))))
         assert isinstance(row.outputs[0].data, tuple)
         (handle,) = row.outputs[0].data
         assert handle.offset == 0
         assert [message.segment for message in worker.maps] == [handle.segment]
-        worker.mapped.close()
         assert not list(tmp_path.glob("**/__pycache__"))
 
 

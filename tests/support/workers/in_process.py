@@ -6,11 +6,13 @@ It has no shared memory: use inputs and outputs that fit into messages, and a re
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shmserve.errors import ServeError
 from shmserve.protocol.messages import Failure
 from shmserve.protocol.worker_messages import Load
 from shmserve.repo.config.schema import ModelConfig, encode_config
@@ -51,13 +53,26 @@ def completed(given: ModelConfig, folder: Path, settings: dict[str, str] | None 
         return model.config
 
 
-def load_failure(given: ModelConfig, folder: Path) -> Failure:
+AS_GIVEN = {"disable-auto-complete-config": "true"}
+"""The settings of a server that does not complete configurations."""
+
+
+def load_failure(given: ModelConfig, folder: Path, settings: dict[str, str] | None = None) -> Failure:
     """The reason that the worker reports for a model that does not load."""
     try:
-        with loaded(given, folder):
+        with loaded(given, folder, settings):
             pass
     except Exception as error:
         failure = load_error(error, str(folder))
         assert str(folder) not in failure.text
         return failure
     raise AssertionError("the model was loaded")
+
+
+def assert_refused(
+    given: ModelConfig, folder: Path, kind: type[ServeError], text: str, settings: dict[str, str] | None = None
+) -> None:
+    """The model does not load, for a reason that matches a regular expression."""
+    failure = load_failure(given, folder, settings)
+    assert failure.code == kind.code, failure
+    assert re.search(text, failure.text), failure

@@ -12,15 +12,15 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
-from shmserve.dtypes import from_numpy
+from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.protocol import codec
 from shmserve.protocol.messages import INLINE_BYTES, Failure, Handle, Map, Options, Tensor, Unmap, Wanted
 from shmserve.protocol.worker_messages import (
@@ -191,6 +191,11 @@ class WorkerProcess:
             return decode_bytes(data, tensor.shape)
         return np.frombuffer(data, dtype).reshape(tensor.shape)
 
+    def value(self, row: Row, index: int = 0) -> Array:
+        """A copy of an output of a request, which must have succeeded."""
+        assert row.error is None, row.error
+        return self.array(row.outputs[index], to_numpy(row.outputs[index].dtype))
+
     def _own(self, handle: Handle) -> memoryview:
         segment = next(segment for segment in self.arena.segments if segment.id == handle.segment)
         return segment.memory[handle.offset : handle.offset + handle.size]
@@ -254,6 +259,14 @@ class WorkerProcess:
                 assert self.stop() == 0, self.said()
         finally:
             self.close()
+
+
+@contextmanager
+def running(config: ModelConfig, folder: Path, **more: Any) -> Iterator[WorkerProcess]:
+    """A worker that has loaded its model."""
+    with WorkerProcess(config, folder, **more) as worker:
+        worker.loaded()
+        yield worker
 
 
 def work(

@@ -15,14 +15,13 @@ from msgspec.structs import replace
 
 from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Row
-from shmserve.repo import samples
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.testing import Server
 from tests.support.docs import pages
 from tests.support.workers.in_process import completed, load_failure
 from tests.support.workers.models import dali_models
 from tests.support.workers.models.dali_models import pipeline, source
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
 
 if not dali_models.INSTALLED:
     pytest.skip("nvidia-dali is not installed: `make test-engines` has it", allow_module_level=True)
@@ -81,8 +80,7 @@ def assert_decoded(worker: WorkerProcess, row: Row, *pictures: Array) -> None:
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     folder = tmp_path_factory.mktemp("model")
     pipeline(folder, decoding)
-    with WorkerProcess(image_config("STRING", (1,)), folder) as worker:
-        worker.loaded()
+    with running(image_config("STRING", (1,)), folder) as worker:
         yield worker
 
 
@@ -115,8 +113,7 @@ def test_a_bad_image_fails_its_request_only(decoder: WorkerProcess) -> None:
 def test_encoded_images_of_different_lengths(tmp_path: Path) -> None:
     pipeline(tmp_path, decoding)
     pictures = [image(30, 9, 1), image(8, 8, 2), image(10, 40, 3)]
-    with WorkerProcess(image_config("UINT8", (-1,)), tmp_path) as worker:
-        worker.loaded()
+    with running(image_config("UINT8", (-1,)), tmp_path) as worker:
         rows = worker.run(*[work(number, raw(png(picture))) for number, picture in enumerate(pictures, 1)])
         for row, picture in zip(rows, pictures, strict=True):
             assert_decoded(worker, row, picture)
@@ -132,12 +129,10 @@ def test_outputs_of_different_shapes(tmp_path: Path) -> None:
     pipeline(tmp_path, whole)
     given = config("dali", {"image": ("STRING", (1,))}, {"pixels": ("UINT8", (-1, -1, 3))}, max_batch=8)
     first, second = image(3, 4, 1), image(5, 4, 2)
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
+    with running(given, tmp_path) as worker:
         rows = worker.run(work(1, text(png(first))), work(2, text(png(second), png(first))), work(3, text(png(second))))
         for row, picture in ((rows[0], first), (rows[2], second)):
-            assert row.error is None, row.error
-            assert np.array_equal(worker.array(row.outputs[0], np.uint8)[0], picture)
+            assert np.array_equal(worker.value(row)[0], picture)
         assert_failed(
             rows[1], "MODEL_FAILED", "output 'pixels' has samples of different shapes in one request: [3, 4, 3]"
         )
@@ -273,65 +268,6 @@ def test_a_pipeline_written_in_python_is_served(tmp_path: Path) -> None:
         assert counted["inference_count"] == len(given)
         assert counted["execution_count"] < len(given)
         assert client.config("scaled")["max_batch_size"] == 5
-
-
-ENSEMBLE = """\
-platform: "ensemble"
-max_batch_size: 4
-input { name: "FILE" data_type: TYPE_STRING dims: 1 }
-output { name: "SCORES" data_type: TYPE_FP32 dims: 10 }
-ensemble_scheduling {
-  step {
-    model_name: "prepare"
-    input_map { key: "image" value: "FILE" }
-    output_map { key: "pixels" value: "pixels" }
-  }
-  step {
-    model_name: "cnn"
-    input_map { key: "image" value: "pixels" }
-    output_map { key: "scores" value: "SCORES" }
-  }
-}
-"""
-PREPARE = """\
-backend: "dali"
-max_batch_size: 4
-input { name: "image" data_type: TYPE_STRING dims: 1 }
-output { name: "pixels" data_type: TYPE_FP32 dims: [ 3, 64, 64 ] }
-dynamic_batching { }
-"""
-
-
-@pytest.mark.process
-def test_the_first_step_of_an_ensemble(tmp_path: Path) -> None:
-    """Files of different lengths in one request. The scores equal those of the bare engine on the pixels."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-
-    def make(fn: Any, types: Any) -> Any:
-        pixels = fn.decoders.image(source(fn, types, "image", "UINT8", 1), device="cpu", output_type=types.RGB)
-        return fn.crop_mirror_normalize(pixels, dtype=types.FLOAT, output_layout="CHW", crop=[64, 64], std=[255.0] * 3)
-
-    samples.build(tmp_path, lambda line: None, ["basic"])
-    pipeline(tmp_path / "prepare", make)
-    (tmp_path / "prepare" / "config.pbtxt").write_text(PREPARE)
-    (tmp_path / "scores" / "1").mkdir(parents=True)
-    (tmp_path / "scores" / "config.pbtxt").write_text(ENSEMBLE)
-    pictures = [np.sort(image(64, 64, seed), axis) for seed, axis in enumerate((0, 1, 2))]
-    files = [png(picture) for picture in pictures]
-    assert len({len(file) for file in files}) == 3
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    engine = onnxruntime.InferenceSession(
-        str(tmp_path / "cnn" / "1" / "model.onnx"), options, providers=["CPUExecutionProvider"]
-    )
-    pixels = np.stack([picture.transpose(2, 0, 1) for picture in pictures]).astype(np.float32) / 255
-    (expected,) = engine.run(None, {"image": pixels})
-    with Server(tmp_path, "--exit-on-error", "true") as server, server.client() as client:
-        found = client.infer("scores", {"FILE": np.array([[file] for file in files], object)})["SCORES"]
-        np.testing.assert_allclose(found, expected, atol=1e-5)
-        futures = [client.submit("scores", {"FILE": np.array([[file]], object)}) for file in files]
-        for future, row in zip(futures, expected, strict=True):
-            np.testing.assert_allclose(future.result()["SCORES"][0], row, atol=1e-5)
 
 
 @pytest.mark.process

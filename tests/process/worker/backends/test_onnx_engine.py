@@ -24,7 +24,7 @@ from shmserve.repo.config.schema import (
 )
 from tests.support.workers.in_process import load_failure
 from tests.support.workers.models.worker_models import Graph, version_folder
-from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_harness import WorkerProcess, config, running, work
 
 pytestmark = pytest.mark.process
 
@@ -39,8 +39,7 @@ def negative(folder: Path, dim: int = -1) -> None:
 
 def small(worker: WorkerProcess) -> list[float]:
     (row,) = worker.run(work(1, worker.tensor("x", np.array([1, 2], np.float32)), rows=0))
-    assert row.error is None, row.error
-    found: list[float] = worker.array(row.outputs[0], np.float32).tolist()
+    found: list[float] = worker.value(row).tolist()
     return found
 
 
@@ -49,18 +48,6 @@ def refused(given: ModelConfig, folder: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- memory
-
-
-def test_bound_tensors_are_not_copied_by_the_engine(tmp_path: Path) -> None:
-    """4 MiB in and out, with a limit of 1 MiB for the engine's allocations: nothing is copied on either side."""
-    negative(tmp_path, LARGE)
-    vector = {"x": ("FP32", (LARGE,))}, {"y": ("FP32", (LARGE,))}
-    with WorkerProcess(config("onnxruntime", *vector, parameters={"cpu_mem_limit": str(1 << 20)}), tmp_path) as worker:
-        worker.loaded()
-        (row,) = worker.run(work(1, worker.tensor("x", X), rows=0))
-        assert row.error is None, row.error
-        assert (worker.array(row.outputs[0], np.float32) == -X).all()
-        worker.mapped.close()
 
 
 def test_a_request_over_the_host_memory_limit_fails(tmp_path: Path) -> None:
@@ -74,8 +61,7 @@ def test_a_request_over_the_host_memory_limit_fails(tmp_path: Path) -> None:
         "intra_op_thread_cout": "2",
     }
     settings = {"onnxruntime,enable-global-threadpool": "1", "onnxruntime,intra_op_thread_count": "1"}
-    with WorkerProcess(config("onnxruntime", *VECTOR, parameters=parameters), tmp_path, settings=settings) as worker:
-        worker.loaded()
+    with running(config("onnxruntime", *VECTOR, parameters=parameters), tmp_path, settings=settings) as worker:
         (row,) = worker.run(work(1, worker.tensor("x", X), rows=0))
         assert row.error is not None
         assert "Available memory of 1048576 is smaller than requested bytes of 4194304" in row.error.text
@@ -100,7 +86,7 @@ def test_a_model_directory_with_external_weights(tmp_path: Path) -> None:
         assert worker.loaded().input[0].dims == (64,)
         x = np.random.default_rng(2).standard_normal((3, 64)).astype(np.float32)
         (row,) = worker.run(work(1, worker.tensor("x", x)))
-        np.testing.assert_allclose(worker.array(row.outputs[0], np.float32), x @ weights, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(worker.value(row), x @ weights, rtol=1e-4, atol=1e-4)
     (path / "weights.bin").unlink()
     assert "weights.bin" in refused(config("onnxruntime", {}, {}), tmp_path)
     shutil.rmtree(path)
@@ -132,8 +118,7 @@ def test_custom_operator_libraries_are_loaded(tmp_path: Path) -> None:
     for folder in (tmp_path, version_folder(tmp_path)):
         if folder != tmp_path:
             (tmp_path / "libours.so").rename(folder / "libours.so")
-        with WorkerProcess(with_library("libours.so"), tmp_path) as worker:
-            worker.loaded()
+        with running(with_library("libours.so"), tmp_path) as worker:
             assert small(worker) == [-1, -2]
             assert "libours.so" in Path(f"/proc/{worker.process.pid}/maps").read_text()
 
@@ -164,7 +149,7 @@ def test_an_output_of_sequence_type_can_be_omitted(tmp_path: Path) -> None:
     with WorkerProcess(config("onnxruntime", {}, y), tmp_path) as worker:
         assert [entry.name for entry in worker.loaded().input] == ["x"]
         (row,) = worker.run(work(1, worker.tensor("x", np.array([[1, 2]], np.float32))))
-        assert worker.array(row.outputs[0], np.float32).tolist() == [[-1, -2]]
+        assert worker.value(row).tolist() == [[-1, -2]]
 
 
 def test_inputs_of_optional_type_are_refused(tmp_path: Path) -> None:
@@ -202,17 +187,14 @@ def runs_like_the_cpu(folder: Path, given: ModelConfig) -> None:
     graph.node("MatMul", ["x", "w"], ["h"]).node("Tanh", ["h"], ["y"]).save(folder)
     both = config("onnxruntime", {"x": ("FP32", (256,))}, {"y": ("FP32", (2048,))}, max_batch=8)
     given = replace(given, max_batch_size=8, input=both.input, output=both.output)
-    with WorkerProcess(given, folder) as worker:
-        worker.loaded()
+    with running(given, folder) as worker:
         number = 0
         for shares in ((1,), (2, 1), (1,), (3,), (8,), (2, 1)):
             xs = [random.standard_normal((rows, 256)).astype(np.float32) for rows in shares]
             works: list[Any] = [work(number := number + 1, worker.tensor("x", x)) for x in xs]
             for row, x in zip(worker.run(*works), xs, strict=True):
-                assert row.error is None, row.error
-                found = worker.array(row.outputs[0], np.float32)
+                found = worker.value(row)
                 np.testing.assert_allclose(found, np.tanh(x @ weights), rtol=2e-2, atol=2e-2)
-        worker.mapped.close()
 
 
 @pytest.mark.skipif("OpenVINOExecutionProvider" not in ort.get_available_providers(), reason="no onnxruntime-openvino")

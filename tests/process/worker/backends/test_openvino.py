@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
+from shmserve.errors import InvalidRequest, ModelFailed, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from shmserve.workers.backends.base import Context
+from tests.support.workers.in_process import AS_GIVEN, assert_refused
 from tests.support.workers.models.worker_models import (
     Graph,
     openvino_input,
@@ -21,11 +21,10 @@ from tests.support.workers.models.worker_models import (
     openvino_save,
     version_folder,
 )
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
 
 if importlib.util.find_spec("openvino") is None:
     pytest.skip("openvino is not installed", allow_module_level=True)
-from shmserve.workers.backends import openvino
 
 X, Y = {"x": ("FP32", (3,))}, {"y": ("FP32", (3,))}
 
@@ -57,8 +56,7 @@ def test_inputs_and_outputs_are_read_from_the_model(tmp_path: Path, monkeypatch:
         assert found.dynamic_batching is not None
         x = np.arange(6).reshape(1, 3, 2)
         for row in worker.run(work(1, tensor(x)), work(2, tensor(x))):
-            assert row.error is None, row.error
-            assert worker.array(row.outputs[0], np.float32).tolist() == (2 * x).tolist()
+            assert worker.value(row).tolist() == (2 * x).tolist()
     assert list((tmp_path / "home").iterdir()) == []
 
 
@@ -72,8 +70,7 @@ def test_outputs_of_known_shape_are_written_in_place(tmp_path: Path) -> None:
     openvino_save(tmp_path, [x], results)
     dims = ("FP32", (2000,))
     given = config("openvino", {"x": dims}, {"y": dims, "z": dims}, max_batch=8)
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
+    with running(given, tmp_path) as worker:
         place = worker.place(8000)
         held: list[tuple[Tensor, np.ndarray[Any, Any]]] = []
         wishes: list[list[Wanted] | None] = [
@@ -105,16 +102,13 @@ def test_outputs_of_known_shape_are_written_in_place(tmp_path: Path) -> None:
 def test_a_model_with_a_fixed_batch_size_needs_padding(tmp_path: Path) -> None:
     double(tmp_path, (4, 3))
     parameters = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES", "ENABLE_BATCH_PADDING": "YES", "NUM_STREAMS": "AUTO"}
-    with WorkerProcess(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
-        worker.loaded()
+    with running(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
         for count in (1, 4, 3):
             rows = worker.run(*[work(number, tensor([[number, 2, 3]])) for number in range(1, count + 1)])
             for number, row in enumerate(rows, 1):
-                assert row.error is None, row.error
-                assert worker.array(row.outputs[0], np.float32).tolist() == [[2 * number, 4, 6]]
+                assert worker.value(row).tolist() == [[2 * number, 4, 6]]
     del parameters["ENABLE_BATCH_PADDING"]
-    with WorkerProcess(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
-        worker.loaded()
+    with running(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
         (row,) = worker.run(work(1, tensor([[1, 2, 3]])))
         assert_failed(row, "MODEL_FAILED", "and this one has 1: set parameter ENABLE_BATCH_PADDING")
         (row,) = worker.run(work(2, tensor([[1, 2, 3]] * 4)))
@@ -131,16 +125,15 @@ def test_a_batch_size_fixed_by_an_operator(tmp_path: Path, choice: str) -> None:
     shaped = opset13.reshape(opset13.multiply(x, np.float32(2)), np.array([4, 3]), special_zero=False)
     openvino_save(tmp_path, [x], [openvino_result("y", shaped)])
     parameters = {"ENABLE_BATCH_PADDING": choice} if choice else {}
-    with WorkerProcess(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
-        worker.loaded()
+    with running(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
         (row,) = worker.run(work(1, tensor([[1, 2, 3]] * 4)))
-        assert worker.array(row.outputs[0], np.float32).tolist() == [[2, 4, 6]] * 4
+        assert worker.value(row).tolist() == [[2, 4, 6]] * 4
         (row,) = worker.run(work(2, tensor([[1, 2, 3]] * 2)))
         if choice:
             text = "batches of 4 rows, and this one has 2: set parameter ENABLE_BATCH_PADDING"
             assert_failed(row, "MODEL_FAILED", text)
         else:
-            assert worker.array(row.outputs[0], np.float32).tolist() == [[2, 4, 6]] * 2
+            assert worker.value(row).tolist() == [[2, 4, 6]] * 2
 
 
 @pytest.mark.process
@@ -149,11 +142,9 @@ def test_an_onnx_file_is_reshaped_to_the_configured_dims(tmp_path: Path) -> None
     graph.save(tmp_path)
     parameters = {"RESHAPE_IO_LAYERS": "YES", "PERFORMANCE_HINT": "latency", "HINT_BF16": "YES"}
     given = config("openvino", X, Y, max_batch=2, parameters=parameters)
-    with WorkerProcess(replace(given, default_model_filename="model.onnx"), tmp_path) as worker:
-        worker.loaded()
+    with running(replace(given, default_model_filename="model.onnx"), tmp_path) as worker:
         (row,) = worker.run(work(1, tensor([[1, 2, 3]] * 2)))
-        assert row.error is None, row.error
-        assert worker.array(row.outputs[0], np.float32).tolist() == [[-1, -2, -3]] * 2
+        assert worker.value(row).tolist() == [[-1, -2, -3]] * 2
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -200,7 +191,7 @@ SKIP = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES"}
     ("make", "kind", "text"),
     [
         (nothing, NotFound, "version 1 of model 'm' has no file 'model.xml'"),
-        (broken, RuntimeError, "read"),
+        (broken, ModelFailed, "read"),
         (strings, Unsupported, "tensor 'x' of the model is of type string, not supported"),
         (lambda folder: other(folder, {"z": ("FP32", (3,))}), InvalidRequest, "input 'z', allowed inputs are: x"),
         (lambda folder: other(folder, {}), InvalidRequest, "expects 0 inputs, model provides 1: it also has x"),
@@ -218,21 +209,11 @@ SKIP = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES"}
     ],
 )
 def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
-    given = make(tmp_path)
-    model = openvino.OpenVino(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
-    try:
-        with pytest.raises(kind, match=text):
-            model.load(given)
-    finally:
-        model.close()
+    assert_refused(make(tmp_path), tmp_path, kind, text, AS_GIVEN)
 
 
 def test_an_invalid_setting_is_refused(tmp_path: Path) -> None:
     double(tmp_path, (-1, 3))
     settings = {"openvino,default-max-batch-size": "some"}
-    model = openvino.OpenVino(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", settings, 1))
-    try:
-        with pytest.raises(InvalidRequest, match="default-max-batch-size must be an integer"):
-            model.complete(config("openvino", {}, {}))
-    finally:
-        model.close()
+    text = "default-max-batch-size must be an integer"
+    assert_refused(config("openvino", {}, {}), tmp_path, InvalidRequest, text, settings)

@@ -22,7 +22,7 @@ from shmserve.workers.batch.specs import Spec, inputs_of, outputs_of
 from tests.support.optional import OnDemand, optional
 from tests.support.workers.in_process import loaded
 from tests.support.workers.models.worker_models import torch_class, torch_forward, torch_script, version_folder
-from tests.support.workers.worker_harness import WorkerProcess, config, work
+from tests.support.workers.worker_harness import config, running, work
 
 torch = optional("torch")
 pytorch = OnDemand("shmserve.workers.backends.pytorch.backend")
@@ -240,15 +240,13 @@ def test_a_model_that_modifies_its_input_does_not_change_client_memory(tmp_path:
     parameters = {"INTRA_OP_THREAD_COUNT": "3", "INFERENCE_MODE": "false", "DISABLE_OPTIMIZED_EXECUTION": "true"}
     given = config("pytorch", {"x": ("FP32", (2000,))}, outputs, max_batch=4, parameters=parameters)
     x = np.arange(2000, dtype=np.float32).reshape(1, 2000)
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
+    with running(given, tmp_path) as worker:
         shared = worker.tensor("x", x, shared=True)
         place = worker.place(x.nbytes)
         wanted = [Wanted("y", place)]
         for number in (1, 2):
             (row,) = worker.run(work(number, shared, outputs=wanted))
-            assert row.error is None, row.error
-            assert (worker.array(row.outputs[0], np.float32) == x + 1).all()
+            assert (worker.value(row) == x + 1).all()
             assert (worker.array(shared, np.float32) == x).all()
         assert "not writable" not in worker.said()
 
@@ -368,10 +366,8 @@ def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
     group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
     given = replace(given, instance_group=(group,), default_model_filename="model.pt2" if program else "model.pt")
     x = np.arange(4000, dtype=np.float32).reshape(2, 2000)
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
+    with running(given, tmp_path) as worker:
         for row in worker.run(work(1, worker.tensor("x", x)), work(2, worker.tensor("x", x))):
-            assert row.error is None, row.error
-            assert (worker.array(row.outputs[0], np.float32) == x * 2).all()
-            assert worker.array(row.outputs[1], np.float32).tolist() == [[1.0], [1.0]]
+            assert (worker.value(row) == x * 2).all()
+            assert worker.value(row, 1).tolist() == [[1.0], [1.0]]
             worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]

@@ -27,8 +27,9 @@ from shmserve.repo.config.schema import (
 )
 from shmserve.workers.backends.base import Context
 from tests.support.launch import Launched
+from tests.support.workers.in_process import AS_GIVEN, assert_refused
 from tests.support.workers.models.tensorflow_models import INSTALLED, X, Y, frozen_graph, placeholder, saved_model
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
 
 if not INSTALLED:
     pytest.skip("tensorflow is not installed", allow_module_level=True)
@@ -176,8 +177,7 @@ def test_variables_do_not_alias_client_memory(tmp_path: Path) -> None:
 
     saved_model(tmp_path, make)
     dims = ("FP32", (2000,))
-    with WorkerProcess(config("tensorflow", {"x": dims}, {"y": dims}), tmp_path) as worker:
-        worker.loaded()
+    with running(config("tensorflow", {"x": dims}, {"y": dims}), tmp_path) as worker:
         place = worker.place(8000)
         found = []
         for number in (1, 2, 3):
@@ -214,8 +214,7 @@ def test_tensors_of_unknown_rank_use_the_configured_dims(tmp_path: Path) -> None
     saved_model(tmp_path, make)
     with pytest.raises(Unsupported, match="'x' of the model has no fixed number of dims: add input and output"):
         choosing(tmp_path)
-    with WorkerProcess(config("tensorflow", X, Y, max_batch=4), tmp_path) as worker:
-        worker.loaded()
+    with running(config("tensorflow", X, Y, max_batch=4), tmp_path) as worker:
         rows = worker.run(work(1, tensor([[1, 2]])), work(2, tensor([[3, 4], [5, 6]])))
         assert [values(worker, row) for row in rows] == [[[[2, 4]]], [[[6, 8], [10, 12]]]]
 
@@ -241,8 +240,7 @@ def test_a_frozen_graph_with_initialization_operators(tmp_path: Path) -> None:
     inputs = {"middle": ("FP32", (2,)), "words": ("STRING", (1,))}
     outputs = {"parts": ("FP32", (1,)), "parts:1": ("FP32", (1,))}
     given = config("tensorflow", inputs, outputs, max_batch=4, parameters={"TF_INIT_OPS_FILE": "start.json"})
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
+    with running(given, tmp_path) as worker:
         words = worker.tensor("words", texts("b"), dtype="BYTES")
         rows = worker.run(work(1, tensor([[1, 2]], "middle"), words), work(2, tensor([[3, 4]], "middle"), words))
         assert [values(worker, row) for row in rows] == [[[[7]], [[14]]], [[[21]], [[28]]]]
@@ -258,8 +256,7 @@ def test_an_operator_error_fails_only_its_request(tmp_path: Path) -> None:
         return {"x": x}, {"y": tf.matmul(x, tf.ones([3, 3]), name="product")}
 
     saved_model(tmp_path, make)
-    with WorkerProcess(config("tensorflow", X, Y, max_batch=4), tmp_path) as worker:
-        worker.loaded()
+    with running(config("tensorflow", X, Y, max_batch=4), tmp_path) as worker:
         (row,) = worker.run(work(1, tensor([[1, 2]])))
         assert "Original stack trace" not in assert_failed(row, "MODEL_FAILED", "{{node product}}").text
         (row,) = worker.run(work(2, tensor([[1, 2, 3]])))
@@ -350,13 +347,7 @@ def optional(folder: Path) -> ModelConfig:
     ],
 )
 def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
-    given = make(tmp_path)
-    model = TensorFlow(context(tmp_path))
-    try:
-        with pytest.raises(kind, match=text):
-            model.load(given)
-    finally:
-        model.close()
+    assert_refused(make(tmp_path), tmp_path, kind, text, AS_GIVEN)
 
 
 def test_a_frozen_graph_without_inputs_in_the_configuration(tmp_path: Path) -> None:

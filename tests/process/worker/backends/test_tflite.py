@@ -14,13 +14,12 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Tensor
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from shmserve.workers.backends.base import Context
+from tests.support.workers.in_process import AS_GIVEN, assert_refused
 from tests.support.workers.models.tflite_models import Graph
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
 
 if importlib.util.find_spec("ai_edge_litert") is None:
     pytest.skip("ai_edge_litert is not installed", allow_module_level=True)
-from shmserve.workers.backends import tflite
 
 X, Y = {"x": ("FP32", (3,))}, {"y": ("FP32", (2,))}
 WEIGHTS = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -53,8 +52,7 @@ def test_a_model_for_one_image_runs_batches(tmp_path: Path) -> None:
     """As converters write most models: the first dimension is 1."""
     dense(tmp_path, signatures=True)
     given = config("tflite", X, Y, max_batch=4, parameters={"tflite_num_threads": "2"})
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
+    with running(given, tmp_path) as worker:
         for count in (1, 4, 2):
             inputs = [np.full((1, 3), number, np.float32) for number in range(count)]
             rows = worker.run(*[work(number, tensor(array)) for number, array in enumerate(inputs, 1)])
@@ -158,10 +156,4 @@ def on_a_gpu(folder: Path) -> ModelConfig:
     ],
 )
 def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:
-    found = make(tmp_path)
-    model = tflite.TfLite(Context("m", 1, "m_0_0", tmp_path, tmp_path / "1", {}, 1))
-    try:
-        with pytest.raises(kind, match=text):
-            model.load(found)
-    finally:
-        model.close()
+    assert_refused(make(tmp_path), tmp_path, kind, text, AS_GIVEN)

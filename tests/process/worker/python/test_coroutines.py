@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from shmserve.protocol.messages import More
 from shmserve.protocol.worker_messages import Done, Execute, Row, Withdraw, Withdrawn
 from tests.support.workers.models.stream_models import (
-    GENERATOR,
     asks,
     decoupled,
     done,
@@ -25,7 +24,7 @@ from tests.support.workers.models.stream_models import (
     values,
     withdraw,
 )
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, running
 
 pytestmark = pytest.mark.process
 
@@ -85,20 +84,6 @@ class TritonPythonModel:
         text = "1024 answers wait for a caller that does not read; the model should await what send() returns"
         assert assert_failed(failed, "UNAVAILABLE").text == text
         quiet(worker)
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("class TritonPythonModel:\n    pass\n", "has no execute method"),
-        (GENERATOR, "has a stream method and no execute: such a model needs model_transaction_policy"),
-    ],
-)
-def test_a_model_without_execute_is_not_loaded(tmp_path: Path, source: str, text: str) -> None:
-    given = replace(decoupled(tmp_path, source), model_transaction_policy=None)
-    with WorkerProcess(given, tmp_path) as worker:
-        assert text in worker.failed().text
-        assert worker.ended() != 0
 
 
 # ---------------------------------------------------------------------------------------------- cancellation
@@ -176,8 +161,7 @@ class TritonPythonModel:
 """
     gate = gate_in(tmp_path)
     ordinary = replace(decoupled(tmp_path, source), model_transaction_policy=None)
-    with WorkerProcess(ordinary, tmp_path) as worker:
-        worker.loaded()
+    with running(ordinary, tmp_path) as worker:
         for first, thread in ((1, False), (4, True)):
             worker.execute(*[asks(first + index, 0, gate=gate, thread=thread) for index in range(3)])
             open_gate(gate)

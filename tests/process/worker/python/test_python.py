@@ -16,7 +16,7 @@ from shmserve.protocol.worker_messages import Probe, Probed, Row
 from shmserve.repo.config.schema import as_triton_json
 from tests.support.workers.in_process import completed, loaded
 from tests.support.workers.models.worker_models import python_model
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
 
 pytestmark = pytest.mark.process
 
@@ -122,9 +122,6 @@ class TritonPythonModel:
     def strided(self, request):
         return self.answer(np.arange(12, dtype=np.float32).reshape(2, 6)[:1, ::3])
 
-    def large(self, request):
-        return self.answer(np.arange(30000, dtype=np.float32)[None])
-
     PARAMETERS = {
         "list": {"list": [1]},
         "null": {"good": 1, "null": None},
@@ -169,11 +166,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess
     (folder / "1" / "helper.py").write_text("DOUBLE = 2\n")
     (folder / "1" / "parts").mkdir()
     (folder / "1" / "parts" / "deep.py").write_text("from ..helper import DOUBLE as DEEP\n")
-    with WorkerProcess(config("python", X, Y, max_batch=8), folder, instance="scripted_0_1") as worker:
-        worker.loaded()
-        # Creates all segments that these tests need, so that the leak check sees none of them appear in a test.
-        worker.run(work(1, tensor(1.0), options=Options(parameters={"wish": "large"})))
-        worker.place(1)
+    with running(config("python", X, Y, max_batch=8), folder, instance="scripted_0_1") as worker:
         yield worker
         assert worker.stop() == 0
         assert "finalize was called" in worker.said()
@@ -225,12 +218,6 @@ def test_request_attributes_are_visible_to_the_model(scripted: WorkerProcess) ->
         "argv": '[""]',
         "absent": True,
     }
-
-
-def test_a_request_without_options(scripted: WorkerProcess) -> None:
-    (row,) = scripted.run(work(1, tensor(1, 2)))
-    assert scripted.array(row.outputs[0], np.float32).tolist() == [[2, 4]]
-    assert row.parameters is None
 
 
 @pytest.mark.parametrize(
@@ -304,14 +291,6 @@ def test_noncontiguous_arrays_are_returned_correctly(scripted: WorkerProcess) ->
     assert scripted.array(row.outputs[0], np.float32).tolist() == [[0, 3]]
 
 
-def test_a_large_output_in_the_callers_memory(scripted: WorkerProcess) -> None:
-    options = Options(parameters={"wish": "large"})
-    wanted = Wanted("y", scripted.place(120_000))
-    (row,) = scripted.run(work(1, tensor(1), options=options, outputs=[wanted]))
-    assert row.outputs[0].data == (wanted.place,)
-    assert (scripted.array(row.outputs[0], np.float32) == np.arange(30000)).all()
-
-
 def test_a_model_logs_lines_with_its_level(scripted: WorkerProcess) -> None:
     assert ask(scripted, "log").error is None
     said = scripted.said()
@@ -353,25 +332,6 @@ def test_a_model_completes_its_configuration(tmp_path: Path) -> None:
     assert found.max_batch_size == 0
 
 
-ASYNC = """\
-import asyncio
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    async def one(self, request):
-        await asyncio.sleep(0)
-        x = request.inputs()[0].as_numpy()
-        if (x < 0).any():
-            raise ValueError("below zero")
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x + 1)])
-
-    async def execute(self, requests):
-        return await asyncio.gather(*map(self.one, requests))
-"""
-
-
 STRINGS = """\
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -405,16 +365,6 @@ def test_strings(tmp_path: Path) -> None:
 
 def encoded(word: bytes) -> bytes:
     return len(word).to_bytes(4, "little") + word
-
-
-def test_execute_may_be_a_coroutine(tmp_path: Path) -> None:
-    python_model(tmp_path, ASYNC)
-    with loaded(config("python", X, Y, max_batch=2), tmp_path) as model:
-        for number in (1, 2):
-            (first, second), *_ = model.runner.run([work(number, tensor(1)), work(number + 10, tensor(5))])
-            assert (first.outputs[0].data, second.outputs[0].data) == (b"\0\0\0@", b"\0\0\xc0@")
-        (failed,), *_ = model.runner.run([work(3, tensor(-1))])
-        assert assert_failed(failed, "MODEL_FAILED").text.endswith("message: ValueError: below zero")
 
 
 def test_probes_during_is_ready_are_answered_when_it_returns(tmp_path: Path) -> None:

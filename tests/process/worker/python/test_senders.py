@@ -14,7 +14,7 @@ from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
 from tests.support.workers.in_process import loaded
 from tests.support.workers.models.stream_models import asks, decoupled
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, running
 
 pytestmark = pytest.mark.process
 NOT_ITERATIVE = Failure(
@@ -118,9 +118,8 @@ def sent(row: Row, value: float) -> None:
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     folder = tmp_path_factory.mktemp("model")
-    with WorkerProcess(ordinary(folder, SENDERS), folder) as running:
-        running.loaded()
-        yield running
+    with running(ordinary(folder, SENDERS), folder) as found:
+        yield found
 
 
 def test_each_request_gets_its_first_response(worker: WorkerProcess) -> None:

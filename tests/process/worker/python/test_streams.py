@@ -29,7 +29,7 @@ from tests.support.workers.models.stream_models import (
     values,
     withdraw,
 )
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, running
 
 pytestmark = pytest.mark.process
 
@@ -69,7 +69,6 @@ def test_large_responses_are_in_shared_memory_and_freed(tmp_path: Path) -> None:
         for index, found in enumerate(rows_and_done(worker, 4)[:3]):
             assert isinstance(found.outputs[0].data, tuple)
             assert (worker.array(found.outputs[0], np.float32) == index).all()
-        worker.mapped.close()
 
 
 # ---------------------------------------------------------------------------------------------- errors
@@ -280,8 +279,7 @@ class TritonPythonModel:
             request.get_response_sender().send(pb_utils.InferenceResponse([]), FINAL)
 """
     given = replace(decoupled(tmp_path, source), parameters={"send_waits": ModelParameter(string_value="false")})
-    with WorkerProcess(given, tmp_path) as worker:
-        worker.loaded()
+    with running(given, tmp_path) as worker:
         worker.execute(asks(1, 0, window=1), asks(2, 0, window=9))
         assert [row(worker).request for _ in range(2)] == [1, 2]
         values(worker, 2, 2, first=1)

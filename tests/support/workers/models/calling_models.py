@@ -60,7 +60,7 @@ class TritonPythonModel:
         response = self.ask([pb_utils.Tensor("s", np.array([b"x", "y"], object))]).exec()
         found = b" ".join(response.output_tensors()[0].as_numpy())
         assert found == b"one two", found
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), np.float32))])
+        return self.zeros()
 
     def parts(self, request):
         responses = self.ask([]).exec(decoupled=True)
@@ -135,19 +135,12 @@ class TritonPythonModel:
     async def soon(self, requests):
         return [await self.gathered(request) for request in requests]
 
-    async def later(self, request):
-        return [response async for response in await self.ask([]).async_exec(decoupled=True)]
-
-    def parts_later(self, request):
-        found = asyncio.run(self.later(request))
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.full((1, 1), len(found), np.float32))])
-
     def control(self, request):
         assert pb_utils.is_model_ready("other")
         assert not pb_utils.is_model_ready("other", "2")
         pb_utils.load_model("other", config='{"backend": "x"}', files={"file:1/model.py": b"a" * 150_000})
         pb_utils.unload_model("other", unload_dependents=True)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), np.float32))])
+        return self.zeros()
 
     def refused(self, request):
         pb_utils.load_model("none")
@@ -173,11 +166,6 @@ class TritonPythonModel:
 
     def zeros(self):
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((1, 1), np.float32))])
-
-    def dlpack(self, request):
-        tensor = pb_utils.Tensor.from_dlpack("a", request.inputs()[0])
-        assert np.shares_memory(tensor.as_numpy(), request.inputs()[0].as_numpy())
-        return self.zeros()
 
     def unsayable(self, request):
         pb_utils.InferenceRequest(model_name="m" * 200, requested_output_names=[], inputs=[]).exec()

@@ -12,7 +12,7 @@ from shmserve.protocol.messages import Tensor
 from shmserve.repo.load import parse
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.identity import Identity
-from tests.support.workers.worker_harness import WorkerProcess, work
+from tests.support.workers.worker_harness import running, work
 
 CONFIG = """
 name: "slow" backend: "identity"
@@ -52,8 +52,7 @@ def test_a_delay_that_is_not_a_number_is_refused() -> None:
 @pytest.mark.process
 def test_missing_optional_inputs_of_known_shape_are_zeros(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
-    with WorkerProcess(parse(OPTIONAL), tmp_path) as worker:
-        worker.loaded()
+    with running(parse(OPTIONAL), tmp_path) as worker:
         given = [Tensor("c", "FP32", (1, 1), np.float32(number).tobytes()) for number in (1, 2)]
         rows = worker.run(*[work(number, tensor) for number, tensor in enumerate(given, 1)])
         for number, row in enumerate(rows, 1):
