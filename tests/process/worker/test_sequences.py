@@ -171,7 +171,8 @@ def test_a_python_model_gets_controls_and_states_as_inputs(tmp_path: Path) -> No
     with loaded(sequence(given, START, END, READY, NAME, state=(state,)), tmp_path) as model:
 
         def run(*works: Work) -> list[Any]:
-            return [(floats(row), row.outputs[1].data[4:]) for row in model.runner.run(works)[0]]
+            rows: list[Any] = model.runner.run(works)[0]
+            return [(floats(row), row.outputs[1].data[4:]) for row in rows]
 
         first = run(step(1, "a", number(1), start=True, slot=2), step(2, "b", number(2), start=True, slot=0))
         assert first == [([1, 0, 1, 1], b"a"), ([1, 0, 1, 2], b"b")]

@@ -135,7 +135,7 @@ def test_warmup_leaves_no_memory_or_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_samples_of_all_data_types(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     samples = [
-        sample(f"{key}-{size}", 3, **{f"x{dtype}": data(dtype, size, **{key: True}) for dtype in DTYPES})
+        sample(f"{key}-{size}", 3, 0, **{f"x{dtype}": data(dtype, size, **{key: True}) for dtype in DTYPES})
         for key in ("zero_data", "random_data")
         for size in (1, 4000)
     ]

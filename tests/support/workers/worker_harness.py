@@ -182,7 +182,7 @@ class WorkerProcess:
         data = tensor.data
         if isinstance(data, tuple):
             memory = [
-                self.mapped.memory(handle).tobytes() if handle.segment >> 32 == WORKER else self._own(handle).tobytes()
+                self.mapped.memory(handle).tobytes() if handle.segment >> 32 == WORKER else self.own(handle).tobytes()
                 for handle in data
             ]
             data = b"".join(memory)
@@ -196,7 +196,7 @@ class WorkerProcess:
         assert row.error is None, row.error
         return self.array(row.outputs[index], to_numpy(row.outputs[index].dtype))
 
-    def _own(self, handle: Handle) -> memoryview:
+    def own(self, handle: Handle) -> memoryview:
         segment = next(segment for segment in self.arena.segments if segment.id == handle.segment)
         return segment.memory[handle.offset : handle.offset + handle.size]
 

@@ -181,7 +181,7 @@ def test_variables_do_not_alias_client_memory(tmp_path: Path) -> None:
         place = worker.place(8000)
         found = []
         for number in (1, 2, 3):
-            worker._own(place)[:] = np.full(2000, number, np.float32).tobytes()
+            worker.own(place)[:] = np.full(2000, number, np.float32).tobytes()
             (row,) = worker.run(work(number, Tensor("x", "FP32", (2000,), (place,)), rows=0))
             found.append(set(values(worker, row)[0]))
             worker.send(Return(row.outputs[0].data))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,8 @@ pytestmark = pytest.mark.process
 
 LARGE = 5000
 """An array of this many floats is too large for a message."""
-OTHER = 9
-"""The number of the worker that answers the calls."""
-
-segments = count(100, 100)
+others = count(9)
+"""The numbers of the workers that answer the calls, one for each test."""
 CONFIG = config("python", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=4, name="caller")
 ZERO = np.zeros((1, 1), np.float32)
 
@@ -76,9 +75,8 @@ class Broker:
     def __init__(self, worker: WorkerProcess) -> None:
         self.worker = worker
         self.audience = "internal"
-        make = lambda size: memfd.create(size, seal_future_write=True)  # noqa: E731
-        self.arena = Arena(OTHER, make, limit_bytes=1 << 26, announce=self._announce)
-        self.arena._numbers = segments
+        make = partial(memfd.create, seal_future_write=True)
+        self.arena = Arena(next(others), make, limit_bytes=1 << 26, announce=self._announce)
         self.lent: list[Handle] = []
         self.requests = 0
 

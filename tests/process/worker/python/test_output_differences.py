@@ -70,7 +70,7 @@ def ask(model: LoadedModel, wish: str, outputs: tuple[Wanted, ...] | None = None
     for other in (before, after):
         assert other.error is None
         assert [tensor.dtype for tensor in other.outputs] == ["FP32", "FP32"]
-    return row  # type: ignore[no-any-return]
+    return row
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import Options, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import BatchInput, ModelConfig
@@ -70,9 +71,8 @@ def x_of(rows: int, first: float, length: int = 3) -> Tensor:
 
 def arrays(row: Row) -> dict[str, list[list[float]]]:
     assert row.error is None, row.error
-    dtypes = {"FP32": np.float32, "INT32": np.int32, "INT64": np.int64}
     return {
-        one.name: np.frombuffer(one.data, dtypes[one.dtype]).reshape(one.shape).tolist()  # type: ignore[arg-type]
+        one.name: np.frombuffer(one.data, to_numpy(one.dtype)).reshape(one.shape).tolist()  # type: ignore[arg-type]
         for one in row.outputs
     }
 

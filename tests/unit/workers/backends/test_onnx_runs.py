@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.shm.views import address_of
 from shmserve.workers.backends.base import Context
+from shmserve.workers.backends.onnx import backend, run
 from shmserve.workers.backends.onnx.backend import Onnx
 from shmserve.workers.backends.onnx.graphs import MOST_SHAPES, OnnxGraphs
 from shmserve.workers.backends.onnx.providers import CPU, CUDA
@@ -43,29 +46,29 @@ def context(folder: Path) -> Context:
 class Watched:
     """A backend, and the addresses that its engine has read and written in each run."""
 
-    def __init__(self, folder: Path, model: ModelConfig, parts: Parts) -> None:
-        self.backend = Onnx(context(folder))
-        self.backend.load(model)
+    def __init__(self, folder: Path, model: ModelConfig, parts: Parts, patch: pytest.MonkeyPatch) -> None:
         self.parts = parts
         self.read: list[int] = []
         self.written: list[int] = []
         self.plain = 0
         self._numbers = iter(range(1, 1000))
-        binding: Any = self.backend._binding
-        bound, run = binding.run, self.backend._run
+        bound, runner_of = Binding.run, run.runner_of
 
-        def watched_bound(inputs: Any, targets: Any, options: Any) -> Any:
+        def watched_bound(binding: Binding, inputs: Any, targets: Any, options: Any) -> Any:
             self.read += [address_of(array) for _, array in inputs]
             self.written += [address_of(target.array) for target in targets if target.array is not None]
-            return bound(inputs, targets, options)
+            return bound(binding, inputs, targets, options)
 
-        def watched_run(names: Any, feeds: Any, options: Any) -> Any:
+        def watched_run(run: Any, names: Any, feeds: Any, options: Any) -> Any:
             self.plain += 1
             self.read += [address_of(array) for array in feeds.values()]
             return run(names, feeds, options)
 
-        binding.run = watched_bound
-        self.backend._run = watched_run
+        patch.setattr(Binding, "run", watched_bound)
+        watched_runner = lambda session: SimpleNamespace(run=partial(watched_run, runner_of(session).run))  # noqa: E731
+        patch.setattr(backend, "runner_of", watched_runner)
+        self.backend = Onnx(context(folder))
+        self.backend.load(model)
 
     def run(self, arrays: Sequence[Array], places: Sequence[Handle] = ()) -> tuple[list[Row], list[int]]:
         """The rows of one batch, and the addresses of its inputs."""
@@ -86,7 +89,7 @@ class Watched:
         """The address of an output, in the mapping through which it was written."""
         assert isinstance(tensor.data, tuple)
         (handle,) = tensor.data
-        arena = self.parts.arenas._by_segment[handle.segment]
+        arena = self.parts.arenas._by_segment[handle.segment]  # others see another mapping
         segment = next(segment for segment in arena.segments if segment.id == handle.segment)
         return address_of(np.frombuffer(segment.memory, np.uint8)) + handle.offset
 
@@ -103,8 +106,8 @@ def negative(folder: Path, dims: Sequence[int] = (-1, WIDTH)) -> None:
 @contextmanager
 def watched(folder: Path, width: int = WIDTH) -> Iterator[Watched]:
     model = config("onnxruntime", {"x": ("FP32", (width,))}, {"y": ("FP32", (width,))}, max_batch=16)
-    with Parts(model) as parts:
-        engine = Watched(folder, model, parts)
+    with Parts(model) as parts, pytest.MonkeyPatch.context() as patch:
+        engine = Watched(folder, model, parts, patch)
         yield engine
         engine.backend.close()
 
@@ -188,8 +191,8 @@ def test_the_engine_does_not_copy_its_input(tmp_path: Path, count: int) -> None:
     graph = Graph().input("x", "FP32", [-1]).output("y", "FP32", [count])
     graph.weight("at", np.arange(5, 5 + count)).node("Gather", ["x", "at"], ["y"]).save(tmp_path)
     model = config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (count,))})
-    backend = Onnx(context(tmp_path))
-    backend.load(model)
+    loaded = Onnx(context(tmp_path))
+    loaded.load(model)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     memory = mmap.mmap(-1, 1 << 40, flags=flags)
     x = np.ndarray((1 << 38,), np.float32, memory)
@@ -197,9 +200,9 @@ def test_the_engine_does_not_copy_its_input(tmp_path: Path, count: int) -> None:
     x.flags.writeable = False
     with Parts(model) as parts:
         results = Results(parts.scatter, [work(1, rows=0)], 0)
-        backend.execute(Lone(x), results)  # type: ignore[arg-type]
+        loaded.execute(Lone(x), results)  # type: ignore[arg-type]
         assert parts.read(results.rows()[0].outputs[0]).tolist() == list(range(count))
-    backend.close()
+    loaded.close()
     del x
     memory.close()
 
@@ -266,11 +269,15 @@ def test_runs_of_one_binding_are_independent(tmp_path_factory: pytest.TempPathFa
 
 
 class Counting:
-    """A binding that counts bound tensors."""
+    """A session with one binding, which counts bound tensors."""
 
-    def __init__(self, bound: Any) -> None:
-        self._bound = bound
+    def __init__(self, session: Any) -> None:
+        self._bound = session.io_binding()
+        self.run_with_iobinding = session.run_with_iobinding
         self.count = 0
+
+    def io_binding(self) -> Counting:
+        return self
 
     def __getattr__(self, name: str) -> Any:
         self.count += name in ("bind_input", "bind_output")
@@ -280,8 +287,8 @@ class Counting:
 @pytest.mark.parametrize("keeps", [True, False], ids=["host", "device"])
 def test_an_array_at_the_same_address_is_not_bound_again(tmp_path: Path, keeps: bool) -> None:
     """Unless binding copies it to the device."""
-    binding: Any = Binding(session_of(tmp_path), keeps)
-    binding._bound = counting = Counting(binding._bound)
+    counting = Counting(session_of(tmp_path))
+    binding = Binding(counting, keeps)
     (x_spec, _), (spec, _) = inputs_of(SPECS), outputs_of(SPECS)
     x, y = np.zeros(4, np.float32), np.zeros(4, np.float32)
     counts = []
@@ -359,7 +366,21 @@ def test_outputs_of_strings_or_unknown_size_cannot_be_recorded(dtype: str, dims:
 # ---------------------------------------------------------------------------------------------- the session
 
 
-def test_options_reach_the_engine(tmp_path: Path) -> None:
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The sessions that backends open in this test."""
+    found: list[Any] = []
+    kind = ort.InferenceSession
+
+    def opened(*arguments: Any, **how: Any) -> Any:
+        found.append(kind(*arguments, **how))
+        return found[-1]
+
+    monkeypatch.setattr(ort, "InferenceSession", opened)
+    return found
+
+
+def test_options_reach_the_engine(tmp_path: Path, sessions: list[Any]) -> None:
     negative(tmp_path)
     parameters = {
         "intra_op_thread_count": "2",
@@ -370,9 +391,9 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         "session.set_denormal_as_zero": "1",
     }
     model = config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=2, parameters=parameters)
-    backend = Onnx(context(tmp_path))
-    backend.load(model)
-    options = backend._session.get_session_options()
+    loaded = Onnx(context(tmp_path))
+    loaded.load(model)
+    options = sessions[0].get_session_options()
     assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 3)
     assert options.execution_mode == ort.ExecutionMode.ORT_PARALLEL
     assert not options.enable_cpu_mem_arena
@@ -380,16 +401,16 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
     assert options.graph_optimization_level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     assert options.get_session_config_entry("session.set_denormal_as_zero") == "1"
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
-    backend.close()
+    loaded.close()
 
 
 def test_a_file_that_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "model.onnx").write_bytes(b"no model")
-    backend = Onnx(context(tmp_path))
+    loaded = Onnx(context(tmp_path))
     with pytest.raises(ModelFailed, match="unable to load model 'm': "):
-        backend.load(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}))
-    backend.close()
+        loaded.load(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}))
+    loaded.close()
 
 
 def test_a_provider_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,23 +431,23 @@ def test_a_provider_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
     group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(3,))
     model = replace(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}), instance_group=(group,))
-    backend = Onnx(context(tmp_path))
+    loaded = Onnx(context(tmp_path))
     with pytest.raises(Unsupported, match=r"CUDAExecutionProvider did not start\. It needs the libraries of CUDA"):
-        backend.load(model)
+        loaded.load(model)
     assert arguments == {"providers": [(CUDA, {"device_id": "0"}), (CPU, {})], "enable_fallback": 0}
-    backend.close()
+    loaded.close()
 
 
-def test_prepacked_weights_are_mapped(tmp_path: Path) -> None:
+def test_prepacked_weights_are_mapped(tmp_path: Path, sessions: list[Any]) -> None:
     """With weights that bench.suites.weights has prepacked, the results stay the same, and the file is mapped."""
     make(tmp_path / "plain" / "model.onnx", 2, external=True)
     prepack(tmp_path / "plain" / "model.onnx", tmp_path / "packed" / "1" / "model.onnx")
     width = {"x": ("FP32", (-1, 1024))}, {"y": ("FP32", (-1, 1024))}
-    backend = Onnx(Context("m", 1, "m_0_0", tmp_path / "packed", tmp_path / "packed" / "1", {}, 1))
-    backend.load(config("onnxruntime", *width))
+    loaded = Onnx(Context("m", 1, "m_0_0", tmp_path / "packed", tmp_path / "packed" / "1", {}, 1))
+    loaded.load(config("onnxruntime", *width))
     x = np.random.default_rng(5).standard_normal((4, 1024)).astype(np.float32)
     (expected,) = engine(tmp_path / "plain" / "model.onnx").run(None, {"x": x})
-    (found,) = backend._run(["y"], {"x": x}, None)
+    (found,) = sessions[0].run(["y"], {"x": x}, None)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert str(tmp_path / "packed" / "1" / "weights.bin") in Path("/proc/self/maps").read_text()
-    backend.close()
+    loaded.close()

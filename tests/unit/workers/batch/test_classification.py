@@ -33,7 +33,7 @@ def spec_of(dtype: str, dims: tuple[int, ...], max_batch: int, reshape: tuple[in
 
 def expected_of(values: list[Any], count: int, labels: tuple[str, ...]) -> list[bytes]:
     """Larger values first, equal ones by index, NaN last."""
-    order = sorted(range(len(values)), key=lambda i: (values[i] != values[i], -values[i] if values[i] == values[i] else 0, i))  # fmt: skip  # noqa: E501
+    order = sorted(range(len(values)), key=lambda i: (values[i] != values[i], -values[i], i))
     texts = []
     for index in order[:count]:
         value = values[index]

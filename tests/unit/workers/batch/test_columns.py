@@ -33,13 +33,14 @@ Function = Callable[[list[Array | None]], Sequence[Array | None]]
 class Applied(StackedBackend):
     """Outputs are a function of the inputs. `placed`: written to the memory that the runner provides."""
 
-    def __init__(self, function: Function, placed: bool) -> None:
+    def __init__(self, function: Function, placed: bool, config: ModelConfig) -> None:
         super().__init__(CONTEXT)
         self.function = function
+        self.count = len(config.input)
         self.placed = placed
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
-        arrays = [inputs.array(index) for index in range(inputs_count(inputs))]
+        arrays = [inputs.array(index) for index in range(self.count)]
         for index, array in enumerate(self.function(arrays)):
             if array is None:
                 outputs.omit(index)
@@ -47,10 +48,6 @@ class Applied(StackedBackend):
                 outputs.place(index, array.shape)[...] = array
             else:
                 outputs.put(index, array)
-
-
-def inputs_count(group: GatherGroup) -> int:
-    return len(group._shapes) + len(group.extras)
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -202,7 +199,7 @@ Outcome = tuple[int, list[tuple[str, str, tuple[int, ...], Any]], Failure | None
 def outcomes(case: Case, placed: bool, *batches: Sequence[Work]) -> tuple[list[Outcome], Any]:
     """The outcomes of the requests of these batches, and the results of the last batch."""
     with Parts(case.config) as parts:
-        runner = parts.runner(Applied(case.function, placed))
+        runner = parts.runner(Applied(case.function, placed, case.config))
         found: list[Outcome] = []
         results: Any = None
         for works in batches:
@@ -306,7 +303,7 @@ def test_large_outputs_of_several_audiences_are_not_shared(width: int) -> None:
     columns, _ = batch_of(case, ["a"], [1, 2, 1], width)
     audiences = ("uid:5", "uid:6", "uid:5")
     with Parts(case.config) as parts:
-        results, _, _ = parts.runner(Applied(wide, True)).run_batch(ColumnWorks(columns, audiences))
+        results, _, _ = parts.runner(Applied(wide, True, case.config)).run_batch(ColumnWorks(columns, audiences))
         handles = [row.outputs[0].data[0] for row in rows_of(results)]  # type: ignore[index]
         announced = {message.segment: message.audience for message in parts.maps}
         assert [announced[handle.segment] for handle in handles] == list(audiences)  # type: ignore[union-attr]
@@ -335,7 +332,7 @@ def test_run_returns_the_rows_of_run_batch() -> None:
     case = CASES["identity"]
     columns, audiences = batch_of(case, ["a", "b"], [1, 2], 3)
     with Parts(case.config) as parts:
-        runner = parts.runner(Applied(identity, False))
+        runner = parts.runner(Applied(identity, False, case.config))
         results, times, again = runner.run_batch(ColumnWorks(columns, audiences))
         assert isinstance(results, Columns)
         rows, _, _ = runner.run(ColumnWorks(columns, audiences))

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve import dtypes
-from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import Failure, Handle, Tensor
 from shmserve.protocol.worker_messages import Expect, Row
 from shmserve.python_values import bfloat16_bits
 from shmserve.shm.arena import Arena
 from shmserve.shm.extents import memfd
 from shmserve.shm.mapped import Mapped
+from shmserve.workers.batch import comparison
 from shmserve.workers.batch.comparison import TOLERANCES, Comparisons, float_difference
 
 FLOATS = st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20)
@@ -67,8 +66,7 @@ def test_special_floats() -> None:
 def test_bfloat16(has_ml_dtypes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared by value, not by bits, which are nearly the same for 1 and 2."""
     if not has_ml_dtypes:
-        to_numpy("BF16")
-        monkeypatch.setitem(dtypes._to_numpy, "BF16", np.dtype(np.uint16))
+        monkeypatch.setattr(comparison, "to_numpy", lambda dtype: np.dtype(np.uint16))
     one, close, two = (
         tensor(bfloat16_bits(np.array([1, -1, last], np.float32)), "BF16") for last in (1.0, 1.0078125, 2.0)
     )

@@ -74,6 +74,7 @@ class Stacked(StackedBackend):
     def __init__(self) -> None:
         super().__init__(CONTEXT)
         self.seen: list[list[Array]] = []
+        self.target: Array | None = None
 
     def execute(self, inputs: GatherGroup, outputs: Results) -> None:
         arrays = [inputs.array(index) for index in range(6)]
@@ -90,7 +91,7 @@ class Stacked(StackedBackend):
         assert outputs.near(1, state.shape) is None
         if outputs.needed(0):
             outputs.put(0, x + state[..., :1])
-        target = outputs.place(1, state.shape)
+        target = self.target = outputs.place(1, state.shape)
         target[...] = state
         target[..., 0] += x.sum(axis=-1)
         target[..., 1] += 1
@@ -271,7 +272,7 @@ def test_states_are_not_copied_if_the_same_sequences_come_again() -> None:
     class Keeping(Stacked):
         def execute(self, inputs: GatherGroup, outputs: Results) -> None:
             super().execute(inputs, outputs)
-            self.states = inputs.array(5), outputs._late[1]  # type: ignore[attr-defined]
+            self.states = inputs.array(5), self.target
 
     backend = Keeping()
     with runner_for(config_of(), backend) as runner:
