@@ -10,6 +10,8 @@ import io
 import os
 import stat
 import tarfile
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,7 +51,7 @@ def python_of(root: Path) -> str:
     return str(root / "bin/python")
 
 
-def test_all_kinds_of_members_are_unpacked(tmp_path: Path) -> None:
+def test_all_kinds_of_members_are_unpacked(tmp_path: Path, cache: Path) -> None:
     made = archive(
         tmp_path / "env.tar.gz",
         member("./", tarfile.DIRTYPE),
@@ -59,7 +61,7 @@ def test_all_kinds_of_members_are_unpacked(tmp_path: Path) -> None:
         member("lib/b.py", tarfile.LNKTYPE, "lib/a.py"),
         member("lib/deep/c.py", tarfile.SYMTYPE, "../a.py"),
     )
-    root = environment_archive.unpacked(made, tmp_path / "cache", python_of)
+    root = environment_archive.unpacked(made, cache, python_of)
     assert tree(root) == {
         "bin/python": "program",
         "lib/a.py": "text",
@@ -68,8 +70,7 @@ def test_all_kinds_of_members_are_unpacked(tmp_path: Path) -> None:
         "lib64": "-> lib",
     }
     assert stat.S_IMODE((root / "bin/python").stat().st_mode) & 0o7111 == 0o111 & ~current_umask()
-    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) & 0o077 == 0
-    close_locks(tmp_path / "cache")
+    assert stat.S_IMODE((cache).stat().st_mode) & 0o077 == 0
 
 
 def current_umask() -> int:
@@ -81,12 +82,15 @@ def current_umask() -> int:
 def close_locks(cache: Path) -> None:
     """Closes locks, which otherwise stay open for the life of a worker process."""
     for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue
-        if target.startswith(str(cache)):
-            os.close(int(name))
+        with suppress(FileNotFoundError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(str(cache)):
+                os.close(int(name))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "cache"
+    close_locks(tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -111,14 +115,15 @@ def close_locks(cache: Path) -> None:
         ([member("a", tarfile.BLKTYPE)], "'a' is neither a file nor a directory nor a link"),
     ],
 )
-def test_members_outside_the_directory_are_refused(tmp_path: Path, members: list[tarfile.TarInfo], why: str) -> None:
+def test_members_outside_the_directory_are_refused(
+    tmp_path: Path, cache: Path, members: list[tarfile.TarInfo], why: str
+) -> None:
     made = archive(tmp_path / "env.tar.gz", *members)
     with pytest.raises(InvalidRequest, match="the archive of EXECUTION_ENV_PATH is rejected") as found:
-        environment_archive.unpacked(made, tmp_path / "cache", python_of)
+        environment_archive.unpacked(made, cache, python_of)
     assert why in str(found.value)
     assert not (tmp_path / "outside").exists()
-    assert tree(tmp_path / "cache") == {path: "" for path in tree(tmp_path / "cache") if path.endswith(".lock")}
-    close_locks(tmp_path / "cache")
+    assert tree(cache) == {path: "" for path in tree(cache) if path.endswith(".lock")}
 
 
 def test_a_file_is_never_written_twice(tmp_path: Path) -> None:
@@ -148,8 +153,7 @@ def test_files_that_are_not_archives_are_refused(tmp_path: Path, data: bytes) ->
         environment_archive.extract(made, tmp_path / "root")
 
 
-def test_an_archive_is_unpacked_again_only_if_it_has_changed(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+def test_an_archive_is_unpacked_again_only_if_it_has_changed(tmp_path: Path, cache: Path) -> None:
     made = archive(tmp_path / "env.tar.gz", (member("a"), b"one"))
     first = environment_archive.unpacked(made, cache, python_of)
     (first / "a").write_text("used")
@@ -166,22 +170,19 @@ def test_an_archive_is_unpacked_again_only_if_it_has_changed(tmp_path: Path) -> 
     environment_archive.unpacked(made, cache, python_of)
     assert not first.exists()
     assert not second.exists()
-    close_locks(cache)
 
 
-def test_an_incomplete_environment_is_unpacked_again(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+def test_an_incomplete_environment_is_unpacked_again(tmp_path: Path, cache: Path) -> None:
     made = archive(tmp_path / "env.tar.gz", (member("a"), b"all of it"))
     root = environment_archive.unpacked(made, cache, python_of)
     close_locks(cache)
     (root.parent / environment_archive.READY).unlink()
     (root / "a").write_text("half")
     assert (environment_archive.unpacked(made, cache, python_of) / "a").read_text() == "all of it"
-    close_locks(cache)
 
 
-def test_an_unpacked_environment_stays_locked_while_in_use(tmp_path: Path) -> None:
-    root = environment_archive.unpacked(archive(tmp_path / "env.tar.gz", member("a")), tmp_path / "cache", python_of)
+def test_an_unpacked_environment_stays_locked_while_in_use(tmp_path: Path, cache: Path) -> None:
+    root = environment_archive.unpacked(archive(tmp_path / "env.tar.gz", member("a")), cache, python_of)
 
     def is_free() -> bool:
         with root.parent.with_suffix(environment_archive.LOCK).open("r+") as lock:
@@ -192,14 +193,14 @@ def test_an_unpacked_environment_stays_locked_while_in_use(tmp_path: Path) -> No
             return True
 
     assert not is_free()
-    close_locks(tmp_path / "cache")
+    close_locks(cache)
     assert is_free()
 
 
-def test_an_environment_in_use_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_in_use_is_not_waited_for(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker has seen that the environment is missing. Before it can unpack it, another worker has, and keeps its
     lock."""
-    made, cache = archive(tmp_path / "env.tar.gz", member("a")), tmp_path / "cache"
+    made = archive(tmp_path / "env.tar.gz", member("a"))
     real = fcntl.flock
     others: list[Path | None] = []
 
@@ -211,11 +212,9 @@ def test_an_environment_in_use_is_not_waited_for(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(fcntl, "flock", flock)
     assert environment_archive.unpacked(made, cache, python_of) == others[0]
-    close_locks(cache)
 
 
-def test_a_cache_that_other_users_can_write_to_is_refused(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+def test_a_cache_that_other_users_can_write_to_is_refused(tmp_path: Path, cache: Path) -> None:
     cache.mkdir()
     cache.chmod(0o777)
     with pytest.raises(Unavailable, match="where other users can write") as found:
@@ -227,13 +226,12 @@ RELOCATE = b"#!/bin/sh\necho moved > $(dirname $0)/../moved\n"
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_conda_unpack_runs_once(tmp_path: Path, code: int) -> None:
+def test_conda_unpack_runs_once(tmp_path: Path, cache: Path, code: int) -> None:
     program = RELOCATE + f"exit {code}\n".encode()
     made = archive(tmp_path / "env.tar.gz", (member(environment_archive.RELOCATE, mode=0o755), program))
     if code:
         with pytest.raises(InvalidRequest, match="its bin/conda-unpack ended with 3"):
-            environment_archive.unpacked(made, tmp_path / "cache", lambda root: "/bin/sh")
+            environment_archive.unpacked(made, cache, lambda root: "/bin/sh")
     else:
-        root = environment_archive.unpacked(made, tmp_path / "cache", lambda root: "/bin/sh")
+        root = environment_archive.unpacked(made, cache, lambda root: "/bin/sh")
         assert (root / "moved").read_text() == "moved\n"
-    close_locks(tmp_path / "cache")

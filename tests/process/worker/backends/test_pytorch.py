@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from shmserve.dtypes import to_numpy
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.backends.base import Context
+from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import Spec, inputs_of, outputs_of
 from tests.support.optional import OnDemand, optional
+from tests.support.workers.batch_parts import Parts
 from tests.support.workers.in_process import loaded
 from tests.support.workers.models.worker_models import torch_class, torch_forward, torch_script, version_folder
 from tests.support.workers.worker_harness import config, running, work
@@ -27,8 +31,6 @@ from tests.support.workers.worker_harness import config, running, work
 torch = optional("torch")
 pytorch = OnDemand("shmserve.workers.backends.pytorch.backend")
 programs = OnDemand("shmserve.workers.backends.pytorch.programs")
-
-DICT = ("d: Dict[str, Tensor]", "return {'sum': d['a'] + d['b'], 'a': d['a']}")
 
 
 def opened(path: Path) -> Any:
@@ -201,31 +203,30 @@ def backend(folder: Path, given: ModelConfig) -> Any:
     return pytorch.Torch(Context("m", 1, "m_0_0", folder, folder / "1", {}, 1))
 
 
-def test_inputs_are_not_copied_and_outputs_are_views(tmp_path: Path) -> None:
+def test_inputs_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_forward(tmp_path, "x, y", "return x, y")
-    given = config(
-        "pytorch", {"x": ("FP32", (-1,)), "y": ("BF16", (-1,))}, {"a": ("FP32", (-1,)), "b": ("BF16", (-1,))}
-    )
+    dims: dict[str, tuple[str, Sequence[int]]] = {"x": ("FP32", (-1,)), "y": ("BF16", (-1,))}
+    given = config("pytorch", dims, {"a": dims["x"], "b": dims["y"]})
+    read: list[int] = []
+    from_numpy = torch.from_numpy
+
+    def watched(array: Any) -> Any:
+        read.append(array.ctypes.data)
+        return from_numpy(array)
+
+    monkeypatch.setattr("torch.from_numpy", watched)
     model = backend(tmp_path, given)
-    try:
+    with Parts(given) as parts, closing(model):
         model.load(given)
-        x, y = (np.ones(4, spec.numpy) for spec in model._inputs)
-        x.flags.writeable = y.flags.writeable = False
-        tensors = [model._tensor(index, model._inputs[index], array) for index, array in enumerate((x, y))]
-        assert tensors[0].data_ptr() == x.ctypes.data
-        assert tensors[1].data_ptr() == y.ctypes.data
-        model._copied = {0}
-        assert model._tensor(0, model._inputs[0], x).data_ptr() != x.ctypes.data
+        tensors = [parts.tensor(name, np.ones(4000, to_numpy(dtype)), [0]) for name, (dtype, _) in dims.items()]
+        ((group,), _) = parts.gather.groups([work(1, *tensors, rows=0)])
+        results = Results(parts.scatter, group.works, group.rows)
+        read.clear()
+        model.execute(group, results)
+        assert read[:2] == [parts.mapped.address(tensor.data[0]) for tensor in tensors]  # type: ignore[index, arg-type]
         assert torch.get_num_threads() == 1
-        for spec, tensor in zip(model._outputs, tensors, strict=True):
-            array = model._array(spec, tensor, 0)
-            assert array.dtype == spec.numpy
-            assert array.ctypes.data == tensor.data_ptr()
-        text = "^configuration expects datatype TYPE_FP32 for output 'a', model provides TYPE_INT64$"
-        with pytest.raises(Internal, match=text):
-            model._array(model._outputs[0], torch.zeros(4, dtype=torch.int64), 0)
-    finally:
-        model.close()
+        for output in results.rows()[0].outputs:
+            assert (parts.read(output) == 1).all()
     assert not torch.is_inference_mode_enabled()
 
 
@@ -329,12 +330,8 @@ def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[Se
     if make is on_a_gpu and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     given = make(tmp_path)
-    model = backend(tmp_path, given)
-    try:
-        with pytest.raises(kind, match=text):
-            model.load(given)
-    finally:
-        model.close()
+    with closing(backend(tmp_path, given)) as model, pytest.raises(kind, match=text):
+        model.load(given)
 
 
 def test_a_torchscript_model_needs_configured_inputs(tmp_path: Path) -> None:

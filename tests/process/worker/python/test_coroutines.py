@@ -119,8 +119,8 @@ def test_a_request_withdrawn_just_before_it_runs_is_cancelled(worker: WorkerProc
     rows_and_done(worker, 1)
 
 
-@senders("coroutine", "generator")
-def test_coroutines_of_several_batches_are_cancelled_one_by_one(worker: WorkerProcess, sender: str) -> None:
+@senders("generator")
+def test_generators_of_several_batches_are_closed_one_by_one(worker: WorkerProcess) -> None:
     for number, name in ((1, "one"), (2, "two")):
         worker.execute(asks(number, 1000, window=1, name=name))
         rows_and_done(worker, 1)
@@ -128,18 +128,7 @@ def test_coroutines_of_several_batches_are_cancelled_one_by_one(worker: WorkerPr
     worker.send(More(2, 1))
     values(worker, 2, 1, first=1)
     withdraw(worker, 2)
-    if sender == "generator":
-        assert "closed one True" in worker.said()
-
-
-@senders("coroutine")
-def test_one_request_of_a_coroutine_batch_can_be_cancelled(worker: WorkerProcess) -> None:
-    worker.execute(asks(1, 3, window=1), asks(2, 3, window=1))
-    rows_and_done(worker, 2)
-    withdraw(worker, 1)
-    worker.send(More(2, 2))
-    values(worker, 2, 2, first=1)
-    last(worker, 2)
+    assert "closed one True" in worker.said()
 
 
 def test_a_model_with_one_response_sees_that_a_request_is_cancelled(tmp_path: Path) -> None:

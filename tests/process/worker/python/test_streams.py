@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.protocol.messages import More, Ping, Pong
-from shmserve.protocol.worker_messages import Done, Execute, Stop, Streamed
+from shmserve.protocol.worker_messages import Done, Stop, Streamed
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.workers.models.stream_models import (
     IN_THREADS,
@@ -253,19 +253,6 @@ def test_no_more_responses_than_the_window_allows(worker: WorkerProcess, sender:
         done(worker)
     worker.send(More(1, 5), More(99, 1))  # for a stream that has ended and for an unknown one: ignored
     quiet(worker)
-
-
-@senders("execute")
-def test_a_window_may_grow_before_the_model_has_the_request(worker: WorkerProcess) -> None:
-    number = worker.number + 1
-    worker.send(Execute(number, 0, (asks(1, 5, window=2),), more=True), More(1, 2))
-    worker.send(Execute(number + 1, number, (asks(2, 1),)), More(1, 1))
-    worker.number = number + 1
-    values(worker, 1, 5)
-    last(worker, 1)
-    values(worker, 2, 1)
-    last(worker, 2)
-    done(worker)
 
 
 def test_a_thread_can_send_for_many_requests_without_blocking(tmp_path: Path) -> None:

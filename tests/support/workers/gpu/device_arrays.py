@@ -48,6 +48,14 @@ def read(interface: dict[str, Any]) -> Array:
     return np.frombuffer(ctypes.string_at(interface["data"][0], size), dtype).reshape(shape)
 
 
+def view(memory: Any) -> Array:
+    """The memory itself, since that of the fakes is on the host."""
+    interface = memory.__cuda_array_interface__
+    dtype, size = np.dtype(interface["typestr"]), int(np.prod(interface["shape"]))
+    raw = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(interface["data"][0])
+    return np.frombuffer(raw, dtype).reshape(interface["shape"])
+
+
 def write(interface: dict[str, Any], array: Array) -> None:
     ctypes.memmove(interface["data"][0], np.ascontiguousarray(array).ctypes.data, array.nbytes)
 

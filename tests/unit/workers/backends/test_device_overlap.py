@@ -20,6 +20,7 @@ from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.workers.gpu.device_pair import TensorRtPair, arrays
 from tests.support.workers.gpu.harness import Instance, adder, plan, tensor
 from tests.support.workers.gpu.tensorrt_harness import NO_OVERLAP, Cuda, Gpu, check, config, rows, tuned
+from tests.support.workers.worker_harness import config as model
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "nothing": (),
@@ -294,10 +295,7 @@ def test_the_overlap_can_be_turned_off(gpu: Gpu, tmp_path: Path, key: str) -> No
 def test_models_whose_shapes_depend_on_values_do_not_overlap(gpu: Gpu, tmp_path: Path) -> None:
     tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
     plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
-    given = config(
-        input=(schema.ModelInput(name="x", data_type="TYPE_INT32", dims=(-1,)),),
-        output=(schema.ModelOutput(name="where", data_type="TYPE_INT64", dims=(-1,)),),
-    )
+    given = model("tensorrt", {"x": ("INT32", (-1,))}, {"where": ("INT64", (-1,))})
     with gpu.load(tmp_path, given) as instance:
         assert type(instance.runner) is StackedRunner
 

@@ -4,7 +4,6 @@ memory of the fake GPU, which counts copies.
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from shmserve.workers.backends.device_inputs import DeviceInputs
 from shmserve.workers.batch.specs import Spec, inputs_of
 from tests.support.gpu.fake_processes import WIDTH
 from tests.support.optional import OnDemand, optional
+from tests.support.workers.gpu.device_arrays import view
 from tests.support.workers.gpu.device_pair import Pair, arrays, gathered
 from tests.support.workers.models.worker_models import torch_forward
 from tests.support.workers.worker_harness import config
@@ -27,18 +27,10 @@ DEVICE = "shmserve.workers.backends.pytorch.device"
 torch_device = OnDemand(DEVICE)
 
 
-def host_memory(memory: Any, device: Any) -> Any:
-    """Replaces `as_tensor`, which wraps memory on a GPU."""
-    interface = memory.__cuda_array_interface__
-    dtype, size = np.dtype(interface["typestr"]), int(np.prod(interface["shape"]))
-    raw = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(interface["data"][0])
-    return torch.from_numpy(np.frombuffer(raw, dtype).reshape(interface["shape"]))
-
-
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    monkeypatch.setattr(f"{DEVICE}.as_tensor", host_memory)
+    monkeypatch.setattr(f"{DEVICE}.as_tensor", lambda memory, device: torch.from_numpy(view(memory)))
     monkeypatch.setattr(f"{DEVICE}.settle", found.append)
     return found
 

@@ -4,7 +4,6 @@ queued before in the stream of the model has run; its results count as memory of
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.optional import optional
+from tests.support.workers.gpu.device_arrays import view
 from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, TensorRtPair, arrays, gathered
 from tests.support.workers.gpu.harness import Instance
 from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, Spec, rows
@@ -46,10 +46,7 @@ class FakeDevice:
         """Memory that PyTorch keeps."""
 
     def as_tensor(self, memory: Any, place: Any) -> Any:
-        interface = memory.__cuda_array_interface__
-        dtype, size = np.dtype(interface["typestr"]), int(np.prod(interface["shape"]))
-        raw = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(interface["data"][0])
-        return torch.from_numpy(np.frombuffer(raw, dtype).reshape(interface["shape"]))
+        return torch.from_numpy(view(memory))
 
     def address_of(self, tensor: Any) -> int:
         address: int = tensor.data_ptr()

@@ -16,6 +16,9 @@ from shmserve.repo.config import schema
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from tests.support.workers.gpu.harness import adder, plan, tensor
 from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, Spec, check, config, rows, tuned
+from tests.support.workers.worker_harness import config as model
+
+X, Y = {"x": ("FP32", (4,))}, {"y": ("FP32", (4,))}
 
 # ---------------------------------------------------------------------------------------------- batches
 
@@ -103,11 +106,7 @@ def test_only_requested_outputs_are_copied_to_the_host(gpu: Gpu, tmp_path: Path)
         gpu.clear()
         assert instance.run(instance.work(x=x, outputs=()))[0].outputs == ()
         assert gpu.state.calls == []
-    only = config(
-        max_batch_size=8,
-        input=(schema.ModelInput(name="x", data_type="TYPE_FP32", dims=(4,)),),
-        output=(schema.ModelOutput(name="y", data_type="TYPE_FP32", dims=(4,)),),
-    )
+    only = model("tensorrt", X, Y, max_batch=8)
     for optimization in (None, schema.ModelOptimizationPolicy(cuda=Cuda(graphs=True))):
         with gpu.load(tmp_path, replace(only, optimization=optimization)) as instance:  # the engine still writes z
             check(instance, 1)
@@ -126,10 +125,7 @@ def test_without_a_batch_dimension(gpu: Gpu, tmp_path: Path) -> None:
 def test_data_dependent_output_shapes(gpu: Gpu, tmp_path: Path) -> None:
     tensors = [tensor("input", "x", [-1], "INT32"), tensor("output", "where", [-1], "INT64")]
     plan(tmp_path, tensors, {"where": ["nonzero", "x"]}, {"x": [[1], [8], [100_000]]})
-    given = config(
-        input=(schema.ModelInput(name="x", data_type="TYPE_INT32", dims=(-1,)),),
-        output=(schema.ModelOutput(name="where", data_type="TYPE_INT64", dims=(-1,)),),
-    )
+    given = model("tensorrt", {"x": ("INT32", (-1,))}, {"where": ("INT64", (-1,))})
     with gpu.load(tmp_path, given) as instance:
         for size in (3, 50_000, 10):
             x = np.arange(size, dtype=np.int32) % 3
@@ -227,12 +223,8 @@ def test_profiles_that_do_not_exist_or_are_too_small(gpu: Gpu, tmp_path: Path) -
     profiled(tmp_path)
     with pytest.raises(InvalidRequest, match="names profile 3; the engine has 3, numbered from 0"):
         gpu.load(tmp_path, grouped(("3",)))
-    io = {
-        "input": (schema.ModelInput(name="x", data_type="TYPE_FP32", dims=(4,)),),
-        "output": (schema.ModelOutput(name="y", data_type="TYPE_FP32", dims=(4,)),),
-    }
     with pytest.raises(InvalidRequest, match=r"max_batch_size is 3, and profile\(s\) 0 of the engine .* up to 2"):
-        gpu.load(tmp_path, config(max_batch_size=3, **io))
+        gpu.load(tmp_path, model("tensorrt", X, Y, max_batch=3))
 
 
 # ---------------------------------------------------------------------------------------------- CUDA graphs

@@ -16,7 +16,7 @@ from shmserve.dtypes import from_numpy
 from shmserve.errors import ModelFailed
 from shmserve.protocol import codec
 from shmserve.protocol.messages import INLINE_BYTES, PACKET_MESSAGES, Columns, Failure, Tensor, TensorForm
-from shmserve.protocol.worker_messages import Done, Row, Work, WorkerReport, rows_of
+from shmserve.protocol.worker_messages import Done, Work, WorkerReport, rows_of
 from shmserve.repo.config.schema import BatchOutput, ModelConfig, ModelTensorReshape
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.base import StackedBackend
@@ -326,19 +326,6 @@ def test_a_share_of_several_rows_above_the_inline_limit_is_not_in_columns() -> N
     assert isinstance(results, list)
     assert type(results[1].outputs[0].data) is tuple
     assert [outputs[0][2] for _, outputs, _ in found] == [(1, INLINE_BYTES // 8), (3, INLINE_BYTES // 8)]
-
-
-def test_run_returns_the_rows_of_run_batch() -> None:
-    case = CASES["identity"]
-    columns, audiences = batch_of(case, ["a", "b"], [1, 2], 3)
-    with Parts(case.config) as parts:
-        runner = parts.runner(Applied(identity, False, case.config))
-        results, times, again = runner.run_batch(ColumnWorks(columns, audiences))
-        assert isinstance(results, Columns)
-        rows, _, _ = runner.run(ColumnWorks(columns, audiences))
-        assert rows == [Row(request, results.tensors(index)) for index, request in enumerate(results.requests)]
-        assert list(times) == sorted(times)
-        assert again == ()
 
 
 @pytest.mark.parametrize("count", [PACKET_MESSAGES, PACKET_MESSAGES + 1, 3000])
