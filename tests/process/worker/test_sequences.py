@@ -22,7 +22,7 @@ from shmserve.repo.config.schema import (
     ModelWarmup,
     ModelWarmupInput,
 )
-from tests.support.workers.in_process import load_failure, loaded
+from tests.support.workers.in_process import inline, load_failure, loaded, run, value
 from tests.support.workers.models.worker_models import Graph, python_model
 from tests.support.workers.worker_harness import config, work
 
@@ -66,14 +66,8 @@ def counting(folder: Path) -> ModelConfig:
     return sequence(empty, START, END, READY, ID, state=(state,))
 
 
-def number(value: float) -> Tensor:
-    return Tensor("x", "FP32", (1, 1), np.array([[value]], np.float32).tobytes())
-
-
-def floats(row: Any, index: int = 0) -> list[float]:
-    assert row.error is None, row.error
-    found: list[float] = np.frombuffer(row.outputs[index].data, np.float32).tolist()
-    return found
+def number(x: float) -> Tensor:
+    return inline("x", np.array([[x]], np.float32))
 
 
 def test_control_inputs_and_states_across_sequences(tmp_path: Path) -> None:
@@ -81,19 +75,19 @@ def test_control_inputs_and_states_across_sequences(tmp_path: Path) -> None:
         assert [entry.name for entry in model.config.input] == ["x"]
         assert [entry.name for entry in model.config.output] == ["y"]
 
-        def run(*works: Work) -> list[Any]:
-            return [row.error or floats(row) for row in model.runner.run(works)[0]]
+        def run_all(*works: Work) -> list[Any]:
+            return [row.error or value(row).tolist()[0] for row in run(model, *works)]
 
-        first = run(step(1, 50, number(1), start=True, slot=2), step(2, 60, number(2), start=True, slot=0))
+        first = run_all(step(1, 50, number(1), start=True, slot=2), step(2, 60, number(2), start=True, slot=0))
         assert first == [[1, 0, 1, 50, 2, 1], [1, 0, 1, 60, 2, 2]]
-        assert run(step(3, 50, number(10), slot=2)) == [[0, 0, 1, 50, 1, 11]]
-        assert run(step(4, 50, number(10), end=True, slot=2)) == [[0, 1, 1, 50, 1, 21]]
-        assert run(step(5, 50, number(3), slot=2)) == [[0, 0, 1, 50, 1, 3]]
-        assert run(step(6, 60, number(3), start=True, slot=0)) == [[1, 0, 1, 60, 1, 3]]
+        assert run_all(step(3, 50, number(10), slot=2)) == [[0, 0, 1, 50, 1, 11]]
+        assert run_all(step(4, 50, number(10), end=True, slot=2)) == [[0, 1, 1, 50, 1, 21]]
+        assert run_all(step(5, 50, number(3), slot=2)) == [[0, 0, 1, 50, 1, 3]]
+        assert run_all(step(6, 60, number(3), start=True, slot=0)) == [[1, 0, 1, 60, 1, 3]]
         model.runner.forget([60])
-        both = run(step(7, 60, number(4), slot=0), step(8, 50, number(4), slot=2))
+        both = run_all(step(7, 60, number(4), slot=0), step(8, 50, number(4), slot=2))
         assert both == [[0, 0, 1, 60, 2, 4], [0, 0, 1, 50, 2, 7]]
-        (refused,) = run(step(9, "name", number(4)))
+        (refused,) = run_all(step(9, "name", number(4)))
         assert refused.code == "INVALID_ARG"
         assert "it must be an integer" in refused.text
 
@@ -102,8 +96,8 @@ def test_a_state_may_also_be_an_output(tmp_path: Path) -> None:
     shown = config("onnxruntime", {"x": ("FP32", (1,))}, {"y": ("FP32", (6,)), "t": ("FP32", (1,))})
     with loaded(replace(counting(tmp_path), input=shown.input, output=shown.output), tmp_path) as model:
         for request, total in ((1, 5), (2, 10)):
-            ((row,), *_) = model.runner.run([step(request, 1, number(5), start=request == 1)])
-            assert (row.outputs[1].name, floats(row, 1)) == ("t", [total])
+            (row,) = run(model, step(request, 1, number(5), start=request == 1))
+            assert (row.outputs[1].name, value(row, 1).tolist()) == ("t", [[total]])
 
 
 @pytest.mark.parametrize("case", ["one too many", "one too few", "other data type"])
@@ -138,8 +132,8 @@ def test_warm_up_leaves_the_initial_states(tmp_path: Path) -> None:
     warm = ModelWarmup(name="w", batch_size=3, count=2, inputs=inputs)
     given = replace(given, sequence_batching=replace(given.sequence_batching, state=(state,)), model_warmup=(warm,))
     with loaded(given, tmp_path) as model:
-        ((row,), *_) = model.runner.run([step(1, 1, number(1), slot=0)])
-        assert row.outputs[0].data == np.array([0, 0, 1, 1, 1, 1001], np.float32).tobytes()
+        (row,) = run(model, step(1, 1, number(1), slot=0))
+        assert value(row).tolist() == [[0, 0, 1, 1, 1, 1001]]
 
 
 # ---------------------------------------------------------------------------------------------- python
@@ -170,13 +164,12 @@ def test_a_python_model_gets_controls_and_states_as_inputs(tmp_path: Path) -> No
     given = config("python", {"x": ("FP32", (1,))}, outputs, max_batch=8)
     with loaded(sequence(given, START, END, READY, NAME, state=(state,)), tmp_path) as model:
 
-        def run(*works: Work) -> list[Any]:
-            rows: list[Any] = model.runner.run(works)[0]
-            return [(floats(row), row.outputs[1].data[4:]) for row in rows]
+        def run_all(*works: Work) -> list[Any]:
+            return [(value(row).tolist()[0], value(row, 1).item()) for row in run(model, *works)]
 
-        first = run(step(1, "a", number(1), start=True, slot=2), step(2, "b", number(2), start=True, slot=0))
+        first = run_all(step(1, "a", number(1), start=True, slot=2), step(2, "b", number(2), start=True, slot=0))
         assert first == [([1, 0, 1, 1], b"a"), ([1, 0, 1, 2], b"b")]
-        assert run(step(3, "a", number(5), end=True, slot=2)) == [([0, 1, 1, 6], b"a")]
+        assert run_all(step(3, "a", number(5), end=True, slot=2)) == [([0, 1, 1, 6], b"a")]
 
 
 # ---------------------------------------------------------------------------------------------- batch inputs
@@ -193,6 +186,6 @@ def test_batch_inputs_are_not_added_to_a_completed_configuration(tmp_path: Path)
     count = batch_input("ELEMENT_COUNT", "count", "INT32")
     with loaded(replace(config("onnxruntime", {}, {}, max_batch=4), batch_input=(count,)), tmp_path) as model:
         assert [(entry.name, entry.dims) for entry in model.config.input] == [("x", (2,))]
-        x = Tensor("x", "FP32", (1, 2), np.array([1, 5], np.float32).tobytes())
-        for row in model.runner.run([work(1, x), work(2, x)])[0]:
-            assert row.outputs[0].data == np.array([2, 10], np.float32).tobytes()
+        x = inline("x", np.array([[1, 5]], np.float32))
+        for row in run(model, work(1, x), work(2, x)):
+            assert value(row).tolist() == [[2, 10]]

@@ -12,14 +12,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from shmserve.dtypes import from_numpy, to_numpy
 from shmserve.errors import ServeError
-from shmserve.protocol.messages import Failure
-from shmserve.protocol.worker_messages import Load
+from shmserve.protocol.messages import Failure, Tensor
+from shmserve.protocol.worker_messages import Load, Row, Work
 from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.mapped import Mapped
+from shmserve.shm.strings import decode_bytes, encode_bytes
 from shmserve.workers.loading import THREADS, LoadedModel, load, load_error
 from shmserve.workers.outbox import NullOutbox
-from tests.support.workers.worker_harness import WORKER
+from tests.support.workers.worker_harness import WORKER, Array
 
 
 @contextmanager
@@ -45,6 +49,28 @@ def loaded(given: ModelConfig, folder: Path, settings: dict[str, str] | None = N
         for name in set(sys.modules) - modules:
             if name.startswith(("1.", "triton_python_backend", "c_python_backend")) or name == "1":
                 del sys.modules[name]
+
+
+def run(model: LoadedModel, *works: Work) -> list[Row]:
+    """Runs one batch and returns its results."""
+    rows: list[Row] = model.runner.run(works)[0]
+    return rows
+
+
+def inline(name: str, array: Array) -> Tensor:
+    """A tensor in the message."""
+    dtype = from_numpy(array.dtype)
+    return Tensor(name, dtype, array.shape, encode_bytes(array) if dtype == "BYTES" else array.tobytes())
+
+
+def value(row: Row, index: int = 0) -> Array:
+    """An output of a request, which must have succeeded."""
+    assert row.error is None, row.error
+    output = row.outputs[index]
+    assert isinstance(output.data, bytes)
+    if output.dtype == "BYTES":
+        return decode_bytes(output.data, output.shape)
+    return np.frombuffer(output.data, to_numpy(output.dtype)).reshape(output.shape)
 
 
 def completed(given: ModelConfig, folder: Path, settings: dict[str, str] | None = None) -> ModelConfig:

@@ -6,23 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 
-from shmserve.protocol.messages import Tensor, Wanted
+from shmserve.protocol.messages import Tensor
 from shmserve.repo.config.schema import ModelConfig
-from tests.support.workers.in_process import completed, loaded
+from tests.support.workers.in_process import completed, inline, loaded, run, value
 from tests.support.workers.models.worker_models import Graph
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
+from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 
 pytestmark = pytest.mark.process
-
-
-def bare(path: Path, **feeds: Any) -> list[Any]:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    found: list[Any] = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]).run(None, feeds)
-    return found
 
 
 def mlp(folder: Path, width: int, classes: int) -> Path:
@@ -31,39 +23,6 @@ def mlp(folder: Path, width: int, classes: int) -> Path:
     graph.weight("w", random.standard_normal((width, classes)).astype(np.float32))
     graph.weight("b", random.standard_normal(classes).astype(np.float32))
     return graph.node("Gemm", ["x", "w", "b"], ["h"]).node("Relu", ["h"], ["y"]).save(folder)
-
-
-@pytest.mark.parametrize("classes", [10, 3000])
-def test_batches_give_the_same_results_as_onnx_runtime(tmp_path: Path, classes: int) -> None:
-    """Outputs of 10 elements are sent in messages; those of 3,000 are computed in shared memory."""
-    path = mlp(tmp_path, 200, classes)
-    given = config("onnxruntime", {"x": ("FP32", (200,))}, {"y": ("FP32", (classes,))}, max_batch=16)
-    random = np.random.default_rng(4)
-    with running(given, tmp_path) as worker:
-        number = 0
-        for shares in ((1,), (1,) * 16, (3, 1, 5), (16,)):
-            xs = [random.standard_normal((rows, 200)).astype(np.float32) for rows in shares]
-            works = [work(number := number + 1, worker.tensor("x", x)) for x in xs]
-            (expected,) = bare(path, x=np.concatenate(xs))
-            start = 0
-            for row, x in zip(worker.run(*works), xs, strict=True):
-                found = worker.value(row)
-                assert isinstance(row.outputs[0].data, bytes) == (found.nbytes <= 4096)
-                np.testing.assert_allclose(found, expected[start : start + len(x)], rtol=1e-4, atol=1e-5)
-                start += len(x)
-            for given_work, x in zip(works, xs, strict=True):  # the engine did not write to its inputs
-                assert (worker.array(given_work.inputs[0], np.float32) == x).all()
-        # Into the caller's own memory, one alone and two together.
-        for together in (1, 2):
-            places = [worker.place(classes * 4) for _ in range(together)]
-            works = [
-                work(number := number + 1, worker.tensor("x", xs[0][:1]), outputs=[Wanted("y", place)])
-                for place in places
-            ]
-            (expected,) = bare(path, x=xs[0][:1])
-            for row, place in zip(worker.run(*works), places, strict=True):
-                assert row.outputs[0].data == (place,)
-                np.testing.assert_allclose(worker.value(row), expected, rtol=1e-4, atol=1e-5)
 
 
 def described(config: ModelConfig) -> tuple[int, list[Any], list[Any]]:
@@ -126,33 +85,20 @@ def test_an_input_with_a_default_value_is_optional(tmp_path: Path) -> None:
     graph.weight("w", np.array([[10, 20]], np.float32)).node("Add", ["x", "w"], ["y"]).save(tmp_path)
     inputs = {"x": ("FP32", (2,)), "w": ("FP32", (2,))}
     given = config("onnxruntime", inputs, {"y": ("FP32", (2,))}, max_batch=8, optional=["w"])
-    with running(given, tmp_path) as worker:
+    with loaded(given, tmp_path) as model:
         x = Tensor("x", "FP32", (1, 2), np.array([1, 2], np.float32).tobytes())
         w = Tensor("w", "FP32", (1, 2), np.array([5, 5], np.float32).tobytes())
-        rows = worker.run(work(1, x), work(2, x, w), work(3, x))
+        rows = run(model, work(1, x), work(2, x, w), work(3, x))
         assert [row.error for row in rows] == [None] * 3
-        assert [worker.value(row).tolist() for row in rows] == [[[11, 22]], [[6, 7]], [[11, 22]]]
-
-
-def test_outputs_of_data_dependent_size(tmp_path: Path) -> None:
-    graph = Graph().input("x", "FP32", [-1]).output("where", "INT64", [1, -1]).output("y", "FP32", [-1])
-    graph.node("NonZero", ["x"], ["where"]).node("Identity", ["x"], ["y"]).save(tmp_path)
-    outputs = {"where": ("INT64", (1, -1)), "y": ("FP32", (-1,))}
-    with WorkerProcess(config("onnxruntime", {"x": ("FP32", (-1,))}, outputs), tmp_path) as worker:
-        worker.loaded()
-        for length in (0, 1, 9, 4000):
-            x = np.arange(length, dtype=np.float32)
-            (row,) = worker.run(work(1, worker.tensor("x", x), rows=0))
-            assert worker.value(row).tolist() == [list(range(1, length))]
-            assert worker.value(row, 1).tolist() == x.tolist()
+        assert [value(row).tolist() for row in rows] == [[[11, 22]], [[6, 7]], [[11, 22]]]
 
 
 def test_a_string_that_is_not_utf_8_fails_its_request(tmp_path: Path) -> None:
     graph = Graph().input("x", "BYTES", [-1, 1]).output("y", "BYTES", [-1, 1])
     graph.node("Identity", ["x"], ["y"]).save(tmp_path)
     given = config("onnxruntime", {"x": ("STRING", (1,))}, {"y": ("STRING", (1,))}, max_batch=4)
-    with running(given, tmp_path) as worker:
+    with loaded(given, tmp_path) as model:
         good, bad = np.array([["é".encode()]], object), np.array([[b"\xff"]], object)
-        rows = worker.run(work(1, worker.tensor("x", good)), work(2, worker.tensor("x", bad)))
-        assert worker.array(rows[0].outputs[0], object).tolist() == good.tolist()
+        rows = run(model, work(1, inline("x", good)), work(2, inline("x", bad)))
+        assert value(rows[0]).tolist() == good.tolist()
         assert_failed(rows[1], "INVALID_ARG", "not UTF-8")

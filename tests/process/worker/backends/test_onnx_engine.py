@@ -22,7 +22,7 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyExecutionAccelerators,
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
 )
-from tests.support.workers.in_process import load_failure
+from tests.support.workers.in_process import inline, load_failure, loaded, run, value
 from tests.support.workers.models.worker_models import Graph, version_folder
 from tests.support.workers.worker_harness import WorkerProcess, config, running, work
 
@@ -82,11 +82,11 @@ def test_a_model_directory_with_external_weights(tmp_path: Path) -> None:
     path.mkdir()
     onnx.save(model, str(path / "model.onnx"), save_as_external_data=True, location="weights.bin", size_threshold=0)
     assert (path / "weights.bin").stat().st_size == weights.nbytes
-    with WorkerProcess(config("onnxruntime", {}, {}), tmp_path) as worker:
-        assert worker.loaded().input[0].dims == (64,)
+    with loaded(config("onnxruntime", {}, {}), tmp_path) as model:
+        assert model.config.input[0].dims == (64,)
         x = np.random.default_rng(2).standard_normal((3, 64)).astype(np.float32)
-        (row,) = worker.run(work(1, worker.tensor("x", x)))
-        np.testing.assert_allclose(worker.value(row), x @ weights, rtol=1e-4, atol=1e-4)
+        (row,) = run(model, work(1, inline("x", x)))
+        np.testing.assert_allclose(value(row), x @ weights, rtol=1e-4, atol=1e-4)
     (path / "weights.bin").unlink()
     assert "weights.bin" in refused(config("onnxruntime", {}, {}), tmp_path)
     shutil.rmtree(path)
@@ -146,10 +146,10 @@ def test_an_output_of_sequence_type_can_be_omitted(tmp_path: Path) -> None:
     assert "tensor 'all' of the model is a seq(tensor(float)), not supported" in text
     y = {"y": ("FP32", (2,))}
     assert "'all'" in refused(config("onnxruntime", {}, y | {"all": ("FP32", (2,))}), tmp_path)
-    with WorkerProcess(config("onnxruntime", {}, y), tmp_path) as worker:
-        assert [entry.name for entry in worker.loaded().input] == ["x"]
-        (row,) = worker.run(work(1, worker.tensor("x", np.array([[1, 2]], np.float32))))
-        assert worker.value(row).tolist() == [[-1, -2]]
+    with loaded(config("onnxruntime", {}, y), tmp_path) as model:
+        assert [entry.name for entry in model.config.input] == ["x"]
+        (row,) = run(model, work(1, inline("x", np.array([[1, 2]], np.float32))))
+        assert value(row).tolist() == [[-1, -2]]
 
 
 def test_inputs_of_optional_type_are_refused(tmp_path: Path) -> None:

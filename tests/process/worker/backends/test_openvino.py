@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor, Wanted
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers.in_process import AS_GIVEN, assert_refused
+from tests.support.workers.in_process import AS_GIVEN, assert_refused, loaded, run, value
 from tests.support.workers.models.worker_models import (
     Graph,
     openvino_input,
@@ -98,24 +98,22 @@ def test_outputs_of_known_shape_are_written_in_place(tmp_path: Path) -> None:
                 worker.send(Return(output.data))  # type: ignore[arg-type]
 
 
-@pytest.mark.process
 def test_a_model_with_a_fixed_batch_size_needs_padding(tmp_path: Path) -> None:
     double(tmp_path, (4, 3))
     parameters = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES", "ENABLE_BATCH_PADDING": "YES", "NUM_STREAMS": "AUTO"}
-    with running(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
+    with loaded(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as model:
         for count in (1, 4, 3):
-            rows = worker.run(*[work(number, tensor([[number, 2, 3]])) for number in range(1, count + 1)])
+            rows = run(model, *[work(number, tensor([[number, 2, 3]])) for number in range(1, count + 1)])
             for number, row in enumerate(rows, 1):
-                assert worker.value(row).tolist() == [[2 * number, 4, 6]]
+                assert value(row).tolist() == [[2 * number, 4, 6]]
     del parameters["ENABLE_BATCH_PADDING"]
-    with running(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
-        (row,) = worker.run(work(1, tensor([[1, 2, 3]])))
+    with loaded(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as model:
+        (row,) = run(model, work(1, tensor([[1, 2, 3]])))
         assert_failed(row, "MODEL_FAILED", "and this one has 1: set parameter ENABLE_BATCH_PADDING")
-        (row,) = worker.run(work(2, tensor([[1, 2, 3]] * 4)))
+        (row,) = run(model, work(2, tensor([[1, 2, 3]] * 4)))
         assert row.error is None
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("choice", ["", "NO"])
 def test_a_batch_size_fixed_by_an_operator(tmp_path: Path, choice: str) -> None:
     """As in models of Triton's tests: the inputs could have any number of rows, but the output could not."""
@@ -125,26 +123,25 @@ def test_a_batch_size_fixed_by_an_operator(tmp_path: Path, choice: str) -> None:
     shaped = opset13.reshape(opset13.multiply(x, np.float32(2)), np.array([4, 3]), special_zero=False)
     openvino_save(tmp_path, [x], [openvino_result("y", shaped)])
     parameters = {"ENABLE_BATCH_PADDING": choice} if choice else {}
-    with running(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as worker:
-        (row,) = worker.run(work(1, tensor([[1, 2, 3]] * 4)))
-        assert worker.value(row).tolist() == [[2, 4, 6]] * 4
-        (row,) = worker.run(work(2, tensor([[1, 2, 3]] * 2)))
+    with loaded(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as model:
+        (row,) = run(model, work(1, tensor([[1, 2, 3]] * 4)))
+        assert value(row).tolist() == [[2, 4, 6]] * 4
+        (row,) = run(model, work(2, tensor([[1, 2, 3]] * 2)))
         if choice:
             text = "batches of 4 rows, and this one has 2: set parameter ENABLE_BATCH_PADDING"
             assert_failed(row, "MODEL_FAILED", text)
         else:
-            assert worker.value(row).tolist() == [[2, 4, 6]] * 2
+            assert value(row).tolist() == [[2, 4, 6]] * 2
 
 
-@pytest.mark.process
 def test_an_onnx_file_is_reshaped_to_the_configured_dims(tmp_path: Path) -> None:
     graph = Graph().input("x", "FP32", [1, 5]).output("y", "FP32", [-1, -1]).node("Neg", ["x"], ["y"])
     graph.save(tmp_path)
     parameters = {"RESHAPE_IO_LAYERS": "YES", "PERFORMANCE_HINT": "latency", "HINT_BF16": "YES"}
     given = config("openvino", X, Y, max_batch=2, parameters=parameters)
-    with running(replace(given, default_model_filename="model.onnx"), tmp_path) as worker:
-        (row,) = worker.run(work(1, tensor([[1, 2, 3]] * 2)))
-        assert worker.value(row).tolist() == [[-1, -2, -3]] * 2
+    with loaded(replace(given, default_model_filename="model.onnx"), tmp_path) as model:
+        (row,) = run(model, work(1, tensor([[1, 2, 3]] * 2)))
+        assert value(row).tolist() == [[-1, -2, -3]] * 2
 
 
 # ---------------------------------------------------------------------------------------------- what is refused

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Tensor
+from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers.in_process import AS_GIVEN, assert_refused
+from tests.support.workers.in_process import AS_GIVEN, assert_refused, loaded, run, value
 from tests.support.workers.models.tflite_models import Graph
-from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
+from tests.support.workers.worker_harness import assert_failed, config, work
 
 if importlib.util.find_spec("ai_edge_litert") is None:
     pytest.skip("ai_edge_litert is not installed", allow_module_level=True)
@@ -42,37 +43,33 @@ def tensor(values: Any, name: str = "x") -> Tensor:
     return Tensor(name, "FP32", array.shape, array.tobytes())
 
 
-def values(worker: WorkerProcess, row: Any) -> list[Any]:
-    assert row.error is None, row.error
-    return [worker.array(output, {"FP32": "f4", "INT32": "i4"}[output.dtype]).tolist() for output in row.outputs]
+def values(row: Row) -> list[Any]:
+    return [value(row, index).tolist() for index in range(len(row.outputs))]
 
 
-@pytest.mark.process
 def test_a_model_for_one_image_runs_batches(tmp_path: Path) -> None:
     """As converters write most models: the first dimension is 1."""
     dense(tmp_path, signatures=True)
     given = config("tflite", X, Y, max_batch=4, parameters={"tflite_num_threads": "2"})
-    with running(given, tmp_path) as worker:
+    with loaded(given, tmp_path) as model:
         for count in (1, 4, 2):
             inputs = [np.full((1, 3), number, np.float32) for number in range(count)]
-            rows = worker.run(*[work(number, tensor(array)) for number, array in enumerate(inputs, 1)])
-            assert [values(worker, row) for row in rows] == [[(array @ WEIGHTS.T).tolist()] for array in inputs]
+            rows = run(model, *[work(number, tensor(array)) for number, array in enumerate(inputs, 1)])
+            assert [values(row) for row in rows] == [[(array @ WEIGHTS.T).tolist()] for array in inputs]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("batch", [1, -1])
 def test_inputs_and_outputs_are_read_from_the_model(tmp_path: Path, batch: int) -> None:
     dense(tmp_path, batch, signatures=True)
-    with WorkerProcess(config("tflite", {}, {}), tmp_path) as worker:
-        found = worker.loaded()
+    with loaded(config("tflite", {}, {}), tmp_path) as model:
+        found = model.config
         assert [(entry.name, tuple(entry.dims)) for entry in found.input] == [("x", (batch, 3))]
         assert [(entry.name, tuple(entry.dims)) for entry in found.output] == [("shape", (2,)), ("y", (batch, 2))]
         assert found.max_batch_size == 0, "one output does not have the rows of the batch"
-        (row,) = worker.run(work(1, tensor([[1, 2, 3]]), rows=0))
-        assert values(worker, row) == [[1, 3], [[8, 26]]]
+        (row,) = run(model, work(1, tensor([[1, 2, 3]]), rows=0))
+        assert values(row) == [[1, 3], [[8, 26]]]
 
 
-@pytest.mark.process
 def test_a_model_serves_requests_after_an_error(tmp_path: Path) -> None:
     """Errors of the engine, in a run or before it, and an output of the wrong shape."""
     graph = Graph()
@@ -83,14 +80,13 @@ def test_a_model_serves_requests_after_an_error(tmp_path: Path) -> None:
     graph.node("RESHAPE", [x, shape], [graph.output("y", "FP32", [2, -1])])
     graph.save(tmp_path)
     outputs = {"y": ("FP32", (2, 1)), "looked": ("FP32", (-1,))}
-    with WorkerProcess(config("tflite", {"x": ("FP32", (-1,))}, outputs), tmp_path) as worker:
-        worker.loaded()
+    with loaded(config("tflite", {"x": ("FP32", (-1,))}, outputs), tmp_path) as model:
         cases = [([1, 2, 3], "failed to prepare"), ([77, 1], "GATHER"), ([1, 2, 3, 3], r"output 'y'")]
         for number, (wrong, text) in enumerate(cases):
-            (row,) = worker.run(work(2 * number + 1, tensor(wrong), rows=0))
+            (row,) = run(model, work(2 * number + 1, tensor(wrong), rows=0))
             assert_failed(row, "MODEL_FAILED", text)
-            (row,) = worker.run(work(2 * number + 2, tensor([1, 2]), rows=0))
-            assert values(worker, row) == [[[1], [2]], [0, 0]]
+            (row,) = run(model, work(2 * number + 2, tensor([1, 2]), rows=0))
+            assert values(row) == [[[1], [2]], [0, 0]]
 
 
 # ---------------------------------------------------------------------------------------------- what is refused

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Tensor
 from shmserve.repo.config.complete import TREE_FILES
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers.in_process import completed, load_failure, loaded
+from tests.support.workers.in_process import completed, inline, load_failure, loaded, run, value
 from tests.support.workers.models.worker_models import version_folder
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 
@@ -81,22 +80,9 @@ def fil(kind: str, columns: int, /, features: Any = FEATURES, output: str = "FP3
 
 def predictions(given: ModelConfig, folder: Path, x: Array, settings: dict[str, str] | None = None) -> Array:
     """Sends the rows in two requests of one batch."""
-    parts = [x[:7], x[7:]]
     with loaded(given, folder, settings) as model:
-        found, _, _ = model.runner.run(
-            [
-                work(number, Tensor("input__0", "FP32", part.shape, part.tobytes()), rows=len(part))
-                for number, part in enumerate(parts, 1)
-            ]
-        )
-    results = []
-    for row in found:
-        assert row.error is None, row.error
-        (output,) = row.outputs
-        assert isinstance(output.data, bytes)
-        dtype = np.float64 if output.dtype == "FP64" else np.float32
-        results.append(np.frombuffer(output.data, dtype).reshape(output.shape))
-    return np.concatenate(results)
+        works = [work(number, inline("input__0", part)) for number, part in enumerate((x[:7], x[7:]), 1)]
+        return np.concatenate([value(row) for row in run(model, *works)])
 
 
 # ---------------------------------------------------------------------------------------------- the libraries
@@ -274,11 +260,9 @@ def test_a_single_row_without_a_batch_dimension(tmp_path: Path) -> None:
     x, _ = data()
     plain = replace(fil("xgboost_json", 1), max_batch_size=0)
     with loaded(plain, tmp_path) as model:
-        (row,), _, _ = model.runner.run([work(1, Tensor("input__0", "FP32", (FEATURES,), x[3].tobytes()), rows=0)])
-    assert row.error is None, row.error
-    assert row.outputs[0].shape == (1,)
-    assert isinstance(row.outputs[0].data, bytes)
-    assert np.abs(np.frombuffer(row.outputs[0].data, np.float32) - oracle(x[3:4])).max() < CLOSE
+        (row,) = run(model, work(1, inline("input__0", x[3]), rows=0))
+    assert value(row).shape == (1,)
+    assert np.abs(value(row) - oracle(x[3:4])).max() < CLOSE
 
 
 def test_a_wrong_number_of_features_is_refused(tmp_path: Path) -> None:
@@ -287,7 +271,7 @@ def test_a_wrong_number_of_features_is_refused(tmp_path: Path) -> None:
     failure = load_failure(fil("xgboost_json", 1, features=5), tmp_path)
     assert f"has 5 features in the configuration and {FEATURES} in the model" in failure.text
     with loaded(fil("xgboost_json", 1, features=-1), tmp_path) as model:
-        (row,), _, _ = model.runner.run([work(1, Tensor("input__0", "FP32", (1, 5), bytes(20)))])
+        (row,) = run(model, work(1, inline("input__0", np.zeros((1, 5), np.float32))))
         assert_failed(row, "INVALID_ARG", f"the model has {FEATURES} features; the input's shape is [1, 5]")
 
 

@@ -14,7 +14,7 @@ import pytest
 from shmserve.protocol.messages import Options, Ping, Pong, Tensor, Wanted
 from shmserve.protocol.worker_messages import Probe, Probed, Row
 from shmserve.repo.config.schema import as_triton_json
-from tests.support.workers.in_process import completed, loaded
+from tests.support.workers.in_process import completed, inline, loaded, run, value
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
 
@@ -226,6 +226,7 @@ def test_request_attributes_are_visible_to_the_model(scripted: WorkerProcess) ->
         ("error", "NOT_FOUND", "said no"),
         ("plain_error", "MODEL_FAILED", "said no"),
         ("surrogate", "MODEL_FAILED", "said ?"),
+        ("where", "MODEL_FAILED", "see <model>/1/model.py:12"),
         (
             "none",
             "MODEL_FAILED",
@@ -278,10 +279,6 @@ def test_invalid_results_of_execute_fail_the_batch(scripted: WorkerProcess, wish
         assert row.error is None
 
 
-def test_paths_in_errors_are_relative_to_the_model(scripted: WorkerProcess) -> None:
-    assert assert_failed(ask(scripted, "where"), "MODEL_FAILED").text == "see <model>/1/model.py:12"
-
-
 def test_parameters_that_cannot_be_encoded_are_replaced(scripted: WorkerProcess) -> None:
     assert ask(scripted, "surrogate_parameter").parameters == {"a?": "?"}
 
@@ -326,8 +323,8 @@ def test_a_model_completes_its_configuration(tmp_path: Path) -> None:
         assert found.dynamic_batching is not None
         assert [(entry.name, entry.data_type, entry.dims) for entry in found.input] == [("x", "TYPE_FP32", (-1,))]
         assert [(entry.name, entry.data_type, entry.dims) for entry in found.output] == [("y", "TYPE_FP32", (1,))]
-        ((row,), *_) = model.runner.run([work(1, tensor(4, 5))])
-        assert row.outputs[0].data == np.float32(4).tobytes()
+        (row,) = run(model, work(1, tensor(4, 5)))
+        assert value(row).tolist() == [[4]]
     found = completed(config("python", X, Y), tmp_path, {"disable-auto-complete-config": "true"})
     assert found.max_batch_size == 0
 
@@ -357,14 +354,9 @@ def test_strings(tmp_path: Path) -> None:
     python_model(tmp_path, STRINGS)
     given = config("python", {"x": ("STRING", (1,))}, {"y": ("STRING", (1,))}, max_batch=8)
     expected = {b"number": b"5", b"text": "caf\u00e9".encode(), b"fixed": b"abc", b"bytes": b"\xff"}
-    works = [work(number, Tensor("x", "BYTES", (1, 1), encoded(word))) for number, word in enumerate(expected)]
+    works = [work(number, inline("x", np.array([[word]], object))) for number, word in enumerate(expected)]
     with loaded(given, tmp_path) as model:
-        rows, *_ = model.runner.run(works)
-    assert [row.outputs[0].data for row in rows] == [encoded(word) for word in expected.values()]
-
-
-def encoded(word: bytes) -> bytes:
-    return len(word).to_bytes(4, "little") + word
+        assert [value(row).item() for row in run(model, *works)] == list(expected.values())
 
 
 def test_probes_during_is_ready_are_answered_when_it_returns(tmp_path: Path) -> None:

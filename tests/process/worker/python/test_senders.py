@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from shmserve.protocol.messages import Failure
 from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig, ModelSequenceBatching
-from tests.support.workers.in_process import loaded
+from tests.support.workers.in_process import loaded, run
 from tests.support.workers.models.stream_models import asks, decoupled
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, running
 
@@ -162,9 +162,9 @@ class TritonPythonModel:
                 request.get_response_sender().send(response(1), FINAL)
 """
     with loaded(ordinary(tmp_path, source), tmp_path) as model:
-        for row in model.runner.run([asks(1, 0, wish="send"), asks(2, 0, wish="send")])[0]:
+        for row in run(model, asks(1, 0, wish="send"), asks(2, 0, wish="send")):
             sent(row, 1)
-        first, second = model.runner.run([asks(3, 0, wish="send"), asks(4, 0, wish="nothing")])[0]
+        first, second = run(model, asks(3, 0, wish="send"), asks(4, 0, wish="nothing"))
         sent(first, 1)
         assert_failed(second, "MODEL_FAILED", "Expected an 'InferenceResponse' object in the execute")
 
@@ -191,5 +191,5 @@ def test_only_iterative_models_can_reschedule_requests(tmp_path: Path, iterative
             assert [row.error for row in rows] == [NOT_ITERATIVE, None, NOT_ITERATIVE]
             return
         assert ([row.request for row in rows], again) == ([2], (1, 3))
-        ((row,), *_) = model.runner.run([asks(4, 0, again=2)])
+        (row,) = run(model, asks(4, 0, again=2))
         assert_failed(row, "MODEL_FAILED", "Expected a None object in the execute function return list for")

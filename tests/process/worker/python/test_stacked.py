@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.dtypes import to_numpy
 from shmserve.protocol.messages import Options, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import BatchInput, ModelConfig
 from shmserve.workers.loading import LoadedModel
-from tests.support.workers.in_process import load_failure, loaded
+from tests.support.workers.in_process import inline, load_failure, loaded, run, value
 from tests.support.workers.models.worker_models import python_model
 from tests.support.workers.worker_harness import assert_failed, config, work
 
@@ -66,36 +65,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
 
 
 def x_of(rows: int, first: float, length: int = 3) -> Tensor:
-    return Tensor("x", "FP32", (rows, length), np.full((rows, length), first, np.float32).tobytes())
+    return inline("x", np.full((rows, length), first, np.float32))
 
 
 def arrays(row: Row) -> dict[str, list[list[float]]]:
     assert row.error is None, row.error
-    return {
-        one.name: np.frombuffer(one.data, to_numpy(one.dtype)).reshape(one.shape).tolist()  # type: ignore[arg-type]
-        for one in row.outputs
-    }
+    return {output.name: value(row, index).tolist() for index, output in enumerate(row.outputs)}
 
 
 def test_a_batch_is_one_array(model: LoadedModel) -> None:
-    rows, *_ = model.runner.run([work(number, x_of(count, number)) for number, count in ((1, 1), (2, 2), (3, 1))])
+    rows = run(model, *[work(number, x_of(count, number)) for number, count in ((1, 1), (2, 2), (3, 1))])
     for row, count, first in zip(rows, (1, 2, 1), (1, 2, 3), strict=True):
         assert arrays(row) == {"y": [[2 * first] * 3] * count, "rows": [[4]] * count}
 
 
 def test_requests_that_cannot_be_stacked_run_separately(model: LoadedModel) -> None:
-    more = Tensor("more", "FP32", (1, 1), np.float32(100).tobytes())
+    more = inline("more", np.full((1, 1), 100, np.float32))
     works = [work(1, x_of(1, 1)), work(2, x_of(1, 2, 4)), work(3, x_of(1, 3), more)]
-    assert [arrays(row)["y"] for row in model.runner.run(works)[0]] == [[[2] * 3], [[4] * 4], [[106] * 3]]
+    assert [arrays(row)["y"] for row in run(model, *works)] == [[[2] * 3], [[4] * 4], [[106] * 3]]
 
 
 def test_only_requested_outputs_are_returned(model: LoadedModel) -> None:
-    ((row,), *_) = model.runner.run([work(1, x_of(1, 5), outputs=[Wanted("rows")])])
+    (row,) = run(model, work(1, x_of(1, 5), outputs=[Wanted("rows")]))
     assert list(arrays(row)) == ["rows"]
 
 
 def test_execute_can_be_a_coroutine(model: LoadedModel) -> None:
-    ((row,), *_) = model.runner.run([work(1, x_of(1, 1006))])
+    (row,) = run(model, work(1, x_of(1, 1006)))
     assert arrays(row)["y"] == [[1007] * 3]
 
 
@@ -111,19 +107,19 @@ def test_execute_can_be_a_coroutine(model: LoadedModel) -> None:
     ],
 )
 def test_invalid_results_fail_the_batch(model: LoadedModel, first: float, text: str) -> None:
-    for row in model.runner.run([work(1, x_of(1, first)), work(2, x_of(1, first), options=Options())])[0]:
+    for row in run(model, work(1, x_of(1, first)), work(2, x_of(1, first), options=Options())):
         assert_failed(row, "MODEL_FAILED", text)
 
 
 def test_outputs_that_differ_from_the_configuration(tmp_path: Path) -> None:
     python_model(tmp_path, MODEL)
     with loaded(given(), tmp_path) as model:
-        for row in model.runner.run([work(1, x_of(1, 1007)), work(2, x_of(1, 1007))])[0]:
+        for row in run(model, work(1, x_of(1, 1007)), work(2, x_of(1, 1007))):
             assert arrays(row) == {"y": [[1007] * 3], "rows": [[1 << 40]]}
-        named, other = model.runner.run([work(1, x_of(1, 1005), outputs=[Wanted("rows")]), work(2, x_of(1, 1005))])[0]
+        named, other = run(model, work(1, x_of(1, 1005), outputs=[Wanted("rows")]), work(2, x_of(1, 1005)))
         assert_failed(named, "MODEL_FAILED", "did not produce output 'rows'")
         assert arrays(other) == {}
-        (row, _) = model.runner.run([work(1, x_of(1, 1004)), work(2, x_of(1, 1004))])[0]
+        (row, _) = run(model, work(1, x_of(1, 1004)), work(2, x_of(1, 1004)))
         assert_failed(row, "MODEL_FAILED", "wrong shape: expected [2, -1], found [1, 3]")  # cannot be split
 
 
@@ -152,5 +148,5 @@ def test_ragged_inputs_are_concatenated(tmp_path: Path) -> None:
     starts = BatchInput("BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", ("starts",), "TYPE_INT32", ("x",))
     ragged = replace(plain, input=(replace(plain.input[0], allow_ragged_batch=True),), batch_input=(starts,))
     with loaded(ragged, tmp_path) as model:
-        rows, *_ = model.runner.run([work(number, x_of(1, 1, number)) for number in (3, 1, 5)])
+        rows = run(model, *[work(number, x_of(1, 1, number)) for number in (3, 1, 5)])
         assert [arrays(row) for row in rows] == [{"y": [[3]]}, {"y": [[1]]}, {"y": [[5]]}]

@@ -63,14 +63,6 @@ def test_threads_continue_while_further_batches_run(tmp_path: Path) -> None:
         last(worker, 1)
 
 
-def test_large_responses_are_in_shared_memory_and_freed(tmp_path: Path) -> None:
-    with serving(tmp_path, IN_THREADS) as worker:
-        worker.execute(asks(1, 3, size=5000))
-        for index, found in enumerate(rows_and_done(worker, 4)[:3]):
-            assert isinstance(found.outputs[0].data, tuple)
-            assert (worker.array(found.outputs[0], np.float32) == index).all()
-
-
 # ---------------------------------------------------------------------------------------------- errors
 
 FAULTY = """\

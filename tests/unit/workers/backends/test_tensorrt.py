@@ -34,18 +34,6 @@ def test_the_engine_completes_the_configuration(gpu: Gpu, tmp_path: Path) -> Non
         assert gpu.trt.calls[0] == ("init_libnvinfer_plugins", "")
 
 
-@pytest.mark.parametrize("shares", [(1,), (3,), (1, 1, 1), (2, 1, 5)], ids=str)
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("width", [4, 5000, 40_000])
-def test_every_request_gets_its_rows(
-    gpu: Gpu, tmp_path: Path, shares: tuple[int, ...], shared: bool, width: int
-) -> None:
-    adder(tmp_path, width)
-    with gpu.load(tmp_path) as instance:
-        for _ in range(2):
-            check(instance, *shares, width=width, shared=shared or width > 4)
-
-
 def test_large_rows_are_not_copied_on_the_host(gpu: Gpu, tmp_path: Path) -> None:
     """They are copied from the callers' memory to the device, and from there to memory that the callers read."""
     width = 40_000
