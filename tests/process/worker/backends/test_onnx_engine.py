@@ -77,10 +77,10 @@ def test_a_model_directory_with_external_weights(tmp_path: Path) -> None:
     weights = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     graph = Graph().input("x", "FP32", [-1, 64]).output("y", "FP32", [-1, 64]).weight("w", weights)
     path = graph.node("MatMul", ["x", "w"], ["y"]).save(tmp_path)
-    model = onnx.load(str(path))
+    proto = onnx.load(str(path))
     path.unlink()
     path.mkdir()
-    onnx.save(model, str(path / "model.onnx"), save_as_external_data=True, location="weights.bin", size_threshold=0)
+    onnx.save(proto, str(path / "model.onnx"), save_as_external_data=True, location="weights.bin", size_threshold=0)
     assert (path / "weights.bin").stat().st_size == weights.nbytes
     with loaded(config("onnxruntime", {}, {}), tmp_path) as model:
         assert model.config.input[0].dims == (64,)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import Tensor
 from shmserve.repo.load import parse
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.identity import Identity
-from tests.support.workers.worker_harness import running, work
+from tests.support.workers.in_process import inline, loaded, run, value
+from tests.support.workers.worker_harness import work
 
 CONFIG = """
 name: "slow" backend: "identity"
@@ -49,13 +49,10 @@ def test_a_delay_that_is_not_a_number_is_refused() -> None:
         load("long")
 
 
-@pytest.mark.process
 def test_missing_optional_inputs_of_known_shape_are_zeros(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
-    with running(parse(OPTIONAL), tmp_path) as worker:
-        given = [Tensor("c", "FP32", (1, 1), np.float32(number).tobytes()) for number in (1, 2)]
-        rows = worker.run(*[work(number, tensor) for number, tensor in enumerate(given, 1)])
+    with loaded(parse(OPTIONAL), tmp_path) as model:
+        rows = run(model, *[work(number, inline("c", np.array([[number]], np.float32))) for number in (1, 2)])
         for number, row in enumerate(rows, 1):
-            assert row.error is None, row.error
-            made = {tensor.name: worker.array(tensor, np.float32).tolist() for tensor in row.outputs}
+            made = {output.name: value(row, index).tolist() for index, output in enumerate(row.outputs)}
             assert made == {"x": [[0, 0]], "z": [[number]]}

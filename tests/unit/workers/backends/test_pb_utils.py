@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shmserve.dtypes import to_numpy
-from shmserve.workers.backends.python import pb_requests, pb_utils
+from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.backends.python.pb_tensor import NAMES
 
 
@@ -181,7 +181,9 @@ def test_requests_made_by_a_model() -> None:
     ],
 )
 def test_calls_that_need_a_server_are_refused_without_one(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pb_requests._Current, "host", None)  # another test may have loaded a model in this process
+    monkeypatch.setattr(
+        "shmserve.workers.backends.python.pb_requests._Current.host", None
+    )  # another test may have loaded a model in this process
     with pytest.raises(pb_utils.TritonModelException, match="no model is loaded in this process"):
         call()
 
