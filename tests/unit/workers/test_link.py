@@ -237,7 +237,8 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(saying, "_OURS", (str(tmp_path / "ours.py"),))
+    ours = (*saying._OURS, str(tmp_path / "ours.py"))  # besides those of the product
+    monkeypatch.setattr(saying, "_OURS", ours)
 
     def trace(name: str) -> list[str]:
         with pytest.raises(Exception) as caught:
