@@ -52,9 +52,7 @@ class TritonPythonModel:
 """
 
 CALLER = """\
-import asyncio
 import json
-import threading
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
