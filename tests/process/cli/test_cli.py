@@ -1,4 +1,7 @@
-"""The command from a user's view, against a real server."""
+"""The commands that ask a server and run its models, against a real server. Those of operators are in operations/.
+
+tests/unit/clients/cli covers arguments, tables and error texts with a fake broker.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,16 +19,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from shmserve.clients.cli import main
-from shmserve.dtypes import ITEM_BYTES, TO_CONFIG, to_numpy
+from shmserve.dtypes import ITEM_BYTES, TO_CONFIG
 from shmserve.repo import ocr, samples
 from shmserve.testing import Server
 from tests import ROOT
 from tests.support.model_files import write_model
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -37,16 +39,13 @@ EVERY = "".join(
     for name in ITEM_BYTES
     for kind, letter in (("input", "in"), ("output", "out"))
 )
-SLOW = """
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "dir/y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-parameters { key: "delay_us" value: { string_value: "300000" } }
+IDENTITY = """
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}
 """
-FAILING = """
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
-parameters { key: "fail" value: { string_value: "no luck\\ntoday" } }
-"""
+SLOW = IDENTITY.format(key="delay_us", value="300000")
+FAILING = IDENTITY.format(key="fail", value="no luck\\ntoday")
 
 
 def add_model(repository: Path, name: str, text: str) -> None:
@@ -54,28 +53,24 @@ def add_model(repository: Path, name: str, text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     samples.build(repository, lambda text: None)
-    add_model(repository, "every", EVERY)
-    add_model(repository, "slow", SLOW)
-    add_model(repository, "failing", FAILING)
-    with Server(repository, gateway=True) as server:
-        yield server
+    for name, text in (("every", EVERY), ("slow", SLOW), ("failing", FAILING)):
+        add_model(repository, name, text)
+    with shared_server.serving(repository):
+        yield shared_server
 
 
-def environment(server: Server | None, **more: str) -> dict[str, str]:
+def environment(server: Server | None) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if not name.startswith("SHMSERVE")}
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if server is not None:
-        found["SHMSERVE_RUNTIME_DIR"] = str(server.runtime_dir)
-    return found | more
+    return found | ({} if server is None else {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)})
 
 
 def run(server: Server | None, *words: str, code: int = 0, text: str = "") -> str:
     """Runs in this process, so the leak check covers it. Returns standard output; if the command must fail, its one
-    line on standard error, and no standard output is allowed. The tests of the page run every command in a separate
-    process."""
+    line on standard error, and no standard output is allowed."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, environment(server), clear=True),
@@ -94,11 +89,9 @@ def run(server: Server | None, *words: str, code: int = 0, text: str = "") -> st
     return out.getvalue()
 
 
-def run_apart(server: Server | None, *words: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a separate process."""
+def run_apart(server: Server | None, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | more
-    return subprocess.run(command, env=environment(server), text=True, check=False, timeout=END_S, **options)
+    return subprocess.run(command, env=environment(server), capture_output=True, text=True, check=False, timeout=END_S)
 
 
 def run_json(server: Server, *words: str, text: str = "") -> Any:
@@ -108,31 +101,18 @@ def run_json(server: Server, *words: str, text: str = "") -> Any:
 # ------------------------------------------------------------------------------------------ questions
 
 
-def test_models(server: Server) -> None:
-    lines = [line.split() for line in run(server, "models").splitlines()]
-    assert lines[0][:4] == ["model", "version", "state", "instances"]
-    found = {entry["name"]: entry for entry in run_json(server, "models")}
-    assert [line[:3] for line in lines[1:]] == [[name, "1", "READY"] for name in sorted(found)]
-    assert {"add_sub", "cnn", "mlp", "every"} <= found.keys()
-
-
-def test_ready(server: Server) -> None:
-    assert run(server, "ready") == "the server is ready\n"
-    assert run(server, "ready", "mlp", "--wait", "10") == "model 'mlp' is ready\n"
-    said = run(server, "ready", "nobody", code=1)
-    assert "Request for unknown model: 'nobody' is not found; `shmserve models` lists the models" in said
-
-
-def test_version_shows_client_and_server(server: Server) -> None:
-    found = run_json(server, "version", "--url", server.url)
-    assert found.keys() == {"shmserve", "server"}
-    assert run(server, "version").startswith("shmserve ")
-
-
 def test_a_server_is_found_by_url_or_runtime_directory(server: Server) -> None:
-    plain = run(server, "models")
+    head, *rows = (line.split() for line in run(server, "models").splitlines())
+    assert head[:4] == ["model", "version", "state", "instances"]
+    assert {name: [name, "1", "READY"] for name in ("add_sub", "cnn", "mlp", "every")}.items() <= {
+        row[0]: row[:3] for row in rows
+    }.items()
+    ready = "model 'mlp' is ready\n"
     for where in (["--url", server.url], ["--url", server.zmq_url], ["--runtime-dir", str(server.runtime_dir)]):
-        assert run(None, "models", *where) == plain
+        assert run(None, "ready", "mlp", *where) == ready
+    assert run(server, "ready", "mlp", "--wait", "10") == ready
+    assert run(server, "ready") == "the server is ready\n"
+    assert run_json(server, "version", "--url", server.url).keys() == {"shmserve", "server"}
 
 
 def test_stats_counts_requests_batches_and_rows(server: Server) -> None:
@@ -152,7 +132,7 @@ def test_stats_counts_requests_batches_and_rows(server: Server) -> None:
 # ------------------------------------------------------------------------------------------ infer
 
 
-def test_infer_from_arguments(server: Server) -> None:
+def test_infer_from_arguments_json_and_random_data(server: Server) -> None:
     said = run(server, "infer", "add_sub", "--input", "INPUT0=1,2,3,4", "-i", "INPUT1=[10, 20, 30, 40]").splitlines()
     assert [line.split() for line in said[:3]] == [
         ["output", "dtype", "shape", "values"],
@@ -160,25 +140,23 @@ def test_infer_from_arguments(server: Server) -> None:
         ["OUTPUT1", "FP32", "[4]", "-9", "-18", "-27", "-36"],
     ]
     assert re.fullmatch(r"add_sub version 1, [\d.]+ (us|ms|s)", said[-1])
-
-
-def test_infer_from_json(server: Server, tmp_path: Path) -> None:
     text = '{"inputs": {"INPUT0": [1, 2, 3, 4], "INPUT1": [1, 1, 1, 1]}}'
-    (tmp_path / "request.json").write_text(text)
-    found = run_json(server, "infer", "add_sub", "-", text=text)
-    assert found["outputs"]["OUTPUT0"] == {"dtype": "FP32", "shape": [4], "data": [2, 3, 4, 5]}
-    found = run_json(server, "infer", "add_sub", str(tmp_path / "request.json"), "--outputs", "OUTPUT1")
-    assert list(found["outputs"]) == ["OUTPUT1"]
-    assert found["outputs"]["OUTPUT1"]["data"] == [0, 1, 2, 3]
-    assert found["version"] == 1
-    assert found["latency_us"]["requests"] == 1
+    found = run_json(server, "infer", "add_sub", "-", "--outputs", "OUTPUT1", text=text)
+    assert found["outputs"] == {"OUTPUT1": {"dtype": "FP32", "shape": [4], "data": [0, 1, 2, 3]}}
+    assert (found["version"], found["latency_us"]["requests"]) == (1, 1)
+    mixed = run_json(server, "infer", "every", "--random", "--seed", "1", "--input", "in_INT8=7,8", "--repeat", "20")
+    assert mixed["outputs"]["out_INT8"]["data"] == [7, 8]
+    assert all(len(text) == 8 for text in mixed["outputs"]["out_BYTES"]["data"])
+    assert 0 < mixed["latency_us"]["median"] <= mixed["latency_us"]["p99"]
+    shaped = run_json(server, "infer", "cnn", "--random", "--shape", "image=2,3,64,64")
+    assert shaped["outputs"]["scores"]["shape"] == [2, 10]
 
 
 VALUES = dict.fromkeys(ITEM_BYTES, "1,2") | {"BOOL": "true,false", "BYTES": '["ünï", ""]'}
 EXPECTED: dict[str, Any] = {name: [1, 2] for name in ITEM_BYTES} | {"BOOL": [True, False], "BYTES": ["ünï", ""]}
 
 
-def test_every_dtype_is_parsed_and_printed(server: Server, tmp_path: Path) -> None:
+def test_every_dtype_is_parsed_printed_and_kept_in_files(server: Server, tmp_path: Path) -> None:
     words = [f"--input=in_{name}={value}" for name, value in VALUES.items()]
     found = run_json(server, "infer", "every", *words)["outputs"]
     assert {name: found[f"out_{name}"]["data"] for name in ITEM_BYTES} == EXPECTED
@@ -191,103 +169,28 @@ def test_every_dtype_is_parsed_and_printed(server: Server, tmp_path: Path) -> No
     for name, entry in files.items():
         assert entry["file"] == str(tmp_path / "out" / f"{name}.npy")
         assert "data" not in entry
+    assert np.load(files["out_BF16"]["file"]).tolist() == [0x3F80, 0x4000]
     again = [f"--input=in_{name}=@{files[f'out_{name}']['file']}" for name in ITEM_BYTES]
     found = run_json(server, "infer", "every", *again)["outputs"]
     assert {name: found[f"out_{name}"]["data"] for name in ITEM_BYTES} == EXPECTED
-
-
-def test_tensors_are_read_from_and_written_to_npy_files(server: Server, tmp_path: Path) -> None:
-    x = np.random.default_rng(1).standard_normal((3, 64), np.float32)
-    np.save(tmp_path / "x.npy", x)
-    run(server, "infer", "mlp", "--input", f"x=@{tmp_path}/x.npy", "--out", str(tmp_path / "results"))
-    with server.client() as client:
-        assert np.allclose(np.load(tmp_path / "results" / "y.npy"), client.infer("mlp", {"x": x})["y"], atol=1e-6)
-    bits = np.array([1, -2.5], ml_dtypes.bfloat16).view(np.uint16)
-    words = ["--input=in_BF16=1,-2.5", "--random", "--outputs", "out_BF16,out_FP16", "--out", str(tmp_path)]
-    run(server, "infer", "every", *words)
-    assert np.load(tmp_path / "out_BF16.npy").tolist() == bits.tolist()
-    assert np.load(tmp_path / "out_FP16.npy").dtype == to_numpy("FP16")
-    words = ["--input", "x=5", "--out", str(tmp_path / "deep")]
-    run(server, "infer", "slow", *words)
-    assert np.load(tmp_path / "deep" / "dir_y.npy").tolist() == [5]
-
-
-def test_random_inputs_are_reproducible_by_seed(server: Server) -> None:
-    words = ["infer", "mlp", "--random", "--batch", "3", "--seed"]
-    one, same, other = (run_json(server, *words, seed)["outputs"]["y"] for seed in ("1", "1", "2"))
-    assert one["shape"] == [3, 10]
-    assert np.allclose(np.sum(one["data"], axis=1), 1, atol=1e-5)
-    assert one == same != other
-    assert run_json(server, "infer", "cnn", "--random", "--shape", "image=2,3,64,64")["outputs"]["scores"]["shape"] == [
-        2,
-        10,
-    ]
-    found = run_json(server, "infer", "every", "--random", "--input", "in_INT8=7,8")["outputs"]
-    assert found["out_INT8"]["data"] == [7, 8]
-    assert all(len(text) == 8 for text in found["out_BYTES"]["data"])
-
-
-def test_repeat_prints_median_and_p99_latency(server: Server) -> None:
-    said = run(server, "infer", "add_sub", "--random", "--repeat", "20").splitlines()[-1]
-    unit = r"[\d.]+ (us|ms|s)"
-    assert re.fullmatch(rf"add_sub version 1, 20 requests one after another: median {unit}, p99 {unit}", said)
-    latency = run_json(server, "infer", "add_sub", "--random", "--repeat", "20")["latency_us"]
-    assert latency["requests"] == 20
-    assert 0 < latency["median"] <= latency["p99"]
 
 
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
         (["add_sub"], 2, "needs INPUT0 (FP32 [4]), INPUT1 (FP32 [4]): give --input INPUT0=VALUE, a JSON file"),
-        (["add_sub", "-i", "INPUT0=1"], 2, "a value of shape [] does not fit [4]"),
         (["add_sub", "-i", "INPUT0=1,2,3,4"], 1, "INPUT1"),
-        (["add_sub", "-i", "X=1"], 2, "no input 'X'"),
-        (["add_sub", "--random", "--batch", "2"], 2, "--batch 2: the max_batch_size of model 'add_sub' is 0"),
         (["mlp", "--random", "--batch", "33"], 2, "--batch 33: the max_batch_size of model 'mlp' is 32"),
         (["mlp", "--random", "--outputs", "z"], 1, "'z'"),
         (["mlp", "--random", "--version", "7"], 1, "version 7 is not found; `shmserve models` lists"),
         (["mlp", "--random", "--out", "/proc/no"], 1, "cannot write to /proc/no: "),
-        (["mlp", "/no/such.json"], 2, "cannot read inputs from /no/such.json: No such file"),
-        (["nobody", "--random"], 1, "Request for unknown model: 'nobody' is not found"),
+        (["nobody", "--random"], 1, "unknown model: 'nobody' is not found; `shmserve models` lists the models"),
         (["slow", "--random", "--timeout", "0.05"], 1, "--timeout allows more"),
         (["failing", "--random"], 1, "no luck today"),
     ],
 )
 def test_infer_errors_and_their_exit_codes(server: Server, words: list[str], code: int, text: str) -> None:
     assert text in run(server, "infer", *words, code=code)
-
-
-def test_a_closed_output_pipe_is_not_an_error(server: Server) -> None:
-    """`shmserve models | head -1`"""
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "models"]
-    ran = subprocess.run(
-        command, env=environment(server), stdout=writer, stderr=subprocess.PIPE, check=False, timeout=END_S
-    )
-    os.close(writer)
-    assert ran.stderr == b""
-
-
-def test_ctrl_c_prints_no_traceback(server: Server) -> None:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "infer", "slow", "--random", "--repeat", "1000"]
-    with server.client() as client:
-        while client.statistics("slow")["model_stats"][0]["queued"]:
-            pass  # the request that an earlier test has abandoned
-        before = _asked(client, "slow")
-        with subprocess.Popen(command, env=environment(server), stderr=subprocess.PIPE) as process:
-            while _asked(client, "slow") == before:  # each question is a round trip to the server
-                assert process.poll() is None
-            process.send_signal(signal.SIGINT)
-            said = process.communicate(timeout=END_S)[1]
-    assert process.returncode == 130
-    assert said == b"shmserve infer: interrupted\n"
-
-
-def _asked(client: Any, model: str) -> int:
-    entry = client.statistics(model)["model_stats"][0]
-    return int(entry["inference_count"] + entry["queued"])
 
 
 # ------------------------------------------------------------------------------------------ demo
@@ -300,9 +203,8 @@ def test_demo_prints_results_of_the_sample_models(server: Server) -> None:
     assert "16 images in one request" in said
     port = server.endpoints["http"].rpartition(":")[2]
     assert f"`curl localhost:{port}/v2/models/add_sub`" in said
-    assert re.search(
-        rf"^port {port} \(http\) +ok +used by the server", run_apart(server, "doctor").stdout, re.MULTILINE
-    )
+    doctor = run_apart(server, "doctor").stdout
+    assert re.search(rf"^port {port} \(http\) +ok +used by the server", doctor, re.MULTILINE)
     found = run_json(server, "demo")
     assert found["add_sub"] == {"sum": [11, 22, 33, 44], "difference": [9, 18, 27, 36]}
     assert 2000 / 32 <= found["mlp"]["batches"] <= 2000
@@ -314,15 +216,10 @@ def test_demo_prints_results_of_the_sample_models(server: Server) -> None:
 
 
 def test_demo_and_ready_report_models_that_are_not_ready(tmp_path: Path) -> None:
-    repository = tmp_path / "models"
-    samples.build(tmp_path / "all", lambda text: None)
-    shutil.copytree(tmp_path / "all" / "mlp", repository / "mlp")
-    shutil.copytree(tmp_path / "all" / "cnn", repository / "cnn")
-    (repository / "cnn" / "1" / "model.onnx").write_bytes(b"no network")
-    add_model(repository, "add_sub", SLOW)
-    with Server(repository) as server:
-        lines = run(server, "models").splitlines()
-        assert next(line for line in lines if line.startswith("cnn ")).split()[2] == "UNAVAILABLE"
+    samples.build(tmp_path, lambda text: None)
+    (tmp_path / "cnn" / "1" / "model.onnx").write_bytes(b"no network")
+    (tmp_path / "add_sub" / "config.pbtxt").write_text(f'name: "add_sub" backend: "identity"\n{SLOW}')
+    with Server(tmp_path) as server:
         said = run(server, "ready", code=1)
         assert "shmserve ready: the server is not ready: cnn 1 is UNAVAILABLE (" in said
         assert run(server, "ready", "mlp")
@@ -332,35 +229,18 @@ def test_demo_and_ready_report_models_that_are_not_ready(tmp_path: Path) -> None
         assert ran.returncode == 1
         assert "not served: its state is UNAVAILABLE" in ran.stdout
         assert "2,000 requests" in ran.stdout
-        assert "ocr_rec: a network that recognizes a line of text\n  not served" in ran.stdout
         assert ran.stderr.startswith("shmserve demo: add_sub: ")
         assert ran.stderr.count("\n") == 1
 
 
-def test_demo_without_samples(tmp_path: Path) -> None:
-    add_model(tmp_path, "slow", SLOW)
-    with Server(tmp_path) as server:
-        ran = run_apart(server, "demo")
-        assert ran.returncode == 1
-        assert ran.stdout.count("not served") == 4
-        assert "the server has none of the sample models: `python -m shmserve.repo.samples DIR`" in ran.stderr
-
-
-def test_models_of_an_empty_server(tmp_path: Path) -> None:
-    with Server(tmp_path) as server:
-        assert run(server, "models").startswith("no models: ")
-
-
-# ------------------------------------------------------------------------------------------ serve, and the page
+# ------------------------------------------------------------------------------------------ serve
 
 
 def test_serve_passes_its_options_on_and_ctrl_c_stops_it(tmp_path: Path) -> None:
-    repository = tmp_path / "models"
-    add_model(repository, "slow", SLOW)
+    add_model(tmp_path / "models", "slow", SLOW)
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "serve", "--model-repository", str(repository)]
-    command += ["--runtime-dir", str(tmp_path / "run"), "--ready-fd", str(writer), "--hints"]
-    command.append("--no-gateway")
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "serve", "--model-repository", "models"]
+    command += ["--runtime-dir", str(tmp_path / "run"), "--ready-fd", str(writer), "--hints", "--no-gateway"]
     with subprocess.Popen(
         command, env=environment(None), cwd=tmp_path, stderr=subprocess.PIPE, pass_fds=[writer], text=True
     ) as process:
@@ -381,10 +261,8 @@ def test_serve_passes_its_options_on_and_ctrl_c_stops_it(tmp_path: Path) -> None
 
 
 def test_serve_without_a_repository_fails() -> None:
-    for words, code, text in (["--help"], 0, "usage: shmserve serve"), ([], 2, "nothing to serve: "):
-        ran = run_apart(None, "serve", *words)
-        assert ran.returncode == code
-        assert text in ran.stdout + ran.stderr
+    ran = run_apart(None, "serve")
+    assert (ran.returncode, "nothing to serve: " in ran.stderr) == (2, True)
 
 
 def test_the_server_imports_nothing_from_the_current_directory(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Output of the commands on a terminal: it fits the width, and has colours unless these are disabled."""
+"""Output of the commands on a terminal of its own: its width and its colours reach the tables.
+
+tests/unit/terminal covers the tables themselves, and what decides on colours.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
+COMMAND = [sys.executable, "-m", "shmserve.clients.cli.main"]
 MEMORY = re.compile(r" +[\d.]+ MiB")
 """It changes between two commands."""
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
@@ -42,28 +46,24 @@ def server(root: Path) -> Iterator[Server]:
         yield server
 
 
+def environment(**variables: str) -> dict[str, str]:
+    ignored = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM")
+    return {name: value for name, value in os.environ.items() if name not in ignored} | variables
+
+
 def on_a_terminal(words: list[str], columns: int, variables: Mapping[str, str] = {}) -> str:
     """The command's output on a terminal of this size."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    ignored = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TERM")
-    environment = {name: value for name, value in os.environ.items() if name not in ignored}
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]
-    process = subprocess.Popen(
-        command, stdout=theirs, stderr=subprocess.PIPE, env={**environment, "TERM": "xterm", **variables}
-    )
+    variables = {"TERM": "xterm", **variables}
+    process = subprocess.Popen([*COMMAND, *words], stdout=theirs, env=environment(**variables))
     os.close(theirs)
     seen = b""
     try:
-        while True:
-            try:
-                data = os.read(ours, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not data:
-                break
+        while data := os.read(ours, 65536):
             seen += data
-        process.communicate(timeout=PATIENCE_S)
+    except OSError:  # the other end is closed
+        process.wait(PATIENCE_S)
     finally:
         process.kill()
         os.close(ours)
@@ -74,8 +74,10 @@ def words(command: str, server: Server, root: Path) -> list[str]:
     return ["check", str(root)] if command == "check" else [*command.split(), "--url", server.url]
 
 
-@pytest.mark.parametrize("columns", [60, 250])
-@pytest.mark.parametrize("command", ["models", "models --instances", "stats", "check"])
+@pytest.mark.parametrize(
+    ("command", "columns"),
+    [("models", 60), ("models", 250), ("models --instances", 60), ("stats", 60), ("check", 60)],
+)
 def test_tables_fit_the_terminal(server: Server, root: Path, command: str, columns: int) -> None:
     text = on_a_terminal(words(command, server, root), columns)
     lines = ESCAPE.sub("", text).splitlines()
@@ -89,44 +91,35 @@ def test_tables_fit_the_terminal(server: Server, root: Path, command: str, colum
 
 def test_a_reason_is_shown_below_its_row(server: Server, root: Path) -> None:
     text = ESCAPE.sub("", on_a_terminal(words("models", server, root), 80))
-    assert re.search(
-        r'^broken .* UNAVAILABLE .*\n    broken/config.pbtxt:1:1: backend: found "onnx"', text, re.MULTILINE
-    )
+    reason = r'^broken .* UNAVAILABLE .*\n    broken/config.pbtxt:1:1: backend: found "onnx"'
+    assert re.search(reason, text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
-    ("more", "variables", "colored"),
+    ("before", "after", "variables", "colored"),
     [
-        ([], {}, True),
-        ([], {"NO_COLOR": "1"}, False),
-        ([], {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
-        ([], {"TERM": "dumb"}, False),
-        (["--no-color"], {"FORCE_COLOR": "1"}, False),
+        ([], [], {"NO_COLOR": "1"}, False),
+        ([], ["--no-color"], {"FORCE_COLOR": "1"}, False),
+        (["--color"], [], {"NO_COLOR": "1"}, True),  # before the command, as a global option
     ],
 )
 def test_color_follows_the_flag_and_the_environment(
-    server: Server, root: Path, more: list[str], variables: dict[str, str], colored: bool
+    server: Server, root: Path, before: list[str], after: list[str], variables: dict[str, str], colored: bool
 ) -> None:
-    text = on_a_terminal([*words("models", server, root), *more], 120, variables)
+    text = on_a_terminal([*before, *words("models", server, root), *after], 120, variables)
     assert bool(re.search(r"\x1b\[32mREADY", text)) is colored
     assert ("\x1b" in text) is colored
 
 
-def test_global_options_are_accepted_before_the_command(server: Server, root: Path) -> None:
-    assert "\x1b[32mREADY" in on_a_terminal(["--color", *words("models", server, root)], 120, {"NO_COLOR": "1"})
-
-
 def test_lines_in_a_pipe_are_not_truncated_or_colored(server: Server) -> None:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "models", "--url", server.url]
-    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    environment["COLUMNS"] = "40"
-    plain = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    def printed(**variables: str) -> str:
+        command, variables = [*COMMAND, "models", "--url", server.url], variables | {"COLUMNS": "40"}
+        return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, check=True).stdout
+
+    plain, colored = printed(), printed(FORCE_COLOR="1", TERM="xterm")
     assert "\x1b" not in plain
     assert len(plain.splitlines()) == 4
     assert plain.splitlines()[0].endswith("reason")
-    colored = subprocess.run(
-        command, env=environment | {"FORCE_COLOR": "1", "TERM": "xterm"}, capture_output=True, text=True, check=True
-    ).stdout
     lines = [line.rstrip() for line in ESCAPE.sub("", colored).splitlines()]
     assert [MEMORY.sub("", line) for line in lines] == [MEMORY.sub("", line) for line in plain.splitlines()]
     assert "\x1b[32mREADY" in colored

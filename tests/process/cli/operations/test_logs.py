@@ -163,8 +163,6 @@ def test_recent_records_are_limited_in_bytes(
             answer = client.logs()
             assert answer["lost"] > 0
             assert client.logs(after=answer["next"])["records"] == []
-    with Server(repository, "--log-recent-bytes", "0", runtime_dir=tmp_path / "none") as server:
-        assert printed(server, capsys) == []
 
 
 def test_without_a_server_the_error_names_other_places_of_the_log(

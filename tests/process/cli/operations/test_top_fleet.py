@@ -9,14 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.operations.json_lines import first_lines
 from tests.support.docs import pages
 from tests.support.launch import identity
 from tests.support.system.terminal import Terminal
@@ -60,7 +57,7 @@ def nothing() -> Iterator[str]:
 def printed(*words: str, code: int = 0) -> str:
     ended = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False, timeout=END_S)
     assert ended.returncode == code, ended.stdout + ended.stderr
-    return ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def snapshot(*words: str, code: int = 0) -> dict[str, Any]:
@@ -68,16 +65,8 @@ def snapshot(*words: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
-def infer(servers: list[Server], model: str, count: int) -> None:
-    for server in servers:
-        with server.client() as client:
-            for _ in range(count):
-                client.infer(model, {"x": np.ones((1, 3), np.float32)})
-
-
 def test_all_transports_show_the_same_values(fleet: list[Server]) -> None:
     """Tests HTTP, the lane and ZeroMQ, also mixed."""
-    infer(fleet, "mlp", 5)
     one, two = fleet
     http = snapshot(*named(*fleet))
     lane = snapshot(one.url, two.url)
@@ -133,33 +122,6 @@ def test_enter_opens_a_server_and_q_returns_to_the_fleet(fleet: list[Server], no
         assert terminal.ends() == 0
 
 
-def test_a_restarted_server_is_shown_again(tmp_path: Path) -> None:
-    identity(tmp_path / "models", "m")
-    with (
-        Server(tmp_path / "models", runtime_dir=tmp_path / "run") as server,
-        Terminal([*COMMAND, server.url, "127.0.0.1:1"], 140, 24, {}) as terminal,
-    ):
-        terminal.wait_for("1 READY   1 UNREACHABLE")
-        server.stop()
-        terminal.wait_for("2 UNREACHABLE")
-        server.start()
-        terminal.wait_for("1 READY   1 UNREACHABLE")
-        terminal.press("\x03")
-        assert terminal.ends() == 0
-
-
-def test_json_prints_a_line_at_each_refresh(fleet: list[Server]) -> None:
-    lines, code, errors = first_lines([*COMMAND, "--json", *named(*fleet)], 3)
-    assert (code, errors) == (130, b"shmserve top: interrupted\n")
-    assert [line["total"]["states"] for line in lines] == [{"READY": 2}] * 3
-
-
-def test_a_model_name_in_place_of_a_server_gets_a_suggestion() -> None:
-    """A label of a host name has at most 63 characters, so no name server is asked for this one."""
-    word = "m" * 64
-    assert printed("--once", word, code=1).endswith(f"; of a model: did you mean --filter {word}?\n")
-
-
 def test_a_fleet_without_a_reachable_server_fails() -> None:
     found = snapshot("127.0.0.1:1", "127.0.0.1:2", code=1)
     assert found["total"]["states"] == {"UNREACHABLE": 2}
@@ -169,28 +131,6 @@ def test_a_single_url_shows_one_server(fleet: list[Server]) -> None:
     found = snapshot(fleet[0].url)
     assert set(found) == {"url", "interval", "server", "models", "instances", "clients", "gpus", "unknown", "notes"}
     assert "clients" in snapshot(*named(fleet[0]))
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("a b --url http://c", "name servers either as words, or one by --url or --runtime-dir"),
-        ("a a:8000", "a server is named twice"),
-        ("a b --table clients", "--table clients is for one server; of several: servers, models, by-server"),
-        ("unix:///x --table servers", "--table servers is for several servers; of one: models, instances"),
-        ("a b --sort holdings", "unknown column 'holdings'"),
-        ("a b --metrics-url http://a:1", "--metrics-url is given 1 times, for 2 servers over HTTP"),
-        ("a b:x", "invalid server 'b:x': expected HOST, HOST:PORT or a URL"),
-        ("a b/v2", "invalid server 'b/v2': expected HOST, HOST:PORT or a URL"),
-        ("a ftp://x", "invalid url 'ftp://x'"),
-        ("a tcp://b:5555", "--server-key"),
-    ],
-)
-def test_invalid_arguments_are_refused(words: str, text: str) -> None:
-    told = printed("--once", *words.split(), code=2)
-    assert told.startswith("shmserve top: ")
-    assert text in told
-    assert told.count("\n") == 1
 
 
 LINES = [line for line in pages.commands("top") if "host1" in line]
