@@ -6,9 +6,16 @@ from typing import Any, Generic, TypeVar
 
 from textual.app import App
 from textual.pilot import Pilot
+from textual.strip import Strip
 
+from shmserve.clients.top.screens import Lines
 from shmserve.clients.top.table_view import TableView
+from shmserve.clients.top.texts import line_text
 
+PATIENCE_S = 60.0
+NEVER_S = 1e6
+"""An interval that does not end in a test: the test reads documents itself."""
+SIZES = [(20, 6), (80, 24), (250, 60)]
 A = TypeVar("A", bound=App[Any])
 
 
@@ -24,11 +31,25 @@ class AppDriver(Generic[A]):
         await self.pilot.pause()
 
     @property
+    def strips(self) -> list[Strip]:
+        return list(self.app.screen._compositor.render_strips())
+
+    @property
     def text(self) -> str:
-        strips = self.app.screen._compositor.render_strips()
-        return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
+        return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in self.strips)
 
     @property
     def table(self) -> TableView:
         found: TableView = self.app.screen_stack[0].query_one(TableView)
         return found
+
+    def column(self, key: str) -> list[Any]:
+        return [row[key] for row in self.table.rows]
+
+    def message_of(self, screen: Any) -> str:
+        return "\n".join(line_text(line) for line in screen.query_one("#message", Lines).lines)
+
+    def assert_fits(self, size: tuple[int, int]) -> None:
+        lines = self.text.split("\n")
+        assert len(lines) <= size[1]
+        assert max(map(len, lines)) <= size[0]

@@ -74,16 +74,12 @@ def test_ctrl_c_ends_the_load(served: BenchServer) -> None:
     assert served.requests("id") == after
 
 
-@pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_a_missing_server_is_reported(kind: str) -> None:
-    with pytest.raises(ConnectionLost, match=f"no server at {kind}://127.0.0.1:1 "):
-        measure(Plan(model="id", endpoint=Endpoint(url=f"{kind}://127.0.0.1:1")))
-
-
 @pytest.mark.parametrize(("kind", "what"), [("http", "GET /v2"), ("grpc", "the connection")])
-def test_a_silent_server_is_reported_after_the_timeout(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_and_a_silent_one_are_reported(kind: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "ASK_S", 0.1)
     monkeypatch.setattr(connecting, "HANDSHAKE_S", 0.1)
+    with pytest.raises(ConnectionLost, match=f"no server at {kind}://127.0.0.1:1 "):
+        measure(Plan(model="id", endpoint=Endpoint(url=f"{kind}://127.0.0.1:1")))
     with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog accepts
         url = f"{kind}://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConnectionLost, match=rf"{url} has not answered {what} within 0\.1 s"):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from shmserve.clients.load import calibration, one_load, record
 from shmserve.clients.load.measure import Progress, measure
-from shmserve.clients.load.plan import SECOND, Closed, Inputs, Limit, Open, Plan, Replay, Sequences
+from shmserve.clients.load.plan import SECOND, Closed, Inputs, Open, Plan, Sequences
 from shmserve.errors import InvalidRequest
 from tests.process.cli.load.bench_server import KINDS, QUICK, SERVICE_NS, BenchServer, one_point
 
@@ -94,17 +94,6 @@ def test_the_backlog_of_a_load_does_not_delay_the_next_load(kind: str, served: B
 
 
 @pytest.mark.usefixtures("threads")
-def test_arrival_times_are_replayed_from_a_recording(served: BenchServer) -> None:
-    times = tuple(number * 4_000_000 + (number % 3) * 100_000 for number in range(50))
-    point = one_point(
-        Plan(model="id", endpoint=served.endpoints["lane"], loads=(Replay(times, "file"),), settings=QUICK)
-    )
-    assert not point.errors
-    assert point.latency.count >= 3
-    assert str(point.load).startswith("recorded times of file (")
-
-
-@pytest.mark.usefixtures("threads")
 def test_a_deadline_below_the_service_time_gives_no_goodput(served: BenchServer) -> None:
     """Responses may arrive after the deadline, but none in time."""
     plan = Plan(model="slow", endpoint=served.endpoints["lane"], deadline_ns=SERVICE_NS // 4, settings=QUICK)
@@ -145,26 +134,6 @@ def test_a_sequence_load_sends_start_and_end_flags(kind: str, load: Any, served:
     without = one_point(replace(plan, sequences=None, loads=(Closed(1),)))
     assert not without.latency.count
     assert without.failed
-
-
-@pytest.mark.usefixtures("threads")
-def test_a_search_finds_the_largest_load_within_the_latency_limit(served: BenchServer) -> None:
-    """With N callers, every request takes N times 20 ms, or longer on a busy machine."""
-    run = measure(
-        Plan(
-            model="slow",
-            endpoint=served.endpoints["lane"],
-            limit=Limit(50.0, 5 * SERVICE_NS // 2, 1, 16),
-            settings=replace(QUICK, warmup_ns=SECOND // 8),
-        )
-    )
-    assert run.best in (None, 1, 2)
-    assert [point.value for point in run.points] == sorted(point.value for point in run.points)
-    assert all(keeps is (point.value <= (run.best or 0)) for point in run.points for keeps in [_kept(point)])
-
-
-def _kept(point: record.Point) -> bool:
-    return point.latency.percentiles["p50"].mean <= 5 * SERVICE_NS // 2
 
 
 @pytest.mark.usefixtures("threads")

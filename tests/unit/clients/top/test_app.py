@@ -14,16 +14,12 @@ from textual.pilot import Pilot
 
 from shmserve.clients.top.app import TopApp
 from shmserve.clients.top.columns import MODELS
-from shmserve.clients.top.screens import ConfirmScreen, DetailScreen, HelpScreen, Lines
-from shmserve.clients.top.texts import line_text
+from shmserve.clients.top.screens import ConfirmScreen, DetailScreen, HelpScreen
 from shmserve.errors import ConnectionLost, Denied
 from tests.support.clients.activity_documents import client, counters, document, gpu, instance, model
-from tests.support.clients.app_driver import AppDriver
+from tests.support.clients.app_driver import NEVER_S, PATIENCE_S, SIZES, AppDriver
 
-NEVER_S = 1e6
-"""An interval that does not end in a test: the test reads documents itself."""
 NAMES = ("alpha", "beta", "gamma", "delta")
-PATIENCE_S = 60.0
 Steps = Callable[[Any], Awaitable[None]]
 
 
@@ -108,12 +104,12 @@ class Driver(AppDriver[TopApp]):
 
     @property
     def names(self) -> list[str]:
-        return [row["model"] for row in self.table.rows]
+        return self.column("model")
 
     @property
     def message(self) -> str:
         screens = [screen for screen in self.app.screen_stack if not isinstance(screen, ConfirmScreen)]
-        return "\n".join(line_text(line) for line in screens[-1].query_one("#message", Lines).lines)
+        return self.message_of(screens[-1])
 
 
 def drive(
@@ -132,19 +128,17 @@ def drive(
     assert made.closed
 
 
-@pytest.mark.parametrize("size", [(20, 6), (80, 24), (250, 60)])
+@pytest.mark.parametrize("size", SIZES)
 def test_the_screen_fits_terminals_of_any_size(size: tuple[int, int]) -> None:
     async def steps(top: Driver) -> None:
-        lines = top.text.split("\n")
-        assert len(lines) <= size[1]
-        assert max(map(len, lines)) <= size[0]
+        top.assert_fits(size)
         if size[0] >= 80:
-            assert "test 1.2.3   READY" in lines[0]
+            assert "test 1.2.3   READY" in top.text.split("\n")[0]
             assert "alpha" in top.text
-            assert "q quit" in " ".join(lines[-1].split())
+            assert "q quit" in " ".join(top.text.split("\n")[-1].split())
         for key in "1234":
             await top.press(key)
-            assert max(map(len, top.text.split("\n"))) <= size[0]
+            top.assert_fits(size)
         await top.press("1", "enter")
         await top.until(lambda: isinstance(top.app.screen, DetailScreen))
         await top.press("u")
@@ -172,14 +166,12 @@ def test_keys_switch_between_the_tables() -> None:
 
 def test_a_terminal_that_is_resized() -> None:
     async def steps(top: Driver) -> None:
-        assert "batches formed because" not in top.text
-        await top.pilot.resize_terminal(250, 30)
-        await top.pilot.pause()
-        assert "batches formed because" in top.text
-        await top.pilot.resize_terminal(60, 30)
-        await top.pilot.pause()
-        assert "p99" in top.text
-        assert max(map(len, top.text.split("\n"))) <= 60
+        for width, shown in ((100, False), (250, True), (60, False)):
+            await top.pilot.resize_terminal(width, 30)
+            await top.pilot.pause()
+            assert ("batches formed because" in top.text) is shown
+            assert "p99" in top.text
+            top.assert_fits((width, 30))
 
     drive(steps)
 
@@ -196,8 +188,8 @@ def test_sorting_by_keys() -> None:
         for _ in range(columns.index("queued")):
             await top.press("less_than_sign")
         assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
-        await top.press("less_than_sign")
-        assert top.names == top.names, "the last column comes before the first"
+        await top.press("less_than_sign", "greater_than_sign")
+        assert top.names == ["alpha", "beta", "broken", "delta", "gamma"], "the last column is before the first"
 
     drive(steps)
 
@@ -394,7 +386,7 @@ def test_help() -> None:
 
 def test_options_select_the_first_table_its_order_and_filter() -> None:
     async def steps(top: Driver) -> None:
-        assert [row["instance"] for row in top.table.rows] == ["beta_0_1", "beta_0_0"]
+        assert top.column("instance") == ["beta_0_1", "beta_0_0"]
 
     drive(steps, table="instances", sort_key="batch_rows", filter_text="beta")
 
@@ -404,19 +396,15 @@ def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
     async def steps(top: Driver) -> None:
-        colors = set()
-        reversed_texts = []
-        for y in range(top.app.size.height):
-            for segment in top.app.screen._compositor.render_strips()[y]:
-                style = segment.style
-                filtered = top.app.get_line_filters()
-                for one in filtered:
-                    (segment,) = one.apply([segment], top.app.screen.background_colors[0])
-                style = segment.style
-                if style is not None:
-                    colors |= {color.name for color in (style.color, style.bgcolor) if color is not None}
-                    if style.reverse:
-                        reversed_texts.append(segment.text.strip())
+        colors, reversed_texts = set(), []
+        for segment in (segment for strip in top.strips for segment in strip):
+            for one in top.app.get_line_filters():
+                (segment,) = one.apply([segment], top.app.screen.background_colors[0])
+            style = segment.style
+            if style is not None:
+                colors |= {color.name for color in (style.color, style.bgcolor) if color is not None}
+                if style.reverse:
+                    reversed_texts.append(segment.text.strip())
         assert colors <= {"default"}
         assert {"1 Models 5", "model", "alpha"} <= set(reversed_texts)
 

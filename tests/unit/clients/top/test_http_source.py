@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import trustme
 
 from shmserve.clients.top.http_source import HttpSource, document_of
 from shmserve.clients.top.prometheus import samples
@@ -129,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = text.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
-        if self.path.endswith("/close"):
+        if self.path.startswith("/close"):  # without a header that says so
             self.close_connection = True
         self.end_headers()
         self.wfile.write(data)
@@ -141,19 +142,22 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(**more: tuple[int, str]) -> Iterator[tuple[str, type[_Handler]]]:
+def serving(tls: ssl.SSLContext | None = None, **more: tuple[int, str]) -> Iterator[tuple[str, type[_Handler]]]:
     answers = {
         "/v2": (200, json.dumps(SERVER)),
         "/v2/health/ready": (400, ""),
         "/v2/repository/index": (200, json.dumps(INDEX)),
         "/v2/models/stats": (200, json.dumps({"model_stats": [statistics(5)]})),
         "/metrics": (200, METRICS),
+        "/close/metrics": (200, METRICS),
         "/v2/repository/models/m%2Fx/load": (200, ""),
         "/v2/repository/models/bad/load": (400, '{"error": "load failed for model \'bad\'"}'),
     } | {path.replace("_", "/"): answer for path, answer in more.items()}
     handler = type("Handler", (_Handler,), {"answers": answers, "seen": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = False
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -225,23 +229,12 @@ def test_responses_in_another_format_are_refused(path: str, text: str) -> None:
         made.read()
 
 
-def test_a_server_that_went_away_and_came_back() -> None:
-    with serving() as (url, handler):
-        made = HttpSource(url, url)
-        made.read()
-        made._api._made.sock.close()  # as if the server had ended an idle connection
-        made.read()
+def test_a_server_that_closes_idle_connections_and_one_that_ends() -> None:
+    with serving() as (url, handler), source(url, f"{url}/close") as made:
+        for _ in range(2):
+            made.read()
         assert [path for path, _, _ in handler.seen].count("/v2") == 2
-        made.close()
     with source(url) as made, pytest.raises(ConnectionLost, match=r"no server at http://127\.0\.0\.1:\d+ \("):
-        made.read()
-
-
-def test_no_server_at_the_url() -> None:
-    with (
-        source("http://127.0.0.1:1") as made,
-        pytest.raises(ConnectionLost, match=r"no server at http://127.0.0.1:1 \("),
-    ):
         made.read()
 
 
@@ -252,6 +245,11 @@ def test_invalid_urls(url: str) -> None:
 
 
 def test_https_checks_the_certificate() -> None:
-    made = HttpSource("https://localhost:1")
-    assert made._api._made._context.verify_mode is ssl.CERT_REQUIRED  # type: ignore[attr-defined]
-    made.close()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    with (
+        serving(context) as (url, _),
+        source(url.replace("http", "https")) as made,
+        pytest.raises(ConnectionLost, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
+        made.read()

@@ -12,14 +12,11 @@ from textual.pilot import Pilot
 
 from shmserve.clients.top.fleet.fleet_app import FleetApp
 from shmserve.clients.top.fleet.poller import Fleet
-from shmserve.clients.top.screens import HelpScreen, Lines
-from shmserve.clients.top.texts import line_text
+from shmserve.clients.top.screens import HelpScreen
 from shmserve.errors import ConnectionLost
 from tests.support.clients.activity_documents import counters, document, model
-from tests.support.clients.app_driver import AppDriver
-from tests.unit.clients.top.fleet.scripted import PATIENCE_S, Document, ScriptedSource
-
-NEVER_S = 1e6
+from tests.support.clients.app_driver import NEVER_S, PATIENCE_S, SIZES, AppDriver
+from tests.unit.clients.top.fleet.scripted import Document, ScriptedSource
 
 
 def answers(*names: str) -> Callable[[int], Document]:
@@ -39,7 +36,7 @@ def sources() -> dict[str, ScriptedSource]:
 
 
 class Driver(AppDriver[FleetApp]):
-    def __init__(self, app: FleetApp, pilot: Pilot[str], fleet: Fleet) -> None:
+    def __init__(self, app: FleetApp, pilot: Pilot[str], fleet: RecordingFleet) -> None:
         super().__init__(app, pilot)
         self.fleet = fleet
 
@@ -52,21 +49,30 @@ class Driver(AppDriver[FleetApp]):
             await self.app.read()
             await self.pilot.pause()
 
-    def column(self, key: str) -> list[Any]:
-        return [row[key] for row in self.table.rows]
-
     @property
     def message(self) -> str:
-        return "\n".join(line_text(line) for line in self.app.screen_stack[0].query_one("#message", Lines).lines)
+        return self.message_of(self.app.screen_stack[0])
+
+
+class RecordingFleet(Fleet):
+    """Keeps the last interval that it was told."""
+
+    interval: float | None = None
+
+    def set_interval(self, seconds: float) -> None:
+        self.interval = seconds
+        super().set_interval(seconds)
 
 
 def drive(steps: Callable[[Driver], Awaitable[None]], size: tuple[int, int] = (120, 30), **options: Any) -> str | None:
     async def main() -> str | None:
-        with Fleet(sources(), NEVER_S) as fleet:
+        with RecordingFleet(sources(), NEVER_S) as fleet:
             app = FleetApp(fleet, NEVER_S, **options)
             async with app.run_test(size=size) as pilot:
                 driver = Driver(app, pilot, fleet)
-                await driver.until(lambda: app._view.total["requests_per_s"] == 150 and len(app._view.servers) == 3)
+                await driver.until(lambda: all(snapshot.settled for snapshot in fleet.snapshots))
+                await app.read()
+                await pilot.pause()
                 await steps(driver)
             return app.return_value
 
@@ -81,28 +87,25 @@ def test_the_servers() -> None:
         assert top.message == ""
         await top.press("end")
         assert top.message == "c: no server at c (refused)"
-        await top.press("q")
+        await top.press("minus")
+        assert top.fleet.interval == 60
+        await top.press("question_mark")
+        assert isinstance(top.app.screen, HelpScreen)
+        assert "models over all servers" in top.text
+        assert "share of the machine's memory in use" in top.text
+        await top.press("escape", "q")
 
-    assert drive(steps) == ""
+    assert drive(steps, (100, 60)) == ""
 
 
-@pytest.mark.parametrize("size", [(20, 6), (80, 24), (250, 60)])
+@pytest.mark.parametrize("size", SIZES)
 def test_tables_fit_terminals_of_any_size(size: tuple[int, int]) -> None:
     async def steps(top: Driver) -> None:
         for key in "123":
             await top.press(key)
-            lines = top.text.split("\n")
-            assert len(lines) <= size[1]
-            assert max(map(len, lines)) <= size[0]
+            top.assert_fits(size)
 
     drive(steps, size=size)
-
-
-def test_a_server_in_detail() -> None:
-    async def steps(top: Driver) -> None:
-        await top.press("down", "enter")
-
-    assert drive(steps) == "b"
 
 
 def test_a_model_and_its_servers() -> None:
@@ -120,11 +123,12 @@ def test_a_model_and_its_servers() -> None:
     assert drive(steps) == "b"
 
 
-def test_ctrl_c_is_not_q() -> None:
+@pytest.mark.parametrize(("keys", "result"), [(["down", "enter"], "b"), (["ctrl+c"], None)])
+def test_enter_selects_a_server_and_ctrl_c_none(keys: list[str], result: str | None) -> None:
     async def steps(top: Driver) -> None:
-        await top.press("ctrl+c")
+        await top.press(*keys)
 
-    assert drive(steps) is None
+    assert drive(steps) == result
 
 
 def test_sorting_filter_and_pause() -> None:
@@ -135,12 +139,13 @@ def test_sorting_filter_and_pause() -> None:
         await top.press("2", "slash", *"bet", "enter")
         assert top.column("model") == ["beta"]
         await top.press("escape", "space")
-        before = top.app._view
+        await top.press("1")
+        before = top.column("uptime_seconds")
         top.fleet.refresh()
         await top.app.read()
-        assert top.app._view is before
+        assert top.column("uptime_seconds") == before
         await top.press("space")
-        await top.until(lambda: top.app._view is not before)
+        await top.until(lambda: top.column("uptime_seconds") != before)
 
     drive(steps, filter_text="c", sort_key="p99")
 
@@ -152,21 +157,3 @@ def test_the_reason_for_a_server_that_is_not_shown() -> None:
         assert top.message == ""
 
     drive(steps, message="c: it went away")
-
-
-def test_the_interval_applies_to_all_servers() -> None:
-    async def steps(top: Driver) -> None:
-        await top.press("minus")
-        assert {poller.interval for poller in top.fleet._pollers} == {60.0}
-
-    drive(steps)
-
-
-def test_help() -> None:
-    async def steps(top: Driver) -> None:
-        await top.press("question_mark")
-        assert isinstance(top.app.screen, HelpScreen)
-        assert "models over all servers" in top.text
-        assert "share of the machine's memory in use" in top.text
-
-    drive(steps, size=(100, 60))

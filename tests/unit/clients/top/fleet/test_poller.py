@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from shmserve.clients.top.fleet.poller import Fleet, Snapshot
+from shmserve.clients.top.fleet.poller import Fleet, Poller, Snapshot
 from shmserve.errors import ConnectionLost
 from tests.support.clients.activity_documents import counters, document, model
 from tests.unit.clients.top.fleet.scripted import PATIENCE_S, Document, ScriptedSource
@@ -25,13 +24,35 @@ def failing(number: int) -> Document:
     raise ConnectionLost("no server at b (refused)")
 
 
-def await_(fleet: Fleet, holds: Callable[[], bool]) -> None:
-    with fleet._news:
-        assert fleet._news.wait_for(holds, PATIENCE_S)
-
-
 def by_name(fleet: Fleet) -> dict[str, Snapshot]:
     return {snapshot.name: snapshot for snapshot in fleet.snapshots}
+
+
+class Watched:
+    """A poller whose snapshots are all kept."""
+
+    def __init__(self, source: ScriptedSource, interval: float = OFTEN_S) -> None:
+        self.seen: list[Snapshot] = []
+        self.changed = threading.Condition()
+        self.poller = Poller("a", source, interval, self.note)
+
+    def note(self) -> None:
+        with self.changed:
+            self.seen.append(self.poller.snapshot)
+            self.changed.notify_all()
+
+    def wait_for(self, count: int) -> list[Snapshot]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.seen) >= count, PATIENCE_S)
+            return self.seen
+
+    def __enter__(self) -> Watched:
+        self.poller.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.poller.close()
+        self.poller.join(PATIENCE_S)
 
 
 def test_rates_and_histograms_of_an_interval() -> None:
@@ -46,39 +67,34 @@ def test_rates_and_histograms_of_an_interval() -> None:
 
 
 def test_a_silent_server_does_not_delay_the_others() -> None:
+    """`wait` returns once every server has rates or a problem, as the third read of the first one shows."""
+    often = threading.Event()
+
+    def third(number: int) -> Document:
+        if number == 3:
+            often.set()
+        return busy(number)
+
     silent = ScriptedSource("b", busy, held=True)
-    with Fleet({"a": ScriptedSource("a", busy), "b": silent}, OFTEN_S) as fleet:
+    sources = {"a": ScriptedSource("a", third), "b": silent, "c": ScriptedSource("c", failing)}
+    with Fleet(sources, OFTEN_S) as fleet:
         assert silent.reading.wait(PATIENCE_S)
-        await_(fleet, lambda: by_name(fleet)["a"].settled)
+        assert often.wait(PATIENCE_S)
+        assert by_name(fleet)["a"].settled
         found = by_name(fleet)["b"]
         assert (found.view, found.problem) == (None, "")
         assert found.asked is not None, "for how long it has been silent is known"
         silent.release()
-        await_(fleet, lambda: by_name(fleet)["b"].settled)
+        fleet.wait(PATIENCE_S)
         assert by_name(fleet)["b"].view is not None
+        assert (by_name(fleet)["c"].view, by_name(fleet)["c"].problem) == (None, "no server at b (refused)")
 
 
 def test_a_server_that_fails_is_tried_again() -> None:
     """It keeps its last view, and rates restart with the first two answers after the failure."""
-
-    def sometimes(number: int) -> Document:
-        return failing(number) if number == 3 else busy(number)
-
-    source = ScriptedSource("a", sometimes, held=True)
-    seen: list[Snapshot] = []
-    with Fleet({"a": source}, OFTEN_S) as fleet:
-        poller = fleet._pollers[0]
-        told = poller._notify
-
-        def note() -> None:
-            seen.append(poller.snapshot)
-            told()
-
-        poller._notify = note
-        source.release()
-        await_(fleet, lambda: len(seen) >= 5)
-    first = next(place for place, snapshot in enumerate(seen) if snapshot.problem)
-    broken, back, after = seen[first : first + 3]
+    source = ScriptedSource("a", lambda number: failing(number) if number == 3 else busy(number))
+    with Watched(source) as watched:
+        _, _, broken, back, after = watched.wait_for(5)[:5]
     assert broken.problem == "no server at b (refused)"
     assert broken.view is not None
     assert broken.times == {}
@@ -91,32 +107,12 @@ def test_a_server_that_fails_is_tried_again() -> None:
 def test_an_invalid_response_is_reported_for_its_server(wrong: Document) -> None:
     """The thread continues: another program may listen there temporarily."""
 
-    def odd(number: int) -> Document:
-        return busy(number) | (wrong if number == 2 else {})
-
-    source = ScriptedSource("a", odd)
-    with Fleet({"a": source}, NEVER_S) as fleet:
-        await_(fleet, lambda: source.reads == 1)
-        fleet.refresh()
-        await_(fleet, lambda: "its answer cannot be understood" in by_name(fleet)["a"].problem)
-        fleet.refresh()
-        await_(fleet, lambda: not by_name(fleet)["a"].problem)
-
-
-def test_wait_returns_once_every_server_has_answered_or_failed() -> None:
-    with Fleet({"a": ScriptedSource("a", busy), "b": ScriptedSource("b", failing)}, OFTEN_S) as fleet:
-        fleet.wait(PATIENCE_S)
-        assert by_name(fleet)["b"].problem == "no server at b (refused)"
-        assert by_name(fleet)["b"].view is None
-
-
-def test_refresh_reads_at_once() -> None:
-    source = ScriptedSource("a", failing)
-    with Fleet({"a": source}, NEVER_S) as fleet:
-        await_(fleet, lambda: source.reads == 1)
-        for count in (2, 3):
-            fleet.refresh()
-            await_(fleet, lambda count=count: source.reads >= count)  # type: ignore[misc]
+    source = ScriptedSource("a", lambda number: busy(number) | (wrong if number == 2 else {}))
+    with Watched(source, NEVER_S) as watched:
+        for count, problem in ((1, ""), (2, "its answer cannot be understood"), (3, "")):
+            found = watched.wait_for(count)[-1].problem
+            assert (found[: len(problem)], bool(found)) == (problem, bool(problem))
+            watched.poller.refresh()  # reads at once, not after the interval
 
 
 @pytest.mark.parametrize("held", [True, False])
