@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.doctor import endpoints
-from shmserve.doctor.machine import ERROR, OK, Machine
+from shmserve.doctor.machine import ERROR, OK, Finding, Machine
 from tests.unit.doctor.tree import machine, only
 
 
@@ -20,37 +20,32 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_directory_that_can_be_created(tmp_path: Path, directory: Path) -> None:
-    assert only(endpoints.runtime_directory(machine(tmp_path))).state == OK
-    assert not directory.exists()
+def test_the_runtime_directory(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> Finding:
+        return only(endpoints.runtime_directory(machine(tmp_path)))
 
-
-def test_a_path_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = len("/broker.sock")
-    for length, state in ((107, OK), (108, ERROR)):
-        monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", "/tmp/" + "x" * (length - name - len("/tmp/")))
-        assert only(endpoints.runtime_directory(machine(tmp_path))).state == state
-
-
-def test_the_kernel_limits_the_length_of_a_socket_path() -> None:
-    for length, text in ((107, "No such file"), (108, "path too long")):
-        with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError, match=text):
-            probe.connect("/tmp/" + "x" * (length - len("/tmp/")))
-
-
-def test_a_directory_of_another_user(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found().state == OK
+    assert not directory.exists(), "it can be created, and is not"
     directory.mkdir(mode=0o700)
-    assert only(endpoints.runtime_directory(machine(tmp_path))).state == OK
-    monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    found = only(endpoints.runtime_directory(machine(tmp_path)))
-    assert (found.state, found.found) == (ERROR, f"{directory} belongs to uid {directory.stat().st_uid}")
-
-
-def test_a_directory_that_everyone_may_write_to(tmp_path: Path, directory: Path) -> None:
-    directory.mkdir()
+    assert found().state == OK
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4711)
+        text = f"{directory} belongs to uid {directory.stat().st_uid}"
+        assert (found().state, found().found) == (ERROR, text)
     directory.chmod(0o777)
-    found = only(endpoints.runtime_directory(machine(tmp_path)))
-    assert (found.state, found.fix) == (ERROR, f"chmod 700 {directory}")
+    assert (found().state, found().fix) == (ERROR, f"chmod 700 {directory}")
+
+
+@pytest.mark.parametrize(("length", "state", "error"), [(107, OK, "No such file"), (108, ERROR, "path too long")])
+def test_the_length_of_a_socket_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, state: str, error: str
+) -> None:
+    """The limit is that of the kernel."""
+    path = "/tmp/" + "x" * (length - len("/tmp//broker.sock")) + "/broker.sock"
+    with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError, match=error):
+        probe.connect(path)
+    monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", os.path.dirname(path))
+    assert only(endpoints.runtime_directory(machine(tmp_path))).state == state
 
 
 def test_ports(tmp_path: Path, directory: Path) -> None:

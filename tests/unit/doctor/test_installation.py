@@ -45,33 +45,21 @@ def test_every_backend_is_known() -> None:
 
 def test_engines(tmp_path: Path) -> None:
     installed = {"onnxruntime": "1.20.0", "nvidia-dali-cuda130": "2.1"}
-    found = {
-        finding.check: finding
-        for finding in installation.engines(machine(tmp_path, version=lambda name: installed.get(name, "")))
-    }
+    engines = installation.engines(machine(tmp_path, version=lambda name: installed.get(name, "")))
+    found = {finding.check: finding for finding in engines}
     assert found["backend onnxruntime"].found == "onnxruntime 1.20.0"
     assert found["backend dali"].state == OK
     missing = found["backend pytorch"]
     assert (missing.state, missing.fix) == (INFO, install_command("torch"))
     assert "backend python" not in found
     assert found["backend tensorrt"].fix == f"in another environment, without onnxruntime: {install_command('gpu')}"
+    both = installation.engines(machine(tmp_path, version=lambda name: "1.20"))
+    (same,) = [finding for finding in both if finding.check == "backend onnxruntime"]
+    assert (same.state, same.found) == (WARNING, "onnxruntime 1.20 and onnxruntime-gpu 1.20")
 
 
-def test_two_packages_with_the_same_module(tmp_path: Path) -> None:
-    both = [
-        finding
-        for finding in installation.engines(machine(tmp_path, version=lambda name: "1.20"))
-        if finding.check == "backend onnxruntime"
-    ]
-    assert only(both).state == WARNING
-    assert only(both).found == "onnxruntime 1.20 and onnxruntime-gpu 1.20"
-
-
-def test_without_a_driver(tmp_path: Path) -> None:
+def test_a_driver_and_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(installation.gpus(machine(tmp_path))).state == INFO
-
-
-def test_a_driver_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, installation.CONTROL, "")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     found = only(installation.gpus(machine(tmp_path)))

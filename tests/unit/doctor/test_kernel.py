@@ -4,26 +4,74 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shmserve.broker.processes import cgroups
 from shmserve.doctor import kernel
-from shmserve.doctor.machine import ERROR, INFO, OK, UNLIMITED, WARNING
+from shmserve.doctor.machine import ERROR, INFO, OK, UNLIMITED, WARNING, Finding, Machine
 from shmserve.protocol.messages import PACKET_BYTES
 from tests.unit.doctor.tree import GROUP, machine, only, write
 
+OWN = f"sys/fs/cgroup/{GROUP}"
+
 
 @pytest.mark.parametrize(
-    ("release", "state"),
-    [("5.2.21-generic", ERROR), ("5.3.0", OK), ("6.18.44-fc", OK), ("4.19.0-26-amd64", ERROR), ("10.0", OK)],
+    ("check", "changes", "files", "state", "found", "fix"),
+    [
+        (kernel.linux, {"release": "5.2.21-generic"}, {}, ERROR, "5.2.21-generic", "5.3"),
+        (kernel.linux, {"release": "5.3.0"}, {}, OK, "5.3.0", ""),
+        (kernel.linux, {"release": "4.19.0-26-amd64"}, {}, ERROR, "4.19.0-26-amd64", "5.3"),
+        (kernel.linux, {"release": "10.0"}, {}, OK, "10.0", ""),
+        (kernel.memory, {}, {}, OK, "16.0 GiB available", ""),
+        (kernel.memory, {}, {f"{OWN}/memory.max": "max\n"}, OK, "16.0 GiB available", ""),
+        (
+            kernel.memory,
+            {},
+            {"sys/fs/cgroup/memory.max": f"{512 << 20}\n"},  # of the group above its own
+            WARNING,
+            "16.0 GiB available, the control group allows 512 MiB",
+            "MemoryMax=",
+        ),
+        (kernel.memory, {}, {"proc/meminfo": "MemAvailable:    524288 kB\n"}, WARNING, "512 MiB available", ""),
+        (kernel.memory, {}, {"proc/meminfo": ""}, ERROR, "", ""),
+        # 25600: 4096 connections, 16384 segments, 1024 of the broker, 4096 for files of models
+        (kernel.descriptors, {"descriptors": lambda: 25_599}, {}, WARNING, "25599", "LimitNOFILE=25600"),
+        (kernel.descriptors, {"descriptors": lambda: 25_600}, {}, OK, "25600", ""),
+        (kernel.descriptors, {"descriptors": lambda: UNLIMITED}, {}, OK, "no limit", ""),
+        (kernel.processes, {}, {}, OK, "", ""),
+        (kernel.processes, {}, {f"{OWN}/pids.max": "100\n"}, WARNING, "user 32768, control group 100", "TasksMax="),
+        (kernel.processes, {"processes": lambda: 512}, {}, WARNING, "", "ulimit -u 8192"),
+        (kernel.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98335\n"}, ERROR, "", ""),
+        (kernel.socket_buffers, {}, {"proc/sys/net/core/wmem_max": "98336\n"}, OK, "", ""),
+        (kernel.socket_buffers, {}, {"proc/sys/net/core/wmem_max": ""}, INFO, "", ""),
+        (kernel.cores, {}, {}, OK, "4 usable", ""),
+        (kernel.cores, {}, {f"{OWN}/cpu.max": "150000 100000\n"}, WARNING, "4 usable, a quota of 2", "--cpu-list 0-1"),
+        (kernel.cores, {"cores": (0, 1)}, {}, OK, "2 usable", ""),
+    ],
 )
-def test_linux(tmp_path: Path, release: str, state: str) -> None:
-    found = only(kernel.linux(machine(tmp_path, release=release)))
-    assert (found.state, found.found, found.needed) == (state, release, "5.3")
-    assert bool(found.fix) == (state == ERROR)
+def test_limits(
+    tmp_path: Path,
+    check: Callable[[Machine], list[Finding]],
+    changes: dict[str, Any],
+    files: dict[str, str],
+    state: str,
+    found: str,
+    fix: str,
+) -> None:
+    """`found`: a part of what was found; `fix`: of what to do, or what is needed."""
+    whole = machine(tmp_path, **changes)
+    for name, text in files.items():
+        write(tmp_path, name, text)
+    finding = only(check(whole))
+    assert finding.state == state
+    assert found in finding.found
+    assert fix in finding.fix + finding.needed
+    assert bool(finding.fix) == (state in (WARNING, ERROR))
 
 
 @pytest.mark.parametrize(
@@ -44,66 +92,17 @@ def test_shared_memory(
     assert ("--shm-size" in found.fix) == (state == WARNING)
 
 
-def test_without_shared_memory(tmp_path: Path) -> None:
+def test_shared_memory_that_is_not_writable_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = machine(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)
+        found = only(kernel.shared_memory(whole))
+    assert (found.state, "not writable" in found.found) == (ERROR, True)
     (tmp_path / "dev" / "shm" / ".keep").unlink()
     (tmp_path / "dev" / "shm").rmdir()
     found = only(kernel.shared_memory(whole))
     assert (found.state, found.found) == (ERROR, "No such file or directory")
     assert found.fix.startswith("mount -t tmpfs")
-
-
-def test_shared_memory_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    found = only(kernel.shared_memory(machine(tmp_path)))
-    assert found.state == ERROR
-    assert "not writable" in found.found
-
-
-def test_memory(tmp_path: Path) -> None:
-    whole = machine(tmp_path)
-    assert only(kernel.memory(whole)).found == "16.0 GiB available"
-    write(tmp_path, f"sys/fs/cgroup/{GROUP}/memory.max", "max\n")
-    assert only(kernel.memory(whole)).state == OK
-    write(tmp_path, "sys/fs/cgroup/memory.max", f"{512 << 20}\n")  # the group above it
-    found = only(kernel.memory(whole))
-    assert (found.state, found.found) == (WARNING, "16.0 GiB available, the control group allows 512 MiB")
-    assert "MemoryMax=" in found.fix
-
-
-def test_little_available_memory_is_a_warning_and_none_an_error(tmp_path: Path) -> None:
-    whole = machine(tmp_path)
-    write(tmp_path, "proc/meminfo", "MemAvailable:    524288 kB\n")
-    assert only(kernel.memory(whole)).state == WARNING
-    write(tmp_path, "proc/meminfo", "")
-    assert only(kernel.memory(whole)).state == ERROR
-
-
-@pytest.mark.parametrize(("hard", "state"), [(25_599, WARNING), (25_600, OK), (UNLIMITED, OK)])
-def test_descriptors(tmp_path: Path, hard: int, state: str) -> None:
-    """25600: 4096 connections, 16384 segments, 1024 of the broker, 4096 for files of models."""
-    found = only(kernel.descriptors(machine(tmp_path, descriptors=lambda: hard)))
-    assert (found.state, found.needed) == (state, "25600")
-    assert ("LimitNOFILE=25600" in found.fix) == (state == WARNING)
-    assert found.found == ("no limit" if hard == UNLIMITED else str(hard))
-
-
-def test_processes(tmp_path: Path) -> None:
-    whole = machine(tmp_path)
-    assert only(kernel.processes(whole)).state == OK
-    write(tmp_path, f"sys/fs/cgroup/{GROUP}/pids.max", "100\n")
-    found = only(kernel.processes(whole))
-    assert (found.state, found.found) == (WARNING, "user 32768, control group 100")
-    assert "TasksMax=" in found.fix
-    few = only(kernel.processes(machine(tmp_path, processes=lambda: 512)))
-    assert few.fix == "ulimit -u 8192"
-
-
-@pytest.mark.parametrize(("size", "state"), [("98335\n", ERROR), ("98336\n", OK), ("", INFO)])
-def test_socket_buffers(tmp_path: Path, size: str, state: str) -> None:
-    whole = machine(tmp_path)
-    write(tmp_path, "proc/sys/net/core/wmem_max", size)
-    assert only(kernel.socket_buffers(whole)).state == state
 
 
 def test_the_needed_socket_buffer_is_what_the_kernel_requires() -> None:
@@ -120,21 +119,11 @@ def test_the_needed_socket_buffer_is_what_the_kernel_requires() -> None:
                     left.send(bytes(PACKET_BYTES))
 
 
-def test_cores(tmp_path: Path) -> None:
-    whole = machine(tmp_path)
-    assert only(kernel.cores(whole)).found == "4 usable"
-    write(tmp_path, f"sys/fs/cgroup/{GROUP}/cpu.max", "150000 100000\n")
-    found = only(kernel.cores(whole))
-    assert (found.state, found.found) == (WARNING, "4 usable, a quota of 2")
-    assert "taskset --cpu-list 0-1" in found.fix
-    assert only(kernel.cores(machine(tmp_path, cores=(0, 1)))).state == OK
-
-
 def test_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = machine(tmp_path)
     monkeypatch.setattr(cgroups, "_is_delegated", lambda top: True)
     assert only(kernel.control_groups(whole)).state == OK
-    write(tmp_path, f"sys/fs/cgroup/{GROUP}/cgroup.controllers", "cpu\n")
+    write(tmp_path, f"{OWN}/cgroup.controllers", "cpu\n")
     found = only(kernel.control_groups(whole))
     assert found.state == INFO
     assert "does not have the memory controller" in found.found

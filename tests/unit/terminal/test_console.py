@@ -56,27 +56,19 @@ def test_without_rich_a_terminal_gets_whole_lines(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------------------------------------ width
 
 
-def test_a_wide_terminal_shows_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = screen(monkeypatch, 250).table(COLUMNS, ROWS)
-    assert plain(text) == Screen(False, io.StringIO()).table(COLUMNS, ROWS).splitlines()
-
-
-def test_a_table_as_wide_as_the_terminal_is_not_narrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_at_least_as_wide_as_the_table_shows_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """No column is made narrower for a gap at the end of a line."""
-    columns, rows = COLUMNS[:5], [row[:5] for row in ROWS]
-    whole = Screen(False, io.StringIO()).table(columns, rows).splitlines()
-    assert plain(screen(monkeypatch, max(map(len, whole))).table(columns, rows)) == whole
+    for columns, rows, more in ((COLUMNS, ROWS, 100), (COLUMNS[:5], [row[:5] for row in ROWS], 0)):
+        whole = Screen(False, io.StringIO()).table(columns, rows).splitlines()
+        assert plain(screen(monkeypatch, max(map(len, whole)) + more).table(columns, rows)) == whole
 
 
-def test_free_text_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_text_is_wrapped_or_moves_below_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = plain(screen(monkeypatch, 80).table(COLUMNS, ROWS))
     assert lines[0].split() == ["model", "state", "failed", "pid", "memory", "reason"]
     assert " ".join(line[lines[0].index("reason") :].strip() for line in lines[2:]) == ROWS[1][-1]
     assert 4 <= len(lines) <= 6
     assert max(map(len, lines)) <= 80
-
-
-def test_free_text_moves_below_its_row_if_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = plain(screen(monkeypatch, 56).table(COLUMNS, ROWS))
     assert lines[0].split() == ["model", "state", "failed", "pid", "memory"]
     assert lines[2].split() == ["a-longer-name", "UNAVAILABLE", "3", "-", "-"]
@@ -85,12 +77,11 @@ def test_free_text_moves_below_its_row_if_it_does_not_fit(monkeypatch: pytest.Mo
 
 
 def test_columns_that_do_not_fit_are_left_out_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = plain(screen(monkeypatch, 45).table(COLUMNS, ROWS))
-    assert lines[0].split() == ["model", "state", "failed", "memory"]
-    assert lines[-1] == "not shown in 45 columns: pid"
-    lines = plain(screen(monkeypatch, 36).table(COLUMNS, ROWS))
-    assert lines[0].split() == ["model", "state", "failed"]
-    assert lines[-1] == "not shown in 36 columns: pid, memory"
+    heads = ["model", "state", "failed", "memory"]
+    for width, shown, left_out in ((45, heads, "pid"), (36, heads[:3], "pid, memory")):
+        lines = plain(screen(monkeypatch, width).table(COLUMNS, ROWS))
+        assert lines[0].split() == shown
+        assert lines[-1] == f"not shown in {width} columns: {left_out}"
     for width in (1, 8, 30):
         lines = plain(screen(monkeypatch, width).table(COLUMNS, ROWS))
         assert max(map(len, lines[:-1])) <= max(width, 24)
@@ -120,22 +111,26 @@ def test_a_frame_is_cut_to_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------ colour
 
 
-def test_precedence_of_color_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "is_terminal", "variables", "colored"),
+    [
+        (None, True, {}, True),
+        (None, False, {}, False),
+        (None, True, {"TERM": "dumb"}, False),
+        (None, False, {"TERM": "dumb", "FORCE_COLOR": "1"}, True),
+        (None, True, {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
+        (True, False, {"NO_COLOR": "1"}, True),
+        (False, True, {"FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_precedence_of_color_settings(
+    wanted: bool | None, is_terminal: bool, variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    terminal, pipe = Terminal(), io.StringIO()
-    assert is_colored(None, terminal)
-    assert not is_colored(None, pipe)
-    monkeypatch.setenv("TERM", "dumb")
-    assert not is_colored(None, terminal)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert is_colored(None, pipe)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not is_colored(None, pipe)
-    assert is_colored(True, pipe)
-    monkeypatch.delenv("NO_COLOR")
-    assert not is_colored(False, terminal)
+    for name, value in ({"TERM": "xterm"} | variables).items():
+        monkeypatch.setenv(name, value)
+    assert is_colored(wanted, Terminal() if is_terminal else io.StringIO()) is colored
 
 
 @pytest.mark.parametrize("term", ["xterm-256color", "xterm", "linux", "dumb"])
@@ -157,14 +152,11 @@ def test_a_terminal_that_cannot_move_its_cursor(monkeypatch: pytest.MonkeyPatch)
     assert not Screen(None, io.StringIO()).can_redraw
 
 
-def test_without_color_there_is_no_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_color_there_is_no_escape_not_even_from_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     for width in (40, 80, 250):
         shown = screen(monkeypatch, width, False)
         assert "\x1b" not in shown.table(COLUMNS, ROWS) + shown.styled("x", BAD) + shown.state("READY")
-
-
-def test_cells_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = screen(monkeypatch, 200, False).table(COLUMNS, [["m", "READY", "0", "", "", "\x1b[2J\r\x07evil"]])
+    text = shown.table(COLUMNS, [["m", "READY", "0", "", "", "\x1b[2J\r\x07evil"]])
     assert r"\x1b[2J\r\x07evil" in text
     assert "\x1b" not in text
 

@@ -36,22 +36,19 @@ def run(
     )
 
 
-@pytest.mark.parametrize("words", ["version", "--help", "infer --help-all", "serve --help-all"])
-def test_a_full_disk_is_reported_in_one_line(words: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "buffered"),
+    [("version", True), ("version", False), ("--help", True), ("infer --help-all", True), ("serve --help-all", True)],
+)
+def test_a_full_disk_is_reported_in_one_line(words: str, buffered: bool) -> None:
     with Path("/dev/full").open("w") as full:
-        ran = run(*words.split(), stdout=full)
+        ran = run(*words.split(), buffered=buffered, stdout=full)
     name = words.partition(" --")[0].replace("--help", "")
     assert ran.stderr == f"{f'shmserve {name}'.strip()}: cannot write standard output: No space left on device\n"
     assert ran.returncode == 1
 
 
-def test_a_full_disk_is_reported_in_one_line_with_unbuffered_output() -> None:
-    with Path("/dev/full").open("w") as full:
-        ran = run("version", buffered=False, stdout=full)
-    assert ran.stderr == "shmserve version: cannot write standard output: No space left on device\n"
-
-
-@pytest.mark.parametrize("words", ["version", "--help", "serve --help-all", "serve --help"])
+@pytest.mark.parametrize("words", ["version", "--help", "serve --help"])
 def test_a_closed_pipe_is_not_an_error(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -145,8 +142,7 @@ sys.exit(main.main())
 
 def test_a_runtime_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    words = ["serve", "--model-repository", str(tmp_path), "--runtime-dir", str(tmp_path / "file" / "run")]
-    ran = run(*words)
+    ran = run("serve", "--model-repository", str(tmp_path), "--runtime-dir", str(tmp_path / "file" / "run"))
     assert ran.returncode == 1
     assert f"cannot use runtime directory {tmp_path}/file/run: " in ran.stderr
     assert ran.stderr.endswith("Not a directory; give another with --runtime-dir\n")
@@ -168,8 +164,5 @@ def test_a_runtime_directory_that_is_full(tmp_path: Path) -> None:
     limited = ["prlimit", "--fsize=0", *COMMAND]
     ran = run("serve", str(tmp_path / "app.py"), "--runtime-dir", str(tmp_path / "run"), command=limited)
     assert ran.returncode == 1
-    text = (
-        f"shmserve: cannot write to the runtime directory {tmp_path}/run: File too large; give another with --runtime"
-    )
-    assert text in ran.stderr
+    assert f"cannot write to the runtime directory {tmp_path}/run: File too large; give another with" in ran.stderr
     assert list((tmp_path / "run").iterdir()) == []

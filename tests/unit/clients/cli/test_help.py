@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -16,10 +17,18 @@ from shmserve.terminal import help_text
 COLUMNS, ROWS = 80, 24
 
 
+def actions_of(command: argparse.ArgumentParser) -> list[Any]:
+    return command._actions
+
+
 def commands() -> dict[str, Any]:
-    understood = parser.parser()
-    found: Any = next(action for action in understood._actions if action.dest == "command").choices
+    (found,) = (action.choices for action in actions_of(parser.parser()) if action.dest == "command")
     return dict(found)
+
+
+ASKING = {"models", "load", "unload", "restart", "infer", "stats", "top", "ready", "config", "version", "demo"}
+ALONE = {"run", "check", "init", "build", "completion"}
+"""Commands that do not connect to a server."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,25 +45,21 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) ->
 
 
 @pytest.mark.parametrize("command", ["", *sorted(set(commands()) - {"serve"})])
-def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = said([*command.split(), "--help"], capsys).splitlines()
+def test_help_fits_a_screen_and_help_all_has_the_rest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    brief = said([*command.split(), "--help"], capsys)
+    lines = brief.splitlines()
     assert len(lines) <= ROWS
     assert max(map(len, lines)) <= COLUMNS
     assert lines[0].startswith(f"usage: shmserve {command}".rstrip())
     assert f"shmserve {command} --help-all".replace("  ", " ") in lines[-1]
-    text = " ".join(lines)
-    assert text.count("(") == text.count(")")
-
-
-@pytest.mark.parametrize("command", sorted(set(commands()) - {"serve"}))
-def test_help_all_has_everything_that_help_leaves_out(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything that --help leaves out is in --help-all."""
-    brief, full = said([command, "--help"], capsys), said([command, "--help-all"], capsys)
-    actions = [action for action in commands()[command]._actions if action.help is not argparse.SUPPRESS]
-    options = [name for action in actions for name in action.option_strings]
-    assert [name for name in options if not re.search(rf"(?<![\w-]){name}(?![\w-])", full)] == []
-    assert set(re.findall(r"--[a-z-]+", brief)) <= set(re.findall(r"--[a-z-]+", full)) | {"--help-all"}
-    assert len(full.splitlines()) > len(brief.splitlines())
+    assert brief.count("(") == brief.count(")")
+    if command:
+        full = said([command, "--help-all"], capsys)
+        actions = [action for action in actions_of(commands()[command]) if action.help is not argparse.SUPPRESS]
+        options = [name for action in actions for name in action.option_strings]
+        assert [name for name in options if not re.search(rf"(?<![\w-]){name}(?![\w-])", full)] == []
+        assert set(re.findall(r"--[a-z-]+", brief)) <= set(re.findall(r"--[a-z-]+", full)) | {"--help-all"}
+        assert len(full.splitlines()) > len(brief.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -83,27 +88,41 @@ def test_suggestions(words: str, text: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_options_of_other_programs_are_synonyms_of_known_options() -> None:
     for name, command in commands().items():
-        known = set(command._option_string_actions)
+        known = {name for action in actions_of(command) for name in action.option_strings}
         assert set(command.synonyms.values()) <= known, name
         assert not known & set(command.synonyms), f"{name}: these would never be suggested"
 
 
-def test_help_imports_only_what_it_needs() -> None:
+@pytest.mark.parametrize("command", sorted(ASKING | ALONE))
+def test_the_full_help_has_examples_that_parse_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    full = said([command, "--help-all"], capsys)
+    assert f"examples:\n  shmserve {command}" in full
+    assert ("--url" in full) is ("--runtime-dir" in full) is (command in ASKING)
+    assert re.search(r"exit codes:\n  0    \w.*\n  1    \w.*\n  2    wrong usage\n  130  interrupted\n", full)
+    sentence = full.split("\n\n")[1]
+    assert sentence[0].isupper()
+    assert sentence.rstrip().endswith(".")
+    examples = [line.strip().split("    ")[0].rpartition("| ")[2] for line in commands()[command].examples]
+    parsed = [parser.parser().parse_args(shlex.split(line)[1:]) for line in examples if line.startswith("shmserve")]
+    assert parsed
+
+
+def test_without_a_command_help_is_printed_and_the_exit_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main([]) == 2
+    listed = re.findall(r"^  (\w+)  ", capsys.readouterr().err, re.MULTILINE)
+    assert set(listed) | set(parser.OTHERS) == {*commands(), "others"}
+
+
+@pytest.mark.parametrize("word", ["--help", "version", "--version"])
+def test_help_and_version_import_only_what_they_need(word: str) -> None:
     program = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
-    program += "from shmserve.clients.cli.main import main; main(['--help'])"
+    program += f"from shmserve.clients.cli.main import main; main([{word!r}])"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     modules = set(ran.stderr.split())
     assert "shmserve.clients.cli.parser" in modules
-    heavy = {
-        "numpy",
-        "zmq",
-        "rich",
-        "asyncio",
-        "subprocess",
-        "difflib",
-        "shmserve.terminal.console",
-        "shmserve.session",
-    }
+    heavy = {"numpy", "zmq", "msgspec", "argcomplete", "subprocess"}
+    if word == "--help":
+        heavy |= {"rich", "asyncio", "difflib", "shmserve.terminal.console", "shmserve.session"}
     assert not modules & heavy
 
 

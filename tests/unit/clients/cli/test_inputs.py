@@ -39,10 +39,10 @@ def same(found: Any, dtype: Any, values: Any) -> bool:
     return bool(found.dtype == expected.dtype and found.shape == expected.shape and np.array_equal(found, expected))
 
 
-@pytest.mark.parametrize("text", ["1,2,3", "1 2 3", "1, 2, 3", "[1, 2, 3]", "[[1, 2, 3]]", "[1.0, 2.0, 3.0]"])
 @pytest.mark.parametrize("dtype", ["FP16", "FP32", "FP64"])
-def test_numbers_can_be_written_in_several_ways(text: str, dtype: str) -> None:
-    assert same(values.from_text(text, spec(dtype, -1, 3)), to_numpy(dtype), [[1, 2, 3]])
+def test_numbers_can_be_written_in_several_ways(dtype: str) -> None:
+    for text in ("1,2,3", "1 2 3", "1, 2, 3", "[1, 2, 3]", "[[1, 2, 3]]", "[1.0, 2.0, 3.0]"):
+        assert same(values.from_text(text, spec(dtype, -1, 3)), to_numpy(dtype), [[1, 2, 3]])
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -52,53 +52,41 @@ def test_integers_cover_the_range_of_their_type(dtype: str) -> None:
     for beyond in (info.min - 1, info.max + 1):
         with pytest.raises(Misuse, match=rf"'x' \({dtype}\): {beyond} is not within {info.min} \.\.\. {info.max}"):
             values.from_text(str(beyond), spec(dtype, 1))
-    with pytest.raises(Misuse, match=r"1\.5 is not an integer"):
-        values.from_text("1.5", spec(dtype, 1))
-    with pytest.raises(Misuse, match="true is not an integer"):
-        values.from_text("true", spec(dtype, 1))
 
 
-def test_booleans() -> None:
+def test_booleans_and_strings() -> None:
     for text in ("true,false,True", "1 0 1", "[true, false, true]", "[1, 0, 1]"):
         assert same(values.from_text(text, spec("BOOL", 3)), np.bool_, [True, False, True])
-    with pytest.raises(Misuse, match=r"'x' \(BOOL\): 2 is not true or false"):
-        values.from_text("2", spec("BOOL", 1))
-    with pytest.raises(Misuse, match='"yes" is not true or false'):
-        values.from_text('["yes"]', spec("BOOL", 1))
+    for text in ("hello world", "42", "true", '"true"', ""):
+        assert same(values.from_text(text, spec("BYTES", -1)), object, [text.strip('"')])
+    assert same(values.from_text('["a", "", "ü"]', spec("BYTES", -1)), object, ["a", "", "ü"])
 
 
 @pytest.mark.parametrize(
-    ("text", "strings"),
+    ("dtype", "text", "error"),
     [
-        ("hello world", ["hello world"]),
-        ("42", ["42"]),
-        ("true", ["true"]),
-        ('"quoted"', ["quoted"]),
-        ('["a", "", "ü"]', ["a", "", "ü"]),
-        ("", [""]),
+        ("INT32", "1.5", r"1\.5 is not an integer"),
+        ("INT32", "true", "true is not an integer"),
+        ("BOOL", "2", r"'x' \(BOOL\): 2 is not true or false"),
+        ("BOOL", '["yes"]', '"yes" is not true or false'),
+        ("BYTES", '["a", 1]', "1 is not a string"),
+        ("FP32", "1,abc", "'abc' is not a number"),
+        ("FP32", '["1"]', '"1" is not a number'),
+        ("FP32", "null", "null is not a number"),
+        ("FP32", "[[1, 2], [3]]", "the lists in it have different lengths"),
+        ("FP32", "[1, [2]]", "the lists in it have different lengths"),
+        ("FP16", "65520", "is not within the range of FP16"),
+        ("FP32", "1e39", "is not within the range of FP32"),
+        ("BF16", "-3.4e38", "is not within the range of BF16"),
     ],
 )
-def test_strings(text: str, strings: list[str]) -> None:
-    found = values.from_text(text, spec("BYTES", -1))
-    assert found.dtype == object
-    assert found.tolist() == strings
+def test_values_of_another_type_are_refused(dtype: str, text: str, error: str) -> None:
+    with pytest.raises(Misuse, match=error):
+        values.from_text(text, spec(dtype, -1))
 
 
-def test_strings_are_not_numbers() -> None:
-    with pytest.raises(Misuse, match="1 is not a string"):
-        values.from_text('["a", 1]', spec("BYTES", -1))
-    with pytest.raises(Misuse, match="'abc' is not a number"):
-        values.from_text("1,abc", spec("FP32", -1))
-    with pytest.raises(Misuse, match='"1" is not a number'):
-        values.from_text('["1"]', spec("FP32", -1))
-    with pytest.raises(Misuse, match="null is not a number"):
-        values.from_text("null", spec("FP32", -1))
-
-
-@pytest.mark.parametrize(("dtype", "value"), [("FP16", 65520), ("FP32", 1e39), ("BF16", -3.4e38)])
-def test_numbers_out_of_range_of_their_type_are_refused(dtype: str, value: float) -> None:
-    with pytest.raises(Misuse, match=rf"is not within the range of {dtype}"):
-        values.from_text(repr(value), spec(dtype, 1))
+@pytest.mark.parametrize("dtype", ["FP16", "FP32", "BF16"])
+def test_infinities_and_nan(dtype: str) -> None:
     found = values.from_text("inf,-inf,nan", spec(dtype, 3))
     array = from_bfloat16(found) if dtype == "BF16" else found
     assert np.array_equal(array.astype(np.float64), [np.inf, -np.inf, np.nan], equal_nan=True)
@@ -116,9 +104,7 @@ def test_bf16_is_rounded_as_ml_dtypes_does(values: Any) -> None:
 
 
 def test_bf16_is_given_as_its_bits() -> None:
-    found = values.from_text("1,-2.5", spec("BF16", 2))
-    assert found.dtype == np.uint16
-    assert found.tolist() == [0x3F80, 0xC020]
+    assert same(values.from_text("1,-2.5", spec("BF16", 2)), np.uint16, [0x3F80, 0xC020])
 
 
 @pytest.mark.parametrize(
@@ -159,21 +145,15 @@ def test_shapes_that_do_not_fit(text: str, pattern: list[int]) -> None:
         values.from_text(text, spec("INT32", *pattern))
 
 
-def test_lists_of_unequal_lengths() -> None:
-    for text in ("[[1, 2], [3]]", "[1, [2]]"):
-        with pytest.raises(Misuse, match="the lists in it have different lengths"):
-            values.from_text(text, spec("FP32", -1, -1))
-
-
 MONSTROUS = ["[" * 33 + "1" + "]" * 33, "[" * 100_000, "1" + "0" * 400, "1" * 5000, "[1e999]", '{"a": 1}', '[""]']
 
 
-@pytest.mark.parametrize("text", MONSTROUS)
 @pytest.mark.parametrize("dtype", ["FP32", "INT64", "BOOL"])
-def test_hostile_values_are_refused_with_a_short_error(text: str, dtype: str) -> None:
-    with pytest.raises(Misuse, match=r"input 'x'") as refused:
-        values.from_text(text, spec(dtype, -1))
-    assert len(str(refused.value)) < 300
+def test_hostile_values_are_refused_with_a_short_error(dtype: str) -> None:
+    for text in MONSTROUS:
+        with pytest.raises(Misuse, match=r"input 'x'") as refused:
+            values.from_text(text, spec(dtype, -1))
+        assert len(str(refused.value)) < 300
 
 
 # ------------------------------------------------------------------------------------------ arguments and files
@@ -200,16 +180,14 @@ def test_npy_files(dtype: str, tmp_path: Path) -> None:
 
 
 def test_npy_files_of_strings_and_bf16(tmp_path: Path) -> None:
-    file = tmp_path / "x.npy"
-    np.save(file, np.array(["one", "two"]))
-    found = inputs.from_arguments([f"x=@{file}"], known(spec("BYTES", 2)))["x"]
-    assert found.dtype == object
-    assert found.tolist() == ["one", "two"]
-    for array in (np.array([0x3F80, 0], np.uint16), np.array([1, 0], ml_dtypes.bfloat16)):
-        np.save(file, array)
-        bits = inputs.from_arguments([f"x=@{file}"], known(spec("BF16", 2)))["x"]
-        assert bits.dtype == np.uint16
-        assert bits.tolist() == [0x3F80, 0]
+    for array, dtype, expected in (
+        (np.array(["one", "two"]), "BYTES", np.array(["one", "two"], object)),
+        (np.array([0x3F80, 0], np.uint16), "BF16", np.array([0x3F80, 0], np.uint16)),
+        (np.array([1, 0], ml_dtypes.bfloat16), "BF16", np.array([0x3F80, 0], np.uint16)),
+    ):
+        np.save(tmp_path / "x.npy", array)
+        found = inputs.from_arguments([f"x=@{tmp_path}/x.npy"], known(spec(dtype, 2)))["x"]
+        assert same(found, expected.dtype, expected)
 
 
 def test_npy_files_that_do_not_fit(tmp_path: Path) -> None:
@@ -312,26 +290,18 @@ def test_random_data_of_every_type(dtype: str) -> None:
     assert not np.array_equal(found, other)
 
 
-def test_random_data_of_a_given_shape() -> None:
-    one = known(spec("INT8", -1, 3, -1))
-    assert inputs.random(one, None, {}, None)["x"].shape == (1, 3, 1)
-    assert inputs.random(one, None, {"x": (2, 3, 5)}, None)["x"].shape == (2, 3, 5)
-
-
-def test_shapes_for_random_data() -> None:
+def test_shapes_of_random_data() -> None:
     one = known(spec("FP32", -1, 3, -1))
+    assert inputs.random(one, None, {}, None)["x"].shape == (1, 3, 1)
     assert inputs.shapes_from(["x=2,3,5"], one) == {"x": (2, 3, 5)}
-    for text in ("x=2,4,5", "x=2,3", "x=2"):
-        with pytest.raises(Misuse, match=r"does not fit input 'x', which is \[-1, 3, -1\]"):
+    assert inputs.random(one, None, {"x": (2, 3, 5)}, None)["x"].shape == (2, 3, 5)
+    for text, error in (
+        *[(text, r"does not fit input 'x', which is \[-1, 3, -1\]") for text in ("x=2,4,5", "x=2,3", "x=2")],
+        *[(text, "write NAME=D1,D2") for text in ("x", "x=", "x=a", "x=-1,3,5")],
+        ("y=1", "no input 'y'"),
+    ):
+        with pytest.raises(Misuse, match=error):
             inputs.shapes_from([text], one)
-    for text in ("x", "x=", "x=a", "x=-1,3,5"):
-        with pytest.raises(Misuse, match="write NAME=D1,D2"):
-            inputs.shapes_from([text], one)
-    with pytest.raises(Misuse, match="no input 'y'"):
-        inputs.shapes_from(["y=1"], one)
-
-
-def test_batches_need_a_free_first_dim() -> None:
     with pytest.raises(Misuse, match=r"input 'x' is \[4\]: the model takes no batches"):
         inputs.random(known(spec("FP32", 4)), 2, {}, None)
 

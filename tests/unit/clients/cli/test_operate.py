@@ -110,10 +110,12 @@ def test_load(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert said.err == "shmserve load: warning: warn: odd\n"
 
 
-def test_load_all(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_all_and_the_previous_one(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "load", "--all") == 0
     assert sorted(model for _, model, _, _ in broker.done) == ["mlp", "odd", "other"]
     assert capsys.readouterr().out.count("\n") == 3
+    assert run(broker, "load", "a", "--previous") == 0
+    assert broker.done.pop() == ("rollback", "a", 0, None)
 
 
 def test_each_failure_has_its_reason(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,45 +149,30 @@ def test_a_load_sends_the_configuration_and_the_files(
     assert broker.done.pop() == ("load", "a", 0, {"config": {"backend": "onnxruntime"}})
 
 
-def test_load_previous(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(broker, "load", "a", "--previous") == 0
-    assert broker.done.pop() == ("rollback", "a", 0, None)
-    for words in (("--all", "--previous"), ("a", "--previous", "--config-json", "-")):
-        assert run(broker, "load", *words) == 2
-        assert "--previous" in capsys.readouterr().err
-
-
 def test_unload_and_restart(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(broker, "unload", "a") == 0
-    assert run(broker, "unload", "a", "--no-wait", "--dependents") == 0
-    assert run(broker, "restart", "a", "--version", "2", "--instance", "a_0_1") == 0
-    assert run(broker, "restart", "a", "--version", "2") == 0
-    assert run(broker, "restart", "a") == 0
-    assert run(broker, "unload", "other") == 0
-    assert run(broker, "restart", "a", "--json") == 0
+    plain = {"unload_dependents": False, "wait": True}
+    for words, operation, said in (
+        ("unload a", ("unload", "a", 0, plain), "a: versions 1, 2 unloaded\n"),
+        (
+            "unload a --no-wait --dependents",
+            ("unload", "a", 0, {"unload_dependents": True, "wait": False}),
+            "a: unloading versions 1, 2\n",
+        ),
+        ("unload other", ("unload", "other", 0, plain), "other: nothing to unload\n"),
+        (
+            "restart a --version 2 --instance a_0_1",
+            ("restart", "a", 2, {"instance": "a_0_1"}),
+            "a: instance a_0_1 rest",
+        ),
+        ("restart a --version 2", ("restart", "a", 2, {"instance": ""}), "a: version 2 restarted\n"),
+        ("restart a", ("restart", "a", 0, {"instance": ""}), "a: versions 1, 2 restarted\n"),
+    ):
+        assert run(broker, *words.split()) == 0
+        assert broker.done.pop() == operation
+        assert capsys.readouterr().out.startswith(said)
     assert run(broker, "unload", "a", "--force", "--timeout", "5", "--json") == 0
-    assert broker.done.pop() == (
-        "unload", "a", 0, {"unload_dependents": False, "wait": True, "force": True, "timeout": 5},
-    )  # fmt: skip
-    assert broker.done == [
-        ("unload", "a", 0, {"unload_dependents": False, "wait": True}),
-        ("unload", "a", 0, {"unload_dependents": True, "wait": False}),
-        ("restart", "a", 2, {"instance": "a_0_1"}),
-        ("restart", "a", 2, {"instance": ""}),
-        ("restart", "a", 0, {"instance": ""}),
-        ("unload", "other", 0, {"unload_dependents": False, "wait": True}),
-        ("restart", "a", 0, {"instance": ""}),
-    ]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:6] == [
-        "a: versions 1, 2 unloaded",
-        "a: unloading versions 1, 2",
-        "a: instance a_0_1 restarted",
-        "a: version 2 restarted",
-        "a: versions 1, 2 restarted",
-        "other: nothing to unload",
-    ]
-    (found,), _ = json.loads("[" + "\n".join(lines[6:]).replace("]\n[", "],[") + "]")
+    assert broker.done.pop() == ("unload", "a", 0, plain | {"force": True, "timeout": 5})
+    (found,) = json.loads(capsys.readouterr().out)
     assert [entry["version"] for entry in found["versions"]] == ["1", "2"]
 
 
@@ -206,6 +193,8 @@ def test_unload_of_a_model_that_does_not_exist(broker: Operated, capsys: pytest.
         ("load", "name one or more models, or use --all"),
         ("load a --all", "name one or more models, or use --all"),
         ("load a b --config-json x", "--config-json and --file are for one model"),
+        ("load --all --previous", "--previous"),
+        ("load a --previous --config-json -", "--previous"),
         ("load a --file 1/m=x", "--file needs --config-json"),
         ("load a --config-json /no/such", "cannot read a configuration from /no/such: No such file or directory"),
         ("load a --config-json BAD", "cannot read a configuration from"),
@@ -283,23 +272,24 @@ def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
     assert [re.split(r"  +", row) for row in rows] == [
         ["mlp", "1", "READY", "1/1 (1-4)", "0", "0", "41 40", "cpu", "100 MiB", "250 ms"],
-        [
-            "mlp",
-            "2*",
-            "READY (reloading)",
-            "1/3",
-            "7",
-            "2",
-            "42 43",
-            "cpu gpu 3",
-            "1.0 GiB",
-            "3.50 s",
-            "mlp_0_0 busy for 12 s",
-        ],
+        ["mlp", "2*", "READY (reloading)", "1/3", "7", "2", "42 43", "cpu gpu 3", "1.0 GiB", "3.50 s",
+         "mlp_0_0 busy for 12 s"],
         ["odd", "1", "UNAVAILABLE", "-", "0", "0", "-", "-", "-", "-", "no such backend"],
         ["other", "-", "not loaded", "-", "0", "0", "-", "-", "-", "-"],
-    ]
+    ]  # fmt: skip
     assert "*" not in models_table([INDEX[1], INDEX[2]], Screen()), "of one version there is no choice"
+    assert run(broker, "models", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == INDEX
+
+
+def test_a_server_without_models(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    broker.answers |= {"models": [], "activity": {"server": {}}}
+    assert run(broker, "models") == 0
+    assert capsys.readouterr().out.startswith("no models: ")
+    assert run(broker, "demo") == 1
+    said = capsys.readouterr()
+    assert said.out.count("not served") == 4
+    assert "the server has none of the sample models: `python -m shmserve.repo.samples DIR`" in said.err
 
 
 def test_the_table_of_an_index_with_few_fields() -> None:
@@ -314,18 +304,10 @@ def test_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None
     assert rows[4] == ["mlp", "2", "mlp_0_1", "starting", "0", "gpu 3", "43", "1.0 GiB", "0"]
     assert rows[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "0", "cpu", "-", "-", "3", "signal 9"]
     assert instance_rows(INDEX[3]) == []
-    assert run(broker, "models", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == INDEX
 
 
-def test_degraded_instances_are_shown() -> None:
-    lost = {
-        "state": "backoff",
-        "pid": 0,
-        "memory_bytes": 0,
-        "reason": "failed to load: no memory",
-        "retry_seconds": 7.5,
-    }
+def test_degraded_and_sleeping_instances_are_shown() -> None:
+    lost = {"state": "backoff", "pid": 0, "reason": "failed to load: no memory", "retry_seconds": 7.5}
     entry = {
         "name": "m", "version": "1", "state": "READY", "default": True, "degraded": True, "loading_seconds": 1.0,
         "reason": "degraded, 1 of 3 instances: instance 'm_0_1': failed to load: no memory",
@@ -338,14 +320,8 @@ def test_degraded_instances_are_shown() -> None:
     rows = instance_rows(entry)
     assert rows[1][-1] == "failed to load: no memory; next attempt in 7.5 s"
     assert rows[2][3] == "ready (quarantined)"
-
-
-def test_sleeping_models_are_shown() -> None:
-    entry = {
-        "name": "m", "version": "1", "state": "READY", "asleep": True, "degraded": False, "reason": "",
-        "instances": [instance("m_0_0", state="asleep", pid=0, memory_bytes=0)],
-    }  # fmt: skip
-    line = models_table([entry], Screen()).splitlines()[1]
+    asleep = [instance("m_0_0", state="asleep", pid=0, memory_bytes=0)]
+    line = models_table([entry | {"asleep": True, "degraded": False, "instances": asleep}], Screen()).splitlines()[1]
     assert "READY (asleep)" in line
     assert " 0/1 " in line
     assert state_style("READY (asleep)") == state_style("READY")
@@ -414,12 +390,7 @@ def test_bash_completes(program: Path, broker: Operated, tmp_path: Path) -> None
     assert completed(program, "shmserve restart mlp --instance mlp_0_", **url) == {"mlp_0_0", "mlp_0_1", "mlp_0_2"}
     assert completed(program, "shmserve config mlp --version ", **url) == {"1", "2"}
     assert completed(program, f"shmserve infer --runtime-dir {tmp_path} o") == set(), "no server, no words"
-
-
-def test_bash_completes_the_options_of_the_server(program: Path) -> None:
-    found = completed(program, "shmserve serve --model-r")
-    assert "--model-repository" in found
-    assert all(word.startswith("--model-r") for word in found)
+    assert "--model-repository" in completed(program, "shmserve serve --model-r"), "an option of the server"
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
