@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shmserve.clients.load.analysis.compare import BETTER, FAILED, MIXED, SAME, UNKNOWN, WORSE, compare
 from shmserve.clients.load.plan import Closed, Open
-from shmserve.clients.load.record import Interval
+from shmserve.clients.load.record import Interval, Point
 from shmserve.errors import InvalidRequest
 from tests.support.hypothesis_profiles import examples
 from tests.unit.clients.load.points import point, run, steady, window
@@ -30,15 +30,20 @@ def test_a_clear_difference() -> None:
     assert (p99.metric, p99.verdict) == ("p99", SAME)
 
 
-def test_noise_is_not_a_difference() -> None:
-    assert compare(run(steady(1, OLD)), run(steady(1, [900, 1100, 950, 1080]))).verdict == SAME
-    assert compare(run(steady(1, OLD)), run(steady(1, OLD))).verdict == SAME
-
-
-def test_a_difference_below_the_threshold_is_ignored() -> None:
-    exact = [1000, 1000, 1000], [1005, 1005, 1005]
-    assert compare(run(steady(1, exact[0])), run(steady(1, exact[1]))).verdict == SAME
-    assert compare(run(steady(1, exact[0])), run(steady(1, exact[1])), least=0.001).verdict == BETTER
+@pytest.mark.parametrize(
+    ("old", "new", "least", "verdict"),
+    [
+        (OLD, OLD, None, SAME),
+        (OLD, [900, 1100, 950, 1080], None, SAME),  # noise
+        ([1000, 1000, 1000], [1005, 1005, 1005], None, SAME),  # below the threshold
+        ([1000, 1000, 1000], [1005, 1005, 1005], 0.001, BETTER),
+        ([1000], [500], None, UNKNOWN),  # one window has no interval
+        ([100, 1900, 1000], [100, 1900, 1000], None, UNKNOWN),  # an interval as wide as the value
+    ],
+)
+def test_verdicts(old: list[int], new: list[int], least: float | None, verdict: str) -> None:
+    options = {} if least is None else {"least": least}
+    assert compare(run(steady(1, old)), run(steady(1, new)), **options).changes[0].verdict == verdict
 
 
 def test_a_result_that_is_partly_better_and_partly_worse_is_mixed() -> None:
@@ -86,19 +91,15 @@ def test_the_rate_of_failures_affects_the_verdict(old: int, new: int, verdict: s
     assert failed.verdict == found.verdict == verdict
 
 
-def test_runs_without_failures_have_no_row_for_them() -> None:
-    assert FAILED not in [change.metric for change in compare(run(steady(1, OLD)), run(steady(1, OLD))).changes]
+def test_the_rows_that_are_compared() -> None:
+    """Without failures, there is no row for them. The throughput of an open loop is given."""
 
+    def metrics(one: Point) -> list[str]:
+        return [change.metric for change in compare(run(one), run(one)).changes]
 
-def test_responses_in_time_are_compared() -> None:
-    one = replace(steady(1, OLD), goodput=Interval(900, 890, 910))
-    assert "in time/s" in [change.metric for change in compare(run(one), run(one)).changes]
-
-
-def test_an_interval_as_wide_as_the_value_gives_no_verdict() -> None:
-    wild = steady(1, [100, 1900, 1000])
-    found = compare(run(wild), run(wild)).changes[0]
-    assert (found.metric, found.verdict) == ("throughput", UNKNOWN)
+    assert metrics(steady(1, OLD)) == ["throughput", "p50", "p99"]
+    assert "in time/s" in metrics(replace(steady(1, OLD), goodput=Interval(900, 890, 910)))
+    assert metrics(point(Open(1000.0), [window(number, good) for number, good in enumerate(OLD)])) == ["p50", "p99"]
 
 
 def test_a_percentile_that_a_report_leaves_out_is_not_compared() -> None:
@@ -106,16 +107,6 @@ def test_a_percentile_that_a_report_leaves_out_is_not_compared() -> None:
     found = compare(run(few), run(steady(1, OLD)))
     assert [change.metric for change in found.changes] == ["throughput", "p50"]
     assert found.notes == ("not compared, as too few responses exceed it: p99 of concurrency 1",)
-
-
-def test_the_throughput_of_an_open_loop_is_not_compared() -> None:
-    load = Open(1000.0)
-    one = run(point(load, [window(number, good) for number, good in enumerate(OLD)]))
-    assert [change.metric for change in compare(one, one).changes] == ["p50", "p99"]
-
-
-def test_one_window_gives_no_verdict() -> None:
-    assert compare(run(steady(1, [1000])), run(steady(1, [500]))).verdict == UNKNOWN
 
 
 def test_runs_without_a_common_load() -> None:

@@ -28,24 +28,16 @@ def test_quantiles_are_those_of_the_tables(key: tuple[float, int], expected: flo
     assert student_t(*key) == pytest.approx(expected, rel=1e-3)
 
 
-def test_an_interval_by_hand() -> None:
+def test_intervals_by_hand() -> None:
+    """Welch: s^2/n is 1/3 and 4/3, degrees of freedom (5/3)^2 / ((1/9 + 16/9) / 2) = 2.94, rounded down."""
     found = interval([9.0, 10.0, 11.0], 0.95)  # the standard deviation is 1
-    assert found.mean == 10
-    assert found.half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-
-
-def test_one_value_gives_no_interval() -> None:
-    found = interval([10.0], 0.95)
-    assert (found.low, found.high) == (0, 20)
+    assert (found.mean, found.half) == (10, pytest.approx(4.303 / 3**0.5, rel=1e-3))
+    one = interval([10.0], 0.95)
+    assert (one.low, one.high) == (0, 20), "one value gives no interval"
     assert difference([1.0], [1.0, 2.0], 0.95) is None
-
-
-def test_welch_by_hand() -> None:
-    """s^2/n: 1/3 and 4/3, degrees of freedom (5/3)^2 / ((1/9 + 16/9) / 2) = 2.94, rounded down."""
-    found = difference([9.0, 10.0, 11.0], [18.0, 20.0, 22.0], 0.95)
-    assert found is not None
-    assert found.mean == 10
-    assert found.half == pytest.approx(4.303 * (5 / 3) ** 0.5, rel=1e-3)
+    welch = difference([9.0, 10.0, 11.0], [18.0, 20.0, 22.0], 0.95)
+    assert welch is not None
+    assert (welch.mean, welch.half) == (10, pytest.approx(4.303 * (5 / 3) ** 0.5, rel=1e-3))
 
 
 def test_a_slow_start_is_left_out() -> None:
@@ -54,24 +46,30 @@ def test_a_slow_start_is_left_out() -> None:
     assert (found.stable, found.first) == (True, 2)
 
 
-def test_the_reason_for_an_unstable_result_is_given() -> None:
-    few = stability([window(0, 100), window(1, 100)], PLAN)
-    assert (few.stable, few.note) == (False, "2 of at least 3 windows")
-    wide = stability([window(0, 100), window(1, 120), window(2, 80)], PLAN)
-    assert not wide.stable
-    assert wide.note.startswith("throughput is known to +-")
-    unknown = stability([window(0, 100), window(1, 150), window(2, 50)], PLAN)
-    assert unknown.note == "too few windows to know the throughput: set more --windows, or a longer --window"
+RARE = replace(PLAN, percentile=99.9)
+
+
+@pytest.mark.parametrize(
+    ("goods", "plan", "note"),
+    [
+        ([100, 100], PLAN, "2 of at least 3 windows"),
+        ([100, 120, 80], PLAN, "throughput is known to +-"),
+        ([100, 150, 50], PLAN, "too few windows to know the throughput: set more --windows, or a longer --window"),
+        ([100, 100, 100], RARE, "a window has too few responses for p99.9: set a longer --window"),
+        ([9, 0, 9], PLAN, "a window without a successful response"),
+    ],
+)
+def test_the_reason_for_an_unstable_result_is_given(goods: list[int], plan: Settings, note: str) -> None:
+    found = stability([window(number, good) for number, good in enumerate(goods)], plan)
+    assert not found.stable
+    assert found.note.startswith(note)
+
+
+def test_stability_of_latencies_and_of_an_open_loop() -> None:
     slower = [window(number, 1000, p50=1e6 * (1 + 0.02 * number)) for number in range(8)]
     assert stability(slower, Settings(min_windows=8)).note.startswith("p50 latency drifts by +")
-    rare = stability([window(0, 100)] * 3, replace(PLAN, percentile=99.9))
-    assert rare.note == "a window has too few responses for p99.9: set a longer --window"
-    assert stability([window(0, 9), window(1, 0), window(2, 9)], PLAN).note == "a window without a successful response"
-
-
-def test_the_rate_of_an_open_loop_need_not_be_stable() -> None:
     windows = [window(number, good) for number, good in enumerate((100, 150, 50))]
-    assert stability(windows, PLAN, throughput=False).stable
+    assert stability(windows, PLAN, throughput=False).stable, "its rate is given"
 
 
 @settings(max_examples=examples(60))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import h2.config
@@ -93,26 +94,26 @@ def silent(server: Server, stream: int) -> None:
     return
 
 
-async def connected(behave: Behaviour, window: int = 65_535) -> tuple[Any, GrpcConnection, list[Server]]:
-    made: list[Server] = []
+@asynccontextmanager
+async def connected(behave: Behaviour, window: int = 65_535) -> AsyncIterator[tuple[GrpcConnection, list[Server]]]:
+    servers: list[Server] = []
 
     def accept() -> Server:
-        made.append(Server(behave, window))
-        return made[-1]
+        servers.append(Server(behave, window))
+        return servers[-1]
 
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(accept, "127.0.0.1", 0)
     _, connection = await loop.create_connection(GrpcConnection, "127.0.0.1", listener.sockets[0].getsockname()[1])
     await connection.ready
-    return listener, connection, made
-
-
-async def ended(listener: Any, connection: GrpcConnection, servers: list[Server]) -> None:
-    connection.close()
-    listener.close()
-    for server in servers:
-        server.transport.close()
-    await listener.wait_closed()
+    try:
+        yield connection, servers
+    finally:
+        connection.close()
+        listener.close()
+        for server in servers:
+            server.transport.close()
+        await listener.wait_closed()
 
 
 @pytest.mark.parametrize("window", [1000, 65_535, 1 << 24])
@@ -121,11 +122,10 @@ def test_messages_of_all_sizes_through_windows_of_all_sizes(size: int, window: i
     messages = [bytes([number]) * (size * number) for number in (1, 2)]
 
     async def run() -> tuple[list[bytes], dict[str, str]]:
-        listener, connection, servers = await connected(echo, window)
         found: list[bytes] = []
-        for _ in range(3):
-            await connection.call(HEAD, b"".join(map(framed, messages)), found.append)
-        await ended(listener, connection, servers)
+        async with connected(echo, window) as (connection, servers):
+            for _ in range(3):
+                await connection.call(HEAD, b"".join(map(framed, messages)), found.append)
         return found, servers[0].fields
 
     found, fields = asyncio.run(run())
@@ -149,14 +149,12 @@ def test_failed_calls_have_the_error_of_their_status(behave: Behaviour, kind: ty
     """Runs twice: the second header block comes from the cache."""
 
     async def run() -> list[ServeError]:
-        listener, connection, servers = await connected(behave)
         found = []
-        for _ in range(2):
-            try:
-                await connection.call(HEAD, framed(b"x"), lambda message: None)
-            except ServeError as error:
-                found.append(error)
-        await ended(listener, connection, servers)
+        async with connected(behave) as (connection, _):
+            for _ in range(2):
+                with pytest.raises(ServeError) as caught:
+                    await connection.call(HEAD, framed(b"x"), lambda message: None)
+                found.append(caught.value)
         return found
 
     errors = asyncio.run(run())
@@ -164,45 +162,43 @@ def test_failed_calls_have_the_error_of_their_status(behave: Behaviour, kind: ty
 
 
 def test_a_connection_that_goes_away_is_not_used_again() -> None:
-    async def run() -> tuple[list[bytes], bool]:
-        listener, connection, servers = await connected(going_away)
+    async def run() -> list[bytes]:
         found: list[bytes] = []
-        await connection.call(HEAD, framed(b"last"), found.append)
-        while not connection.closed:
-            await asyncio.sleep(0)
-        with pytest.raises(ConnectionLost):
-            await connection.call(HEAD, framed(b"x"), found.append)
-        await ended(listener, connection, servers)
-        return found, connection.closed
+        async with connected(going_away) as (connection, _):
+            await connection.call(HEAD, framed(b"last"), found.append)
+            while not connection.closed:
+                await asyncio.sleep(0)
+            with pytest.raises(ConnectionLost):
+                await connection.call(HEAD, framed(b"x"), found.append)
+        return found
 
-    assert asyncio.run(run()) == ([b"last"], True)
+    assert asyncio.run(run()) == [b"last"]
 
 
 def test_the_end_of_a_connection_fails_its_call() -> None:
     async def run() -> None:
-        listener, connection, servers = await connected(silent)
-        answer = connection.call(HEAD, framed(b"x"), lambda message: None)
-        while not servers:
-            await asyncio.sleep(0)
-        servers[0].transport.abort()
-        with pytest.raises(ConnectionLost, match="the connection was lost"):
-            await answer
-        await ended(listener, connection, servers)
+        async with connected(silent) as (connection, servers):
+            answer = connection.call(HEAD, framed(b"x"), lambda message: None)
+            while not servers:
+                await asyncio.sleep(0)
+            servers[0].transport.abort()
+            with pytest.raises(ConnectionLost, match="the connection was lost"):
+                await answer
 
     asyncio.run(run())
 
 
 def test_answers_to_a_cancelled_call_are_ignored() -> None:
+    def behave(server: Server, stream: int) -> None:
+        if stream > 1:
+            echo(server, stream)
+
     async def run() -> tuple[list[bytes], list[int]]:
-        listener, connection, servers = await connected(
-            lambda server, stream: echo(server, stream) if stream > 1 else None
-        )
         found: list[bytes] = []
-        connection.call(HEAD, framed(b"cancelled"), found.append)
-        connection.cancel()
-        await connection.call(HEAD, framed(b"next"), found.append)
-        resets = servers[0].resets
-        await ended(listener, connection, servers)
-        return found, resets
+        async with connected(behave) as (connection, servers):
+            connection.call(HEAD, framed(b"cancelled"), found.append)
+            connection.cancel()
+            await connection.call(HEAD, framed(b"next"), found.append)
+            return found, servers[0].resets
 
     assert asyncio.run(run()) == ([b"next"], [1])

@@ -38,16 +38,6 @@ def test_random_requests_differ_and_can_be_repeated() -> None:
     assert all((one["x"] == other["x"]).all() for one, other in zip(found, again, strict=True))
 
 
-def test_variable_dims_are_given_by_shape() -> None:
-    found = requests(Inputs(shapes=("x=2,7",)), facts(x=("INT64", [-1, -1])))
-    assert found[0]["x"].shape == (2, 7)
-
-
-def test_a_batch_that_is_too_large() -> None:
-    with pytest.raises(Misuse, match="--batch 9: the max_batch_size of model 'm' is 8"):
-        requests(Inputs(batch=9), facts(x=("FP32", [-1, 4])))
-
-
 def test_files_of_a_directory_in_turn_beside_a_fixed_value(tmp_path: Path) -> None:
     values = [np.full((1, 2), number, np.float32) for number in range(3)]
     for number, value in enumerate(values):
@@ -94,6 +84,7 @@ def test_documents_in_turn(tmp_path: Path) -> None:
         ("x=@{}/odd.json", r"cannot read .*odd\.json: it is not text"),
         ("x=@{}/odd.bin", "has 3 bytes, not a multiple of 4"),
         ("x=@{}/odd.png", r"is \[-1, 2\], not \[.., 3, H, W\]"),
+        ("p=@{}/odd.png", "is not an image"),
         ("x=@{}/empty", "the directory has no files"),
     ],
 )
@@ -104,13 +95,7 @@ def test_invalid_inputs_are_refused(text: str, message: str, tmp_path: Path) -> 
     (tmp_path / "odd.png").write_bytes(b"abc")
     (tmp_path / "empty").mkdir()
     with pytest.raises(Misuse, match=message):
-        requests(Inputs(texts=(text.format(tmp_path),)), facts(x=("FP32", [-1, 2])))
-
-
-def test_a_file_that_is_not_an_image_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "odd.png").write_bytes(b"abc")
-    with pytest.raises(Misuse, match="is not an image"):
-        requests(Inputs(texts=(f"x=@{tmp_path / 'odd.png'}",)), facts(x=("UINT8", [-1, 2, 2, 3])))
+        requests(Inputs(texts=(text.format(tmp_path),)), facts(x=("FP32", [-1, 2]), p=("UINT8", [-1, 2, 2, 3])))
 
 
 def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

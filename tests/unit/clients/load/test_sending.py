@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count, repeat
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.clients.load.generation.sending import Sender, SequenceIds
 from shmserve.clients.load.plan import Sequences
 from shmserve.clients.load.targets.base import Part, Slot
-from shmserve.errors import ServeError, Unavailable
+from shmserve.errors import Unavailable
 from tests.support.hypothesis_profiles import examples
 
 TURNS = 20
@@ -83,11 +84,6 @@ class Refusing(Server):
         raise Unavailable("full")
 
 
-def endless(value: int) -> Iterator[int]:
-    while True:
-        yield value
-
-
 def numbers(data: bytes, kind: str = "q") -> list[int]:
     return array(kind, data).tolist()
 
@@ -101,10 +97,22 @@ def waited(arrivals: Sequence[int], services: Sequence[int]) -> list[int]:
     return found
 
 
+def sender_to(server: Server, bodies: Sequence[str] = ("body",), **options: Any) -> Sender:
+    return Sender(list(bodies), server.open_slot, server.time.clock, server.time.until, **options)
+
+
+async def stopped(sender: Sender, time: Time) -> Any:
+    """What the sender has recorded, after those of its requests that are in flight."""
+    stopping = asyncio.ensure_future(sender.stop(1))
+    await time.run(time.now + 1000)
+    await stopping
+    return sender.recorder.take(0, 0)
+
+
 async def in_open_loop(arrivals: Sequence[int], services: Sequence[int], limit: int) -> tuple[list[int], int]:
     time = Time()
     server = Server(time, iter(services))
-    sender = Sender(["body"], server.open_slot, time.clock, time.until)
+    sender = sender_to(server)
     sender.start_open(iter(arrivals), 0, limit)
     await time.run(sum(services) + max(arrivals) + 1)
     assert await sender.stop(1) == 0
@@ -142,45 +150,35 @@ def test_a_stall_is_not_hidden() -> None:
     assert sum(latency > 500_000_000 for latency in found) > 500
 
 
-def test_a_rate_out_of_reach_does_not_block_the_loop() -> None:
-    """All requests of the schedule are late at once, and the schedule never ends."""
-
-    async def run() -> int:
+@pytest.mark.parametrize(
+    ("times", "limit", "until", "sent", "in_flight"),
+    [
+        (repeat(0), 2, 15, 3, 2),  # those that wait in the generator do not count
+        (iter([0, 10**12]), 1, 100, 1, 0),
+    ],
+    ids=["a rate out of reach does not block the loop", "a load ends before its next send time"],
+)
+def test_the_end_of_an_open_loop(times: Iterator[int], limit: int, until: int, sent: int, in_flight: int) -> None:
+    async def run() -> tuple[int, int]:
         time = Time()
-        server = Server(time, endless(10))
-        sender = Sender(["body"], server.open_slot, time.clock, time.until)
-        sender.start_open(repeat(0), 0, 2)
-        await time.run(15)
-        assert len(server.bodies) > 1
-        return await sender.stop(0)
+        server = Server(time, repeat(10))
+        sender = sender_to(server)
+        sender.start_open(times, 0, limit)
+        await time.run(until)
+        return len(server.bodies), await sender.stop(0 if in_flight else 60)
 
-    assert asyncio.run(run()) == 2, "those in flight; requests that wait in the generator do not count"
-
-
-def test_a_load_ends_before_its_next_send_time() -> None:
-    async def run() -> int:
-        time = Time()
-        server = Server(time, endless(10))
-        sender = Sender(["body"], server.open_slot, time.clock, time.until)
-        sender.start_open(iter([0, 10**12]), 0, 1)
-        await time.run(100)
-        assert len(server.bodies) == 1
-        return await sender.stop(60)
-
-    assert asyncio.run(run()) == 0
+    assert asyncio.run(run()) == (sent, in_flight)
 
 
 def test_a_closed_loop_keeps_its_callers_busy() -> None:
     async def run() -> tuple[list[int], list[int], list[str], int]:
         time = Time()
-        server = Server(time, endless(10))
-        sender = Sender(["a", "b", "c"], server.open_slot, time.clock, time.until)
+        server = Server(time, repeat(10))
+        sender = sender_to(server, "abc")
         await sender.start_closed(4, 100)
         await time.run(1100)
         taken = sender.recorder.take(0, 0)
-        stopping = asyncio.ensure_future(sender.stop(1))
-        await time.run(2000)
-        await stopping
+        await stopped(sender, time)
         return numbers(taken.latency), numbers(taken.done), server.bodies, server.slots
 
     latency, done, bodies, slots = asyncio.run(run())
@@ -192,15 +190,11 @@ def test_a_closed_loop_keeps_its_callers_busy() -> None:
 
 async def parts_of(length: int, until: int) -> list[Part]:
     time = Time()
-    server = Server(time, endless(10))
-    sender = Sender(
-        ["body"], server.open_slot, time.clock, time.until, sequences=Sequences(2, length), ids=SequenceIds(100)
-    )
+    server = Server(time, repeat(10))
+    sender = sender_to(server, sequences=Sequences(2, length), ids=SequenceIds(100))
     await sender.start_closed(2, 0)
     await time.run(until)
-    stopping = asyncio.ensure_future(sender.stop(1))
-    await time.run(until + 1000)
-    await stopping
+    await stopped(sender, time)
     return [part for part in server.parts if part is not None]
 
 
@@ -220,12 +214,10 @@ def test_sequences_begin_and_end_once(length: int, until: int) -> None:
 def test_streams_record_first_and_later_answers() -> None:
     async def run() -> Any:
         time = Time()
-        server = Server(time, iter([5, 1, 2] * 100), answers=3)
-        sender = Sender(["body"], server.open_slot, time.clock, time.until, stream=True)
+        sender = sender_to(Server(time, iter([5, 1, 2] * 100), answers=3), stream=True)
         sender.start_open(iter([0, 100, 200]), 0, 1)
         await time.run(1000)
-        await sender.stop(1)
-        return sender.recorder.take(0, 0)
+        return await stopped(sender, time)
 
     found = asyncio.run(run())
     assert numbers(found.first) == [5, 5, 5]
@@ -237,14 +229,10 @@ def test_streams_record_first_and_later_answers() -> None:
 def test_failures_are_recorded_with_their_text() -> None:
     async def run() -> Any:
         time = Time()
-        server = Refusing(time, endless(10))
-        sender = Sender(["body"], server.open_slot, time.clock, time.until)
+        sender = sender_to(Refusing(time, repeat(10)))
         await sender.start_closed(1, 0)
         await time.run(35)
-        stopping = asyncio.ensure_future(sender.stop(1))
-        await time.run(100)
-        await stopping
-        return sender.recorder.take(0, 0)
+        return await stopped(sender, time)
 
     found = asyncio.run(run())
     assert numbers(found.code, "h") == [1] * 4
@@ -258,11 +246,10 @@ def test_a_bug_in_a_target_ends_the_load() -> None:
 
     async def run() -> BaseException | None:
         time = Time()
-        sender = Sender(["body"], Broken(time, endless(1)).open_slot, time.clock, time.until)
+        sender = sender_to(Broken(time, repeat(1)))
         await sender.start_closed(1, 0)
         await time.run(10)
         await sender.stop(1)
         return sender.failure
 
     assert isinstance(asyncio.run(run()), ZeroDivisionError)
-    assert not issubclass(ZeroDivisionError, ServeError)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shmserve.clients.load.analysis.server_side import between
-from shmserve.clients.load.analysis.usage import Meter, Reading, _listening_at, is_local, server_pid, used
+from shmserve.clients.load.analysis.usage import Meter, Reading, is_local, server_pid, used
 from shmserve.clients.load.plan import Endpoint
 from shmserve.clients.load.targets.base import latest_statistics
 
@@ -31,8 +31,10 @@ def test_cpu_usage_is_the_difference_of_readings_by_role() -> None:
 
 def test_a_server_is_found_by_its_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found = server_pid(Endpoint(url=f"http://127.0.0.1:{server.getsockname()[1]}"))
-    assert found == os.getpid()
+        port = server.getsockname()[1]
+        assert server_pid(Endpoint(url=f"http://127.0.0.1:{port}")) == os.getpid()
+    for url in (f"grpc://127.0.0.1:{port}", "unix:///nowhere/lane.sock", f"http://example.invalid:{port}"):
+        assert server_pid(Endpoint(url=url)) == 0, "no process listens"
 
 
 def test_processes_whose_descriptors_cannot_be_read_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,16 +54,8 @@ def test_processes_whose_descriptors_cannot_be_read_are_passed_over(monkeypatch:
     monkeypatch.setattr(os, "listdir", lambda path: folders.get(path) or listdir(path))
     monkeypatch.setattr(os, "readlink", as_in_a_namespace)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        found = _listening_at(server.getsockname()[1])
+        found = server_pid(Endpoint(url=f"http://127.0.0.1:{server.getsockname()[1]}"))
     assert (found, refused) == (os.getpid(), [f"{hidden}/0"])
-
-
-def test_no_process_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert server_pid(Endpoint(url=f"grpc://127.0.0.1:{port}")) == 0
-    assert server_pid(Endpoint(url="unix:///nowhere/lane.sock")) == 0
-    assert server_pid(Endpoint(url=f"http://example.invalid:{port}")) == 0
 
 
 @pytest.mark.parametrize(
@@ -126,16 +120,10 @@ def test_server_counters_are_differences() -> None:
     assert found.batch_sizes == {"4": 5}
     assert found.reasons == {"full": 5}
     assert found.mean_batch == 8
-
-
-def test_a_server_without_statistics() -> None:
-    assert between({}, {}) is None
+    assert between({}, {}) is None, "a server without statistics"
     first = between({}, statistics(2, 10, 1))
     assert first is not None
     assert first.requests == 2
-
-
-def test_counters_are_those_of_the_latest_version() -> None:
     entries = [{"version": version} for version in ("2", "10", "9")]
     assert latest_statistics({"model_stats": entries}) == {"version": "10"}
     assert latest_statistics({}) == {}
