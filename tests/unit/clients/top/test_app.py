@@ -128,6 +128,15 @@ def drive(
     assert made.closed
 
 
+def driven(source: ScriptedSource | None = None, **options: Any) -> Callable[[Steps], Callable[[], None]]:
+    """Makes a test of the steps that it decorates."""
+
+    def decorate(steps: Steps) -> Callable[[], None]:
+        return lambda: drive(steps, source, **options)
+
+    return decorate
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_screen_fits_terminals_of_any_size(size: tuple[int, int]) -> None:
     async def steps(top: Driver) -> None:
@@ -147,196 +156,174 @@ def test_the_screen_fits_terminals_of_any_size(size: tuple[int, int]) -> None:
     drive(steps, size=size)
 
 
-def test_keys_switch_between_the_tables() -> None:
-    async def steps(top: Driver) -> None:
-        assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
-        await top.press("2")
-        assert "alpha_0_1" in top.text
-        await top.press("tab")
-        assert "[red]camera" in top.text, "no markup"
-        await top.press("tab")
-        assert "Stand-in" in top.text
-        await top.press("tab")
-        assert top.table.table.name == "models"
-        await top.press("shift+tab")
-        assert top.table.table.name == "gpus"
-
-    drive(steps)
+@driven()
+async def test_keys_switch_between_the_tables(top: Driver) -> None:
+    assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
+    await top.press("2")
+    assert "alpha_0_1" in top.text
+    await top.press("tab")
+    assert "[red]camera" in top.text, "no markup"
+    await top.press("tab")
+    assert "Stand-in" in top.text
+    await top.press("tab")
+    assert top.table.table.name == "models"
+    await top.press("shift+tab")
+    assert top.table.table.name == "gpus"
 
 
-def test_a_terminal_that_is_resized() -> None:
-    async def steps(top: Driver) -> None:
-        for width, shown in ((100, False), (250, True), (60, False)):
-            await top.pilot.resize_terminal(width, 30)
-            await top.pilot.pause()
-            assert ("batches formed because" in top.text) is shown
-            assert "p99" in top.text
-            top.assert_fits((width, 30))
-
-    drive(steps)
+@driven()
+async def test_a_terminal_that_is_resized(top: Driver) -> None:
+    for width, shown in ((100, False), (250, True), (60, False)):
+        await top.pilot.resize_terminal(width, 30)
+        await top.pilot.pause()
+        assert ("batches formed because" in top.text) is shown
+        assert "p99" in top.text
+        top.assert_fits((width, 30))
 
 
-def test_sorting_by_keys() -> None:
-    async def steps(top: Driver) -> None:
-        columns = [column.key for column in top.table.layout_of_columns.columns]
-        for _ in range(columns.index("queued")):
-            await top.press("greater_than_sign")
-        assert top.names[:4] == ["alpha", "beta", "gamma", "delta"]
-        await top.press("R")
-        assert top.names[:4] == ["broken", "delta", "gamma", "beta"]
-        assert "by queue, reversed" in top.text
-        for _ in range(columns.index("queued")):
-            await top.press("less_than_sign")
-        assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
-        await top.press("less_than_sign", "greater_than_sign")
-        assert top.names == ["alpha", "beta", "broken", "delta", "gamma"], "the last column is before the first"
-
-    drive(steps)
+@driven()
+async def test_sorting_by_keys(top: Driver) -> None:
+    columns = [column.key for column in top.table.layout_of_columns.columns]
+    for _ in range(columns.index("queued")):
+        await top.press("greater_than_sign")
+    assert top.names[:4] == ["alpha", "beta", "gamma", "delta"]
+    await top.press("R")
+    assert top.names[:4] == ["broken", "delta", "gamma", "beta"]
+    assert "by queue, reversed" in top.text
+    for _ in range(columns.index("queued")):
+        await top.press("less_than_sign")
+    assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
+    await top.press("less_than_sign", "greater_than_sign")
+    assert top.names == ["alpha", "beta", "broken", "delta", "gamma"], "the last column is before the first"
 
 
-def test_the_cursor_stays_at_its_row() -> None:
-    async def steps(top: Driver) -> None:
-        await top.press("down", "j")
-        assert top.table.selected is not None
-        assert top.table.selected["model"] == "broken"
-        assert "broken 1: no such file" in top.message
-        top.source.names = ("zeta", "alpha", "another", "beta", "between")
-        await top.read()
-        assert top.table.selected["model"] == "broken"
-        await top.press("end")
-        assert top.table.selected["model"] == "zeta"
-        top.source.names = ("alpha",)
-        await top.read()
-        assert top.table.selected["model"] == "broken", "the row is gone: the last one"
-        await top.press("home", "up")
-        assert top.table.selected["model"] == "alpha"
-
-    drive(steps)
+@driven()
+async def test_the_cursor_stays_at_its_row(top: Driver) -> None:
+    await top.press("down", "j")
+    assert top.table.selected is not None
+    assert top.table.selected["model"] == "broken"
+    assert "broken 1: no such file" in top.message
+    top.source.names = ("zeta", "alpha", "another", "beta", "between")
+    await top.read()
+    assert top.table.selected["model"] == "broken"
+    await top.press("end")
+    assert top.table.selected["model"] == "zeta"
+    top.source.names = ("alpha",)
+    await top.read()
+    assert top.table.selected["model"] == "broken", "the row is gone: the last one"
+    await top.press("home", "up")
+    assert top.table.selected["model"] == "alpha"
 
 
-def test_a_long_table_scrolls_with_the_cursor() -> None:
-    source = ScriptedSource(names=tuple(f"model-{number:03}" for number in range(100)))
-
-    async def steps(top: Driver) -> None:
-        assert "model-099" not in top.text
-        await top.press("end")
-        assert "model-099" in top.text
-        assert "model-000" not in top.text
-        assert "req/s" in top.text.split("model-0")[0], "the heading stays"
-        await top.press("pageup")
-        assert top.table.cursor == 100 - (top.table.size.height - 2)
-        await top.press("home")
-        assert "model-000" in top.text
-
-    drive(steps, source)
+@driven(ScriptedSource(names=tuple(f"model-{number:03}" for number in range(100))))
+async def test_a_long_table_scrolls_with_the_cursor(top: Driver) -> None:
+    assert "model-099" not in top.text
+    await top.press("end")
+    assert "model-099" in top.text
+    assert "model-000" not in top.text
+    assert "req/s" in top.text.split("model-0")[0], "the heading stays"
+    await top.press("pageup")
+    assert top.table.cursor == 100 - (top.table.size.height - 2)
+    await top.press("home")
+    assert "model-000" in top.text
 
 
-def test_the_filter_selects_rows_by_name() -> None:
-    async def steps(top: Driver) -> None:
-        await top.press("slash", *"eta")
-        assert top.names == ["beta"]
-        assert "Models 1/5" in top.text
-        await top.press("q", "u")
-        assert top.names == [], "letters are words here, not keys"
-        assert "no models with 'etaqu'; Esc shows all" in top.text
-        await top.press("backspace", "backspace", "enter")
-        await top.press("2")
-        assert {row["instance"] for row in top.table.rows} == {"beta_0_0", "beta_0_1"}
-        await top.press("escape")
-        assert len(top.table.rows) == 8
-
-    drive(steps)
+@driven()
+async def test_the_filter_selects_rows_by_name(top: Driver) -> None:
+    await top.press("slash", *"eta")
+    assert top.names == ["beta"]
+    assert "Models 1/5" in top.text
+    await top.press("q", "u")
+    assert top.names == [], "letters are words here, not keys"
+    assert "no models with 'etaqu'; Esc shows all" in top.text
+    await top.press("backspace", "backspace", "enter")
+    await top.press("2")
+    assert {row["instance"] for row in top.table.rows} == {"beta_0_0", "beta_0_1"}
+    await top.press("escape")
+    assert len(top.table.rows) == 8
 
 
-def test_enter_shows_the_details_of_a_model() -> None:
-    async def steps(top: Driver) -> None:
-        await top.press("down", "enter")
-        await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "beta  version 1" in top.text)
-        assert "50.0" in top.text
-        assert "beta_0_1" in top.text
-        assert "alpha" not in top.text
-        await top.press("slash", "2", "tab")  # keys of the overview
-        assert isinstance(top.app.screen, DetailScreen)
-        top.source.names = ("alpha",)
-        await top.read()
-        assert "beta is not listed by the server any more" in top.text
-        await top.press("escape")
-        await top.until(lambda: not isinstance(top.app.screen, DetailScreen))
-        assert top.names == ["alpha", "broken"]
-
-    drive(steps)
+@driven()
+async def test_enter_shows_the_details_of_a_model(top: Driver) -> None:
+    await top.press("down", "enter")
+    await top.until(lambda: isinstance(top.app.screen, DetailScreen) and "beta  version 1" in top.text)
+    assert "50.0" in top.text
+    assert "beta_0_1" in top.text
+    assert "alpha" not in top.text
+    await top.press("slash", "2", "tab")  # keys of the overview
+    assert isinstance(top.app.screen, DetailScreen)
+    top.source.names = ("alpha",)
+    await top.read()
+    assert "beta is not listed by the server any more" in top.text
+    await top.press("escape")
+    await top.until(lambda: not isinstance(top.app.screen, DetailScreen))
+    assert top.names == ["alpha", "broken"]
 
 
-def test_operations_after_a_confirmation() -> None:
-    async def steps(top: Driver) -> None:
-        for key in ("n", "escape", "enter"):  # the focus is on Cancel
-            await top.press("u")
-            await top.asked("Unload model 'alpha'?")
-            await top.decided(key)
-        assert top.source.done == []
-        top.source.gate.clear()
+@driven()
+async def test_operations_after_a_confirmation(top: Driver) -> None:
+    for key in ("n", "escape", "enter"):  # the focus is on Cancel
         await top.press("u")
         await top.asked("Unload model 'alpha'?")
-        await top.press("y")
-        await top.until(lambda: "unloading model 'alpha'" in top.message)
-        top.source.gate.set()
-        await top.until(lambda: "unload of model 'alpha' done" in top.message)
-        await top.press("l")
-        await top.asked("Load model 'alpha'?")
-        await top.press("tab")
-        await top.decided("enter")
-        assert "warning: it is old" in top.message
-        await top.press("r")
-        await top.asked("Restart model 'alpha' version 1?")
-        await top.decided("y")
-        await top.press("2", "down", "down", "r")
-        await top.asked("Restart instance 'beta_0_0' of model 'beta'?")
-        await top.decided("y")
-        await top.press("1", "end", "enter")
-        await top.until(lambda: isinstance(top.app.screen, DetailScreen))
-        await top.press("r")
-        await top.asked("Restart model 'gamma' version 1?")
-        await top.decided("y")
-        assert "restart of model 'gamma' version 1 done" in top.message
-        assert top.source.done == [
-            ("unload", "alpha", None, ""),
-            ("load", "alpha", None, ""),
-            ("restart", "alpha", 1, ""),
-            ("restart", "beta", 1, "beta_0_0"),
-            ("restart", "gamma", 1, ""),
-        ]
-
-    drive(steps)
-
-
-def test_operations_that_are_not_possible() -> None:
-    async def steps(top: Driver) -> None:
-        await top.press("r")
-        assert "restart is not possible over HTTP" in top.message
-        await top.press("3", "u")
-        assert "select a model or an instance first" in top.message
-        await top.press("1", "u")
-        await top.asked("Unload model 'alpha'?")
-        top.source.error = Denied("'unload' needs the role operate\n\x1b[2J")
-        await top.decided("y")
-        assert "unload of model 'alpha' failed: 'unload' needs the role operate \\x1b[2J" in top.message
-        await top.press("escape")
-        assert top.message == ""
-
-    drive(steps, ScriptedSource("load", "unload"))
+        await top.decided(key)
+    assert top.source.done == []
+    top.source.gate.clear()
+    await top.press("u")
+    await top.asked("Unload model 'alpha'?")
+    await top.press("y")
+    await top.until(lambda: "unloading model 'alpha'" in top.message)
+    top.source.gate.set()
+    await top.until(lambda: "unload of model 'alpha' done" in top.message)
+    await top.press("l")
+    await top.asked("Load model 'alpha'?")
+    await top.press("tab")
+    await top.decided("enter")
+    assert "warning: it is old" in top.message
+    await top.press("r")
+    await top.asked("Restart model 'alpha' version 1?")
+    await top.decided("y")
+    await top.press("2", "down", "down", "r")
+    await top.asked("Restart instance 'beta_0_0' of model 'beta'?")
+    await top.decided("y")
+    await top.press("1", "end", "enter")
+    await top.until(lambda: isinstance(top.app.screen, DetailScreen))
+    await top.press("r")
+    await top.asked("Restart model 'gamma' version 1?")
+    await top.decided("y")
+    assert "restart of model 'gamma' version 1 done" in top.message
+    assert top.source.done == [
+        ("unload", "alpha", None, ""),
+        ("load", "alpha", None, ""),
+        ("restart", "alpha", 1, ""),
+        ("restart", "beta", 1, "beta_0_0"),
+        ("restart", "gamma", 1, ""),
+    ]
 
 
-def test_a_server_that_does_not_answer() -> None:
-    async def steps(top: Driver) -> None:
-        top.source.error = ConnectionLost("no server at unix:///run/lane.sock")
-        await top.read()
-        assert re.search(r"no answer for \d+ s: no server at unix:///run/lane\.sock", top.text)
-        assert "alpha" in top.text, "the last values stay"
-        top.source.error = None
-        await top.read()
-        assert "no answer" not in top.text
+@driven(ScriptedSource("load", "unload"))
+async def test_operations_that_are_not_possible(top: Driver) -> None:
+    await top.press("r")
+    assert "restart is not possible over HTTP" in top.message
+    await top.press("3", "u")
+    assert "select a model or an instance first" in top.message
+    await top.press("1", "u")
+    await top.asked("Unload model 'alpha'?")
+    top.source.error = Denied("'unload' needs the role operate\n\x1b[2J")
+    await top.decided("y")
+    assert "unload of model 'alpha' failed: 'unload' needs the role operate \\x1b[2J" in top.message
+    await top.press("escape")
+    assert top.message == ""
 
-    drive(steps)
+
+@driven()
+async def test_a_server_that_does_not_answer(top: Driver) -> None:
+    top.source.error = ConnectionLost("no server at unix:///run/lane.sock")
+    await top.read()
+    assert re.search(r"no answer for \d+ s: no server at unix:///run/lane\.sock", top.text)
+    assert "alpha" in top.text, "the last values stay"
+    top.source.error = None
+    await top.read()
+    assert "no answer" not in top.text
 
 
 @pytest.mark.parametrize("operation", [False, True])
@@ -354,41 +341,35 @@ def test_quitting_while_the_server_is_asked(operation: bool) -> None:
     drive(steps)
 
 
-def test_the_interval_and_pauses() -> None:
-    async def steps(top: Driver) -> None:
-        count = top.source.count
-        await top.press("space")
-        assert "paused" in top.text
-        top.app.interval = 2.0
-        await top.press("plus")
-        assert top.app.interval == 5.0
-        await top.press("minus", "minus", "minus", "minus", "minus")
-        assert top.app.interval == 0.5
-        await top.press("full_stop")
-        await top.until(lambda: top.source.count > count)
-        await top.press("space")
-        assert "every 0.5 s" in top.text
-
-    drive(steps)
+@driven()
+async def test_the_interval_and_pauses(top: Driver) -> None:
+    count = top.source.count
+    await top.press("space")
+    assert "paused" in top.text
+    top.app.interval = 2.0
+    await top.press("plus")
+    assert top.app.interval == 5.0
+    await top.press("minus", "minus", "minus", "minus", "minus")
+    assert top.app.interval == 0.5
+    await top.press("full_stop")
+    await top.until(lambda: top.source.count > count)
+    await top.press("space")
+    assert "every 0.5 s" in top.text
 
 
-def test_help() -> None:
-    async def steps(top: Driver) -> None:
-        await top.press("question_mark")
-        await top.until(lambda: isinstance(top.app.screen, HelpScreen) and "99th percentile" in top.text)
-        assert "reverse the order" in top.text
-        assert [column.about for column in MODELS.columns if column.about not in top.text] == []
-        await top.press("escape")
-        await top.until(lambda: not isinstance(top.app.screen, HelpScreen))
-
-    drive(steps, size=(80, 60))
+@driven(size=(80, 60))
+async def test_help(top: Driver) -> None:
+    await top.press("question_mark")
+    await top.until(lambda: isinstance(top.app.screen, HelpScreen) and "99th percentile" in top.text)
+    assert "reverse the order" in top.text
+    assert [column.about for column in MODELS.columns if column.about not in top.text] == []
+    await top.press("escape")
+    await top.until(lambda: not isinstance(top.app.screen, HelpScreen))
 
 
-def test_options_select_the_first_table_its_order_and_filter() -> None:
-    async def steps(top: Driver) -> None:
-        assert top.column("instance") == ["beta_0_1", "beta_0_0"]
-
-    drive(steps, table="instances", sort_key="batch_rows", filter_text="beta")
+@driven(table="instances", sort_key="batch_rows", filter_text="beta")
+async def test_options_select_the_first_table_its_order_and_filter(top: Driver) -> None:
+    assert top.column("instance") == ["beta_0_1", "beta_0_0"]
 
 
 def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:

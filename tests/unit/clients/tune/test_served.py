@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from random import Random
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from shmserve.clients.tune.bench import Observation
@@ -34,26 +35,39 @@ def test_one_pause_does_not_affect_the_percentile() -> None:
     assert _quantile([], 0.99) == math.inf
 
 
+class ScriptedClient:
+    """Answers each request at once with the error of its number, or with nothing if there is none."""
+
+    def __init__(self, error: Callable[[int], ServeError | None], answers: bool = True) -> None:
+        self.error, self.answers = error, answers
+        self.sent = 0
+
+    def submit(self, model: str, inputs: Mapping[str, Any]) -> asyncio.Future[Any]:
+        self.sent += 1
+        future = asyncio.get_running_loop().create_future()
+        if (error := self.error(self.sent)) is not None:
+            future.set_exception(error)
+        elif self.answers:
+            future.set_result({})
+        return future
+
+
+def observed(client: Any, load: Callable[[_Load], Coroutine[Any, Any, None]]) -> Observation:
+    async def run() -> Observation:
+        made = _Load(client, "net", [{}], lambda: (0, 0))
+        await asyncio.wait_for(load(made), 60)
+        return made.observation()
+
+    return asyncio.run(run())
+
+
 def test_a_load_ends_before_the_server_refuses_requests() -> None:
     """Too many requests in flight mean that the server is overloaded, not that requests fail."""
-    sent = 0
-
-    class Silent:
-        def submit(self, model: str, inputs: Mapping[str, Any]) -> asyncio.Future[Any]:
-            nonlocal sent
-            sent += 1
-            return asyncio.get_running_loop().create_future()
-
-    async def run() -> Observation:
-        client: Any = Silent()
-        load = _Load(client, "net", [{}], lambda: (0, 0))
-        await asyncio.wait_for(load.open(1e6, 1.0, 1000.0 * SECOND, Random(1)), 60)
-        return load.observation()
-
-    found = asyncio.run(run())
+    silent = ScriptedClient(lambda number: None, answers=False)
+    found = observed(silent, lambda load: load.open(1e6, 1.0, 1000.0 * SECOND, Random(1)))
     assert found.overloaded
     assert (found.failed, found.p99_ns) == (0, math.inf)
-    assert sent == MAX_IN_FLIGHT
+    assert silent.sent == MAX_IN_FLIGHT
 
 
 def point(rate: float, p99_ms: float, holds: bool, late_ms: float = 0.0) -> Point:
@@ -138,65 +152,33 @@ def test_a_candidate_is_given_up_after_two_failures() -> None:
     assert len(slow.points) == len(bench.rates[2]) == 2
 
 
-def test_refused_requests_miss_the_target() -> None:
+@pytest.mark.parametrize(
+    ("error", "every", "failed", "refused", "holds"),
+    [
+        (Unavailable("Exceeds maximum queue size: 8 requests are queued"), 20, False, True, False),
+        (QueueTimeout("Request timeout expired"), 400, False, True, True),
+        (ModelFailed("out of memory"), 20, True, False, None),
+        (ConnectionLost("the server has ended"), 20, True, False, None),
+    ],
+)
+def test_refused_requests_miss_the_target(
+    error: ServeError, every: int, failed: bool, refused: bool, holds: bool | None
+) -> None:
     """They do not count as failures of the model, and do not end a measurement."""
-
-    def observed(error: ServeError, every: int) -> Observation:
-        class Refusing:
-            count = 0
-
-            def submit(self, model: str, inputs: Mapping[str, Any]) -> asyncio.Future[Any]:
-                self.count += 1
-                future = asyncio.get_running_loop().create_future()
-                if self.count % every == 0:
-                    future.set_exception(error)
-                else:
-                    future.set_result({})
-                return future
-
-        async def run() -> Observation:
-            client: Any = Refusing()
-            load = _Load(client, "net", [{}], lambda: (0, 0))
-            await asyncio.wait_for(load.open(1e5, 0.01, 1000.0 * SECOND, Random(1)), 60)
-            return load.observation()
-
-        return asyncio.run(run())
-
-    full = observed(Unavailable("Exceeds maximum queue size: 8 requests are queued"), every=20)
-    assert not full.failed
-    assert full.refused > 10
-    assert full.refusal.startswith("Exceeds maximum queue size")
-    assert full.p99_ns == math.inf
-    assert full.p50_ns < math.inf
-    late = observed(QueueTimeout("Request timeout expired"), every=400)
-    assert (late.failed, late.refused > 0) == (0, True)
-    assert late.p99_ns < math.inf
-    broken = observed(ModelFailed("out of memory"), every=20)
-    assert (broken.failed > 0, broken.error, broken.refused) == (True, "out of memory", 0)
-    gone = observed(ConnectionLost("the server has ended"), every=20)
-    assert (gone.failed > 0, gone.refused) == (True, 0)
+    client = ScriptedClient(lambda number: None if number % every else error)
+    found = observed(client, lambda load: load.open(1e5, 0.01, 1000.0 * SECOND, Random(1)))
+    assert (found.failed > 0, found.refused > 0) == (failed, refused)
+    assert (found.error, found.refusal) == ((str(error), "") if failed else ("", str(error)))
+    if holds is not None:
+        assert (found.p99_ns < math.inf) is holds
+        assert found.p50_ns < math.inf
 
 
 def test_a_refused_caller_stops_sending() -> None:
     """Otherwise callers of a full queue would be refused over and over."""
-    sent = 0
-
-    class Full:
-        def submit(self, model: str, inputs: Mapping[str, Any]) -> asyncio.Future[Any]:
-            nonlocal sent
-            sent += 1
-            future = asyncio.get_running_loop().create_future()
-            future.set_exception(Unavailable("Exceeds maximum queue size"))
-            return future
-
-    async def run() -> Observation:
-        client: Any = Full()
-        load = _Load(client, "net", [{}], lambda: (0, 0))
-        await asyncio.wait_for(load.closed(4, 1.0), 60)
-        return load.observation()
-
-    found = asyncio.run(run())
-    assert (sent, found.refused, found.failed) == (4, 4, 0)
+    full = ScriptedClient(lambda number: Unavailable("Exceeds maximum queue size"))
+    found = observed(full, lambda load: load.closed(4, 1.0))
+    assert (full.sent, found.refused, found.failed) == (4, 4, 0)
 
 
 def test_the_choice_among_measured_settings() -> None:
@@ -230,7 +212,7 @@ def test_delays_that_make_no_difference_are_one_range() -> None:
 def test_a_late_load_generator_is_reported() -> None:
     outcome = Outcome(tuned(), Goal(20 * MS))
     outcome.chosen = outcome.model.current
-    outcome.confirmed = [confirmed(outcome.chosen, point(1000, 10, True), point(1100, 30, False, late_ms=15))]
-    assert any("load generator itself was late by up to 15.0 ms" in text for text in reasons(outcome))
-    outcome.confirmed = [confirmed(outcome.chosen, point(1000, 10, True), point(1100, 30, False, late_ms=1))]
-    assert not any("load generator" in text for text in reasons(outcome))
+    for late_ms, told in ((15, True), (1, False)):
+        outcome.confirmed = [confirmed(outcome.chosen, point(1000, 10, True), point(1100, 30, False, late_ms))]
+        text = " ".join(reasons(outcome))
+        assert ("load generator itself was late by up to 15.0 ms" in text) is ("load generator" in text) is told
