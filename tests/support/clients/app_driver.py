@@ -32,7 +32,7 @@ class AppDriver(Generic[A]):
 
     @property
     def strips(self) -> list[Strip]:
-        return list(self.app.screen._compositor.render_strips())
+        return list(self.app.screen._compositor.render_strips())  # noqa: SLF001 - textual shows its picture nowhere else
 
     @property
     def text(self) -> str:

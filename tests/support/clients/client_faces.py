@@ -54,7 +54,7 @@ class AsyncFace:
         async def due() -> None:
             for _ in range(3):
                 await asyncio.sleep(0)
-                connecting = self.client._link._connecting
+                connecting = self.client._link._connecting  # noqa: SLF001 - when it is connected, no call returns
                 if connecting is not None:
                     await asyncio.wait([connecting])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 from collections.abc import Callable, Coroutine, Iterator
@@ -148,13 +149,13 @@ def test_a_forked_child_connects_for_itself(url: str, broker: FakeBroker) -> Non
 
 
 def test_closing_while_connecting(run: Run, broker: FakeBroker) -> None:
-    broker.stop()
-
     async def main() -> None:
         client = shmserve.AsyncClient(broker.lane)
-        client._link._was_connected = True  # so that it tries for long
+        await client.live()  # so that it tries for long
+        broker.stop()
         future = client.submit("echo", {"x": X})
-        await asyncio.sleep(0.02)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(future), 0.02)
         await client.close()
         with pytest.raises(shmserve.Cancelled):
             await future
@@ -169,8 +170,6 @@ def test_results_are_released_without_the_garbage_collector(run: Run, broker: Fa
             for _ in range(3):
                 await client.infer("echo", {"x": x})
             await client.live()
-
-    import gc
 
     gc.disable()
     try:

@@ -20,6 +20,7 @@ import shmserve
 from shmserve.clients.transport.shared_reader import SharedLink
 from shmserve.protocol.messages import Bye, Hello
 from tests.support.broker.fake_broker import FakeBroker, echo
+from tests.support.clients.leader import await_leader
 
 X = np.arange(4, dtype=np.float32)
 
@@ -130,8 +131,7 @@ def test_a_client_survives_ctrl_c_while_it_waits(client: shmserve.Client, broker
     """Ctrl-C while waiting: the client can be used afterwards, and the request is not lost."""
 
     def interrupt() -> None:
-        while not client._link._leading:
-            pass
+        await_leader(client)
         os.kill(os.getpid(), signal.SIGINT)
         while not caught.wait(0.05):  # it came just before the system call, where Python does not check for signals
             os.kill(os.getpid(), signal.SIGINT)

@@ -46,14 +46,9 @@ def test_done_reads_the_answer(client: shmserve.Client, broker: FakeBroker) -> N
     while not other.done():
         pass
     assert isinstance(other.exception(), shmserve.DeadlineExceeded)
-
-
-def test_errors_of_futures(client: shmserve.Client) -> None:
-    future = client.submit("nope", {})
-    assert isinstance(future.exception(), shmserve.NotFound)
     for _ in range(2):
-        with pytest.raises(shmserve.NotFound):
-            future.result()
+        with pytest.raises(shmserve.DeadlineExceeded):
+            other.result()
 
 
 def test_concurrent_futures_wait_and_as_completed(client: shmserve.Client, broker: FakeBroker) -> None:
@@ -84,13 +79,6 @@ def test_asyncio_wrap_future(client: shmserve.Client) -> None:
     assert asyncio.run(main()) == [float(number) for number in range(30)]
 
 
-def test_dropping_a_future_does_not_cancel(client: shmserve.Client, broker: FakeBroker) -> None:
-    client.submit("echo", {"x": X})
-    gc.collect()
-    client.live()
-    assert [request.model for request in broker.requests] == ["echo"]
-
-
 def test_unread_results_of_dropped_futures_are_returned(client: shmserve.Client, broker: FakeBroker) -> None:
     future = client.submit("echo", {"x": np.zeros(10_000)})
     client.live()
@@ -99,6 +87,10 @@ def test_unread_results_of_dropped_futures_are_returned(client: shmserve.Client,
     client.flush()
     assert broker.wait_for(Return)
     assert broker.held_handles == []
+    client.submit("echo", {"x": X})  # it is not cancelled if nobody keeps its future
+    gc.collect()
+    client.live()
+    assert len(broker.requests) == 2
 
 
 class Collecting:
@@ -122,9 +114,11 @@ class Collecting:
 def test_the_garbage_collector_may_run_during_a_read(client: shmserve.Client, broker: FakeBroker) -> None:
     cycle: list[Any] = [client.infer("echo", {"x": np.zeros(FLUSH_BYTES)})]
     cycle.append(cycle)
-    link: Any = client._link._link
-    link._socket = link._sock = found = Collecting(getattr(link, "_socket", None) or link._sock)
-    link._recvmsg_into = found.recvmsg_into
+    link: Any = client._link._link  # noqa: SLF001 - the collector must run in the middle of a read
+    (name,) = {"_socket", "_sock"} & set(dir(link))
+    found = Collecting(getattr(link, name))
+    for attribute, value in ((name, found), ("_recvmsg_into", found.recvmsg_into)):
+        setattr(link, attribute, value)
     del cycle
     asking = threading.Thread(target=client.live, daemon=True)
     asking.start()

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 import shmserve
+from shmserve.clients.transport.lane import Lane
+from shmserve.clients.transport.zmq import ZmqLink
 from tests.support.broker.fake_broker import FakeBroker
+from tests.support.clients.leader import await_leader
 
 X = np.arange(4, dtype=np.float32)
 
@@ -54,16 +57,21 @@ def test_a_deadline_is_kept_while_the_reader_is_about_to_wait(
     client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader has released the lock, and does not wait yet."""
-    link: Any = client.live() and client._link._link
+    client.live()
     about, go = threading.Event(), threading.Event()
-    real = link.receive_or_event
 
-    def receive(*arguments: Any) -> Any:
-        about.set()
-        assert go.wait(20)
-        return real(*arguments)
+    def pausing(kind: Any) -> Any:
+        real = kind.receive_or_event
 
-    monkeypatch.setattr(link, "receive_or_event", receive)
+        def receive(*arguments: Any) -> Any:
+            about.set()
+            assert go.wait(20)
+            return real(*arguments)
+
+        return receive
+
+    for kind in (Lane, ZmqLink):
+        monkeypatch.setattr(kind, "receive_or_event", pausing(kind))
     called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.submit("hold", {"x": X}).add_done_callback(lambda _: None)
     assert about.wait(20)
@@ -76,11 +84,9 @@ def test_a_deadline_is_kept_while_another_thread_reads(client: shmserve.Client, 
     asked = client.submit("hold", {"x": X})
     waiting = threading.Thread(target=asked.result)
     waiting.start()
-    shared = client._link
-    while not shared._leading:
-        assert waiting.is_alive()
+    await_leader(client)
     client.submit("hold", {"x": X}).add_done_callback(lambda _: None)
-    while not shared._gates:  # until the reader is a follower
+    while not client._link._gates:  # noqa: SLF001 - until the reader is a follower
         assert waiting.is_alive()
     called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)

@@ -89,22 +89,6 @@ def test_a_missing_server_and_a_silent_one_are_reported(kind: str, what: str, mo
             measure(Plan(model="id", endpoint=Endpoint(url=secure)))
 
 
-def test_the_command_writes_json_csv_and_html_reports(served: BenchServer, tmp_path: Path) -> None:
-    files = {name: str(tmp_path / f"run.{name}") for name in ("save", "csv", "html")}
-    options = [word for name, path in files.items() for word in (f"--{name}", path)]
-    words = ["bench", "id", "--url", served.server.url, "-c", "1,2", *SHORT, *options]
-    code, out, err = command(*words)
-    assert (code, err) == (0, "")
-    run = record.read(Path(files["save"]))
-    assert [point.load for point in run.points] == [Closed(1), Closed(2)]
-    assert out.count("concurrency 1 ") == 3
-    assert Path(files["csv"]).read_text().count("\n") == 3
-    assert Path(files["html"]).read_text().startswith("<!doctype html>")
-    assert command("bench", "--compare", files["save"], files["save"])[1].endswith("is not different from run\n") or (
-        not all(point.stable for point in run.points)
-    )
-
-
 @pytest.mark.usefixtures("threads")
 def test_plan_reads_saved_runs_and_server_statistics(served: BenchServer, tmp_path: Path) -> None:
     """Reads a saved run, the server's statistics over HTTP and over its socket, and a file with statistics."""
@@ -197,11 +181,10 @@ def test_tls_with_a_private_ca_and_client_certificates(scheme: str, secure: tupl
             measure(Plan(model="id", endpoint=endpoint))
 
 
-@pytest.mark.parametrize("kind", ["unix", "http"])
-def test_ctrl_c_does_not_end_the_echo_server(kind: str, tmp_path: Path) -> None:
+def test_ctrl_c_does_not_end_the_echo_server(tmp_path: Path) -> None:
     """A terminal sends the signal to all processes; only the command itself may react to it."""
     reader, writer = os.pipe()
-    words = [sys.executable, "-m", "shmserve.clients.load.echo", kind, str(tmp_path), str(writer)]
+    words = [sys.executable, "-m", "shmserve.clients.load.echo", "http", str(tmp_path), str(writer)]
     with (
         open(reader) as ready,
         subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[writer], text=True) as process,
@@ -211,7 +194,7 @@ def test_ctrl_c_does_not_end_the_echo_server(kind: str, tmp_path: Path) -> None:
         try:
             process.stdin.write("{}\n")
             process.stdin.flush()
-            assert ready.readline().startswith(f"{kind}://")
+            assert ready.readline().startswith("http://")
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=END_S)  # closes standard input
         finally:
@@ -251,3 +234,5 @@ def test_the_commands_of_the_page(served: BenchServer, tmp_path: Path, monkeypat
         assert out, line
         assert not err, line
     assert (tmp_path / "report.html").read_text().count("<h2>") == 5
+    assert record.read(tmp_path / "after.json").points
+    assert (tmp_path / "after.csv").read_text().count("\n") > 1

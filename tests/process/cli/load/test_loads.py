@@ -53,15 +53,6 @@ def test_a_closed_loop_over_each_transport(kind: str, served: BenchServer, capfd
 
 
 @pytest.mark.usefixtures("threads")
-def test_latencies_are_at_least_the_service_time(served: BenchServer) -> None:
-    point = one_point(Plan(model="slow", endpoint=served.endpoints["http"], loads=(Closed(2),), settings=QUICK))
-    assert point.latency.low >= SERVICE_NS
-    assert point.throughput.mean <= 1.01 * SECOND / SERVICE_NS + 2 * SECOND / QUICK.window_ns
-    assert point.server is not None
-    assert point.server.parts["compute"] >= SERVICE_NS
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http"])
 def test_an_open_loop_above_capacity_is_reported_as_overloaded(kind: str, served: BenchServer) -> None:
     """Sends 200 requests per second to a model that answers 50, so they pile up and latencies grow."""
@@ -91,16 +82,6 @@ def test_the_backlog_of_a_load_does_not_delay_the_next_load(kind: str, served: B
     assert second.latency.percentiles["p50"].mean < first.latency.percentiles["p50"].mean
     assert second.server is not None
     assert second.server.parts["queue"] < SECOND, "the backlog would take ten seconds"
-
-
-@pytest.mark.usefixtures("threads")
-def test_a_deadline_below_the_service_time_gives_no_goodput(served: BenchServer) -> None:
-    """Responses may arrive after the deadline, but none in time."""
-    plan = Plan(model="slow", endpoint=served.endpoints["lane"], deadline_ns=SERVICE_NS // 4, settings=QUICK)
-    point = one_point(plan)
-    assert point.goodput is not None
-    assert point.goodput.mean == 0
-    assert point.failed == 0 or any("DEADLINE_EXCEEDED" in text for text in point.errors)
 
 
 @pytest.mark.usefixtures("threads")
@@ -134,19 +115,6 @@ def test_a_sequence_load_sends_start_and_end_flags(kind: str, load: Any, served:
     without = one_point(replace(plan, sequences=None, loads=(Closed(1),)))
     assert not without.latency.count
     assert without.failed
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensors_larger_than_the_flow_control_window(kind: str, served: BenchServer) -> None:
-    """Over gRPC, 800 KB need many frames, and windows that the server replenishes. Over ipc, outputs are sent as
-    frames, because named segments of the worker would remain until the server ends.
-    """
-    endpoint = replace(served.endpoints[kind], memory="frames" if kind == "ipc" else None)
-    plan = Plan(model="wide", endpoint=endpoint, loads=(Closed(2),), settings=QUICK)
-    point = one_point(replace(plan, inputs=Inputs(shapes=("i_FP32=1,200000",), distinct=2)))
-    assert not point.errors
-    assert point.latency.count >= 3
 
 
 @pytest.mark.usefixtures("threads")

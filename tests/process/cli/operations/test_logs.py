@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -96,31 +95,11 @@ def test_records_of_a_model(server: Server, capsys: pytest.CaptureFixture[str]) 
     assert [line for line in silent if "model 'silent' version 1 READY after" in line]
     assert printed(server, capsys, "talks", "--instance", "talks_0_0", "-n", "1") == talks[-1:]
     assert printed(server, capsys, "talks", "--level", "error") == []
+    (colored,) = printed(server, capsys, "--color", "-n", "1")
+    assert re.match(r"\x1b\[2m\d{4}-.*?\x1b\[0m INFO ", colored)
     records = [json.loads(line) for line in printed(server, capsys, "talks", "--json")]
     assert [record["text"] for record in records] == [line.split(" ", 3)[3] for line in talks]
     assert {record["model"] for record in records} == {"talks"}
-
-
-def test_an_unknown_model_name_gets_a_suggestion(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(server, capsys, "tlaks", code=1) == [
-        "shmserve logs: Request for unknown model: 'tlaks' is not found; did you mean 'talks'?"
-    ]
-
-
-def test_levels_are_colored_on_a_terminal(server: Server) -> None:
-    ours, theirs = os.openpty()
-    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
-    process = subprocess.Popen(command(server, "-n", "1"), stdout=theirs, env=environment)
-    os.close(theirs)
-    seen = b""
-    try:
-        while b"\n" not in seen:
-            seen += os.read(ours, 4096)
-        process.wait(PATIENCE_S)
-    finally:
-        process.kill()
-        os.close(ours)
-    assert re.match(rb"\x1b\[2m\d{4}-.*?\x1b\[0m INFO ", seen)
 
 
 def test_follow_reports_a_restarted_server(repository: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,22 +144,6 @@ def test_json_prints_a_line_at_each_refresh(server: Server) -> None:
     lines, code, errors = first_lines([*COMMAND, "--json", "--interval", "0.05", "--url", server.url], 3)
     assert (code, errors) == (130, b"shmserve top: interrupted\n")
     assert {row["model"] for line in lines for row in line["models"]} == {"mlp", "cnn", "stuck"}
-
-
-def test_a_restarted_server_is_shown_again(tmp_path: Path) -> None:
-    identity(tmp_path / "models", "m")
-    with (
-        Server(tmp_path / "models", runtime_dir=tmp_path / "run") as server,
-        Terminal([*COMMAND, "--url", server.url, "--interval", "0.1"], 80, 24, {}) as terminal,
-    ):
-        terminal.wait_for(lambda text: re.search(r"m +1 +READY +1/1 +0 ", text))
-        server.stop()
-        terminal.wait_for("no answer for")
-        assert re.search(r"m +1 +READY", terminal.text)
-        server.start()
-        terminal.wait_for(lambda text: "no answer for" not in text and "READY   up" in text)
-        terminal.press("q")
-        assert terminal.ends() == 0
 
 
 # ------------------------------------------------------------------------------------------ the page

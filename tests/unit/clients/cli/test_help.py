@@ -18,7 +18,7 @@ COLUMNS, ROWS = 80, 24
 
 
 def actions_of(command: argparse.ArgumentParser) -> list[Any]:
-    return command._actions
+    return command._actions  # noqa: SLF001 - argparse has no public list of options
 
 
 def commands() -> dict[str, Any]:
