@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import pty
@@ -20,10 +19,10 @@ from unittest import mock
 
 import pytest
 
-from shmserve.clients.cli import main
 from shmserve.clients.cli.commands import check
 from shmserve.repo import samples
-from tests import ROOT
+from tests.process.cli import commands
+from tests.process.cli.commands import COMMAND
 from tests.support.docs import pages
 from tests.support.launch import identity
 from tests.support.model_files import write_model
@@ -73,11 +72,9 @@ def python(root: Path, name: str, initialize: str = "pass", source: str = "", co
 
 def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
     """Runs the command. Returns standard output and standard error."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        ended = main.main(["check", *map(str, words)])
-    assert ended == code, out.getvalue() + err.getvalue()
-    return out.getvalue(), err.getvalue()
+    ended, out, err = commands.run("check", *words)
+    assert ended == code, out + err
+    return out, err
 
 
 # ------------------------------------------------------------------------------------------ without loading
@@ -230,10 +227,7 @@ def test_a_load_over_the_timeout_is_an_error(tmp_path: Path, temporary: Path) ->
 
 
 def apart(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "shmserve.clients.cli.main", "check", *map(str, words)], env=environment, **options
-    )
+    return subprocess.Popen([*COMMAND, "check", *map(str, words)], **options)
 
 
 def test_a_signal_during_a_load_ends_the_server(tmp_path: Path, temporary: Path) -> None:
@@ -273,8 +267,7 @@ def test_a_signal_while_the_server_starts_ends_it(
     program = "import os, subprocess, sys\nfrom shmserve.clients.cli import main, temporary_server\n"
     program += f"{place.format(number=number.value)}sys.exit(main.main())"
     words = [sys.executable, "-c", program, "check", "--load", str(tmp_path / "models")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=END_S)
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=END_S)
     assert (ran.returncode, "Traceback" in ran.stderr) == (code, False), ran.stderr
 
 

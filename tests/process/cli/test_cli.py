@@ -5,7 +5,6 @@ tests/unit/clients/cli covers arguments, tables and error texts with a fake brok
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -22,11 +21,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from shmserve.clients.cli import main
 from shmserve.dtypes import ITEM_BYTES, TO_CONFIG
 from shmserve.repo import ocr, samples
 from shmserve.testing import Server
-from tests import ROOT
+from tests.process.cli import commands
+from tests.process.cli.commands import COMMAND
 from tests.support.model_files import write_model
 from tests.support.shared_server import SharedServer
 
@@ -64,29 +63,23 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
 
 def environment(server: Server | None) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if not name.startswith("SHMSERVE")}
-    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return found | ({} if server is None else {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)})
 
 
 def run(server: Server | None, *words: str, code: int = 0, text: str = "") -> str:
     """Runs in this process, so the leak check covers it. Returns standard output; if the command must fail, its one
     line on standard error, and no standard output is allowed."""
-    out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.dict(os.environ, environment(server), clear=True),
         mock.patch.object(sys, "stdin", io.StringIO(text)),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
     ):
-        ended = main.main(words)
-    assert ended == code, out.getvalue() + err.getvalue()
+        ended, out, err = commands.run(*words)
+    assert ended == code, out + err
+    assert (out if code else err) == ""
     if code:
-        assert out.getvalue() == ""
-        assert err.getvalue().count("\n") == 1
-        assert err.getvalue().startswith(f"shmserve {words[0]}: ")
-        return err.getvalue()
-    assert err.getvalue() == ""
-    return out.getvalue()
+        assert err.count("\n") == 1
+        assert err.startswith(f"shmserve {words[0]}: ")
+    return err or out
 
 
 def run_apart(server: Server | None, *words: str) -> subprocess.CompletedProcess[str]:
@@ -239,7 +232,7 @@ def test_demo_and_ready_report_models_that_are_not_ready(tmp_path: Path) -> None
 def test_serve_passes_its_options_on_and_ctrl_c_stops_it(tmp_path: Path) -> None:
     add_model(tmp_path / "models", "slow", SLOW)
     reader, writer = os.pipe()
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "serve", "--model-repository", "models"]
+    command = [*COMMAND, "serve", "--model-repository", "models"]
     command += ["--runtime-dir", str(tmp_path / "run"), "--ready-fd", str(writer), "--hints", "--no-gateway"]
     with subprocess.Popen(
         command, env=environment(None), cwd=tmp_path, stderr=subprocess.PIPE, pass_fds=[writer], text=True

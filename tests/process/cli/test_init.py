@@ -6,9 +6,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +15,11 @@ import onnxruntime
 import pytest
 
 import shmserve
-from shmserve.clients.cli import main
 from shmserve.clients.cli.commands import init
 from shmserve.repo.check import check
 from shmserve.repo.samples import EXAMPLES
 from shmserve.testing import Server
+from tests.process.cli import commands
 from tests.support import foreign_models
 
 pytestmark = pytest.mark.process
@@ -43,10 +41,9 @@ needs_sklearn = pytest.mark.skipif(not find_spec("sklearn"), reason="scikit-lear
 
 
 def run(*words: str | Path) -> str:
-    out = StringIO()
-    with redirect_stdout(out):
-        assert main.main([str(word) for word in words]) == 0
-    return out.getvalue()
+    code, out, err = commands.run(*words)
+    assert code == 0, err
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -144,20 +141,20 @@ def test_torch(site: Site, client: shmserve.Client) -> None:
 
 @needs_torch
 def test_a_wrong_file_is_an_error_and_a_crashed_reader_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An uncaught exception also ends the reader with exit code 1."""
     file, repository = tmp_path / "model.pt", tmp_path / "models"
     file.write_bytes(b"not an archive")
-    words = ["init", "m", "--from", str(file), "--repository", str(repository)]
-    assert main.main(words) == 1
-    assert "model.pt" in capsys.readouterr().err
+    words = ["init", "m", "--from", file, "--repository", repository]
+    code, _, error = commands.run(*words)
+    assert (code, "model.pt" in error) == (1, True)
     assert not (repository / "m").exists()
     (tmp_path / "crashes.py").write_text("raise RuntimeError('of the engine')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(init, "DESCRIBE", "crashes")
-    assert main.main(words) == 0
-    error = capsys.readouterr().err
+    code, _, error = commands.run(*words)
+    assert code == 0
     assert f"warning: reading {file} ended with 1" in error
     assert "RuntimeError: of the engine" in error
     assert (repository / "m" / "1" / "model.pt").is_file()

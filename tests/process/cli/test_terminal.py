@@ -11,7 +11,6 @@ import pty
 import re
 import struct
 import subprocess
-import sys
 import termios
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from shmserve.testing import Server
+from tests.process.cli.commands import COMMAND
 from tests.support.living import PATIENCE_S, group, identity
 from tests.support.model_files import write_model
 
 pytestmark = pytest.mark.process
 
-COMMAND = [sys.executable, "-m", "shmserve.clients.cli.main"]
 MEMORY = re.compile(r" +[\d.]+ MiB")
 """It changes between two commands."""
 ESCAPE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from textual.app import App
@@ -28,6 +30,17 @@ class AppDriver(Generic[A]):
 
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
+        await self.pilot.pause()
+
+    async def until(self, accepts: Callable[[], object]) -> None:
+        """Lets the app process messages until then, for up to PATIENCE_S."""
+        end = time.monotonic() + PATIENCE_S
+        while not accepts():
+            assert time.monotonic() < end, f"{self.app.screen} {self.app.focused}\n{self.text}"
+            await self.proceed()
+
+    async def proceed(self) -> None:
+        """What may change the picture."""
         await self.pilot.pause()
 
     @property

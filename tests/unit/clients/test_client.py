@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,48 +31,39 @@ def run_all(jobs: list[Callable[[], Any]]) -> list[Any]:
 
 
 def test_threads_share_a_client(client: shmserve.Client) -> None:
-    def work(thread: int) -> Callable[[], int]:
-        def run() -> int:
-            right = 0
-            size = 5 if thread % 2 else 2000  # inline, and in shared memory
-            for number in range(200):
-                x = np.full(size, thread * 1000 + number, np.float64)
-                right += bool((client.infer("echo", {"x": x})["x"] == x).all())
-            return right
+    def work(thread: int) -> int:
+        size = 5 if thread % 2 else 2000  # inline, and in shared memory
+        inputs = [np.full(size, thread * 1000 + number, np.float64) for number in range(200)]
+        return sum(bool((client.infer("echo", {"x": x})["x"] == x).all()) for x in inputs)
 
-        return run
-
-    assert run_all([work(thread) for thread in range(8)]) == [200] * 8
+    assert run_all([partial(work, thread) for thread in range(8)]) == [200] * 8
 
 
 def test_threads_wait_for_each_others_futures(client: shmserve.Client) -> None:
     futures = [client.submit("echo", {"x": X + number}) for number in range(100)]
 
-    def collect(start: int) -> Callable[[], list[float]]:
-        return lambda: [float(future.result(30)["x"][0]) for future in futures[start:] + futures[:start]]
+    def collect(start: int) -> list[float]:
+        found = [float(future.result(30)["x"][0]) for future in futures[start:] + futures[:start]]
+        return found[100 - start :] + found[: 100 - start]
 
-    for start, found in enumerate(run_all([collect(start) for start in range(4)])):
-        expected = [float(number) for number in range(100)]
-        assert found == expected[start:] + expected[:start]
+    expected = [float(number) for number in range(100)]
+    assert run_all([partial(collect, start) for start in range(4)]) == [expected] * 4
 
 
 def test_another_thread_reads_once_the_leader_has_its_answer(client: shmserve.Client, broker: FakeBroker) -> None:
     first, second = client.submit("hold", {"x": X}), client.submit("hold", {"x": X + 1})
     waiting = threading.Barrier(3)
 
-    def wait(future: Any) -> Callable[[], Any]:
-        def run() -> Any:
-            waiting.wait()
-            return future.result(30)["x"]
-
-        return run
+    def wait(future: Any) -> Any:
+        waiting.wait()
+        return future.result(30)["x"]
 
     def answer() -> None:
         waiting.wait()
         broker.answer()
         broker.answer()
 
-    results = run_all([wait(first), wait(second), answer])
+    results = run_all([partial(wait, first), partial(wait, second), answer])
     np.testing.assert_array_equal(results[0], X)
     np.testing.assert_array_equal(results[1], X + 1)
 
@@ -84,15 +76,12 @@ def test_each_thread_keeps_its_own_deadline(client: shmserve.Client, broker: Fak
             client.infer("hold", {"x": X}, timeout=0.05)
         return str(caught.value)
 
-    def patient() -> Any:
-        return long.result(60)["x"]
-
     def release() -> None:
         assert broker.wait_for(Cancel)
         broker.answer()
 
-    found = run_all([patient, short, release])
-    np.testing.assert_array_equal(found[0], X)
+    found = run_all([partial(long.result, 60), short, release])
+    np.testing.assert_array_equal(found[0]["x"], X)
     assert "timeout of 0.05 s" in found[1]
 
 
@@ -100,16 +89,9 @@ def test_close_wakes_threads_that_wait_for_results(client: shmserve.Client, brok
     futures = [client.submit("hold", {"x": X}) for _ in range(3)]
     broker.parked.get(timeout=20)
 
-    def wait(future: Any) -> Callable[[], str]:
-        def run() -> str:
-            with pytest.raises(shmserve.Cancelled) as caught:
-                future.result()
-            return str(caught.value)
-
-        return run
-
-    found = run_all([*[wait(future) for future in futures], client.close, client.close])
-    assert found[:3] == ["the client was closed before the response arrived"] * 3
+    errors = run_all([*[future.exception for future in futures], client.close, client.close])[:3]
+    assert [type(error) for error in errors] == [shmserve.Cancelled] * 3
+    assert {str(error) for error in errors} == {"the client was closed before the response arrived"}
     with pytest.raises(shmserve.Unavailable, match="the client is closed"):
         client.submit("echo", {"x": X})
 
@@ -119,17 +101,11 @@ def test_waiting_threads_fail_when_the_link_ends(client: shmserve.Client, broker
     peer, _, _ = broker.parked.get(timeout=20)
     refused = Goodbye("UNAVAILABLE", "the server stops")
 
-    def wait(future: Any) -> Callable[[], None]:
-        def run() -> None:
-            with pytest.raises(shmserve.Unavailable, match="the server stops"):
-                future.result(30)
-
-        return run
-
     def end() -> None:
         broker.do(lambda: peer.send(refused))
 
-    run_all([*[wait(future) for future in futures], end])
+    errors = run_all([*[partial(future.exception, 30) for future in futures], end])[:3]
+    assert {(type(error), str(error)) for error in errors} == {(shmserve.Unavailable, "the server stops")}
 
 
 # ------------------------------------------------------------------------------------------------ packets

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 
-from shmserve.clients.cli import main
 from shmserve.clients.load import record
 from shmserve.clients.load.measure import measure
 from shmserve.clients.load.plan import SECOND, Endpoint, Plan, Settings
@@ -48,13 +45,6 @@ class BenchServer:
         with self.server.client() as client:
             (entry,) = client.statistics(name)["model_stats"]
         return int(entry["inference_stats"]["success"]["count"])
-
-
-def command(*words: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main.main(words)
-    return code, out.getvalue(), err.getvalue()
 
 
 def one_point(plan: Plan) -> record.Point:

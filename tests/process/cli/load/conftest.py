@@ -18,7 +18,8 @@ from shmserve.clients.load import one_load
 from shmserve.clients.load.generation import process
 from shmserve.repo import samples
 from shmserve.testing import Server
-from tests.process.cli.load.bench_server import SEQUENCE, SLOW, BenchServer, command
+from tests.process.cli.commands import run
+from tests.process.cli.load.bench_server import SEQUENCE, SLOW, BenchServer
 from tests.support.gateway.running_gateway import Gateway, model, talker
 from tests.support.model_files import write_model
 
@@ -33,7 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchServer]:
     talker(repository)
     write_model(repository, "slow", SLOW)
     for name, roles in (("server", "infer"), ("alice", "infer,observe")):
-        assert command("keygen", name, "--out", str(keys), "--roles", roles)[0] == 0
+        assert run("keygen", name, "--out", str(keys), "--roles", roles)[0] == 0
     options = ["--zmq-address", "tcp://127.0.0.1:0", "--zmq-server-key", str(keys / "server.key")]
     options += ["--zmq-keys", str(keys / "alice.pub")]
     with Server(repository, *options, gateway=True) as server:

@@ -24,7 +24,8 @@ from shmserve.clients.load.targets import base, connecting
 from shmserve.errors import ConnectionLost, InvalidRequest, NotFound
 from shmserve.gateway.auth import tokens
 from shmserve.terminal.errors import Misuse
-from tests.process.cli.load.bench_server import END_S, KINDS, QUICK, SHORT, BenchServer, command, one_point
+from tests.process.cli.commands import COMMAND, run
+from tests.process.cli.load.bench_server import END_S, KINDS, QUICK, SHORT, BenchServer, one_point
 from tests.support.docs import pages
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import await_connections, until
@@ -56,9 +57,7 @@ def test_ctrl_c_ends_the_load(served: BenchServer) -> None:
     urllib.request.urlopen(f"{served.endpoints['http'].url}/v2/health/ready").close()  # the gateway connects
     before = served.requests("id")
     words = ["bench", "id", "--url", served.server.url, "--windows", "1000:1000", "--no-echo"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "shmserve.clients.cli.main", *words], stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([*COMMAND, *words], stderr=subprocess.PIPE, text=True) as process:
         try:
             while served.requests("id") == before and process.poll() is None:
                 continue
@@ -93,18 +92,18 @@ def test_a_missing_server_and_a_silent_one_are_reported(kind: str, what: str, mo
 def test_plan_reads_saved_runs_and_server_statistics(served: BenchServer, tmp_path: Path) -> None:
     """Reads a saved run, the server's statistics over HTTP and over its socket, and a file with statistics."""
     run, statistics = tmp_path / "run.json", tmp_path / "stats.json"
-    assert command("bench", "slow", "--url", served.server.url, *SHORT, "--save", str(run))[0] == 0
+    assert run("bench", "slow", "--url", served.server.url, *SHORT, "--save", str(run))[0] == 0
     with served.server.client() as client:
         statistics.write_text(json.dumps(client.statistics()))
     http = served.endpoints["http"].url or ""
     for source in (str(run), http, served.server.url, str(statistics)):
         words = ["--servers", "3", "--instances", "2", "--requests", "100", "--json"]
-        code, out, err = command("plan", "--from", source, "--model", "slow", *words)
+        code, out, err = run("plan", "--from", source, "--model", "slow", *words)
         assert code == 0, err
         (result,) = json.loads(out)["results"]
         assert result["latency_ms"]["p50"] >= 20
         assert result["rate"] <= 0.7 * 3 * 2 / 0.020
-    code, _, err = command("plan", "--from", http)
+    code, _, err = run("plan", "--from", http)
     assert code == 1
     assert "choose a model with --model; the models are" in err
 
@@ -112,7 +111,7 @@ def test_plan_reads_saved_runs_and_server_statistics(served: BenchServer, tmp_pa
 @pytest.mark.usefixtures("threads")
 def test_a_run_without_a_successful_request_fails(served: BenchServer) -> None:
     words = ["bench", "sequence", "--url", served.endpoints["http"].url or "", *SHORT]
-    code, out, err = command(*words, "--json")
+    code, out, err = run(*words, "--json")
     assert code == 1
     assert json.loads(out)["points"][0]["failed"] > 0
     assert err.startswith("shmserve bench: no request succeeded: ")
@@ -121,7 +120,7 @@ def test_a_run_without_a_successful_request_fails(served: BenchServer) -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_a_search_without_a_load_within_the_limit_fails(served: BenchServer) -> None:
-    code, out, err = command("bench", "id", "--url", served.server.url, "--until", "p50=1us", "-c", "1:2", *SHORT)
+    code, out, err = run("bench", "id", "--url", served.server.url, "--until", "p50=1us", "-c", "1:2", *SHORT)
     assert (code, err) == (1, "")
     assert re.search("^no load (kept|is known to keep)", out, re.MULTILINE)
 
@@ -134,14 +133,14 @@ def test_a_token_is_sent_but_not_saved(served: BenchServer, tmp_path: Path) -> N
     try:
         for url in (f"http://127.0.0.1:{gateway.http}", f"grpc://127.0.0.1:{gateway.grpc}"):
             words = ["bench", "id", "--url", url, *SHORT]
-            assert command(*words)[0] == 1
-            code, out, err = command(*words, "--json", "--header", f"Authorization: Bearer {text}")
+            assert run(*words)[0] == 1
+            code, out, err = run(*words, "--json", "--header", f"Authorization: Bearer {text}")
             assert (code, err) == (0, "")
             assert json.loads(out)["points"][0]["failed"] == 0
             assert text not in out
     finally:
         gateway.stop()
-    code, _, err = command("bench", "id", "--url", served.server.url, "--header", "a: b")
+    code, _, err = run("bench", "id", "--url", served.server.url, "--header", "a: b")
     assert (code, err) == (2, "shmserve bench: headers are only for http, https, grpc and grpcs://\n")
 
 
@@ -205,7 +204,7 @@ def test_ctrl_c_does_not_end_the_echo_server(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("threads")
 def test_results_are_printed_even_if_a_file_cannot_be_written(served: BenchServer, tmp_path: Path) -> None:
     missing = tmp_path / "missing" / "run.json"
-    code, out, err = command("bench", "id", "--url", served.server.url, *SHORT, "--save", str(missing))
+    code, out, err = run("bench", "id", "--url", served.server.url, *SHORT, "--save", str(missing))
     assert code == 1
     assert out.startswith("load ")
     assert err == f"shmserve bench: cannot write {missing}: No such file or directory\n"
@@ -229,7 +228,7 @@ def test_the_commands_of_the_page(served: BenchServer, tmp_path: Path, monkeypat
     for line in pages.commands("bench"):
         words = shlex.split(os.path.expandvars(line.replace("p99=20ms", "p50=20s")))[1:]
         compares = "--compare" in words
-        code, out, err = command(*words, *([] if compares else [*SHORT, "--window", "30ms"]))
+        code, out, err = run(*words, *([] if compares else [*SHORT, "--window", "30ms"]))
         assert code == 0 or (code == 1 and compares), f"{line}: {err}"
         assert out, line
         assert not err, line

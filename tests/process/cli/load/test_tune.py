@@ -10,11 +10,11 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.process.cli.commands import COMMAND
 from tests.support.docs import pages
 from tests.support.model_files import write_model
 
@@ -42,10 +42,6 @@ class TritonPythonModel:
 QUICK = "--p99 200ms --seconds 0.1 --instances 1-2 --confirm 1 --simulated 200 --json"
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "shmserve.clients.cli.main", *words]
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with models/mlp, the model of the page."""
@@ -60,7 +56,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*words), cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=END_S
+        [*COMMAND, *words], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=END_S
     )
 
 
@@ -105,9 +101,14 @@ def test_apply_changes_nothing_if_no_setting_meets_the_target(folder: Path) -> N
 
 
 def test_an_interrupt_prints_the_results_so_far(folder: Path) -> None:
-    words = ["tune", "models/mlp", *QUICK.split(), "--instances", "1", "--seconds", "2", "--rate", "50"]
+    words = [*COMMAND, "tune", "models/mlp", *QUICK.split(), "--instances", "1", "--seconds", "2", "--rate", "50"]
     with subprocess.Popen(
-        command(*words), cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, *words],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -118,7 +119,7 @@ def test_an_interrupt_prints_the_results_so_far(folder: Path) -> None:
     assert process.returncode == 130, error
     found = json.loads(out)
     assert found["interrupted"] == "confirm"
-    assert found["chosen"] is not None
+    assert found["service_times"]
     assert "Traceback" not in error
     assert os.listdir(folder / "tmp") == []
 

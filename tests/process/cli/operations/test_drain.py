@@ -7,8 +7,7 @@ import http.client
 import json
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients.cli import main
 from shmserve.errors import DeadlineExceeded
 from shmserve.testing import Server
+from tests.process.cli.commands import COMMAND, run
 from tests.support.gateway.rpc import Rpcs, message
 from tests.support.living import PYTHON, identity, until
 from tests.support.model_files import write_model
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.process
 SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 8 } }\n"
 ONE = {"x": np.ones((1, 3), np.float32)}
 QUIET = ("--quiet", "0.3")
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +46,6 @@ def client(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[shmserve
     with server.client() as made:
         yield made
         made.undrain()
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*words: str) -> tuple[int, str, str]:
-        code = main.main(words)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
 
 
 def http_status(server: Server, path: str) -> int:
@@ -83,7 +71,7 @@ OUT = {"http": 400, "live": 200, "model": 200, "grpc": False, "health": 2}
 
 
 def test_drain_takes_the_server_out_of_service_and_undrain_puts_it_back(
-    server: Server, client: shmserve.Client, run: Run
+    server: Server, client: shmserve.Client
 ) -> None:
     assert shown(server) == IN
     assert run("drain", *QUIET) == (
@@ -111,7 +99,7 @@ def test_drain_takes_the_server_out_of_service_and_undrain_puts_it_back(
     assert run("ready")[0] == 0
 
 
-def test_drain_waits_for_open_sequences(client: shmserve.Client, run: Run) -> None:
+def test_drain_waits_for_open_sequences(client: shmserve.Client) -> None:
     """An open sequence, which continues, and one that begins while the server is out of service."""
     client.infer("talks", ONE, sequence=1, sequence_start=True)
     code, out, error = run("drain", *QUIET, "--timeout", "0.5")
@@ -138,8 +126,7 @@ def test_drain_waits_for_open_sequences(client: shmserve.Client, run: Run) -> No
 def test_drain_fails_if_the_server_is_put_back_into_service_meanwhile(server: Server, client: shmserve.Client) -> None:
     """Runs on a terminal, where the progress is shown."""
     client.infer("talks", ONE, sequence=1, sequence_start=True)
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "drain", "--runtime-dir", str(server.runtime_dir)]
-    with Terminal(command, 80, 10, {}) as terminal:
+    with Terminal([*COMMAND, "drain", "--runtime-dir", str(server.runtime_dir)], 80, 10, {}) as terminal:
         terminal.wait_for("0 requests, 1 open sequence")
         client.undrain()
         terminal.wait_for("shmserve drain: the server was put back into service meanwhile")
@@ -147,7 +134,7 @@ def test_drain_fails_if_the_server_is_put_back_into_service_meanwhile(server: Se
     client.infer("talks", ONE, sequence=1, sequence_end=True)
 
 
-def test_flags_that_cannot_be_combined_are_refused(client: shmserve.Client, run: Run) -> None:
+def test_flags_that_cannot_be_combined_are_refused(client: shmserve.Client) -> None:
     for words in ("--undrain --timeout 3", "--undrain --no-wait", "--no-wait --quiet 3"):
         code, _, error = run("drain", *words.split())
         assert code == 2

@@ -15,8 +15,8 @@ from typing import IO
 import numpy as np
 import pytest
 
-from shmserve.clients.cli.main import main
 from shmserve.testing import Server
+from tests.process.cli.commands import run
 from tests.support.living import PATIENCE_S, identity
 from tests.support.model_files import python_model, write_model
 
@@ -75,29 +75,29 @@ def read_until(stream: IO[str], text: str) -> list[str]:
     raise AssertionError(f"the stream ended without '{text}': {lines}")
 
 
-def printed(server: Server, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[str]:
-    assert main(["logs", "--runtime-dir", str(server.runtime_dir), *words]) == code
-    captured = capsys.readouterr()
-    return (captured.err if code else captured.out).splitlines()
+def printed(server: Server, *words: str) -> list[str]:
+    code, out, err = run("logs", "--runtime-dir", server.runtime_dir, *words)
+    assert (code, err) == (0, "")
+    return out.splitlines()
 
 
-def test_records_of_a_model(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_of_a_model(server: Server) -> None:
     say(server, 1)
     with subprocess.Popen(command(server, "talks", "-f"), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         read_until(process.stdout, "heard 1")  # the worker's output reaches the broker on a separate path
         process.kill()
-    everything, talks, silent = (printed(server, capsys, *words) for words in ([], ["talks"], ["silent"]))
+    everything, talks, silent = (printed(server, *words) for words in ([], ["talks"], ["silent"]))
     assert any("ready: serving 2 of 2 models" in line for line in everything)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO \[talks_0_0\] heard 1", talks[-1])
     assert [line for line in talks if "READY after" in line]
     assert not [line for line in silent if "talks" in line]
     assert [line for line in silent if "model 'silent' version 1 READY after" in line]
-    assert printed(server, capsys, "talks", "--instance", "talks_0_0", "-n", "1") == talks[-1:]
-    assert printed(server, capsys, "talks", "--level", "error") == []
-    (colored,) = printed(server, capsys, "--color", "-n", "1")
+    assert printed(server, "talks", "--instance", "talks_0_0", "-n", "1") == talks[-1:]
+    assert printed(server, "talks", "--level", "error") == []
+    (colored,) = printed(server, "--color", "-n", "1")
     assert re.match(r"\x1b\[2m\d{4}-.*?\x1b\[0m INFO ", colored)
-    records = [json.loads(line) for line in printed(server, capsys, "talks", "--json")]
+    records = [json.loads(line) for line in printed(server, "talks", "--json")]
     assert [record["text"] for record in records] == [line.split(" ", 3)[3] for line in talks]
     assert {record["model"] for record in records} == {"talks"}
 
@@ -130,12 +130,10 @@ def test_follow_reports_a_restarted_server(repository: Path, tmp_path: Path) -> 
     assert errors == "shmserve logs: the server was restarted\nshmserve logs: interrupted\n"
 
 
-def test_recent_records_are_limited_in_bytes(
-    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recent_records_are_limited_in_bytes(repository: Path, tmp_path: Path) -> None:
     """A follower that is too slow gets a notice. One that starts later has missed nothing."""
     with Server(repository, "--log-recent-bytes", "1000", runtime_dir=tmp_path / "run") as server:
-        lines = printed(server, capsys)
+        lines = printed(server)
         assert 1 <= len(lines) <= 2
         assert "ready: serving 2 of 2 models" in lines[-1]
         with server.client() as client:
@@ -144,8 +142,7 @@ def test_recent_records_are_limited_in_bytes(
             assert client.logs(after=answer["next"])["records"] == []
 
 
-def test_without_a_server_the_error_names_other_places_of_the_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["logs", "--runtime-dir", str(tmp_path)]) == 1
-    assert "the log of a server that has ended is in its --log-file, or in `journalctl -u" in capsys.readouterr().err
+def test_without_a_server_the_error_names_other_places_of_the_log(tmp_path: Path) -> None:
+    code, _, err = run("logs", "--runtime-dir", tmp_path)
+    assert code == 1
+    assert "the log of a server that has ended is in its --log-file, or in `journalctl -u" in err

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.clients.cli import main
 from shmserve.repo import samples
 from shmserve.testing import Server
+from tests.process.cli.commands import run
 from tests.support.launch import await_end
 
 pytestmark = pytest.mark.process
@@ -53,51 +53,46 @@ def pids(server: Server, model: str) -> list[int]:
         ]
 
 
-def test_a_model_is_loaded_restarted_and_unloaded(
-    server: Server, repository: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*words: str) -> str:
-        code = main.main(words)
-        said = capsys.readouterr()
-        assert code == 0, said.err
-        assert said.err == ""
-        return said.out
+def printed(*words: str) -> str:
+    code, out, err = run(*words)
+    assert (code, err) == (0, "")
+    return out
 
-    lines = run("models").splitlines()
+
+def test_a_model_is_loaded_restarted_and_unloaded(server: Server, repository: Path) -> None:
+    lines = printed("models").splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [["add_sub", "-", "not"], ["mlp", "-", "not"]]
-    said = run("load", "mlp", "add_sub").splitlines()
+    said = printed("load", "mlp", "add_sub").splitlines()
     assert [line.split(" after ")[0] for line in said] == ["mlp: version 1 is READY", "add_sub: version 1 is READY"]
-    assert run("load", "mlp") == "mlp: nothing has changed; version 1 is READY\n"
+    assert printed("load", "mlp") == "mlp: nothing has changed; version 1 is READY\n"
     config = repository / "mlp" / "config.pbtxt"
     text = config.read_text()
     config.write_text(text.replace("count: 1", "count: 2"))
-    assert run("load", "mlp").startswith("mlp: version 1 is READY"), "with another instance"
+    assert printed("load", "mlp").startswith("mlp: version 1 is READY"), "with another instance"
     assert len(pids(server, "mlp")) == 2
     config.write_text(text)
-    assert run("load", "mlp").startswith("mlp: version 1 is READY"), "with the first one only"
-    assert "max_batch_size: 32  # file" in run("config", "mlp")
-    row = run("models").splitlines()[2].split()
+    assert printed("load", "mlp").startswith("mlp: version 1 is READY"), "with the first one only"
+    assert "max_batch_size: 32  # file" in printed("config", "mlp")
+    row = printed("models").splitlines()[2].split()
     (pid,) = pids(server, "mlp")
     assert row[:7] == ["mlp", "1", "READY", "1/1", "0", "0", str(pid)]
     assert Path(f"/proc/{pid}").exists()
-    assert f"  {pid}  " in run("models", "--instances")
+    assert f"  {pid}  " in printed("models", "--instances")
 
-    assert run("restart", "mlp") == "mlp: version 1 restarted\n"
+    assert printed("restart", "mlp") == "mlp: version 1 restarted\n"
     (after,) = pids(server, "mlp")
     assert after != pid
     await_end(pid)
-    assert run("unload", "mlp") == "mlp: version 1 unloaded\n"
+    assert printed("unload", "mlp") == "mlp: version 1 unloaded\n"
     assert not Path(f"/proc/{after}").exists(), "unload waits for the end"
     assert pids(server, "mlp") == []
-    entries = {entry["name"]: entry for entry in json.loads(run("models", "--json"))}
+    entries = {entry["name"]: entry for entry in json.loads(printed("models", "--json"))}
     assert entries["mlp"]["state"] == "UNAVAILABLE"
     assert entries["add_sub"]["state"] == "READY"
-    assert run("load", "--all", "--json").count('"READY"') == 2
+    assert printed("load", "--all", "--json").count('"READY"') == 2
 
 
-def test_misspelled_model_names_are_reported_by_each_command(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misspelled_model_names_are_reported_by_each_command(server: Server) -> None:
     unknown = "Request for unknown model: 'mpl' is not found"
     for words, text in (
         ("logs mpl", unknown),  # first: operations on any name leave records about it
@@ -113,8 +108,7 @@ def test_misspelled_model_names_are_reported_by_each_command(
         ("infer mpl --random", unknown),
         ("bench mpl --window 50ms", unknown),
     ):
-        assert main.main(words.split()) == 1, words
-        assert capsys.readouterr().err == f"shmserve {words.split()[0]}: {text}; did you mean 'mlp'?\n"
+        error = f"shmserve {words.split()[0]}: {text}; did you mean 'mlp'?\n"
+        assert run(*words.split()) == (1, "", error)
     for _ in range(2):  # models of the repository may already be unloaded
-        assert main.main(["unload", "mlp"]) == 0
-    assert main.main(["load", "mlp"]) == 0
+        assert printed("unload", "mlp")

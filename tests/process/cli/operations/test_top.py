@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
+from tests.process.cli.commands import COMMAND
 from tests.process.cli.operations.json_lines import first_lines
 from tests.support.docs import pages
 from tests.support.launch import identity
@@ -22,7 +23,7 @@ from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
 
-COMMAND = [sys.executable, "-m", "shmserve.clients.cli.main", "top"]
+TOP = [*COMMAND, "top"]
 WITHOUT_TEXTUAL = """
 import sys
 sys.modules["textual"] = None
@@ -52,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextmanager
 def top(server: Server, columns: int, *words: str, **environment: str) -> Iterator[Terminal]:
-    command = [*COMMAND, *(words or ("--url", server.url)), "--interval", "0.1"]
+    command = [*TOP, *(words or ("--url", server.url)), "--interval", "0.1"]
     with Terminal(command, columns, 30, environment) as terminal:
         yield terminal
         terminal.press("\x03")
@@ -141,7 +142,7 @@ def test_all_transports_show_the_same_values(server: Server) -> None:
 
 
 def test_json_prints_a_line_at_each_refresh(server: Server) -> None:
-    lines, code, errors = first_lines([*COMMAND, "--json", "--interval", "0.05", "--url", server.url], 3)
+    lines, code, errors = first_lines([*TOP, "--json", "--interval", "0.05", "--url", server.url], 3)
     assert (code, errors) == (130, b"shmserve top: interrupted\n")
     assert {row["model"] for line in lines for row in line["models"]} == {"mlp", "cnn", "stuck"}
 
@@ -170,7 +171,7 @@ def words_of(line: str, server: Server) -> list[str]:
 @pytest.mark.parametrize("line", LIVE)
 def test_live_views_of_the_page(line: str, server: Server) -> None:
     with Terminal(
-        [*COMMAND, *words_of(line, server)], 120, 30, {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}
+        [*TOP, *words_of(line, server)], 120, 30, {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}
     ) as terminal:
         terminal.wait_for("q quit")
         terminal.wait_for("mlp")

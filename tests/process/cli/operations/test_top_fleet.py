@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -14,12 +13,13 @@ from typing import Any
 import pytest
 
 from shmserve.testing import Server
+from tests.process.cli.commands import COMMAND
 from tests.support.docs import pages
 from tests.support.launch import identity
 from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
-COMMAND = [sys.executable, "-m", "shmserve.clients.cli.main", "top", "--interval", "0.1"]
+TOP = [*COMMAND, "top", "--interval", "0.1"]
 END_S = 60
 END = "\x1b[F"
 """The End key, which selects the last row."""
@@ -55,7 +55,7 @@ def nothing() -> Iterator[str]:
 
 
 def printed(*words: str, code: int = 0) -> str:
-    ended = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False, timeout=END_S)
+    ended = subprocess.run([*TOP, *words], capture_output=True, text=True, check=False, timeout=END_S)
     assert ended.returncode == code, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -91,7 +91,7 @@ def test_drained_unreachable_and_silent_servers_are_listed(fleet: list[Server], 
 def test_enter_opens_a_server_and_q_returns_to_the_fleet(fleet: list[Server], nothing: str) -> None:
     """Enter shows one server as `top` does, q comes back, and q again quits."""
     words = named(fleet[0].url, fleet[1], nothing)
-    with Terminal([*COMMAND, *words], 140, 30, {}) as terminal:
+    with Terminal([*TOP, *words], 140, 30, {}) as terminal:
         terminal.wait_for(lambda text: "3 servers   2 READY" in text and "q quit" in text)
         terminal.press("2")
         terminal.wait_for(lambda text: re.search(r"mlp +1 +READY +2/2 ", text))
@@ -120,7 +120,7 @@ def test_commands_of_the_page(line: str, fleet: list[Server]) -> None:
     if {"--once", "--json"} & set(words):
         assert "READY" in printed(*words[2:])
         return
-    with Terminal([*COMMAND, *words[2:]], 140, 30, {}) as terminal:
+    with Terminal([*TOP, *words[2:]], 140, 30, {}) as terminal:
         terminal.wait_for("2 servers   2 READY")
         terminal.press("q")
         assert terminal.ends() == 0

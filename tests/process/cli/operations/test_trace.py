@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import shmserve
-from shmserve.clients.cli.main import main
 from shmserve.errors import ModelFailed
 from shmserve.testing import Server
+from tests.process.cli.commands import COMMAND, run
 from tests.support.clients.trace_events import check
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.living import until
@@ -55,7 +54,7 @@ def is_recording(client: shmserve.Client) -> bool:
 def test_a_recording_contains_requests_batches_steps_and_leases(server: Server, tmp_path: Path) -> None:
     place = tmp_path / "run.json.gz"
     words = ["trace", "--runtime-dir", str(server.runtime_dir), "--seconds", "600", "--json", "-o", str(place)]
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words]
+    command = [*COMMAND, *words]
     with server.client(name="loader") as client, subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         until(client, lambda: is_recording(client), "the recording")
         before = counts(client)
@@ -91,28 +90,27 @@ def test_a_recording_contains_requests_batches_steps_and_leases(server: Server, 
     assert all(whole["ts"] <= one["ts"] <= whole["ts"] + whole["dur"] for one in steps)
 
 
-def traced(server: Server, capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
+def traced(server: Server, *words: str | Path, code: int) -> str:
     """The output of the command on stderr."""
-    assert main(["trace", "--runtime-dir", str(server.runtime_dir), "--seconds", "0.01", *words]) == code
-    return capsys.readouterr().err
+    ended, _, err = run("trace", "--runtime-dir", server.runtime_dir, "--seconds", "0.01", *words)
+    assert ended == code, err
+    return err
 
 
-def test_a_recording_without_requests_is_empty(
-    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_recording_without_requests_is_empty(server: Server, tmp_path: Path) -> None:
     place = tmp_path / "run.json"
-    assert "no request ended meanwhile" in traced(server, capsys, "-o", str(place), code=0)
+    assert "no request ended meanwhile" in traced(server, "-o", place, code=0)
     assert json.loads(place.read_text())["traceEvents"] == []
     assert place.stat().st_mode & 0o077 == 0, "it shows what others do"
 
 
-def test_errors_suggest_the_next_step(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_errors_suggest_the_next_step(server: Server, tmp_path: Path) -> None:
     place = tmp_path / "run.json"
-    assert "did you mean 'add1'?" in traced(server, capsys, "--model", "add", "-o", str(place), code=1)
+    assert "did you mean 'add1'?" in traced(server, "--model", "add", "-o", place, code=1)
     missing = tmp_path / "none" / "run.json"
-    assert "-o names another file" in traced(server, capsys, "-o", str(missing), code=1)
+    assert "-o names another file" in traced(server, "-o", missing, code=1)
     with server.client() as client:
         number = client.record("start")["recording"]
-        assert "another recording is running" in traced(server, capsys, "-o", str(place), code=1)
+        assert "another recording is running" in traced(server, "-o", place, code=1)
         client.record("stop", number)
     assert os.listdir(tmp_path) == [], "a failed recording leaves no file"

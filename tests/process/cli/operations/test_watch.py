@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.clients.cli.main import main
 from shmserve.testing import Server
+from tests.process.cli.commands import COMMAND, run
 from tests.process.cli.operations.json_lines import first_lines
 from tests.support.living import PATIENCE_S, identity
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
-COMMAND = [sys.executable, "-m", "shmserve.clients.cli.main"]
 BRIEF = """
 import sys
 from shmserve.clients.cli.commands import base
@@ -44,10 +43,9 @@ def words(server: Server, *more: str) -> list[str]:
     return ["models", "--url", server.url, *more]
 
 
-def test_only_the_named_models_are_printed(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words(server, "second")) == 0
-    said = capsys.readouterr().out
-    assert ("first" in said, "second" in said) == (False, True)
+def test_only_the_named_models_are_printed(server: Server) -> None:
+    code, said, _ = run(*words(server, "second"))
+    assert (code, "first" in said, "second" in said) == (0, False, True)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -74,13 +72,10 @@ def test_watch_repeats_until_interrupted(server: Server, terminal: bool) -> None
 
 
 @pytest.mark.parametrize("command", ["models", "stats", "config first", "ready second"])
-def test_watch_with_json_prints_a_document_per_line(
-    server: Server, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watch_with_json_prints_a_document_per_line(server: Server, command: str) -> None:
     """The documents have the fields of the one that the command prints without --watch."""
     words = [*command.split(), "--url", server.url, "--json"]
-    assert main(words) == 0
-    once = json.loads(capsys.readouterr().out)
+    once = json.loads(run(*words)[1])
     documents, code, _ = first_lines([*COMMAND, *words, "--watch", "0.05"], 3)
     assert code == 130
 

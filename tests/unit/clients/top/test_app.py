@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,47 +15,37 @@ from shmserve.clients.top.columns import MODELS
 from shmserve.clients.top.screens import ConfirmScreen, DetailScreen, HelpScreen
 from shmserve.errors import ConnectionLost, Denied
 from tests.support.clients.activity_documents import client, counters, document, gpu, instance, model
-from tests.support.clients.app_driver import NEVER_S, PATIENCE_S, SIZES, AppDriver
+from tests.support.clients.app_driver import NEVER_S, SIZES, AppDriver
+from tests.unit.clients.top.fleet.scripted import ScriptedSource
 
 NAMES = ("alpha", "beta", "gamma", "delta")
 Steps = Callable[[Any], Awaitable[None]]
 
 
-class ScriptedSource:
+class OperatedSource(ScriptedSource):
     """Each document is 2 s after the last one."""
 
-    where = "unix:///run/lane.sock"
-
     def __init__(self, *operations: str, names: tuple[str, ...] = NAMES) -> None:
+        super().__init__("unix:///run/lane.sock", self.document)
         self.operations = operations or ("load", "unload", "restart")
         self.names = names
         self.error: Exception | None = None
         self.done: list[tuple[str, str, int | None, str]] = []
-        self.gate = threading.Event()
-        self.gate.set()
-        self.reading = threading.Event()
-        self.closed = False
-        self.count = 0
 
-    def read(self) -> dict[str, Any]:
-        self.reading.set()
-        self.gate.wait()
-        if self.closed:
-            raise ConnectionLost("closed")
+    def document(self, number: int) -> dict[str, Any]:
         if self.error is not None:
             raise self.error
-        self.count += 1
         models = [
             model(
                 name,
-                counted=counters(self.count * 100 * place),
+                counted=counters(number * 100 * place),
                 queued=10 - place,
-                instances=[instance(f"{name}_0_{number}", batch_rows=number * place) for number in range(2)],
+                instances=[instance(f"{name}_0_{count}", batch_rows=count * place) for count in range(2)],
             )
             for place, name in enumerate(self.names)
         ]
         failed = model("broken", state="UNAVAILABLE", reason="no such file", instances=[], counters={})
-        return document(2 * self.count, *models, failed, clients=[client(7, "[red]camera")], gpus=[gpu(0)])
+        return document(2 * number, *models, failed, clients=[client(7, "[red]camera")], gpus=[gpu(0)])
 
     def operate(self, what: str, model: str, version: int | None, instance: str) -> list[str]:
         self.gate.wait()
@@ -66,28 +54,17 @@ class ScriptedSource:
             raise self.error
         return ["it is old"] if what == "load" else []
 
-    def close(self) -> None:
-        self.closed = True
-        self.gate.set()
-
 
 class Driver(AppDriver[TopApp]):
     """An app of one server, and its dialogs."""
 
-    def __init__(self, app: TopApp, pilot: Pilot[str], source: ScriptedSource) -> None:
+    def __init__(self, app: TopApp, pilot: Pilot[str], source: OperatedSource) -> None:
         super().__init__(app, pilot)
         self.source = source
 
     async def read(self) -> None:
         await self.app.read()
         await self.pilot.pause()
-
-    async def until(self, accepts: Callable[[], object]) -> None:
-        """Lets the app process messages until then, for up to PATIENCE_S."""
-        end = time.monotonic() + PATIENCE_S
-        while not accepts():
-            assert time.monotonic() < end, f"{self.app.screen} {self.app.focused}\n{self.text}"
-            await self.pilot.pause()
 
     async def asked(self, question: str) -> None:
         """The dialog is shown, and its button has the focus."""
@@ -113,9 +90,9 @@ class Driver(AppDriver[TopApp]):
 
 
 def drive(
-    steps: Steps, source: ScriptedSource | None = None, size: tuple[int, int] = (100, 30), **options: Any
+    steps: Steps, source: OperatedSource | None = None, size: tuple[int, int] = (100, 30), **options: Any
 ) -> None:
-    made = source or ScriptedSource()
+    made = source or OperatedSource()
 
     async def main() -> None:
         app = TopApp(made, made.read(), NEVER_S, **options)
@@ -128,7 +105,7 @@ def drive(
     assert made.closed
 
 
-def driven(source: ScriptedSource | None = None, **options: Any) -> Callable[[Steps], Callable[[], None]]:
+def driven(source: OperatedSource | None = None, **options: Any) -> Callable[[Steps], Callable[[], None]]:
     """Makes a test of the steps that it decorates."""
 
     def decorate(steps: Steps) -> Callable[[], None]:
@@ -215,7 +192,7 @@ async def test_the_cursor_stays_at_its_row(top: Driver) -> None:
     assert top.table.selected["model"] == "alpha"
 
 
-@driven(ScriptedSource(names=tuple(f"model-{number:03}" for number in range(100))))
+@driven(OperatedSource(names=tuple(f"model-{number:03}" for number in range(100))))
 async def test_a_long_table_scrolls_with_the_cursor(top: Driver) -> None:
     assert "model-099" not in top.text
     await top.press("end")
@@ -300,7 +277,7 @@ async def test_operations_after_a_confirmation(top: Driver) -> None:
     ]
 
 
-@driven(ScriptedSource("load", "unload"))
+@driven(OperatedSource("load", "unload"))
 async def test_operations_that_are_not_possible(top: Driver) -> None:
     await top.press("r")
     assert "restart is not possible over HTTP" in top.message
@@ -343,7 +320,7 @@ def test_quitting_while_the_server_is_asked(operation: bool) -> None:
 
 @driven()
 async def test_the_interval_and_pauses(top: Driver) -> None:
-    count = top.source.count
+    count = top.source.reads
     await top.press("space")
     assert "paused" in top.text
     top.app.interval = 2.0
@@ -352,7 +329,7 @@ async def test_the_interval_and_pauses(top: Driver) -> None:
     await top.press("minus", "minus", "minus", "minus", "minus")
     assert top.app.interval == 0.5
     await top.press("full_stop")
-    await top.until(lambda: top.source.count > count)
+    await top.until(lambda: top.source.reads > count)
     await top.press("space")
     assert "every 0.5 s" in top.text
 

@@ -159,26 +159,27 @@ def test_a_target_rate_takes_the_fewest_instances() -> None:
     assert "At 1,000 requests/s the p99 is" in report.text(outcome, Screen(False))
 
 
-def test_a_latency_target_that_no_setting_meets() -> None:
-    # A batch of one row takes 2 ms.
-    outcome = Tuner(SimulatedBench(sweet), tuned(), Goal(1 * MS, instances=(1, 1), simulated=QUICK), Events()).run()
+@pytest.mark.parametrize(
+    ("goal", "text"),
+    [
+        (Goal(1 * MS, instances=(1, 1), simulated=QUICK), "No setting holds a p99 of 1 ms. A request alone takes 2."),
+        (
+            Goal(30 * MS, memory=50 * MIB, instances=(1, 1), simulated=QUICK),
+            "The smallest setting needs 100 MiB, and --memory allows 50 MiB.",
+        ),
+    ],
+)
+def test_a_target_that_no_setting_meets(goal: Goal, text: str) -> None:
+    outcome = Tuner(SimulatedBench(sweet), tuned(), goal, Events()).run()
     assert outcome.chosen is None
     assert not outcome.holds
     assert report.diff(outcome, "x") == ""
     assert report.as_json(outcome, "x")["chosen"] is None
     assert "Nothing found" in html.page(outcome, "x")
-    assert "No setting holds a p99 of 1 ms. A request alone takes 2." in report.text(outcome, Screen(False))
-
-
-def test_too_little_memory_for_one_instance() -> None:
-    goal = Goal(30 * MS, memory=50 * MIB, instances=(1, 1), simulated=QUICK)
-    outcome = Tuner(SimulatedBench(sweet), tuned(), goal, Events()).run()
-    assert outcome.chosen is None
-    text = "The smallest setting needs 100 MiB, and --memory allows 50 MiB."
     assert text in report.text(outcome, Screen(False))
 
 
-@pytest.mark.parametrize("step", ["measure", "calibrate", "search", "confirm"])
+@pytest.mark.parametrize("step", ["measure", "calibrate", "search", "confirm", "before confirm"])
 def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(SimulatedBench):
         def open(self, rate: float, seconds: float, give_up_ns: float) -> Observation:
@@ -192,33 +193,22 @@ def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.Monkey
             return super().closed(callers, seconds, length)
 
     class Interrupting(Events):
+        def step(self, name: str) -> None:
+            if step == f"before {name}":  # the step is shown, but its work has not begun
+                raise KeyboardInterrupt
+
         def simulated(self, done: int, total: int, best: Prediction | None) -> None:
             if step == "search" and done == 6:
                 raise KeyboardInterrupt
 
     outcome = Tuner(Interrupted(sweet), small(), Goal(30 * MS, instances=(1, 2), simulated=QUICK), Interrupting()).run()
-    assert outcome.interrupted == step
+    assert outcome.interrupted == step.removeprefix("before ")
     assert (outcome.chosen is None) == (step in ("measure", "calibrate"))
     if outcome.chosen is not None:
         assert outcome.chosen.batch == 8
         text = report.text(outcome, Screen(False))
         assert "Predicted, not measured" in text
         assert not outcome.holds
-
-
-def test_an_interrupt_at_the_start_of_a_step() -> None:
-    """The user may press Ctrl-C after a step is shown but before its work has begun."""
-
-    class Interrupting(Events):
-        def step(self, name: str) -> None:
-            if name == "confirm":
-                raise KeyboardInterrupt
-
-    goal = Goal(30 * MS, instances=(1, 2), simulated=QUICK)
-    outcome = Tuner(SimulatedBench(sweet), small(), goal, Interrupting()).run()
-    assert outcome.interrupted == "confirm"
-    assert outcome.chosen is not None
-    assert outcome.chosen.batch == 8
 
 
 def test_failed_requests_end_the_tuning() -> None:

@@ -1,4 +1,4 @@
-"""A fake server for tests of the view of several servers: it answers when the test releases it."""
+"""A fake server for tests of live views: it answers when the test releases it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 60.0
 class ScriptedSource:
     """`answer(number)` makes the document of a read, or raises. With `held`, reads wait for `release` or `close`."""
 
-    operations = ()
+    operations: tuple[str, ...] = ()
 
     def __init__(self, where: str, answer: Callable[[int], Document], held: bool = False) -> None:
         self.where = where
@@ -23,13 +23,13 @@ class ScriptedSource:
         self.reads = 0
         self.closed = False
         self.reading = threading.Event()
-        self._gate = threading.Event()
+        self.gate = threading.Event()
         if not held:
-            self._gate.set()
+            self.gate.set()
 
     def read(self) -> Document:
         self.reading.set()
-        self._gate.wait()
+        self.gate.wait()
         if self.closed:
             raise ConnectionLost("closed")
         self.reads += 1
@@ -39,8 +39,8 @@ class ScriptedSource:
         raise AssertionError("not from a view of several servers")
 
     def release(self) -> None:
-        self._gate.set()
+        self.gate.set()
 
     def close(self) -> None:
         self.closed = True
-        self._gate.set()
+        self.gate.set()

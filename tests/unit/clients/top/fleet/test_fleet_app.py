@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from shmserve.clients.top.fleet.poller import Fleet
 from shmserve.clients.top.screens import HelpScreen
 from shmserve.errors import ConnectionLost
 from tests.support.clients.activity_documents import counters, document, model
-from tests.support.clients.app_driver import NEVER_S, PATIENCE_S, SIZES, AppDriver
+from tests.support.clients.app_driver import NEVER_S, SIZES, AppDriver
 from tests.unit.clients.top.fleet.scripted import Document, ScriptedSource
 
 
@@ -40,14 +39,11 @@ class Driver(AppDriver[FleetApp]):
         super().__init__(app, pilot)
         self.fleet = fleet
 
-    async def until(self, holds: Callable[[], object]) -> None:
-        """Reads all servers until `holds` returns something true."""
-        end = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert time.monotonic() < end, self.text
-            self.fleet.refresh()
-            await self.app.read()
-            await self.pilot.pause()
+    async def proceed(self) -> None:
+        """Reads all servers."""
+        self.fleet.refresh()
+        await self.app.read()
+        await self.pilot.pause()
 
     @property
     def message(self) -> str:
@@ -71,8 +67,7 @@ def drive(steps: Callable[[Driver], Awaitable[None]], size: tuple[int, int] = (1
             async with app.run_test(size=size) as pilot:
                 driver = Driver(app, pilot, fleet)
                 await driver.until(lambda: all(snapshot.settled for snapshot in fleet.snapshots))
-                await app.read()
-                await pilot.pause()
+                await driver.proceed()
                 await steps(driver)
             return app.return_value
 
