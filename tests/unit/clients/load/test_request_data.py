@@ -39,13 +39,17 @@ def test_random_requests_differ_and_can_be_repeated() -> None:
 
 
 def test_files_of_a_directory_in_turn_beside_a_fixed_value(tmp_path: Path) -> None:
-    values = [np.full((1, 2), number, np.float32) for number in range(3)]
-    for number, value in enumerate(values):
-        np.save(tmp_path / f"{number}.npy", value)
+    for number in range(3):
+        np.save(tmp_path / f"{number}.npy", np.full((1, 2), number, np.float32))
     known = facts(x=("FP32", [-1, 2]), n=("INT32", [-1, 1]))
     found = requests(Inputs(texts=(f"x=@{tmp_path}", "n=7")), known)
-    assert [one["x"].tolist() for one in found] == [value.tolist() for value in values]
-    assert [one["n"].tolist() for one in found] == [[[7]]] * 3
+    assert [(one["x"].tolist(), one["n"].tolist()) for one in found] == [([[n, n]], [[7]]) for n in range(3)]
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    for number in range(2):
+        (documents / f"{number}.json").write_text(json.dumps({"inputs": {"x": [[number, 0]], "n": [[number]]}}))
+    found = requests(Inputs(data=str(documents)), known)
+    assert [(one["x"].tolist(), one["n"].tolist()) for one in found] == [([[n, 0]], [[n]]) for n in range(2)]
 
 
 def test_each_kind_of_file(tmp_path: Path) -> None:
@@ -65,13 +69,6 @@ def test_each_kind_of_file(tmp_path: Path) -> None:
     assert requests(picture, facts(x=("FP32", [-1, 3, 4, 6])))[0]["x"].shape == (1, 3, 4, 6)
     encoded = requests(picture, facts(x=("BYTES", [-1, 1])))[0]["x"]
     assert encoded.tolist() == [[(tmp_path / "v.png").read_bytes()]]
-
-
-def test_documents_in_turn(tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / f"{number}.json").write_text(json.dumps({"inputs": {"x": [[number]]}}))
-    found = requests(Inputs(data=str(tmp_path)), facts(x=("INT32", [-1, 1])))
-    assert [one["x"].tolist() for one in found] == [[[0]], [[1]]]
 
 
 @pytest.mark.parametrize(

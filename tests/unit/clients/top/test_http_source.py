@@ -6,7 +6,7 @@ import json
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -95,11 +95,7 @@ def test_rates_and_percentiles_are_derived_from_the_metrics() -> None:
     assert "p99" not in view.unknown
     (client,) = view.clients
     assert (client["number"], client["in_flight"], client["held_bytes"]) == ("4", 5, 77)
-    assert (view.server["connections"], view.server["refused"], view.server["memory_bytes"]) == (
-        3,
-        {"model_queue": 6},
-        5000,
-    )
+    assert [view.server[key] for key in ("connections", "refused", "memory_bytes")] == [3, {"model_queue": 6}, 5000]
     assert view.server["cpu"] == pytest.approx(0.5)
     assert view.gpus[0]["memory_share"] == 0.25
     assert (view.gpus[0]["throttled"], view.gpus[0]["out_of_service"]) == ("sw_thermal", "see shmserve doctor")
@@ -168,13 +164,8 @@ def serving(tls: ssl.SSLContext | None = None, **more: tuple[int, str]) -> Itera
         server.server_close()
 
 
-@contextmanager
-def source(url: str, *more: str) -> Iterator[HttpSource]:
-    made = HttpSource(url, *more)
-    try:
-        yield made
-    finally:
-        made.close()
+def source(url: str, *more: str) -> closing[HttpSource]:
+    return closing(HttpSource(url, *more))
 
 
 def test_reading_and_loading() -> None:

@@ -13,43 +13,26 @@ from tests.support.hypothesis_profiles import examples
 
 
 def test_rates_between_two_documents() -> None:
+    more = {"rows": 900, "batches": 150, "reasons": {"idle": 120, "full": 30}, "cache_hits": 50, "cache_misses": 150}
     before = document(10, model("m", counted=counters(100, 4)))
-    after = document(
-        12,
-        model(
-            "m",
-            counted=counters(
-                300, 10, rows=900, batches=150, reasons={"idle": 120, "full": 30}, cache_hits=50, cache_misses=150
-            ),
-        ),
-    )
-    (row,) = make_view(before, after).models
-    assert row["requests_per_s"] == pytest.approx(103)
-    assert row["failed_per_s"] == pytest.approx(3)
-    assert row["rows_per_s"] == pytest.approx(400)
-    assert row["batches_per_s"] == pytest.approx(25)
-    assert row["mean_batch"] == pytest.approx(16)
-    assert row["queue_seconds"] == pytest.approx(0.001)
-    assert row["compute_seconds"] == pytest.approx(0.003)
-    assert row["busy"] == pytest.approx(200 * 0.003 / 2)
-    assert row["cache_hits"] == pytest.approx(0.25)
+    (row,) = make_view(before, document(12, model("m", counted=counters(300, 10, **more)))).models
+    rates = {
+        "requests_per_s": 103, "failed_per_s": 3, "rows_per_s": 400, "batches_per_s": 25, "mean_batch": 16,
+        "queue_seconds": 0.001, "compute_seconds": 0.003, "busy": 200 * 0.003 / 2, "cache_hits": 0.25,
+    }  # fmt: skip
+    assert {key: row[key] for key in rates} == pytest.approx(rates)
     assert row["reasons"] == {"idle": 20, "full": 30}
     assert (row["requests"], row["failed"]) == (310, 10)
-    for name in ("p50", "p95", "p99"):
-        assert 0.002 < row[name] < 0.0042
+    assert all(0.002 < row[name] < 0.0042 for name in ("p50", "p95", "p99"))
 
 
-def test_a_first_document_has_no_rates() -> None:
-    view = make_view(None, document(10, model("m", counted=counters(100))))
+def test_a_first_document_and_an_interval_without_requests() -> None:
+    idle = model("m", counted=counters(7))
+    view = make_view(None, document(10, idle))
     assert view.interval is None
-    assert view.models[0]["requests"] == 100
+    assert view.models[0]["requests"] == 7
     assert view.models[0]["requests_per_s"] is view.models[0]["p99"] is view.server["cpu"] is None
-
-
-def test_without_requests_in_the_interval() -> None:
-    (row,) = make_view(
-        document(1, model("m", counted=counters(7))), document(3, model("m", counted=counters(7)))
-    ).models
+    (row,) = make_view(document(1, idle), document(3, idle)).models
     assert row["requests_per_s"] == row["busy"] == 0
     assert row["p50"] is row["mean_batch"] is row["queue_seconds"] is None
 

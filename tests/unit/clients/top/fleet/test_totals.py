@@ -65,13 +65,10 @@ def test_models_are_summed_and_percentiles_merged() -> None:
     assert (view.total["p50"], view.total["p99"]) == (found["p50"], found["p99"])
     assert [one["server"] for one in sort(BY_SERVER, view.by_server, "requests_per_s")] == ["a", "b"]
     assert row(view.servers, server="b")["p99"] == row(view.by_server, server="b")["p99"]
-
-
-def test_means_are_weighted_by_requests() -> None:
     slow = counters(100, queue_ns=100 * 9_000_000)
     view = view_of(snapshot("a", served("m", 300, FAST)), snapshot("b", (model("m"), model("m", counted=slow))))
-    assert row(view.models, model="m")["queue_seconds"] == pytest.approx((300 * 0.001 + 100 * 0.009) / 400)
-    assert view.total["queue_seconds"] == pytest.approx(0.003)
+    mean = pytest.approx((300 * 0.001 + 100 * 0.009) / 400)
+    assert row(view.models, model="m")["queue_seconds"] == view.total["queue_seconds"] == mean, "weighted by requests"
 
 
 @pytest.mark.parametrize(
@@ -144,12 +141,6 @@ def test_a_server_with_another_release() -> None:
     assert "all 1.2.3" in line_text(fleet_summary(alike, 200)[0])
 
 
-def test_gpus_and_memory_of_a_server() -> None:
-    gpus = [gpu(0, utilization=0.25), gpu(1, utilization=0.75, memory_used_bytes=60 << 30)]
-    found = view_of(snapshot("a", served("m", 0, 0), gpus=gpus)).servers[0]
-    assert (found["gpu"], found["gpu_memory_share"], found["memory_share"], found["cpu"]) == (0.75, 0.75, 0.25, 0.25)
-
-
 def test_no_server_has_answered() -> None:
     view = view_of(Snapshot("a", "http://a", problem="no server"))
     assert (view.models, view.by_server, view.total["requests_per_s"], view.total["p99"]) == ([], [], None, None)
@@ -180,6 +171,12 @@ def test_text_and_documents() -> None:
     (only,) = fleet_document(view, fleet_tables_of("servers"), "b", None)["servers"]
     assert (only["server"], only["url"]) == ("b", "http://b")
     assert select(FLEET_MODELS, view.models, "n")[0]["model"] == "n"
+
+
+def test_gpus_and_memory_of_a_server() -> None:
+    gpus = [gpu(0, utilization=0.25), gpu(1, utilization=0.75, memory_used_bytes=60 << 30)]
+    found = view_of(snapshot("a", served("m", 0, 0), gpus=gpus)).servers[0]
+    assert (found["gpu"], found["gpu_memory_share"], found["memory_share"], found["cpu"]) == (0.75, 0.75, 0.25, 0.25)
 
 
 def test_every_column_has_a_value() -> None:
