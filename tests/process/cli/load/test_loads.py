@@ -85,8 +85,18 @@ def test_the_backlog_of_a_load_does_not_delay_the_next_load(kind: str, served: B
 
 
 @pytest.mark.usefixtures("threads")
+def test_a_deadline_below_the_service_time_gives_no_goodput(served: BenchServer) -> None:
+    """Responses may arrive after the deadline, but none in time."""
+    plan = Plan(model="slow", endpoint=served.endpoints["lane"], deadline_ns=SERVICE_NS // 4, settings=QUICK)
+    point = one_point(plan)
+    assert point.goodput is not None
+    assert point.goodput.mean == 0
+    assert point.failed == 0 or any("DEADLINE_EXCEEDED" in text for text in point.errors)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", ["lane", "http", "grpc"])
-def test_a_stream_load_measures_first_and_later_responses(kind: str, served: BenchServer) -> None:
+def test_a_stream_load_measures_first_and_later_responses_and_counts_failures(kind: str, served: BenchServer) -> None:
     plan = Plan(
         model="talker", endpoint=served.endpoints[kind], stream=True, inputs=Inputs(texts=("count=5",)), settings=QUICK
     )
@@ -99,6 +109,11 @@ def test_a_stream_load_measures_first_and_later_responses(kind: str, served: Ben
     assert abs(between.count - 4 * first.count) <= 4, "but for those of the streams at the edges"
     assert first.percentiles["p50"].mean < point.latency.percentiles["p50"].mean
     assert point.answers_per_s > 0
+    failing = one_point(replace(plan, inputs=Inputs(texts=("count=-2",))))  # the model fails after its last response
+    assert failing.failed
+    assert not failing.latency.count
+    with pytest.raises(InvalidRequest, match=r"model 'talker' is decoupled, .*: use --stream"):
+        measure(replace(plan, stream=False, inputs=Inputs()))
 
 
 @pytest.mark.usefixtures("threads")
@@ -137,21 +152,6 @@ def test_generator_processes_are_added_under_load(served: BenchServer, monkeypat
     assert (three.cost.processes, one.cost.processes) == (3, 1)
     assert not three.errors
     assert one_point(replace(plan, processes=1, loads=(Closed(3),))).cost.processes == 1
-
-
-@pytest.mark.usefixtures("threads")
-def test_failed_streams_are_counted_as_failures(served: BenchServer) -> None:
-    """A negative count makes the model fail after its last response."""
-    for kind in ("lane", "http", "grpc"):
-        plan = Plan(
-            model="talker", endpoint=served.endpoints[kind], stream=True, inputs=Inputs(texts=("count=-2",)),
-            settings=QUICK,
-        )  # fmt: skip
-        point = one_point(plan)
-        assert point.failed
-        assert not point.latency.count
-        with pytest.raises(InvalidRequest, match=r"model 'talker' is decoupled, .*: use --stream"):
-            measure(Plan(model="talker", endpoint=served.endpoints[kind]))
 
 
 @pytest.mark.usefixtures("threads")

@@ -20,7 +20,7 @@ from shmserve.testing import Server
 from tests.process.cli.commands import COMMAND, run
 from tests.support.gateway.rpc import Rpcs, message
 from tests.support.living import PYTHON, identity, until
-from tests.support.model_files import write_model
+from tests.support.model_files import python_model, write_model
 from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
@@ -31,10 +31,19 @@ QUIET = ("--quiet", "0.3")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model `gated` answers once this fifo has been opened."""
+    made = tmp_path_factory.mktemp("gate") / "gate"
+    os.mkfifo(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     identity(root, "plain")
     identity(root, "talks", SEQUENCES)
+    write_model(root, "gated", PYTHON, python_model(f"open({str(gate)!r}).close(); return self.respond(x)"))
     with Server(root, gateway=True) as running:
         yield running
 
@@ -142,32 +151,15 @@ def test_flags_that_cannot_be_combined_are_refused(client: shmserve.Client) -> N
     assert client.ready()
 
 
-def test_drain_waits_for_requests_in_flight(tmp_path: Path) -> None:
-    """This also applies without clients. A restart puts the server back into service."""
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    waits = f"""
-class TritonPythonModel:
-    def execute(self, requests):
-        import triton_python_backend_utils as pb_utils
-        with open({str(gate)!r}) as gate:
-            gate.read()
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-                for r in requests]
-"""
-    write_model(tmp_path / "models", "gated", PYTHON, waits)
-    with Server(tmp_path / "models") as server:
-        with server.client(name="trainer") as client:
-            future = client.submit("gated", ONE)
-            client.drain()
-            until(client, lambda: client.service()["requests"] == 1)
-            assert client.service()["clients"] == [{"name": "trainer", "in_flight": 1}]
-            assert client.service()["quiet_seconds"] == 0
-            with open(gate, "w"):
-                pass
-            np.testing.assert_array_equal(future.result(60)["y"], ONE["x"])
-            until(client, lambda: client.service()["quiet_seconds"] > 0)
-        server.restart()
-        with server.client() as client:
-            assert client.ready()
-            assert not client.service()["out_of_service"]
+def test_drain_waits_for_requests_in_flight(server: Server, client: shmserve.Client, gate: Path) -> None:
+    """This also applies without clients."""
+    with server.client(name="trainer") as trainer:
+        future = trainer.submit("gated", ONE)
+        trainer.drain()
+        until(trainer, lambda: trainer.service()["requests"] == 1)
+        assert trainer.service()["clients"] == [{"name": "trainer", "in_flight": 1}]
+        assert trainer.service()["quiet_seconds"] == 0
+        with open(gate, "w"):
+            pass
+        np.testing.assert_array_equal(future.result(60)["y"], ONE["x"])
+    until(client, lambda: client.service()["quiet_seconds"] > 0)

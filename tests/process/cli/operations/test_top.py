@@ -147,6 +147,20 @@ def test_json_prints_a_line_at_each_refresh(server: Server) -> None:
     assert {row["model"] for line in lines for row in line["models"]} == {"mlp", "cnn", "stuck"}
 
 
+def test_a_restarted_server_is_shown_again(tmp_path: Path) -> None:
+    identity(tmp_path / "models", "m")
+    with (
+        Server(tmp_path / "models", runtime_dir=tmp_path / "run") as server,
+        top(server, 80) as terminal,
+    ):
+        terminal.wait_for(lambda text: re.search(r"m +1 +READY +1/1 +0 ", text))
+        server.stop()
+        terminal.wait_for("no answer for")
+        assert re.search(r"m +1 +READY", terminal.text)
+        server.start()
+        terminal.wait_for(lambda text: "no answer for" not in text and "READY   up" in text)
+
+
 # ------------------------------------------------------------------------------------------ the page
 
 LINES = [line for line in pages.commands("top") if "host1" not in line]

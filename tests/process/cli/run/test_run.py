@@ -99,13 +99,11 @@ def test_the_current_directory_is_a_model_that_completes_its_own_configuration(m
 
 def onnx_model(folder: Path) -> onnx.ModelProto:
     weights = np.random.default_rng(3).random((2048, 1500), np.float32)
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Neg", ["y"], ["z"])],
-        "graph",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2048])],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 1500]) for name in ("y", "z")],
-        [helper.make_tensor("w", TensorProto.FLOAT, weights.shape, weights.tobytes(), raw=True)],
-    )
+    sizes = {"x": 2048, "y": 1500, "z": 1500}
+    x, *outputs = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size]) for name, size in sizes.items())
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Neg", ["y"], ["z"])]
+    constant = helper.make_tensor("w", TensorProto.FLOAT, weights.shape, weights.tobytes(), raw=True)
+    graph = helper.make_graph(nodes, "graph", [x], outputs, [constant])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     (folder / "1").mkdir(parents=True)
     onnx.save(model, folder / "1" / "model.onnx")
@@ -228,8 +226,6 @@ def test_an_exception_in_finalize_fails_the_run(models: Path) -> None:
         ({"input": ["who=you"]}, "model 'identity' also needs x (FP32 [-1, 2])"),
         ({"input": ["w=1"]}, "the model has no input 'w'; it has x "),
         ({"input": ["x=1,2,3"]}, "a value of shape [3] does not fit [-1, 2]"),
-        ({"input": ["x=one,two"]}, "'one' is not a number"),
-        ({"input": ["x=@none.npy"]}, "cannot read none.npy: No such file"),
         ({"file": "none.json"}, "cannot read inputs from none.json: No such file"),
         ({"input": ["x=[[1, 2], [3, 4]]", "who=you"]}, "must have the same number of rows: 'x' 2, 'who' 1"),
         (

@@ -38,6 +38,12 @@ def test_random_requests_differ_and_can_be_repeated() -> None:
     assert all((one["x"] == other["x"]).all() for one, other in zip(found, again, strict=True))
 
 
+def test_variable_dims_are_given_by_shape_and_batches_have_a_limit() -> None:
+    assert requests(Inputs(shapes=("x=2,7",)), facts(x=("INT64", [-1, -1])))[0]["x"].shape == (2, 7)
+    with pytest.raises(Misuse, match="--batch 9: the max_batch_size of model 'm' is 8"):
+        requests(Inputs(batch=9), facts(x=("FP32", [-1, 4])))
+
+
 def test_files_of_a_directory_in_turn_beside_a_fixed_value(tmp_path: Path) -> None:
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", np.full((1, 2), number, np.float32))

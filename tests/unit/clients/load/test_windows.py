@@ -69,6 +69,14 @@ def test_the_last_second_is_kept_for_the_progress_display() -> None:
     assert not len(collector.peek(0, SECOND).done)
 
 
+def test_processes_without_callers_are_not_waited_for() -> None:
+    collector = Collector(1)
+    collector.add(1, samples(5, [1], [1]))
+    assert collector.count(0) == 0
+    collector.add(0, samples(10, [], []))
+    assert collector.complete(10)
+
+
 def test_answers_of_streams_belong_to_the_window_of_their_time() -> None:
     collector = Collector(1)
     gaps = {"gap_at": array("q", [5, 15, 16]).tobytes(), "gap": array("q", [1, 2, 3]).tobytes()}
