@@ -31,13 +31,13 @@ def test_quantiles_are_those_of_the_tables(key: tuple[float, int], expected: flo
 def test_intervals_by_hand() -> None:
     """Welch: s^2/n is 1/3 and 4/3, degrees of freedom (5/3)^2 / ((1/9 + 16/9) / 2) = 2.94, rounded down."""
     found = interval([9.0, 10.0, 11.0], 0.95)  # the standard deviation is 1
-    assert (found.mean, found.half) == (10, pytest.approx(4.303 / 3**0.5, rel=1e-3))
+    assert (found.mean, found.half) == pytest.approx((10, 4.303 / 3**0.5), rel=1e-3)
     one = interval([10.0], 0.95)
     assert (one.low, one.high) == (0, 20), "one value gives no interval"
     assert difference([1.0], [1.0, 2.0], 0.95) is None
     welch = difference([9.0, 10.0, 11.0], [18.0, 20.0, 22.0], 0.95)
     assert welch is not None
-    assert (welch.mean, welch.half) == (10, pytest.approx(4.303 * (5 / 3) ** 0.5, rel=1e-3))
+    assert (welch.mean, welch.half) == pytest.approx((10, 4.303 * (5 / 3) ** 0.5), rel=1e-3)
 
 
 def test_a_slow_start_is_left_out() -> None:

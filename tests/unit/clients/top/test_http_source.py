@@ -216,7 +216,11 @@ def test_errors_of_the_server(status: int, text: str, error: type[Exception], wo
 )
 def test_responses_in_another_format_are_refused(path: str, text: str) -> None:
     words = "do not have the form of KServe v2"
-    with serving(**{path: (200, text)}) as (url, _), source(url, url) as made, pytest.raises(Internal, match=words):
+    with (
+        serving(None, **{path: (200, text)}) as (url, _),
+        source(url, url) as made,
+        pytest.raises(Internal, match=words),
+    ):
         made.read()
 
 
