@@ -146,7 +146,7 @@ def test_a_wrong_file_is_an_error_and_a_crashed_reader_a_warning(
     """An uncaught exception also ends the reader with exit code 1."""
     file, repository = tmp_path / "model.pt", tmp_path / "models"
     file.write_bytes(b"not an archive")
-    words = ["init", "m", "--from", file, "--repository", repository]
+    words: list[str | Path] = ["init", "m", "--from", file, "--repository", repository]
     code, _, error = commands.run(*words)
     assert (code, "model.pt" in error) == (1, True)
     assert not (repository / "m").exists()

@@ -62,7 +62,8 @@ class RecordingFleet(Fleet):
 
 def drive(steps: Callable[[Driver], Awaitable[None]], size: tuple[int, int] = (120, 30), **options: Any) -> str | None:
     async def main() -> str | None:
-        with RecordingFleet(sources(), NEVER_S) as fleet:
+        fleet = RecordingFleet(sources(), NEVER_S)
+        with fleet:
             app = FleetApp(fleet, NEVER_S, **options)
             async with app.run_test(size=size) as pilot:
                 driver = Driver(app, pilot, fleet)
