@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,15 +102,9 @@ def test_apply_changes_nothing_if_no_setting_meets_the_target(folder: Path) -> N
 
 
 def test_an_interrupt_prints_the_results_so_far(folder: Path) -> None:
-    words = [*COMMAND, "tune", "models/mlp", *QUICK.split(), "--instances", "1", "--seconds", "2", "--rate", "50"]
-    with subprocess.Popen(
-        [*COMMAND, *words],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words = ["tune", "models/mlp", *QUICK.split(), "--instances", "1", "--seconds", "2", "--rate", "50"]
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*COMMAND, *words], cwd=folder, env=environment(folder), **piped) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "confirming" in line:
