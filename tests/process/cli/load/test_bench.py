@@ -226,7 +226,8 @@ def test_the_commands_of_the_page(served: BenchServer, tmp_path: Path, monkeypat
     for kind in ("http", "grpc"):
         monkeypatch.setenv(f"{kind.upper()}_URL", served.endpoints[kind].url or "")
     for line in pages.commands("bench"):
-        words = shlex.split(os.path.expandvars(line.replace("p99=20ms", "p50=20s")))[1:]
+        line = line.replace("p99=20ms", "p50=20s").replace("--deadline 20ms", "--deadline 20s")
+        words = shlex.split(os.path.expandvars(line))[1:]
         compares = "--compare" in words
         code, out, err = run(*words, *([] if compares else [*SHORT, "--window", "30ms"]))
         assert code == 0 or (code == 1 and compares), f"{line}: {err}"
