@@ -11,15 +11,14 @@ import msgpack
 import uvloop
 import zmq
 
+import shmserve
 from shmserve.clients.transport.keys import Pair, make_pair, read_pair, write_pair
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.zmq_tcp.keys import Allowed
 from shmserve.gateway.zmq_tcp.listener import ZmqTcpListener
 from shmserve.gateway.zmq_tcp.requests import ZmqLimits
 
-LIMITS = ZmqLimits(
-    input_bytes=4 << 20, unsent_bytes=8 << 20, connections=8, key_connections=6,
-)  # fmt: skip
+LIMITS = ZmqLimits(input_bytes=4 << 20, unsent_bytes=8 << 20, connections=8, key_connections=6)
 HELLO = [6, 1, 0, "bare", "frames"]
 
 
@@ -28,24 +27,24 @@ class ListenerThread:
     file."""
 
     def __init__(
-        self, folder: Path, url: str, limits: ZmqLimits | None = None, address: str = "tcp://127.0.0.1:0",
+        self,
+        folder: Path,
+        url: str,
+        limits: ZmqLimits = LIMITS,
+        address: str = "tcp://127.0.0.1:0",
         exit_timeout_s: float = 5.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder = folder
         self.server_key, self.server_public = folder / "server.key", folder / "server.pub"
         if not self.server_key.exists():
             write_pair(folder, "server", make_pair(), "infer")
-            for name, roles in (
-                ("alice", "infer,observe,operate"),
-                ("bob", "infer"),
-                ("olga", "observe"),
-                ("eve", "infer"),
-            ):
-                write_pair(folder, name, make_pair(), roles)
+            roles = {"alice": "infer,observe,operate", "bob": "infer", "olga": "observe", "eve": "infer"}
+            for name in roles:
+                write_pair(folder, name, make_pair(), roles[name])
         self.write_keys("alice", "bob", "olga")
         self._url = url
         self._address = address
-        self._limits = limits or ZmqLimits()
+        self._limits = limits
         self._exit_timeout_s = exit_timeout_s
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: uvloop.run(self._run()), name="zmq-listener")
@@ -84,19 +83,19 @@ class ListenerThread:
     def keys(self, name: str) -> dict[str, Any]:
         return {"server_key": self.server_public, "key_file": self.folder / f"{name}.key"}
 
+    def client(self, name: str = "alice", **keys: Any) -> shmserve.Client:
+        return shmserve.Client(self.url, **self.keys(name) | keys, timeout=20)
+
     def pair(self, name: str) -> Pair:
         return read_pair(self.folder / f"{name}.key")
 
     def begin_to_stop(self) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)
 
-    def join(self) -> None:
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
     def stop(self) -> None:
         self.begin_to_stop()
-        self.join()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
 
 
 class Bare:

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import shmserve
 from tests.support.broker.fake_broker import FakeBroker
 from tests.support.broker.running_broker import running
-from tests.support.clients.client_faces import FACES
-from tests.support.gateway.zmq_listener import LIMITS, Bare, ListenerThread
+from tests.support.gateway.zmq_listener import Bare, ListenerThread
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +26,8 @@ def broker() -> Iterator[FakeBroker]:
 @pytest.fixture(scope="module")
 def listener(broker: FakeBroker) -> Iterator[ListenerThread]:
     with tempfile.TemporaryDirectory(prefix="shmserve-test-") as folder:
-        made = ListenerThread(Path(folder), broker.lane, LIMITS)
-        with shmserve.Client(made.url, **made.keys("alice"), timeout=20) as client:
+        made = ListenerThread(Path(folder), broker.lane)
+        with made.client() as client:
             # Connects the listener to the broker, and makes both allocate all their memory.
             for future in [client.submit("echo", {"x": np.zeros(3 << 20, np.uint8)}) for _ in range(2)]:
                 future.result()
@@ -62,7 +60,7 @@ def bare(listener: ListenerThread) -> Iterator[Callable[..., Bare]]:
         yield lambda name="alice", **more: made.enter_context(Bare(listener, name, **more))
 
 
-@pytest.fixture(params=list(FACES))
-def client(request: pytest.FixtureRequest, listener: ListenerThread) -> Iterator[Any]:
-    with FACES[request.param](listener.url, **listener.keys("alice"), timeout=20) as made:
+@pytest.fixture
+def client(listener: ListenerThread) -> Iterator[Any]:
+    with listener.client() as made:
         yield made

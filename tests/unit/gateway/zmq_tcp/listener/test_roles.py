@@ -16,7 +16,7 @@ from tests.support.gateway.zmq_listener import ListenerThread
 
 
 def test_a_client_has_the_roles_of_its_key(listener: ListenerThread, broker: FakeBroker) -> None:
-    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as bob:
+    with listener.client("bob") as bob:
         assert bob.infer("echo", {"x": np.array(1)})["x"] == 1
         assert bob.ready()
         with pytest.raises(shmserve.Denied, match=r"'models' needs the role observe or operate.*--zmq-keys"):
@@ -32,7 +32,7 @@ def test_r25_what_only_operators_may_see(listener: ListenerThread, broker: FakeB
     broker.answers["logs"] = {"records": []}
     found = {}
     for name in ("alice", "olga"):
-        with shmserve.Client(listener.url, **listener.keys(name), timeout=20) as client:
+        with listener.client(name) as client:
             found[name] = client.activity()["clients"][0]["user"], client.models()[0]["instances"][0]["last_words"]
             if name == "alice":
                 assert client.logs() == {"records": []}
@@ -43,36 +43,32 @@ def test_r25_what_only_operators_may_see(listener: ListenerThread, broker: FakeB
 
 
 @pytest.mark.parametrize("face", list(FACES))
-def test_a_rejected_key_is_an_error_with_its_reason(listener: ListenerThread, face: str) -> None:
-    right, make = listener.keys("alice"), FACES[face]
-    with (
-        make(listener.url, **listener.keys("eve")) as eve,
-        pytest.raises(shmserve.Denied, match=r"rejected the key .* file of --zmq-keys"),
-    ):
-        eve.infer("echo", {"x": np.array(1)})
-    wrong = {**right, "server_key": listener.pair("eve").public}
-    with (
-        make(listener.url, **wrong) as client,
-        pytest.raises(shmserve.Denied, match=r"does not have the server key .* check the url and server_key="),
-    ):
+@pytest.mark.parametrize(("wrong", "text"), [
+    ({"key_file": "eve.key"}, r"rejected the key .* file of --zmq-keys"),
+    ({"server_key": "eve.pub"}, r"does not have the server key .* check the url and server_key="),
+])  # fmt: skip
+def test_a_rejected_key_is_an_error_with_its_reason(
+    listener: ListenerThread, face: str, wrong: dict[str, str], text: str
+) -> None:
+    keys = listener.keys("alice") | {name: listener.folder / file for name, file in wrong.items()}
+    with FACES[face](listener.url, **keys, timeout=20) as client, pytest.raises(shmserve.Denied, match=text):
         client.infer("echo", {"x": np.array(1)})
 
 
 def test_a_client_without_keys_is_refused(
     listener: ListenerThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    right = listener.keys("alice")
-    with pytest.raises(shmserve.InvalidRequest, match=r"tcp:// needs server_key= \(or SHMSERVE_SERVER_KEY\)"):
-        shmserve.Client(listener.url)
-    with pytest.raises(shmserve.InvalidRequest, match=r"tcp:// needs key_file= \(or SHMSERVE_KEY_FILE\)"):
-        shmserve.Client(listener.url, server_key=right["server_key"])
-    with pytest.raises(shmserve.InvalidRequest, match="only for tcp://, not unix://"):
-        shmserve.Client("unix:///nowhere/lane.sock", **right)
-    open_to_all = tmp_path / "open.key"
+    right, open_to_all = listener.keys("alice"), tmp_path / "open.key"
     open_to_all.write_text(right["key_file"].read_text())
     open_to_all.chmod(0o644)
-    with pytest.raises(shmserve.InvalidRequest, match="is readable by other users: chmod 600"):
-        shmserve.Client(listener.url, server_key=right["server_key"], key_file=open_to_all)
+    for url, keys, text in (
+        (listener.url, {}, r"tcp:// needs server_key= \(or SHMSERVE_SERVER_KEY\)"),
+        (listener.url, {"server_key": right["server_key"]}, r"tcp:// needs key_file= \(or SHMSERVE_KEY_FILE\)"),
+        ("unix:///nowhere/lane.sock", right, "only for tcp://, not unix://"),
+        (listener.url, right | {"key_file": open_to_all}, "is readable by other users: chmod 600"),
+    ):
+        with pytest.raises(shmserve.InvalidRequest, match=text):
+            shmserve.Client(url, **keys)
     monkeypatch.setenv("SHMSERVE_SERVER_KEY", str(right["server_key"]))
     monkeypatch.setenv("SHMSERVE_KEY_FILE", str(right["key_file"]))
     with shmserve.Client(listener.url, timeout=20) as client:
@@ -80,17 +76,17 @@ def test_a_client_without_keys_is_refused(
 
 
 def test_the_file_of_keys_is_reloaded(listener: ListenerThread) -> None:
-    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=20) as bob:
+    with listener.client("bob") as bob:
         assert bob.live()
         listener.write_keys("alice", "eve")
         listener.do(listener.listener.read_keys)
         with pytest.raises(shmserve.Denied, match=r"rejected the key|has no roles"):
             bob.infer("echo", {"x": np.array(1)})
-    with shmserve.Client(listener.url, **listener.keys("eve"), timeout=20) as eve:
+    with listener.client("eve") as eve:
         assert eve.live()
     (listener.folder / "keys").write_text("nonsense\n")
     listener.do(listener.listener.read_keys)  # keeps the valid keys
-    with shmserve.Client(listener.url, **listener.keys("eve"), timeout=20) as eve:
+    with listener.client("eve") as eve:
         assert eve.live()
     listener.write_keys("alice", "bob")
     listener.do(listener.listener.read_keys)
