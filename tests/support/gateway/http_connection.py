@@ -87,21 +87,25 @@ class Echo:
         connection.fill([begin, end], first, whole)
 
 
-def connected(
-    at_once: bool = True, budget: Budget | None = None, **limits: int
-) -> tuple[Any, Transport, Echo, ManualLoop]:
-    """A connection of a separate listener. `at_once`, `limits`: see `Echo` and `HttpLimits`."""
-    echo, manual = Echo(at_once), ManualLoop()
-    loop: Any = manual
-    listener: Any = SimpleNamespace(
-        turn=0, now=lambda: 0.0, stopping=False, heads=HttpHeads(EndpointAccess(ROLES)), limits=HttpLimits(**limits),
-        loop=loop, turns=JobTurns(loop), reads=ReadTurns(loop), backlog=InputBacklog(loop),
+def http_listener(budget: Budget | None = None, heads: HttpHeads | None = None, **limits: int) -> Any:
+    """What connections use of their listener. `limits`: see `HttpLimits`."""
+    loop: Any = ManualLoop()
+    return SimpleNamespace(
+        turn=0, now=lambda: 0.0, stopping=False, heads=heads or HttpHeads(EndpointAccess(ROLES)),
+        limits=HttpLimits(**limits), loop=loop, turns=JobTurns(loop), reads=ReadTurns(loop), backlog=InputBacklog(loop),
         enter=lambda connection: True, leave=lambda connection: None, budget=budget or Budget(1 << 30), shares=Shares(),
         answered=lambda status: None, least_bytes=10, idle_turns=100,
     )  # fmt: skip
-    connection, transport = HttpConnection(listener, echo), Transport()
+
+
+def connected(
+    at_once: bool = True, budget: Budget | None = None, listener: Any = None, handler: Any = None, **limits: int
+) -> tuple[Any, Transport, Echo, ManualLoop]:
+    """A connection of `listener`, by default of one of its own, to `handler`, by default an `Echo`."""
+    listener, handler = listener or http_listener(budget, **limits), handler or Echo(at_once)
+    connection, transport = HttpConnection(listener, handler), Transport()
     connection.connection_made(transport)
-    return connection, transport, echo, manual
+    return connection, transport, handler, listener.loop
 
 
 def receive(connection: Any, data: bytes) -> None:

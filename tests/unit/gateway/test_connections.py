@@ -12,7 +12,7 @@ from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
 from shmserve.gateway.listeners.callers import EVICTED, Callers
 from tests import ROOT
-from tests.support.gateway.http_connection import connected, post, receive
+from tests.support.gateway.http_connection import connected, http_listener, post, receive
 
 
 class Connection:
@@ -69,8 +69,8 @@ def test_connections_in_use_are_not_closed() -> None:
 
 
 def test_when_an_http_connection_is_idle() -> None:
-    connection, transport, echo, _ = connected(False)
-    listener = connection._listener
+    listener = http_listener()
+    connection, transport, echo, _ = connected(False, listener=listener)
 
     def idle_since() -> Any:
         return connection.idle_since
@@ -81,19 +81,15 @@ def test_when_an_http_connection_is_idle() -> None:
     listener.now = lambda: 7.0
     echo.answers.pop()()
     assert idle_since() == 7.0
+    transport.unsent = 1
+    assert idle_since() is None, "the client does not read"
+    transport.unsent = 0
     receive(connection, b"POST / HT")
     assert idle_since() is None, "a request is being received"
     listener.turn += 2
     assert idle_since() == 7.0, "too slowly"
     connection.evict()
     assert transport.closed
-
-
-def test_a_client_that_does_not_read_is_not_idle() -> None:
-    connection, transport, _, _ = connected()
-    receive(connection, post(b"x"))
-    transport.unsent = 1
-    assert connection.idle_since is None
 
 
 def test_the_metrics_are_documented() -> None:

@@ -49,17 +49,11 @@ BY_NAME = "a browser may not reach this endpoint by the name"
 FOREIGN = "a page of another origin may not do this"
 
 
-@pytest.mark.parametrize(
-    "marks",
-    [
-        ["Accept-Language: en-US,en;q=0.9"],
-        ["Accept-Language: *"],
-        ["Accept-Language:"],
-        ["Referer: http://evil.example:8000/"],
-        ["Origin: http://evil.example:8000"],
-        ["Sec-Fetch-Site: same-origin", "Sec-Fetch-Mode: cors"],
-    ],
-)
+@pytest.mark.parametrize("marks", [
+    ["Accept-Language: en-US,en;q=0.9"], ["Accept-Language: *"], ["Accept-Language:"],
+    ["Referer: http://evil.example:8000/"], ["Origin: http://evil.example:8000"],
+    ["Sec-Fetch-Site: same-origin", "Sec-Fetch-Mode: cors"],
+])  # fmt: skip
 def test_dns_rebinding_is_refused(marks: list[str]) -> None:
     """To the browser, the server is the page's own origin: only the name in Host differs."""
     for method, path, action in endpoints():
@@ -72,82 +66,44 @@ def test_any_host_name_is_allowed_for_programs_but_not_for_the_page() -> None:
             assert bool(refusal(RULES, method, path, "gpu-7.internal:8000", *marks)) == (action in PAGE), action
 
 
-@pytest.mark.parametrize(
-    ("host", "allowed"),
-    [
-        ("localhost", True),
-        ("LocalHost:8000", True),
-        ("localhost.:8000", True),
-        ("page.localhost", True),
-        ("127.0.0.1:8000", True),
-        ("[::1]:8000", True),
-        ("[fe80::1]", True),
-        ("192.0.2.7", True),
-        ("gpu.example:8000", True),
-        ("GPU.example.", True),
-        ("localhost.evil.example", False),
-        ("127.0.0.1.evil.example", False),
-        ("evillocalhost", False),
-        ("sub.gpu.example", False),
-        ("gpu.example.evil", False),
-        ("0x7f.1", False),
-        ("2130706433", False),
-        ("[::1", False),
-        ("[::1].evil.example", False),
-        ("[::1]evil.example:8000", False),
-        ("[::1]:evil.example", False),
-        ("[::1%25evil.example]", False),
-        ("127.0.0.1:8000.evil.example", False),
-        ("[evil.example]", False),
-        ("localhost..", False),
-        ("page.localhost..:8000", False),
-        ("127.0.0.1.", True),
-        ("127.0.0.1..", False),
-        ("gpu.example..", False),
-        ("gpu.example:evil", False),
-        ("::1", False),
-        ("", False),
-        (":8000", False),
-    ],
-)
-def test_host_names_of_the_page(host: str, allowed: bool) -> None:
+@pytest.mark.parametrize(("allowed", "hosts"), [
+    (True, "localhost LocalHost:8000 localhost.:8000 page.localhost 127.0.0.1:8000 127.0.0.1. [::1]:8000 [fe80::1] "
+           "192.0.2.7 gpu.example:8000 GPU.example."),
+    (False, "localhost.evil.example 127.0.0.1.evil.example evillocalhost sub.gpu.example gpu.example.evil 0x7f.1 "
+            "2130706433 [::1 [::1].evil.example [::1]evil.example:8000 [::1]:evil.example [::1%25evil.example] "
+            "127.0.0.1:8000.evil.example [evil.example] localhost.. page.localhost..:8000 127.0.0.1.. gpu.example.. "
+            "gpu.example:evil ::1 :8000"),
+])  # fmt: skip
+def test_host_names_of_the_page(allowed: bool, hosts: str) -> None:
     rules = BrowserRules(["other.example", " gpu.example ", ""])
-    assert bool(refusal(rules, "GET", "/", host)) != allowed
-    assert refusal(BrowserRules(["*"]), "GET", "/", host) == ""
+    for host in hosts.split() if allowed else ["", *hosts.split()]:
+        assert bool(refusal(rules, "GET", "/", host)) != allowed, host
+        assert refusal(BrowserRules(["*"]), "GET", "/", host) == ""
 
 
-@pytest.mark.parametrize(
-    ("headers", "foreign"),
-    [
-        (["Origin: http://localhost:8000"], False),
-        (["Origin: http://LOCALHOST:8000"], False),
-        (["Origin: https://localhost:8000"], False),
-        (["Sec-Fetch-Site: same-origin"], False),
-        (["Sec-Fetch-Site: none"], False),
-        (["Origin: http://localhost:3000"], True),
-        (["Origin: http://localhost:80000"], True),
-        (["Origin: http://127.0.0.1:8000"], True),
-        (["Origin: http://evil.example"], True),
-        (["Origin: http://localhost:8000.evil.example"], True),
-        (["Origin: null"], True),
-        (["Origin: "], True),
-        (["Origin: http://[::1"], True),
-        (["Origin: http://localhost:8000", "Origin: http://evil.example"], True),
-        (["Sec-Fetch-Site: cross-site"], True),
-        (["Sec-Fetch-Site: same-site"], True),
-        (["Sec-Fetch-Site: something-new"], True),
-    ],
-)
+OWN_ORIGINS = [
+    "Origin: http://localhost:8000", "Origin: http://LOCALHOST:8000", "Origin: https://localhost:8000",
+    "Sec-Fetch-Site: same-origin", "Sec-Fetch-Site: none",
+]  # fmt: skip
+FOREIGN_ORIGINS = [
+    "Origin: http://localhost:3000", "Origin: http://localhost:80000", "Origin: http://127.0.0.1:8000",
+    "Origin: http://evil.example", "Origin: http://localhost:8000.evil.example", "Origin: null", "Origin: ",
+    "Origin: http://[::1", "Origin: http://localhost:8000\r\nOrigin: http://evil.example",
+    "Sec-Fetch-Site: cross-site", "Sec-Fetch-Site: same-site", "Sec-Fetch-Site: something-new",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("origin", [*OWN_ORIGINS, *FOREIGN_ORIGINS])
 @pytest.mark.parametrize("kind", ["", "application/json", "text/plain", "multipart/form-data; boundary=x"])
-def test_changes_come_from_the_same_origin(headers: list[str], foreign: bool, kind: str) -> None:
+def test_changes_come_from_the_same_origin(origin: str, kind: str) -> None:
     more = [f"Content-Type: {kind}"] if kind else []
     for method, path, action in endpoints():
-        found = refusal(RULES, method, path, OWN, *headers, *more)
-        if foreign and (action in CHANGES or action in PAGE):
+        found = refusal(RULES, method, path, OWN, origin, *more)
+        if origin in FOREIGN_ORIGINS and (action in CHANGES or action in PAGE):
             assert FOREIGN in found, action
         elif action.value in TOKENLESS or action.value.startswith("memory"):
             assert FOREIGN not in found, action
-            assert ("without a token" in found) == any(header.startswith("Origin") for header in headers), action
+            assert ("without a token" in found) == origin.startswith("Origin"), action
         else:
             assert found == "", action
 

@@ -92,102 +92,93 @@ class Endpoint:
             caller.close()
 
 
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
+Scenario = Callable[[Endpoint], Coroutine[Any, Any, None]]
 
 
-def run(test: Callable[[Endpoint], Coroutine[Any, Any, None]], authority: trustme.CA, **options: Any) -> None:
-    async def main() -> None:
-        endpoint = Endpoint(authority, **options)
-        try:
-            await test(endpoint)
-        finally:
-            endpoint.close()
+def on_endpoint(**options: Any) -> Callable[[Scenario], Callable[[trustme.CA], None]]:
+    """Runs a scenario on an endpoint with these options."""
 
-    uvloop.run(main())
+    def test_of(scenario: Scenario) -> Callable[[trustme.CA], None]:
+        async def main(authority: trustme.CA) -> None:
+            endpoint = Endpoint(authority, **options)
+            try:
+                await scenario(endpoint)
+            finally:
+                endpoint.close()
 
+        return lambda authority: uvloop.run(main(authority))
 
-def test_a_flood_of_handshakes_is_bounded_and_other_addresses_get_in(authority: trustme.CA) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        flood = [await endpoint.connect("127.0.0.2", False) for _ in range(200)]
-        await endpoint.until(lambda: endpoint.handshakes.count == 200)
-        assert endpoint.under_way == [], "clients that have sent nothing have no handshake under way"
-        hello = endpoint.hello()
-        for caller in flood:
-            assert caller.send(hello) == len(hello)
-        await endpoint.until(lambda: endpoint.handshakes.under_way == MOST)
-        assert await endpoint.honest() == b"welcome\n"
-        for _ in range(400):
-            await asyncio.sleep(0)  # an iteration of the loop, enough to start all of them
-        assert max(endpoint.under_way) <= MOST + 1
-        # A start can be counted in the iteration before or after its own.
-        assert max(endpoint.iterations.values()) <= 2
-
-    run(test, authority)
+    return test_of
 
 
-def test_many_addresses_share_the_handshakes(authority: trustme.CA) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        for number in range(240):
-            await endpoint.connect(f"127.0.1.{number % 8 + 1}", True)
-        await endpoint.until(lambda: endpoint.handshakes.under_way > MOST)
-        assert await endpoint.honest() == b"welcome\n"
-        for _ in range(400):
-            await asyncio.sleep(0)
-        assert max(endpoint.under_way) <= UNDER_WAY
-
-    run(test, authority)
-
-
-def test_unfinished_handshakes_do_not_lock_out_their_own_address(authority: trustme.CA) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        for _ in range(MOST + 8):
-            await endpoint.connect("127.0.0.1", True)
-        assert await endpoint.honest() == b"welcome\n"
-        assert max(endpoint.under_way) == MOST
-
-    run(test, authority)
+@on_endpoint()
+async def test_a_flood_of_handshakes_is_bounded_and_other_addresses_get_in(endpoint: Endpoint) -> None:
+    flood = [await endpoint.connect("127.0.0.2", False) for _ in range(200)]
+    await endpoint.until(lambda: endpoint.handshakes.count == 200)
+    assert endpoint.under_way == [], "clients that have sent nothing have no handshake under way"
+    hello = endpoint.hello()
+    for caller in flood:
+        assert caller.send(hello) == len(hello)
+    await endpoint.until(lambda: endpoint.handshakes.under_way == MOST)
+    assert await endpoint.honest() == b"welcome\n"
+    for _ in range(400):
+        await asyncio.sleep(0)  # an iteration of the loop, enough to start all of them
+    assert max(endpoint.under_way) <= MOST + 1
+    # A start can be counted in the iteration before or after its own.
+    assert max(endpoint.iterations.values()) <= 2
 
 
-def test_connections_in_the_handshake_are_limited(authority: trustme.CA) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        other = await endpoint.connect("127.0.0.1", False)
-        await endpoint.until(lambda: endpoint.handshakes.count == 1)
-        silent = [await endpoint.connect("127.0.0.2", False) for _ in range(MIN_ROOM + 7)]
-        for caller in silent[:8]:
-            assert await endpoint.loop.sock_recv(caller, 1) == b"", "the oldest of the address with most are closed"
-        assert await endpoint.honest() == b"welcome\n"
-        await endpoint.until(lambda: endpoint.handshakes.under_way == 0)
-        assert endpoint.handshakes.count == MIN_ROOM - 1
-        await endpoint.loop.sock_sendall(other, endpoint.hello())
-        assert await endpoint.loop.sock_recv(other, 1) == b"\x16", "it is still open and gets the server's hello"
-        endpoint.close()
-        assert (endpoint.handshakes.count, endpoint.handshakes.under_way) == (1, 1)
-
-    run(test, authority, room=0)
+@on_endpoint()
+async def test_many_addresses_share_the_handshakes(endpoint: Endpoint) -> None:
+    for number in range(240):
+        await endpoint.connect(f"127.0.1.{number % 8 + 1}", True)
+    await endpoint.until(lambda: endpoint.handshakes.under_way > MOST)
+    assert await endpoint.honest() == b"welcome\n"
+    for _ in range(400):
+        await asyncio.sleep(0)
+    assert max(endpoint.under_way) <= UNDER_WAY
 
 
-@pytest.mark.parametrize("hello", [False, True])
-def test_a_client_that_does_not_finish_its_handshake_is_disconnected(authority: trustme.CA, hello: bool) -> None:
-    async def test(endpoint: Endpoint) -> None:
+@on_endpoint()
+async def test_unfinished_handshakes_do_not_lock_out_their_own_address(endpoint: Endpoint) -> None:
+    for _ in range(MOST + 8):
+        await endpoint.connect("127.0.0.1", True)
+    assert await endpoint.honest() == b"welcome\n"
+    assert max(endpoint.under_way) == MOST
+
+
+@on_endpoint(room=0)
+async def test_connections_in_the_handshake_are_limited(endpoint: Endpoint) -> None:
+    other = await endpoint.connect("127.0.0.1", False)
+    await endpoint.until(lambda: endpoint.handshakes.count == 1)
+    silent = [await endpoint.connect("127.0.0.2", False) for _ in range(MIN_ROOM + 7)]
+    for caller in silent[:8]:
+        assert await endpoint.loop.sock_recv(caller, 1) == b"", "the oldest of the address with most are closed"
+    assert await endpoint.honest() == b"welcome\n"
+    await endpoint.until(lambda: endpoint.handshakes.under_way == 0)
+    assert endpoint.handshakes.count == MIN_ROOM - 1
+    await endpoint.loop.sock_sendall(other, endpoint.hello())
+    assert await endpoint.loop.sock_recv(other, 1) == b"\x16", "it is still open and gets the server's hello"
+    endpoint.close()
+    assert (endpoint.handshakes.count, endpoint.handshakes.under_way) == (1, 1)
+
+
+@on_endpoint(patience_s=0.05)
+async def test_a_client_that_does_not_finish_its_handshake_is_disconnected(endpoint: Endpoint) -> None:
+    for hello in (False, True):
         caller = await endpoint.connect("127.0.0.1", hello)
         while await endpoint.loop.sock_recv(caller, 65536):
             pass
-        await endpoint.until(lambda: endpoint.handshakes.count == 0)
-
-    run(test, authority, patience_s=0.05)
+    await endpoint.until(lambda: endpoint.handshakes.count == 0)
 
 
-def test_a_client_without_tls_is_disconnected(authority: trustme.CA) -> None:
-    async def test(endpoint: Endpoint) -> None:
-        caller = await endpoint.connect("127.0.0.1", False)
-        await endpoint.loop.sock_sendall(caller, b"GET / HTTP/1.1\r\n\r\n")
-        while await endpoint.loop.sock_recv(caller, 65536):
-            pass
-        gone = await endpoint.connect("127.0.0.1", False)
-        gone.close()
-        assert await endpoint.honest() == b"welcome\n"
-        await endpoint.until(lambda: endpoint.handshakes.count == 0)
-
-    run(test, authority)
+@on_endpoint()
+async def test_a_client_without_tls_is_disconnected(endpoint: Endpoint) -> None:
+    caller = await endpoint.connect("127.0.0.1", False)
+    await endpoint.loop.sock_sendall(caller, b"GET / HTTP/1.1\r\n\r\n")
+    while await endpoint.loop.sock_recv(caller, 65536):
+        pass
+    gone = await endpoint.connect("127.0.0.1", False)
+    gone.close()
+    assert await endpoint.honest() == b"welcome\n"
+    await endpoint.until(lambda: endpoint.handshakes.count == 0)

@@ -19,11 +19,21 @@ from shmserve.gateway.http.limits import AHEAD_BYTES, HttpLimits
 from shmserve.gateway.http.requests import SCRAPES, Requests
 from shmserve.gateway.http.routes import METRICS_ROUTES
 from shmserve.gateway.limits.backlog import CONNECTION_WORK, TURN_WORK
+from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.turns import MIN_BYTES, READ_BYTES, SLICE_BYTES
 from shmserve.gateway.upstream.receive import ReceiveBuffer, Room
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.roles import ROLES
-from tests.support.gateway.http_connection import Transport, answered, chunked, connected, lines, post, receive
+from tests.support.gateway.http_connection import (
+    Transport,
+    answered,
+    chunked,
+    connected,
+    http_listener,
+    lines,
+    post,
+    receive,
+)
 from tests.support.hypothesis_profiles import examples
 
 BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=5)
@@ -77,10 +87,11 @@ def test_a_body_that_is_too_large_gets_an_error_in_the_form_of_its_endpoint(path
 
 @pytest.mark.parametrize(("path", "kind"), [("/v1/completions", dict), ("/v2/models/m/generate", str)])
 def test_a_body_that_is_too_slow_gets_an_error_in_the_form_of_its_endpoint(path: str, kind: type) -> None:
-    connection, transport, _, _ = connected()
+    listener = http_listener()
+    connection, transport, _, _ = connected(listener=listener)
     receive(connection, lines("Content-Length: 11", first=f"POST {path} HTTP/1.1"))
     for _ in range(2):
-        connection._listener.turn += 5
+        listener.turn += 5
         connection.check_timeouts(3)
     ((status, body),) = answered(transport.sent)
     assert (status, type(json.loads(body)["error"])) == (408, kind)
@@ -160,10 +171,11 @@ def test_expect_100_continue() -> None:
     [(b"POST", b"x"), (lines("Content-Length: 50"), b"x"), (lines("Transfer-Encoding: chunked"), b"")],
 )
 def test_a_request_that_arrives_too_slowly_times_out(begin: bytes, drip: bytes) -> None:
-    connection, transport, _, _ = connected()
+    listener = http_listener()
+    connection, transport, _, _ = connected(listener=listener)
     receive(connection, begin)
     for turn in range(1, 7):
-        connection._listener.turn = turn
+        listener.turn = turn
         connection.check_timeouts(4)
         if not transport.sent:
             receive(connection, drip)
@@ -171,44 +183,51 @@ def test_a_request_that_arrives_too_slowly_times_out(begin: bytes, drip: bytes) 
 
 
 def test_an_idle_connection_is_closed_but_not_while_its_response_is_due() -> None:
-    connection, transport, echo, _ = connected(False)
+    listener = http_listener()
+    connection, transport, echo, _ = connected(False, listener=listener)
     receive(connection, post(b"x"))
-    connection._listener.turn = 1000
+    listener.turn = 1000
     connection.check_timeouts(4)
     assert not transport.closed
     echo.answers.pop()()
-    connection._listener.turn += 101
+    listener.turn += 101
     connection.check_timeouts(4)
     assert transport.closed
 
 
 def test_a_client_that_does_not_read_is_disconnected() -> None:
-    connection, transport, _, _ = connected()
+    listener = http_listener()
+    connection, transport, _, _ = connected(listener=listener)
     receive(connection, post(b"x"))
     for turn in range(1, 7):
-        connection._listener.turn = turn
+        listener.turn = turn
         transport.unsent = 1000 - turn
         connection.check_timeouts(4)
     assert transport.closed
-
-
-@settings(max_examples=examples(60))
-@given(st.lists(st.binary(max_size=50) | st.sampled_from([b"\r\n", b"\r\n\r\n", lines(), post(b"x")]), max_size=8))
-def test_any_bytes_are_answered_or_ignored(pieces: list[bytes]) -> None:
-    connection, transport, _, loop = connected()
-    for piece in pieces:
-        receive(connection, piece)
-        loop.run()
-    connection.eof_received()
-    connection.connection_lost(None)
-    for status, _ in answered(transport.sent):
-        assert status in (200, 400, 404, 405, 431, 501, 505)
 
 
 # ---------------------------------------------------------------------------------------- request smuggling
 
 _CHUNKED = lines("Transfer-Encoding: chunked")
 _HIDDEN = lines("Content-Length: 0", first="GET /v2/health/live HTTP/1.1")
+SIZES = b"1;a\nb|1;a\rb|1;a=\0|1;a=\xff|1 | 1|+1|-1|0x1|1_0|10000000000000001|"
+"""Before a chunk of one byte."""
+CHUNKS = b"1\nx\r\n0\r\n\r\n|1;\n|1\n|1\r\nx\n0\r\n\r\n|1\r\nxy\r\n0\r\n\r\n|0\r\na: b\n\r\n|0\r\n\n"
+TRAILERS = b"a: b\rc|a: \0|a: \xff|a : b|a: b\r\n c|no colon|: b"
+HOSTS = b"|Host: a\r\nHost: b\r\n|Host: a\r\nhost: a\r\n|Host: a b\r\n|Host: a/b\r\n"
+LENGTHS = (
+    "Content-Length: 4\r\nTransfer-Encoding: chunked|Transfer-Encoding: chunked\r\nContent-Length: 4|"
+    "Content-Length: 4\r\nContent-Length: 5|Content-Length: 4\r\nContent-Length: 4|Content-Length: 4, 4|"
+    "Content-Length: +4|Content-Length: -4|Content-Length: 0x4|Content-Length: 4 4|Content-Length:|Content-Length : 4|"
+    "Content_Length: 4|Content-Length: 99999999999999999999|Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked|"
+    "Transfer-Encoding: chunked, chunked|Transfer-Encoding: chunked, identity|Transfer-Encoding: identity, chunked|"
+    "Transfer-Encoding: xchunked|Transfer-Encoding: \x0bchunked|Transfer-Encoding : chunked|Transfer_Encoding: chunked"
+)
+HEADERS = "a: b\r\n c|a: b\nContent-Length: 4|a: b\rContent-Length: 4|a: \0|a\0: b|: b|no colon"
+FIRST_LINES = (
+    "POST  /v2 HTTP/1.1|POST /v2  HTTP/1.1|POST\t/v2 HTTP/1.1|POST /v2 HTTP/1.1 |POST /v2\0 HTTP/1.1|"
+    "POST /v2 HTTP/1.1\r\n Host: a"
+)
 
 
 def _first(text: bytes) -> bytes:
@@ -218,78 +237,15 @@ def _first(text: bytes) -> bytes:
 @pytest.mark.parametrize(
     "sent",
     [
-        # lines of chunks
-        _CHUNKED + b"1\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"1;a\nb\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"1;a\rb\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"1;a=\0\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"1;a=\xff\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"1;\n",
-        _CHUNKED + b"1\n",
-        _CHUNKED + b"1 \r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b" 1\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"+1\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"-1\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"0x1\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"1_0\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"10000000000000001\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b"1\r\nx\n0\r\n\r\n",
-        _CHUNKED + b"1\r\nxy\r\n0\r\n\r\n",
-        # trailers
-        _CHUNKED + b"0\r\na: b\n\r\n",
-        _CHUNKED + b"0\r\n\n",
-        _CHUNKED + b"0\r\na: b\rc\r\n\r\n",
-        _CHUNKED + b"0\r\na: \0\r\n\r\n",
-        _CHUNKED + b"0\r\na: \xff\r\n\r\n",
-        _CHUNKED + b"0\r\na : b\r\n\r\n",
-        _CHUNKED + b"0\r\na: b\r\n c\r\n\r\n",
-        _CHUNKED + b"0\r\nno colon\r\n\r\n",
-        _CHUNKED + b"0\r\n: b\r\n\r\n",
-        # the host
-        _first(b""),
-        _first(b"Host: a\r\nHost: b\r\n"),
-        _first(b"Host: a\r\nhost: a\r\n"),
-        _first(b"Host: a b\r\n"),
-        _first(b"Host: a/b\r\n"),
+        *(_CHUNKED + size + b"\r\nx\r\n0\r\n\r\n" for size in SIZES.split(b"|")),
+        *(_CHUNKED + chunks for chunks in CHUNKS.split(b"|")),
+        *(_CHUNKED + b"0\r\n" + trailer + b"\r\n\r\n" for trailer in TRAILERS.split(b"|")),
+        *(_first(host) for host in HOSTS.split(b"|")),
         b"POST /v2 HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n",
-        # how long the body is
-        lines("Content-Length: 4", "Transfer-Encoding: chunked") + b"0\r\n\r\n",
-        lines("Transfer-Encoding: chunked", "Content-Length: 4") + b"0\r\n\r\n",
-        lines("Content-Length: 4", "Content-Length: 5"),
-        lines("Content-Length: 4", "Content-Length: 4"),
-        lines("Content-Length: 4, 4"),
-        lines("Content-Length: +4"),
-        lines("Content-Length: -4"),
-        lines("Content-Length: 0x4"),
-        lines("Content-Length: 4 4"),
-        lines("Content-Length:"),
-        lines("Content-Length : 4"),
-        lines("Content_Length: 4"),
-        lines("Content-Length: 99999999999999999999"),
-        lines("Transfer-Encoding: chunked", "Transfer-Encoding: chunked") + b"0\r\n\r\n",
-        lines("Transfer-Encoding: chunked, chunked") + b"0\r\n\r\n",
-        lines("Transfer-Encoding: chunked, identity") + b"0\r\n\r\n",
-        lines("Transfer-Encoding: identity, chunked") + b"0\r\n\r\n",
-        lines("Transfer-Encoding: xchunked") + b"0\r\n\r\n",
-        lines("Transfer-Encoding: \x0bchunked") + b"0\r\n\r\n",
-        lines("Transfer-Encoding : chunked") + b"0\r\n\r\n",
-        lines("Transfer_Encoding: chunked") + b"0\r\n\r\n",
+        *(lines(length) + b"0\r\n\r\n" * ("chunked" in length) for length in LENGTHS.split("|")),
         lines("Transfer-Encoding: chunked", first="POST /v2 HTTP/1.0") + b"0\r\n\r\n",
-        # lines of the head
-        lines("a: b\r\n c"),
-        lines("a: b\nContent-Length: 4"),
-        lines("a: b\rContent-Length: 4"),
-        lines("a: \0"),
-        lines("a\0: b"),
-        lines(": b"),
-        lines("no colon"),
-        b"POST /v2 HTTP/1.1\r\n Host: a\r\n\r\n",
-        lines(first="POST  /v2 HTTP/1.1"),
-        lines(first="POST /v2  HTTP/1.1"),
-        lines(first="POST\t/v2 HTTP/1.1"),
-        lines(first="POST /v2 HTTP/1.1 "),
-        lines(first="POST /v2\0 HTTP/1.1"),
+        *(lines(header) for header in HEADERS.split("|")),
+        *(lines(first=line) for line in FIRST_LINES.split("|")),
     ],
 )
 def test_requests_that_a_proxy_could_read_differently_are_refused(sent: bytes) -> None:
@@ -300,24 +256,16 @@ def test_requests_that_a_proxy_could_read_differently_are_refused(sent: bytes) -
         for begin in range(0, len(data), cut):
             receive(connection, data[begin : begin + cut])
         statuses = [status for status, _ in answered(transport.sent)]
-        assert statuses in ([400], [501]), sent
-        assert statuses == [400] or b"Transfer-Encoding" in sent
+        assert statuses == [400] or (statuses == [501] and b"Transfer-Encoding" in sent)
         assert b"Connection: close" in transport.sent
         assert not echo.answers
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        _CHUNKED + b"1;a=b\r\nx\r\n0\r\n\r\n",
-        _CHUNKED + b'1 ; a="b; c"\r\nx\r\n0;last\r\n\r\n',
-        _CHUNKED + b"01\r\nx\r\n00\r\nDigest: abc\r\nempty:\r\n\r\n",
-        b"\r\n" + post(b"x"),
-        post(b"x", "a: \xff"),
-        _first(b"Host:\r\nContent-Length: 1\r\n") + b"x",
-        _first(b"Host: [::1]:8000\r\nContent-Length: 1\r\n") + b"x",
-    ],
-)
+@pytest.mark.parametrize("sent", [
+    _CHUNKED + b"1;a=b\r\nx\r\n0\r\n\r\n", _CHUNKED + b'1 ; a="b; c"\r\nx\r\n0;last\r\n\r\n',
+    _CHUNKED + b"01\r\nx\r\n00\r\nDigest: abc\r\nempty:\r\n\r\n", b"\r\n" + post(b"x"), post(b"x", "a: \xff"),
+    _first(b"Host:\r\nContent-Length: 1\r\n") + b"x", _first(b"Host: [::1]:8000\r\nContent-Length: 1\r\n") + b"x",
+])  # fmt: skip
 def test_the_request_behind_a_valid_one_is_answered(sent: bytes) -> None:
     for cut in (1, 1 << 20):
         connection, transport, _, loop = connected()
@@ -325,8 +273,7 @@ def test_the_request_behind_a_valid_one_is_answered(sent: bytes) -> None:
         for begin in range(0, len(data), cut):
             receive(connection, data[begin : begin + cut])
             loop.run()
-        assert answered(transport.sent)[-1] == (200, b"next")
-        assert len(answered(transport.sent)) == 2
+        assert [answer for _, answer in answered(transport.sent)] == [b"x", b"next"]
 
 
 # ---------------------------------------------------------------------------------------- metrics
@@ -340,10 +287,10 @@ def test_frequent_scrapes_share_a_page_of_metrics() -> None:
     )  # fmt: skip
     requests = Requests(link, HttpLimits(), lambda: "extra\n", Regions(False), None, openai=False)
 
+    listener = http_listener(heads=HttpHeads(EndpointAccess(ROLES), METRICS_ROUTES))
+
     def scrape() -> tuple[HttpConnection, Transport]:
-        connection, transport, _, _ = connected()
-        connection._handler = requests
-        connection._listener.heads = HttpHeads(EndpointAccess(ROLES), METRICS_ROUTES)
+        connection, transport, _, _ = connected(listener=listener, handler=requests)
         receive(connection, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         return connection, transport
 
@@ -387,12 +334,8 @@ def fill(connection: HttpConnection, transport: Transport) -> int:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_are_read_in_turns(uploads: int, chunked: bool) -> None:
     """All connections together read about READ_BYTES in a turn, in equal parts."""
-    one, _, _, loop = connected()
-    many = [(one, one._transport)]
-    for _ in range(uploads - 1):
-        transport = Transport()
-        many.append((HttpConnection(one._listener, one._handler), transport))
-        many[-1][0].connection_made(transport)
+    listener = http_listener()
+    loop, many = listener.loop, [connected(listener=listener)[:2] for _ in range(uploads)]
     size = 60 << 20
     head = lines("Transfer-Encoding: chunked") + b"%x\r\n" % size if chunked else lines(f"Content-Length: {size}")
     for connection, _ in many:
@@ -420,13 +363,9 @@ ALONE = lines(first="GET /nothing HTTP/1.1")
 ], ids=["without a route", "many headers", "many chunks", "large JSON", "a wrong size of the JSON"])  # fmt: skip
 def test_requests_that_the_gateway_answers_alone_take_turns(flood: bytes) -> None:
     """Eight connections delay another by one turn, and are all answered in the end."""
-    one, transport, echo, loop = connected()
-    floods, backlog = [(one, transport)], one._listener.backlog
-    for _ in range(8):
-        transport = Transport()
-        floods.append((HttpConnection(one._listener, echo), transport))
-        floods[-1][0].connection_made(transport)
-    honest, heard = floods.pop()
+    listener = http_listener()
+    loop, backlog = listener.loop, listener.backlog
+    *floods, (honest, heard) = [connected(listener=listener)[:2] for _ in range(9)]
     for connection, _ in floods:
         receive(connection, flood)
         assert backlog.left > -2 * CONNECTION_WORK, "of all connections together"
@@ -449,12 +388,14 @@ def test_requests_that_the_gateway_answers_alone_take_turns(flood: bytes) -> Non
 
 
 def test_what_waits_for_a_turn_is_bounded_and_answered_at_a_stop() -> None:
-    connection, transport, _, loop = connected()
+    listener, received = http_listener(), 0
+    connection, transport, _, loop = connected(listener=listener)
     while transport.reads:
         receive(connection, ALONE * 100)
-    assert len(connection._rest) <= AHEAD_BYTES + 100 * len(ALONE)
+        received += 100
     before = len(answered(transport.sent))
-    connection._listener.stopping = True
+    assert (received - before) * len(ALONE) <= AHEAD_BYTES + 100 * len(ALONE)
+    listener.stopping = True
     connection.stop()
     assert not transport.closed
     loop.run()
@@ -463,12 +404,12 @@ def test_what_waits_for_a_turn_is_bounded_and_answered_at_a_stop() -> None:
 
 
 def test_an_internal_error_in_one_turn_does_not_affect_other_connections() -> None:
-    one, transport, echo, loop = connected()
-    other, heard = HttpConnection(one._listener, echo), Transport()
-    other.connection_made(heard)
+    listener = http_listener()
+    one, transport, echo, loop = connected(listener=listener)
+    other, heard, _, _ = connected(listener=listener)
     for connection in (one, other):
         receive(connection, ALONE * 100)
-    one._handler = SimpleNamespace()
+    echo.begin = lambda *_: 1 / 0  # type: ignore[assignment, method-assign, return-value]
     loop.run()
     assert transport.closed
     assert len(answered(heard.sent)) == 100
@@ -479,9 +420,9 @@ def test_an_invalid_body_is_refused_if_the_server_cannot_be_asked_for_the_model(
     def ask(*question: Any) -> None:
         raise Unavailable("the server is away")
 
-    connection, transport, _, loop = connected()
     link: Any = SimpleNamespace(bind=lambda: SimpleNamespace(time=lambda: 0.0), session=SimpleNamespace(ask=ask))
-    connection._handler = Requests(link, HttpLimits(), lambda: "", Regions(False), None, openai=False)
+    requests = Requests(link, HttpLimits(), lambda: "", Regions(False), None, openai=False)
+    connection, transport, _, loop = connected(handler=requests)
     receive(connection, post(b"?" * size))
     loop.run()
     ((status, text),) = answered(transport.sent)
@@ -490,7 +431,8 @@ def test_an_invalid_body_is_refused_if_the_server_cannot_be_asked_for_the_model(
 
 
 def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:
-    connection, transport, echo, _ = connected()
+    budget = Budget(8 << 20)
+    connection, transport, echo, _ = connected(budget=budget)
 
     def prepare(connection: HttpConnection, head: Any, first: Any) -> None:
         memory = memoryview(bytearray(head.length))
@@ -504,4 +446,4 @@ def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:
     echo.prepare = prepare  # type: ignore[method-assign]
     receive(connection, lines(f"Content-Length: {2 << 20}") + bytes(1 << 20))
     assert b" 503 " in transport.sent.partition(b"\r\n")[0]
-    assert not connection._account.held
+    assert budget.held == 0

@@ -5,7 +5,6 @@ Request smuggling is in test_connection.py.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import itertools
 import json
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
-from shmserve.gateway.auth.access import NEEDS, OPERATE, EndpointAccess
+from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import BadHead, HttpHeads, parse
@@ -41,82 +40,60 @@ def test_all_fields_of_a_head() -> None:
     assert not head.chunked
 
 
-@pytest.mark.parametrize(
-    ("block", "keep_alive"),
-    [
-        (lines(), True),
-        (lines("Connection: close"), False),
-        (lines(first="GET /v2 HTTP/1.0"), False),
-        (lines("Connection: Upgrade", "Upgrade: h2c"), True),
-    ],
-)
-def test_keep_alive(block: bytes, keep_alive: bool) -> None:
-    assert parse(block).keep_alive is keep_alive
+def test_keep_alive() -> None:
+    assert parse(lines()).keep_alive
+    assert parse(lines("Connection: Upgrade", "Upgrade: h2c")).keep_alive
+    assert not parse(lines("Connection: close")).keep_alive
+    assert not parse(lines(first="GET /v2 HTTP/1.0")).keep_alive
 
 
-@pytest.mark.parametrize(
-    ("block", "status"),
-    [
-        (lines("Transfer-Encoding: gzip, chunked"), 501),
-        (lines("Inference-Header-Content-Length: -1"), 400),
-        (lines("Inference-Header-Content-Length: 1", "Inference-Header-Content-Length: 2"), 400),
-        (lines("Expect: tea"), 417),
-        (lines(*[f"a{number}: b" for number in range(130)]), 431),
-        (lines("a b: c"), 400),
-        (lines(first="GET /v2"), 505),
-        (lines(first="GET /v2 HTTP/2.0"), 505),
-        (lines(first="CONNECT x:1 HTTP/1.1"), 400),
-        (lines(first="GET /v2\xff HTTP/1.1"), 400),
-        (b"\x16\x03\x01\x02\0\x01\0\r\n\r\n", 400),
-    ],
-)
+@pytest.mark.parametrize(("block", "status"), [
+    (lines("Transfer-Encoding: gzip, chunked"), 501),
+    (lines("Inference-Header-Content-Length: -1"), 400),
+    (lines("Inference-Header-Content-Length: 1", "Inference-Header-Content-Length: 2"), 400),
+    (lines("Expect: tea"), 417),
+    (lines(*[f"a{number}: b" for number in range(130)]), 431),
+    (lines("a b: c"), 400),
+    (lines(first="GET /v2"), 505),
+    (lines(first="GET /v2 HTTP/2.0"), 505),
+    (lines(first="CONNECT x:1 HTTP/1.1"), 400),
+    (lines(first="GET /v2\xff HTTP/1.1"), 400),
+    (b"\x16\x03\x01\x02\0\x01\0\r\n\r\n", 400),
+])  # fmt: skip
 def test_heads_that_are_refused(block: bytes, status: int) -> None:
     with pytest.raises(BadHead) as caught:
         parse(block)
     assert caught.value.status == status
 
 
-@given(st.binary(max_size=60))
-def test_any_bytes_are_a_head_or_refused(noise: bytes) -> None:
-    for block in (b"%b", b"GET /v2 HTTP/1.1\r\n%b", b"GET /%b HTTP/1.1"):
-        with contextlib.suppress(BadHead):
-            assert parse(block % noise + b"\r\n\r\n").length >= 0
-
-
 def test_heads_are_cached() -> None:
     heads = HttpHeads(EndpointAccess(ROLES))
-    assert heads.head(lines()) is heads.head(bytes(bytearray(lines())))
+    found = heads.head(lines())
+    assert heads.head(bytes(bytearray(lines()))) is found
     for number in range(1100):
         heads.head(lines(f"a: {number}"))
-    assert len(heads._cache) <= 1024
+    assert heads.head(lines()) is not found, "the cache is bounded"
 
 
-@pytest.mark.parametrize(
-    ("value", "encoding"),
-    [("gzip", "gzip"), ("gzip;q=0, deflate", "deflate"), ("gzip; q=0.0", ""), ("identity, *", ""), ("br", ""),
-     ("deflate;q=1.0, gzip", "deflate")],
-)  # fmt: skip
-def test_accept_encoding(value: str, encoding: str) -> None:
-    assert parse(lines(f"Accept-Encoding: {value}")).accepts == encoding
+def test_accept_encoding() -> None:
+    for value, encoding in {
+        "gzip": "gzip", "gzip;q=0, deflate": "deflate", "gzip; q=0.0": "", "identity, *": "", "br": "",
+        "deflate;q=1.0, gzip": "deflate",
+    }.items():  # fmt: skip
+        assert parse(lines(f"Accept-Encoding: {value}")).accepts == encoding
 
 
 # ---------------------------------------------------------------------------------------- bodies
 
 
-def feed(chunks: bodies.Chunks, data: bytes, cuts: list[int]) -> bytes:
-    """Feeds pieces that end at `cuts`. Returns the unused rest."""
-    places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
-    left = b""
-    for begin, end in itertools.pairwise(places):
-        left = chunks.feed(left + data[begin:end], len(data))
-    return left
-
-
 @given(st.lists(st.binary(max_size=20), max_size=6), st.lists(st.integers(0, 200), max_size=8),
        st.sampled_from([b"0\r\n\r\n", b"0;a=b\r\nx: y\r\n\r\n"]))  # fmt: skip
 def test_chunks_do_not_depend_on_the_borders_of_pieces(pieces: list[bytes], cuts: list[int], end: bytes) -> None:
-    chunks = bodies.Chunks(1000)
-    assert feed(chunks, chunked(pieces, end) + b"GET", cuts) == b"GET"
+    chunks, data, left = bodies.Chunks(1000), chunked(pieces, end) + b"GET", b""
+    places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
+    for begin, stop in itertools.pairwise(places):
+        left = chunks.feed(left + data[begin:stop], len(data))
+    assert left == b"GET"
     assert chunks.done
     assert bytes(chunks.body) == b"".join(pieces)
 
@@ -186,82 +163,41 @@ def test_invalid_compression_is_refused(encoding: str, body: bytes, kind: type[S
 # ---------------------------------------------------------------------------------------- paths
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "route"),
-    [
-        ("GET", "/v2", Route(Action.METADATA)),
+def test_routes() -> None:
+    """test_openapi.py resolves every path of the API."""
+    for method, path, route in (
         ("GET", "/v2/", Route(Action.METADATA)),
-        ("GET", "/v2/health/live", Route(Action.LIVE)),
         ("GET", "/v2/health/ready?x=y", Route(Action.READY)),
         ("GET", "/v2/models/stats", Route(Action.STATISTICS)),
         ("GET", "/v2/models/m%2Fn", Route(Action.MODEL_METADATA, "m/n")),
-        ("GET", "/v2/models/m/versions/3", Route(Action.MODEL_METADATA, "m", "3")),
-        ("GET", "/v2/models/m/ready", Route(Action.MODEL_READY, "m")),
         ("GET", "/v2/models/m/versions/3/config", Route(Action.CONFIG, "m", "3")),
         ("GET", "/v2/models/stats/stats", Route(Action.STATISTICS, "stats")),
-        ("POST", "/v2/models/m/versions/2/infer", Route(Action.INFER, "m", "2")),
-        ("POST", "/v2/models/m/generate_stream", Route(Action.GENERATE_STREAM, "m")),
-        ("GET", "/v1/models", Route(Action.OPENAI_MODELS, kind="openai")),
         ("GET", "/v1/models/m@prod", Route(Action.OPENAI_MODEL, "m@prod", kind="openai")),
-        ("POST", "/v1/chat/completions", Route(Action.CHAT_COMPLETIONS, kind="openai")),
-        ("POST", "/v2/repository/index", Route(Action.INDEX)),
-        ("POST", "/v2/repository/models/m/load", Route(Action.LOAD, "m")),
-        ("POST", "/v2/repository/models/m/unload", Route(Action.UNLOAD, "m")),
         ("POST", "/v2/repository/r/models/m/load", Route(Action.NAMED_REPOSITORY)),
-        ("GET", "/v2/models/m/trace/setting", Route(Action.TRACE, "m")),
-        ("POST", "/v2/trace/setting", Route(Action.SET_TRACE)),
-        ("POST", "/v2/logging", Route(Action.SET_LOG)),
         ("GET", "/v2/systemsharedmemory/status", Route(Action.MEMORY_STATUS, kind="system")),
         ("GET", "/v2/cudasharedmemory/region/r/status", Route(Action.MEMORY_STATUS, "r", kind="cuda")),
-        ("POST", "/v2/systemsharedmemory/region/r/register", Route(Action.MEMORY_REGISTER, "r", kind="system")),
-        ("POST", "/v2/cudasharedmemory/unregister", Route(Action.MEMORY_UNREGISTER, kind="cuda")),
-    ],
-)
-def test_routes(method: str, path: str, route: Route) -> None:
-    assert resolve(method, path) == route
+    ):
+        assert resolve(method, path) == route
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("POST", "/v2", 405),
-        ("GET", "/v2/models/m/infer", 405),
-        ("HEAD", "/v2/health/live", 405),
-        ("DELETE", "/v2/repository/models/m/load", 405),
-        ("POST", "/", 405),
-        ("POST", "/page/model/m", 405),
-        ("GET", "/page/one/two/three", 404),
-        ("GET", "/v1", 404),
-        ("POST", "/v1/models", 405),
-        ("GET", "/v1/chat/completions", 405),
-        ("POST", "/v1/responses", 404),
-        ("GET", "/v2/models", 404),
-        ("GET", "/v2/models/m/n", 404),
-        ("GET", "/v2/models/m/versions", 404),
-        ("GET", "/metrics", 404),
-        ("POST", "/v2/systemsharedmemory/other", 404),
-        ("GET", "/v2/models//ready", 400),
-        ("GET", "/v2/models/m/versions/0", 400),
-        ("GET", "/v2/models/m/versions/x/ready", 400),
-        ("GET", "/v2/models/m/versions/99999999999999999999", 400),
-        ("GET", "/v2/models/%ff", 400),
-    ],
-)
-def test_unknown_paths_and_methods_are_refused(method: str, path: str, status: int) -> None:
-    refusal = resolve(method, path)
-    assert isinstance(refusal, NoRoute)
-    assert refusal.status == status
+@pytest.mark.parametrize(("status", "requests"), [
+    (405, "POST /v2,GET /v2/models/m/infer,HEAD /v2/health/live,DELETE /v2/repository/models/m/load,POST /,"
+          "POST /page/model/m,POST /v1/models,GET /v1/chat/completions"),
+    (404, "GET /page/one/two/three,GET /v1,POST /v1/responses,GET /v2/models,GET /v2/models/m/n,"
+          "GET /v2/models/m/versions,GET /metrics,POST /v2/systemsharedmemory/other"),
+    (400, "GET /v2/models//ready,GET /v2/models/m/versions/0,GET /v2/models/m/versions/x/ready,"
+          "GET /v2/models/m/versions/99999999999999999999,GET /v2/models/%ff"),
+])  # fmt: skip
+def test_unknown_paths_and_methods_are_refused(status: int, requests: str) -> None:
+    for request in requests.split(","):
+        refusal = resolve(*request.split())
+        assert isinstance(refusal, NoRoute), request
+        assert refusal.status == status, request
 
 
 def test_the_metrics_endpoint_has_one_path() -> None:
     assert resolve("GET", "/metrics", METRICS_ROUTES) == Route(Action.METRICS)
     assert resolve("GET", "/v2/health/live", METRICS_ROUTES) == NoRoute(404, "Not Found")
-
-
-def test_actions_that_only_operators_may_call() -> None:
-    """Without the role operate, a client changes neither models nor settings."""
-    changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
-    assert {action for action, needs in NEEDS.items() if needs == (OPERATE,)} == changing
 
 
 # ---------------------------------------------------------------------------------------- documents
@@ -331,7 +267,7 @@ def test_loads_and_unloads() -> None:
         ("load", b'{"parameters": {"config": "no JSON"}}', InvalidRequest),
         ("load", b"[" * 5000, InvalidRequest),
         ("unload", b'{"parameters": {"unload_dependents": "yes"}}', InvalidRequest),
-        ("index", b"{" + b" " * documents._MAX_QUERY_BYTES + b"}", InvalidRequest),
+        ("index", b"{" + b" " * (1 << 20) + b"}", InvalidRequest),
         ("index", b'{"other": ' + b"[" * 5000, InvalidRequest),
         ("memory_register", b'{"key": "/x", "byte_size": 1}', Unsupported),
         ("named_repository", b"", Unsupported),
