@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shmserve.errors import BY_CODE, InvalidRequest, NotFound, ServeError, Unsupported
-from shmserve.gateway.kserve.plans import InputPlan, RequestOptions
+from shmserve.gateway.kserve.plans import RequestOptions
 from shmserve.gateway.limits.caller_shares import ShareExceeded
 from shmserve.gateway.openai import bodies, errors, inputs, models
 from shmserve.gateway.openai.errors import BadParameter
-from tests.support.hypothesis_profiles import examples
 
 USER = [{"role": "user", "content": "a"}]
 
@@ -39,44 +37,36 @@ TALK = models.language_model(
 )
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "text"),
-    [
-        ({"model": 1}, "model", "Expected `str`, got `int`"),
-        ({"temperature": "hot"}, "temperature", "Expected `float | null`, got `str`"),
-        ({"temperature": 2.5}, "temperature", "<= 2.0"),
-        ({"n": 0}, "n", ">= 1"),
-        ({"n": 129}, "n", "<= 128"),
-        ({"n": True}, "n", "got `bool`"),
-        ({"max_tokens": 0}, "max_tokens", ">= 1"),
-        ({"logprobs": 21}, "logprobs", "<= 20"),
-        ({"seed": 2**63}, "seed", ""),
-        ({"stop": [1]}, "stop[0]", "Expected `str`"),
-        ({"stop": ""}, "stop", "contains an empty string"),
-        ({"stop": ["a", ""]}, "stop", "contains an empty string"),
-        ({"stop": ["a"] * 65}, "stop", "length <= 64"),
-        ({"stream_options": {}}, "stream_options", "needs 'stream'"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "must be token ids"),
-        ({"suffix": "b"}, "suffix", "not supported"),
-        ({"best_of": 2}, "best_of", "equal to 'n'"),
-        ({"echo": True, "logprobs": 1}, "echo", "not supported"),
-        ({"functions": []}, "functions", "Unrecognized request argument supplied: functions"),
-        ({"sampling_parameters": {"n": 2}}, "sampling_parameters", "'n' must be a field of the request itself"),
-        ({"sampling_parameters": {"logprobs": 2}}, "sampling_parameters", "'logprobs' must be a field"),
-        ({"priority": -1}, "priority", ">= 0"),
-        ({"prompt": []}, "prompt", "empty list"),
-        ({"prompt": ["a", 1]}, "prompt", "neither a string, a list of strings"),
-        ({"prompt": [[]]}, "prompt", "neither a string, a list of strings"),
-        ({"prompt": [-1]}, "prompt", "neither a string, a list of strings"),
-        ({"prompt": [2**31]}, "prompt", "neither a string, a list of strings"),
-        ({"prompt": ["a"] * 513}, "prompt", "has 513 elements; the limit is 512"),
-        ({"prompt": {}}, "prompt", "got `object`"),
-        ({"prompt": [1]}, "prompt", "model 'm' takes no token ids"),
-    ],
-)
-def test_invalid_completions(change: dict[str, Any], param: str, text: str) -> None:
+@pytest.mark.parametrize(("param", "value", "text"), [
+    ("model", 1, "Expected `str`, got `int`"),
+    ("temperature", "hot", "Expected `float | null`, got `str`"), ("temperature", 2.5, "<= 2.0"),
+    ("n", 0, ">= 1"), ("n", 129, "<= 128"), ("n", True, "got `bool`"),
+    ("max_tokens", 0, ">= 1"), ("logprobs", 21, "<= 20"), ("seed", 2**63, ""), ("priority", -1, ">= 0"),
+    ("stop", "", "contains an empty string"), ("stop", ["a", ""], "contains an empty string"),
+    ("stop", ["a"] * 65, "length <= 64"),
+    ("stream_options", {}, "needs 'stream'"), ("logit_bias", {"a": 1}, "must be token ids"),
+    ("suffix", "b", "not supported"), ("best_of", 2, "equal to 'n'"),
+    ("functions", [], "Unrecognized request argument supplied: functions"),
+    ("sampling_parameters", {"n": 2}, "'n' must be a field of the request itself"),
+    ("sampling_parameters", {"logprobs": 2}, "'logprobs' must be a field"),
+    ("prompt", [], "empty list"), ("prompt", ["a", 1], "neither a string, a list of strings"),
+    ("prompt", [[]], "neither a string, a list of strings"), ("prompt", [-1], "neither a string, a list of strings"),
+    ("prompt", [2**31], "neither a string, a list of strings"),
+    ("prompt", ["a"] * 513, "has 513 elements; the limit is 512"), ("prompt", {}, "got `object`"),
+    ("prompt", [1], "model 'm' takes no token ids"),
+])  # fmt: skip
+def test_invalid_completions(param: str, value: Any, text: str) -> None:
+    refused(complete, {"model": "m", "prompt": "a", param: value}, param, text)
+
+
+def test_invalid_fields_that_depend_on_others_or_are_nested() -> None:
+    refused(complete, {"model": "m", "prompt": "a", "stop": [1]}, "stop[0]", "Expected `str`")
+    refused(complete, {"model": "m", "prompt": "a", "echo": True, "logprobs": 1}, "echo", "not supported")
+
+
+def refused(decode: Callable[[dict[str, Any]], Any], document: dict[str, Any], param: str, text: str) -> None:
     with pytest.raises(BadParameter) as caught:
-        complete({"model": "m", "prompt": "a", **change})
+        decode(document)
     assert caught.value.param == param
     assert text in str(caught.value)
 
@@ -87,26 +77,21 @@ def complete(document: dict[str, Any]) -> Any:
     return list(prompts.tensors()), prompts.texts, inputs.sampling_of(TALK, request, request.logprobs)
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "text"),
-    [
-        ({"messages": []}, "messages", "is empty"),
-        ({"messages": "a"}, "messages", "Expected `array`"),
-        ({"messages": [1]}, "messages[0]", "Expected `object`"),
-        ({"messages": [{"content": "a"}]}, "messages[0].role", "not a string"),
-        ({"messages": [*USER, {"role": "user", "content": 1}]}, "messages[1].content", "neither a string nor a list"),
-        ({"top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
-        ({"modalities": ["text", "audio"]}, "modalities", "only supported modality"),
-        ({"function_call": "auto"}, "function_call", "Unrecognized"),
-        ({"tools": [1]}, "tools[0]", "Expected `object`"),
-    ],
-)
+@pytest.mark.parametrize(("change", "param", "text"), [
+    ({"messages": []}, "messages", "is empty"),
+    ({"messages": "a"}, "messages", "Expected `array`"),
+    ({"messages": [1]}, "messages[0]", "Expected `object`"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role", "not a string"),
+    ({"messages": [*USER, {"role": "user", "content": 1}]}, "messages[1].content", "neither a string nor a list"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
+    ({"modalities": ["text", "audio"]}, "modalities", "only supported modality"),
+    ({"function_call": "auto"}, "function_call", "Unrecognized"),
+    ({"tools": [1]}, "tools[0]", "Expected `object`"),
+])  # fmt: skip
 def test_invalid_chats(change: dict[str, Any], param: str, text: str) -> None:
-    with pytest.raises(BadParameter) as caught:
-        bodies.chat(json.dumps({"model": "m", "messages": USER, **change}).encode())
-    assert caught.value.param == param
-    assert text in str(caught.value)
+    document = {"model": "m", "messages": USER, **change}
+    refused(lambda document: bodies.chat(json.dumps(document).encode()), document, param, text)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b'"\xed\xa0\x80"', b"[" * 200 + b"]" * 200, b"{}"])
@@ -265,75 +250,20 @@ def test_models_that_are_not_language_models_are_refused(given: dict[str, Any]) 
 # ---------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "kind", "code"),
-    [
-        (InvalidRequest("a\udc80"), 400, "invalid_request_error", None),
-        (BadParameter("n", "a"), 400, "invalid_request_error", None),
-        (NotFound("a"), 404, "invalid_request_error", "model_not_found"),
-        (Unsupported("a"), 400, "invalid_request_error", "unsupported"),
-        (ShareExceeded("a"), 429, "requests", "rate_limit_exceeded"),
-        (ServeError("a"), 400, "invalid_request_error", None),
-        *[
-            (kind("a"), status, "server_error", code)
-            for kind, status, code in (
-                (BY_CODE["UNAVAILABLE"], 503, "unavailable"),
-                (BY_CODE["QUEUE_TIMEOUT"], 503, "queue_timeout"),
-                (BY_CODE["DEADLINE_EXCEEDED"], 504, "deadline_exceeded"),
-                (BY_CODE["MODEL_FAILED"], 500, "model_failed"),
-            )
-        ],
-    ],
-)
+@pytest.mark.parametrize(("error", "status", "kind", "code"), [
+    (InvalidRequest("a\udc80"), 400, "invalid_request_error", None),
+    (BadParameter("n", "a"), 400, "invalid_request_error", None),
+    (NotFound("a"), 404, "invalid_request_error", "model_not_found"),
+    (Unsupported("a"), 400, "invalid_request_error", "unsupported"),
+    (ShareExceeded("a"), 429, "requests", "rate_limit_exceeded"),
+    (ServeError("a"), 400, "invalid_request_error", None),
+    (BY_CODE["UNAVAILABLE"]("a"), 503, "server_error", "unavailable"),
+    (BY_CODE["QUEUE_TIMEOUT"]("a"), 503, "server_error", "queue_timeout"),
+    (BY_CODE["DEADLINE_EXCEEDED"]("a"), 504, "server_error", "deadline_exceeded"),
+    (BY_CODE["MODEL_FAILED"]("a"), 500, "server_error", "model_failed"),
+])  # fmt: skip
 def test_errors_have_the_form_of_openai(error: ServeError, status: int, kind: str, code: str | None) -> None:
     found, body = errors.response(error)
     document = json.loads(body)["error"]
     assert (found, document["type"], document["code"]) == (status, kind, code)
     assert document["param"] == ("n" if isinstance(error, BadParameter) else None)
-
-
-# ---------------------------------------------------------------------------------------- anything
-
-TEXTS = st.text(st.characters(exclude_categories=()), max_size=5)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
-    max_leaves=8,
-)
-KEYS = st.sampled_from([*bodies.CompletionRequest.__struct_fields__, *bodies.ChatRequest.__struct_fields__, "input"])
-RIGHT: list[dict[str, Any]] = [
-    {"model": "m", "prompt": "a"},
-    {"model": "m", "messages": USER},
-    {"model": "m", "input": "a"},
-]
-
-
-@settings(max_examples=examples(150))
-@given(st.sampled_from(RIGHT), st.dictionaries(KEYS, JSON, max_size=3))
-def test_any_object_is_a_request_or_refused(right: dict[str, Any], document: dict[str, Any]) -> None:
-    """The error is valid JSON, even if the object has lone surrogates."""
-    try:
-        tensors = tensors_of(right | document)
-    except InvalidRequest as error:
-        tensors, answer = [], json.loads(errors.response(error)[1])
-        message = answer["error"]["message"]
-    else:
-        message = "accepted"
-    assert message
-    for tensor in tensors:
-        assert isinstance(tensor.data, bytes)
-        assert int.from_bytes(tensor.data[:4], "little") == len(tensor.data) - 4
-
-
-def tensors_of(document: dict[str, Any]) -> list[InputPlan]:
-    text = json.dumps(document).encode()
-    if "messages" in document and "prompt" not in document and "input" not in document:
-        chat = bodies.chat(text)
-        sampling = inputs.sampling_of(TALK, chat, 1)
-        own = inputs.SamplingInputs(TALK, sampling, RequestOptions("1"), 1).tensors(0)
-        return [*inputs.chat_tensors(TALK, chat), *own]
-    if "input" not in document:
-        return [tensor for tensors in complete(document)[0] for tensor in tensors]
-    texts, ids = bodies.texts_or_tokens("input", bodies.embedding(text).input, bodies.TEXTS)
-    assert bool(texts) != bool(ids)
-    return []

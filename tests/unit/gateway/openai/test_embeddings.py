@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.errors import InvalidRequest, ModelFailed, ServeError, Unavailable
+from shmserve.errors import InvalidRequest, ModelFailed, Unavailable
 from shmserve.gateway.kserve.answers import Held
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.embeddings import AT_ONCE, Embeddings
 from shmserve.gateway.openai.errors import BadParameter
 from shmserve.gateway.openai.models import embedding_model
 from shmserve.protocol.messages import Handle, Reply, Tensor
-from tests.support.gateway.sliced_work import finished
+from tests.support.gateway.openai_caller import OpenAiCaller
 
 MODEL = embedding_model("m", {
     "max_batch_size": 8,
@@ -27,45 +27,7 @@ MODEL = embedding_model("m", {
 })  # fmt: skip
 
 
-class Client:
-    """A fake of the connection and the link to the broker, as far as embeddings use them."""
-
-    def __init__(self, room: int = 1000) -> None:
-        self.room = room
-        self.tickets: list[Any] = []
-        self.cancelled: list[Any] = []
-        self.error: ServeError | None = None
-        self.answered: Any = None
-        self.viewer: Any = None
-        self.link = SimpleNamespace(cancel=self.cancelled.append)
-
-    def payer(self, token: str) -> None: ...
-
-    def watch(self, viewer: Any, resume: Any = None) -> None:
-        self.viewer = viewer
-
-    def hold(self, size: int) -> None: ...
-
-    def work(self, work: Any, then: Any, failed: Any = None) -> None:
-        try:
-            then(finished(work))
-        except ServeError as error:
-            self.error = error
-
-    def fail(self, error: ServeError) -> None:
-        self.error = error
-
-    def answer(self, status: int, parts: list[bytes]) -> None:
-        self.answered = json.loads(b"".join(parts))
-
-    def infer(self, payer: None, ticket: Any, model: str, version: str, plan: Any, *rest: Any) -> None:
-        if len(self.tickets) >= self.room:
-            raise Unavailable("full")
-        ticket.payer = ticket.check = None
-        self.tickets.append(ticket)
-
-
-def begun(client: Client, texts: list[str], **more: Any) -> None:
+def begun(client: OpenAiCaller, texts: list[str], **more: Any) -> None:
     request = bodies.embedding(json.dumps({"model": "name", "input": texts, **more}).encode())
     connection: Any = client
     head: Any = SimpleNamespace(token="", forwarded=None)
@@ -81,7 +43,7 @@ def reply(values: Any, dtype: str = "FP32", shape: tuple[int, ...] | None = None
 
 
 def test_vectors_in_any_order() -> None:
-    client = Client()
+    client = OpenAiCaller()
     begun(client, ["a", "b", "c"])
     for number in (2, 0, 1):
         assert client.answered is None
@@ -99,24 +61,18 @@ def test_vectors_of_all_float_types_are_converted(dtype: str) -> None:
     values = np.array([1, -0.5, 2.25], np.float32)
     kinds: dict[str, Any] = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64}
     raw = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "BF16" else values.astype(kinds[dtype])
-    client = Client()
-    begun(client, ["a"], encoding_format="base64")
+    client = OpenAiCaller()
+    begun(client, ["a", "b"], encoding_format="base64")
     client.tickets[0].settle(reply(raw.tobytes(), dtype, (1, 1, 3)))
-    found = np.frombuffer(base64.b64decode(client.answered["data"][0]["embedding"]), "<f4")
-    assert np.array_equal(found, values)
-
-
-def test_a_vector_in_shared_memory() -> None:
-    client = Client()
-    begun(client, ["a"])
-    raw = np.array([1, 2, 3], np.float32).tobytes()
-    held = Reply(1, 1, (Tensor("y", "FP32", (3,), (Handle(1, 0, 8), Handle(1, 64, 4))),))
-    client.tickets[0].settle(Held(held, [[memoryview(raw[:8]), memoryview(raw[8:])]]))
-    assert client.answered["data"][0]["embedding"] == [1, 2, 3]
+    data = raw.tobytes()
+    held = Reply(1, 1, (Tensor("y", dtype, (3,), (Handle(1, 0, 4), Handle(1, 64, len(data) - 4))),))
+    client.tickets[1].settle(Held(held, [[memoryview(data[:4]), memoryview(data[4:])]]))
+    for one in client.answered["data"]:
+        assert np.array_equal(np.frombuffer(base64.b64decode(one["embedding"]), "<f4"), values)
 
 
 def test_dimensions() -> None:
-    client = Client()
+    client = OpenAiCaller()
     begun(client, ["a", "b"], dimensions=2)
     client.tickets[0].settle(reply([3, 4, 12]))
     client.tickets[1].settle(reply([0, 0, 1]))
@@ -138,7 +94,7 @@ def test_dimensions() -> None:
     ],
 )
 def test_invalid_outputs_are_an_error_of_the_model(answer: Reply, text: str) -> None:
-    client = Client()
+    client = OpenAiCaller()
     begun(client, ["a"])
     client.tickets[0].settle(answer)
     assert client.answered is None
@@ -147,7 +103,7 @@ def test_invalid_outputs_are_an_error_of_the_model(answer: Reply, text: str) -> 
 
 
 def test_portions_and_a_failure() -> None:
-    client = Client()
+    client = OpenAiCaller()
     begun(client, ["a"] * (AT_ONCE + 10))
     assert len(client.tickets) == AT_ONCE
     client.tickets[0].settle(reply([1]))
@@ -161,7 +117,7 @@ def test_portions_and_a_failure() -> None:
 
 
 def test_disconnecting_cancels_all_inputs() -> None:
-    client = Client()
+    client = OpenAiCaller()
     begun(client, ["a", "b"])
     client.viewer.disconnected()
     assert client.cancelled == client.tickets
@@ -171,8 +127,8 @@ def test_disconnecting_cancels_all_inputs() -> None:
 
 def test_inputs_wait_for_room_unless_there_is_none() -> None:
     with pytest.raises(Unavailable):
-        begun(Client(room=0), ["a"])
-    client = Client(room=1)
+        begun(OpenAiCaller(0), ["a"])
+    client = OpenAiCaller(1)
     begun(client, ["a", "b"])
     assert len(client.tickets) == 1
     client.room = 2

@@ -98,24 +98,11 @@ def test_templates_that_fail(template: str, text: str) -> None:
         render(template, [{"role": "user", "content": "x" * 1000}])
 
 
-def test_invalid_templates() -> None:
-    with pytest.raises(Unsupported, match="chat template of the model is invalid"):
-        render("{% for %}", [])
-
-
 ITERATORS = """\
 {%- set roles = messages | map(attribute="role") -%}
 {{ "user" in roles }} {{ messages | map(attribute="role") | sort | join(",") }}
 {%- for one in messages | selectattr("role", "equalto", "user") %} {{ loop.index }}/{{ loop.length }}{% endfor %}
 {{- " " ~ (messages | rejectattr("role", "equalto", "user") | list | length) }}"""
-
-
-def test_filters_make_iterators() -> None:
-    """Operators and other filters accept them, as in templates that are not coroutines."""
-    messages = [{"role": role} for role in ("user", "system", "user")]
-    assert render(ITERATORS, messages) == "True system,user,user 1/2 2/2 1"
-
-
 MACROS = """\
 {%- macro tree(depth) %}{{ depth }}{% if depth %}{{ tree(depth - 1) | upper }}{% endif %}{% endmacro -%}
 {%- macro quoted() %}<{{ caller() }}>{% endmacro -%}
@@ -123,7 +110,10 @@ MACROS = """\
 {% call quoted() %}{{ tree(2) }}{% endcall %}"""
 
 
-def test_macros_and_recursive_loops() -> None:
+def test_iterators_of_filters_macros_and_recursive_loops() -> None:
+    """As in templates that are not coroutines."""
+    messages = [{"role": role} for role in ("user", "system", "user")]
+    assert render(ITERATORS, messages) == "True system,user,user 1/2 2/2 1"
     assert render(MACROS, []) == "1,,2,3,,,<210>"
 
 
