@@ -121,14 +121,11 @@ def test_slices_outside_their_region_are_refused(offset: int, size: int) -> None
         region.check(RegionSlice("r", offset, size))
 
 
-@pytest.mark.parametrize(
-    ("offset", "size", "said"),
-    [
-        (2**64 - 32, 64, "Invalid offset for shared memory region: 'r'"),
-        (32, 2**64 - 32, "Integer overflow detected: byte_size (18446744073709551584) + offset (32) > "),
-        (32, 2**64 - 33, "Invalid offset + byte size for shared memory region: 'r'"),
-    ],
-)
+@pytest.mark.parametrize(("offset", "size", "said"), [
+    (2**64 - 32, 64, "Invalid offset for shared memory region: 'r'"),
+    (32, 2**64 - 32, "Integer overflow detected: byte_size (18446744073709551584) + offset (32) > "),
+    (32, 2**64 - 33, "Invalid offset + byte size for shared memory region: 'r'"),
+])  # fmt: skip
 def test_the_offset_is_checked_before_the_size(offset: int, size: int, said: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(said)):
         RegionSlice("r", offset, size).check("r", 1000)
@@ -147,26 +144,23 @@ def test_a_truncated_region_is_refused(memory: tuple[str, int]) -> None:
     assert os.fstat(descriptor).st_size == 100
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"byte_size": 4097}, "failed to register shared memory region 'r': invalid args"),
-        ({"byte_size": 4096, "offset": 1}, "invalid args"),
-        ({"byte_size": 0}, "invalid args"),
-        ({"byte_size": -1}, "invalid args"),
-        ({"offset": -1}, "invalid args"),
-        ({"offset": 2**63 - 1, "byte_size": 2**63 - 1}, "invalid args"),
-        ({"key": ""}, "invalid shm key"),
-        ({"key": ".."}, "invalid shm key"),
-        ({"key": "/../etc/passwd"}, "invalid shm key"),
-        ({"key": "/a/b"}, "invalid shm key"),
-        ({"key": "x" * 300}, "invalid shm key"),
-        ({"key": "/shmserve-1-2-3-" + "0" * 32}, "contains the reserved prefix 'shmserve-'"),
-        ({"key": "shmserve-1"}, "contains the reserved prefix 'shmserve-'"),
-        ({"key": "//triton_python_backend_shm_region_1"}, "reserved prefix 'triton_python_backend_shm_region_'"),
-        ({"key": "/"}, "cannot register shared memory region 'r' - invalid shm key '/'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"byte_size": 4097}, "failed to register shared memory region 'r': invalid args"),
+    ({"byte_size": 4096, "offset": 1}, "invalid args"),
+    ({"byte_size": 0}, "invalid args"),
+    ({"byte_size": -1}, "invalid args"),
+    ({"offset": -1}, "invalid args"),
+    ({"offset": 2**63 - 1, "byte_size": 2**63 - 1}, "invalid args"),
+    ({"key": ""}, "invalid shm key"),
+    ({"key": ".."}, "invalid shm key"),
+    ({"key": "/../etc/passwd"}, "invalid shm key"),
+    ({"key": "/a/b"}, "invalid shm key"),
+    ({"key": "x" * 300}, "invalid shm key"),
+    ({"key": "/shmserve-1-2-3-" + "0" * 32}, "contains the reserved prefix 'shmserve-'"),
+    ({"key": "shmserve-1"}, "contains the reserved prefix 'shmserve-'"),
+    ({"key": "//triton_python_backend_shm_region_1"}, "reserved prefix 'triton_python_backend_shm_region_'"),
+    ({"key": "/"}, "cannot register shared memory region 'r' - invalid shm key '/'"),
+])  # fmt: skip
 def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any], said: str) -> None:
     order = Registration(memory[0], 10)
     for name, value in change.items():
@@ -260,19 +254,16 @@ def test_gpu_memory_is_only_forwarded(foreign: ForeignMemory) -> None:
         regions.find(RegionSlice("g", 0, 1))
 
 
-@pytest.mark.parametrize(
-    ("order", "said"),
-    [
-        (DeviceOrder(bytes(63), 0, 10), "a CUDA handle has 64 bytes, this one 63"),
-        (DeviceOrder(bytes(65), 0, 10), "this one 65"),
-        (DeviceOrder(b"", 0, 10), "this one 0"),
-        (DeviceOrder(bytes(64), 0, 0), "and the region 0"),
-        (DeviceOrder(bytes(64), 0, -1), "and the region -1"),
-        (DeviceOrder(bytes(64), 0, 2**63), "and the region"),
-        (DeviceOrder(bytes(64), 2, 10), "there is no GPU 2"),
-        (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1"),
-    ],
-)
+@pytest.mark.parametrize(("order", "said"), [
+    (DeviceOrder(bytes(63), 0, 10), "a CUDA handle has 64 bytes, this one 63"),
+    (DeviceOrder(bytes(65), 0, 10), "this one 65"),
+    (DeviceOrder(b"", 0, 10), "this one 0"),
+    (DeviceOrder(bytes(64), 0, 0), "and the region 0"),
+    (DeviceOrder(bytes(64), 0, -1), "and the region -1"),
+    (DeviceOrder(bytes(64), 0, 2**63), "and the region"),
+    (DeviceOrder(bytes(64), 2, 10), "there is no GPU 2"),
+    (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1"),
+])  # fmt: skip
 def test_invalid_gpu_memory_is_refused(foreign: ForeignMemory, order: DeviceOrder, said: str) -> None:
     regions = Regions(True, lambda: foreign)
     with pytest.raises(InvalidRequest, match=said):

@@ -150,13 +150,10 @@ def test_pages_of_listed_servers_read_the_event_stream_and_nothing_else() -> Non
                 assert (FOREIGN in str(head.refusal)) == (action in CHANGES | PAGE), action
 
 
-@pytest.mark.parametrize(
-    "origin",
-    [
-        "http://gpu1", "https://gpu1:8000", "http://gpu1:80000", "http://gpu1:8001", "http://gpu2.example", "null", "",
-        "http://gpu1:8000.evil.example", "http://evil.example", "http://gpu1:8000, http://gpu1:8000",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("origin", [
+    "http://gpu1", "https://gpu1:8000", "http://gpu1:80000", "http://gpu1:8001", "http://gpu2.example", "null", "",
+    "http://gpu1:8000.evil.example", "http://evil.example", "http://gpu1:8000, http://gpu1:8000",
+])  # fmt: skip
 def test_pages_of_unlisted_servers_cannot_read_the_event_stream(origin: str) -> None:
     for method in ("GET", "OPTIONS"):
         head = head_of(FLEET, method, "/page/events", OWN, f"Origin: {origin}")
@@ -185,15 +182,12 @@ def test_a_list_of_servers() -> None:
     assert read_servers("") == ()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "gpu1:8000", "ftp://gpu1", "http://", "http://gpu1/page", "http://user@gpu1", "http://gpu1:", "http://gpu1:0",
-        "http://gpu1:65536", "http://[::1]:8000", "http://*", "http://*.example", "http://gpu_1", "http://gpu1; *",
-        "http://gpu1 *", "http://gpu1\r\nX: y", "http://gpu1?x", "http://gpu1#x", "http://.gpu1", "'self'",
-        "http://gpu\N{CYRILLIC SMALL LETTER A}",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "gpu1:8000", "ftp://gpu1", "http://", "http://gpu1/page", "http://user@gpu1", "http://gpu1:", "http://gpu1:0",
+    "http://gpu1:65536", "http://[::1]:8000", "http://*", "http://*.example", "http://gpu_1", "http://gpu1; *",
+    "http://gpu1 *", "http://gpu1\r\nX: y", "http://gpu1?x", "http://gpu1#x", "http://.gpu1", "'self'",
+    "http://gpu\N{CYRILLIC SMALL LETTER A}",
+])  # fmt: skip
 def test_invalid_servers_are_refused(text: str) -> None:
     """Text that would change the meaning of a content security policy, or would never match."""
     with pytest.raises(ValueError, match=r"http://NAME:PORT|has the port"):

@@ -85,18 +85,15 @@ def test_tritons_tls_flags_are_for_grpc_only(files: dict[str, str]) -> None:
     assert mutual.rpc.tls.verify_mode == ssl.CERT_REQUIRED
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (("--tls-key", "x"), "--tls-key requires --tls-cert"),
-        (("--tls-client-ca", "x"), "--tls-client-ca requires --tls-cert"),
-        (("--grpc-server-cert", "x"), "require --grpc-use-ssl"),
-        (("--grpc-use-ssl",), "--grpc-use-ssl requires --grpc-server-cert"),
-        (("--grpc-use-ssl-mutual", "--grpc-server-cert", "x"), "requires --grpc-root-cert"),
-        (("--http-header-forward-pattern", "(a"), "--http-header-forward-pattern: missing"),
-        (("--http-restricted-api", "health:a=b", "--http-restricted-api", "health:a=b"), "more than once"),
-    ],
-)
+@pytest.mark.parametrize(("words", "text"), [
+    (("--tls-key", "x"), "--tls-key requires --tls-cert"),
+    (("--tls-client-ca", "x"), "--tls-client-ca requires --tls-cert"),
+    (("--grpc-server-cert", "x"), "require --grpc-use-ssl"),
+    (("--grpc-use-ssl",), "--grpc-use-ssl requires --grpc-server-cert"),
+    (("--grpc-use-ssl-mutual", "--grpc-server-cert", "x"), "requires --grpc-root-cert"),
+    (("--http-header-forward-pattern", "(a"), "--http-header-forward-pattern: missing"),
+    (("--http-restricted-api", "health:a=b", "--http-restricted-api", "health:a=b"), "more than once"),
+])  # fmt: skip
 def test_inconsistent_flags_are_refused(words: tuple[str, ...], text: str) -> None:
     with pytest.raises(Misuse, match=re.escape(text)):
         Guards(arguments(*words))

@@ -30,19 +30,16 @@ def test_the_context_of_certificates(files: dict[str, str]) -> None:
     assert "chmod 600" in (tls.exposed(separate) or "")
 
 
-@pytest.mark.parametrize(
-    ("cert", "key", "ca", "flag", "text"),
-    [
-        ("none", "key", None, "--c", "No such file"),
-        ("cert", "none", None, "--k", "No such file"),
-        ("cert", "key", "none", "--a", "No such file"),
-        ("noise", "key", None, "--c", "no certificate in it"),
-        ("cert", "noise", None, "--k", "no readable private key"),
-        ("cert", "other", None, "--k", "does not match the certificate"),
-        ("cert", None, None, "--c", "no readable private key"),
-        ("cert", "key", "noise", "--a", "no certificate"),
-    ],
-)
+@pytest.mark.parametrize(("cert", "key", "ca", "flag", "text"), [
+    ("none", "key", None, "--c", "No such file"),
+    ("cert", "none", None, "--k", "No such file"),
+    ("cert", "key", "none", "--a", "No such file"),
+    ("noise", "key", None, "--c", "no certificate in it"),
+    ("cert", "noise", None, "--k", "no readable private key"),
+    ("cert", "other", None, "--k", "does not match the certificate"),
+    ("cert", None, None, "--c", "no readable private key"),
+    ("cert", "key", "noise", "--a", "no certificate"),
+])  # fmt: skip
 def test_invalid_certificates_are_refused(
     files: dict[str, str], cert: str, key: str | None, ca: str | None, flag: str, text: str
 ) -> None:

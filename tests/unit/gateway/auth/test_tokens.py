@@ -31,16 +31,13 @@ def test_the_command_for_a_new_token(capsys: pytest.CaptureFixture[str]) -> None
     assert printed.out == f"alice infer {digest(printed.err.split()[-1])}\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("alice infer", "NAME ROLE,ROLE SHA256"),
-        ("alice infer secret", "not the token itself"),
-        (f"alice root {digest('x')}", "'root' is not a role"),
-        (f"al/ce infer {digest('x')}", "a name may have"),
-        (f"a infer {digest('x')}\nb infer {digest('x')}", "line 2: the same token"),
-    ],
-)
+@pytest.mark.parametrize(("line", "text"), [
+    ("alice infer", "NAME ROLE,ROLE SHA256"),
+    ("alice infer secret", "not the token itself"),
+    (f"alice root {digest('x')}", "'root' is not a role"),
+    (f"al/ce infer {digest('x')}", "a name may have"),
+    (f"a infer {digest('x')}\nb infer {digest('x')}", "line 2: the same token"),
+])  # fmt: skip
 def test_invalid_lines_of_tokens_are_refused(line: str, text: str) -> None:
     with pytest.raises(tokens.BadTokens, match=text) as caught:
         tokens.Tokens(line)

@@ -106,13 +106,10 @@ def test_any_bytes_are_a_plan_or_refused(data: bytes, changes: list[tuple[int, i
         assert (plan.model, taken.id, len(taken.raw)) == (whole.model_name, whole.id, len(whole.raw_input_contents))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x0a", b"\x0a\x05abc", b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x1a\x01\xff", b"\x0b", b"\x0f",
-        b"\x9a\x00\x01a",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("data", [
+    b"\x0a", b"\x0a\x05abc", b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x1a\x01\xff", b"\x0b", b"\x0f",
+    b"\x9a\x00\x01a",
+])  # fmt: skip
 def test_bytes_that_are_not_a_request_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="ModelInferRequest"):
         plan_of(take_apart(data).head)
@@ -172,35 +169,32 @@ def with_output(name: str, value: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize(
-    ("made", "text"),
-    [
-        (one_input(shape=[-1]), "dims must be from 0"),
-        (one_input(shape=[1] * 33), "33 dims"),
-        (one_input(datatype="FLOAT"), "unknown data-type 'FLOAT'"),
-        (one_input(name="n" * 200), "200 characters"),
-        (one_input(model_version="new"), "failed to get model version from specified version string 'new'"),
-        (one_input(model_version="0"), "failed to get model version"),
-        (one_input(contents={"int_contents": [1]}), "FP32, whose elements are in fp32_contents, and int_contents has"),
-        (one_input(datatype="FP16", contents={}), "use raw_input_contents"),
-        (one_input(datatype="BF16", contents={}), "use raw_input_contents"),
-        (one_input(datatype="INT8", contents={"int_contents": [128]}), "does not fit in INT8"),
-        (one_input(datatype="UINT16", contents={"uint_contents": [65536]}), "does not fit in UINT16"),
-        (with_parameter("x", None), "parameter 'x' of the request has no value"),
-        (with_parameter("triton_x", 1), "reserved"),
-        (with_parameter("headers", "1"), "reserved"),
-        (with_parameter("sequence_start", 1), "'sequence_start' must be true or false"),
-        (with_parameter("priority", -1), "'priority' must be a number from 0"),
-        (with_parameter("triton_enable_empty_final_response", 1), "must be true or false"),
-        (with_output("classification", 0), "'classification' of output 'o'"),
-        (with_output("shared_memory_region", "r"), "shared_memory_byte_size"),
-        (message("ModelInferRequest", inputs=[{}] * (TENSORS + 1)), "257 inputs; the limit is 256"),
-        (message("ModelInferRequest", outputs=[{}] * (TENSORS + 1)), "257 outputs; the limit is 256"),
-        (message("ModelInferRequest", outputs=[{"name": "o"}] * 2), "output 'o' already exists in request"),
-        (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(65)}), "limit is 64"),
-        (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(999)}), "999 parameters"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("made", "text"), [
+    (one_input(shape=[-1]), "dims must be from 0"),
+    (one_input(shape=[1] * 33), "33 dims"),
+    (one_input(datatype="FLOAT"), "unknown data-type 'FLOAT'"),
+    (one_input(name="n" * 200), "200 characters"),
+    (one_input(model_version="new"), "failed to get model version from specified version string 'new'"),
+    (one_input(model_version="0"), "failed to get model version"),
+    (one_input(contents={"int_contents": [1]}), "FP32, whose elements are in fp32_contents, and int_contents has"),
+    (one_input(datatype="FP16", contents={}), "use raw_input_contents"),
+    (one_input(datatype="BF16", contents={}), "use raw_input_contents"),
+    (one_input(datatype="INT8", contents={"int_contents": [128]}), "does not fit in INT8"),
+    (one_input(datatype="UINT16", contents={"uint_contents": [65536]}), "does not fit in UINT16"),
+    (with_parameter("x", None), "parameter 'x' of the request has no value"),
+    (with_parameter("triton_x", 1), "reserved"),
+    (with_parameter("headers", "1"), "reserved"),
+    (with_parameter("sequence_start", 1), "'sequence_start' must be true or false"),
+    (with_parameter("priority", -1), "'priority' must be a number from 0"),
+    (with_parameter("triton_enable_empty_final_response", 1), "must be true or false"),
+    (with_output("classification", 0), "'classification' of output 'o'"),
+    (with_output("shared_memory_region", "r"), "shared_memory_byte_size"),
+    (message("ModelInferRequest", inputs=[{}] * (TENSORS + 1)), "257 inputs; the limit is 256"),
+    (message("ModelInferRequest", outputs=[{}] * (TENSORS + 1)), "257 outputs; the limit is 256"),
+    (message("ModelInferRequest", outputs=[{"name": "o"}] * 2), "output 'o' already exists in request"),
+    (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(65)}), "limit is 64"),
+    (message("ModelInferRequest", parameters={str(n): {"bool_param": True} for n in range(999)}), "999 parameters"),
+])  # fmt: skip
 def test_invalid_requests_are_refused(made: Any, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         plan_of(made.SerializeToString())
@@ -293,6 +287,8 @@ def test_protobuf_reads_the_parameters_of_a_response() -> None:
 
 # ---------------------------------------------------------------------------------------- methods
 
+INFER = Action.INFER
+
 
 def test_every_method_is_implemented() -> None:
     assert set(methods(INFERENCE)) == set(RPCS) | {"ModelInfer", "ModelStreamInfer"}
@@ -335,7 +331,7 @@ def test_documents_become_messages() -> None:
         response("ServerMetadata", {"name": 3})
 
 
-def test_loads() -> None:
+def test_loads_and_unloads() -> None:
     parameters = {"config": {"string_param": '{"backend": "python"}'}, "file:1/model.py": {"bytes_param": b"x"}}
     question = query("RepositoryModelLoad", model_name="m", parameters=parameters)
     assert body_of(question) == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
@@ -343,46 +339,40 @@ def test_loads() -> None:
     assert (question.what, body_of(question)) == ("rollback", b"")
     with pytest.raises(BadLoad, match="failed to load 'm', failed to poll from model repository: wrong"):
         question.failed(InvalidRequest("wrong"))
-    with pytest.raises(BadLoad, match="load failed for model 'm': version 1 is at UNAVAILABLE state: no file"):
-        question.failed(InvalidRequest("load failed for model 'm': version 1 is at UNAVAILABLE state: no file"))
+    text = "load failed for model 'm': version 1 is at UNAVAILABLE state: no file"
+    with pytest.raises(BadLoad, match=text):
+        question.failed(InvalidRequest(text))
+    for name in ("unload_dependents", "force"):
+        question = query("RepositoryModelUnload", model_name="m", parameters={name: {"bool_param": True}})
+        expected = {"unload_dependents": name == "unload_dependents", "wait": False}
+        assert json.loads(body_of(question)) == expected | ({"force": True} if name == "force" else {})
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("unload_dependents", {"unload_dependents": True, "wait": False}),
-        ("force", {"unload_dependents": False, "wait": False, "force": True}),
-    ],
-)
-def test_unloads(name: str, options: dict[str, Any]) -> None:
-    question = query("RepositoryModelUnload", model_name="m", parameters={name: {"bool_param": True}})
-    assert json.loads(body_of(question)) == options
+def in_load(**parameters: Any) -> tuple[str, dict[str, Any]]:
+    return "RepositoryModelLoad", {"parameters": {name.replace("_", ":"): one for name, one in parameters.items()}}
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "kind"),
-    [
-        ("RepositoryIndex", {"repository_name": "r"}, Unsupported),
-        ("RepositoryModelLoad", {"repository_name": "r"}, Unsupported),
-        ("RepositoryModelUnload", {"repository_name": "r"}, Unsupported),
-        ("RepositoryModelLoad", {"parameters": {"config": {"bytes_param": b"{}"}}}, InvalidRequest),
-        ("RepositoryModelLoad", {"parameters": {"config": {"string_param": "no JSON"}}}, BadLoad),
-        ("RepositoryModelLoad", {"parameters": {"file:a": {"bytes_param": b""}}}, BadLoad),
-        ("RepositoryModelLoad", {"parameters": {"other": {"bytes_param": b""}}}, InvalidRequest),
-        ("RepositoryModelLoad", {"parameters": {"previous": {"string_param": "true"}}}, InvalidRequest),
-        ("RepositoryModelUnload", {"parameters": {"unload_dependents": {"string_param": "yes"}}}, InvalidRequest),
-        ("RepositoryModelUnload", {"parameters": {"other": {"bool_param": True}}}, InvalidRequest),
-        ("SystemSharedMemoryRegister", {"name": "r", "key": "/k", "byte_size": 1}, Unsupported),
-        ("ModelConfig", {"name": "m", "version": "x"}, InvalidRequest),
-        ("LogSettings", {"settings": {"log_info": {}}}, InvalidRequest),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields", "kind"), [
+    ("RepositoryIndex", {"repository_name": "r"}, Unsupported),
+    ("RepositoryModelLoad", {"repository_name": "r"}, Unsupported),
+    ("RepositoryModelUnload", {"repository_name": "r"}, Unsupported),
+    (*in_load(config={"bytes_param": b"{}"}), InvalidRequest),
+    (*in_load(config={"string_param": "no JSON"}), BadLoad),
+    (*in_load(file_a={"bytes_param": b""}), BadLoad),
+    (*in_load(other={"bytes_param": b""}), InvalidRequest),
+    (*in_load(previous={"string_param": "true"}), InvalidRequest),
+    ("RepositoryModelUnload", {"parameters": {"unload_dependents": {"string_param": "yes"}}}, InvalidRequest),
+    ("RepositoryModelUnload", {"parameters": {"other": {"bool_param": True}}}, InvalidRequest),
+    ("SystemSharedMemoryRegister", {"name": "r", "key": "/k", "byte_size": 1}, Unsupported),
+    ("ModelConfig", {"name": "m", "version": "x"}, InvalidRequest),
+    ("LogSettings", {"settings": {"log_info": {}}}, InvalidRequest),
+])  # fmt: skip
 def test_invalid_calls_are_refused(name: str, fields: dict[str, Any], kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         query(name, **fields)
 
 
-def test_trace_settings() -> None:
+def test_settings() -> None:
     assert query("TraceSetting", model_name="m").what == "trace"
     values = {"trace_rate": {"value": ["1"]}, "trace_level": {"value": ["A", "B"]}, "log_frequency": {"value": []}}
     question = query("TraceSetting", settings=values)
@@ -390,9 +380,6 @@ def test_trace_settings() -> None:
     assert json.loads(body_of(question)) == {"trace_rate": ["1"], "trace_level": ["A", "B"], "log_frequency": None}
     shown = response("TraceSetting", {"trace_level": ["OFF"], "trace_rate": "1000"}).settings
     assert {name: list(one.value) for name, one in shown.items()} == {"trace_level": ["OFF"], "trace_rate": ["1000"]}
-
-
-def test_log_settings() -> None:
     changed = {"log_info": {"bool_param": False}, "log_verbose_level": {"uint32_param": 2}}
     question = query("LogSettings", settings=changed | {"log_format": {"string_param": "default"}})
     assert question.what == "set_log"
@@ -404,12 +391,8 @@ def test_log_settings() -> None:
 
 def test_access_is_denied_before_a_message_is_read() -> None:
     nothing: Any = None
-    paths = {f"/{INFERENCE}/{name}": rpc.action for name, rpc in RPCS.items()}
-    paths |= {
-        f"/{INFERENCE}/ModelInfer": Action.INFER,
-        f"/{INFERENCE}/ModelStreamInfer": Action.INFER,
-        f"/{HEALTH}/Check": Action.READY,
-    }
+    actions = {name: rpc.action for name, rpc in RPCS.items()} | {"ModelInfer": INFER, "ModelStreamInfer": INFER}
+    paths = {f"/{INFERENCE}/{name}": action for name, action in actions.items()} | {f"/{HEALTH}/Check": Action.READY}
     for roles in (set(some) for count in range(4) for some in itertools.combinations(ROLES, count)):
         methods: Any = Methods(Services(nothing, 16 << 20, EndpointAccess(roles, knob="--grpc-roles"), Regions(False)))
         for path, action in paths.items():

@@ -133,19 +133,16 @@ def test_a_response_waits_until_the_client_reads() -> None:
     assert answered(transport.sent) == [(200, b"one")]
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [
-        (b"\0" * 40_000, 431),
-        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 6000, 431),
-        (b"no HTTP\r\n\r\n", 400),
-        (lines("Content-Length: 1001"), 400),
-        (lines("Transfer-Encoding: chunked") + b"no", None),
-        (lines("Transfer-Encoding: chunked") + b"no\r\n", 400),
-        (lines("Transfer-Encoding: chunked") + b"3e9\r\n", 400),
-        (lines("Content-Length: 1000", first="POST /nowhere HTTP/1.1"), 404),
-    ],
-)
+@pytest.mark.parametrize(("sent", "status"), [
+    (b"\0" * 40_000, 431),
+    (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 6000, 431),
+    (b"no HTTP\r\n\r\n", 400),
+    (lines("Content-Length: 1001"), 400),
+    (lines("Transfer-Encoding: chunked") + b"no", None),
+    (lines("Transfer-Encoding: chunked") + b"no\r\n", 400),
+    (lines("Transfer-Encoding: chunked") + b"3e9\r\n", 400),
+    (lines("Content-Length: 1000", first="POST /nowhere HTTP/1.1"), 404),
+])  # fmt: skip
 def test_a_connection_ends_with_its_first_invalid_request(sent: bytes, status: int | None) -> None:
     connection, transport, _, _ = connected(input_bytes=1000)
     receive(connection, sent)
@@ -234,20 +231,17 @@ def _first(text: bytes) -> bytes:
     return b"POST /v2/models/m/infer HTTP/1.1\r\n" + text + b"\r\n"
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        *(_CHUNKED + size + b"\r\nx\r\n0\r\n\r\n" for size in SIZES.split(b"|")),
-        *(_CHUNKED + chunks for chunks in CHUNKS.split(b"|")),
-        *(_CHUNKED + b"0\r\n" + trailer + b"\r\n\r\n" for trailer in TRAILERS.split(b"|")),
-        *(_first(host) for host in HOSTS.split(b"|")),
-        b"POST /v2 HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n",
-        *(lines(length) + b"0\r\n\r\n" * ("chunked" in length) for length in LENGTHS.split("|")),
-        lines("Transfer-Encoding: chunked", first="POST /v2 HTTP/1.0") + b"0\r\n\r\n",
-        *(lines(header) for header in HEADERS.split("|")),
-        *(lines(first=line) for line in FIRST_LINES.split("|")),
-    ],
-)
+@pytest.mark.parametrize("sent", [
+    *(_CHUNKED + size + b"\r\nx\r\n0\r\n\r\n" for size in SIZES.split(b"|")),
+    *(_CHUNKED + chunks for chunks in CHUNKS.split(b"|")),
+    *(_CHUNKED + b"0\r\n" + trailer + b"\r\n\r\n" for trailer in TRAILERS.split(b"|")),
+    *(_first(host) for host in HOSTS.split(b"|")),
+    b"POST /v2 HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n",
+    *(lines(length) + b"0\r\n\r\n" * ("chunked" in length) for length in LENGTHS.split("|")),
+    lines("Transfer-Encoding: chunked", first="POST /v2 HTTP/1.0") + b"0\r\n\r\n",
+    *(lines(header) for header in HEADERS.split("|")),
+    *(lines(first=line) for line in FIRST_LINES.split("|")),
+])  # fmt: skip
 def test_requests_that_a_proxy_could_read_differently_are_refused(sent: bytes) -> None:
     """The connection ends there: the bytes after it are not read as a request."""
     for cut in (1, 1 << 20):

@@ -98,22 +98,19 @@ def test_chunks_do_not_depend_on_the_borders_of_pieces(pieces: list[bytes], cuts
     assert bytes(chunks.body) == b"".join(pieces)
 
 
-@pytest.mark.parametrize(
-    ("data", "text"),
-    [
-        (b"\r\n", "a valid size"),
-        (b"1" * 2000, "exceeds 1024 bytes"),
-        (b"1;a=" + b"b" * 1020, None),
-        (b"1;a=" + b"b" * 1020 + b"\r\n", None),
-        (b"1;a=" + b"b" * 1021 + b"\r\n", "exceeds 1024 bytes"),
-        (b"1;a=" + b"b" * 1022, "exceeds 1024 bytes"),
-        (b"1\r\nab", "does not match its size"),
-        (b"3e9\r\n", "exceeds the maximum allowed value of 1000 bytes"),
-        (b"ffffffffffffffff\r\n", "exceeds the maximum allowed value of 1000 bytes"),
-        (b"0\r\n" + b"a: " + b"b" * 1000 + b"\r\n", None),
-        (b"0\r\n" + (b"a: " + b"b" * 1000 + b"\r\n") * 40, "exceed 32768 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("data", "text"), [
+    (b"\r\n", "a valid size"),
+    (b"1" * 2000, "exceeds 1024 bytes"),
+    (b"1;a=" + b"b" * 1020, None),
+    (b"1;a=" + b"b" * 1020 + b"\r\n", None),
+    (b"1;a=" + b"b" * 1021 + b"\r\n", "exceeds 1024 bytes"),
+    (b"1;a=" + b"b" * 1022, "exceeds 1024 bytes"),
+    (b"1\r\nab", "does not match its size"),
+    (b"3e9\r\n", "exceeds the maximum allowed value of 1000 bytes"),
+    (b"ffffffffffffffff\r\n", "exceeds the maximum allowed value of 1000 bytes"),
+    (b"0\r\n" + b"a: " + b"b" * 1000 + b"\r\n", None),
+    (b"0\r\n" + (b"a: " + b"b" * 1000 + b"\r\n") * 40, "exceed 32768 bytes"),
+])  # fmt: skip
 def test_invalid_and_large_chunks_are_refused(data: bytes, text: str | None) -> None:
     chunks = bodies.Chunks(1000)
     if text is None:
@@ -145,16 +142,13 @@ def test_compression_roundtrip(data: bytes) -> None:
     assert zlib.decompress(finished(bodies.deflate_body("deflate", [data]))) == data
 
 
-@pytest.mark.parametrize(
-    ("encoding", "body", "kind"),
-    [
-        ("br", b"", Unsupported),
-        ("gzip", b"no", InvalidRequest),
-        ("gzip", gzip.compress(b"x" * 50, mtime=0)[:-1], InvalidRequest),
-        ("gzip", gzip.compress(b"x" * 50, mtime=0) * 2, InvalidRequest),
-        ("deflate", b"", InvalidRequest),
-    ],
-)
+@pytest.mark.parametrize(("encoding", "body", "kind"), [
+    ("br", b"", Unsupported),
+    ("gzip", b"no", InvalidRequest),
+    ("gzip", gzip.compress(b"x" * 50, mtime=0)[:-1], InvalidRequest),
+    ("gzip", gzip.compress(b"x" * 50, mtime=0) * 2, InvalidRequest),
+    ("deflate", b"", InvalidRequest),
+])  # fmt: skip
 def test_invalid_compression_is_refused(encoding: str, body: bytes, kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         inflated(encoding, body, 1000)
@@ -258,24 +252,21 @@ def test_loads_and_unloads() -> None:
     assert body_of(load) == b'{"config": {"backend": "python"}, "files": [["1/model.py", 1]]}\nx'
 
 
-@pytest.mark.parametrize(
-    ("action", "body", "kind"),
-    [
-        ("load", b'{"parameters": {"file:a": "eA=="}}', InvalidRequest),
-        ("load", b'{"parameters": {"config": "{}", "file:a": "?"}}', InvalidRequest),
-        ("load", b'{"parameters": {"other": "x"}}', InvalidRequest),
-        ("load", b'{"parameters": {"config": "no JSON"}}', InvalidRequest),
-        ("load", b"[" * 5000, InvalidRequest),
-        ("unload", b'{"parameters": {"unload_dependents": "yes"}}', InvalidRequest),
-        ("index", b"{" + b" " * (1 << 20) + b"}", InvalidRequest),
-        ("index", b'{"other": ' + b"[" * 5000, InvalidRequest),
-        ("memory_register", b'{"key": "/x", "byte_size": 1}', Unsupported),
-        ("named_repository", b"", Unsupported),
-        ("set_trace", b"[]", InvalidRequest),
-        ("set_log", b'{"log_file": "' + b"x" * 20_000 + b'"}', InvalidRequest),
-        ("metrics", b"", Unsupported),
-    ],
-)
+@pytest.mark.parametrize(("action", "body", "kind"), [
+    ("load", b'{"parameters": {"file:a": "eA=="}}', InvalidRequest),
+    ("load", b'{"parameters": {"config": "{}", "file:a": "?"}}', InvalidRequest),
+    ("load", b'{"parameters": {"other": "x"}}', InvalidRequest),
+    ("load", b'{"parameters": {"config": "no JSON"}}', InvalidRequest),
+    ("load", b"[" * 5000, InvalidRequest),
+    ("unload", b'{"parameters": {"unload_dependents": "yes"}}', InvalidRequest),
+    ("index", b"{" + b" " * (1 << 20) + b"}", InvalidRequest),
+    ("index", b'{"other": ' + b"[" * 5000, InvalidRequest),
+    ("memory_register", b'{"key": "/x", "byte_size": 1}', Unsupported),
+    ("named_repository", b"", Unsupported),
+    ("set_trace", b"[]", InvalidRequest),
+    ("set_log", b'{"log_file": "' + b"x" * 20_000 + b'"}', InvalidRequest),
+    ("metrics", b"", Unsupported),
+])  # fmt: skip
 def test_invalid_queries_are_refused(action: str, body: bytes, kind: type[ServeError]) -> None:
     with pytest.raises(kind):
         question(action, body, "m")

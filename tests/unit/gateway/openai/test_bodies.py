@@ -175,17 +175,14 @@ def test_the_limit_of_a_model_for_tokens() -> None:
         assert inputs.sampling_of(model, given, None) == {"max_tokens": 7}
 
 
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
-        ({"type": "text"}, {}),
-        ({"type": "json_object"}, {"structured_outputs": '{"json_object":true}'}),
-        ({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, {"structured_outputs": '{"json":{"a":1}}'}),
-        ({"type": "json_schema", "json_schema": {}}, None),
-        ({"type": "other"}, None),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("form", "expected"), [
+    ({"type": "text"}, {}),
+    ({"type": "json_object"}, {"structured_outputs": '{"json_object":true}'}),
+    ({"type": "json_schema", "json_schema": {"schema": {"a": 1}}}, {"structured_outputs": '{"json":{"a":1}}'}),
+    ({"type": "json_schema", "json_schema": {}}, None),
+    ({"type": "other"}, None),
+    ({}, None),
+])  # fmt: skip
 def test_formats_for_models_without_messages(form: dict[str, Any], expected: dict[str, Any] | None) -> None:
     model = models.language_model("m", config("text_input sampling_parameters"))
     chat = bodies.chat(json.dumps({"model": "m", "messages": USER, "response_format": form}).encode())
@@ -200,26 +197,23 @@ def test_formats_for_models_without_messages(form: dict[str, Any], expected: dic
 # ---------------------------------------------------------------------------------------- models
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (config("text", "y:FP32"), ("text", "y")),
-        (config("anything", "y:FP16"), ("anything", "y")),
-        (config("a TEXT", "y:FP32"), None),
-        (config("a:FP32", "y:FP32"), None),
-        (config("a", "y:INT32"), None),
-        (config("a", "y:FP32 z:FP32"), None),
-        (config("a", "y:FP32 label"), None),
-        (config("a", "y:FP32 num_input_tokens:UINT32"), ("a", "y")),
-        (config("a", "y:FP32 label", parameters={"embedding_output": parameter("y")}), ("a", "y")),
-        (config("a n:INT32", "y:FP32"), None),
-        (config("a", "y:FP32 z:FP32", parameters={"embedding_output": parameter("z")}), ("a", "z")),
-        (config("a", "y:FP32", parameters={"embedding_output": parameter("none")}), None),
-        (config("a", "y:FP32", model_transaction_policy={"decoupled": True}), None),
-        (config("text_input", "text_output"), None),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    (config("text", "y:FP32"), ("text", "y")),
+    (config("anything", "y:FP16"), ("anything", "y")),
+    (config("a TEXT", "y:FP32"), None),
+    (config("a:FP32", "y:FP32"), None),
+    (config("a", "y:INT32"), None),
+    (config("a", "y:FP32 z:FP32"), None),
+    (config("a", "y:FP32 label"), None),
+    (config("a", "y:FP32 num_input_tokens:UINT32"), ("a", "y")),
+    (config("a", "y:FP32 label", parameters={"embedding_output": parameter("y")}), ("a", "y")),
+    (config("a n:INT32", "y:FP32"), None),
+    (config("a", "y:FP32 z:FP32", parameters={"embedding_output": parameter("z")}), ("a", "z")),
+    (config("a", "y:FP32", parameters={"embedding_output": parameter("none")}), None),
+    (config("a", "y:FP32", model_transaction_policy={"decoupled": True}), None),
+    (config("text_input", "text_output"), None),
+    ({}, None),
+])  # fmt: skip
 def test_models_for_embeddings(given: dict[str, Any], expected: tuple[str, str] | None) -> None:
     if expected is None:
         with pytest.raises(NotFound, match="does not compute embeddings"):

@@ -83,16 +83,13 @@ def test_dimensions() -> None:
     assert isinstance(client.error, BadParameter)
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (reply([1, 2], shape=(1, 2, 1)), r"the shape \[1, 2, 1\] for one text; expected one vector"),
-        (reply([1], shape=()), "expected one vector"),
-        (Reply(1, 1, ()), "returned no output 'y'"),
-        (reply([float("nan")]), "not finite"),
-        (reply([float("inf")]), "not finite"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "text"), [
+    (reply([1, 2], shape=(1, 2, 1)), r"the shape \[1, 2, 1\] for one text; expected one vector"),
+    (reply([1], shape=()), "expected one vector"),
+    (Reply(1, 1, ()), "returned no output 'y'"),
+    (reply([float("nan")]), "not finite"),
+    (reply([float("inf")]), "not finite"),
+])  # fmt: skip
 def test_invalid_outputs_are_an_error_of_the_model(answer: Reply, text: str) -> None:
     client = OpenAiCaller()
     begun(client, ["a"])

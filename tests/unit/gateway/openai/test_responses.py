@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,18 +121,15 @@ def test_invalid_utf8_is_replaced() -> None:
     assert found == ["a\ufffd", "", "\ufffdb"]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "text"),
-    [
-        ({"finish_reason": [b"stop"]}, "returned no output 'text_output'"),
-        ({"text_output": [b"a"]}, "has 1 strings; expected 2"),
-        ({"text_output": [b"a", b"b", b"c"]}, "has 3 strings; expected 2"),
-        ({"text_output": [1, 2]}, "has 0 strings"),
-        ({"text_output": [b"a", b"b"], "finish_reason": [b"stop"]}, "'finish_reason' of model 'm' has 1 strings"),
-        ({"text_output": [b"a", b"b"], "logprobs": [b"{}", b"[]"]}, "'logprobs' of model 'm' is not a JSON list"),
-        ({"text_output": [b"a", b"b"], "tool_calls": [b"[", b""]}, "'tool_calls' of model 'm' is not a JSON list"),
-    ],
-)
+@pytest.mark.parametrize(("outputs", "text"), [
+    ({"finish_reason": [b"stop"]}, "returned no output 'text_output'"),
+    ({"text_output": [b"a"]}, "has 1 strings; expected 2"),
+    ({"text_output": [b"a", b"b", b"c"]}, "has 3 strings; expected 2"),
+    ({"text_output": [1, 2]}, "has 0 strings"),
+    ({"text_output": [b"a", b"b"], "finish_reason": [b"stop"]}, "'finish_reason' of model 'm' has 1 strings"),
+    ({"text_output": [b"a", b"b"], "logprobs": [b"{}", b"[]"]}, "'logprobs' of model 'm' is not a JSON list"),
+    ({"text_output": [b"a", b"b"], "tool_calls": [b"[", b""]}, "'tool_calls' of model 'm' is not a JSON list"),
+])  # fmt: skip
 def test_invalid_parts_are_an_error_of_the_model(outputs: dict[str, Any], text: str) -> None:
     with pytest.raises(ModelFailed, match=text):
         added(PartReader("m", 2), part(**outputs))

@@ -80,19 +80,16 @@ def test_parts_that_are_not_text(part: Any) -> None:
         render("", [{"role": "user", "content": [part]}])
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ('{{ raise_exception("not so") }}', "refuses the messages: not so"),
-        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'"),
-        ("{{ messages.append(1) }}", "access to attribute 'append'"),
-        ("{{ messages[0].content() }}", "not callable"),
-        ("{{ missing.thing }}", "is undefined"),
-        ("{% for i in range(1000000) %}{% endfor %}", "Range too big"),
-        ("{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}", "more than 8388608 characters"),
-        ("{% include 'x' %}", "no loader"),
-    ],
-)
+@pytest.mark.parametrize(("template", "text"), [
+    ('{{ raise_exception("not so") }}', "refuses the messages: not so"),
+    ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'"),
+    ("{{ messages.append(1) }}", "access to attribute 'append'"),
+    ("{{ messages[0].content() }}", "not callable"),
+    ("{{ missing.thing }}", "is undefined"),
+    ("{% for i in range(1000000) %}{% endfor %}", "Range too big"),
+    ("{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}", "more than 8388608 characters"),
+    ("{% include 'x' %}", "no loader"),
+])  # fmt: skip
 def test_templates_that_fail(template: str, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         render(template, [{"role": "user", "content": "x" * 1000}])
@@ -120,29 +117,23 @@ def test_iterators_of_filters_macros_and_recursive_loops() -> None:
 # ---------------------------------------------------------------------------------------- slices
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        ENDLESS,
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-        "{% for i in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
-    ],
-)
+@pytest.mark.parametrize("template", [
+    ENDLESS,
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% for i in range(99999) %}{{ range(99999) | map('string') | list | length }}{% endfor %}",
+])  # fmt: skip
 def test_the_time_of_templates_without_text_is_bounded(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "SECONDS", 0.02)
     with pytest.raises(InvalidRequest, match=r"refuses the messages: it takes more than 0\.02 seconds"):
         render(template, [])
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("{% for i in range(100) %}{% endfor %}", ""),
-        ("{% for i in range(100) if false %}{% endfor %}", ""),
-        ("{% for i in range(100) if i % 50 == 0 %}{{ loop.index }}={{ i }};{% else %}none{% endfor %}", "1=0;2=50;"),
-        ("{{ range(100) | select('gt', 98) | join }}", "99"),
-    ],
-)
+@pytest.mark.parametrize(("template", "text"), [
+    ("{% for i in range(100) %}{% endfor %}", ""),
+    ("{% for i in range(100) if false %}{% endfor %}", ""),
+    ("{% for i in range(100) if i % 50 == 0 %}{{ loop.index }}={{ i }};{% else %}none{% endfor %}", "1=0;2=50;"),
+    ("{{ range(100) | select('gt', 98) | join }}", "99"),
+])  # fmt: skip
 def test_a_template_may_pause_at_each_item(template: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even at items that a condition leaves out."""
     monkeypatch.setattr(templates, "SLICE_SECONDS", 0.0)

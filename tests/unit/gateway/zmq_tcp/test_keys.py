@@ -74,14 +74,11 @@ def test_the_endpoint_is_off_by_default_and_local_addresses_are_recognised() -> 
         assert is_local(host_of(f"tcp://{address}:8790")[0]) is (address in local)
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("short infer", "line 1: expected a public key of 40 characters"),
-        ("#" * 40, "line 1: the key has no roles"),
-        (f"{'a' * 40} infer\n{'a' * 40} observe", "line 2: duplicate key"),
-    ],
-)
+@pytest.mark.parametrize(("line", "text"), [
+    ("short infer", "line 1: expected a public key of 40 characters"),
+    ("#" * 40, "line 1: the key has no roles"),
+    (f"{'a' * 40} infer\n{'a' * 40} observe", "line 2: duplicate key"),
+])  # fmt: skip
 def test_invalid_files_of_keys_are_refused(line: str, text: str) -> None:
     with pytest.raises(shmserve.InvalidRequest, match=text):
         parse(line, "file")

@@ -16,14 +16,11 @@ from tests.support.broker.fake_broker import FakeBroker, echo
 from tests.support.gateway.zmq_listener import HELLO, Bare, ListenerThread
 
 
-@pytest.mark.parametrize(
-    ("message", "code", "text"),
-    [
-        ([7, 1, "echo", 0, []], "CONNECTION_LOST", "the first message of a connection must be Hello"),
-        ([6, 9, 0, "x", "frames"], "PROTOCOL", "protocol version 9 is not supported, only"),
-        ([6, 1, 0, "x", "posix"], "PROTOCOL", "only be sent as 'frames'"),
-    ],
-)
+@pytest.mark.parametrize(("message", "code", "text"), [
+    ([7, 1, "echo", 0, []], "CONNECTION_LOST", "the first message of a connection must be Hello"),
+    ([6, 9, 0, "x", "frames"], "PROTOCOL", "protocol version 9 is not supported, only"),
+    ([6, 1, 0, "x", "posix"], "PROTOCOL", "only be sent as 'frames'"),
+])  # fmt: skip
 def test_an_invalid_first_message_ends_the_connection(bare: Any, message: Any, code: str, text: str) -> None:
     one = bare(greet=False)
     one.send(message)
