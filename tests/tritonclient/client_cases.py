@@ -53,8 +53,7 @@ async def get_model_metadata(face: Face) -> None:
 
 
 async def get_model_config(face: Face) -> None:
-    found = await face.document("get_model_config", "simple")
-    config = found["config"] if face.grpc else found
+    config = await face.config("simple")
     assert (config["name"], config["max_batch_size"]) == ("simple", 8)
     assert [one["dims"] for one in config["input"]] == ([["16"]] * 2 if face.grpc else [[16]] * 2)
     await face.refused("404", "get_model_config", ABSENT)
@@ -100,11 +99,10 @@ async def get_trace_settings(face: Face) -> None:
 
 
 async def update_trace_settings(face: Face) -> None:
-    found = await face.document("update_trace_settings", "simple", {"trace_rate": "500"})
-    assert _values(found, "trace_rate") == "500"
-    assert _values(await face.document("get_trace_settings"), "trace_rate") == "1000"
-    found = await face.document("update_trace_settings", "simple", {"trace_rate": None})
-    assert _values(found, "trace_rate") == "1000"
+    for value, expected in (("500", "500"), (None, "1000")):
+        found = await face.document("update_trace_settings", "simple", {"trace_rate": value})
+        assert _values(found, "trace_rate") == expected
+        assert _values(await face.document("get_trace_settings"), "trace_rate") == "1000"
 
 
 async def get_log_settings(face: Face) -> None:
@@ -114,10 +112,9 @@ async def get_log_settings(face: Face) -> None:
 
 
 async def update_log_settings(face: Face) -> None:
-    found = await face.document("update_log_settings", {"log_verbose_level": 1, "log_warning": False})
-    assert (_setting(found, "log_verbose_level"), _setting(found, "log_warning")) == (1, False)
-    found = await face.document("update_log_settings", {"log_verbose_level": 0, "log_warning": True})
-    assert (_setting(found, "log_verbose_level"), _setting(found, "log_warning")) == (0, True)
+    for level, warns in ((1, False), (0, True)):
+        found = await face.document("update_log_settings", {"log_verbose_level": level, "log_warning": warns})
+        assert (_setting(found, "log_verbose_level"), _setting(found, "log_warning")) == (level, warns)
 
 
 def _setting(found: Any, name: str) -> Any:
@@ -132,29 +129,21 @@ def _setting(found: Any, name: str) -> Any:
 
 async def load_model(face: Face) -> None:
     await face.ask("load_model", "simple_string", config=json.dumps({"max_batch_size": 16}))
-    found = await face.document("get_model_config", "simple_string")
-    assert (found["config"] if face.grpc else found)["max_batch_size"] == 16
+    assert (await face.config("simple_string"))["max_batch_size"] == 16
     await face.ask("unload_model", "simple_string")
     await face.ask("load_model", "simple_string")
-    found = await face.document("get_model_config", "simple_string")
-    assert (found["config"] if face.grpc else found)["max_batch_size"] == 8
-    config = {
-        "backend": "identity" if await _is_ours(face) else "python",
-        "max_batch_size": 2,
-        "input": [{"name": "IN", "data_type": "TYPE_INT32", "dims": [16]}],
-        "output": [{"name": "OUT", "data_type": "TYPE_INT32", "dims": [16]}],
-    }
-    if config["backend"] == "identity":
-        await face.ask("load_model", "sent", config=json.dumps(config), files={"file:1/weights": b"\x00\xff"})
+    assert (await face.config("simple_string"))["max_batch_size"] == 8
+    if (await face.config("simple_identity"))["backend"] == "identity":  # Triton has no such backend
+        tensors = {
+            kind: [{"name": name, "data_type": "TYPE_INT32", "dims": [16]}]
+            for kind, name in (("input", "IN"), ("output", "OUT"))
+        }
+        config = json.dumps({"backend": "identity", "max_batch_size": 2, **tensors})
+        await face.ask("load_model", "sent", config=config, files={"file:1/weights": b"\x00\xff"})
         result = await face.ask("infer", "sent", [face.one("IN", A, "INT32")])
         np.testing.assert_array_equal(result.as_numpy("OUT"), A)
         await face.ask("unload_model", "sent")
     assert "failed to load" in await face.refused("400|404|500", "load_model", ABSENT)
-
-
-async def _is_ours(face: Face) -> bool:
-    found = await face.document("get_model_config", "simple_identity")
-    return bool((found["config"] if face.grpc else found)["backend"] == "identity")
 
 
 async def unload_model(face: Face) -> None:
@@ -168,10 +157,8 @@ async def unload_model(face: Face) -> None:
 
 
 async def register_system_shared_memory(face: Face) -> None:
-    with Region(2 * BYTES) as given, Region(2 * BYTES) as got:
+    async with face.regions(2 * BYTES, 2 * BYTES) as (given, got):
         given.put(A, B)
-        for region in (given, got):
-            await face.ask("register_system_shared_memory", region.name, region.key, region.size)
         await face.refused("400|500", "register_system_shared_memory", "bad", given.key, 1 << 30)
         inputs, outputs = face.inputs(), face.outputs()
         for index in range(2):
@@ -180,34 +167,26 @@ async def register_system_shared_memory(face: Face) -> None:
         await face.ask("infer", "simple", inputs, outputs=outputs)
         np.testing.assert_array_equal(got.array(), A + B)
         np.testing.assert_array_equal(got.array(BYTES), A - B)
-        for region in (given, got):
-            await face.ask("unregister_system_shared_memory", region.name)
 
 
 async def get_system_shared_memory_status(face: Face) -> None:
     with Region() as region:
         await face.ask("register_system_shared_memory", region.name, region.key, BYTES // 2, offset=0)
-        found = await face.document("get_system_shared_memory_status")
-        (one,) = found["regions"].values() if face.grpc else found
+        (one,) = await face.mapped()
         assert (one["name"], one["key"], int(one["byte_size"])) == (region.name, region.key, BYTES // 2)
-        found = await face.document("get_system_shared_memory_status", region.name)
-        assert len(found["regions"] if face.grpc else found) == 1
+        assert len(await face.mapped(region.name)) == 1
         await face.ask("unregister_system_shared_memory", region.name)
-    found = await face.document("get_system_shared_memory_status")
-    assert (found.get("regions", {}) if face.grpc else found) in ({}, [])
+    assert await face.mapped() == []
 
 
 async def unregister_system_shared_memory(face: Face) -> None:
-    with Region() as one, Region() as other:
-        for region in (one, other):
-            await face.ask("register_system_shared_memory", region.name, region.key, BYTES)
+    async with face.regions(BYTES, BYTES) as (one, _):
         inputs = face.inputs()
         inputs[0].set_shared_memory(one.name, BYTES)
         await face.ask("unregister_system_shared_memory", one.name)
         assert one.name in await face.refused("404", "infer", "simple", inputs)
         await face.ask("unregister_system_shared_memory")
-    found = await face.document("get_system_shared_memory_status")
-    assert (found.get("regions", {}) if face.grpc else found) in ({}, [])
+        assert await face.mapped() == []
 
 
 async def register_cuda_shared_memory(face: Face) -> None:
@@ -240,12 +219,8 @@ async def infer(face: Face) -> None:
     response = result.get_response()
     assert (response.id if face.grpc else response["id"]) == "me"
     for algorithm in ("gzip", "deflate"):
-        ways = (
-            ["compression_algorithm"]
-            if face.grpc
-            else [f"{way}_compression_algorithm" for way in ("request", "response")]
-        )
-        options = dict.fromkeys(ways, algorithm)
+        ways = [""] if face.grpc else ["request_", "response_"]
+        options = {f"{way}compression_algorithm": algorithm for way in ways}
         right(await face.ask("infer", "simple", face.inputs(), priority=1, timeout=5_000_000, **options))
     classes = face.module.InferRequestedOutput("OUTPUT0", class_count=2)
     (found,) = (await face.ask("infer", "simple", face.inputs(), outputs=[classes])).as_numpy("OUTPUT0")
@@ -256,7 +231,11 @@ async def infer(face: Face) -> None:
     words = np.array([[b"he\x00llo", b"", "wörld".encode()]], object)
     result = await face.ask("infer", "simple_identity", [face.one("INPUT0", words, "BYTES")])
     np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), words)
-    await _mistakes(face)
+    await face.refused("404", "infer", ABSENT, face.inputs())
+    assert "expected 2 inputs but got 1" in await face.refused("400", "infer", "simple", face.inputs()[:1])
+    for shape, text in (((1, 17), "unexpected shape for input"), ((9, 16), "<= 8")):
+        wrong = [face.one(name, np.zeros(shape, np.int32), "INT32") for name in ("INPUT0", "INPUT1")]
+        assert text in await face.refused("400", "infer", "simple", wrong)
     for sequence in (42, "of words"):
         for value, start, end in ((5, True, False), (6, False, False), (7, False, True)):
             given = [face.one("INPUT", np.array([[value]], np.int32), "INT32")]
@@ -264,15 +243,6 @@ async def infer(face: Face) -> None:
                 "infer", "simple_sequence", given, sequence_id=sequence, sequence_start=start, sequence_end=end
             )
             assert result.as_numpy("OUTPUT").tolist() == [[value + start]]
-
-
-async def _mistakes(face: Face) -> None:
-    await face.refused("404", "infer", ABSENT, face.inputs())
-    assert "expected 2 inputs but got 1" in await face.refused("400", "infer", "simple", face.inputs()[:1])
-    wide = [face.one(name, np.zeros((1, 17), np.int32), "INT32") for name in ("INPUT0", "INPUT1")]
-    assert "unexpected shape for input" in await face.refused("400", "infer", "simple", wide)
-    many = [face.one(name, np.zeros((9, 16), np.int32), "INT32") for name in ("INPUT0", "INPUT1")]
-    assert "<= 8" in await face.refused("400", "infer", "simple", many)
 
 
 async def async_infer(face: Face) -> None:

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,15 @@ class Face:
     async def ask(self, method: str, *args: Any, **options: Any) -> Any:
         return await done(getattr(self.client, method)(*args, **options))
 
+    async def config(self, model: str) -> Any:
+        found = await self.document("get_model_config", model)
+        return found["config"] if self.grpc else found
+
+    async def mapped(self, *name: str) -> list[Any]:
+        """The registered regions, or the one with this name."""
+        found = await self.document("get_system_shared_memory_status", *name)
+        return list(found.get("regions", {}).values()) if self.grpc else found
+
     async def document(self, method: str, *args: Any, **options: Any) -> Any:
         """The result as JSON, for which gRPC needs an option."""
         return await self.ask(method, *args, **options, **({"as_json": True} if self.grpc else {}))
@@ -64,14 +73,21 @@ class Face:
         assert result.status() in expected, result
         return str(result.message())
 
+    @asynccontextmanager
+    async def regions(self, *sizes: int) -> AsyncIterator[list[Region]]:
+        """Registered regions of these sizes."""
+        with ExitStack() as made:
+            regions = [made.enter_context(Region(size)) for size in sizes]
+            for region in regions:
+                await self.ask("register_system_shared_memory", region.name, region.key, region.size)
+            yield regions
+            for region in regions:
+                await self.ask("unregister_system_shared_memory", region.name)
+
     # ------------------------------------------------------------------------------------ the model `simple`
 
     def inputs(self) -> list[Any]:
-        found = []
-        for name, array in (("INPUT0", A), ("INPUT1", B)):
-            found.append(self.module.InferInput(name, list(array.shape), "INT32"))
-            found[-1].set_data_from_numpy(array)
-        return found
+        return [self.one("INPUT0", A, "INT32"), self.one("INPUT1", B, "INT32")]
 
     def outputs(self) -> list[Any]:
         return [self.module.InferRequestedOutput(name) for name in ("OUTPUT0", "OUTPUT1")]

@@ -14,7 +14,8 @@ import numpy as np
 from tritonclient import utils
 from tritonclient.utils import shared_memory as shm
 
-from tests.tritonclient.faces import BYTES, A, B, Face, Region, right
+from tests.tritonclient.faces import BYTES, A, B, Face, right
+from tests.tritonclient.methods import FUNCTIONS
 
 WAIT_S = 20
 Case = Callable[[Face], Awaitable[None]]
@@ -36,13 +37,12 @@ def both(kind: str, *methods: str) -> Callable[[Case], Case]:
 
 @both("InferInput", "name", "datatype", "shape", "set_shape", "set_data_from_numpy")
 async def inputs(face: Face) -> None:
-    one, other = face.inputs()
-    assert (one.name(), one.datatype(), one.shape()) == ("INPUT0", "INT32", [1, 16])
-    one.set_shape([2, 16])
-    one.set_data_from_numpy(np.concatenate([A, B]))
-    other.set_shape([2, 16])
-    other.set_data_from_numpy(np.concatenate([B, B]))
-    result = await face.ask("infer", "simple", [one, other])
+    pair = face.inputs()
+    assert (pair[0].name(), pair[0].datatype(), pair[0].shape()) == ("INPUT0", "INT32", [1, 16])
+    for one, array in zip(pair, (np.concatenate([A, B]), np.concatenate([B, B])), strict=True):
+        one.set_shape([2, 16])
+        one.set_data_from_numpy(array)
+    result = await face.ask("infer", "simple", pair)
     np.testing.assert_array_equal(result.as_numpy("OUTPUT0"), np.concatenate([A + B, B + B]))
     if not face.grpc:
         one, other = face.inputs()
@@ -56,10 +56,8 @@ async def memory(face: Face) -> None:
     """The same objects, with and without shared memory."""
     inputs, outputs = face.inputs(), face.outputs()
     assert [output.name() for output in outputs] == ["OUTPUT0", "OUTPUT1"]
-    with Region() as given, Region() as got:
+    async with face.regions(BYTES, BYTES) as (given, got):
         given.put(B)
-        for region in (given, got):
-            await face.ask("register_system_shared_memory", region.name, region.key, region.size)
         inputs[0].set_shared_memory(given.name, BYTES)
         outputs[0].set_shared_memory(got.name, BYTES)
         result = await face.ask("infer", "simple", inputs, outputs=outputs)
@@ -68,8 +66,6 @@ async def memory(face: Face) -> None:
         outputs[0].unset_shared_memory()
         inputs[0].set_data_from_numpy(A)
         right(await face.ask("infer", "simple", inputs, outputs=outputs))
-        for region in (given, got):
-            await face.ask("unregister_system_shared_memory", region.name)
 
 
 @both("InferResult", "as_numpy", "get_output", "get_response")
@@ -79,12 +75,11 @@ async def result(face: Face) -> None:
     assert found.as_numpy("OUTPUT7") is None
     output, response = found.get_output("OUTPUT1"), found.get_response()
     if face.grpc:
-        assert (output.name, output.datatype, list(output.shape)) == ("OUTPUT1", "INT32", [1, 16])
-        assert (response.model_name, response.model_version, response.id) == ("simple", "1", "7")
         assert found.get_response(as_json=True)["model_name"] == "simple"
-    else:
-        assert (output["name"], output["datatype"], output["shape"]) == ("OUTPUT1", "INT32", [1, 16])
-        assert (response["model_name"], response["model_version"], response["id"]) == ("simple", "1", "7")
+        output = {name: getattr(output, name) for name in ("name", "datatype", "shape")}
+        response = {name: getattr(response, name) for name in ("model_name", "model_version", "id")}
+    assert (output["name"], output["datatype"], list(output["shape"])) == ("OUTPUT1", "INT32", [1, 16])
+    assert (response["model_name"], response["model_version"], response["id"]) == ("simple", "1", "7")
 
 
 @case("http.InferResult.from_response_body")
@@ -157,17 +152,15 @@ async def words(face: Face) -> None:
     given = np.array([[b"one", b"", b"three"]], object)
     packed = utils.serialize_byte_tensor(given)
     size = utils.serialized_byte_size(packed)
-    with Region(size) as region:
+    async with face.regions(size) as (region,):
         region.put(packed)
-        await face.ask("register_system_shared_memory", region.name, region.key, size)
         sent = face.module.InferInput("INPUT0", [1, 3], "BYTES")
-        sent.set_shared_memory(region.name, size)
         wanted = face.module.InferRequestedOutput("OUTPUT0", binary_data=True)
-        wanted.set_shared_memory(region.name, size)
+        for one in (sent, wanted):
+            one.set_shared_memory(region.name, size)
         await face.ask("infer", "simple_identity", [sent], outputs=[wanted])
         found = shm.get_contents_as_numpy(region.handle, np.object_, [1, 3])
         np.testing.assert_array_equal(found, given)
-        await face.ask("unregister_system_shared_memory", region.name)
     assert utils.deserialize_bytes_tensor(packed.item()).tolist() == given[0].tolist()
 
 
@@ -181,26 +174,17 @@ async def error(face: Face) -> None:
     assert text == "so"
 
 
-@case(*[
-    f"utils.shared_memory.{name}"
-    for name in (
-        "create_shared_memory_region", "destroy_shared_memory_region", "get_contents_as_numpy",
-        "mapped_shared_memory_regions", "set_shared_memory_region",
-    )
-])  # fmt: skip
+@case(*[f"utils.shared_memory.{name}" for name in FUNCTIONS["utils.shared_memory"]])
 async def regions(face: Face) -> None:
     """One region with both inputs and both outputs in it."""
-    region = Region(4 * BYTES)
-    assert shm.mapped_shared_memory_regions() == [region.key]
-    shm.set_shared_memory_region(region.handle, [A, B])
-    await face.ask("register_system_shared_memory", region.name, region.key, region.size)
-    inputs, outputs = face.inputs(), face.outputs()
-    for index in range(2):
-        inputs[index].set_shared_memory(region.name, BYTES, index * BYTES)
-        outputs[index].set_shared_memory(region.name, BYTES, (2 + index) * BYTES)
-    await face.ask("infer", "simple", inputs, outputs=outputs)
-    np.testing.assert_array_equal(shm.get_contents_as_numpy(region.handle, np.int32, [1, 16], 2 * BYTES), A + B)
-    np.testing.assert_array_equal(shm.get_contents_as_numpy(region.handle, np.int32, [1, 16], 3 * BYTES), A - B)
-    await face.ask("unregister_system_shared_memory", region.name)
-    shm.destroy_shared_memory_region(region.handle)
+    async with face.regions(4 * BYTES) as (region,):
+        assert shm.mapped_shared_memory_regions() == [region.key]
+        region.put(A, B)
+        inputs, outputs = face.inputs(), face.outputs()
+        for index in range(2):
+            inputs[index].set_shared_memory(region.name, BYTES, index * BYTES)
+            outputs[index].set_shared_memory(region.name, BYTES, (2 + index) * BYTES)
+        await face.ask("infer", "simple", inputs, outputs=outputs)
+        np.testing.assert_array_equal(region.array(2 * BYTES), A + B)
+        np.testing.assert_array_equal(region.array(3 * BYTES), A - B)
     assert shm.mapped_shared_memory_regions() == []

@@ -36,14 +36,7 @@ def serving(
 def _gateway(server: Server, ports: dict[str, int]) -> Iterator[dict[str, str]]:
     reader, writer = os.pipe()
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "gateway", "--runtime-dir", str(server.runtime_dir)]
-    command += [
-        "--http-port",
-        str(ports.get("http", 0)),
-        "--metrics-port",
-        "0",
-        "--grpc-port",
-        str(ports.get("grpc", 0)),
-    ]
+    command += [f"--{name}-port={ports.get(name, 0)}" for name in ("http", "grpc", "metrics")]
     command += ["--http-roles", ROLES, "--grpc-roles", ROLES, "--allow-client-shm", "--ready-fd", str(writer)]
     with open(reader) as ready:
         process = subprocess.Popen(command, pass_fds=[writer], stderr=subprocess.PIPE)

@@ -22,7 +22,6 @@ from shmserve.gateway.upstream.device_regions import DeviceOrder
 from shmserve.gateway.upstream.regions import Region, Regions, Registration
 from shmserve.gateway.upstream.requests import PendingCall, RequestSender
 from shmserve.protocol.messages import INLINE_BYTES, Handle
-from shmserve.session.foreign_memory import ForeignMemory
 from shmserve.session.memory import SessionMemory
 from shmserve.shm.extents.cuda import parts_of
 from tests.support.workers.gpu.harness import standins
@@ -146,32 +145,19 @@ def test_a_truncated_region_is_refused(memory: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"byte_size": 4097}, "failed to register shared memory region 'r': invalid args"),
-    ({"byte_size": 4096, "offset": 1}, "invalid args"),
-    ({"byte_size": 0}, "invalid args"),
-    ({"byte_size": -1}, "invalid args"),
-    ({"offset": -1}, "invalid args"),
-    ({"offset": 2**63 - 1, "byte_size": 2**63 - 1}, "invalid args"),
-    ({"key": ""}, "invalid shm key"),
-    ({"key": ".."}, "invalid shm key"),
-    ({"key": "/../etc/passwd"}, "invalid shm key"),
-    ({"key": "/a/b"}, "invalid shm key"),
-    ({"key": "x" * 300}, "invalid shm key"),
+    *((args, "invalid args") for args in (
+        {"byte_size": 4096, "offset": 1}, {"byte_size": 0}, {"byte_size": -1}, {"offset": -1},
+        {"offset": 2**63 - 1, "byte_size": 2**63 - 1},
+    )),
+    *(({"key": key}, "invalid shm key") for key in ("", "..", "/../etc/passwd", "/a/b", "x" * 300)),
+    ({"key": "/"}, "cannot register shared memory region 'r' - invalid shm key '/'"),
     ({"key": "/shmserve-1-2-3-" + "0" * 32}, "contains the reserved prefix 'shmserve-'"),
     ({"key": "shmserve-1"}, "contains the reserved prefix 'shmserve-'"),
     ({"key": "//triton_python_backend_shm_region_1"}, "reserved prefix 'triton_python_backend_shm_region_'"),
-    ({"key": "/"}, "cannot register shared memory region 'r' - invalid shm key '/'"),
 ])  # fmt: skip
 def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any], said: str) -> None:
-    order = Registration(memory[0], 10)
-    for name, value in change.items():
-        setattr(order, name, value)
     with pytest.raises(InvalidRequest, match=said):
-        Regions(True).register("r", order, ME)
-
-
-def test_a_key_that_does_not_exist() -> None:
-    with pytest.raises(Internal, match="Unable to open shared memory region: '/nothing-of-that-name'"):
-        Regions(True).register("r", Registration("/nothing-of-that-name", 0), ME)
+        Regions(True).register("r", Registration(**{"key": memory[0], "byte_size": 10} | change), ME)
 
 
 def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> None:
@@ -181,6 +167,8 @@ def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> Non
         Regions(False).unregister("system", "r", ME)
     with pytest.raises(Unsupported, match="CUDA"):
         Regions(True).register("r", DeviceOrder(bytes(64), 0, 100), ME)
+    with pytest.raises(Internal, match="Unable to open shared memory region: '/nothing-of-that-name'"):
+        Regions(True).register("r", Registration("/nothing-of-that-name", 0), ME)
 
 
 @pytest.mark.parametrize(
@@ -214,22 +202,22 @@ UUIDS = ["GPU-" + "00112233-4455-6677-8899-aabbccddeeff", "GPU-" + "01" * 16]
 
 
 @pytest.fixture
-def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForeignMemory]:
-    """A link to a broker that has GPUs."""
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[SessionMemory]:
+    """The memory of a link to a broker that has GPUs."""
     monkeypatch.setenv("STANDIN_GPUS", json.dumps([{"uuid": uuid, "pci": str(n)} for n, uuid in enumerate(UUIDS)]))
     memory = SessionMemory("memfd", 1 << 20)
     with standins():
-        yield memory.foreign
+        yield memory
     memory.close()
 
 
-def test_gpu_memory_is_only_forwarded(foreign: ForeignMemory) -> None:
+def test_gpu_memory_is_only_forwarded(gpus: SessionMemory) -> None:
     handle = bytes(range(64))
-    regions = Regions(True, lambda: foreign)
+    regions = Regions(True, lambda: gpus.foreign)
     regions.register("g", DeviceOrder(handle, 1, 1000), ME)
     assert regions.status("cuda", "") == [{"name": "g", "device_id": 1, "byte_size": 1000}]
     assert regions.status("system", "") == []
-    (told,) = [segment.map() for segment in foreign._announcements.maps]
+    (told,) = [segment.map() for segment in gpus.announcements.maps]
     assert told.size == 1000
     assert told.name is not None
     assert parts_of(told.name) == (handle, b"\x01" * 16)
@@ -240,39 +228,36 @@ def test_gpu_memory_is_only_forwarded(foreign: ForeignMemory) -> None:
         regions.find(RegionSlice("g", 100, 901))
     with pytest.raises(AlreadyExists):
         regions.register("g", Registration("/k", 1), ME)
-    foreign._announcements.maps.clear()  # it has been notified
-    foreign._announcements.connected(9, True, True)
-    foreign.connected()
-    assert part.handle == Handle(foreign._announcements.maps[0].id, 100, 900)
+    gpus.announcements.maps.clear()  # it has been notified
+    gpus.announcements.connected(9, True, True)
+    gpus.foreign.connected()
+    assert part.handle == Handle(gpus.announcements.maps[0].id, 100, 900)
     assert part.handle.segment >> 32 == 9
-    foreign._announcements.maps.clear()
+    gpus.announcements.maps.clear()
     regions.unregister("system", "", ME)
     assert regions.status("cuda", "g")
     regions.unregister("cuda", "g", ME)
-    assert foreign._announcements.unmaps == [part.handle.segment]
+    assert gpus.announcements.unmaps == [part.handle.segment]
     with pytest.raises(NotFound):
         regions.find(RegionSlice("g", 0, 1))
 
 
-@pytest.mark.parametrize(("order", "said"), [
-    (DeviceOrder(bytes(63), 0, 10), "a CUDA handle has 64 bytes, this one 63"),
-    (DeviceOrder(bytes(65), 0, 10), "this one 65"),
-    (DeviceOrder(b"", 0, 10), "this one 0"),
-    (DeviceOrder(bytes(64), 0, 0), "and the region 0"),
-    (DeviceOrder(bytes(64), 0, -1), "and the region -1"),
-    (DeviceOrder(bytes(64), 0, 2**63), "and the region"),
-    (DeviceOrder(bytes(64), 2, 10), "there is no GPU 2"),
-    (DeviceOrder(bytes(64), -1, 10), "there is no GPU -1"),
+@pytest.mark.parametrize(("handle_bytes", "device", "size", "said"), [
+    (63, 0, 10, "a CUDA handle has 64 bytes, this one 63"), (65, 0, 10, "this one 65"), (0, 0, 10, "this one 0"),
+    (64, 0, 0, "and the region 0"), (64, 0, -1, "and the region -1"), (64, 0, 2**63, "and the region"),
+    (64, 2, 10, "there is no GPU 2"), (64, -1, 10, "there is no GPU -1"),
 ])  # fmt: skip
-def test_invalid_gpu_memory_is_refused(foreign: ForeignMemory, order: DeviceOrder, said: str) -> None:
-    regions = Regions(True, lambda: foreign)
+def test_invalid_gpu_memory_is_refused(
+    gpus: SessionMemory, handle_bytes: int, device: int, size: int, said: str
+) -> None:
+    regions = Regions(True, lambda: gpus.foreign)
     with pytest.raises(InvalidRequest, match=said):
-        regions.register("g", order, ME)
+        regions.register("g", DeviceOrder(bytes(handle_bytes), device, size), ME)
     assert regions.status("cuda", "") == []
-    assert foreign._announcements.maps == []
+    assert gpus.announcements.maps == []
 
 
-def test_gpu_memory_is_refused_if_the_broker_does_not_accept_it(foreign: ForeignMemory) -> None:
-    foreign._announcements.device_memory = False
+def test_gpu_memory_is_refused_if_the_broker_does_not_accept_it(gpus: SessionMemory) -> None:
+    gpus.announcements.device_memory = False
     with pytest.raises(Unsupported, match="needs the role operate"):
-        Regions(True, lambda: foreign).register("g", DeviceOrder(bytes(64), 0, 10), ME)
+        Regions(True, lambda: gpus.foreign).register("g", DeviceOrder(bytes(64), 0, 10), ME)

@@ -339,5 +339,4 @@ def test_requests_that_are_not_grpc_get_an_http_status(field: tuple[str, str], s
 def test_too_many_fields_are_refused_before_they_are_decoded(field: bytes) -> None:
     caller = Caller(opening=b"")
     assert caller.errors(HELLO, whole(field * 129)) == [CALM]
-    assert caller.core._blocks._heads._table.changes == 0
-    assert caller.core._blocks._heads.fields == 0
+    assert caller.core.spent < 10

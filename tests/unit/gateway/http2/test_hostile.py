@@ -58,6 +58,14 @@ WRONG: dict[str, tuple[bytes, int]] = {
     "much empty DATA": (HELLO + OPEN + frame(DATA, 0, 1) * MANY, CALM),
     "much PRIORITY": (HELLO + frame(PRIORITY, 0, 1, bytes(5)) * MANY, CALM),
     "many unknown frames": (HELLO + frame(200, 0, 1) * MANY, CALM),
+    "many resets of an ended call": (HELLO + unary(1, b"x") + frame(RST, 0, 1, number(8)) * MANY, CALM),
+    "a window that grows byte by byte": (
+        HELLO
+        + frame(SETTINGS, 0, 0, b"\0\4" + bytes(4))
+        + unary(1, bytes(20_000))
+        + frame(WINDOW, 0, 1, number(1)) * MANY,
+        CALM,
+    ),
 }
 
 
@@ -69,21 +77,6 @@ def test_a_client_that_breaks_the_protocol_is_disconnected(name: str) -> None:
     assert not caller.core.streams
     assert not caller.host.held
     assert caller.raw([unary(9, b"more")]) == []
-
-
-def test_data_of_a_call_that_has_ended_is_ignored() -> None:
-    caller = Caller(opening=b"")
-    late = [frame(DATA, 0, 1, b"late"), frame(WINDOW, 0, 1, number(5)), frame(RST, 0, 1, number(8)),
-            frame(DATA, 0x8, 1, bytes([200]) + bytes(300))]  # fmt: skip
-    assert caller.errors(HELLO, unary(1, b"x"), *late) == []
-    assert caller.errors(unary(3, b"y")) == []
-    assert caller.host.calls[1].events == [b"y", "half closed"]
-
-
-def test_a_window_that_grows_byte_by_byte_is_a_flood() -> None:
-    caller = Caller(opening=b"")
-    caller.raw([HELLO + frame(SETTINGS, 0, 0, b"\0\4" + number(0)), unary(1, bytes(20_000))])
-    assert caller.errors(*[frame(WINDOW, 0, 1, number(1))] * MANY) == [CALM]
 
 
 def test_resets_after_the_deadline_of_their_calls_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
