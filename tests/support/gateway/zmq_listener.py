@@ -92,10 +92,13 @@ class ListenerThread:
     def begin_to_stop(self) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)
 
-    def stop(self) -> None:
-        self.begin_to_stop()
+    def join(self) -> None:
         self._thread.join(30)
         assert not self._thread.is_alive()
+
+    def stop(self) -> None:
+        self.begin_to_stop()
+        self.join()
 
 
 class Bare:

@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[str, st.SearchStrategy[Any]]] = {
 
 
 @pytest.mark.parametrize("size", [16, SLICE_BYTES])
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_slices_give_the_plan_of_protobuf(monkeypatch: pytest.MonkeyPatch, size: int, data: st.DataObject) -> None:
     monkeypatch.setattr(contents, "SLICE_BYTES", size)
@@ -63,7 +63,7 @@ def test_slices_give_the_plan_of_protobuf(monkeypatch: pytest.MonkeyPatch, size:
     assert (cut.model, cut.raw, cut.contents) == (whole.model, whole.raw, whole.contents)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 @given(st.binary(max_size=40), st.integers(0, 60))
 def test_any_bytes_give_the_plan_of_protobuf_or_are_refused(noise: bytes, place: int) -> None:
     text = request(("INT32", "int_contents", [1, -1, 300]), ("BYTES", "bytes_contents", [b"ab", b""]))

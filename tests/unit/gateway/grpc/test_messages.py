@@ -91,7 +91,7 @@ def test_the_tensors_of_a_request_are_separated(case: tuple[Any, bytes], kind: A
     st.binary(max_size=64) | requests().map(lambda case: case[1]),
     st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=3),
 )
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 def test_any_bytes_are_a_plan_or_refused(data: bytes, changes: list[tuple[int, int]]) -> None:
     """A plan has the fields that protobuf reads."""
     noise = bytearray(data)

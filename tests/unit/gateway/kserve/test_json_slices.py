@@ -74,7 +74,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("dtype", KINDS)
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30))
 @given(data=st.data(), depth=st.integers(1, 4), indent=st.sampled_from([None, 1]), ascii_=st.booleans())
 def test_a_plan_in_slices_is_the_plan_of_the_whole(
     small: int, dtype: str, data: st.DataObject, depth: int, indent: int | None, ascii_: bool

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import shmserve
 from shmserve.clients.cli.parser import parser
@@ -22,17 +19,12 @@ from shmserve.gateway.zmq_tcp.keys import KeyEntry, parse
 from shmserve.gateway.zmq_tcp.listener import host_of
 from shmserve.gateway.zmq_tcp.peer import Peer, PeerHost
 from shmserve.gateway.zmq_tcp.requests import ZmqLimits
-from shmserve.protocol.roles import INFER, OBSERVE, OPERATE, OPERATIONS
+from shmserve.protocol.roles import INFER, OBSERVE, OPERATE
 from shmserve.session import Session
 from shmserve.terminal.errors import Misuse
 from tests.support.gateway.zmq_listener import HELLO
-from tests.support.hypothesis_profiles import examples
 
 LIMITS = ZmqLimits(input_bytes=4 << 20)
-OPTIONS = [
-    "id", "priority", "queue_timeout_us", "sequence", "sequence_start", "sequence_end", "parameters", "window",
-]  # fmt: skip
-TAGS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 33, 99]
 GOOD = "--zmq-server-key server.key --zmq-keys keys"
 
 
@@ -118,24 +110,6 @@ class _Host(PeerHost):
         peer.end()
 
 
-_value: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 2**63 - 1) | st.floats() | st.binary(max_size=9)
-    | st.sampled_from(["", "x", "UINT8", "infer", "models", "load", "frames"]),
-    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.sampled_from(OPTIONS), inner, max_size=3),
-    max_leaves=12,
-)  # fmt: skip
-_message = st.builds(lambda tag, fields: [tag, *fields], st.sampled_from(TAGS), st.lists(_value, max_size=8))
-_infer = st.builds(
-    lambda number, dtype, shape, data, wanted, timeout, options: [
-        7, number, "m", 0, [["x", dtype, shape, data]], wanted, timeout, options,
-    ],
-    st.integers(0, 3), st.sampled_from(["UINT8", "BYTES", "?"]), st.lists(st.integers(-1, 2**63 - 1), max_size=3),
-    st.binary(max_size=9) | st.integers(-1, 3) | st.just([[1, 0, 1]]),
-    st.none() | st.lists(st.tuples(st.sampled_from("xy"), st.none(), st.integers(0, 5)), max_size=2),
-    st.integers(0, 2**63 - 1), st.none() | st.dictionaries(st.sampled_from(OPTIONS), _value, max_size=4),
-)  # fmt: skip
-
-
 def test_a_packet_of_many_messages_is_processed_in_slices() -> None:
     host = _Host()
     peer = Peer(host, b"me", 1, "key", KeyEntry(INFER, ""), "127.0.0.1")
@@ -148,24 +122,4 @@ def test_a_packet_of_many_messages_is_processed_in_slices() -> None:
     next(slices)
     peer.end()
     assert list(slices) == [], "the rest of a client that has gone is dropped"
-    host.link.session.close()
-
-
-@settings(max_examples=examples(40))
-@given(st.lists(st.lists(_infer | _message, max_size=4) | st.binary(max_size=30), max_size=6))
-def test_random_messages_raise_nothing_and_leave_nothing(messages: list[Any]) -> None:
-    host = _Host()
-    peer = Peer(host, b"me", 1, "key", KeyEntry(INFER | OBSERVE | OPERATE, ""), "127.0.0.1")
-    deque(peer.receive(msgpack.packb([HELLO]), []), 0)
-    peer.take_out()
-    for one in messages:
-        deque(peer.receive(one if isinstance(one, bytes) else msgpack.packb(one), [b"", bytes(5000)]), 0)
-        peer.take_out()
-    assert host.sent[0][0] == 32
-    assert {message[0] for message in host.sent} <= {32, 34, 39, 5}
-    peer.end()
-    tickets = host.link.session.tickets
-    assert all(
-        ticket.message is None or getattr(ticket.message, "what", "") in OPERATIONS for ticket in tickets.values()
-    )
     host.link.session.close()

@@ -166,7 +166,7 @@ def test_shutdown_answers_requests_in_flight_and_refuses_others(broker: FakeBrok
             assert one.receive() == [34, 6, Unavailable.code, "the gateway is stopping"]
             broker.do(lambda: echo(broker, peer, infer, frames))
             assert one.receive()[:2] == [33, 5]
-        listener.stop()
+        listener.join()
 
 
 def test_several_listeners_can_share_a_port(broker: FakeBroker, tmp_path: Path) -> None:
