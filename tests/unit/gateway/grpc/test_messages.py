@@ -124,22 +124,20 @@ def test_unknown_fields_are_ignored_up_to_a_number() -> None:
         take_apart(b"\x3a\x00" * 5000)
 
 
+def set_all(made: Any, **parameters: Any) -> None:
+    for name, value in parameters.items():
+        parameter(made.parameters[name], value)
+
+
 def test_all_fields_of_a_request() -> None:
     made = message("ModelInferRequest", model_name="m", model_version="3")
     made.inputs.add(name="a", datatype="FP32", shape=[2, 3])
     held = made.inputs.add(name="b", datatype="INT8", shape=[4])
-    for name, value in (("shared_memory_region", "r"), ("shared_memory_offset", 8), ("shared_memory_byte_size", 4)):
-        parameter(held.parameters[name], value)
-    place = made.outputs.add(name="p")
-    for name, value in (("shared_memory_region", "r"), ("shared_memory_byte_size", 64)):
-        parameter(place.parameters[name], value)
-    parameter(made.outputs.add(name="k").parameters["classification"], 2)
-    parameters: dict[str, Any] = {
-        "sequence_id": 7, "sequence_start": True, "sequence_end": True, "timeout": 9, "mine": 1.5,
-        "triton_enable_empty_final_response": True,
-    }  # fmt: skip
-    for name, value in parameters.items():
-        parameter(made.parameters[name], value)
+    set_all(held, shared_memory_region="r", shared_memory_offset=8, shared_memory_byte_size=4)
+    set_all(made.outputs.add(name="p"), shared_memory_region="r", shared_memory_byte_size=64)
+    set_all(made.outputs.add(name="k"), classification=2)
+    set_all(made, sequence_id=7, sequence_start=True, sequence_end=True, timeout=9, mine=1.5)
+    set_all(made, triton_enable_empty_final_response=True)
     made.parameters["priority"].uint64_param = 4
     places = {"p": RegionSlice("r", 0, 64)}
     options = RequestOptions("", 4, 7, True, True, {"timeout": 9, "mine": 1.5})
@@ -156,9 +154,8 @@ def one_input(**more: Any) -> Any:
 
 def with_parameter(name: str, value: Any) -> Any:
     made = one_input()
-    if value is None:
-        made.parameters[name].Clear()
-    else:
+    made.parameters[name].Clear()
+    if value is not None:
         parameter(made.parameters[name], value)
     return made
 
@@ -171,24 +168,18 @@ def with_output(name: str, value: Any) -> Any:
 
 @pytest.mark.parametrize(("made", "text"), [
     (one_input(shape=[-1]), "dims must be from 0"),
-    (one_input(shape=[1] * 33), "33 dims"),
     (one_input(datatype="FLOAT"), "unknown data-type 'FLOAT'"),
-    (one_input(name="n" * 200), "200 characters"),
     (one_input(model_version="new"), "failed to get model version from specified version string 'new'"),
-    (one_input(model_version="0"), "failed to get model version"),
     (one_input(contents={"int_contents": [1]}), "FP32, whose elements are in fp32_contents, and int_contents has"),
     (one_input(datatype="FP16", contents={}), "use raw_input_contents"),
-    (one_input(datatype="BF16", contents={}), "use raw_input_contents"),
     (one_input(datatype="INT8", contents={"int_contents": [128]}), "does not fit in INT8"),
     (one_input(datatype="UINT16", contents={"uint_contents": [65536]}), "does not fit in UINT16"),
     (with_parameter("x", None), "parameter 'x' of the request has no value"),
     (with_parameter("triton_x", 1), "reserved"),
-    (with_parameter("headers", "1"), "reserved"),
     (with_parameter("sequence_start", 1), "'sequence_start' must be true or false"),
     (with_parameter("priority", -1), "'priority' must be a number from 0"),
     (with_parameter("triton_enable_empty_final_response", 1), "must be true or false"),
     (with_output("classification", 0), "'classification' of output 'o'"),
-    (with_output("shared_memory_region", "r"), "shared_memory_byte_size"),
     (message("ModelInferRequest", inputs=[{}] * (TENSORS + 1)), "257 inputs; the limit is 256"),
     (message("ModelInferRequest", outputs=[{}] * (TENSORS + 1)), "257 outputs; the limit is 256"),
     (message("ModelInferRequest", outputs=[{"name": "o"}] * 2), "output 'o' already exists in request"),

@@ -96,18 +96,16 @@ def test_an_error_does_not_end_the_stream() -> None:
 
 
 def test_an_error_ends_the_stream_on_request() -> None:
-    case = Case("ModelStreamInfer", triton_grpc_error="true")
+    case, other = (Case("ModelStreamInfer", triton_grpc_error="true") for _ in range(2))
     first, second = case.ask(id="1"), case.ask(id="2")
     second.fail(NotFound("gone"))
     assert case.answers() == []
     first.settle(reply("a"))
     assert case.answers() == [("1", "a", True)]
-    assert case.stream.end == (Code.NOT_FOUND, "gone")
-    case = Case("ModelStreamInfer", triton_grpc_error="true")
-    first, second = case.ask(id="1"), case.ask(id="2")
+    first, second = other.ask(id="1"), other.ask(id="2")
     first.fail(NotFound("gone"))
-    assert case.stream.end == (Code.NOT_FOUND, "gone")
-    assert case.link.cancelled == [second]
+    assert case.stream.end == other.stream.end == (Code.NOT_FOUND, "gone")
+    assert other.link.cancelled == [second]
 
 
 def test_responses_wait_until_the_client_reads() -> None:

@@ -318,9 +318,9 @@ def fill(connection: HttpConnection, transport: Transport) -> int:
     """Reads until the connection pauses, as with a sender that is faster than the gateway."""
     sent = 0
     while transport.reads and sent < 2 * READ_BYTES:
-        place = connection.get_buffer(-1)
-        connection.buffer_updated(len(place))
-        sent += len(place)
+        count = len(connection.get_buffer(-1))
+        connection.buffer_updated(count)
+        sent += count
     return sent
 
 
@@ -428,14 +428,13 @@ def test_a_body_is_refused_when_the_machine_has_no_memory_left() -> None:
     budget = Budget(8 << 20)
     connection, transport, echo, _ = connected(budget=budget)
 
+    def warm(begin: int, end: int) -> None:
+        if end > 1 << 20:
+            raise Unavailable("no memory")
+
     def prepare(connection: HttpConnection, head: Any, first: Any) -> None:
-        memory = memoryview(bytearray(head.length))
-
-        def warm(begin: int, end: int) -> None:
-            if end > 1 << 20:
-                raise Unavailable("no memory")
-
-        connection.fill([ReceiveBuffer(head.length, lambda _: Room(memory, warm))], first, lambda left: None)
+        room = Room(memoryview(bytearray(head.length)), warm)
+        connection.fill([ReceiveBuffer(head.length, lambda _: room)], first, lambda left: None)
 
     echo.prepare = prepare  # type: ignore[method-assign]
     receive(connection, lines(f"Content-Length: {2 << 20}") + bytes(1 << 20))
