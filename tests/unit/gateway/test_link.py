@@ -4,8 +4,7 @@ requests."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,20 +20,6 @@ from shmserve.session.ticket import Ticket
 from tests.support.gateway.manual_loop import ManualLoop
 
 LARGE = 600 * 1024
-
-
-class Loop(ManualLoop):
-    def __init__(self) -> None:
-        super().__init__()
-        self.timers: list[Callable[[], Any]] = []
-        self.call_soon_threadsafe = self.call_soon
-
-    def is_closed(self) -> bool:
-        return False
-
-    def call_later(self, delay: float, callback: Callable[[], Any]) -> Any:
-        self.timers.append(callback)
-        return SimpleNamespace(cancel=lambda: self.timers.remove(callback))
 
 
 class Server:
@@ -87,8 +72,8 @@ class Linked(GatewayLink):
 
 
 @pytest.fixture
-def connected() -> Iterator[tuple[Any, Loop, Server]]:
-    loop, server = Loop(), Server()
+def connected() -> Iterator[tuple[Any, ManualLoop, Server]]:
+    loop, server = ManualLoop(), Server()
     link = Linked(loop, server)
     yield link, loop, server
     link.lose()
@@ -111,7 +96,7 @@ def test_large_outputs_are_returned_with_the_next_request(connected: Any) -> Non
     [[returned, asked]] = server.sent
     assert returned == Return((handle,))
     assert type(asked) is Ask
-    loop.timers.pop()()
+    loop.advance(60)
     assert len(server.sent) == 1, "nothing is left to return"
 
 
@@ -119,11 +104,10 @@ def test_large_outputs_are_returned_alone_if_no_request_comes(connected: Any) ->
     link, loop, server = connected
     handles = (drop(link, 0), drop(link, LARGE))
     assert not server.sent
-    [timer] = loop.timers
-    timer()
+    loop.advance(60)
     assert server.sent == [[Return(handles)]]
     drop(link, 0)
-    assert len(loop.timers) == 2, "the next outputs have a timer of their own"
+    assert loop.timers, "the next outputs have a timer of their own"
     server.sent.clear()
     many = drop(link, LARGE, RETURN_BYTES)
     loop.run()
@@ -163,7 +147,7 @@ class Inference(PendingInference):
 class Gateway:
     """Sends requests for outputs, and answers them as the server would."""
 
-    def __init__(self, link: Any, loop: Loop, server: Server) -> None:
+    def __init__(self, link: Any, loop: ManualLoop, server: Server) -> None:
         self._link, self._loop, self._server = link, loop, server
         self._sender = RequestSender(link, Regions(False))
         self._payer = link.shares.connect("").payer("")

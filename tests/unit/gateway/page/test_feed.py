@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,39 +18,12 @@ from tests.support.gateway.manual_loop import ManualLoop
 Event = tuple[str, dict[str, Any]]
 
 
-class Clock(ManualLoop):
-    """An event loop whose time the test advances."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 100.0
-        self._order = itertools.count()
-        self._timers: list[tuple[float, int, Callable[[], Any], list[bool]]] = []
-
-    def time(self) -> float:
-        return self._now
-
-    def call_at(self, when: float, callback: Callable[[], Any]) -> Any:
-        cancelled = [False]
-        heapq.heappush(self._timers, (when, next(self._order), callback, cancelled))
-        return SimpleNamespace(cancel=lambda: cancelled.__setitem__(0, True))
-
-    def advance(self, seconds: float) -> None:
-        until = self._now + seconds
-        while self._timers and self._timers[0][0] <= until:
-            when, _, callback, cancelled = heapq.heappop(self._timers)
-            self._now = max(self._now, when)
-            if not cancelled[0]:
-                callback()
-                self.run()
-        self._now = until
-
-
 class Broker:
     """Answers the queries of the feed, or keeps them in `tickets`."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = ManualLoop()
+        self.clock.advance(100.0)
         self.answers = True
         self.error: Unavailable | None = None
         self.took_ns = 0
