@@ -246,22 +246,19 @@ async def infer(face: Face) -> None:
 
 
 async def async_infer(face: Face) -> None:
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     if not face.grpc:
-        requests = [face.client.async_infer("simple", face.inputs()) for _ in range(4)]
-        for request in requests:
+        for request in [face.client.async_infer("simple", face.inputs()) for _ in range(4)]:
             right(request.get_result(timeout=WAIT_S))
         return
-    for _ in range(4):
-        face.client.async_infer("simple", face.inputs(), lambda result, error: answers.put((result, error)))
-    for _ in range(4):
-        result, error = answers.get(timeout=WAIT_S)
-        assert error is None
-        right(result)
-    face.client.async_infer(ABSENT, face.inputs(), lambda result, error: answers.put((result, error)))
-    result, error = answers.get(timeout=WAIT_S)
-    assert result is None
-    assert error.status() == "StatusCode.NOT_FOUND"
+    answers = Answers()
+    for model in (*["simple"] * 4, ABSENT):
+        face.client.async_infer(model, face.inputs(), answers.put)
+    found = [answers.get() for _ in range(5)]
+    (error,) = [one for one in found if isinstance(one, Exception)]
+    assert error.status() == "StatusCode.NOT_FOUND"  # type: ignore[attr-defined]
+    for result in found:
+        if result is not error:
+            right(result)
 
 
 def _repeat(face: Face) -> list[Any]:
@@ -269,20 +266,33 @@ def _repeat(face: Face) -> list[Any]:
     return [face.one(name, array, "INT32" if name == "IN" else "UINT32") for name, array in arrays.items()]
 
 
+class Answers:
+    """The results and errors that a client reports to its callback."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Any] = queue.Queue()
+
+    def put(self, result: Any, error: Any) -> None:
+        self._queue.put(error or result)
+
+    def get(self) -> Any:
+        return self._queue.get(timeout=WAIT_S)
+
+
 async def start_stream(face: Face) -> None:
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    face.client.start_stream(lambda result, error: answers.put((result, error)), headers={"test": "1"})
+    answers = Answers()
+    face.client.start_stream(answers.put, headers={"test": "1"})
     face.client.async_stream_infer("simple", face.inputs())
-    right(answers.get(timeout=WAIT_S)[0])
+    right(answers.get())
     face.client.stop_stream()
-    face.client.start_stream(lambda result, error: answers.put((result, error)))
+    face.client.start_stream(answers.put)
     face.client.stop_stream()
 
 
 async def async_stream_infer(face: Face) -> None:
     """Responses of models that are not decoupled have the order of the requests; others arrive when sent."""
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    face.client.start_stream(lambda result, error: answers.put((result, error)))
+    answers = Answers()
+    face.client.start_stream(answers.put)
     face.client.async_stream_infer("simple", face.inputs(), request_id="1")
     face.client.async_stream_infer(ABSENT, face.inputs(), request_id="2")
     face.client.async_stream_infer("repeat_int32", _repeat(face), request_id="3", enable_empty_final_response=True)
@@ -290,9 +300,9 @@ async def async_stream_infer(face: Face) -> None:
     once: list[Any] = []
     last = False
     while not last or len(once) < 2:
-        result, error = answers.get(timeout=WAIT_S)
-        if error is not None or result.get_response().id == "1":
-            once.append(error or result)
+        result = answers.get()
+        if isinstance(result, Exception) or result.get_response().id == "1":
+            once.append(result)
             continue
         last = result.get_response().parameters["triton_final_response"].bool_param
         found += [] if result.as_numpy("OUT") is None else result.as_numpy("OUT").tolist()
@@ -302,19 +312,19 @@ async def async_stream_infer(face: Face) -> None:
     for value, start, end in ((5, True, False), (6, False, True)):
         given = [face.one("INPUT", np.array([[value]], np.int32), "INT32")]
         face.client.async_stream_infer("simple_sequence", given, sequence_id=9, sequence_start=start, sequence_end=end)
-    assert [answers.get(timeout=WAIT_S)[0].as_numpy("OUTPUT").item() for _ in range(2)] == [6, 6]
+    assert [answers.get().as_numpy("OUTPUT").item() for _ in range(2)] == [6, 6]
     face.client.stop_stream()
 
 
 async def stop_stream(face: Face) -> None:
     """It waits for requests in flight, or cancels them."""
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    answers = Answers()
     for cancel in (False, True):
-        face.client.start_stream(lambda result, error: answers.put((result, error)))
+        face.client.start_stream(answers.put)
         face.client.async_stream_infer("simple", face.inputs())
         face.client.stop_stream(cancel_requests=cancel)
         if not cancel:
-            right(answers.get(timeout=WAIT_S)[0])
+            right(answers.get())
     assert face.client.is_server_live()
 
 

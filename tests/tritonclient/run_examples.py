@@ -99,7 +99,7 @@ def together(
                 started = perf_counter()
                 yield run, attempt(run, python, endpoints), perf_counter() - started
                 done += 1
-    except RuntimeError as error:
+    except AssertionError as error:
         for run in group[done:]:
             yield run, str(error).strip().splitlines()[-1], 0.0
 

@@ -45,15 +45,15 @@ def test_an_invalid_file_of_tokens_is_refused(tokens_file: Path) -> None:
     path = tokens_file
     path.chmod(0o640)
     assert len(tokens.load(str(path))) == 1
-    path.chmod(0o660)
-    with pytest.raises(tokens.BadTokens, match="chmod go-w"):
-        tokens.load(str(path))
-    path.chmod(0o600)
-    path.write_bytes(b"\xff")
-    with pytest.raises(tokens.BadTokens, match="UTF-8"):
-        tokens.load(str(path))
-    path.write_bytes(b"#" * (tokens.FILE_BYTES + 1))
-    with pytest.raises(tokens.BadTokens, match="exceeds"):
-        tokens.load(str(path))
+    valid = path.read_bytes()
+    for mode, content, text in (
+        (0o660, valid, "chmod go-w"),
+        (0o600, b"\xff", "UTF-8"),
+        (0o600, b"#" * (tokens.FILE_BYTES + 1), "exceeds"),
+    ):
+        path.chmod(mode)
+        path.write_bytes(content)
+        with pytest.raises(tokens.BadTokens, match=text):
+            tokens.load(str(path))
     with pytest.raises(tokens.BadTokens, match="No such file"):
         tokens.load(f"{path}.none")

@@ -73,31 +73,6 @@ def test_cached_headers_are_those_of_equal_blocks() -> None:
     assert [call.stream.path for call in caller.host.calls] == order
 
 
-def test_a_large_message_is_received_in_its_buffer() -> None:
-    caller = Caller(window=100 << 20)
-    data = bytes(range(256)) * 4000
-    caller.h2.increment_flow_control_window(100 << 20)
-    stream = caller.begin()
-    caller.turn()
-    whole = frame(DATA, 1, stream, message(data))
-    caller.core.feed(whole[:30])
-    sent = 30
-    while sent < len(whole):
-        space = caller.core.space()
-        if space is None:
-            caller.core.feed(whole[sent:])
-            break
-        assert len(space) <= (len(whole) if sent >= 65_536 else 14 + 65_536) - sent
-        count = min(100_000, len(space))
-        space[:count] = whole[sent : sent + count]
-        caller.core.fill(count)
-        sent += count
-    caller.turn()
-    assert caller.answer(stream) == data
-    assert caller.status(stream) == 0
-    assert caller.host.held == 0
-
-
 def test_a_service_provides_the_memory_of_large_messages() -> None:
     received: list[Any] = []
 

@@ -80,18 +80,19 @@ def test_parts_that_are_not_text(part: Any) -> None:
         render("", [{"role": "user", "content": [part]}])
 
 
-@pytest.mark.parametrize(("template", "text"), [
-    ('{{ raise_exception("not so") }}', "refuses the messages: not so"),
-    ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'"),
-    ("{{ messages.append(1) }}", "access to attribute 'append'"),
-    ("{{ messages[0].content() }}", "not callable"),
-    ("{{ missing.thing }}", "is undefined"),
-    ("{% for i in range(1000000) %}{% endfor %}", "Range too big"),
-    ("{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}", "more than 8388608 characters"),
-    ("{% include 'x' %}", "no loader"),
+@pytest.mark.parametrize(("template", "kind", "text"), [
+    ('{{ raise_exception("not so") }}', InvalidRequest, "refuses the messages: not so"),
+    ("{{ messages.__class__.__mro__ }}", InvalidRequest, "access to attribute '__class__'"),
+    ("{{ messages.append(1) }}", InvalidRequest, "access to attribute 'append'"),
+    ("{{ messages[0].content() }}", InvalidRequest, "not callable"),
+    ("{{ missing.thing }}", InvalidRequest, "is undefined"),
+    ("{% for i in range(1000000) %}{% endfor %}", InvalidRequest, "Range too big"),
+    ("{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}", InvalidRequest, "more than 8388608 char"),
+    ("{% include 'x' %}", InvalidRequest, "no loader"),
+    ("{% for %}", Unsupported, "chat template of the model is invalid"),
 ])  # fmt: skip
-def test_templates_that_fail(template: str, text: str) -> None:
-    with pytest.raises(InvalidRequest, match=text):
+def test_templates_that_fail(template: str, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
         render(template, [{"role": "user", "content": "x" * 1000}])
 
 
