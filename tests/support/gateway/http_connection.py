@@ -102,7 +102,7 @@ def connected(
     at_once: bool = True, budget: Budget | None = None, listener: Any = None, handler: Any = None, **limits: int
 ) -> tuple[Any, Transport, Echo, ManualLoop]:
     """A connection of `listener`, by default of one of its own, to `handler`, by default an `Echo`."""
-    listener, handler = listener or http_listener(budget, **limits), handler or Echo(at_once)
+    listener, handler = listener or http_listener(budget, None, **limits), handler or Echo(at_once)
     connection, transport = HttpConnection(listener, handler), Transport()
     connection.connection_made(transport)
     return connection, transport, handler, listener.loop

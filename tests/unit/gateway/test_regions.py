@@ -148,8 +148,9 @@ def test_a_truncated_region_is_refused(memory: tuple[str, int]) -> None:
     ({"key": "//triton_python_backend_shm_region_1"}, "reserved prefix 'triton_python_backend_shm_region_'"),
 ])  # fmt: skip
 def test_regions_that_are_refused(memory: tuple[str, int], change: dict[str, Any], said: str) -> None:
+    order: dict[str, Any] = {"key": memory[0], "byte_size": 10} | change
     with pytest.raises(InvalidRequest, match=said):
-        Regions(True).register("r", Registration(**{"key": memory[0], "byte_size": 10} | change), ME)
+        Regions(True).register("r", Registration(**order), ME)
 
 
 def test_regions_are_off_unless_they_are_allowed(memory: tuple[str, int]) -> None:

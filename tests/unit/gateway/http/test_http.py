@@ -184,7 +184,8 @@ def test_routes() -> None:
 ])  # fmt: skip
 def test_unknown_paths_and_methods_are_refused(status: int, requests: str) -> None:
     for request in requests.split(","):
-        refusal = resolve(*request.split())
+        method, path = request.split()
+        refusal = resolve(method, path)
         assert isinstance(refusal, NoRoute), request
         assert refusal.status == status, request
 

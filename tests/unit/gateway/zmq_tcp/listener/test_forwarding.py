@@ -23,8 +23,8 @@ def test_tensors_are_forwarded(client: Any) -> None:
         assert (found.version, found.parameters) == (3, {"a": 1, "b": "c"})
     words = np.array([["a" * 3000, "ä"], ["", "b" * 3000]], object)
     assert client.infer("echo", {"x": words})["x"].tolist() == [[w.encode() for w in row] for row in words.tolist()]
-    x = np.arange(20_000.0).reshape(4, -1)
-    np.testing.assert_array_equal(client.infer("rows", {"x": x})["x"], x, "outputs in parts")
+    rows = np.arange(20_000.0).reshape(4, -1)
+    np.testing.assert_array_equal(client.infer("rows", {"x": rows})["x"], rows, "outputs in parts")
     futures = [client.submit("echo", {"x": np.full(1500, n)}) for n in range(60)]
     assert [int(future.result()["x"][7]) for future in futures] == list(range(60))
 
