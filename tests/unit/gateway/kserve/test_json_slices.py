@@ -195,7 +195,8 @@ def test_the_depth_of_nesting_is_limited(depth: int) -> None:
     (b'{"inputs":[%b]}' % b",".join([TENSOR] * 10_000), "has 40001 fields and 30002 lists and objects"),
     (b'{"inputs":[],"id":[%b[]]}' % (b"[]," * 70_000), "fields and 70004 lists and objects"),
     (body("[" + "[]," * MIB + "[]]", 0), "bytes without a value"),
-], ids=range(8))  # fmt: skip
+    (b'{"inputs":[]}]', "unmatched closing bracket"),
+], ids=range(9))  # fmt: skip
 def test_a_slice_and_what_is_decoded_at_once_are_bounded(text: bytes, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         finished(plan_in_slices(text, MOST))
