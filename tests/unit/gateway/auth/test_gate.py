@@ -93,9 +93,11 @@ def test_tritons_tls_flags_are_for_grpc_only(files: dict[str, str]) -> None:
     (("--grpc-use-ssl-mutual", "--grpc-server-cert", "x"), "requires --grpc-root-cert"),
     (("--http-header-forward-pattern", "(a"), "--http-header-forward-pattern: missing"),
     (("--http-restricted-api", "health:a=b", "--http-restricted-api", "health:a=b"), "more than once"),
+    (("--tls-cert", "/none"), "--tls-cert /none: No such file or directory"),
+    (("--tokens-file", "/none"), "--tokens-file /none: No such file or directory"),
 ])  # fmt: skip
-def test_inconsistent_flags_are_refused(words: tuple[str, ...], text: str) -> None:
-    with pytest.raises(Misuse, match=re.escape(text)):
+def test_inconsistent_flags_and_missing_files_are_refused(words: tuple[str, ...], text: str) -> None:
+    with pytest.raises((Misuse, Failed), match=re.escape(text)):
         Guards(arguments(*words))
 
 
