@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shmserve.errors import InvalidRequest, ModelFailed, Unavailable
+from shmserve.errors import ModelFailed
 from shmserve.gateway.kserve.answers import Held
 from shmserve.gateway.openai import bodies
 from shmserve.gateway.openai.embeddings import AT_ONCE, Embeddings
@@ -111,24 +111,3 @@ def test_portions_and_a_failure() -> None:
     client.tickets[2].settle(reply([1]))
     assert len(client.tickets) == AT_ONCE + 1
     assert client.answered is None
-
-
-def test_disconnecting_cancels_all_inputs() -> None:
-    client = OpenAiCaller()
-    begun(client, ["a", "b"])
-    client.viewer.disconnected()
-    assert client.cancelled == client.tickets
-    client.tickets[0].fail(InvalidRequest("late"))
-    assert client.error is None
-
-
-def test_inputs_wait_for_room_unless_there_is_none() -> None:
-    with pytest.raises(Unavailable):
-        begun(OpenAiCaller(0), ["a"])
-    client = OpenAiCaller(1)
-    begun(client, ["a", "b"])
-    assert len(client.tickets) == 1
-    client.room = 2
-    client.tickets[0].settle(reply([1]))
-    client.tickets[1].settle(reply([2]))
-    assert [one["embedding"] for one in client.answered["data"]] == [[1], [2]]
