@@ -43,7 +43,7 @@ help:
 	@echo '  make dashboards        write the dashboards for Grafana'
 	@echo '  make clean             remove build output; make distclean: also .venv'
 	@echo 'Test more (what cannot be installed here is skipped)'
-	@echo '  make test-long         what it leaves out: stress, pages, service, releases'
+	@echo '  make test-long         what it leaves out, and random examples with new seeds'
 	@echo '  make test-engines      engines too large for make test; ENGINES="name ..."'
 	@echo '  make browser-test      the web page, in Chromium'
 	@echo '  make test-fleet        balancers, Prometheus, Ray and containers'
@@ -155,7 +155,7 @@ site: $(VENV)/.dev
 	@$(BIN)/python -m tests.site
 
 stress: $(VENV)/.dev
-	@SHMSERVE_EXPLORE=10 $(BIN)/python -m pytest -m hypothesis tests/unit tests/sim tests/conformance $(ARGS)
+	@SHMSERVE_EXPLORE=10 $(BIN)/python -m tests search $(ARGS)
 	@SHMSERVE_EXPLORE=1 SHMSERVE_CHAOS_SECONDS=600 SHMSERVE_FUZZ=1000000 SHMSERVE_KILLS=1000 \
 	  $(BIN)/python -m pytest -s -m stress tests/stress $(ARGS)
 

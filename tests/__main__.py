@@ -1,11 +1,13 @@
 """`python -m tests` runs the suite with three pytest-xdist workers on two cores, `python -m tests long` what it leaves
-out. Other arguments are passed to pytest.
+out, and `python -m tests search` all Hypothesis tests with new random examples, which `long` does, too. Other arguments
+are passed to pytest.
 """
 
 from __future__ import annotations
 
 import compileall
 import os
+import secrets
 import subprocess
 import sys
 
@@ -37,6 +39,7 @@ LONG = (
     "tests/unit/support",
 )
 """What takes long, and what tests pages, releases, benchmarks and the tests themselves: `make test-long`."""
+HYPOTHESIS = ("tests/unit", "tests/sim", "tests/conformance")
 PYTEST = [sys.executable, "-m", "pytest"]
 
 
@@ -55,11 +58,24 @@ def parallel() -> list[str]:
     return ["-n", str(workers), "--dist", "loadgroup", "--no-loadscope-reorder", "--timeout", "300"]
 
 
+def search(arguments: list[str]) -> int:
+    """Runs the Hypothesis tests at full depth, or SHMSERVE_EXPLORE times that, with a new seed; see
+    tests/support/hypothesis_profiles.py."""
+    seed = secrets.randbelow(2**32)
+    print(f"Hypothesis tests with the seed {seed}", flush=True)
+    # Shrinking an example may take five minutes.
+    options = [*parallel(), "--timeout", "1200", "-m", "hypothesis", f"--hypothesis-seed={seed}", *arguments]
+    environment = {"SHMSERVE_EXPLORE": "1", **os.environ}
+    return subprocess.call([*PYTEST, *options, *HYPOTHESIS], env=environment)
+
+
 def main(arguments: list[str]) -> int:
     compile_all()
+    if arguments[:1] == ["search"]:
+        return search(arguments[1:])
     if arguments == ["long"]:
-        arguments = [*parallel(), *LONG]
-    elif not arguments:
+        return max(subprocess.call([*PYTEST, *parallel(), *LONG]), search([]))
+    if not arguments:
         arguments = [*parallel(), *(f"--ignore={path}" for path in (*ELSEWHERE, *LONG))]
     return subprocess.call([*PYTEST, *arguments])
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.hypothesis_profiles import load_profile
-
 # Read when onnxruntime is imported. Without it, the engine keeps a database and an upload thread in this process.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
@@ -25,9 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # With PYTHONDONTWRITEBYTECODE, each worker would rewrite the assertions of all files: 15 s of processor time.
 sys.dont_write_bytecode = False
 
-load_profile()
-
-pytest_plugins = ("tests.support.leaks", "pytester")
+pytest_plugins = ("tests.support.leaks", "tests.support.hypothesis_profiles", "pytester")
 
 
 def pytest_collection_finish() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, currently_in_test_context, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from shmserve.protocol.messages import Columns, Infer, InferBatch, TensorForm
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker
-from tests.support.core.world import World
+from tests.support.core.world import START, World
 from tests.support.hypothesis_profiles import examples
 
 MS = 10**6
@@ -21,11 +21,13 @@ R = TypeVar("R")
 
 
 def run_machine(machine: type[RuleBasedStateMachine], count: int) -> None:
-    """Tries `count` examples of 60 steps each."""
+    """Tries `count` examples of 60 steps each, and a quarter of them in `make test`."""
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples(count), stateful_step_count=60, suppress_health_check=list(HealthCheck)
+            max_examples=examples(count, quick=max(count // 4, 8)),
+            stateful_step_count=60,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
@@ -80,6 +82,16 @@ def _batch(messages: list[Infer]) -> InferBatch:
     return InferBatch(first.model, first.version, columns, first.timeout_us)
 
 
+class Turn:
+    """The events of a turn, as a comment in the shortest failing example."""
+
+    def __init__(self, now: int, happened: list[tuple[int, Any]]) -> None:
+        self.now, self.happened = now, happened
+
+    def __repr__(self) -> str:
+        return "\n".join(f"# {(self.now - START) / MS:g} ms, from {peer}: {event}" for peer, event in self.happened)
+
+
 class WorldMachine(RuleBasedStateMachine):
     world: World
 
@@ -94,6 +106,8 @@ class WorldMachine(RuleBasedStateMachine):
         self.unsent += happened
         if not together:
             happened, self.unsent = self.unsent, []
+            if happened and currently_in_test_context():
+                note(Turn(self.world.now, happened))
             self.world.turn(happened)
 
     def workers(self, ready: Callable[[FakeWorker], Any]) -> list[FakeWorker]:
