@@ -13,6 +13,7 @@ from tests.support.core.calling import Calling
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
 from tests.support.core.policies import nanoseconds, policy_of
+from tests.support.core.scenarios.leasing import Leasing
 from tests.support.core.scenarios.operating import Operating
 from tests.support.core.scenarios.streaming import Streaming
 from tests.support.core.scenarios.transcript import clock
@@ -31,7 +32,7 @@ def sequence_id(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
-class Scenario(Operating, Streaming, Calling):
+class Scenario(Operating, Streaming, Leasing, Calling):
     """A world that understands commands, and describes in `lines` what the core does."""
 
     def run(self, line: str) -> None:
@@ -76,8 +77,13 @@ class Scenario(Operating, Streaming, Calling):
         self.model = name
 
     def do_client(self, *names: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000") -> None:
+        """client a b leases: clients that accept leases. `keeps`: they keep inputs for shadows."""
+        flags = [name for name in names if name in ("leases", "keeps")]
         for name in names:
-            self.named[name] = self.connect(name, plane, outputs, audience)
+            if name not in flags:
+                self.named[name] = self.connect(
+                    name, plane, outputs, audience, leases="leases" in flags, keeps="keeps" in flags
+                )
 
     def do_infer(self, client: str, first: str, *flags: str, **options: str) -> list[Event]:
         """infer a 1 or infer a 1-5: requests of client a, with rows= shape= x= (the shape of x) without= at= and so on,
@@ -87,6 +93,14 @@ class Scenario(Operating, Streaming, Calling):
         return [self._infer(self.named[client], number, options) for number in range(int(start), int(end or start) + 1)]
 
     def _infer(self, client: FakeClient, number: int, options: dict[str, str]) -> Event:
+        message = self.make_infer(client, number, options)
+        if number not in client.open and number:
+            client.sends(number, message.options.window if message.options is not None else 0)
+        if "frame" in options:
+            return client.peer, events.Framed(message, tuple(references(message.inputs)))
+        return client.peer, message
+
+    def make_infer(self, client: FakeClient, number: int, options: dict[str, str]) -> Infer:
         model = options.get("model", self.model)
         versions = [policy for (name, _), policy in self.policies.items() if name == model]
         inputs = [] if not versions else self._inputs(client, versions[0], options)
@@ -102,13 +116,8 @@ class Scenario(Operating, Streaming, Calling):
         if "outputs" in options:
             outputs = tuple(self._wanted(text) for text in options["outputs"].split(","))
         timeout = nanoseconds(options.get("timeout", "0s")) // 1000
-        if number not in client.open and number:
-            client.sends(number, given.window)
         version = int(options.get("version", 0))
-        message = Infer(number, model, version, tuple(inputs), outputs, timeout, given if given != Options() else None)
-        if "frame" in options:
-            return client.peer, events.Framed(message, tuple(references(message.inputs)))
-        return client.peer, message
+        return Infer(number, model, version, tuple(inputs), outputs, timeout, given if given != Options() else None)
 
     def _wanted(self, text: str) -> Wanted:
         name, _, place = text.partition("@")
@@ -148,14 +157,18 @@ class Scenario(Operating, Streaming, Calling):
         return [(self.named[client].peer, Cancel(int(number)))]
 
     def do_gone(self, client: str) -> list[Event]:
+        self.named[client].leave()
         return [(0, events.Closed(self.named[client].peer))]
 
     def do_ping(self, client: str, number: str) -> list[Event]:
         return [(self.named[client].peer, Ping(int(number)))]
 
-    def do_segment(self, client: str, name: str, size: str) -> list[Event]:
+    def do_segment(self, client: str, name: str, size: str, *flags: str) -> list[Event]:
+        """segment a s 4096; `named`: shared memory that others may open by its name."""
         owner = self.named[client]
         message = self.own_segment(owner, int(size))
+        if "named" in flags:
+            message.name = f"/{name}"
         self.segments[name] = message
         self.segment_names[message.segment] = name
         return [(owner.peer, message)]
@@ -276,6 +289,10 @@ class Scenario(Operating, Streaming, Calling):
                 )
             if "sequences" in what:
                 self.sequences(version)
+            if "leases" in what:
+                names = " ".join(self.leased_workers[lease] for lease in self.core.state.leases)
+                idle = " ".join(sorted(map(self._name_of, version.idle)))
+                self.line(f"leased: {names or 'none'}; idle: {idle or 'none'}")
             if "queue" in what:
                 waiting = version.queue.in_order()
                 self.line(f"queue {self._set([request.number for request in waiting])}")

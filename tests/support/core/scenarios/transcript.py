@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from shmserve.core.effects import Close, Compose, Drained, Forget, Free, Kill, Log, Query, Send, Settled, Spawn
+from shmserve.core.effects import (
+    Close,
+    Compose,
+    Drained,
+    Forget,
+    Free,
+    Kill,
+    Log,
+    Query,
+    ReadLease,
+    Send,
+    Settled,
+    Spawn,
+    StartLease,
+)
 from shmserve.core.limits import Limits
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.state import WORKERS_FROM
@@ -13,6 +27,7 @@ from shmserve.protocol.messages import (
     Fail,
     FailHeld,
     Goodbye,
+    LeaseEnd,
     Map,
     More,
     Part,
@@ -23,7 +38,7 @@ from shmserve.protocol.messages import (
     Unmap,
     Welcome,
 )
-from shmserve.protocol.worker_messages import EndSequences, Execute, Stop, Withdraw
+from shmserve.protocol.worker_messages import EndSequences, Execute, Revoke, Stop, Withdraw
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
@@ -52,6 +67,8 @@ class Transcript(World):
         self.named: dict[str, FakeClient] = {}
         self.segments: dict[str, Map] = {}
         self.segment_names: dict[int, str] = {}
+        self.leased_workers: dict[int, str] = {}
+        """Lease -> the name of its worker."""
 
     def line(self, text: str) -> None:
         self.lines.append(f"{clock(self.now - START)}: {text}")
@@ -91,6 +108,14 @@ class Transcript(World):
             )
         elif isinstance(effect, Settled):
             self.line(f"settled {effect.operation}" + (f" {effect.code}: {effect.text}" if effect.code else ""))
+        elif isinstance(effect, StartLease):
+            name = self.leased_workers[effect.of_client.lease] = self.workers[effect.worker].name
+            which = "" if effect.of_client.default else f", for version {effect.of_client.version} only"
+            rows = plural(effect.of_client.rows, "row")
+            self.line(f"lease {name} to {self.clients[effect.client].name}, up to {rows}{which}")
+        elif isinstance(effect, ReadLease):
+            last = ", which has ended" if effect.final else ""
+            self.line(f"read the log of the lease of {self.leased_workers[effect.lease]}{last}")
         else:
             assert isinstance(effect, Drained)
             self.line("drained")
@@ -147,6 +172,8 @@ class Transcript(World):
             self.line(f"more {name} {self._label(message.request)} {message.count}")
         elif isinstance(message, EndSequences):
             self.line(f"end sequence {', '.join(map(str, message.sequences))} at {name}")
+        elif isinstance(message, Revoke):
+            self.line(f"revoke the lease of {name}")
         elif isinstance(message, Stop):
             self.line(f"stop {name}")
         else:
@@ -175,6 +202,9 @@ class Transcript(World):
             self.line(f"goodbye {name} {message.code}: {message.text}")
         elif isinstance(message, Reclaim):
             self.line(f"reclaim {name}")
+        elif isinstance(message, LeaseEnd):
+            error = f", {message.error.code}: {message.error.text}" if message.error else ""
+            self.line(f"lease of {self.leased_workers[message.lease]} ends for {name}{error}")
         elif not isinstance(message, Welcome):
             self.line(f"send {name} {type(message).__name__}")
 

@@ -1,40 +1,30 @@
-"""Which clients and models get leases, and that leased requests are counted like others."""
+"""Leases as counted, traced and limited; tests/scenarios/lease*.txt tests how they begin and end."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from shmserve.core import events
 from shmserve.core.batching.form import Reason
-from shmserve.core.batching.lending import ALONE, lending_of
-from shmserve.core.policy import BatchPolicy, ModelPolicy, PaddingPolicy, SequencePolicy, TensorSpec
+from shmserve.core.batching.lending import ALONE, ALONE_MOST, lending_of
+from shmserve.core.effects import Traced
+from shmserve.core.events import LeaseRead
+from shmserve.core.ledger import INTERNAL
+from shmserve.core.policy import ModelPolicy, PaddingPolicy, SequencePolicy, TensorSpec
+from shmserve.core.requests.client import CallingWorker
+from shmserve.core.requests.recording import Recording
+from shmserve.core.requests.trace import Sample
+from shmserve.core.stats import activity
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.protocol.messages import INLINE_BYTES, Infer, Reply, TensorForm, Unmap, Wanted
-from shmserve.protocol.worker_messages import LeaseLogged, LeaseOver, Lend
+from shmserve.protocol.messages import INLINE_BYTES, Fail, Wanted
+from shmserve.protocol.worker_messages import Call, LeaseLogged, LeaseOver
+from tests.support.core.calling import caller_of
 from tests.support.core.fakes.tensors import one_input
 from tests.support.core.lent import BATCHES, MS, Lent, X, Y, model
 from tests.support.core.policies import plain, step
-
-# ---------------------------------------------------------------------------------------------- how one begins
-
-
-def test_a_client_that_sends_one_request_at_a_time_gets_a_lease() -> None:
-    world = Lent()
-    world.alone(ALONE)
-    assert not world.started()
-    world.alone(1)
-    (start,) = world.started()
-    assert (start.of_client.model, start.of_client.version, start.of_client.rows) == ("m", 1, 8)
-    assert start.of_client.default
-    assert start.of_worker == Lend(start.of_client.lease, "m", 1, True, (TensorForm("x", "FP32", (1,)),), 8, 1, 2 << 30)
-    assert not world.version.idle
-    before = world.core.state.next_number()
-    for _ in range(3):
-        message = world.leased()
-        world.serve()
-        assert isinstance(world.client.answers[message.request], Reply)
-    assert world.core.state.next_number() == before + 1, "the core has had work"
 
 
 def test_leased_requests_count_in_the_statistics() -> None:
@@ -68,34 +58,6 @@ def test_leased_requests_count_in_the_statistics() -> None:
     assert (found.success_count, found.fail_count) == (before + 2, 1), "counted twice"
 
 
-def test_leased_inputs_may_be_in_a_segment_of_the_client() -> None:
-    """Inputs may be in any segment without a name, until the client withdraws it or disconnects."""
-    world = Lent(instances=2)
-    used, unused = world.segment(), world.segment()
-    named, foreign = world.segment(name="/named"), world.segment(world.connect("b"))
-    world.alone(data=(used,))
-    holder = world.holder()
-    assert {used.segment, unused.segment} <= holder.mapped
-    assert not {named.segment, foreign.segment} & holder.mapped
-    for handle in (used, unused):
-        message = world.leased(data=(handle,))
-        world.serve()
-        assert isinstance(world.client.answers[message.request], Reply)
-    world.turn([(world.client.peer, Unmap(unused.segment))])
-    world.client.withdrawn.add(unused.segment)
-    assert used.segment in holder.mapped
-    assert unused.segment not in holder.mapped
-    assert unused.segment not in world.core.state.ledger.segments
-    world.leased(data=(used,))
-    world.holder().lease.begin(world.now)  # type: ignore[union-attr]
-    world.gone(world.client)
-    assert used.segment not in world.core.state.ledger.segments
-    world.serve()
-    assert used.segment not in holder.mapped
-    world.client.leases.clear()
-    assert world.is_over()
-
-
 def test_log_reads_in_the_middle_of_a_turn_are_counted() -> None:
     world = Lent()
     world.alone()
@@ -106,29 +68,6 @@ def test_log_reads_in_the_middle_of_a_turn_are_counted() -> None:
     assert world.statistics.success_count == ALONE + 2
     world.core.count_leased(events.LeaseRead(lease.number + 1, [(1, 1, 1, 1, 1, 1, 0)]))
     assert world.statistics.success_count == ALONE + 2
-
-
-def test_a_model_without_a_batch_dimension() -> None:
-    world = Lent(model(max_batch=0, batching=None))
-    world.numbers = 100
-    for _ in range(ALONE + 1):
-        world.numbers += 1
-        world.client.sends(world.numbers)
-        tensor = one_input(1)
-        tensor.shape = (1,)
-        world.turn([(world.client.peer, Infer(world.numbers, "m", 1, (tensor,)))])
-        world.finish_running()
-    (start,) = world.started()
-    assert (start.of_client.rows, start.of_worker.rows) == (0, 0)
-    world.leased()
-    world.serve()
-    world.client.leave()
-    world.settle()
-    found = world.statistics
-    assert found.inference_count == found.execution_count == found.reasons[Reason.SINGLE] == ALONE + 2
-
-
-# ---------------------------------------------------------------------------------------------- who gets none
 
 
 def wide(size: int) -> ModelPolicy:
@@ -167,27 +106,6 @@ def test_the_rows_of_leased_requests_are_limited_by_the_output_size() -> None:
     assert lending_of(ModelPolicy("m", 1, 8, X, 2 * outputs, BATCHES)) is None
 
 
-@pytest.mark.parametrize("policy", [model(batching=BatchPolicy(preserve_ordering=True)), model(cached=True)])
-def test_cached_and_ordered_models_are_not_leased(policy: ModelPolicy) -> None:
-    world = Lent(policy, cache_bytes=1 << 20)
-    world.alone(2 * ALONE)
-    assert world.version.lending is None
-    assert not world.started()
-
-
-def test_clients_that_do_not_support_leases_get_none() -> None:
-    world = Lent()
-    for client in (world.connect("b"), world.connect("c", "zmq", leases=True)):
-        world.alone(2 * ALONE, client)
-    assert not world.started()
-
-
-def test_rate_limited_models_are_not_leased() -> None:
-    world = Lent(rate_limit=True, resources=(("cpu", 0, 1),))
-    world.alone(2 * ALONE)
-    assert not world.started()
-
-
 @pytest.mark.parametrize(
     "what", ["outputs", "an output", "a named segment", "rows", "two at once", "two clients", "one that waits"]
 )
@@ -222,49 +140,208 @@ def test_requests_that_cannot_be_leased_do_not_count_towards_a_lease(what: str) 
     assert not world.started()
 
 
-def test_a_client_gets_at_most_one_lease_per_model() -> None:
-    """While a leased request runs, others go through the broker, each alone."""
-    world = Lent(instances=3)
-    world.alone()
-    running = world.leased()
-    holder = world.holder()
-    holder.lease.begin(world.now)  # type: ignore[union-attr]
-    for _ in range(2 * ALONE):
-        message = world.ask(world.client)
-        world.finish_running()
-        assert isinstance(world.client.answers[message.request], Reply)
-    assert len(world.started()) == 1
-    world.crash(holder)
-    assert running.request in world.client.open, "it is sent again"
-    world.finish_running()
-    assert isinstance(world.client.answers[running.request], Reply)
+OPERATIONS: dict[str, Any] = {
+    "unload": events.Unload("m"),
+    "unload by force": events.Unload("m", 0, True),
+    "restart": events.Restart("m", 0, ""),
+    "restart of the instance": events.Restart("m", 0, "m_0"),
+    "drain": events.Drain(10**9),
+}
 
 
-def test_a_client_gets_at_most_four_leases() -> None:
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_operations_end_leases(what: str, busy: bool) -> None:
     world = Lent()
+    world.alone()
+    holder, statistics = world.holder(), world.statistics
+    sent = world.leased() if busy else None
+    if busy:
+        assert holder.lease is not None
+        holder.lease.begin(world.now)
+    world.turn([(0, OPERATIONS[what])])
+    if busy and not holder.dead:
+        assert world.core.state.leases
+        assert not world.drained
+        world.serve()
+    world.finish_all()
+    state = world.core.state
+    assert not (state.leases)
+    assert not (world.leases)
+    assert not (world.client.leases)
+    assert holder.dead
+    assert world.drained == (what == "drain")
+    if sent is not None:
+        answer = world.client.answers[sent.request]
+        assert isinstance(answer, Fail) == (what == "unload by force")
+        if isinstance(answer, Fail):
+            assert "unloaded by force" in answer.text
+    assert statistics.success_count + statistics.fail_count == ALONE + 1 + busy
+    world.core.check()
+
+
+@pytest.mark.parametrize("what", ["tensors", "caller", "log"])
+def test_leases_end_if_they_would_hide_requests_from_tracing(what: str) -> None:
+    """The broker sees neither the tensors nor the batch of a leased request, nor for which one its worker calls."""
+    world = Lent()
+    world.alone()
+    state = world.core.state
+    if what == "log":
+        state.tracing = True
+    else:
+        state.traces.samples["m"] = Sample(1, tensors=what == "tensors")
+    if what == "caller":
+        (instance,) = world.version.instances
+        instance.caller = CallingWorker(instance.peer, INTERNAL, "worker")
+    world.advance(world.now + 1)
+    world.turn([])
+    assert world.is_over()
+    world.alone(2 * ALONE)
+    assert len(world.started()) == 1
+
+
+def test_no_leases_are_granted_while_out_of_service() -> None:
+    """They show that the server is not empty. Once it is back in service, leases begin as before."""
+    world = Lent()
+    world.alone()
+    world.turn([(0, events.SetService(True))])
+    world.advance(world.now + 1)
+    world.turn([])
+    assert world.is_over()
+    world.alone(2 * ALONE)
+    assert len(world.started()) == 1
+    world.turn([(0, events.SetService(False))])
+    world.alone(ALONE + 1)
+    assert len(world.started()) == 2
+
+
+def test_leased_requests_are_included_in_trace_sampling() -> None:
+    """Every third request: those that came to the broker count, as do those that it sees in the log."""
+    world = Lent()
+    state = world.core.state
+    state.traces.samples["m"] = Sample(3, 9)
+    world.alone()
+    world.effects.clear()
+    began = world.now
     for number in range(6):
-        world.deploy(model(f"m{number}"))
-        world.alone(model=f"m{number}")
-    assert [start.of_client.model for start in world.started()] == ["m0", "m1", "m2", "m3"]
+        world.leased()
+        world.now += MS
+        world.serve(MS, error=("INVALID_ARG", "no") if number == 4 else None)
+    holder = world.holder()
+    world.turn([(holder.peer, LeaseLogged(world.lease().number))])
+    assert not world.is_over()
+    traces = [effect for effect in world.effects if isinstance(effect, Traced)]
+    seen = ALONE + 1  # before the lease
+    places = [index for index in range(6) if (seen + index + 1) % 3 == 0]
+    assert len(traces) == len(places) == 2
+    for traced, place in zip(traces, places, strict=True):
+        assert traced.arrived >= began
+        assert traced.fields["client"] == world.client.peer
+        assert (traced.fields["code"], traced.fields["instance"]) == ("INTERNAL" if place == 4 else "OK", "m_0")
+        taken, ready, computed, placed = traced.times
+        assert traced.arrived <= taken <= ready <= computed <= placed == traced.answered
+    assert [traced.number for traced in traces] == [seen // 3 + 1, seen // 3 + 2]
+    assert state.traces.samples["m"].left == 9 - (seen + 6) // 3
 
 
-def test_a_lease_ends_if_its_sockets_cannot_be_created() -> None:
+def test_each_leased_request_is_recorded_as_a_batch() -> None:
     world = Lent()
-    world.out_of_descriptors = True
     world.alone()
-    assert len(world.started()) == 1
-    assert world.is_over()
-    world.alone(3)
-    assert world.statistics.success_count == ALONE + 4
+    world.core.state.recording = recording = Recording((), 100)
+    world.leased()
+    world.serve(MS)
+    world.leased(rows=2)
+    world.serve(2 * MS, error=("INTERNAL", "no"))
+    world.turn([(world.holder().peer, LeaseLogged(world.lease().number))])
+    assert not world.is_over()
+    first, second, failed = recording.take(100)["records"]
+    number = world.lease().number
+    assert (first.lease, second.lease, first.instance, first.reason) == (number, number, "m_0", "idle")
+    assert [request.client for batch in (first, second) for request in batch.requests] == [world.client.peer] * 2
+    assert (second.rows, second.times[2] - second.times[1]) == (2, 2 * MS)
+    assert (failed.code, failed.request) == ("INTERNAL", second.requests[0])
+    assert first.number < second.number
 
 
-def test_a_worker_that_cannot_be_leased_is_asked_once() -> None:
+def test_crashes_of_requests_that_are_not_resent_are_forgotten() -> None:
+    world = Lent(instances=2, leases=2)
+    accused = []
+    for number in range(4):
+        client = world.connect(f"c{number}", leases=True)
+        world.lending.needed = ALONE
+        world.alone(client=client)
+        lease, holder = world.lease(client), world.holder()
+        sent = world.leased(client)
+        lease.begin(world.now)
+        accused.append((client, sent))
+        client.leased.clear()
+        client.open.discard(sent.request)
+        world.crash(holder)
+        world.advance(world.now + 10**9)
+        assert not world.core.state.leases
+    assert list(world.core.state.accused) == [(client.peer, sent.request) for client, sent in accused[-2:]]
+
+
+@pytest.mark.parametrize("read_before", [True, False])
+def test_calls_of_leased_requests_do_not_count_as_busy(read_before: bool) -> None:
+    """Nor does the time of the request before them, which is not known any more."""
+    world = Lent()
+    world.deploy(model("n"), 1)
+    world.alone()
+    world.leased()
+    lease, holder, (instance,) = world.lease(), world.holder(), world.version.instances
+    lease.begin(world.now)
+    if read_before:
+        world.core.count_leased(lease.read(False))
+        assert activity.running(instance) == 1
+    caller_of(holder).sends(1)
+    holder.outbox.append(Call(1, 0, "n", 0, (one_input(),)))
+    world.turn(world.heard(holder))
+    world.advance(world.now + 100 * activity.BUSY_NS)
+    world.finish_running()
+    resumed = world.now
+    world.core.count_leased(lease.read(False))
+    for ran in (activity.BUSY_NS, activity.BUSY_NS + 1):
+        assert activity.busy_ns(world.version, instance, resumed + ran) == (ran if ran > activity.BUSY_NS else 0)
+    assert activity.running(instance) == 1
+
+
+def test_a_recorded_request_does_not_exceed_the_execution_limit() -> None:
+    world = Lent(execution_ns=100 * MS)
+    world.alone()
+    lease, holder = world.lease(), world.holder()
+    world.leased()
+    began = world.now
+    world.now += 100 * MS
+    holder.run_leased(world.now, 99 * MS, answer=False)
+    record = lease.records.pop()
+    world.turn([(0, LeaseRead(lease.number, [record], 1, record[0]))])
+    world.advance(began + 300 * MS)
+    assert not holder.dead
+
+
+def test_log_reads_of_ended_leases_are_ignored() -> None:
     world = Lent()
     world.alone()
-    worker, lease = world.holder(), world.lease()
-    worker.lease = None
-    lease.worker_open = False
-    world.turn([(worker.peer, LeaseOver(lease.number, True))])
+    number = world.lease().number
+    world.gone(world.client)
+    world.client.leases.clear()
+    before = world.statistics.success_count
+    world.turn([(0, LeaseRead(number, [(1, 1, 1, 1, 1, 1, 0)], 1, 1, True))])
+    world.turn([(world.worker("m_0").peer, LeaseOver(number)), (world.worker("m_0").peer, LeaseLogged(number))])
+    assert world.statistics.success_count == before
     assert world.is_over()
-    world.alone(3 * ALONE)
-    assert len(world.started()) == 1
+
+
+def test_a_long_lease_resets_the_threshold_that_others_have_raised() -> None:
+    world = Lent()
+    world.alone()
+    world.lending.needed = ALONE_MOST
+    world.lending.ended_by_others()
+    assert world.lending.needed == ALONE_MOST
+    for _ in range(ALONE_MOST):
+        world.leased()
+        world.serve()
+    world.ask(world.connect("b"))
+    world.finish_all()
+    assert world.lending.needed == ALONE
