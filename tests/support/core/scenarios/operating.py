@@ -82,5 +82,26 @@ class Operating(World):
         found = next(one for one in version.instances if one.spec.name == instance and not one.over)
         self.change(lambda state: resizing.leave(state, version, found))
 
+    def do_traffic(self, name: str, shares: str = "", shadow: str = "", aliases: str = "") -> list[Event]:
+        """traffic m shares=1:90,2:10 shadow=2:100 aliases=prod:1"""
+        parts, shadows, names = (
+            [pair.split(":") for pair in text.split(",") if pair] for text in (shares, shadow, aliases)
+        )
+        return [
+            (
+                0,
+                events.SetTraffic(
+                    name,
+                    {int(version): int(percent) for version, percent in parts},
+                    {alias: int(version) for alias, version in names},
+                    shadow={int(version): int(percent) for version, percent in shadows},
+                ),
+            )
+        ]
+
+    def do_differ(self, name: str, *outputs: str) -> None:
+        """differ m_0~ y: from now on, this shadow reports the output as different."""
+        self.worker(name).differs = set(outputs)
+
     def do_refuse(self, name: str, version: str, reason: str) -> list[Event]:
         return [(0, events.Refuse(name, int(version), reason))]

@@ -8,6 +8,7 @@ from typing import Any
 from shmserve.core import events
 from shmserve.core.policy import MemoryEstimate, ModelPolicy
 from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Options, Ping, Return, Tensor, Unmap, Wanted
+from shmserve.protocol.roles import ALL_ROLES, ROLES
 from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Streamed, Withdrawn
 from tests.support.core.calling import Calling
 from tests.support.core.fakes.client import FakeClient
@@ -76,13 +77,22 @@ class Scenario(Operating, Streaming, Leasing, Calling):
     def do_use(self, name: str) -> None:
         self.model = name
 
-    def do_client(self, *names: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000") -> None:
-        """client a b leases: clients that accept leases. `keeps`: they keep inputs for shadows."""
+    def do_client(
+        self, *names: str, plane: str = "lane", outputs: str = "", audience: str = "uid:1000", roles: str = ""
+    ) -> None:
+        """client a b leases: clients that accept leases. `keeps`: they keep inputs for shadows. roles=infer: without
+        other roles."""
         flags = [name for name in names if name in ("leases", "keeps")]
         for name in names:
             if name not in flags:
                 self.named[name] = self.connect(
-                    name, plane, outputs, audience, leases="leases" in flags, keeps="keeps" in flags
+                    name,
+                    plane,
+                    outputs,
+                    audience,
+                    ROLES[roles] if roles else ALL_ROLES,
+                    "leases" in flags,
+                    "keeps" in flags,
                 )
 
     def do_infer(self, client: str, first: str, *flags: str, **options: str) -> list[Event]:
@@ -293,6 +303,10 @@ class Scenario(Operating, Streaming, Leasing, Calling):
                 names = " ".join(self.leased_workers[lease] for lease in self.core.state.leases)
                 idle = " ".join(sorted(map(self._name_of, version.idle)))
                 self.line(f"leased: {names or 'none'}; idle: {idle or 'none'}")
+            if "comparisons" in what:
+                counts = self.core.state.models[self.model].comparisons.get((1, 2), {})
+                self.line("compared: " + (", ".join(f"{name} {count}" for name, count in counts.items()) or "none"))
+                break
             if "queue" in what:
                 waiting = version.queue.in_order()
                 self.line(f"queue {self._set([request.number for request in waiting])}")

@@ -34,11 +34,12 @@ from shmserve.protocol.messages import (
     Reclaim,
     Released,
     Reply,
+    ReplyHeld,
     Return,
     Unmap,
     Welcome,
 )
-from shmserve.protocol.worker_messages import EndSequences, Execute, Revoke, Stop, Withdraw
+from shmserve.protocol.worker_messages import EndSequences, Execute, Expect, Revoke, Stop, Withdraw
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
@@ -172,6 +173,8 @@ class Transcript(World):
             self.line(f"more {name} {self._label(message.request)} {message.count}")
         elif isinstance(message, EndSequences):
             self.line(f"end sequence {', '.join(map(str, message.sequences))} at {name}")
+        elif isinstance(message, Expect):
+            self.line(f"expect of {name} the outputs ({' '.join(tensor.name for tensor in message.outputs)})")
         elif isinstance(message, Revoke):
             self.line(f"revoke the lease of {name}")
         elif isinstance(message, Stop):
@@ -187,6 +190,7 @@ class Transcript(World):
             held += " in frames" if held and client.outputs == "frames" else ""
             outputs = " ".join(tensor.name for tensor in message.outputs)
             kind = "reply" if isinstance(message, Reply) else "last" if message.last else "part"
+            held += ", inputs held" if isinstance(message, ReplyHeld) else ""
             told = "".join(f", {key} {value}" for key, value in (message.parameters or {}).items())
             self.reply(kind, f"{name}{message.request}", f"({outputs}){held}{told}")
         elif isinstance(message, (Fail, FailHeld)):

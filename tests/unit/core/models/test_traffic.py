@@ -185,6 +185,17 @@ def test_no_lease_for_a_model_with_a_shadow() -> None:
     assert not world.client.leases
 
 
+def test_a_shadow_gets_its_share_of_the_requests_that_name_no_version() -> None:
+    world = Divided(aliases={"prod": 1})
+    world.turn([(0, events.SetTraffic("m", {1: 100}, shadow={2: 25}))])
+    for _ in range(200):
+        assert world.version_of() == world.version_of("m@prod") == world.version_of(version=1) == 1
+    world.finish_all()
+    compared = world.state.models["m"].comparisons[1, 2]
+    assert compared.keys() == {"equal"}
+    assert 48 <= compared["equal"] <= 52
+
+
 def test_traffic_of_a_configuration() -> None:
     """It is set by the first load at once, by others when they succeed, and never after an operator has set one."""
     world = Divided()
