@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from shmserve.core.effects import Forget, Free, Send
-from shmserve.core.ledger import RELEASED_AT_ONCE, RELEASED_PER_TURN, Ledger
+from shmserve.core.effects import Forget, Send
+from shmserve.core.ledger import Ledger
 from shmserve.core.requests.client import ClientState
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import Handle, Map, Return, Unmap
+from shmserve.protocol.messages import Handle, Map, Return
 from tests.support.hypothesis_profiles import examples
 
 LAST = 2**63 - 1
@@ -122,47 +122,6 @@ def test_a_slice_that_is_passed_on(told: Told) -> None:
     assert not told.b.held_bytes
 
 
-def test_many_holds_of_a_disconnected_client_are_released_over_several_turns(told: Told) -> None:
-    for number in range(RELEASED_AT_ONCE + RELEASED_PER_TURN):
-        told.given(told.a, 64 * number, 64)
-    told.said()
-    told.ledger.client_died(told.a)
-    (last,) = told.ledger.departed
-    released = []
-    while told.ledger.departed:
-        assert not told.said()
-        told.ledger.release_departed()
-        released += [len(send.message.handles) for send in told.said()]
-    assert released == [RELEASED_PER_TURN, RELEASED_AT_ONCE]
-    assert (last.held_bytes, told.ledger.held_bytes, told.ledger.holds) == (0, 0, {})
-
-
-def test_pinned_slices_outlive_their_holder(told: Told) -> None:
-    ledger, whole = told.ledger, told.given(told.a, 64, 64)
-    parts = (Handle(SEGMENT, 64, 8), Handle(SEGMENT, 100, 28))
-    for part in parts:
-        ledger.keep(part)
-        ledger.give(told.b, part)
-    ledger.take_back(told.a, whole)
-    ledger.client_died(told.b)
-    told.said()
-    ledger.unpin(parts[0])
-    assert not told.said()
-    ledger.unpin(parts[1])
-    assert told.said() == [Send(WORKER, Return((whole,)))]
-
-
-def test_a_block_of_the_broker_is_freed(told: Told) -> None:
-    told.ledger.announce(0, Map(1, 4096), "internal")
-    block = Handle(1, 64, 16)
-    told.ledger.keep(block)
-    told.ledger.pin((1, 64))
-    told.ledger.unpin(block)
-    assert not told.said()
-    told.ledger.unpin(block)
-    assert told.said() == [Free((block,))]
-
-
 def test_a_segment_is_announced_and_withdrawn_once_by_its_owner(told: Told) -> None:
     number = told.own(told.a)
     with pytest.raises(InvalidRequest, match="has already been announced"):
@@ -175,91 +134,6 @@ def test_a_segment_is_announced_and_withdrawn_once_by_its_owner(told: Told) -> N
     assert told.said() == [Forget(number)]
     with pytest.raises(InvalidRequest, match="not announced by this connection"):
         told.ledger.withdraw(1, number)
-
-
-def test_a_segment_in_use_outlives_its_withdrawal(told: Told) -> None:
-    number = told.own(told.a)
-    told.ledger.show(number, WORKER)
-    told.ledger.use((number, number))
-    told.ledger.withdraw(1, number)
-    announced = told.said()
-    assert announced == [Send(WORKER, Map(number, 4096))]
-    with pytest.raises(InvalidRequest):
-        told.ledger.resolve(told.a, Handle(number, 0, 1))
-    told.ledger.done_with((number, number))
-    assert told.said() == [Send(WORKER, Unmap(number)), Forget(number)]
-
-
-def test_a_block_is_returned_exactly_once_by_its_holder(told: Told) -> None:
-    handle = told.given(told.a)
-    told.said()
-    for wrong in (Handle(SEGMENT, 0, 63), Handle(SEGMENT, 0, 65), Handle(SEGMENT, 1, 63), Handle(SEGMENT + 1, 0, 64)):
-        with pytest.raises(InvalidRequest, match="returned by a client that does not hold it"):
-            told.ledger.take_back(told.a, wrong)
-    with pytest.raises(InvalidRequest):
-        told.ledger.take_back(told.b, handle)
-    told.ledger.take_back(told.a, handle)
-    assert told.a.held_bytes == 0
-    assert told.said() == [Send(WORKER, Return((handle,)))]
-    with pytest.raises(InvalidRequest):
-        told.ledger.take_back(told.a, handle)
-
-
-def test_a_pinned_block_waits_for_its_request(told: Told) -> None:
-    handle = told.given(told.a)
-    pinned = told.ledger.pin((SEGMENT, 0))
-    told.ledger.take_back(told.a, handle)
-    told.said()
-    with pytest.raises(InvalidRequest):
-        told.ledger.resolve(told.a, handle)
-    told.ledger.unpin(pinned)
-    assert told.said() == [Send(WORKER, Return((handle,)))]
-
-
-def test_a_block_with_several_holders_is_freed_by_the_last_return(told: Told) -> None:
-    """The same block may be given to several holders, and to one of them twice."""
-    handle = told.given(told.a)
-    told.ledger.give(told.a, handle)
-    told.ledger.give(told.b, handle)
-    told.said()
-    assert told.a.held_bytes == 128
-    told.ledger.take_back(told.a, handle)
-    told.ledger.take_back(told.b, handle)
-    assert told.said() == []
-    told.ledger.take_back(told.a, handle)
-    assert told.said() == [Send(WORKER, Return((handle,)))]
-
-
-def test_memory_of_a_dead_worker_is_released_with_its_last_holder(told: Told) -> None:
-    one, two = told.given(told.a, 0), told.given(told.b, 64)
-    told.ledger.take_back(told.a, one)
-    told.ledger.worker_died(WORKER)
-    told.said()
-    assert told.ledger.resolve(told.b, two) == (SEGMENT, 64)
-    told.ledger.show(SEGMENT, WORKER + 1)
-    assert told.said() == [Send(WORKER + 1, Map(SEGMENT, 1 << 20))], "it can be passed on"
-    told.ledger.take_back(told.b, two)
-    said = told.said()
-    assert {effect.peer for effect in said[:-1]} == {1, 2, WORKER + 1}
-    assert all(effect.message == Unmap(SEGMENT) for effect in said[:-1])
-    assert said[-1] == Forget(SEGMENT)
-    assert not told.ledger.segments
-
-
-def test_a_dead_client_is_not_notified(told: Told) -> None:
-    told.given(told.a)
-    told.own(told.a)
-    told.ledger.worker_died(WORKER)
-    told.said()
-    told.ledger.client_died(told.a)
-    assert sorted(effect.segment for effect in told.said()) == [(1 << 32) + 1, SEGMENT]
-
-
-def test_the_owner_is_not_notified_of_its_own_segment(told: Told) -> None:
-    told.given(told.a)
-    told.said()
-    told.ledger.show(SEGMENT, WORKER)
-    assert told.said() == []
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,3 @@ def test_scenario(path: Path) -> None:
         path.write_text(found)
         return
     assert found.splitlines() == expected.splitlines()
-
-
-def test_there_are_scenarios() -> None:
-    assert len(FILES) >= 10

@@ -46,10 +46,6 @@ def test_quantiles_are_in_the_bucket_of_the_true_one(durations: list[int], share
     assert int(found).bit_length() == true.bit_length() or found == pytest.approx(histogram.edge(true.bit_length()))
 
 
-def test_quantile_without_durations() -> None:
-    assert histogram.quantile(histogram.empty(), 0.5) == 0.0
-
-
 @given(st.lists(st.integers(0, 1000), min_size=1), st.integers(1000, 2000), st.integers(0, 500))
 def test_the_requests_of_a_batch_are_added_up(arrivals: list[int], taken: int, took: int) -> None:
     """Even if requests that arrived together are not adjacent in the batch."""

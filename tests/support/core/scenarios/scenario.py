@@ -96,8 +96,8 @@ class Scenario(Operating, Streaming, Leasing, Calling):
                 )
 
     def do_infer(self, client: str, first: str, *flags: str, **options: str) -> list[Event]:
-        """infer a 1 or infer a 1-5: requests of client a, with rows= shape= x= (the shape of x) without= at= and so on,
-        or with sequence=7, and with the flags `start` and `end`."""
+        """infer a 1 or infer a 1-5: requests of client a, with rows= shape= x= (the shape of x) fill= (each byte) without=
+        at= and so on, or with sequence=7, and with the flags `start` and `end`."""
         start, _, end = first.partition("-")
         options |= dict.fromkeys(flags, "yes")
         return [self._infer(self.named[client], number, options) for number in range(int(start), int(end or start) + 1)]
@@ -148,7 +148,8 @@ class Scenario(Operating, Streaming, Leasing, Calling):
             size = 1 if spec.dtype == "BOOL" else 4
             for dim in shape:
                 size *= dim
-            data: Any = bytes([options.get(spec.name) == "true"]) * size
+            fill = int(options.get("fill", 0)) if spec.dtype != "BOOL" else options.get(spec.name) == "true"
+            data: Any = bytes([fill]) * size
             if "at" in options:
                 data = (self._place(client, options["at"], size),)
             tensors.append(Tensor(spec.name, spec.dtype, shape, data))
@@ -211,6 +212,18 @@ class Scenario(Operating, Streaming, Leasing, Calling):
         if done.next:
             self.tell_start(worker)
         return [] if worker.peer in self.slow_from else self.heard(worker)
+
+    def do_alias(self, *names: str) -> None:
+        """alias m_0: from now on, it returns inputs as outputs without copying them, where that is permitted."""
+        for name in names:
+            self.worker(name).aliasing = True
+
+    def do_forge(self, name: str) -> None:
+        """The next output of m_0 is behind its input, in memory that it did not receive."""
+        worker = self.worker(name)
+        assert worker.running is not None
+        (handle,) = references(worker.running.works[0].inputs)
+        worker.passes["y"] = Handle(handle.segment, handle.offset + handle.size, handle.size)
 
     def do_slow(self, name: str, *ways: str) -> None:
         """slow m_0 to, slow m_0 from: messages in that direction wait until `deliver`."""
@@ -297,6 +310,8 @@ class Scenario(Operating, Streaming, Leasing, Calling):
                     f"succeeded {counted.success_count}, failed {counted.fail_count}, rejected {counted.rejected}, "
                     f"cancelled {counted.cancelled}, queued {clock(counted.queue_ns)} in all"
                 )
+            if "cache" in what:
+                self.line(f"cache hits {counted.cache_hits}, misses {counted.cache_misses}")
             if "sequences" in what:
                 self.sequences(version)
             if "leases" in what:

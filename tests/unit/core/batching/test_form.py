@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,17 +79,6 @@ def test_plans_match_the_reference_rules(waiting: list[Waiting], policy: BatchPo
 
 
 @given(QUEUES, POLICIES, st.booleans())
-def test_every_plan_satisfies_the_invariants(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
-    plan = run(waiting, rules_of(policy, varies))
-    taken = waiting[: plan.count]
-    assert plan.rows == sum(request.cost for request in taken) <= MAX
-    assert not varies or len({request.signature for request in taken}) <= 1
-    if not plan.count:
-        assert plan.wake > NOW
-        assert policy.delay_ns
-
-
-@given(QUEUES, POLICIES, st.booleans())
 def test_the_reason_of_a_plan_matches_its_batch(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
     plan = run(waiting, rules_of(policy, varies))
     if not plan.count:
@@ -132,24 +120,6 @@ def test_an_extension_respects_the_size_limits_of_the_batch(
         total = base + plan.rows + stopper.cost
         other = varies and stopper.signature != signature
         assert total > min(MAX, rules.largest_preferred) or other or base + plan.rows in rules.preferred
-
-
-@pytest.mark.parametrize(
-    ("preferred", "sizes", "count", "reason"),
-    [
-        ((), [1] * 8, 8, Reason.FULL),
-        ((), [5, 4], 1, Reason.FULL),
-        ((), [3], 1, Reason.IDLE),
-        ((4, 8), [4, 4], 2, Reason.FULL),
-        ((4,), [4, 1], 1, Reason.PREFERRED),
-        ((4,), [3, 3], 1, Reason.PREFERRED),
-        ((4,), [7], 1, Reason.FULL),
-        ((8,), [2, 2], 2, Reason.IDLE),
-    ],
-)
-def test_the_reason_of_each_batch(preferred: tuple[int, ...], sizes: list[int], count: int, reason: Reason) -> None:
-    plan = run([Waiting(size, "s", 90) for size in sizes], rules_of(BatchPolicy(preferred), True))
-    assert (plan.count, plan.reason) == (count, reason)
 
 
 def test_meaningless_preferred_sizes_are_ignored() -> None:

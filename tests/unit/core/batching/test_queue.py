@@ -42,25 +42,6 @@ def queue(policy: BatchPolicy | None = None) -> RequestQueue[Any]:
     return RequestQueue(policy)
 
 
-def test_one_client_is_served_in_order_of_arrival() -> None:
-    waiting = queue()
-    for name in range(5):
-        waiting.add(request(name=name, cost=name % 3 + 1))
-    assert names(waiting.in_order()) == [0, 1, 2, 3, 4]
-    assert names(waiting.take(2)) == [0, 1]
-    assert names(waiting.take(9)) == [2, 3, 4]
-    assert waiting.count == 0
-
-
-def test_a_new_client_does_not_wait_behind_the_backlog_of_another() -> None:
-    waiting = queue()
-    for name in range(100):
-        waiting.add(request(1, name=name))
-    waiting.take(10)
-    waiting.add(request(2, name=1000))
-    assert names(waiting.in_order())[:2] in ([10, 1000], [1000, 10])
-
-
 def test_more_connections_do_not_increase_the_share_of_a_user() -> None:
     waiting = queue()
     crowd = [SimpleNamespace(number=number, user="ann") for number in range(100, 1100)]
@@ -73,22 +54,6 @@ def test_more_connections_do_not_increase_the_share_of_a_user() -> None:
     assert sum(each.client.user == "bob" for each in waiting.take(100)) == 50
     waiting.add(request(8, name=3000))
     assert 3000 in names(waiting.in_order())[:3], "a third user joins in at once"
-
-
-def test_the_share_of_a_user_is_divided_between_its_clients() -> None:
-    waiting = queue()
-    for name in range(300):
-        waiting.add(request(1, name=name))
-    for name in range(300, 350):
-        waiting.add(request(2, name=name))
-        waiting.add(request(5, name=name))
-    for name in range(50):
-        waiting.add(request(6, cost=2, name=name))
-    taken = waiting.take(120)
-    served = [sum(each.cost for each in taken if each.client.number == client) for client in (1, 2, 5, 6)]
-    assert sum(served[:2]) == pytest.approx(sum(served[2:]), abs=2)
-    assert served[0] == pytest.approx(served[1], abs=2)
-    assert served[2] == pytest.approx(served[3], abs=2)
 
 
 def test_a_user_that_was_served_alone_gets_an_equal_share_afterwards() -> None:
@@ -146,17 +111,6 @@ def test_refunds_for_cancelled_requests_are_bounded() -> None:
         level.add(one)
         level.remove(one)
     assert len(level.share("ann").unserved) <= 2 * UNSERVED
-
-
-def test_shares_are_measured_in_rows() -> None:
-    waiting = queue()
-    for name in range(40):
-        waiting.add(request(1, cost=4, name=name))
-        for small in range(4):
-            waiting.add(request(2, cost=1, name=1000 + 4 * name + small))
-    taken = waiting.take(50)
-    mine = sum(each.cost for each in taken if each.client.number == 1)
-    assert abs(mine - sum(each.cost for each in taken if each.client.number == 2)) <= 4
 
 
 def test_priority_levels_reach_up_to_64_bits() -> None:
@@ -224,29 +178,6 @@ def test_the_number_of_clients_that_a_level_remembers_is_bounded() -> None:
         level.add(one)
         level.take(1)
     assert len(level.share("ann").tags) < 200
-
-
-def test_levels_are_served_strictly_and_delayed_requests_last_in_their_level() -> None:
-    waiting = queue(BatchPolicy(levels=2, default_level=2, default_policy=QueuePolicy(TimeoutAction.DELAY, 1)))
-    assert [waiting.level_of(priority) for priority in (0, 1, 2, 3, 2**63 - 1)] == [2, 1, 2, 2, 2]
-    first, second, third, urgent = (request(level=n, name=i) for i, n in enumerate((2, 2, 1, 1)))
-    for each in (first, second, third, urgent):
-        waiting.add(each)
-    assert waiting.expire(third) is False
-    assert waiting.expire(first) is False
-    assert names(waiting.in_order()) == [3, 2, 1, 0]
-    waiting.remove(third)
-    assert names(waiting.take(3)) == [3, 1, 0]
-    assert waiting.count == 0
-
-
-def test_an_expired_request_with_timeout_action_reject_is_removed() -> None:
-    waiting = queue(BatchPolicy(default_policy=QueuePolicy(TimeoutAction.REJECT, 1)))
-    each = request()
-    waiting.add(each)
-    assert waiting.expire(each) is True
-    assert waiting.count == 0
-    assert waiting.in_order() == []
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -96,17 +96,6 @@ def test_each_device_has_its_own_resource_unless_it_is_shared() -> None:
     assert len(world.running()) == 1
 
 
-def test_instances_run_in_inverse_proportion_to_their_turn() -> None:
-    """With priority 2, a model runs half as often."""
-    one = Resource("r", 1)
-    world = Limited({"often": [spec("often_0", one)], "seldom": [spec("seldom_0", one, turn=2)]})
-    world.turn(world.infers("often", 40) + world.infers("seldom", 40))
-    for _ in range(30):
-        (name,) = world.running()
-        world.done(name)
-    assert abs(world.ran["often_0"] - 20) <= 1, world.ran
-
-
 def test_a_crashed_worker_releases_its_resources() -> None:
     one = Resource("r", 1)
     world = Limited({"m": [spec("m_0", one)], "n": [spec("n_0", one)]})

@@ -15,7 +15,7 @@ from shmserve.core import events
 from shmserve.core.batching.lending import ALONE
 from shmserve.core.state import State
 from shmserve.core.traffic import Split, Traffic
-from shmserve.errors import InvalidRequest, NotFound, Unavailable
+from shmserve.errors import InvalidRequest, NotFound
 from shmserve.protocol.messages import Fail, Reply
 from tests.support.core.lent import Lent, model
 from tests.support.hypothesis_profiles import examples
@@ -134,17 +134,6 @@ def test_an_alias_never_hides_a_model() -> None:
     assert world.version_of("m@prod") == 7
     world.set()
     assert world.version_of("m@prod") == 7
-
-
-def test_an_alias_follows_its_version() -> None:
-    world = Divided(aliases={"prod": 3})
-    version = world.state.models["m"].versions[3]
-    for worker in list(world.workers.values()):
-        if world.state.instances[worker.peer][0] is version:
-            world.crash(worker)
-    if "m@prod" not in world.state.ready:
-        with pytest.raises(Unavailable):
-            world.state.look_up("m@prod", 0)
 
 
 def test_unloading_a_model_drops_its_traffic() -> None:

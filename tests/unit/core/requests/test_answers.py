@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from shmserve.core import events
 from shmserve.core.effects import Close, Kill, Log, Query, Send
 from shmserve.core.limits import Limits
-from shmserve.core.policy import InstanceSpec
 from shmserve.protocol.messages import (
     Ask,
     Bye,
     Cancel,
-    ClientMessage,
     Fail,
     Goodbye,
     Handle,
@@ -31,7 +28,7 @@ from shmserve.protocol.messages import (
     Welcome,
 )
 from shmserve.protocol.roles import ALL_ROLES
-from shmserve.protocol.worker_messages import Counted, Done, Loaded, Probed, Row, WorkerReport
+from shmserve.protocol.worker_messages import Done, Row
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import plain
@@ -215,13 +212,6 @@ def test_messages_of_peers_that_have_ended_are_ignored() -> None:
     assert len(world.effects) == before
 
 
-def test_every_message_of_the_protocol_has_a_handler() -> None:
-    core = World().core
-    assert set(get_args(ClientMessage)) <= set(core._of_clients)
-    of_the_broker = {Loaded, Counted, Probed}  # Loaded comes as Compiled
-    assert set(get_args(WorkerReport)) - of_the_broker <= set(core._of_workers)
-
-
 def test_requests_for_unavailable_models_and_versions_get_the_reason() -> None:
     world = Recorded()
     client = world.connect("a")
@@ -242,15 +232,3 @@ def test_requests_for_unavailable_models_and_versions_get_the_reason() -> None:
     world.turn([client.infer(6)])
     world.finish()
     assert isinstance(client.answers[6], Reply)
-
-
-def test_the_highest_ready_version_is_the_default() -> None:
-    world = Recorded()
-    client = world.connect("a")
-    world.deploy(replace(POLICY, version=3))
-    world.policies["m", 1] = POLICY
-    targets = (*world.targets["m"].values(), events.Target(1, 0, (InstanceSpec("first"),)))
-    world.turn([(0, events.Deploy("m", targets))])
-    world.turn([client.infer(1)])
-    assert world.worker("m_0").running is not None
-    assert world.worker("first").running is None

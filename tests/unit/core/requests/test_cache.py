@@ -15,7 +15,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, StepPolicy, TensorSpec
 from shmserve.core.requests.cache import Placed
 from shmserve.core.state import WORKERS_FROM
-from shmserve.protocol.messages import OWNER_SHIFT, Handle, Infer, Map, Options, Reply, Return, Tensor, Wanted
+from shmserve.protocol.messages import OWNER_SHIFT, Handle, Infer, Map, Options, Return, Tensor, Wanted
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
 from tests.support.core.world import World
@@ -53,19 +53,6 @@ class Caching(World):
 
 def x(*values: float, name: str = "x", dtype: str = "FP32", shape: tuple[int, ...] = ()) -> Tensor:
     return Tensor(name, dtype, shape or (1, len(values)), struct.pack(f"<{len(values)}f", *values))
-
-
-def test_equal_requests_run_once() -> None:
-    world = Caching()
-    client, other = world.connect("a"), world.connect("b")
-    first = world.ask(client, (x(1),))
-    assert world.ask(client, (x(1),)).outputs == first.outputs
-    assert world.ask(other, (x(1),)).outputs == first.outputs
-    assert world.ask(other, (x(1),), id="another", priority=3).outputs == first.outputs
-    assert world.runs == 1
-    counted = world.core.state.models["m"].versions[1].statistics
-    assert (counted.cache_hits, counted.cache_misses) == (3, 1)
-    assert (counted.success_count, counted.inference_count, counted.execution_count) == (4, 1, 1)
 
 
 def test_hit_and_miss_durations_are_those_of_lookup_and_insertion() -> None:
@@ -109,46 +96,6 @@ def test_r19_everything_that_affects_a_response_is_part_of_the_key(one: Any, ano
     for inputs, outputs, options in (one, another, one, another):
         world.ask(client, inputs, outputs, **options)
     assert world.runs == 2
-
-
-def test_r19_responses_are_cached_per_audience() -> None:
-    world = Caching(large="y")
-    client, stranger = world.connect("a"), world.connect("b", audience="uid:2000")
-    world.ask(client, (x(1),))
-    world.ask(stranger, (x(1),))
-    world.ask(stranger, (x(1),))
-    assert world.runs == 2
-    assert not set(client.holds) & set(stranger.holds)
-
-
-def test_large_responses_are_cached_without_a_copy() -> None:
-    """The answer is one block, held by all clients that received it, and by the cache after they have returned it."""
-    world = Caching(large="y")
-    client, other = world.connect("a"), world.connect("b")
-    first, second = world.ask(client, (x(1),)), world.ask(other, (x(1),))
-    assert isinstance(first.outputs[0].data[0], Handle)
-    assert first.outputs == second.outputs
-    (worker,) = world.workers.values()
-    for holder in (client, other):
-        world.turn([(holder.peer, Return(tuple(holder.holds.elements())))])
-        holder.holds.clear()
-    assert sum(worker.out.values()) == 1, "the cache holds it"
-    assert world.ask(client, (x(1),)).outputs == first.outputs
-    assert world.runs == 1
-
-
-def test_the_least_recently_used_response_is_evicted_first() -> None:
-    world = Caching(limit=3 * 600, large="y")
-    client = world.connect("a")
-    for value in (1, 2, 3, 1, 4):
-        world.ask(client, (x(value),))
-    assert world.runs == 4
-    assert world.core.state.cache.evictions == 1
-    for value in (1, 3, 4):
-        world.ask(client, (x(value),))
-    assert world.runs == 4
-    world.ask(client, (x(2),))
-    assert world.runs == 5
 
 
 class Memory:
@@ -252,7 +199,7 @@ def test_inputs_in_frames_are_compared_byte_by_byte() -> None:
 def test_equal_inputs_in_a_frame_and_inline_share_an_entry() -> None:
     world = Framing()
     client = world.connect("a", "zmq", "frames")
-    first = world.ask(client, (x(1), Tensor("i", "INT32", (1, 1), INT)))
+    first = world.ask(client, (x(1), Tensor("i", "INT32", (1, 1), INT)), id="another")
     assert world.ask_in_frames(client, (Tensor("i", "INT32", (1, 1), INT), x(1))).outputs == first.outputs
     assert world.runs == 1
 
@@ -352,87 +299,3 @@ def test_responses_are_kept_in_the_memory_of_the_broker() -> None:
     assert not world.freed
     world.turn([(0, events.Deploy("m", ()))])
     assert kept in world.freed
-
-
-def test_failures_and_placed_outputs_are_not_cached() -> None:
-    world = Caching()
-    client = world.connect("a")
-    segment = world.own_segment(client, 4096)
-    world.turn([(client.peer, segment)])
-    for _ in range(2):
-        world.ask(client, (x(1),), (Wanted("y", Handle(segment.segment, 64, 4)),))
-    assert world.runs == 2
-    (worker,) = world.workers.values()
-    for expected in (3, 4):
-        world.last += 1
-        client.sends(world.last)
-        world.turn([(client.peer, Infer(world.last, "m", 0, (x(9),)))])
-        worker.finish(world.now, error=("MODEL_FAILED", "no"))
-        world.settle()
-        assert world.runs == expected
-    assert not len(world.core.state.cache)
-
-
-def test_a_new_generation_drops_the_cached_responses_of_the_old_one() -> None:
-    world = Caching(large="y")
-    client = world.connect("a")
-    world.ask(client, (x(1),))
-    world.turn([(0, events.Deploy("m", (world.target(POLICY, 1, 1),)))])
-    returned = Return(tuple(client.holds.elements()))
-    client.holds.clear()
-    world.turn([(client.peer, returned)])
-    assert not world.core.state.ledger.holds
-    assert not len(world.core.state.cache)
-    before = world.runs
-    world.ask(client, (x(1),))
-    assert world.runs == before + 1
-
-
-def test_cached_responses_outlive_their_worker() -> None:
-    """Their pages are kept as long as clients may map them."""
-    world = Caching(large="y")
-    client = world.connect("a")
-    first = world.ask(client, (x(1),))
-    (worker,) = world.workers.values()
-    world.crash(worker)
-    world.advance(world.now + 10**9)
-    assert world.ask(client, (x(1),)).outputs == first.outputs
-
-
-@pytest.mark.parametrize("limit", [0, 100])
-def test_without_room_in_the_cache_every_request_runs(limit: int) -> None:
-    world = Caching(limit)
-    client = world.connect("a")
-    for _ in range(2):
-        assert isinstance(world.ask(client, (x(1),)), Reply)
-    assert world.runs == 2
-
-
-def test_responses_of_sequences_are_not_cached() -> None:
-    """Their requests name the sequence, and its steps may keep state."""
-    world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
-    steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),)),)
-    world.deploy(ModelPolicy("m", 1, 8, INPUTS[:1], OUTPUTS[:1], steps=steps, cached=True))
-    client = world.connect("a")
-    for sequence in (7, 8):
-        answer = world.ask(client, (x(1),), sequence=sequence, sequence_start=True)
-        assert answer.parameters == {"sequence_id": sequence, "sequence_start": True, "sequence_end": False}
-    assert world.ask(client, (x(1),)).parameters is None
-    assert world.runs == 3
-
-
-def test_responses_of_ensembles_are_cached_until_a_step_changes() -> None:
-    """The ensemble's answer is kept. If the model of a step changes, the cached answer does not apply."""
-    world = Caching(policy=ModelPolicy("step", 1, 8, INPUTS, OUTPUTS, BatchPolicy()))
-    steps = (StepPolicy("step", 0, (("x", "x"),), (("y", "y"),)),)
-    world.deploy(ModelPolicy("m", 1, 8, INPUTS[:1], OUTPUTS[:1], steps=steps, cached=True))
-    client = world.connect("a")
-    for _ in range(3):
-        world.ask(client, (x(1),))
-    assert world.runs == 1
-    policy = world.policies["step", 1]
-    world.turn([(0, events.Deploy("step", (world.target(policy, 7, 1),)))])
-    before = world.runs
-    for _ in range(3):
-        world.ask(client, (x(1),))
-    assert world.runs == before + 1

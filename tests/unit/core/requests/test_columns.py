@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from shmserve.core.batching.queue import RequestQueue
 from shmserve.core.effects import Traced
-from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
 from shmserve.core.requests.trace import Sample
 from shmserve.core.requests.validation import _FORMS, Checker
@@ -26,7 +24,6 @@ from shmserve.protocol.messages import (
     NAME_LENGTH,
     PACKET_MESSAGES,
     TENSORS,
-    Cancel,
     ClientMessage,
     Columns,
     Fail,
@@ -36,11 +33,10 @@ from shmserve.protocol.messages import (
     Pong,
     Reply,
     ReplyBatch,
-    Tensor,
     TensorForm,
     tensors_of,
 )
-from shmserve.protocol.worker_messages import Done, Execute, Row, WorkerOrder, rows_of
+from shmserve.protocol.worker_messages import Done, Execute, WorkerOrder, rows_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import one_by_one
 from tests.support.core.fakes.worker import FakeWorker
@@ -99,11 +95,6 @@ def test_columns_are_read_as_the_tensors_of_each_request(data: st.DataObject) ->
         assert numbers[index] == number
         assert made.tensors(index) == tensors_of(forms, rows[index], found[index]) == outputs
         assert [tensor.shape for tensor in outputs] == [(rows[index], 2)] * len(forms)
-
-
-def test_plain_rows_are_returned_unchanged() -> None:
-    rows = (Row(1, (Tensor("y", "FP32", (1,), bytes(4)),)),)
-    assert rows_of(rows) is rows
 
 
 IRREGULAR = {
@@ -278,87 +269,6 @@ def answer_in_columns(world: World, worker: FakeWorker, numbers: tuple[int, ...]
     world.settle()
 
 
-def test_requests_that_have_ended_while_they_ran_are_left_out_of_the_reply() -> None:
-    world, client = serving()
-    worker = world.worker("m_0")
-    send(world, client, columns(4))
-    assert worker.running is not None
-    numbers = tuple(work.request for work in worker.running.works)
-    world.turn([(client.peer, Cancel(2))])
-    cancelled = client.answers[2]
-    answer_in_columns(world, worker, numbers)
-    (reply,) = [message for message in client.messages if isinstance(message, ReplyBatch)]
-    assert reply.columns.requests == (1, 3, 4)
-    assert client.answers[2] is cancelled
-    assert cancelled.code == "CANCELLED"
-    assert not client.held_inputs
-    assert not world.core.state.requests
-    assert not world.core.state.clients[client.peer].bytes
-    assert not worker.dead
-
-
-def test_requests_of_disconnected_clients_are_left_out_of_the_reply() -> None:
-    world, client = serving()
-    leaving = world.connect("leaving")
-    worker = world.worker("m_0")
-    for number in (1, 2):
-        client.sends(number)
-        leaving.sends(number)
-    world.turn([(peer, InferBatch("m", 0, columns(2))) for peer in (client.peer, leaving.peer)])
-    assert worker.running is not None
-    numbers = tuple(work.request for work in worker.running.works)
-    assert len(numbers) == 4
-    world.gone(leaving)
-    answer_in_columns(world, worker, numbers)
-    assert client.answers.keys() == {1, 2}
-    assert not world.core.state.requests
-    assert not worker.dead
-
-
-@pytest.mark.parametrize("first", ["form", "infer", "other form"])
-def test_a_batch_of_requests_of_several_forms_is_sent_one_by_one(first: str) -> None:
-    """Ragged requests can run together, each with its own inputs."""
-    world = World()
-    ragged = TensorSpec("x", "FP32", (-1,), ragged=True)
-    world.deploy(ModelPolicy("m", 1, 8, (ragged,), Y, BatchPolicy()))
-    client = world.connect("c")
-    worker = world.worker("m_0")
-    given: list[Any] = []
-    worker.watch = lambda worker, batch: given.extend(batch.works)
-    turn: dict[str, tuple[int, Any]] = {}
-    turn["form"] = client.peer, InferBatch("m", 0, columns(2, 1))
-    wide = Columns(form_of(3), (3, 4), (1, 1), ((b"abcdefghijkl",), (b"mnopqrstuvwx",)))
-    turn["other form"] = client.peer, InferBatch("m", 0, wide)
-    for number in (1, 2, 3, 4):
-        client.sends(number)
-    turn["infer"] = client.infer(5)
-    order = [first, *[kind for kind in turn if kind != first]]
-    world.turn([turn[kind] for kind in order])
-    assert len(worker.started) == 1
-    shapes = {"form": [(1, 1)] * 2, "other form": [(1, 3)] * 2, "infer": [(1, 1)]}
-    assert [work.inputs[0].shape for work in given] == [shape for kind in order for shape in shapes[kind]]
-    assert {b"abcdefghijkl", b"mnopqrstuvwx"} <= {work.inputs[0].data for work in given}
-    worker.in_columns = True
-    world.finish_all()
-    assert client.answers.keys() == {1, 2, 3, 4, 5}
-
-
-def test_columns_of_a_client_over_its_held_bytes_limit_are_refused() -> None:
-    world = World(Limits(client_held_bytes=8))
-    world.deploy(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()), large="y")
-    client = world.connect("c")
-    for number in range(1, 6):
-        client.sends(number)
-    world.turn([(client.peer, InferBatch("m", 0, columns(3)))])
-    world.finish_all()
-    assert len(client.holds) == 3
-    world.turn([(client.peer, InferBatch("m", 0, columns(2, 4)))])
-    for number in (4, 5):
-        assert client.answers[number].code == "UNAVAILABLE"
-        assert "client_held_bytes" in client.answers[number].text
-    assert not world.core.state.requests
-
-
 ALIKE: dict[str, tuple[str, Columns, str]] = {
     "a shape of 31 large dimensions": ("m", columns(5, forms=(TensorForm("x", "FP32", (2**62,) * 31),)), "INVALID_ARG"),
     "another data type": ("m", columns(5, forms=(TensorForm("x", "INT64", (1,)),)), "INVALID_ARG"),
@@ -390,15 +300,6 @@ def test_requests_that_are_refused_for_the_same_reason_share_a_check_and_an_answ
     assert [client.answers[number].text for number in batch.requests] == [answer.text] * 5
     assert len(checks) <= 2
     assert world.core.state.refused == {code: 5}
-
-
-def test_a_refused_request_between_others_is_refused_alone() -> None:
-    world, client = serving()
-    batch = columns(5)
-    send(world, client, replace(batch, rows=(1, 1, 9, 1, 1)))
-    world.finish_all()
-    assert [type(client.answers[number]) for number in batch.requests] == [Reply, Reply, Fail, Reply, Reply]
-    assert not any(isinstance(message, FailBatch) for message in client.messages)
 
 
 # ------------------------------------------------------------------------------------------------- what is kept
@@ -459,48 +360,6 @@ def test_a_form_may_be_evicted_while_requests_of_it_wait() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the queue
-
-
-class Waiting:
-    """A request with the attributes that a queue uses."""
-
-    def __init__(self, number: int, user: str, peer: int, cost: int) -> None:
-        self.number, self.cost, self.rows, self.inline = number, cost, cost, 3 * cost
-        self.client = type("C", (), {"user": user, "number": peer})()
-        self.level = 0
-        self.deadline = number % 2
-        self.tag = 0
-        self.delayed = False
-
-
-GROUPS = st.lists(
-    st.tuples(st.sampled_from([("a", 1), ("a", 2), ("b", 3)]), st.lists(st.integers(1, 4), min_size=1, max_size=5)),
-    max_size=8,
-)
-
-
-@given(GROUPS)
-def test_requests_added_together_are_queued_like_requests_added_one_by_one(groups: Any) -> None:
-    together: RequestQueue[Any] = RequestQueue(BatchPolicy())
-    singly: RequestQueue[Any] = RequestQueue(BatchPolicy())
-    number = 0
-    for (user, peer), costs in groups:
-        number += 2
-        together.add_all([Waiting(number, user, peer, cost) for cost in costs])
-        for cost in costs:
-            singly.add(Waiting(number, user, peer, cost))
-        assert places(together) == places(singly)
-        assert (together.count, together.bytes, together.timed) == (singly.count, singly.bytes, singly.timed)
-
-
-def places(queue: RequestQueue[Any]) -> Any:
-    return {
-        level: {
-            user: ([(one.number, one.cost, one.tag, one.client.number) for one in share.ready], share.tags)
-            for user, share in found.shares.items()
-        }
-        for level, found in queue._levels.items()
-    }
 
 
 def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:

@@ -106,18 +106,6 @@ def test_two_models_of_one_client() -> None:
     within(load.served, 2)
 
 
-def test_new_clients_get_their_share_at_once() -> None:
-    load = Load(model("m"))
-    clients = [load.world.connect(name) for name in "abc"]
-    load.rounds(100, [(clients[0], "m", 500, 1)])
-    load.served.clear()
-    load.rounds(300, [(clients[1], "m", 40, 1)])
-    within(load.served, 2)
-    load.served.clear()
-    load.rounds(300, [(clients[2], "m", 40, 1)])
-    within(load.served, 3)
-
-
 def test_a_user_with_many_connections_delays_another_by_one_request() -> None:
     """Each packet has one small request. When the honest client sends its request, one runs, one waits at the worker,
     and one is ahead in the queue."""

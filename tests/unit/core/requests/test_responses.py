@@ -11,7 +11,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.stats.statistics import RESPONSES, ResponseCount, Statistics
 from shmserve.protocol import codec as wire
-from shmserve.protocol.messages import Cancel, Fail, Infer, More, Options, Part
+from shmserve.protocol.messages import Cancel, Fail, Infer, More, Options
 from shmserve.protocol.worker_messages import Execute, WorkerOrder
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain
@@ -65,19 +65,6 @@ def test_the_window_sent_to_the_worker_never_overflows(window: int, before: list
     assert options is not None
     assert options.window == min(window + sum(before), 2**63 - 1)
     assert [order.count for order in orders if isinstance(order, More)] == after
-
-
-def test_more_for_a_finished_request_or_one_of_another_client_is_ignored() -> None:
-    world = Streaming()
-    client, other, worker = world.client, world.connect("b"), world.streaming
-    world.turn([ask(client, 1), (other.peer, More(1, 5))])
-    world.advance(world.now + 5 * MS)
-    (request,) = worker.streams
-    assert worker.room[request] == 1
-    world.part(request, last=True)
-    assert isinstance(client.answers[1], Part)
-    world.turn([(client.peer, More(1, 5)), (client.peer, More(7, 5))])
-    assert not world.core.state.requests
 
 
 def test_unfinished_streams_are_limited_per_user() -> None:

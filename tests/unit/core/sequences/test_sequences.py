@@ -375,15 +375,3 @@ class SequenceMachine(WorldMachine):
 @pytest.mark.hypothesis
 def test_sequence_rules_hold_under_random_events() -> None:
     run_machine(SequenceMachine, 80)
-
-
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_model_of_the_machine_can_be_served(name: str) -> None:
-    machine = SequenceMachine()
-    machine.begin(name, 2)
-    client = machine.clients[0]
-    machine.send([machine.infer(client, 7, n == 0, n == 4) for n in range(5)])
-    machine.finish_everything()
-    assert [type(client.answers[number]) for number in client.order] == [Reply] * 5
-    assert client.order == [1, 2, 3, 4, 5]
-    machine.teardown()

@@ -70,14 +70,6 @@ def test_another_user_cannot_continue_a_sequence_and_gets_the_text_of_an_unknown
     assert isinstance(world.step(one, 2, end=True), Reply)
 
 
-def test_a_connection_of_the_same_user_continues_it() -> None:
-    world = Sequenced(False)
-    one, two = world.connect("one"), world.connect("two")
-    world.step(one, 1, start=True)
-    assert isinstance(world.step(two, 1, end=True), Reply)
-    assert [sequence for sequence, _, _ in world.executed] == [7, 7]
-
-
 def test_the_end_of_an_idle_sequence_names_the_sequence_of_its_user() -> None:
     world = Sequenced(False)
     one, other = world.connect("one"), world.connect("other", audience="uid:2000")

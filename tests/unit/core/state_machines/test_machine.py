@@ -395,17 +395,3 @@ class CoreMachine(WorldMachine):
 @pytest.mark.hypothesis
 def test_the_ledger_balances_under_random_events() -> None:
     run_machine(CoreMachine, 120)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_model_of_the_machine_can_be_served(name: str) -> None:
-    machine = CoreMachine()
-    machine.begin([name], "plain")
-    client = machine.clients[0]
-    policy = next(policy for policy, _, _ in MODELS if policy.name == name)
-    message = machine._request(client, policy, 1, "inline", 1, True, None)
-    client.sends(message.request)
-    machine.send([(client.peer, message)], False)
-    machine.finish_everything()
-    assert isinstance(client.answers[message.request], Reply)
-    machine.teardown()

@@ -230,20 +230,3 @@ def _is_asked(worker: FakeWorker) -> bool:
 @pytest.mark.hypothesis
 def test_the_ledger_balances_with_leases() -> None:
     run_machine(LeaseMachine, 200)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_machine_leases_every_model(name: str) -> None:
-    machine = LeaseMachine()
-    machine.begin([name])
-    (client,) = [client for client in machine.clients if client.leases]
-    machine.leased(0, 2, True)
-    machine.leased(0, 1, False)
-    machine.serve(0, "begin")
-    assert len(client.open) == 1
-    machine.serve(0, "answer")
-    assert not client.open
-    machine.leased(0, 1, False)
-    machine.die_with_request(0, True)
-    machine.teardown()
-    assert sum(worker.leased for worker in machine.world.all_workers) >= 3
