@@ -77,7 +77,8 @@ def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> Mod
     retry, decoupled = "no_retry" not in flags, "decoupled" in flags
     return ModelPolicy(
         name, version, most, inputs, outputs, batching, limit, retry, sequence=sequence, decoupled=decoupled,
-        cached="cached" in flags, stays_loaded="stays" in flags,
+        cached="cached" in flags, reads_device_memory="device" in flags, leaves_on_device="device" in flags,
+        stays_loaded="stays" in flags,
         idle_unload_ns=nanoseconds(options["idle_unload"]) if "idle_unload" in options else None,
         padding=_padding(options["padding"]) if "padding" in options else None,
     )  # fmt: skip

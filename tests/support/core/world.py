@@ -56,7 +56,7 @@ class World:
         self.loads_itself: dict[str, bool] = {}
         self.sizes: dict[str, MemoryEstimate] = {}
         self.gpus: dict[str, tuple[int, ...]] = {}
-        """Model -> GPUs of its instances, in turn."""
+        """Model -> GPUs of its instances, in turn; -1: a CPU."""
         self.slow_to: set[int] = set()
         self.slow_from: set[int] = set()
         self.freed: list[Any] = []
@@ -235,10 +235,10 @@ class World:
         if policy.steps is not None:
             return events.Target(policy.version, source, (), policy)
         gpus = self.gpus.get(policy.name)
-        kind = "KIND_CPU" if gpus is None else "KIND_GPU"
-        devices = gpus or (0,)
+        devices = [(gpus or (-1,))[index % len(gpus or (-1,))] for index in range(instances)]
         specs = tuple(
-            InstanceSpec(f"{policy.name}_{index}", kind, devices[index % len(devices)]) for index in range(instances)
+            InstanceSpec(f"{policy.name}_{index}", "KIND_CPU" if device < 0 else "KIND_GPU", max(device, 0))
+            for index, device in enumerate(devices)
         )
         memory, scaling = self.sizes.get(policy.name, MemoryEstimate()), self.scalings.get(policy.name)
         return events.Target(policy.version, source, specs, memory=memory, scaling=scaling)
@@ -246,6 +246,7 @@ class World:
     def _spawn(self, effect: Spawn) -> None:
         policy = self.policies[effect.model, effect.version]
         worker = FakeWorker(effect.peer, self.name_of(effect), policy, self.large[effect.model])
+        worker.on_gpu = effect.instance.kind == "KIND_GPU" and policy.leaves_on_device
         self.workers[effect.peer] = worker
         if self.loads_itself[effect.model]:
             worker.outbox.append(events.Compiled(policy))

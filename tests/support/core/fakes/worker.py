@@ -9,6 +9,7 @@ from typing import Any
 
 from shmserve.core.policy import ModelPolicy
 from shmserve.protocol.messages import (
+    DEVICE,
     OWNER_SHIFT,
     Answer,
     Fail,
@@ -110,6 +111,8 @@ class FakeWorker:
         """Request -> the outputs to compare with."""
         self.differs: set[str] = set()
         """Outputs that are reported as different."""
+        self.on_gpu = False
+        """Its memory is on a GPU."""
         self.in_columns = False
         """The worker answers in columns where permitted, except for every third batch."""
 
@@ -425,7 +428,8 @@ class FakeWorker:
         segment = self.arenas.get(audience)
         if segment is None:
             segment = self.arenas[audience] = (self.peer << OWNER_SHIFT) + 1 + len(self.arenas)
-            self.outbox.append(Map(segment, SEGMENT_BYTES, None, audience))
+            name = f"{DEVICE}of {self.name}" if self.on_gpu and audience == "internal" else None
+            self.outbox.append(Map(segment, SEGMENT_BYTES, name, audience))
         handle = Handle(segment, self.next_offset, size)
         self.next_offset += size
         self.out[handle] += 1

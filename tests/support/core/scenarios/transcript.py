@@ -160,7 +160,9 @@ class Transcript(World):
             more = ", more follows" if message.more else ""
             total = sum(r.cost for _, piece in batch.pieces for r in piece if r.batch is batch)
             rows = f"to {plural(total, 'row')}" if message.join else plural(total, "row")
-            self.line(f"{verb} {name} {works} {rows}, {batch.reason.value}{more}")
+            near = sorted({output for work in message.works if work.step is not None for output in work.step.near})
+            stays = f", {' '.join(near)} on its GPU" if near else ""
+            self.line(f"{verb} {name} {works} {rows}, {batch.reason.value}{stays}{more}")
         elif isinstance(message, Withdraw):
             self.line(f"withdraw {name} {self._set(message.requests)}")
         elif isinstance(message, Map):
