@@ -166,6 +166,6 @@ class WorldMachine(RuleBasedStateMachine):
             world.advance(world.now + 20 * MS)
             world.slow_to.clear()
             world.slow_from.clear()
-            if self.is_quiet() and not world._pending and not self.workers(lambda worker: worker.outbox):
+            if self.is_quiet() and not world.pending and not self.workers(lambda worker: worker.outbox):
                 return
         raise AssertionError("work is left")

@@ -141,7 +141,7 @@ class Computing(World):
 
     def _compute(self, worker: FakeWorker, work: Work) -> Row:
         worker.compute = None
-        row = worker._row(work, None)
+        row = worker.answer_row(work, None)
         worker.compute = self._compute
         first = work.inputs[0].data if work.inputs else b""
         value = first[:1] if isinstance(first, bytes) else b""

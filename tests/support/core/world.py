@@ -71,7 +71,7 @@ class World:
         """Ensembles whose steps do not fit together -> the reason."""
         self.drained = False
         self._last_client = 0
-        self._pending: list[tuple[int, Any]] = []
+        self.pending: list[tuple[int, Any]] = []
 
     # ------------------------------------------------------------------------------------ for subclasses that print
 
@@ -106,7 +106,7 @@ class World:
                     worker.notice()
             for client in self.clients.values():
                 client.read_leases()
-            happened, self._pending = self._pending, []
+            happened, self.pending = self.pending, []
             for worker in list(self.workers.values()):
                 if worker.peer not in self.slow_from and not worker.dead:
                     happened += self.heard(worker)
@@ -147,7 +147,7 @@ class World:
         effects = self.core.state.begin()
         self.core.state.now = self.now
         what(self.core.state)
-        self.core._process_work(self.now)
+        self.core._process_work(self.now)  # SLF001: as at the end of each turn
         self._carry_out(effects)
         self.settle()
 
@@ -164,13 +164,13 @@ class World:
                 self.die(self.workers[effect.peer], f"killed: {effect.reason}")
             elif isinstance(effect, Close):
                 self.clients[effect.peer].leave()
-                self._pending.append((0, events.Closed(effect.peer)))
+                self.pending.append((0, events.Closed(effect.peer)))
             elif isinstance(effect, StartLease):
                 self._start_lease(effect)
             elif isinstance(effect, ReadLease):
                 self._read_lease(effect)
             elif isinstance(effect, Compose):
-                self._pending.append((0, self._composed(effect)))
+                self.pending.append((0, self._composed(effect)))
             elif isinstance(effect, Free):
                 self.freed += effect.handles
             elif isinstance(effect, Forget):
@@ -199,13 +199,13 @@ class World:
         assert client is not None, f"{effect.message} was sent to a client that has been reported gone"
         client.receive(effect.message)
         resent, client.unsent = client.unsent, []
-        self._pending += [(client.peer, request) for request in resent]
+        self.pending += [(client.peer, request) for request in resent]
 
     def _start_lease(self, effect: StartLease) -> None:
         number = effect.of_client.lease
         worker, client = self.workers[effect.worker], self.clients[effect.client]
         if self.out_of_descriptors or worker.dead or client.ended:
-            self._pending.append((effect.worker, LeaseOver(number)))
+            self.pending.append((effect.worker, LeaseOver(number)))
             return
         assert client.takes_leases, f"{client.name} takes no leases"
         lease = self.leases[number] = FakeLease(number, effect.of_client.model, self.now)
@@ -216,7 +216,7 @@ class World:
     def _read_lease(self, effect: ReadLease) -> None:
         lease = self.leases.get(effect.lease)
         empty = events.LeaseRead(effect.lease, [], final=effect.final)
-        self._pending.append((0, lease.read(effect.final) if lease is not None else empty))
+        self.pending.append((0, lease.read(effect.final) if lease is not None else empty))
         if effect.final:
             self.leases.pop(effect.lease, None)
 
@@ -266,8 +266,8 @@ class World:
         """The process has ended; messages sent before are still read."""
         if not worker.dead:
             worker.dead = True
-            self._pending += self.heard(worker)
-            self._pending.append((0, events.Exited(worker.peer, reason, loading_error)))
+            self.pending += self.heard(worker)
+            self.pending.append((0, events.Exited(worker.peer, reason, loading_error)))
 
     def finish(self, name: str = "m_0", took: int = 0, error: tuple[str, str] | None = None) -> FakeWorker:
         """The running batch of this worker ends."""

@@ -262,7 +262,7 @@ class FakeWorker:
         request = lease.running
         assert request is not None
         rows = request.inputs[0].shape[0] if self.policy.max_batch else 0
-        row = self._row(Work(0, rows, request.inputs, None, ""), error)
+        row = self.answer_row(Work(0, rows, request.inputs, None, ""), error)
         lease.record(row, rows, lease.since, now)
         self.leased += 1
         unread = len(lease.records)
@@ -337,7 +337,7 @@ class FakeWorker:
             answered = [work for work in answered if error is not None and work.request in self.streams]
         for request in {work.request for work in answered} | set(again):
             self._close(request)
-        rows = tuple(self._row(work, error) for work in answered)
+        rows = tuple(self.answer_row(work, error) for work in answered)
         if rows_first:
             self.outbox.append(Rows(done.number, rows[:rows_first]))
         following = self.take_up()
@@ -357,7 +357,7 @@ class FakeWorker:
         """Sends one response to an open request, while its batch runs or later."""
         work = self.streams[request]
         last = last or error is not None
-        row = Row(request, ()) if empty and error is None else self._row(work, error)
+        row = Row(request, ()) if empty and error is None else self.answer_row(work, error)
         row.more = not last
         if row.more or row.outputs:
             assert self.room[request] > 0, f"{self.name} has no room for an answer to {request}"
@@ -378,7 +378,7 @@ class FakeWorker:
         for request in list(self.streams):
             self.part(request, error=("UNAVAILABLE", "the model is being unloaded"))
 
-    def _row(self, work: Work, error: tuple[str, str] | None) -> Row:
+    def answer_row(self, work: Work, error: tuple[str, str] | None) -> Row:
         expected = self.expected.pop(work.request, None)
         if error is not None:
             return Row(work.request, (), Failure(*error))

@@ -96,8 +96,8 @@ class Scenario(Operating, Streaming, Leasing, Calling):
                 )
 
     def do_infer(self, client: str, first: str, *flags: str, **options: str) -> list[Event]:
-        """infer a 1 or infer a 1-5: requests of client a, with rows= shape= x= (the shape of x) fill= (each byte) without=
-        at= and so on, or with sequence=7, and with the flags `start` and `end`."""
+        """infer a 1 or infer a 1-5: requests of client a, with rows= shape= x= (the shape of x) fill= (each byte)
+        without= at= and so on, or with sequence=7, and with the flags `start` and `end`."""
         start, _, end = first.partition("-")
         options |= dict.fromkeys(flags, "yes")
         return [self._infer(self.named[client], number, options) for number in range(int(start), int(end or start) + 1)]

@@ -309,29 +309,26 @@ def form_of(width: int) -> tuple[TensorForm, ...]:
     return (TensorForm("x", "FP32", (width,)),)
 
 
-def test_forms_that_were_refused_are_not_kept() -> None:
+def test_only_accepted_forms_are_kept_and_few_of_them() -> None:
     """Each form could be as large as a packet, and a model would keep many."""
     checker = Checker(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()))
-    for number in range(10 * _FORMS):
-        bad = tuple(TensorForm(f"{number} {index}", "FP32", (1,) * 9) for index in range(20))
-        short = form_of(number + 2)
-        for forms, data in ((bad, (bytes(4),) * 20), (short, (b"",))):
-            with pytest.raises(InvalidRequest):
-                checker.check_rows(checker.form(forms), 1, data)
-    assert not checker._forms
-
-
-def test_forms_that_were_accepted_are_kept_up_to_a_limit() -> None:
-    checker = Checker(ModelPolicy("m", 1, 8, (X,), Y, BatchPolicy()))
-    for width in range(10 * _FORMS):
+    bad = tuple(TensorForm(str(index), "FP32", (1,) * 9) for index in range(20))
+    for forms, data in ((bad, (bytes(4),) * 20), (form_of(2), (b"",))):
+        refused = checker.form(forms)
+        with pytest.raises(InvalidRequest):
+            checker.check_rows(refused, 1, data)
+        assert checker.form(forms) is not refused
+    kept = []
+    for width in range(2 * _FORMS):
         form = checker.form(form_of(width))
         assert checker.check_rows(form, 2, (bytes(8 * width),)) is not None
         assert checker.form(form_of(width)) is form
-        assert len(checker._forms) <= _FORMS
+        kept.append(form)
         for rows in range(40):
             with suppress(InvalidRequest):
                 checker.check_rows(form, rows, (bytes(4 * rows * width),))
         assert len(form.by_rows) <= 9  # 0 to max_batch
+    assert sum(checker.form(form_of(width)) is form for width, form in enumerate(kept)) <= _FORMS
 
 
 def test_requests_without_inputs_have_no_rows() -> None:

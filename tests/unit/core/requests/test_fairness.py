@@ -12,17 +12,13 @@ from shmserve.core import events
 from shmserve.core.core import ROWS
 from shmserve.core.effects import Send
 from shmserve.core.ledger import RELEASED_PER_TURN
-from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, StepPolicy, TensorSpec, TimeoutAction
+from shmserve.core.policy import BatchPolicy, ModelPolicy, QueuePolicy, TimeoutAction
 from shmserve.protocol.messages import Cancel, Handle, Infer, Map, Reply, Tensor
 from tests.support.core.fakes.client import FakeClient
+from tests.support.core.policies import plain, plain_mapped
 from tests.support.core.world import World
 
 MS = 10**6
-
-
-def model(name: str, batching: BatchPolicy | None = None, max_batch: int = 8) -> ModelPolicy:
-    specs = (TensorSpec("x", "FP32", (1,)),), (TensorSpec("y", "FP32", (1,)),)
-    return ModelPolicy(name, 1, max_batch, *specs, batching or BatchPolicy())
 
 
 class Load:
@@ -49,10 +45,7 @@ class Load:
         self.world.turn(first)
         for _ in range(count):
             self.world.now += MS
-            for worker in self.world.workers.values():
-                if worker.running is not None:
-                    worker.finish(self.world.now, MS)
-            self.world.settle()
+            self.world.finish_running(MS)
             self.world.turn(self.again())
 
     def again(self) -> list[tuple[int, Infer]]:
@@ -86,47 +79,34 @@ CASES: dict[str, Callable[[FakeClient, FakeClient], list[tuple[FakeClient, str, 
 @pytest.mark.parametrize("case", CASES)
 def test_two_clients_of_one_model(case: str) -> None:
     """One batch runs, one waits, one is being formed: a client needs half of three batches in flight."""
-    load = Load(model("m"), model("small", max_batch=4))
+    load = Load(plain(), plain("small", 4))
     a, b = load.world.connect("a"), load.world.connect("b")
     load.rounds(400, CASES[case](a, b))
     within(load.served, 2)
 
 
-def test_two_clients_within_a_priority_level() -> None:
-    load = Load(model("m", BatchPolicy(levels=2, default_level=1)))
+def test_two_clients_within_a_priority_level_and_two_models_of_one_client() -> None:
+    load = Load(plain(batching=BatchPolicy(levels=2, default_level=1)), plain("n"), plain("o"))
     a, b = load.world.connect("a"), load.world.connect("b")
-    load.rounds(400, [(a, "m", 500, 1), (b, "m", 20, 1)])
-    within(load.served, 2)
-
-
-def test_two_models_of_one_client() -> None:
-    load = Load(model("m"), model("n"))
-    a = load.world.connect("a")
-    load.rounds(300, [(a, "m", 1000, 1), (a, "n", 30, 1)])
-    within(load.served, 2)
+    load.rounds(400, [(a, "m", 500, 1), (b, "m", 20, 1), (a, "n", 1000, 1), (a, "o", 30, 1)])
+    for names in (("a/m", "b/m"), ("a/n", "a/o")):
+        within(Counter({name: load.served[name] for name in names}), 2)
 
 
 def test_a_user_with_many_connections_delays_another_by_one_request() -> None:
     """Each packet has one small request. When the honest client sends its request, one runs, one waits at the worker,
     and one is ahead in the queue."""
-    load = Load(model("m", max_batch=1))
+    load = Load(plain(max_batch=1))
     crowd = [load.world.connect(f"crowd {number}") for number in range(300)]
     honest = load.world.connect("honest", audience="uid:2000")
     load.rounds(200, [(client, "m", 1, 1) for client in crowd] + [(honest, "m", 1, 1)])
     assert load.served["honest/m"] >= 50
 
 
-def mapped(name: str) -> ModelPolicy:
-    steps = (StepPolicy("m", 0, (("x", "x"),), (("y", "y"),), mapped="x"),)
-    return ModelPolicy(
-        name, 1, 0, (TensorSpec("x", "FP32", (-1, 1)),), (TensorSpec("y", "FP32", (-1, 1)),), steps=steps
-    )
-
-
 def test_rows_of_mapped_steps_are_requested_in_small_turns() -> None:
     world = World(checks=False)
-    world.deploy(model("m"))
-    world.deploy(mapped("e"))
+    world.deploy(plain())
+    world.deploy(plain_mapped("e"))
     crowd, honest = world.connect("crowd"), world.connect("honest", audience="uid:2000")
     asks = [(crowd, number, 1000) for number in (1, 2, 3, 4)] + [(honest, 1, 3)]
     turn = []
@@ -142,10 +122,7 @@ def test_rows_of_mapped_steps_are_requested_in_small_turns() -> None:
     world.advance(world.now)
     while not all(client.answers.get(number) for client, number, _ in asks):
         world.now += MS
-        for worker in world.workers.values():
-            if worker.running is not None:
-                worker.finish(world.now, MS)
-        world.settle()
+        world.finish_running(MS)
     for client, number, rows in asks:
         reply = client.answers[number]
         assert isinstance(reply, Reply)
@@ -155,8 +132,8 @@ def test_rows_of_mapped_steps_are_requested_in_small_turns() -> None:
 @pytest.mark.parametrize("how", ["cancel", "leave"])
 def test_no_rows_are_requested_for_a_cancelled_mapped_step(how: str) -> None:
     world = World(checks=False)
-    world.deploy(model("m"))
-    world.deploy(mapped("e"))
+    world.deploy(plain())
+    world.deploy(plain_mapped("e"))
     client = world.connect("a")
     client.sends(1)
     tensor = Tensor("x", "FP32", (1000, 1), bytes(4000))
@@ -166,10 +143,7 @@ def test_no_rows_are_requested_for_a_cancelled_mapped_step(how: str) -> None:
     world.turn([(client.peer, Infer(1, "e", 0, (tensor,)))])
     world.turn([end])
     world.advance(world.now)
-    for worker in world.workers.values():
-        if worker.running is not None:
-            worker.finish(world.now, MS)
-    world.settle()
+    world.finish_running(MS)
     assert not world.core.state.runs_with_rows
     assert not world.core.state.requests
     world.core.check()
@@ -178,16 +152,13 @@ def test_no_rows_are_requested_for_a_cancelled_mapped_step(how: str) -> None:
 def test_requests_that_expire_do_not_cost_their_client_its_share() -> None:
     """Both send more than their share, one of them ten times as much; most of its requests expire."""
     policy = BatchPolicy(default_policy=QueuePolicy(TimeoutAction.REJECT, 20 * MS))
-    load = Load(model("m", policy))
+    load = Load(plain(batching=policy))
     world = load.world
     a, b = world.connect("a"), world.connect("b")
     for _ in range(600):
         world.turn([load.infer(a, "m", 1) for _ in range(80)] + [load.infer(b, "m", 1) for _ in range(8)])
         world.advance(world.now + MS)
-        for worker in world.workers.values():
-            if worker.running is not None:
-                worker.finish(world.now, MS)
-        world.settle()
+        world.finish_running(MS)
         for client in (a, b):
             for answer in client.answers.values():
                 load.served[client.name] += type(answer).__name__ == "Reply"
@@ -197,7 +168,7 @@ def test_requests_that_expire_do_not_cost_their_client_its_share() -> None:
 
 
 def test_the_holds_of_a_disconnected_client_are_released_in_small_turns() -> None:
-    load = Load(model("m"))
+    load = Load(plain())
     core, client, (worker,) = load.world.core, load.world.connect("a"), load.world.workers.values()
     ledger, owner = core.state.ledger, worker.peer
     segment = owner << 32 | 7

@@ -41,129 +41,108 @@ def refused(one: Checker, *tensors: Tensor, outputs: Any = None) -> str:
     return caught.value.message
 
 
-TWO = (TensorSpec("INPUT0", "FP32", (16,)), TensorSpec("INPUT1", "FP32", (16,)))
+ONE = TensorSpec("INPUT0", "FP32", (16,))
+TWO = (ONE, TensorSpec("INPUT1", "FP32", (16,)))
 THREE = (*TWO, TensorSpec("INPUT2", "FP32", (16,)))
+FOUR = (*THREE, TensorSpec("INPUT3", "FP32", (16,), optional=True))
+EIGHT = TensorSpec("INPUT0", "FP32", (8,))
+STRINGS = TensorSpec("INPUT1", "BYTES", (16,))
+MANY = tuple(TensorSpec(f"x{n}", "UINT8", (4096,)) for n in range(17))
+HUGE = (1, 2**63 - 1, 2**63 - 1, 2**63 - 1)
+SHAPE = "unexpected shape for input 'INPUT0' for model 'm'. Expected "
+SIZE = "input byte size mismatch for input 'INPUT0' for model 'm'. Expected 32, got 40"
 
 
-def test_missing_inputs() -> None:
-    assert refused(checker(8, *THREE), tensor()) == (
-        "expected 3 inputs but got 1 inputs for model 'm'. Got input(s) ['INPUT0'], but missing required input(s) "
-        "['INPUT1','INPUT2']. Please provide all required input(s)."
-    )
+@pytest.mark.parametrize(
+    ("inputs", "tensors", "text"),
+    [
+        (
+            THREE,
+            [tensor()],
+            "expected 3 inputs but got 1 inputs for model 'm'. Got input(s) ['INPUT0'], but missing required input(s) "
+            "['INPUT1','INPUT2']. Please provide all required input(s).$",
+        ),
+        # Before errors in other inputs
+        (TWO, [tensor(dtype="FP64")], "expected 2 inputs but got 1 inputs for model 'm'"),
+        (
+            FOUR,
+            [],
+            "expected number of inputs between 3 and 4 but got 0 inputs for model 'm'. Got input(s) [], but missing "
+            "required input(s) ['INPUT0','INPUT1','INPUT2']",
+        ),
+        (
+            TWO,
+            [tensor(), tensor("INPUT1"), tensor("x")],
+            "unexpected inference input 'x', allowed inputs are: INPUT0, INPUT1",
+        ),
+        (TWO, [tensor(), tensor()], "input 'INPUT0' already exists in request to model 'm'$"),
+        ([ONE], [tensor(shape=(1, 17))], f"{SHAPE}[-1,16], got [1,17].$"),
+        ([ONE], [tensor(shape=(16,))], f"{SHAPE}[-1,16], got [16].{NOTE}$"),
+        (
+            [TensorSpec("INPUT0", "FP32", (-1, -1))],
+            [Tensor("INPUT0", "FP32", (1, -4, -4), bytes(64))],
+            "input 'INPUT0' for model 'm' has shape [1,-4,-4]: no dimension can be negative$",
+        ),
+        ([ONE], [tensor(shape=(9, 16))], "inference request batch-size must be <= 8 for 'm'"),
+        (
+            TWO,
+            [tensor(shape=(2, 16)), tensor("INPUT1", shape=(3, 16))],
+            "input 'INPUT1' batch size does not match other inputs for 'm'",
+        ),
+        ([EIGHT], [tensor(shape=(1, 8), size=40)], f"{SIZE}$"),
+        ([EIGHT], [Tensor("INPUT0", "FP32", (1, 8), (Handle(5, 0, 20), Handle(5, 64, 20)))], f"{SIZE}$"),
+        (
+            [STRINGS],
+            [tensor("INPUT1", dtype="BYTES", size=56)],
+            "expected 16 string elements for inference input 'INPUT1' for model 'm', which take at least 64 bytes, got "
+            "56 bytes$",
+        ),
+        (
+            [TensorSpec("x", "BYTES", (-1,))],
+            [tensor("x", (1, 0), "BYTES", 3)],
+            "expected 0 string elements for inference input 'x'",
+        ),
+        ([ONE], [Tensor("INPUT0", "FP32", (1, 16), 7)], "input 'INPUT0' refers to frame 7"),
+        ([TensorSpec("x", "FP64", (-1, -1, -1))], [Tensor("x", "FP64", HUGE, b"")], "more than any memory can hold"),
+        ([TensorSpec("x", "BYTES", (-1,))], [Tensor("x", "BYTES", (1, 2**62), b"")], "more than any memory can hold"),
+        (MANY, [tensor(f"x{n}", (1, 4096), "UINT8") for n in range(17)], str(FIELD_BYTES)),
+    ],
+)
+def test_invalid_inputs_are_refused(inputs: Any, tensors: list[Tensor], text: str) -> None:
+    """`text`: a part of the error; with $, all of it."""
+    found = refused(checker(8, *inputs), *tensors)
+    assert found == text[:-1] if text.endswith("$") else text in found
 
 
-def test_missing_inputs_are_reported_before_errors_in_other_inputs() -> None:
-    wrong = Tensor("INPUT0", "FP64", (1, 16), bytes(128))
-    assert refused(checker(8, *TWO), wrong).startswith("expected 2 inputs but got 1 inputs for model 'm'")
+@pytest.mark.parametrize("dtype", ["INT32", "", "fp32", "FLOAT", "\0", "INT128"])
+def test_an_input_of_another_type_is_refused(dtype: str) -> None:
+    expected = f"inference input 'INPUT0' data-type is '{dtype}', but model 'm' expects 'FP32'"
+    assert refused(checker(), Tensor("INPUT0", dtype, (1, 16), bytes(64))) == expected
 
 
-def test_missing_inputs_where_some_are_optional() -> None:
-    four = (*THREE, TensorSpec("INPUT3", "FP32", (16,), optional=True))
-    text = refused(checker(8, *four))
-    assert text.startswith("expected number of inputs between 3 and 4 but got 0 inputs for model 'm'. Got input(s) []")
-    assert "missing required input(s) ['INPUT0','INPUT1','INPUT2']" in text
+def test_a_shape_without_a_batch_dimension_is_refused() -> None:
+    assert refused(checker(0), tensor(shape=(17,))) == f"{SHAPE}[16], got [17]."
 
 
-def test_an_unknown_input_is_refused() -> None:
-    text = refused(checker(8, *TWO), tensor(), tensor("INPUT1"), tensor("x"))
-    assert text.startswith("unexpected inference input 'x', allowed inputs are: INPUT0, INPUT1")
-
-
-def test_an_input_given_twice() -> None:
-    assert refused(checker(8, *TWO), tensor(), tensor()) == "input 'INPUT0' already exists in request to model 'm'"
-
-
-def test_an_input_of_another_type_is_refused() -> None:
-    expected = "inference input 'INPUT0' data-type is 'INT32', but model 'm' expects 'FP32'"
-    assert refused(checker(), tensor(dtype="INT32")) == expected
-
-
-@pytest.mark.parametrize("dtype", ["", "fp32", "FLOAT", "\0", "INT128"])
-def test_a_missing_type_is_refused(dtype: str) -> None:
-    made = Tensor("INPUT0", dtype, (1, 16), bytes(64))
-    assert refused(checker(), made) == f"inference input 'INPUT0' data-type is '{dtype}', but model 'm' expects 'FP32'"
-
-
-def test_an_input_of_another_shape_is_refused() -> None:
-    expected = "unexpected shape for input 'INPUT0' for model 'm'. Expected [-1,16], got [1,17]."
-    assert refused(checker(), tensor(shape=(1, 17))) == expected
-    assert refused(checker(0), tensor(shape=(17,))) == expected.replace("[-1,16]", "[16]").replace("[1,17]", "[17]")
-
-
-def test_shape_without_its_batch_dimension() -> None:
-    expected = "unexpected shape for input 'INPUT0' for model 'm'. Expected [-1,16], got [16]."
-    assert refused(checker(), tensor(shape=(16,))) == expected + NOTE
-
-
-def test_negative_dimensions() -> None:
-    one = checker(8, TensorSpec("INPUT0", "FP32", (-1, -1)))
-    text = refused(one, Tensor("INPUT0", "FP32", (1, -4, -4), bytes(64)))
-    assert text == "input 'INPUT0' for model 'm' has shape [1,-4,-4]: no dimension can be negative"
-
-
-def test_invalid_batch_sizes_are_refused() -> None:
-    text = refused(checker(), tensor(shape=(9, 16)))
-    assert text.startswith("inference request batch-size must be <= 8 for 'm'")
-    text = refused(checker(8, *TWO), tensor(shape=(2, 16)), tensor("INPUT1", shape=(3, 16)))
-    assert text.startswith("input 'INPUT1' batch size does not match other inputs for 'm'")
-
-
-def test_an_input_of_another_byte_size_is_refused() -> None:
-    one = checker(8, TensorSpec("INPUT0", "FP32", (8,)))
-    text = "input byte size mismatch for input 'INPUT0' for model 'm'. Expected 32, got 40"
-    assert refused(one, tensor(shape=(1, 8), size=40)) == text
-    parts = Tensor("INPUT0", "FP32", (1, 8), (Handle(5, 0, 20), Handle(5, 64, 20)))
-    assert refused(one, parts) == text
-
-
-def test_too_few_bytes_for_the_strings_are_refused() -> None:
-    one = checker(8, TensorSpec("INPUT1", "BYTES", (16,)))
-    text = refused(one, tensor("INPUT1", dtype="BYTES", size=56))
-    assert text.startswith("expected 16 string elements for inference input 'INPUT1' for model 'm'")
-    assert text.endswith("which take at least 64 bytes, got 56 bytes")
+def test_valid_sizes_of_strings_and_of_empty_tensors() -> None:
     for size in (64, 65, 4000):
-        assert one.check((tensor("INPUT1", dtype="BYTES", size=size),), None)[0] == 1
-
-
-def test_a_string_tensor_without_elements_has_no_bytes() -> None:
-    one = checker(8, TensorSpec("INPUT1", "BYTES", (-1,)))
-    assert one.check((tensor("INPUT1", (1, 0), "BYTES", 0),), None) == (1, (("INPUT1", (0,)),), 0, False, 0)
-    assert "expected 0 string elements" in refused(one, tensor("INPUT1", (1, 0), "BYTES", 3))
+        assert checker(8, STRINGS).check((tensor("INPUT1", dtype="BYTES", size=size),), None)[0] == 1
+    strings = checker(8, TensorSpec("INPUT1", "BYTES", (-1,)))
+    assert strings.check((tensor("INPUT1", (1, 0), "BYTES", 0),), None) == (1, (("INPUT1", (0,)),), 0, False, 0)
+    empty = checker(8, TensorSpec("x", "FP64", (-1, -1, -1)))
+    assert empty.check((Tensor("x", "FP64", (1, 2**63 - 1, 0, 2**63 - 1), b""),), None)[0] == 1
 
 
 def test_unknown_and_repeated_outputs_are_refused() -> None:
     one = checker(outputs="y w")
-    assert refused(one, tensor(), outputs=(Wanted("z"),)) == (
-        "unexpected inference output 'z' for model 'm', its outputs are: w, y"
-    )
-    assert (
-        refused(one, tensor(), outputs=(Wanted("y"), Wanted("y")))
-        == "output 'y' already exists in request to model 'm'"
-    )
-    assert "unexpected inference output 'z'" in refused(one, tensor("other"), outputs=(Wanted("z"),)), "outputs first"
-    assert one.check((tensor(),), (Wanted("w"), Wanted("y"))) == (1, None, 64, False, 0)
-    assert one.check((tensor(),), ()) == (1, None, 64, False, 0)
+    unexpected = "unexpected inference output 'z' for model 'm', its outputs are: w, y"
+    assert refused(one, tensor(), outputs=(Wanted("z"),)) == unexpected
+    assert refused(one, tensor("other"), outputs=(Wanted("z"),)) == unexpected, "outputs first"
+    repeated = refused(one, tensor(), outputs=(Wanted("y"), Wanted("y")))
+    assert repeated == "output 'y' already exists in request to model 'm'"
+    for outputs in ((Wanted("w"), Wanted("y")), ()):
+        assert one.check((tensor(),), outputs) == (1, None, 64, False, 0)
     assert one.check((tensor(),), (Wanted("w", Handle(1, 2, 3)),))[3]
-
-
-def test_a_missing_frame_is_refused() -> None:
-    assert "refers to frame 7" in refused(checker(), Tensor("INPUT0", "FP32", (1, 16), 7))
-
-
-def test_inline_data_over_the_limit_is_refused() -> None:
-    one = checker(8, *(TensorSpec(f"x{n}", "UINT8", (4096,)) for n in range(17)))
-    text = refused(one, *(tensor(f"x{n}", (1, 4096), "UINT8") for n in range(17)))
-    assert str(FIELD_BYTES) in text
-    assert "shared memory" in text
-
-
-def test_sizes_beyond_any_memory_are_refused() -> None:
-    one = checker(8, TensorSpec("x", "FP64", (-1, -1, -1)))
-    huge = Tensor("x", "FP64", (1, 2**63 - 1, 2**63 - 1, 2**63 - 1), b"")
-    assert "more than any memory can hold" in refused(one, huge)
-    strings = checker(8, TensorSpec("x", "BYTES", (-1,)))
-    assert "more than any memory can hold" in refused(strings, Tensor("x", "BYTES", (1, 2**62), b""))
-    assert one.check((Tensor("x", "FP64", (1, 2**63 - 1, 0, 2**63 - 1), b""),), None)[0] == 1
 
 
 def test_scalars_and_models_without_batches() -> None:
@@ -229,4 +208,4 @@ def test_the_cache_of_valid_shapes_is_bounded() -> None:
     one = checker(8, TensorSpec("x", "FP32", (-1, -1)))
     for a, b in itertools.product(range(1, 81), range(1, 81)):
         one.check((Tensor("x", "FP32", (1, a, b), (Handle(1, 0, 4 * a * b),)),), None)
-    assert len(one._valid_inputs) == 4096
+    assert len(one._valid_inputs) == 4096  # SLF001: only memory would show it

@@ -225,7 +225,7 @@ class CoreMachine(WorldMachine):
         model = self.world.policies[self.names[which_model % len(self.names)], 1]
         happened: list[tuple[int, Any]] = []
         for _ in range(count):
-            message = self._request(client, model, rows, where, shape, optional, wanted)
+            message = self.make_request(client, model, rows, where, shape, optional, wanted)
             message.options, message.timeout_us = options, timeout_ms * 1000
             client.sends(message.request)
             if timeout_ms:
@@ -241,7 +241,7 @@ class CoreMachine(WorldMachine):
         self.send(in_batches(happened) if batched else happened, together)
 
     def _simple(self, client: FakeClient, name: str, rows: int) -> tuple[int, Infer]:
-        message = self._request(client, self.world.policies[name, 1], rows, "inline", 1, True, None)
+        message = self.make_request(client, self.world.policies[name, 1], rows, "inline", 1, True, None)
         client.sends(message.request)
         if name == "ordered":
             self.world.asked_in_order[client.peer, message.request] = message.request
@@ -273,7 +273,7 @@ class CoreMachine(WorldMachine):
         if cancel and client.open:
             self.send([(client.peer, Cancel(max(client.open)))], False)
 
-    def _request(
+    def make_request(
         self, client: FakeClient, model: ModelPolicy, rows: int, where: str, shape: int, optional: bool,
         wanted: tuple[str, ...] | None,
     ) -> Infer:  # fmt: skip

@@ -62,12 +62,12 @@ class EverythingMachine(OperatedMachine):
 
     # ------------------------------------------------------------------------------------ requests
 
-    def _ask(
+    def make_ask(
         self, client: FakeClient, name: str, rows: int, where: str, value: int, options: Options | None,
         wanted: tuple[str, ...] | None = None, timeout_ms: int = 0,
     ) -> tuple[int, Any]:  # fmt: skip
         policy = MODELS[name].policy
-        message = self._request(client, policy, rows, where, 1, True, None if wanted != ("placed",) else wanted)
+        message = self.make_request(client, policy, rows, where, 1, True, None if wanted != ("placed",) else wanted)
         if wanted is not None and wanted != ("placed",):
             message.outputs = tuple(Wanted(spec.name) for spec in policy.outputs[: len(wanted)])
         elif message.outputs is not None:
@@ -111,14 +111,14 @@ class EverythingMachine(OperatedMachine):
         timeout_ms: int, wanted: tuple[str, ...] | None, together: bool, batched: bool = False,
     ) -> None:  # fmt: skip
         client, name = self.choose_client(which), self.names[which_model % len(self.names)]
-        happened = [self._ask(client, name, rows, where, value, options, wanted, timeout_ms) for _ in range(count)]
+        happened = [self.make_ask(client, name, rows, where, value, options, wanted, timeout_ms) for _ in range(count)]
         self.send(in_batches(happened) if batched else happened, together)
 
     def _simple(self, client: FakeClient, name: str, rows: int) -> tuple[int, Infer]:
         options = None
         if name in SEQUENCES:
             options = Options(sequence=1 + client.peer % 2, sequence_start=True)
-        return self._ask(client, name, rows, "inline", self.numbers % 200, options)
+        return self.make_ask(client, name, rows, "inline", self.numbers % 200, options)
 
     @precondition(lambda self: self.clients and any(name in SEQUENCES for name in self.names))
     @rule(
@@ -136,7 +136,7 @@ class EverythingMachine(OperatedMachine):
         for index in range(count):
             first, last = start and not index, end and index == count - 1
             options = Options(sequence=number, sequence_start=first, sequence_end=last)
-            happened.append(self._ask(client, name, 1, "inline", number, options, None, timeout_ms))
+            happened.append(self.make_ask(client, name, 1, "inline", number, options, None, timeout_ms))
         self.send(happened, together)
 
     # ------------------------------------------------------------------------------------ streams
@@ -296,8 +296,8 @@ class EverythingMachine(OperatedMachine):
         assert not state.cache.bytes
         assert not state.retiring_instances
         if state.limiter is not None:
-            assert not state.limiter._running
-            assert not any(state.limiter._used.values())
+            assert not state.limiter._running  # SLF001: nothing else shows what is left
+            assert not any(state.limiter._used.values())  # SLF001
         self.check_recording(state)
         self.world.turn([])
         super().teardown()
@@ -329,7 +329,7 @@ def test_every_model_of_the_machine_answers_a_request(name: str, limited: bool) 
     machine.begin([name], limited)
     client = machine.clients[0]
     options = Options(sequence=5, sequence_start=True, sequence_end=True) if name in SEQUENCES else None
-    machine.send([machine._ask(client, name, 1, "inline", 3, options)], False)
+    machine.send([machine.make_ask(client, name, 1, "inline", 3, options)], False)
     machine.finish_everything()
     (answer,) = client.answers.values()
     assert answer.outputs or name in STREAMS, answer

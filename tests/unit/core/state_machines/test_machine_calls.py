@@ -126,7 +126,7 @@ class CallingMachine(EverythingMachine):
         options = Options(window=2) if name in STREAMS else None
         if name in SEQUENCES:
             options = replace(options or Options(), sequence=9, sequence_start=True, sequence_end=True)
-        _, asked = self._ask(caller, name, 1, "inline", self.numbers % 2, options)
+        _, asked = self.make_ask(caller, name, 1, "inline", self.numbers % 2, options)
         for tensor in asked.inputs:
             tensor.data = self._data_of(worker, parent, where, tensor.data)
         self.world.expected.pop((worker.peer, asked.request), None)

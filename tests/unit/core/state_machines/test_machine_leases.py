@@ -141,7 +141,7 @@ class LeaseMachine(OperatedMachine):
         client = able[which % len(able)]
         lease = client.leases[sorted(client.leases)[which % len(client.leases)]]
         policy = self.world.policies[lease.model, 1]
-        client.send_leased(lease, self._request(client, policy, rows, where, 1, True, None))
+        client.send_leased(lease, self.make_request(client, policy, rows, where, 1, True, None))
         for worker in self.workers(lambda worker: serve and lease.number in worker.offered):
             worker.read()
         for worker in self.workers(lambda worker: serve and worker.lease is lease):
