@@ -74,16 +74,14 @@ def test_a_steady_load_causes_no_oscillation() -> None:
     assert 2 <= size_at(found, 599) <= 5
 
 
-@pytest.mark.parametrize("callers", [1, 3])
-def test_closed_loop_callers_get_one_instance_each(callers: int) -> None:
-    found = run(scaled(Constant(200 * MS), start=6), Load("m", Closed(callers), clients=callers), 200)
-    assert size_at(found, 199) == callers
-    assert changes_between(found, 120, 200) == 0, found.sizes
-
-
-def test_short_requests_of_one_caller_need_one_instance() -> None:
-    found = run(scaled(Constant(2 * MS), start=3), Load("m", Closed(1), clients=1), 40)
-    assert size_at(found, 39) == 1
+@pytest.mark.parametrize(
+    ("callers", "start", "took_ms", "seconds"), [(1, 6, 200, 200), (3, 6, 200, 200), (1, 3, 2, 40)]
+)
+def test_closed_loop_callers_get_one_instance_each(callers: int, start: int, took_ms: int, seconds: int) -> None:
+    model = scaled(Constant(took_ms * MS), start=start)
+    found = run(model, Load("m", Closed(callers), clients=callers), seconds)
+    assert size_at(found, seconds - 1) == callers
+    assert changes_between(found, 0.6 * seconds, seconds) == 0, found.sizes
 
 
 def test_slow_loads_add_one_instance_at_a_time_up_to_the_maximum() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from random import Random
 
 import numpy as np
 import pytest
@@ -18,13 +17,11 @@ from shmserve.core.policy import PaddingPolicy, Resource, SequencePolicy, StepPo
 from shmserve.errors import InvalidRequest, Unavailable
 from shmserve.sim import (
     Affine,
-    Bursts,
     Closed,
     Constant,
     Faults,
     Histogram,
     Load,
-    Lognormal,
     Plan,
     Poisson,
     Regular,
@@ -35,7 +32,6 @@ from shmserve.sim import (
     simulate,
 )
 from shmserve.sim.plan import simple_model
-from shmserve.sim.processes.tensors import SimInputs
 from shmserve.sim.service import PerElement
 from tests import ROOT
 from tests.sim.plans import MS, calling, pipeline, policy, served, some_plan, tensor
@@ -71,12 +67,6 @@ def test_waiting_times_of_the_simulator_match_the_m_d_1_formula(load: float) -> 
     assert model.utilisation == pytest.approx(load, rel=0.03)
 
 
-@pytest.mark.parametrize("load", [0.6, 0.8])
-def test_waiting_times_of_the_plain_queue_match_the_m_d_1_formula(load: float) -> None:
-    plain = first_come(Load("m", Poisson(1000 * load)), Constant(MS), 1, 1, 150.0, 1)
-    assert plain.latency.mean - MS == pytest.approx(load * MS / (2 * (1 - load)), rel=0.05)
-
-
 @pytest.mark.parametrize(("instances", "batch"), [(1, 1), (3, 1), (1, 8)])
 def test_without_deadlines_the_simulator_equals_a_plain_queue(instances: int, batch: int) -> None:
     """Exact to the nanosecond if batches do not wait at workers: a batch is formed when an instance is idle."""
@@ -105,14 +95,6 @@ def test_closed_loop_callers_obey_littles_law() -> None:
     assert model.utilisation == pytest.approx(rate * 0.004 / 2, rel=0.01)
 
 
-def test_regular_arrivals_below_capacity_never_wait() -> None:
-    single = served(policy(max_batch=1), 1, Constant(MS))
-    result = simulate(at_once((single,), (Load("m", Regular(500)),), requests=500))
-    assert result.models["m"].latency.counts.keys() == {next(iter(result.models["m"].latency.counts))}
-    assert result.models["m"].latency.mean == MS
-    assert result.models["m"].utilisation == pytest.approx(0.5, rel=0.01)
-
-
 def test_messages_and_turns_add_to_the_latency() -> None:
     """Request: a link, a turn, a link. Response: a link, a turn, a link."""
     single = served(policy(max_batch=1), 1, Constant(MS))
@@ -128,14 +110,6 @@ def test_deadlines_keep_the_goodput_at_twice_the_capacity() -> None:
     plain = first_come(load, service, 8, 1, 3.0, 2)
     assert model.goodput >= 0.9 * 800
     assert plain.goodput <= 0.2 * 800
-
-
-def test_deadlines_keep_the_goodput_with_varying_service_times() -> None:
-    """Requests that would just be in time, if their batch took the usual time, are often late; others get their
-    place."""
-    load = Load("m", Poisson(1600), 8, timeout_ns=100 * MS)
-    model = simulate(Plan((served(policy(), 1, Lognormal(10 * MS, 0.2)),), (load,), seconds=3.0, seed=2)).models["m"]
-    assert model.goodput >= 0.92 * 800
 
 
 # ------------------------------------------------------------------------------------ the same again
@@ -166,11 +140,6 @@ def test_results_do_not_depend_on_the_hash_seed() -> None:
     }
     assert len(said) == 1
     assert len(said.pop().split()) == 3
-
-
-def test_invariant_checks_do_not_change_the_results() -> None:
-    plan = some_plan(6, 0.2)
-    assert simulate(replace(plan, check_every=0)).digest == simulate(plan).digest
 
 
 # ------------------------------------------------------------------------------------ nothing lost
@@ -342,11 +311,6 @@ def test_no_request_is_lost_with_circular_calls(seed: int) -> None:
     accounted(result)
 
 
-def test_requests_of_a_burst_share_batches() -> None:
-    result = simulate(Plan((served(policy()),), (Load("m", Bursts(100, 8)),), requests=400))
-    assert result.models["m"].mean_batch > 7
-
-
 def test_padded_requests_of_different_lengths_share_batches() -> None:
     """A batch takes 1 ms plus 5 us per element."""
     found = {}
@@ -386,14 +350,6 @@ def test_instances_that_share_a_resource_take_turns() -> None:
     assert 0.95 < a.utilisation + b.utilisation <= 1.01
     free = simulate(replace(plan, limits=Limits())).models["a"]
     assert free.answered > 1.9 * a.answered
-
-
-@pytest.mark.parametrize("distinct", [0, 1, 5])
-def test_inputs_have_the_configured_number_of_distinct_values(distinct: int) -> None:
-    inputs = SimInputs(replace(policy(), cached=True), distinct)
-    draw = Random(1)
-    contents = {inputs.make(1, 0, draw)[0].data for _ in range(200)}
-    assert len(contents) == (distinct or 200)
 
 
 # ------------------------------------------------------------------------------------ the rest

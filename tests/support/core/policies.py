@@ -12,6 +12,7 @@ from shmserve.core.policy import (
     ModelPolicy,
     PaddingPolicy,
     QueuePolicy,
+    Resource,
     ScaledGroup,
     ScalingPolicy,
     SequencePolicy,
@@ -82,6 +83,12 @@ def policy_of(name: str, flags: tuple[str, ...], options: dict[str, str]) -> Mod
         idle_unload_ns=nanoseconds(options["idle_unload"]) if "idle_unload" in options else None,
         padding=_padding(options["padding"]) if "padding" in options else None,
     )  # fmt: skip
+
+
+def resource_of(text: str) -> Resource:
+    """memory:4, or licence:1:shared"""
+    name, count, *flags = text.split(":")
+    return Resource(name, int(count), "shared" in flags)
 
 
 def _padding(text: str) -> PaddingPolicy:

@@ -28,7 +28,7 @@ from shmserve.core.effects import (
     Traced,
 )
 from shmserve.core.limits import Limits
-from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, ScalingPolicy
+from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, Resource, ScalingPolicy
 from shmserve.core.state import WORKERS_FROM, State
 from shmserve.protocol.messages import Hello, Map
 from shmserve.protocol.roles import ALL_ROLES
@@ -57,6 +57,9 @@ class World:
         self.sizes: dict[str, MemoryEstimate] = {}
         self.gpus: dict[str, tuple[int, ...]] = {}
         """Model -> GPUs of its instances, in turn; -1: a CPU."""
+        self.resources: dict[str, tuple[Resource, ...]] = {}
+        """Model -> resources of each instance, for the rate limiter."""
+        self.turns: dict[str, int] = {}
         self.slow_to: set[int] = set()
         self.slow_from: set[int] = set()
         self.freed: list[Any] = []
@@ -237,7 +240,13 @@ class World:
         gpus = self.gpus.get(policy.name)
         devices = [(gpus or (-1,))[index % len(gpus or (-1,))] for index in range(instances)]
         specs = tuple(
-            InstanceSpec(f"{policy.name}_{index}", "KIND_CPU" if device < 0 else "KIND_GPU", max(device, 0))
+            InstanceSpec(
+                f"{policy.name}_{index}",
+                "KIND_CPU" if device < 0 else "KIND_GPU",
+                max(device, 0),
+                resources=self.resources.get(policy.name, ()),
+                turn=self.turns.get(policy.name, 1),
+            )
             for index, device in enumerate(devices)
         )
         memory, scaling = self.sizes.get(policy.name, MemoryEstimate()), self.scalings.get(policy.name)

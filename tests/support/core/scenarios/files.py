@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shmserve.core.batching.rate_limiter import ANY, SHARED
 from shmserve.core.limits import ANY_GPU, Limits
 from tests.support.core.policies import nanoseconds
 from tests.support.core.scenarios.scenario import Scenario, size
@@ -17,14 +18,22 @@ from tests.support.core.scenarios.scenario import Scenario, size
 
 def _server(line: str) -> Scenario:
     words = dict(word.split("=", 1) for word in line.split()[1:])
-    gpus = words.pop("gpu_budget", "")
+    gpus, resources = words.pop("gpu_budget", ""), words.pop("resources", "")
     values: dict[str, Any] = {
         key: nanoseconds(value) if value[-1] == "s" else size(value) if value[-1] == "m" else int(value)
         for key, value in words.items()
     }
     if gpus:
         values["gpu_budgets"] = ((ANY_GPU, size(gpus)),)
+    if resources:
+        values["resources"] = tuple(_resource(text) for text in resources.split(","))
     return Scenario(Limits(**values))
+
+
+def _resource(text: str) -> tuple[str, int, int]:
+    """memory:4 for each device, memory:4:1 for device 1, licence:4:shared for all of them"""
+    name, count, where = f"{text}::".split(":")[:3]
+    return name, SHARED if where == "shared" else int(where or ANY), int(count)
 
 
 def play(path: Path) -> tuple[str, str]:

@@ -83,7 +83,7 @@ class Operating(World):
         self.change(lambda state: resizing.leave(state, version, found))
 
     def do_traffic(self, name: str, shares: str = "", shadow: str = "", aliases: str = "") -> list[Event]:
-        """traffic m shares=1:90,2:10 shadow=2:100 aliases=prod:1"""
+        """traffic m shares=1:90,2:10 shadow=2:100 aliases=prod:1,old:0; 0: no alias any more."""
         parts, shadows, names = (
             [pair.split(":") for pair in text.split(",") if pair] for text in (shares, shadow, aliases)
         )
@@ -93,7 +93,7 @@ class Operating(World):
                 events.SetTraffic(
                     name,
                     {int(version): int(percent) for version, percent in parts},
-                    {alias: int(version) for alias, version in names},
+                    {alias: int(version) or None for alias, version in names},
                     shadow={int(version): int(percent) for version, percent in shadows},
                 ),
             )

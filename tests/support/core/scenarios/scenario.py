@@ -13,7 +13,7 @@ from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Streamed
 from tests.support.core.calling import Calling
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references
-from tests.support.core.policies import nanoseconds, policy_of
+from tests.support.core.policies import nanoseconds, policy_of, resource_of
 from tests.support.core.scenarios.leasing import Leasing
 from tests.support.core.scenarios.operating import Operating
 from tests.support.core.scenarios.streaming import Streaming
@@ -63,6 +63,9 @@ class Scenario(Operating, Streaming, Leasing, Calling):
             )
         if "gpu" in options:
             self.gpus[name] = tuple(map(int, options["gpu"].split(",")))
+        if "resources" in options:
+            self.resources[name] = tuple(resource_of(text) for text in options["resources"].split(","))
+        self.turns[name] = int(options.get("turn", 1))
         if "scale" in options:
             self.scale(name, options["scale"])
         before = len(self.lines)
@@ -112,7 +115,7 @@ class Scenario(Operating, Streaming, Leasing, Calling):
 
     def make_infer(self, client: FakeClient, number: int, options: dict[str, str]) -> Infer:
         model = options.get("model", self.model)
-        versions = [policy for (name, _), policy in self.policies.items() if name == model]
+        versions = [policy for (name, _), policy in self.policies.items() if name == model.partition("@")[0]]
         inputs = [] if not versions else self._inputs(client, versions[0], options)
         given = Options(
             priority=int(options.get("priority", 0)),

@@ -12,11 +12,9 @@ from msgspec.structs import replace
 
 from shmserve.broker.models.traffic import TrafficControl
 from shmserve.core import events
-from shmserve.core.batching.lending import ALONE
 from shmserve.core.state import State
 from shmserve.core.traffic import Split, Traffic
-from shmserve.errors import InvalidRequest, NotFound
-from shmserve.protocol.messages import Fail, Reply
+from shmserve.protocol.messages import Fail
 from tests.support.core.lent import Lent, model
 from tests.support.hypothesis_profiles import examples
 
@@ -73,12 +71,6 @@ def test_shares_do_not_depend_on_the_arrival_times(percent: int, every: int) -> 
     assert abs(chosen.count(3) / 20 - percent) < 0.5
 
 
-def test_the_highest_version_is_the_default() -> None:
-    world = Divided()
-    assert world.versions(5) == {3: 5}
-    assert not world.state.splits
-
-
 def test_a_share_of_the_requests() -> None:
     world = Divided(shares={3: 10})
     found = world.versions(200)
@@ -91,87 +83,6 @@ def test_a_share_of_the_requests() -> None:
     assert world.versions(20) == {1: 20}
     world.set()
     assert world.versions(20) == {3: 20}
-
-
-def test_shares_of_versions_that_are_not_ready_go_to_the_others() -> None:
-    world = Divided(shares={3: 30, 2: 70})
-    world.turn([(0, events.Deploy("m", tuple(target for number, target in world.targets["m"].items() if number != 3)))])
-    assert world.versions(10) == {2: 10}
-    world.deploy(model(version=3))
-    assert world.versions(100)[3] > 20
-
-
-def test_a_model_whose_ready_versions_have_no_share_is_not_found() -> None:
-    world = Divided(shares={1: 0, 2: 0, 3: 0})
-    assert "READY versions have a share of 0 %" in str(world.version_of())
-    with pytest.raises(NotFound):
-        world.state.look_up("m", 0)
-    assert world.version_of(version=2) == 2
-
-
-def test_aliases_name_versions() -> None:
-    world = Divided(aliases={"prod": 1, "next": 3})
-    assert (world.version_of("m@prod"), world.version_of("m@next"), world.version_of()) == (1, 3, 3)
-    assert world.version_of("m@prod", version=1) == 1
-    with pytest.raises(InvalidRequest, match=r"'m@prod' is version 1, but the request is for version 2"):
-        world.state.look_up("m@prod", 2)
-    with pytest.raises(NotFound, match=r"'m' has no alias 'old'; it has next, prod"):
-        world.state.look_up("m@old", 0)
-    with pytest.raises(NotFound, match="unknown model: 'n@old' is not found"):
-        world.state.look_up("n@old", 0)
-    world.set(aliases={"prod": 2})
-    assert world.version_of("m@prod") == 2
-    assert "no alias 'next'; it has prod" in str(world.version_of("m@next"))
-    world.set(aliases={"prod": 9})
-    with pytest.raises(NotFound, match="version 9 is not found"):
-        world.state.look_up("m@prod", 0)
-
-
-def test_an_alias_never_hides_a_model() -> None:
-    world = Divided(aliases={"prod": 1})
-    world.deploy(model("m@prod", version=7))
-    world.set(aliases={"prod": 2})
-    assert world.version_of("m@prod") == 7
-    world.set()
-    assert world.version_of("m@prod") == 7
-
-
-def test_unloading_a_model_drops_its_traffic() -> None:
-    world = Divided(shares={2: 100}, aliases={"prod": 1})
-    world.turn([(0, events.Unload("m", 1))])
-    assert world.state.models["m"].traffic == Traffic()
-    assert not world.state.ready
-    assert not world.state.splits
-
-
-def test_no_lease_while_requests_are_divided() -> None:
-    world = Divided(shares={3: 10})
-    for _ in range(3 * ALONE):
-        world.alone(1)
-        assert not world.client.leases
-    world.set()
-    while not world.client.leases:
-        world.alone(1)
-        assert world.numbers < 5 * ALONE
-    world.set(shares={3: 10})
-    assert not world.client.leases
-    message = world.ask(world.client)
-    world.finish_running()
-    assert isinstance(world.client.answers[message.request], Reply)
-
-
-def test_no_lease_for_a_model_with_a_shadow() -> None:
-    world = Divided()
-    world.turn([(0, events.SetTraffic("m", shadow={1: 1}))])
-    for _ in range(3 * ALONE):
-        world.alone(1)
-        assert not world.client.leases
-    world.turn([(0, events.SetTraffic("m", shadow={}))])
-    while not world.client.leases:
-        world.alone(1)
-        assert world.numbers < 5 * ALONE
-    world.turn([(0, events.SetTraffic("m", shadow={1: 1}))])
-    assert not world.client.leases
 
 
 def test_a_shadow_gets_its_share_of_the_requests_that_name_no_version() -> None:
