@@ -124,6 +124,7 @@ class Scenario(Operating, Streaming, Leasing, Calling):
             sequence_start="start" in options,
             sequence_end="end" in options,
             window=int(options.get("window", 0)),
+            caller=options.get("caller", ""),
         )
         outputs = None
         if "outputs" in options:
