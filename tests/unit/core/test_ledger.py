@@ -58,19 +58,14 @@ def told() -> Told:
     return Told()
 
 
-@pytest.mark.parametrize(
-    ("offset", "size"),
-    [(4096, 1), (4095, 2), (0, 4097), (LAST, 1), (LAST, LAST), (1, LAST), (4097, 0), (2**32, 0), (2**62, 2**62)],
-)
-def test_handles_outside_an_own_segment_are_refused(told: Told, offset: int, size: int) -> None:
+def test_handles_are_inside_an_own_segment(told: Told) -> None:
     number = told.own(told.a)
-    with pytest.raises(InvalidRequest, match=f"handle of {size} bytes at offset {offset} is outside"):
-        told.ledger.resolve(told.a, Handle(number, offset, size))
-
-
-@pytest.mark.parametrize(("offset", "size"), [(0, 4096), (4096, 0), (4095, 1), (0, 0)])
-def test_handles_at_the_edges_of_an_own_segment_are_accepted(told: Told, offset: int, size: int) -> None:
-    assert told.ledger.resolve(told.a, Handle(told.own(told.a), offset, size)) is None
+    for offset, size in ((0, 4096), (4096, 0), (4095, 1), (0, 0)):
+        assert told.ledger.resolve(told.a, Handle(number, offset, size)) is None
+    over = [(4096, 1), (4095, 2), (0, 4097), (LAST, 1), (LAST, LAST), (1, LAST), (4097, 0), (2**32, 0), (2**62, 2**62)]
+    for offset, size in over:
+        with pytest.raises(InvalidRequest, match=f"handle of {size} bytes at offset {offset} is outside"):
+            told.ledger.resolve(told.a, Handle(number, offset, size))
 
 
 def test_handles_in_foreign_and_unknown_segments_are_refused(told: Told) -> None:

@@ -7,18 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.form import Reason
 from shmserve.core.policy import InstanceSpec
-from shmserve.core.records import Instance, Request, Sequence, Version
+from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.client import ClientState
 from shmserve.core.states import (
     TABLES,
-    BatchState,
     IllegalMove,
     InstanceState,
     RequestState,
-    SequenceState,
     VersionState,
 )
 from tests import ROOT
@@ -26,37 +23,22 @@ from tests import ROOT
 PAGE = ROOT / "docs" / "batching.md"
 
 
-def version() -> Version:
-    return Version("m", 1, [])
-
-
-def thing(state: Any) -> Any:
-    """An object in that state."""
-    if isinstance(state, RequestState):
-        client = ClientState(7, "uid:1000", "lane")
-        made: Any = Request(42, client, 3, version(), (), None, None, 2, 2, 0, None, (), (), (), 1000)
-    elif isinstance(state, BatchState):
-        made = Batch([(5, [])], 2, Reason.FULL, None, 0)
-    elif isinstance(state, InstanceState):
-        made = Instance(InstanceSpec("m_0"), peer=9, deaths=2, reason="signal SIGSEGV")
-    elif isinstance(state, SequenceState):
-        made = Sequence(("m", 0, 5, "uid:1000"), 5, version(), 0)
-    else:
-        made = version()
-    made.state = state
-    return made
-
-
 STATES: dict[Any, dict[Any, set[Any]]] = cast("dict[Any, dict[Any, set[Any]]]", TABLES)
 
 
 def test_the_story_of_an_illegal_transition_describes_the_object() -> None:
-    with pytest.raises(IllegalMove) as caught:
-        thing(RequestState.ENDED).move(RequestState.SENT)
+    client, version = ClientState(7, "uid:1000", "lane"), Version("m", 1, [])
+    request = Request(42, client, 3, version, (), None, None, 2, 2, 0, None, (), (), (), 1000)
+    request.state = RequestState.ENDED
+    with pytest.raises(IllegalMove, match="ENDED -> SENT is not a legal transition; story: ") as caught:
+        request.move(RequestState.SENT)
+    assert request.state is RequestState.ENDED
     for part in ("request 42", "3 of client 7", "model 'm' version 1", "2 rows", "arrived 1000"):
         assert part in str(caught.value)
+    instance = Instance(InstanceSpec("m_0"), peer=9, deaths=2, reason="signal SIGSEGV")
+    instance.state = InstanceState.STOPPED
     with pytest.raises(IllegalMove, match=r"instance m_0: .* 2 deaths in a row, last reason signal SIGSEGV"):
-        thing(InstanceState.STOPPED).move(InstanceState.READY)
+        instance.move(InstanceState.READY)
 
 
 def test_every_state_has_a_row_and_is_reachable() -> None:

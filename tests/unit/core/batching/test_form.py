@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.core.batching.form import BatchPlan, BatchRules, Reason, form
+from shmserve.core.batching.form import BatchPlan, BatchRules, form
 from shmserve.core.policy import BatchPolicy
 
 
@@ -76,31 +76,6 @@ def rules(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> tuple[in
 def test_plans_match_the_reference_rules(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
     plan = run(waiting, rules_of(policy, varies))
     assert (plan.count, plan.wake if not plan.count else 0) == rules(waiting, policy, varies)
-
-
-@given(QUEUES, POLICIES, st.booleans())
-def test_the_reason_of_a_plan_matches_its_batch(waiting: list[Waiting], policy: BatchPolicy, varies: bool) -> None:
-    plan = run(waiting, rules_of(policy, varies))
-    if not plan.count:
-        return
-    following = waiting[plan.count] if plan.count < len(waiting) else None
-    age = NOW - min(request.arrived for request in waiting[: plan.count])
-    if plan.reason is Reason.FULL:
-        over_largest = plan.rows >= max(policy.preferred or (MAX,))
-        assert over_largest or (following is not None and plan.rows + following.cost > MAX)
-    elif plan.reason is Reason.PREFERRED:
-        passes = following is not None and plan.rows + following.cost > max(policy.preferred)
-        assert plan.rows in policy.preferred or passes
-    elif plan.reason is Reason.SHAPE:
-        assert varies
-        assert following is not None
-        assert following.signature != waiting[0].signature
-    elif plan.reason is Reason.DELAY:
-        assert policy.delay_ns
-        assert age >= policy.delay_ns
-    else:
-        assert plan.reason is Reason.IDLE
-        assert not policy.delay_ns
 
 
 @given(QUEUES, POLICIES, st.booleans(), st.integers(1, MAX - 1), st.sampled_from(["s", "t"]))

@@ -16,13 +16,17 @@ from shmserve.protocol.messages import FIELD_BYTES, PROTOCOL, Ask, Bye, Fail, He
 EVERY = 7
 
 
-def serving(clients: int, **limits: Any) -> Core:
+def serving(clients: int, user: str = "", **limits: Any) -> Core:
+    """A core with this many clients, each of a user of its own, or all of one."""
     core = Core(limits=Limits(**limits))
     for peer in range(1, clients + 1):
-        core.handle(
-            [(0, events.Opened(peer, f"uid:{peer}", "lane", EVERY)), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0
-        )
+        opened = events.Opened(peer, user or f"uid:{peer}", "lane", EVERY)
+        core.handle([(0, opened), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
     return core
+
+
+def failed(effects: list[Any]) -> list[Fail]:
+    return [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Fail)]
 
 
 def passed(effects: list[Any]) -> list[tuple[int, int]]:
@@ -53,19 +57,15 @@ def test_a_flood_of_queries_delays_other_clients_by_one_round() -> None:
 
 
 def test_many_connections_of_a_user_delay_another_user_by_one_turn() -> None:
-    core = serving(0)
-    for peer in range(1, 201):
-        user = "uid:2" if peer == 200 else "uid:1"
-        core.handle([(0, events.Opened(peer, user, "lane", EVERY)), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
+    core = serving(199, "uid:0")
+    core.handle([(0, events.Opened(200, "uid:2", "lane", EVERY)), (200, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
     core.handle([(peer, Ask(n, "metrics")) for peer in range(1, 200) for n in range(1, 11)], 0)
     found = passed(core.handle([(200, Ask(n, "metrics")) for n in range(1, 4)], 0)) + passed(core.tick(0))
     assert [n for peer, n in found if peer == 200] == [1, 2, 3]
 
 
 def test_a_small_query_goes_before_large_ones_of_its_user() -> None:
-    core = serving(0)
-    for peer in range(1, 201):
-        core.handle([(0, events.Opened(peer, "uid:1", "lane", EVERY)), (peer, Hello(PROTOCOL, 1, "c", "memfd"))], 0)
+    core = serving(200, "uid:1")
     core.handle([(peer, Ask(n, "statistics")) for peer in range(1, 200) for n in range(1, 11)], 0)
     found = passed(core.handle([(200, Ask(1, "ready"))], 0))
     assert (200, 1) in found
@@ -102,48 +102,35 @@ def test_queries_of_a_client_that_disconnects_while_behind_are_dropped() -> None
 
 def test_clients_are_served_round_robin() -> None:
     core = serving(3)
-    events_ = [(1, Ask(n, "live")) for n in range(1, 7)] + [
-        (2, Ask(1, "live")),
-        (3, Ask(1, "live")),
-        (3, Ask(2, "live")),
-    ]
-    found = [passed(core.handle(events_, 0)), *turns(core)]
+    asked = [*((1, n) for n in range(1, 7)), (2, 1), (3, 1), (3, 2)]
+    found = [passed(core.handle([(peer, Ask(n, "live")) for peer, n in asked], 0)), *turns(core)]
     assert found == [[(1, 1), (2, 1), (3, 1), (1, 2)], [(3, 2), (1, 3), (1, 4), (1, 5)], [(1, 6)]]
 
 
-def test_queries_are_dropped_when_the_client_disconnects() -> None:
+@pytest.mark.parametrize("end", [(0, events.Closed(1)), (1, Hello(PROTOCOL, 1, "again", "memfd"))])
+def test_queries_are_dropped_when_the_client_disconnects_or_is_disconnected(end: tuple[int, Any]) -> None:
     core = serving(2)
     core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
-    assert passed(core.handle([(0, events.Closed(1)), (2, Ask(1, "live"))], 0)) == [(2, 1)]
+    assert passed(core.handle([end, (2, Ask(1, "live"))], 0)) == [(2, 1)]
     assert core.deadline() is None
     core.check()
-
-
-def test_queries_are_dropped_when_the_server_disconnects_the_client() -> None:
-    core = serving(1)
-    core.handle([(1, Ask(n, "metrics")) for n in range(1, 101)], 0)
-    assert passed(core.handle([(1, Hello(PROTOCOL, 1, "again", "memfd"))], 0)) == []
-    assert core.deadline() is None
 
 
 def test_a_query_counts_against_the_limit_until_it_is_answered() -> None:
     core = serving(2, client_questions=3)
     effects = core.handle([(1, Ask(n, "live")) for n in range(1, 6)] + [(2, Ask(1, "live"))], 0)
-    fails = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Fail)]
+    fails = failed(effects)
     assert [(fail.request, fail.code) for fail in fails] == [(4, "UNAVAILABLE"), (5, "UNAVAILABLE")]
     assert all("(client_questions)" in fail.text and "3 queries" in fail.text for fail in fails)
     assert turns(core) == []
-    (fail,) = core.handle([(1, Ask(6, "live"))], 0)
-    assert isinstance(fail.message, Fail)  # type: ignore[union-attr]
+    assert failed(core.handle([(1, Ask(6, "live"))], 0))
     core.handle([(0, events.Answered(1, 2))], 0)
     assert passed(core.handle([(1, Ask(6, "live"))], 0)) == [(1, 6)]
 
 
 def test_a_query_with_a_number_in_flight_is_refused() -> None:
     core = serving(1)
-    effects = core.handle([(1, Ask(1, "live")), (1, Ask(1, "live"))], 0)
-    (fail,) = [e.message for e in effects if isinstance(e, Send)]
-    assert isinstance(fail, Fail)
+    (fail,) = failed(core.handle([(1, Ask(1, "live")), (1, Ask(1, "live"))], 0))
     assert (fail.request, fail.code) == (1, "INVALID_ARG")
 
 
@@ -160,12 +147,11 @@ def test_the_bytes_of_a_body_do_not_wait_with_a_query() -> None:
     asks = [Ask(n, "live", "", 0, bytes(FIELD_BYTES)) for n in range(1, 100)]
     core.handle([(1, ask) for ask in asks], 0)
     assert not any(ask.body for ask in asks)
-    (fail,) = core.handle([(1, Ask(200, "live", "", 0, b"", True))], 0)[:1]
-    assert isinstance(fail, Send)
-    assert "too long" in fail.message.text
+    (fail,) = failed(core.handle([(1, Ask(200, "live", "", 0, b"", True))], 0))
+    assert "too long" in fail.text
     wait, long = Ask(201, "config", "m", 0, b'{"wait": true}'), Ask(202, "config", "m", 0, bytes(ARGUMENTS_BYTES + 1))
-    (fail,) = [e for e in core.handle([(1, wait), (1, long)], 0) if isinstance(e, Send)]
-    assert (fail.message.request, wait.body) == (202, b'{"wait": true}')
+    (fail,) = failed(core.handle([(1, wait), (1, long)], 0))
+    assert (fail.request, wait.body) == (202, b'{"wait": true}')
 
 
 def test_a_query_before_bye_is_answered() -> None:
