@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from shmserve.core import events
@@ -19,7 +17,7 @@ from shmserve.core.requests.trace import Sample
 from shmserve.core.stats import activity
 from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import FailureKind
-from shmserve.protocol.messages import INLINE_BYTES, Fail, Wanted
+from shmserve.protocol.messages import INLINE_BYTES
 from shmserve.protocol.worker_messages import Call, LeaseLogged, LeaseOver
 from tests.support.core.calling import caller_of
 from tests.support.core.fakes.tensors import one_input
@@ -104,80 +102,6 @@ def test_the_rows_of_leased_requests_are_limited_by_the_output_size() -> None:
     assert found is not None
     assert found.rows == 1, "all of them together"
     assert lending_of(ModelPolicy("m", 1, 8, X, 2 * outputs, BATCHES)) is None
-
-
-@pytest.mark.parametrize(
-    "what", ["outputs", "an output", "a named segment", "rows", "two at once", "two clients", "one that waits"]
-)
-def test_requests_that_cannot_be_leased_do_not_count_towards_a_lease(what: str) -> None:
-    world = Lent(ModelPolicy("m", 1, 128, X, (TensorSpec("y", "FP32", (INLINE_BYTES // 64,)),), BATCHES))
-    other = world.connect("b", leases=True)
-    named = world.segment(name="/named")
-    world.deploy(model("large"), large="y")
-    world.alone(1, model="large")
-    (output,) = world.client.holds
-    for number in range(3 * ALONE):
-        if what == "outputs" and number % ALONE == 0:
-            world.alone(1, outputs=(Wanted("y"),))
-        elif what == "an output" and number % ALONE == 0:
-            world.alone(1, data=(output,))
-        elif what == "a named segment":
-            world.alone(1, data=(named,))
-        elif what == "rows" and number % ALONE == 0:
-            world.alone(1, rows=17)
-        elif what == "two at once" and number % ALONE == 0:
-            world.ask(world.client)
-            world.ask(world.client)
-            world.finish_all()
-        elif what == "two clients" and number % ALONE == 0:
-            world.alone(1, other)
-        elif what == "one that waits":
-            world.ask(world.client)
-            world.ask(other)
-            world.finish_all()
-        else:
-            world.alone(1)
-    assert not world.started()
-
-
-OPERATIONS: dict[str, Any] = {
-    "unload": events.Unload("m"),
-    "unload by force": events.Unload("m", 0, True),
-    "restart": events.Restart("m", 0, ""),
-    "restart of the instance": events.Restart("m", 0, "m_0"),
-    "drain": events.Drain(10**9),
-}
-
-
-@pytest.mark.parametrize("busy", [False, True])
-@pytest.mark.parametrize("what", OPERATIONS)
-def test_operations_end_leases(what: str, busy: bool) -> None:
-    world = Lent()
-    world.alone()
-    holder, statistics = world.holder(), world.statistics
-    sent = world.leased() if busy else None
-    if busy:
-        assert holder.lease is not None
-        holder.lease.begin(world.now)
-    world.turn([(0, OPERATIONS[what])])
-    if busy and not holder.dead:
-        assert world.core.state.leases
-        assert not world.drained
-        world.serve()
-    world.finish_all()
-    state = world.core.state
-    assert not (state.leases)
-    assert not (world.leases)
-    assert not (world.client.leases)
-    assert holder.dead
-    assert world.drained == (what == "drain")
-    if sent is not None:
-        answer = world.client.answers[sent.request]
-        assert isinstance(answer, Fail) == (what == "unload by force")
-        if isinstance(answer, Fail):
-            assert "unloaded by force" in answer.text
-    assert statistics.success_count + statistics.fail_count == ALONE + 1 + busy
-    world.core.check()
 
 
 @pytest.mark.parametrize("what", ["tensors", "caller", "log"])
