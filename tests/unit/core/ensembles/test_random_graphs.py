@@ -423,22 +423,13 @@ def test_random_ensembles_with_random_failures(seed: int) -> None:
     assert world.drained
 
 
-@pytest.mark.parametrize(
-    ("shape", "dims", "reshaped", "batches", "expected"),
-    [
+def test_shapes_follow_the_reshape_of_a_tensor() -> None:
+    for shape, dims, reshaped, batches, expected in (
         ((8,), (8,), (4, 1, 2), False, (4, 1, 2)),
         ((3, 8), (8,), (4, 1, 2), True, (3, 4, 1, 2)),
         ((3, 5, 1, 7), (-1, 1, -1), (-1, -1), True, (3, 5, 7)),
         ((1,), (1,), (), False, ()),
         ((8,), (8,), None, False, (8,)),
         ((9,), (8,), (4, 1, 2), False, (9,)),
-    ],
-)
-def test_shapes_follow_the_reshape_of_a_tensor(
-    shape: tuple[int, ...],
-    dims: tuple[int, ...],
-    reshaped: tuple[int, ...] | None,
-    batches: bool,
-    expected: tuple[int, ...],
-) -> None:
-    assert graph.reshape(shape, dims, reshaped, batches) == expected
+    ):
+        assert graph.reshape(shape, dims, reshaped, batches) == expected

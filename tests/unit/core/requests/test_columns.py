@@ -221,33 +221,17 @@ def test_the_worker_can_read_a_batch_of_very_many_requests(count: int) -> None:
     assert max(map(len, worker.started)) == count
 
 
-@pytest.mark.parametrize("name", IRREGULAR)
-def test_a_worker_that_answers_in_irregular_columns_is_stopped(name: str) -> None:
+@pytest.mark.parametrize("answer", [*IRREGULAR.values(), (1, 1), (1, 99)])
+def test_a_worker_that_answers_in_invalid_columns_is_stopped(answer: Columns | tuple[int, int]) -> None:
+    """Numbers: positions of the answered requests among the running ones; 99: not among them."""
     world, client = serving()
     worker = world.worker("m_0")
     send(world, client, columns(2))
     assert worker.running is not None
-    worker.outbox.append(Done(worker.running.number, (), (0, 0, 0, 0), columns=IRREGULAR[name]))
-    world.settle()
-    assert worker.dead
-    world.advance(world.now + 60 * 10**9)
-    world.finish_all()
-    assert client.answers.keys() == {1, 2}
-    assert not client.open
-    assert not world.core.state.requests
-
-
-@pytest.mark.parametrize("numbers", [(1, 1), (1, 99)])
-def test_a_worker_that_answers_requests_it_does_not_run_is_stopped(numbers: tuple[int, int]) -> None:
-    """`numbers`: positions of the answered requests among the running ones; 99: not among them."""
-    world, client = serving()
-    worker = world.worker("m_0")
-    send(world, client, columns(2))
-    assert worker.running is not None
-    known = [work.request for work in worker.running.works]
-    told = tuple(known[number - 1] if number < 99 else 10**9 for number in numbers)
-    form = (TensorForm("y", "FP32", (1,)),)
-    answer = Columns(form, told, (1, 1), ((bytes(4),), (bytes(4),)))
+    if not isinstance(answer, Columns):
+        known = [work.request for work in worker.running.works]
+        told = tuple(known[number - 1] if number < 99 else 10**9 for number in answer)
+        answer = Columns((TensorForm("y", "FP32", (1,)),), told, (1, 1), ((bytes(4),), (bytes(4),)))
     worker.outbox.append(Done(worker.running.number, (), (0, 0, 0, 0), columns=answer))
     world.settle()
     assert worker.dead

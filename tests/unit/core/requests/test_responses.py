@@ -11,7 +11,7 @@ from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.stats.statistics import RESPONSES, ResponseCount, Statistics
 from shmserve.protocol import codec as wire
-from shmserve.protocol.messages import Cancel, Fail, Infer, More, Options
+from shmserve.protocol.messages import Cancel, Infer, More, Options
 from shmserve.protocol.worker_messages import Execute, WorkerOrder
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain
@@ -65,30 +65,6 @@ def test_the_window_sent_to_the_worker_never_overflows(window: int, before: list
     assert options is not None
     assert options.window == min(window + sum(before), 2**63 - 1)
     assert [order.count for order in orders if isinstance(order, More)] == after
-
-
-def test_unfinished_streams_are_limited_per_user() -> None:
-    """This includes cancelled streams, and those of a client that reconnects: the model still processes them."""
-    world = Streaming(client_requests=8)
-    worker = world.streaming
-
-    def begin(name: str, audience: str, *numbers: int) -> FakeClient:
-        client = world.connect(name, audience=audience)
-        world.turn([ask(client, number) for number in numbers])
-        world.advance(world.now + 5 * MS)
-        world.finish_all()
-        return client
-
-    first = begin("a", "uid:1000", 1, 2, 3, 4)
-    world.turn([(first.peer, Cancel(number)) for number in (1, 2, 3, 4)])
-    world.gone(begin("a again", "uid:1000", 1, 2, 3, 4))
-    assert len(worker.streams) == 8
-    refused = begin("a once more", "uid:1000", 1).answers[1]
-    assert isinstance(refused, Fail)
-    assert "8 cancelled streams of this user" in refused.text
-    assert not begin("b", "uid:2000", 1).answers
-    world.part(next(iter(worker.streams)), last=True)
-    assert not begin("a at last", "uid:1000", 1).answers
 
 
 def test_time_to_the_first_of_many_responses() -> None:
