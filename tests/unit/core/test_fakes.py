@@ -66,4 +66,4 @@ class Both(RuleBasedStateMachine):
 
 @pytest.mark.hypothesis
 def test_the_fake_worker_and_the_batch_queue_agree() -> None:
-    run_state_machine_as_test(Both, settings=settings(max_examples=examples(150)))
+    run_state_machine_as_test(Both, settings=settings(max_examples=examples(150, quick=50)))
