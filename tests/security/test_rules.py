@@ -480,6 +480,9 @@ def test_every_rule_has_tests_that_exist(rule: str) -> None:
     assert tests
     for test in tests:
         file, _, name = test.partition("::")
+        assert (ROOT / "tests" / file).exists(), test
+        if file.startswith("scenarios/"):
+            continue
         tree = ast.parse((ROOT / "tests" / file).read_text())
         names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         assert name in names, test

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shmserve.core import events
-from shmserve.core.limits import BURST_S, PATIENCE_S, Limits
+from shmserve.core.limits import BURST_S, NAMED, PATIENCE_S, Limits
 from shmserve.core.policy import BatchPolicy
 from shmserve.core.records import ORDER
 from shmserve.core.requests.quotas import DISCONNECT_BURST, DISCONNECT_NS
@@ -25,6 +26,7 @@ from shmserve.protocol.messages import (
     Options,
     Reply,
 )
+from tests import ROOT
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.policies import plain
 from tests.support.core.world import World
@@ -214,3 +216,11 @@ def test_failed_requests_do_not_count_as_errors() -> None:
         world.turn([(client.peer, Infer(number, ("m", "nobody")[number % 2], 0, ()))])
     assert not client.ended
     assert {fail.code for fail in world.fails(client)} == {"INVALID_ARG", "NOT_FOUND"}
+
+
+def test_every_limit_has_its_test() -> None:
+    """The other limits are tested in test_queries.py, tests/process/server/test_broker.py, and test_turns.py."""
+    tests = [Path(__file__).read_text(), *(path.read_text() for path in (ROOT / "tests" / "scenarios").glob("*.txt"))]
+    for row in NAMED:
+        elsewhere = row.name in ("client_questions", "client_outbox_bytes", "outbox_bytes")
+        assert elsewhere or any(f" {row.name}=" in text or f'"{row.name}"' in text for text in tests), row.name
