@@ -69,15 +69,6 @@ def test_inputs_in_shared_memory_are_cached(server: Server) -> None:
         assert hits(client) - before == 3
 
 
-def test_inputs_in_named_memory_are_not_cached(server: Server) -> None:
-    x = np.arange(100_000, dtype=np.float32) + 0.25
-    with shmserve.Client(server.zmq_url) as client:
-        before = hits(client)
-        first, again = (client.infer("number", {"x": x})["y"][0] for _ in range(2))
-        assert again == first + 1
-        assert hits(client) == before
-
-
 def test_large_responses_are_kept_in_the_broker(server: Server) -> None:
     """They outlive the worker's memory, are shared by all clients, and are read-only."""
     x = np.arange(5, dtype=np.float32)

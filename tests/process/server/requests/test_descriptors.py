@@ -16,11 +16,10 @@ import pytest
 
 import shmserve
 from bench.lib import models
-from bench.lib.raw_client import Lane, Segment
 from shmserve.clients.transport.lane import Lane as ClientLane
 from shmserve.errors import ConnectionLost
 from shmserve.protocol import codec
-from shmserve.protocol.messages import Goodbye, Map
+from shmserve.protocol.messages import Map
 from shmserve.workers.link import BrokerLink as WorkerLink
 from tests.support.launch import Launched
 from tests.support.living import await_connections
@@ -56,16 +55,6 @@ def identity(client: shmserve.Client, value: float, size: int = SIZE) -> None:
     assert np.array_equal(client.infer("identity", {"x": x}, timeout=60)["y"], x)
 
 
-def test_a_descriptor_that_the_broker_cannot_receive_ends_the_connection(server: Launched) -> None:
-    with Lane(server.lane) as lane:
-        lane.hello("memfd")
-        with no_descriptors(server.process.pid):
-            Segment(lane, SIZE).close()
-            goodbye = lane.receive_kind(Goodbye)
-        assert goodbye.code == "UNAVAILABLE"
-        assert "too many open files" in goodbye.text
-
-
 def test_a_client_announces_its_segments_again_over_a_new_connection(server: Launched) -> None:
     with shmserve.Client(f"unix://{server.lane}") as client, shmserve.Client(f"unix://{server.lane}") as other:
         identity(other, 1)
@@ -78,19 +67,6 @@ def test_a_client_announces_its_segments_again_over_a_new_connection(server: Lau
         for value in (4, 5):
             identity(client, value)
         identity(client, 6, 4 * SIZE)
-
-
-def test_a_connection_is_refused_if_the_server_has_no_descriptors_left(server: Launched) -> None:
-    with shmserve.Client(f"unix://{server.lane}") as other:
-        identity(other, 1)
-        await_connections(other, 1)
-        with no_descriptors(server.process.pid):
-            with Lane(server.lane) as lane:
-                goodbye = lane.receive_kind(Goodbye)
-            assert (goodbye.code, "too many open files" in goodbye.text) == ("UNAVAILABLE", True)
-            identity(other, 2)
-    with shmserve.Client(f"unix://{server.lane}") as client:
-        identity(client, 3)
 
 
 @pytest.mark.parametrize("end", [ClientLane, WorkerLink], ids=["client", "worker"])

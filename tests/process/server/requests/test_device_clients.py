@@ -5,10 +5,8 @@ The result does not depend on where the model runs; the journal of the fakes sho
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,7 @@ import shmserve
 from shmserve.shm.extents.cuda import uuid_bytes
 from shmserve.testing import Server
 from tests.process.server.processes.test_gpus import GPUS, chained, clear, copies, planned, serving_on_gpus
-from tests.support import living
 from tests.support.gateway.running_gateway import Gateway
-from tests.support.launch import await_end
 from tests.support.model_files import parameters, python_model, write_model
 from tests.support.workers.gpu.device_arrays import Foreign, end, read, write
 from tests.support.workers.gpu.harness import standins
@@ -117,7 +113,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
     write_model(repository, "host", PASS)
     write_model(repository, "code", ON_GPU, ADD_ONE)
     write_model(repository, "seq", ON_GPU + "sequence_batching { }", ADD_ONE)
-    write_model(repository, "limited", ON_GPU + parameters(gpu_memory_limit_mb="100"), ADD_ONE)
     write_model(repository, "there", ON_GPU + parameters(FORCE_CPU_ONLY_INPUT_TENSORS="no"), READ_ON_GPU)
     chained(repository, "then", "plan", "there")
     write_model(repository, "give", ON_GPU + parameters(strict_outputs="true"), WRITE_ON_GPU)
@@ -252,20 +247,6 @@ def test_wrong_outputs_on_the_gpu_are_refused(client: shmserve.Client) -> None:
                 client.infer(model, {"x": given}, outputs=outputs)
 
 
-def test_batches_with_inputs_and_outputs_on_the_gpu(journal: Path, client: shmserve.Client) -> None:
-    given = [numbers(1 + seed % 3, seed) for seed in range(12)]
-    places = [client.empty(array.shape, device="cuda:0") for array in given]
-    inputs = [client.empty(array.shape, device="cuda:0") for array in given]
-    for array, x in zip(given, inputs, strict=True):
-        write(x.__cuda_array_interface__, array)
-    clear(journal)
-    futures = [client.submit("plan", {"x": x}, outputs={"y": place}) for x, place in zip(inputs, places, strict=True)]
-    for array, place, future in zip(given, places, futures, strict=True):
-        assert future.result()["y"] is place
-        np.testing.assert_array_equal(place.numpy(), array + 1)
-    assert copies(journal, "plan") <= {"3"}
-
-
 def test_batches_with_inputs_and_outputs_on_both_sides(client: shmserve.Client) -> None:
     given = [numbers(1, seed) for seed in range(12)]
     places = [client.empty((1, WIDTH), device="cuda:0") for _ in given]
@@ -298,43 +279,6 @@ def test_an_output_array_of_the_wrong_size_is_refused(client: shmserve.Client) -
     for shape in ((2, WIDTH + 1), (WIDTH, 2)):
         with pytest.raises(shmserve.InvalidRequest, match="was written to an array of"):
             client.infer("plan", {"x": x}, outputs={"y": client.empty(shape, device="cuda:0")})
-
-
-def test_gpu_memory_of_clients_is_reused(server: Server, runtime: Any) -> None:
-    given = numbers(2)
-    for _ in range(3):
-        with server.client() as client:
-            x = client.empty((2, WIDTH), device="cuda:0")
-            write(x.__cuda_array_interface__, given)
-            np.testing.assert_array_equal(client.infer("plan", {"x": x})["y"], given + 1)
-            del x
-    assert len(runtime.state.named("ipcGetMemHandle")) == 1
-    assert runtime.state.named("free") == []
-
-
-def test_the_asyncio_client(server: Server, runtime: Any) -> None:
-    given = numbers(2)
-
-    async def ask() -> None:
-        async with server.async_client() as client:
-            x, y = Foreign(runtime, given), client.empty((2, WIDTH), device="cuda:0")
-            for model, more in (("plan", 1), ("host", 0)):
-                await client.infer(model, {"x": x}, outputs={"y": y})
-                np.testing.assert_array_equal(y.numpy(), given + more)
-            x.close()
-
-    asyncio.run(ask())
-
-
-def test_gpu_tensors_are_copied_for_clients_over_zeromq(server: Server, runtime: Any) -> None:
-    given = numbers(2)
-    x = Foreign(runtime, given)
-    with shmserve.Client(server.zmq_url, memory="frames") as client:
-        y = client.empty((2, WIDTH), device="cuda:0")
-        found: Any = client.infer("plan", {"x": x}, outputs={"y": y})["y"]
-        assert found is y
-        np.testing.assert_array_equal(y.numpy(), given + 1)
-    x.close()
 
 
 SIZE = 2 * WIDTH * 4
@@ -380,29 +324,3 @@ def test_gpu_memory_registered_over_http(gateway: Gateway, runtime: Any, journal
     assert gateway.ask("POST", f"{REGION}/unregister") == (200, b"")
     status, answer = infer_over_http(gateway, "plan")
     assert (status, answer["error"]) == (404, "Unable to find shared memory region: 'g'")
-
-
-def workers(server: Server) -> dict[str, int]:
-    """Pids by model."""
-    found = {}
-    for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if "--name" in words:
-            found[words[words.index("--name") + 1].partition("_")[0]] = int(pid)
-    return found
-
-
-def test_an_instance_over_its_gpu_memory_limit_is_killed_alone(server: Server, client: shmserve.Client) -> None:
-    before = workers(server)
-    processes = Path(os.environ["STANDIN_PROCESSES"])
-    usage = processes.with_suffix(".new")
-    usage.write_text(json.dumps({GPUS[0]["uuid"]: {str(pid): 200 << 20 for pid in before.values()}}))
-    usage.rename(processes)
-    await_end(before["limited"])
-    processes.unlink()
-    given = numbers(1)
-    living.until(client, lambda: before["limited"] not in living.pids(client, "limited").values(), "its end is noticed")
-    client.wait_ready("limited", timeout=30)
-    np.testing.assert_array_equal(client.infer("limited", {"x": given})["y"], given + 1)
-    assert "killed: it uses 200 MiB of GPU memory, limit 100 MiB" in server.log
-    assert workers(server).items() - before.items() == {("limited", workers(server)["limited"])}

@@ -21,7 +21,7 @@ from bench.hostile.run import ServerSnapshot, compare, run_hostile, write_reposi
 from bench.lib.raw_client import Lane, Link, Segment, Zmq
 from bench.lib.setting import Served, serving
 from shmserve.protocol import messages
-from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Hello, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
+from shmserve.protocol.messages import Ask, Fail, Goodbye, Handle, Infer, Map, Ping, Pong, Reply, Tensor, Wanted
 
 pytestmark = pytest.mark.process
 
@@ -72,8 +72,9 @@ def tensor(name: Any = "x", dtype: Any = "FP32", shape: Any = (1, 4), data: Any 
     return Tensor(name, dtype, shape, data)
 
 
-def infer(*tensors: Tensor, model: Any = "identity", version: Any = 0, outputs: Any = None) -> Infer:
-    return Infer(5, model, version, tensors or (tensor(),), outputs)
+def infer(*tensors: Tensor, model: Any = "identity", version: Any = 0, outputs: Any = None, **options: Any) -> Infer:
+    more = messages.Options(**options) if options else None
+    return Infer(5, model, version, tensors or (tensor(),), outputs, 0, more)
 
 
 BAD: dict[str, tuple[Any, str, str]] = {
@@ -102,22 +103,10 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "negative frame": (infer(tensor(data=-1)), "INVALID_ARG", "'x'.*frame -1"),
     "handle of nobody": (infer(tensor(data=(Handle(77 << 32, 0, 16),))), "INVALID_ARG", "handle.*neither"),
     "handle of the broker": (infer(tensor(data=(Handle(1, 0, 16),))), "INVALID_ARG", "handle.*neither"),
-    "handle at the end of numbers": (
-        infer(tensor(data=(Handle(2**63 - 1, 2**63 - 1, 16),))),
-        "INVALID_ARG",
-        "handle.*neither",
-    ),
+    "handle at the end": (infer(tensor(data=(Handle(2**63 - 1, 2**63 - 1, 16),))), "INVALID_ARG", "handle.*neither"),
     "handle larger than the tensor": (infer(tensor(data=(Handle(1, 0, 2**63 - 1),))), "INVALID_ARG", "got 9223372"),
-    "sequence": (
-        Infer(5, "identity", 0, (tensor(),), None, 0, messages.Options(sequence=7)),
-        "UNSUPPORTED",
-        "'identity'.*sequence",
-    ),
-    "parameter over 64 KiB": (
-        Infer(5, "identity", 0, (tensor(),), None, 0, messages.Options(parameters={"p": "v" * 65_537})),
-        "INVALID_ARG",
-        "parameter 'p' has 65537 bytes.*65536",
-    ),
+    "sequence": (infer(sequence=7), "UNSUPPORTED", "'identity'.*sequence"),
+    "long parameter": (infer(parameters={"p": "v" * 65_537}), "INVALID_ARG", "parameter 'p' has 65537 bytes.*65536"),
     "model name of 300": (infer(model="n" * 300), "PROTOCOL", "model.*128"),
     "input name of 300": (infer(tensor("n" * 300)), "PROTOCOL", r"inputs\[0\].name.*128"),
     "output name of 300": (infer(outputs=(Wanted("n" * 300),)), "PROTOCOL", r"outputs\[0\].name.*128"),
@@ -125,11 +114,7 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "10,000 outputs": (infer(outputs=(Wanted("y"),) * 10_000), "PROTOCOL", "outputs.*256"),
     "33 dimensions": (infer(tensor(shape=(1,) * 33)), "PROTOCOL", r"inputs\[0\].shape.*32"),
     "inline bytes over the limit": (infer(tensor(data=bytes(4097))), "PROTOCOL", r"inputs\[0\].data.*4096"),
-    "64 KiB inline in all": (
-        infer(*[tensor(f"x{i}", "FP32", (1, 1024), bytes(4096)) for i in range(17)]),
-        "INVALID_ARG",
-        "'x0'|65536",
-    ),
+    "64 KiB inline": (infer(*[tensor(f"x{i}", data=bytes(4096)) for i in range(17)]), "INVALID_ARG", "'x0'|65536"),
     "negative version": (infer(version=-1), "PROTOCOL", "version"),
     "unknown question": (Ask(5, "nothing"), "INVALID_ARG", "'nothing'"),
     "question about nobody": (Ask(5, "metadata", "nobody"), "NOT_FOUND", "'nobody'"),
@@ -203,21 +188,6 @@ def test_each_broken_packet_is_reported(link: Link, case: str) -> None:
     assert not SECRETS.search(got[0].text)
 
 
-def test_a_packet_over_the_limit_is_refused(link: Link) -> None:
-    """Over the lane, the kernel itself may refuse to send the packet. If it arrives, the error text has the limit."""
-    packet = msgpack.packb([[4, 1]] * ((messages.PACKET_BYTES + 100) // 3))
-    if isinstance(link, Lane):
-        try:
-            link.send_bytes(packet)
-        except OSError:
-            return
-    else:
-        link.send_bytes(packet)
-    fail = link.receive_kind(Fail)
-    assert (fail.request, fail.code) == (0, "PROTOCOL")
-    assert str(messages.PACKET_BYTES) in fail.text
-
-
 def test_frames_over_the_limit_are_refused(server: Served) -> None:
     with connect(server, "zmq") as link:
         count = 300_000
@@ -240,28 +210,6 @@ def test_a_frame_that_many_tensors_refer_to_is_not_copied_for_each(server: Serve
         assert ServerSnapshot.of(broker).resident - before < 64 << 20
 
 
-@pytest.mark.parametrize("kind", list(LINKS))
-def test_a_connection_needs_exactly_one_hello(server: Served, kind: str) -> None:
-    with connect(server, kind, greet=False) as link:
-        link.send(Infer(5, "identity", 0, ONE))
-        assert "Hello" in link.receive_kind(Goodbye).text
-    with connect(server, kind, greet=False) as link:
-        # As a ZeroMQ client does that has not yet detected a server restart.
-        link.send(Ping(5))
-        assert "Hello" in link.receive_kind(Goodbye, Pong).text
-    with connect(server, kind) as link:
-        link.send(Hello(messages.PROTOCOL, os.getpid(), "again", LINKS[kind][2]))
-        assert "twice" in link.receive_kind(Goodbye).text
-
-
-@pytest.mark.parametrize(("kind", "outputs"), [("lane", "frames"), ("lane", "posix"), ("zmq", "memfd"), ("zmq", "")])
-def test_output_memory_that_the_transport_does_not_support_is_refused(server: Served, kind: str, outputs: str) -> None:
-    with connect(server, kind, greet=False) as link:
-        link.send(Hello(messages.PROTOCOL, os.getpid(), "other", outputs))
-        goodbye = link.receive_kind(Goodbye)
-        assert f"'{outputs}'" in goodbye.text
-
-
 # ------------------------------------------------------------------------------------------------- memory
 
 SIZE = 1 << 16
@@ -280,60 +228,20 @@ def segment(lane: Lane) -> Iterator[Segment]:
     made.close()
 
 
-@pytest.mark.parametrize(("offset", "size"), [(SIZE, 16), (SIZE - 8, 16), (2**63 - 1, 16), (2**62, 16)])
-def test_a_handle_outside_its_segment_is_refused(lane: Lane, segment: Segment, offset: int, size: int) -> None:
-    fail = refused(lane, infer(tensor(data=(Handle(segment.id, offset, size),))))
-    assert fail.code == "INVALID_ARG"
-    assert str(offset) in fail.text
-    assert str(SIZE) in fail.text
-
-
-def test_parts_with_the_wrong_total_size_are_refused(lane: Lane, segment: Segment) -> None:
-    parts = (Handle(segment.id, 0, 8), Handle(segment.id, 8, 4))
-    fail = refused(lane, infer(tensor(data=parts)))
-    assert "Expected 16, got 12" in fail.text
-
-
-def test_an_output_handle_outside_client_memory_is_refused(lane: Lane, segment: Segment) -> None:
-    for place in (Handle(segment.id, SIZE, 16), Handle(7, 0, 16), Handle(77 << 32 | 1, 0, 16)):
-        fail = refused(lane, infer(outputs=(Wanted("y", place),)))
-        assert fail.code == "INVALID_ARG"
-
-
-def large(link: Lane, segment: Segment) -> tuple[Tensor, Handle]:
-    """A large output, and the handle that the link now holds."""
+def test_memory_of_another_client_is_refused(server: Served, lane: Lane, segment: Segment) -> None:
+    """Segments and handles of the other client cannot be read, written to, returned or withdrawn."""
     x = np.arange(4096, dtype=np.float32)
-    link.send(Infer(8, "identity", 0, (tensor(shape=(1, 4096), data=segment.put(0, x.tobytes())),)))
-    reply = link.receive_kind(Reply)
-    found: Tensor = reply.outputs[0]
-    assert isinstance(found.data, tuple)
-    return found, found.data[0]
-
-
-def test_a_handle_of_another_client_is_refused(server: Served, lane: Lane, segment: Segment) -> None:
-    """Segments and handles of the other client cannot be read, returned or written to."""
-    output, held = large(lane, segment)
+    lane.send(Infer(8, "identity", 0, (tensor(shape=(1, 4096), data=segment.put(0, x.tobytes())),)))
+    output = lane.receive_kind(Reply).outputs[0]
+    (held,) = output.data
     with connect(server, "lane") as other:
         for handle in (Handle(segment.id, 0, 16), Handle(held.segment, held.offset, 16)):
             fail = refused(other, infer(tensor(data=(handle,))))
-            assert fail.code == "INVALID_ARG"
-            assert "neither" in fail.text
+            assert (fail.code, "neither" in fail.text) == ("INVALID_ARG", True)
             assert refused(other, infer(outputs=(Wanted("y", handle),))).code == "INVALID_ARG"
-        assert refused(other, messages.Return((held,)), request=0).code == "INVALID_ARG"
-        assert refused(other, messages.Unmap(segment.id), request=0).code == "INVALID_ARG"
-    assert lane.read(output) == np.arange(4096, dtype=np.float32).tobytes()
-
-
-def test_a_handle_must_be_returned_once_and_unchanged(lane: Lane, segment: Segment) -> None:
-    _, held = large(lane, segment)
-    for wrong in (
-        Handle(held.segment, held.offset, held.size - 1),
-        Handle(held.segment, held.offset + 64, held.size),
-        Handle(segment.id, 0, 16),
-    ):
-        assert "once, unchanged" in refused(lane, messages.Return((wrong,)), request=0).text
-    lane.send(messages.Return((held,)))
-    assert "once, unchanged" in refused(lane, messages.Return((held,)), request=0).text
+        for message in (messages.Return((held,)), messages.Unmap(segment.id)):
+            assert refused(other, message, request=0).code == "INVALID_ARG"
+    assert lane.read(output) == x.tobytes()
 
 
 def test_an_unsealed_segment_is_refused(lane: Lane) -> None:
@@ -346,38 +254,24 @@ def test_an_unsealed_segment_is_refused(lane: Lane) -> None:
         made.close()
 
 
-def test_a_segment_smaller_than_announced_is_not_taken(lane: Lane, segment: Segment) -> None:
-    number = lane.owner << messages.OWNER_SHIFT | 3
-    lane.send_bytes(msgpack.packb([[1, number, 2 * SIZE, None, ""]]), (segment.fd,))
-    fail = lane.receive_kind(Fail)
-    assert str(SIZE) in fail.text
-    assert str(2 * SIZE) in fail.text
-    assert refused(lane, infer(tensor(data=(Handle(number, SIZE, 16),)))).code == "INVALID_ARG"
-
-
-def test_a_map_without_its_descriptor_is_refused(lane: Lane) -> None:
-    fail = refused(lane, Map(lane.owner << 32 | 9, SIZE), request=0)
-    assert "descriptor" in fail.text
-
-
-@pytest.mark.parametrize("what", ["pipe", "file", "directory"])
+@pytest.mark.parametrize("what", ["nothing", "pipe", "file", "directory"])
 def test_descriptors_that_are_not_memory_are_refused(lane: Lane, tmp_path: Path, what: str) -> None:
+    (tmp_path / "file").write_bytes(bytes(SIZE))
+    descriptors: list[int] = []
     if what == "pipe":
-        descriptors = list(os.pipe())
-    elif what == "file":
-        (tmp_path / "file").write_bytes(bytes(SIZE))
-        descriptors = [os.open(tmp_path / "file", os.O_RDWR)]
-    else:
-        descriptors = [os.open(tmp_path, os.O_RDONLY)]
+        descriptors += os.pipe()
+    elif what != "nothing":
+        descriptors.append(os.open(tmp_path / "file" if what == "file" else tmp_path, os.O_RDONLY))
     try:
-        lane.send_bytes(msgpack.packb([[1, lane.owner << 32 | 9, SIZE, None, ""]]), (descriptors[0],))
-        assert lane.receive_kind(Fail).code == "INVALID_ARG"
+        packet = msgpack.packb([[1, lane.owner << 32 | 9, SIZE, None, ""]])
+        lane.send_bytes(packet, tuple(descriptors[:1]))
+        assert lane.receive_kind(Fail).code == ("INVALID_ARG" if descriptors else "PROTOCOL")
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-@pytest.mark.parametrize("name", ["", "/", "..", "../x", "/a/b", "n" * 100, "/shmserve-nothing", "\x00"])
+@pytest.mark.parametrize("name", ["../x", "/shmserve-nothing"])
 def test_invalid_segment_names_are_refused(server: Served, name: str) -> None:
     """Only a worker maps a named segment: the request that needs it fails, and the server continues."""
     with connect(server, "zmq", greet=False) as link:
@@ -412,20 +306,8 @@ def test_invalid_messages_leak_no_descriptors_or_segments(server: Served) -> Non
     assert not worse
 
 
-def test_many_connections_without_a_hello_do_not_block_requests(server: Served) -> None:
-    before = ServerSnapshot.of(server.broker_pid())
-    silent = [connect(server, "lane", greet=False) for _ in range(100)]
-    with connect(server, "lane") as link:
-        link.send(Infer(5, "identity", 0, ONE))
-        assert isinstance(link.receive_kind(Reply, Fail), Reply)
-    for one in silent:
-        one.close()
-    _, worse = compare(server, before)
-    assert not worse
-
-
 def test_hostile_clients_do_not_affect_a_valid_client(tmp_path: Path) -> None:
-    found = run_hostile(tmp_path, 50_000, 5.0)
+    found = run_hostile(tmp_path, 20_000, 2.0)
     assert found.harm == 0, found.examples
     assert found.right > 0
     assert found.sent > 0
