@@ -19,6 +19,7 @@ pytestmark = pytest.mark.process
 
 CORE = min(os.sched_getaffinity(0))
 VARIABLES = ("SHMSERVE_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+OWN_VARIABLES = {"OMP_NUM_THREADS": "2,1", "OPENBLAS_NUM_THREADS": "7", "MKL_NUM_THREADS": ""}
 PATIENCE_S = 60.0
 LOOK = """\
 import os, sys
@@ -67,26 +68,19 @@ def environment_of_worker(spec: InstanceSpec, folder: Path, monkeypatch: pytest.
     return asyncio.run(run())
 
 
-def test_cores_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = InstanceSpec("m_0_0", cpus=(CORE,), threads=3)
-    assert environment_of_worker(spec, tmp_path, monkeypatch) == [str(CORE), *["3"] * 5]
-
-
-def test_variables_of_the_environment_take_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
-    monkeypatch.setenv("MKL_NUM_THREADS", "")
-    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
-    assert environment_of_worker(InstanceSpec("m_0_0", threads=5), tmp_path, monkeypatch) == [
-        *cores,
-        "2",
-        "2,1",
-        "7",
-        "2",
-        "2",
-    ]
-
-
-def test_without_a_number_of_threads_no_variable_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = InstanceSpec("m_0_0", cpus=(CORE,))
-    assert environment_of_worker(spec, tmp_path, monkeypatch) == [str(CORE), *["None"] * 5]
+@pytest.mark.parametrize(
+    ("spec", "variables", "threads"),
+    [
+        (InstanceSpec("m_0_0", cpus=(CORE,), threads=3), {}, ["3"] * 5),
+        (InstanceSpec("m_0_0", cpus=(CORE,)), {}, ["None"] * 5),
+        (InstanceSpec("m_0_0", threads=5), OWN_VARIABLES, ["2", "2,1", "7", "2", "2"]),
+    ],
+    ids=["set", "not set", "variables of the environment take precedence"],
+)
+def test_cores_and_threads(
+    spec: InstanceSpec, variables: dict[str, str], threads: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    cores = map(str, spec.cpus or sorted(os.sched_getaffinity(0)))
+    assert environment_of_worker(spec, tmp_path, monkeypatch) == [*cores, *threads]

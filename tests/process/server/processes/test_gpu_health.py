@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests import STANDINS
-from tests.process.server.processes.test_gpus import CONFIG, GPUS, REPORT
+from tests.process.server.processes.test_gpus import CONFIG, GPUS, REPORT, seen
 from tests.support.living import until
 from tests.support.model_files import write_model
 
@@ -38,10 +36,6 @@ class Machine:
         (self.states.parent / "new").write_text(json.dumps({uuid: {"lost": 15}}))
         (self.states.parent / "new").rename(self.states)
 
-    def set(self, **states: dict[str, int]) -> None:
-        """The states of GPUs, by the end of their UUID."""
-        self.states.write_text(json.dumps({f"GPU-{name}": state for name, state in states.items()}))
-
     def mend(self) -> None:
         self.states.unlink()
 
@@ -62,25 +56,14 @@ def server(tmp_path: Path, machine: Machine) -> Iterator[Server]:
     write_model(repository, "anywhere", CONFIG % "{ count: 1 }", REPORT)
     write_model(repository, "second", CONFIG % "{ kind: KIND_GPU gpus: 1 }", REPORT)
     write_model(repository, "on_cpu", CONFIG % "{ kind: KIND_CPU }", REPORT)
-    with serving(repository, machine, GPUS) as server:
-        yield server
-
-
-@contextmanager
-def serving(repository: Path, machine: Machine, gpus: list[dict[str, Any]]) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STANDIN_GPUS", json.dumps(gpus))
+        patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
         patch.setenv("STANDIN_GPU_STATES", str(machine.states))
         patch.setenv("STANDIN_XIDS", str(machine.xids))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         with Server(repository, "--metrics-interval-ms=100") as server:
             yield server
-
-
-def seen(client: shmserve.Client, model: str) -> set[str]:
-    futures = [client.submit(model, {"x": np.zeros(1, np.float32)}) for _ in range(32)]
-    return {future.result()["seen"][0].decode() for future in futures}
 
 
 def test_requests_continue_on_the_other_gpu_until_the_first_has_recovered(server: Server, machine: Machine) -> None:
@@ -107,23 +90,3 @@ def test_requests_continue_on_the_other_gpu_until_the_first_has_recovered(server
         assert "GPU 1 is healthy again" in server.log
         until(client, lambda: client.ready("second"), "the model serves again")
         assert seen(client, "second") == {"GPU 0 GPU-bb22"}
-
-
-def test_slices_are_devices_and_one_of_a_failed_gpu_is_not_used(tmp_path: Path, machine: Machine) -> None:
-    """Two slices of a healthy GPU, and one of a GPU that needs a reset when the server starts."""
-    repository = tmp_path / "models"
-    write_model(repository, "anywhere", CONFIG % "{ count: 1 }", REPORT)
-    write_model(repository, "third", CONFIG % "{ kind: KIND_GPU gpus: 2 }", REPORT)
-    slices = [{"uuid": "MIG-01"}, {"uuid": "MIG-02"}], [{"uuid": "MIG-03"}]
-    gpus = [gpu | {"mig": own} for gpu, own in zip(GPUS, slices, strict=True)]
-    machine.set(bb22={"action": 1})
-    with serving(repository, machine, gpus) as server, server.client() as client:
-        assert seen(client, "anywhere") == {"GPU 0 MIG-01", "GPU 0 MIG-02"}
-        broken = "GPU 2 is out of service: the driver recommends a reset; reset it"
-        (entry,) = [one for one in client.models() if one["name"] == "third"]
-        assert (entry["state"], broken in entry["reason"]) == ("UNAVAILABLE", True)
-        machine.mend()
-        until(client, lambda: len(seen(client, "anywhere")) == 3, "the slice is used")
-        assert "GPU 0 MIG-03" in seen(client, "anywhere")
-        until(client, lambda: client.ready("third"), "the model that could not load serves")
-        assert seen(client, "third") == {"GPU 0 MIG-03"}

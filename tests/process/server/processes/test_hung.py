@@ -61,11 +61,10 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hung]:
         yield Hung(server, folder / "hang")
 
 
-@pytest.mark.parametrize("instance", [None, "m_0_0"])
-def test_a_restart_rescues_queued_requests(hung: Hung, instance: str | None) -> None:
+def test_a_restart_rescues_queued_requests(hung: Hung) -> None:
     with hung.server.client() as client:
         first, *others = hung.hang(client)
-        client.restart("m", instance=instance)
+        client.restart("m", instance="m_0_0")
         for future in others:
             assert future.result(60)["y"] == 1
         with pytest.raises(
@@ -80,12 +79,6 @@ def test_an_unload_reports_what_it_waits_for_and_can_be_forced(hung: Hung) -> No
     with hung.server.client() as client:
         futures = hung.hang(client)
         until(client, lambda: client.models()[0]["instances"][0]["busy_seconds"])
-        (counted,) = client.statistics("m")["model_stats"]
-        assert (counted["queued"], counted["in_flight"], list(counted["busy"])) == (REQUESTS - 1, 1, ["m_0_0"])
-        metrics = client.metrics()
-        assert 'nv_inference_pending_request_count{model="m",version="1"} 19' in metrics
-        assert 'shmserve_model_requests_in_flight{model="m",version="1"} 1' in metrics
-        assert 'shmserve_instance_busy_seconds{model="m",version="1",model_instance="m_0_0"} 0\n' not in metrics
         pending = r"1 request\(s\) in flight and 19 queued, instance 'm_0_0' is busy .* unload --force m"
         with pytest.raises(DeadlineExceeded, match=pending):
             client.unload("m", timeout=0.1)

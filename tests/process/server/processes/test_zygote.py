@@ -83,6 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def test_a_forked_worker_equals_a_fresh_process(place: Place) -> None:
+    """It inherits neither descriptors nor random state from the prepared process."""
     found = place.look()
     assert found["parent"] == place.server.process.pid
     assert found["session"] == found["pid"]
@@ -95,19 +96,12 @@ def test_a_forked_worker_equals_a_fresh_process(place: Place) -> None:
     assert command[1:3] == [b"-m", b"shmserve.workers.main"]
     assert b"look_0_0" in command
     assert Path(f"/proc/{place.prepared}/comm").read_text() == f"{zygote.NAME}\n"
+    assert len([target for target in descriptors_of(found["pid"]) if target.startswith("socket:")]) == 1
+    place.client.restart("look")
+    assert not set(found["random"]) & set(place.look()["random"])
 
 
-def test_a_worker_inherits_no_descriptors_and_no_random_state(place: Place) -> None:
-    """A forked worker gets none from the prepared process."""
-    opened = descriptors_of(place.look()["pid"])
-    assert len([target for target in opened if target.startswith("socket:")]) == 1
-    before = place.look()["random"]
-    place.client.unload("look")
-    place.client.load("look")
-    assert not set(before) & set(place.look()["random"])
-
-
-def test_the_end_of_a_forked_worker_is_detected(place: Place) -> None:
+def test_workers_and_the_prepared_process_end_independently(place: Place) -> None:
     before = place.look()["pid"]
     with pytest.raises(ModelFailed, match=r"signal SIGSEGV"):
         place.look(13)
@@ -115,16 +109,13 @@ def test_the_end_of_a_forked_worker_is_detected(place: Place) -> None:
     assert before != after
     os.kill(after, signal.SIGKILL)
     until(place.client, lambda: after not in pids(place.client, "look").values(), "its end is noticed")
-    assert place.look()["parent"] == place.server.process.pid
-
-
-def test_workers_survive_the_end_of_the_prepared_process(place: Place) -> None:
-    worker, first = place.look()["pid"], place.prepared
-    os.kill(first, signal.SIGKILL)
-    await_end(first)
-    assert place.look()["pid"] == worker
+    worker, prepared = place.look(), place.prepared
+    assert worker["parent"] == place.server.process.pid
+    os.kill(prepared, signal.SIGKILL)
+    await_end(prepared)
+    assert place.look()["pid"] == worker["pid"]
     place.client.load("other")
-    assert place.prepared != first
+    assert place.prepared != prepared
     place.client.unload("other")
 
 
@@ -173,19 +164,17 @@ def test_the_prepared_process_imports_only_what_every_worker_needs() -> None:
 
 def test_a_module_without_openblas_is_reported() -> None:
     with pytest.raises(CannotFork, match="numpy is not linked with an OpenBLAS"):
-        zygote._setter(bit_generator.__file__)
+        zygote._setter(bit_generator.__file__)  # private: numpy of a distribution may lack it, ours does not
 
 
 def test_the_number_of_threads_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in zygote._THREADS:
-        monkeypatch.delenv(name, raising=False)
-    assert zygote._threads() == len(os.sched_getaffinity(0))
-    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
-    assert zygote._threads() == 3
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
-    assert zygote._threads() == 2
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "many")
-    assert zygote._threads() == 3
+    threads = zygote._threads  # private: the process that a test can look at has the threads of its instance
+    monkeypatch.delenv("GOTO_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    for openblas, openmp, expected in (("", "", cores), ("", "3,1", 3), ("2", "3,1", 2), ("many", "3,1", 3)):
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", openblas)
+        monkeypatch.setenv("OMP_NUM_THREADS", openmp)
+        assert threads() == expected
 
 
 def test_reap_waits_only_for_unknown_children() -> None:
