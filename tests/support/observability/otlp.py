@@ -46,7 +46,7 @@ class Collector:
                 if not collector.gate.is_set():
                     collector.hanging.set()
                     collector.gate.wait(PATIENCE_S)
-                collector._take(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+                collector.take(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
                 answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(collector.status)
                 self.send_header("Content-Type", "application/x-protobuf")
@@ -73,7 +73,7 @@ class Collector:
             self._server.server_close()
             self._server = None
 
-    def _take(self, path: str, headers: dict[str, str], body: bytes) -> None:
+    def take(self, path: str, headers: dict[str, str], body: bytes) -> None:
         assert path == "/v1/traces"
         assert headers["content-type"] == "application/x-protobuf"
         if self.status != 200:
@@ -87,11 +87,14 @@ class Collector:
                     self.spans += scope.spans
             self._changed.notify_all()
 
-    def wait(self, count: int) -> list[Any]:
-        """Waits until this many spans have been received."""
+    def spans_of(self, trace_id: str) -> list[Any]:
+        return [span for span in self.spans if trace_id in ("", span.trace_id.hex())]
+
+    def wait(self, count: int, trace_id: str = "") -> list[Any]:
+        """Waits until this many spans have been received, of all traces or of one."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.spans) >= count, PATIENCE_S), len(self.spans)
-            return list(self.spans)
+            assert self._changed.wait_for(lambda: len(self.spans_of(trace_id)) >= count, PATIENCE_S), self.spans
+            return self.spans_of(trace_id)
 
     def clear(self) -> None:
         with self._changed:

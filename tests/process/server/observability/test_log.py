@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,6 @@ PRINTS = python_model(
     threading.Thread(target=print_lines, daemon=True).start()
     """,
 )
-CRASHES = python_model("ctypes.string_at(0)")
 X = {"x": np.ones(1, np.float32)}
 
 
@@ -81,40 +79,6 @@ def test_a_failed_load_is_logged_once_with_a_traceback(tmp_path: Path) -> None:
         assert both.count("Traceback") == 1
         assert both.count('File "m/1/model.py", line') == 1, "as in the repository, not where a copy is kept"
         assert "/workers/" not in both
-
-
-def test_the_output_of_a_worker_is_limited(tmp_path: Path) -> None:
-    with (
-        Launched(write(tmp_path, PRINTS), tmp_path / "run", "--log-worker-lines", "5") as server,
-        shmserve.Client(runtime_dir=server.runtime_dir) as client,
-    ):
-        until(client, lambda: client.infer("m", X) and server.log.count("[m_0_0] ") and len(notices(server.log)) > 2)
-    lines = [line for line in server.log.splitlines() if "[m_0_0]" in line]
-    for first, second in pairwise(notices(server.log)):
-        assert second - first <= 6, lines[first : second + 1]
-
-
-def notices(log: str) -> list[int]:
-    """The indexes of the lines that report dropped lines, among those of one instance."""
-    lines = [line for line in log.splitlines() if "[m_0_0]" in line]
-    pattern = re.compile(
-        r" WARNING \[m_0_0\] [\d,]+ lines .* were dropped; the limit is 5 lines \(--log-worker-lines\)"
-    )
-    return [number for number, line in enumerate(lines) if pattern.search(line)]
-
-
-def test_a_segfault_is_logged_as_an_error(tmp_path: Path) -> None:
-    root = write(tmp_path, CRASHES, CONFIG.replace("count: 2", "count: 1"))
-    with Launched(root, tmp_path / "run") as server, shmserve.Client(runtime_dir=server.runtime_dir) as client:
-        with pytest.raises(shmserve.ModelFailed):
-            client.infer("m", X)
-        until(client, lambda: server.log.count("ended: signal SIGSEGV") == 2)
-    errors = [text.partition(" ERROR ")[2] for text in records(server.log) if " ERROR " in text]
-    # the request is retried once
-    assert errors == 2 * [
-        "[m_0_0] Fatal Python error: Segmentation fault",
-        "worker of model 'm' version 1 instance 'm_0_0' ended: signal SIGSEGV",
-    ]
 
 
 def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:

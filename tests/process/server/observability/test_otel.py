@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
@@ -23,10 +23,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
 
 import shmserve
-from shmserve.errors import ModelFailed
 from shmserve.testing import Server
 from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
 from tests.support.gateway.rpc import Rpcs, infer_request
+from tests.support.launch import children_of
 from tests.support.living import until
 from tests.support.observability.otlp import Collector, attributes, collecting
 
@@ -44,8 +44,6 @@ class TritonPythonModel:
         call = pb_utils.InferenceRequest(model_name="add1", requested_output_names=["y"], inputs=[x])
         return pb_utils.InferenceResponse([pb_utils.get_output_tensor_by_name(call.exec(), "y")])
 """
-TOGETHER = "max_batch_size: 20 dynamic_batching { preferred_batch_size: 20 max_queue_delay_microseconds: 600000000 }\n"
-"""Batches wait until there are 20 rows."""
 SPAN = 0x00F067AA0BA902B7
 
 
@@ -59,7 +57,6 @@ def parent_of(number: int) -> tuple[str, str]:
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     model(root, "add1", ADD, BATCHES, dims="[4]")
-    model(root, "together", ADD, TOGETHER, dims="[4]")
     model(root, "calls", CALLER, BATCHES, dims="[4]")
     ensemble(root, "twice", "x:FP32:[4]", "y", "add1(x:x)->(y:z)", "add1(x:z)->(y:y)", more="max_batch_size: 64")
     return root
@@ -85,13 +82,7 @@ def server(repository: Path, collector: Collector) -> Iterator[Server]:
 
 def of_trace(collector: Collector, trace_id: str, count: int) -> dict[str, Any]:
     """The spans of a trace, by name."""
-    with collector._changed:
-        assert collector._changed.wait_for(lambda: len(_of_trace(collector, trace_id)) >= count, 60)
-    return {span.name: span for span in _of_trace(collector, trace_id)}
-
-
-def _of_trace(collector: Collector, trace_id: str) -> list[Any]:
-    return [span for span in collector.spans if span.trace_id.hex() == trace_id]
+    return {span.name: span for span in collector.wait(count, trace_id)}
 
 
 def counted(client: shmserve.Client, result: str) -> int:
@@ -103,75 +94,52 @@ def counted(client: shmserve.Client, result: str) -> int:
 
 
 def test_the_trace_context_of_the_native_client(server: Server, collector: Collector) -> None:
-    """The context comes from parameters, or from the application's current span."""
-    trace_id, parent = parent_of(1)
+    """The context is that of the application's current span, if it is sampled."""
     with server.client() as client:
-        client.infer("add1", {"x": numbers(1, 4)}, parameters={"traceparent": parent, "tracestate": "a=1"})
-        spans = of_trace(collector, trace_id, 3)
-        assert spans.keys() == {"infer add1", "queue", "batch"}
-        assert spans["infer add1"].parent_span_id.hex() == f"{SPAN:016x}"
-        assert spans["infer add1"].trace_state == "a=1"
         for number, flags in ((2, 1), (3, 0)):
             context = SpanContext(number, SPAN, False, TraceFlags(flags), TraceState([("b", "2")]))
             with trace.use_span(NonRecordingSpan(context)):
                 client.submit("add1", {"x": numbers(1, 4)}).result()
         client.infer("add1", {"x": numbers(1, 4)}, parameters={"traceparent": parent_of(4)[1]})
-        of_trace(collector, parent_of(4)[0], 3)
+    of_trace(collector, parent_of(4)[0], 3)
     spans = of_trace(collector, parent_of(2)[0], 3)
+    assert spans.keys() == {"infer add1", "queue", "batch"}
+    assert spans["infer add1"].parent_span_id.hex() == f"{SPAN:016x}"
     assert spans["infer add1"].trace_state == "b=2"
-    assert not _of_trace(collector, parent_of(3)[0]), "it is not sampled"
+    assert not collector.spans_of(parent_of(3)[0]), "it is not sampled"
 
 
 def test_trace_contexts_of_http_and_grpc_requests(server: Server, collector: Collector) -> None:
     body = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
-    trace_id, parent = parent_of(10)
-    connection = HTTPConnection(server.endpoints["http"], timeout=60)
-    connection.request("POST", "/v2/models/add1/infer", json.dumps(body), {"traceparent": parent, "tracestate": "c=3"})
-    assert json.loads(connection.getresponse().read())["outputs"][0]["data"] == [2, 3, 4, 5]
-    connection.close()
-    assert of_trace(collector, trace_id, 3)["infer add1"].trace_state == "c=3"
-    trace_id, parent = parent_of(11)
+    with contextlib.closing(HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+        headers = {"traceparent": parent_of(10)[1], "tracestate": "c=3"}
+        connection.request("POST", "/v2/models/add1/infer", json.dumps(body), headers)
+        assert json.loads(connection.getresponse().read())["outputs"][0]["data"] == [2, 3, 4, 5]
     with Rpcs(int(server.endpoints["grpc"].split(":")[1])) as rpcs:
         x = numbers(1, 4)
         request = infer_request("add1", {"x": ("FP32", x, x.tobytes())})
-        rpcs.ModelInfer(request, timeout=60, metadata=(("traceparent", parent), ("tracestate", "d=4")))
-    assert of_trace(collector, trace_id, 3)["infer add1"].trace_state == "d=4"
+        metadata = (("traceparent", parent_of(11)[1]), ("tracestate", "d=4"))
+        rpcs.ModelInfer(request, timeout=60, metadata=metadata)
+    for number, state in ((10, "c=3"), (11, "d=4")):
+        assert of_trace(collector, parent_of(number)[0], 3)["infer add1"].trace_state == state
 
 
 def test_spans_of_ensembles_and_model_calls(server: Server, collector: Collector) -> None:
     with server.client() as client:
-        for number, name, count in ((20, "twice", 7), (21, "calls", 6)):
-            trace_id, parent = parent_of(number)
-            client.infer(name, {"x": numbers(1, 4)}, parameters={"traceparent": parent}, request_id="mine")
-            of_trace(collector, trace_id, count)
-    spans = _of_trace(collector, parent_of(20)[0])
+        for number, name in ((20, "twice"), (21, "calls")):
+            client.infer(
+                name, {"x": numbers(1, 4)}, parameters={"traceparent": parent_of(number)[1]}, request_id="mine"
+            )
+    spans = collector.wait(7, parent_of(20)[0])
     (whole,) = [span for span in spans if span.name == "infer twice"]
     steps = [span for span in spans if span.name == "step add1"]
     assert [span.parent_span_id for span in steps] == [whole.span_id] * 2
     assert attributes(whole)["shmserve.request.id"] == "mine"
-    spans = _of_trace(collector, parent_of(21)[0])
-    (whole,) = [span for span in spans if span.name == "infer calls"]
-    (call,) = [span for span in spans if span.name == "call add1"]
+    called = of_trace(collector, parent_of(21)[0], 6)
+    whole, call = called["infer calls"], called["call add1"]
     assert call.parent_span_id == whole.span_id
     assert whole.start_time_unix_nano <= call.start_time_unix_nano <= call.end_time_unix_nano
     assert call.end_time_unix_nano <= whole.end_time_unix_nano
-
-
-def test_spans_of_a_batch_and_of_a_failed_request(server: Server, collector: Collector) -> None:
-    with server.client() as client:
-        given = [parent_of(number) for number in range(30, 50)]
-        sent = [client.submit("together", {"x": numbers(1, 4)}, parameters={"traceparent": one[1]}) for one in given]
-        for future in sent:
-            future.result()
-        trace_id, parent = parent_of(50)
-        with pytest.raises(ModelFailed):
-            client.infer("add1", {"x": np.full((1, 4), 666, np.float32)}, parameters={"traceparent": parent})
-    failed = of_trace(collector, trace_id, 3)["infer add1"]
-    assert (failed.status.code, attributes(failed)["error.type"]) == (2, "MODEL_FAILED")
-    spans = [of_trace(collector, one[0], 3) for one in given]
-    assert {attributes(one["batch"])["shmserve.batch.rows"] for one in spans} == {20}
-    for one in spans:
-        assert len(one["batch"].links) == 19
 
 
 # ---------------------------------------------------------------------------------------- collectors
@@ -214,9 +182,11 @@ def test_a_killed_exporter_is_restarted_and_flushed_at_shutdown(repository: Path
         with Server(repository, *options(collector, "rate=1")) as server, server.client() as client:
             client.infer("add1", {"x": numbers(1, 4)})
             collector.wait(3)
-            (pid,) = [int(one) for one in children_of(server.pid) if "shmserve.otel" in command_of(int(one))]
+            (pid,) = (
+                one for one in children_of(server.pid) if "shmserve.otel" in Path(f"/proc/{one}/cmdline").read_text()
+            )
             os.kill(pid, signal.SIGKILL)
-            until(client, lambda: ends(server) == 1, "its end")
+            until(client, lambda: "the process that exports traces ended" in server.log, "its end")
             collector.clear()
             until(client, lambda: client.infer("add1", {"x": numbers(1, 4)}) and len(collector.spans) >= 3, "a span")
         received = len(collector.spans)
@@ -224,25 +194,14 @@ def test_a_killed_exporter_is_restarted_and_flushed_at_shutdown(repository: Path
         assert "the process that exports traces ended (signal SIGKILL); starting it again in" in server.log
 
 
-def ends(server: Server) -> int:
-    return server.log.count("the process that exports traces ended")
+class Service:
+    """The collector's endpoint for gRPC."""
 
-
-def children_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
-
-
-class _Service:
     def __init__(self, collector: Collector) -> None:
-        self._collector = collector
+        self.collector = collector
 
     def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:
-        headers = {"content-type": "application/x-protobuf"}
-        self._collector._take("/v1/traces", headers, request.SerializeToString())
+        self.collector.take("/v1/traces", {"content-type": "application/x-protobuf"}, request.SerializeToString())
         return ExportTraceServiceResponse()
 
 
@@ -250,13 +209,12 @@ def test_a_collector_over_grpc(repository: Path) -> None:
     collector = Collector()
     service = grpc.server(futures.ThreadPoolExecutor(1))
     add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
-    add(_Service(collector), service)
+    add(Service(collector), service)
     collector.port = service.add_insecure_port("127.0.0.1:0")
     service.start()
     try:
-        given = ("mode=opentelemetry", "rate=1", "opentelemetry,protocol=grpc", "opentelemetry,bsp_schedule_delay=20")
         url = f"opentelemetry,url=http://127.0.0.1:{collector.port}"
-        words = [word for text in (*given, url) for word in ("--trace-config", text)]
+        words = options(collector, "rate=1", "opentelemetry,protocol=grpc", url)
         with Server(repository, *words) as server, server.client() as client:
             client.infer("add1", {"x": numbers(1, 4)})
             assert [span.name for span in collector.wait(3)] == ["infer add1", "queue", "batch"]
@@ -264,18 +222,11 @@ def test_a_collector_over_grpc(repository: Path) -> None:
         service.stop(None).wait()
 
 
-# ---------------------------------------------------------------------------------------- settings
-
-
 def test_a_missing_package_is_named(repository: Path, tmp_path: Path) -> None:
-    """Tested in an interpreter that does not find the package."""
-    source = (
-        "import sys; sys.modules['opentelemetry'] = None; from shmserve.broker.main import main; "
-        "sys.exit(main(sys.argv[1:]))"
-    )
+    code = "import sys; sys.modules['opentelemetry'] = None; from shmserve.broker.main import main; sys.exit(main())"
     words = ["--model-repository", str(repository), "--runtime-dir", str(tmp_path / "run"), "--no-gateway"]
-    words += ["--trace-config", "mode=opentelemetry"]
-    found = subprocess.run([sys.executable, "-c", source, *words], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", code, *words, "--trace-config", "mode=opentelemetry"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 1
     assert "mode=opentelemetry needs the package opentelemetry-exporter-otlp-proto-http: " in found.stderr
     assert "[otel]'" in found.stderr
