@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class InFlight:
         self._call: Any = self._rpcs.ModelInfer.future(request)
         self._gate = gate.open("w")  # blocks until the model has the first request
 
-    def await_answers(self) -> None:
+    def await_failures(self) -> None:
         self._thread.join(END_S)
         status, body = self.http_answers[0]
         assert (status, json.loads(body)["error"]) == (503, STOPPED)
@@ -82,15 +83,32 @@ def requests_in_flight(folder: Path, *options: str) -> Iterator[tuple[Serving, I
         assert server.end() == 0
 
 
+def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path) -> None:
+    os.mkfifo(gate := tmp_path / "gate")
+    write_model(tmp_path / "models", "waits", PYTHON, WAITING_MODEL.format(gate=gate))
+    with serving(tmp_path / "models", tmp_path, *ANY_PORTS) as server, ThreadPoolExecutor(1) as pool:
+        port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
+        server.until("ready: serving 1 of 1")
+        answer = pool.submit(ask, port, "/v2/models/waits/infer", WAITING_REQUEST)
+        with gate.open("w"):  # opens once the model waits at the gate
+            server.process.send_signal(signal.SIGTERM)
+            server.until(r"\[gateway\] shutting down: new requests are refused")
+            assert server.process.poll() is None, "it waits for its gateway"
+        status, body = answer.result(END_S)
+    assert (status, json.loads(body)["outputs"][0]["data"]) == (200, [7])
+
+
 def test_requests_in_flight_are_answered_at_a_second_ctrl_c(tmp_path: Path) -> None:
     with requests_in_flight(tmp_path, "--exit-timeout-secs", "3600") as (server, requests):
         server.process.send_signal(signal.SIGINT)
+        server.until("for up to 3600 s; Ctrl-C again fails them")
         server.until(r"\[gateway\] shutting down: new requests are refused")
         server.process.send_signal(signal.SIGINT)
-        requests.await_answers()
+        server.until(r"SIGINT again: failing the \d request\(s\) in flight")
+        requests.await_failures()
 
 
 def test_requests_in_flight_are_answered_at_the_exit_timeout(tmp_path: Path) -> None:
     with requests_in_flight(tmp_path, "--exit-timeout-secs", "0.5") as (server, requests):
         server.process.send_signal(signal.SIGTERM)
-        requests.await_answers()
+        requests.await_failures()

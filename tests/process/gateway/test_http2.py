@@ -67,12 +67,6 @@ def test_sequential_calls(caller: Ask, size: int, times: int) -> None:
     assert answers == [expected]
 
 
-@pytest.mark.parametrize("compression", ["Gzip", "Deflate"])
-def test_compressed_calls(caller: Ask, compression: str) -> None:
-    answers, expected = caller("unary", size=3_000_000, times=2, compression=compression)
-    assert answers == [expected]
-
-
 def test_many_concurrent_calls(caller: Ask) -> None:
     assert caller("at_once", calls=500) == 500
 

@@ -20,32 +20,13 @@ from shmserve.testing import Server
 from tests.support.ensemble_models import ensemble, model
 from tests.support.gateway.running_gateway import Gateway, wait_in_flight
 from tests.support.living import pids, until
+from tests.support.model_files import python_model
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
 WIDTH = 50_000
-PYTHON = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
-
-    def one(self, x):
-        return pb_utils.InferenceResponse([pb_utils.Tensor("y", x[:-1] + 1)])
-"""
-
-
-HELD = (
-    PYTHON
-    + """
-    def execute(self, requests):
-        with open(GATE) as gate:
-            gate.read()
-        return [self.one(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
-"""
-)
+ADD = "return self.respond(x[:-1] + 1)"
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +38,13 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
-    model(root, "add", PYTHON)
+    model(root, "add", python_model(ADD))
     model(root, "first", "")
-    model(root, "held", HELD.replace("GATE", repr(str(gate))))
+    model(root, "held", python_model(f"open({str(gate)!r}).read()\n{ADD}"))
     ensemble(root, "both", "x", "y", "first(x:x)->(y:t)", "add(x:t)->(y:y)")
-    with Server(root, "--exit-on-error", "true") as running:
+    with shared_server.serving(root) as running:
         yield running
 
 

@@ -15,20 +15,10 @@ import pytest
 
 from shmserve.gateway.auth import tokens
 from shmserve.testing import Server
-from tests.support.gateway.http2_frames import (
-    DATA,
-    END,
-    END_HEADERS,
-    HEAD,
-    HELLO,
-    PING,
-    WINDOW,
-    frame,
-    message,
-    number,
-)
+from tests.support.gateway import http2_frames as h2
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.gateway.running_gateway import Gateway, model, open_gate, wait_in_flight
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -37,12 +27,12 @@ CONNECTIONS, CALLS = 9, 1000
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path, gate: Path) -> Iterator[Server]:
+def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterator[Server]:
     delay = 'parameters { key: "delay_us" value: { string_value: "2000000" } }\n'
     model(repository, "slow", ["FP32"], "[ -1 ]", 1, delay)
     model(repository, "quick", ["FP32"], "[ -1 ]", 8)
     model(repository, "sequence", ["FP32"], "[ -1 ]", 8, SEQUENCE)
-    with Server(repository) as running:
+    with shared_server.serving(repository) as running:
         yield running
 
 
@@ -58,13 +48,13 @@ def attack(port: int) -> socket.socket:
             (":authority", "here"), ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
     body = request("slow").SerializeToString()
     encoder = hpack.Encoder()
-    parts = [HELLO, frame(WINDOW, 0, 0, number(1 << 30))]
+    parts = [h2.HELLO, h2.frame(h2.WINDOW, 0, 0, h2.number(1 << 30))]
     for stream in range(1, 2 * CALLS, 2):
         block = encoder.encode(head, huffman=False)
-        parts += [frame(HEAD, END_HEADERS, stream, block), frame(DATA, END, stream, message(body))]
-    made.sendall(b"".join([*parts, frame(PING, 0, 0, b"allofit.")]))
+        parts += [h2.frame(h2.HEAD, h2.END_HEADERS, stream, block), h2.frame(h2.DATA, h2.END, stream, h2.message(body))]
+    made.sendall(b"".join([*parts, h2.frame(h2.PING, 0, 0, b"allofit.")]))
     seen = b""
-    while frame(PING, 1, 0, b"allofit.") not in seen:
+    while h2.frame(h2.PING, 1, 0, b"allofit.") not in seen:
         more = made.recv(1 << 16)
         assert more, "the gateway closed the connection"
         seen += more
@@ -90,23 +80,6 @@ def test_a_flood_of_calls_to_a_slow_model_does_not_block_other_clients(server: S
         found = dict(line.rsplit(" ", 1) for line in page if line.startswith("shmserve_gateway"))
         assert 4096 <= int(found["shmserve_gateway_requests"]) <= 7300
         assert int(found['shmserve_gateway_share_refusals_total{share="connection"}']) > 0
-    gateway.stop()
-
-
-def test_a_call_over_the_connection_share_is_unavailable_and_names_the_flag(server: Server) -> None:
-    gateway = Gateway(server, "--connection-share=0.0002")
-    with Rpcs(gateway.grpc) as rpcs:
-        first = rpcs.ModelInfer.future(request("slow"))
-        second = rpcs.ModelInfer.future(request("slow"))
-        third = rpcs.ModelInfer.future(request("slow"))
-        answers = [call.exception() for call in (first, second, third)]
-    found = [error for error in answers if error is not None]
-    assert {error.code() for error in found} == {grpc.StatusCode.UNAVAILABLE}
-    assert {error.details() for error in found} == {
-        "1 requests of this connection are in flight, its share (--connection-share) of the 8192 that this gateway may "
-        "have; retry later"
-    }
-    assert len(found) == 2
     gateway.stop()
 
 

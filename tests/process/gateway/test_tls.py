@@ -11,7 +11,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,12 @@ import trustme
 from shmserve.testing import Server
 from tests.support.gateway.rpc import message as rpc_message
 from tests.support.gateway.running_gateway import Gateway, binary, model, outputs, rows
-from tests.support.model_files import write_model
+from tests.support.model_files import python_model, write_model
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
-TOLD = """\
-import json
-
-import numpy
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        told = [numpy.array([json.dumps(json.loads(request.parameters()))], dtype=object) for request in requests]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", one)]) for one in told]
-"""
+TOLD = python_model("return self.respond(np.array([request.parameters()], object))")
 CONFIG = """\
 name: "told" backend: "python"
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
@@ -107,11 +96,10 @@ class SecureGateway(Gateway):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
+def server(shared_server: SharedServer, repository: Path) -> Iterator[Server]:
     model(repository, "row", ["FP32"], "[ -1 ]", 8)
     write_model(repository, "told", CONFIG, TOLD)
-    with Server(repository) as running:
+    with shared_server.serving(repository) as running:
         yield running
 
 
@@ -159,90 +147,36 @@ def test_plain_http_is_refused_on_a_tls_port(gateway: SecureGateway) -> None:
     assert gateway.ask("GET", "/v2/health/live") == (200, b"")
 
 
-def test_stalled_connections_are_closed_after_the_read_timeout(place: Place, server: Server) -> None:
-    """Stalled clients are disconnected before the handshake, and in the middle of a request. Uses a separate gateway,
-    because the timeout is too short for other tests."""
-    gateway = SecureGateway(place, server, "--http-read-timeout", "1")
-    with gateway.socket() as silent, gateway.socket() as half, gateway.secure() as slow:
-        half.sendall(b"\x16\x03\x01\x02\x00\x01")
-        slow.sendall(b"POST /v2/models/row/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n")
-        assert silent.recv(1) == b""
-        assert half.recv(4096) in (b"", b"\x15\x03\x01\x00\x02\x02\x32")
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
-    gateway.stop()
-
-
-@pytest.mark.parametrize("politely", [True, False])
-def test_connections_closed_during_a_request_are_released(gateway: SecureGateway, politely: bool) -> None:
-    body, headers = binary(rows(100_000))
-    lines = [f"{name}: {value}" for name, value in (headers | bearer("user")).items()]
-    head = "\r\n".join(
-        ["POST /v2/models/row/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *lines, "", ""]
-    )
-    made = gateway.secure()
-    made.sendall(head.encode() + body[:50_000])
-    if politely:
-        with made.unwrap() as plain:
-            assert plain.recv(1) == b""
-    else:
-        made.close()
-    deadline = time.monotonic() + 60
-    while True:
-        with contextlib.closing(gateway.connection(gateway.metrics)) as asking:
-            asking.request("GET", "/metrics", headers=bearer("admin"))
-            if b"\nshmserve_gateway_http_connections 0\n" in asking.getresponse().read():
-                return
-        assert time.monotonic() < deadline
-
-
 # ---------------------------------------------------------------------------------------- tokens
 
 
-def test_tokens_determine_the_roles_of_a_request(gateway: SecureGateway) -> None:
-    body, headers = binary(rows(4))
+def test_tokens_and_restrictions_apply_to_http(gateway: SecureGateway) -> None:
+    """Models get the matching headers of an admitted request, and neither the token nor the key."""
     assert gateway.ask("GET", "/v2/health/ready") == (200, b"")
-    with contextlib.closing(gateway.connection()) as made:
-        made.request("POST", "/v2/models/row/infer", body, headers)
-        answer = made.getresponse()
-        assert answer.status == 401
-        assert answer.headers["WWW-Authenticate"] == "Bearer"
-        assert "needs a token" in json.loads(answer.read())["error"]
-        made.request("POST", "/v2/models/row/infer", body, headers | bearer("nobody"))
-        answer = made.getresponse()
-        assert (answer.status, "unknown token" in json.loads(answer.read())["error"]) == (401, True)
-        made.request("POST", "/v2/models/row/infer", body, headers | bearer("user"))
-        assert made.getresponse().read()
-    large, headers = binary(rows(500_000))
-    assert gateway.ask("POST", "/v2/models/row/infer", large, **headers)[0] == 401
-    assert gateway.ask("GET", "/v2/models/row/stats", **bearer("user"))[0] == 403
-    assert gateway.ask("GET", "/v2/models/row/stats", **bearer("admin"))[0] == 200
-
-
-def test_metrics_require_a_token(gateway: SecureGateway) -> None:
+    config, stats, key = "/v2/models/row/config", "/v2/models/row/stats", {"admin-key": "open sesame"}
+    large, lengths = binary(rows(500_000))
+    for path, body, headers, status, text in (
+        (stats, None, {}, 401, "needs a token"),
+        (stats, None, bearer("nobody"), 401, "unknown token"),
+        (stats, None, bearer("user"), 403, "needs the role"),
+        (stats, None, bearer("admin"), 200, ""),
+        (config, None, bearer("admin"), 403, "This API is restricted, expecting header 'admin-key'"),
+        (config, None, bearer("admin") | {"admin-key": "wrong"}, 403, "restricted"),
+        (config, None, key, 401, "needs a token"),
+        (config, None, bearer("admin") | key, 200, ""),
+        ("/v2/models/row/infer", large, lengths, 401, "needs a token"),
+    ):
+        found, answer = gateway.ask("POST" if body else "GET", path, body, **headers)
+        assert (found, text in answer.decode()) == (status, True), (path, headers)
     for headers, status in (({}, 401), (bearer("user"), 403), (bearer("admin"), 200)):
         with contextlib.closing(gateway.connection(gateway.metrics)) as made:
             made.request("GET", "/metrics", headers=headers)
             assert made.getresponse().status == status
-
-
-def test_a_restricted_api_requires_its_header(gateway: SecureGateway) -> None:
-    path = "/v2/models/row/config"
-    status, answer = gateway.ask("GET", path, **bearer("admin"))
-    assert (status, json.loads(answer)["error"]) == (403, "This API is restricted, expecting header 'admin-key'")
-    assert gateway.ask("GET", path, **bearer("admin"), admin_key="wrong")[0] == 403
-    assert gateway.ask("GET", path, **bearer("admin"), admin_key="open sesame")[0] == 200
-    assert gateway.ask("GET", path, admin_key="open sesame")[0] == 401
-
-
-def test_headers_are_forwarded_to_the_model(gateway: SecureGateway) -> None:
     request: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}]}
     request["parameters"] = {"a": 1, "x-user": "me"}
-    sent = bearer("user") | {"X-User": "J\xf6rg", "admin-key": "open sesame", "y": "z"}
-    told = {"a": 1, "X-User": "J\xf6rg"}
-    status, answer = gateway.ask("POST", "/v2/models/told/infer", request, **sent)
-    assert (status, json.loads(json.loads(answer)["outputs"][0]["data"][0])) == (200, told)
-    status, answer = gateway.ask("POST", "/v2/models/told/generate", {"x": 1, "a": 1}, **sent)
-    assert (status, json.loads(json.loads(answer)["y"])) == (200, told)
+    sent = bearer("user") | key | {"X-User": "J\xf6rg", "y": "z"}
+    found, answer = gateway.ask("POST", "/v2/models/told/infer", request, **sent)
+    assert (found, json.loads(json.loads(answer)["outputs"][0]["data"][0])) == (200, {"a": 1, "X-User": "J\xf6rg"})
 
 
 def test_tokens_and_restrictions_apply_to_grpc(gateway: SecureGateway) -> None:
@@ -279,6 +213,13 @@ def serial(gateway: SecureGateway) -> str:
         return str(found["serialNumber"])
 
 
+def reload(gateway: SecureGateway, said: str) -> str:
+    """Reloads the files. Returns the line of the log with this text."""
+    gateway.process.send_signal(signal.SIGHUP)
+    assert gateway.process.stderr is not None
+    return next(line for line in map(bytes.decode, gateway.process.stderr) if said in line)
+
+
 def test_changed_certificates_and_tokens_are_reloaded_without_disconnects(gateway: SecureGateway, place: Place) -> None:
     body, headers = binary(rows(4))
     before = serial(gateway)
@@ -294,23 +235,14 @@ def test_changed_certificates_and_tokens_are_reloaded_without_disconnects(gatewa
         whole = place.certificate.read_bytes()
         place.certificate.write_bytes(whole[: len(whole) // 2])
         place.write_tokens("another", "admin")
-        log = gateway.process.stderr
-        assert log is not None
-        gateway.process.send_signal(signal.SIGHUP)
-        while b"the previous certificates and tokens stay in use" not in (line := log.readline()):
-            assert line
-        assert str(place.certificate).encode() in line
+        assert str(place.certificate) in reload(gateway, "the previous certificates and tokens stay in use")
         assert (serial(gateway), status("user")) == (before, 200)
         place.issue()
-        gateway.process.send_signal(signal.SIGHUP)
-        while b"certificates and tokens reloaded" not in (line := log.readline()):
-            assert line
+        reload(gateway, "certificates and tokens reloaded")
         assert serial(gateway) != before
         assert (status("user"), status("another")) == (401, 200)
     place.write_tokens("user", "admin")
-    gateway.process.send_signal(signal.SIGHUP)
-    while b"certificates and tokens reloaded" not in (line := log.readline()):
-        assert line
+    reload(gateway, "certificates and tokens reloaded")
 
 
 # ---------------------------------------------------------------------------------------- certificates of callers

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from shmserve.testing import Server
 from tests.conformance.client_ways import NUMBERS, data
 from tests.support.clients.client_faces import FACES
 from tests.support.gateway.running_gateway import model
-from tests.support.living import until
 
 pytestmark = pytest.mark.process
 
@@ -92,18 +90,6 @@ def test_commands_over_tcp_need_keys_and_roles(listener: Door) -> None:
     assert code == 2
     assert "tcp:// needs --server-key (or SHMSERVE_SERVER_KEY)" in err
     assert shmserve_command("ready", *listener.where("bob"))[0] == 0
-
-
-def test_metrics(listener: Door) -> None:
-    with shmserve.Client(listener.url, **listener.keys("bob"), timeout=60) as bob:
-        assert bob.live()
-
-        def text() -> str:
-            with urllib.request.urlopen(listener.metrics, timeout=60) as answer:
-                return str(answer.read().decode())
-
-        # Clients of earlier tests are counted until the gateway has noticed that they disconnected.
-        until(bob, lambda: "\nshmserve_gateway_zmq_connections 1\n" in text())
 
 
 def test_keygen_writes_a_key_pair_and_overwrites_none(tmp_path: Path) -> None:

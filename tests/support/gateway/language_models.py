@@ -323,7 +323,6 @@ def write_language_models(repository: Path) -> LanguageModels:
     template = TEMPLATE.replace("\n", "").replace('"', '\\"')
     vllm = parameters(chat_template=template, eos_token="</s>", default_max_tokens="20")
     write_model(repository, "vllm", _triton_config() + vllm + given, _SOURCE)
-    write_model(repository, "endless", _triton_config() + parameters(chat_template=ENDLESS) + given, _SOURCE)
     write_model(repository, "bare", _config() + given, _SOURCE)
     write_model(repository, "once", ONCE_CONFIG, ONCE)
     write_model(repository, "embed", EMBEDDING_CONFIG, EMBEDDING)
