@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from shmserve.gateway.auth import tokens
@@ -24,17 +26,31 @@ EVIL = "evil.example"
 
 
 class Site(NamedTuple):
-    """The server with its gateway. `token`: a token with all roles. Without a token, callers may run models and see the
-    page."""
+    """A server with its gateway. `token`: a token with all roles, if the gateway knows one."""
 
     server: Server
     gateway: Gateway
     repository: Path
-    token: str
+    token: str = ""
 
     @property
     def origin(self) -> str:
         return f"http://localhost:{self.gateway.http}"
+
+    def ask(self, model: str, first: float = 1.0) -> None:
+        with self.server.client() as client:
+            client.infer(model, {"x": np.array([[first, 2.0]], np.float32)})
+
+
+@contextmanager
+def serving(server: Server, repository: Path, *options: str, token: str = "") -> Iterator[Site]:
+    """Runs the server, and a gateway with these options."""
+    with server:
+        gateway = Gateway(server, *options)
+        try:
+            yield Site(server, gateway, repository, token)
+        finally:
+            gateway.stop()
 
 
 @pytest.fixture(scope="session")
@@ -51,18 +67,17 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture(scope="session")
 def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Without its token, callers may run models and see the page."""
     folder = tmp_path_factory.mktemp("site")
     repository = folder / "models"
     repository.mkdir()
     write_models(repository)
     token, line = tokens.new("operator", "infer,observe,operate,page")
     (folder / "tokens").write_text(f"{line}\n")
-    with Server(repository, "--model-control-mode", "explicit", "--load-model", "*") as server:
-        gateway = Gateway(server, "--tokens-file", str(folder / "tokens"), "--http-roles", "infer,observe,page")
-        try:
-            yield Site(server, gateway, repository, token)
-        finally:
-            gateway.stop()
+    server = Server(repository, "--model-control-mode", "explicit", "--load-model", "*")
+    options = ("--tokens-file", str(folder / "tokens"), "--http-roles", "infer,observe,page")
+    with serving(server, repository, *options, token=token) as site:
+        yield site
 
 
 @pytest.fixture

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.browser.conftest import take
+from tests.browser.conftest import Site, serving, take
 from tests.support.browser.chromium import Chromium
-from tests.support.browser.tab import opened
+from tests.support.browser.tab import Tab, opened
 from tests.support.gateway.running_gateway import Gateway
 from tests.support.model_files import write_model
 
@@ -38,72 +34,38 @@ def write_numbers(repository: Path) -> None:
     write_model(repository, "numbers", f'name: "numbers" backend: "identity" max_batch_size: 8 {TENSORS}')
 
 
-def ask(server: Server, model: str) -> None:
-    with server.client() as client:
-        client.infer(model, {"x": np.ones((1, 2), np.float32)})
-
-
 @pytest.fixture(scope="module")
-def thousand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Gateway]]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A thousand ensembles of one model, which need only a few processes."""
     repository = tmp_path_factory.mktemp("thousand") / "models"
     write_numbers(repository)
     for number in range(MODELS):
         name = f"model-{number:04}"
         write_model(repository, name, f'name: "{name}" platform: "ensemble" max_batch_size: 8 {TENSORS} {STEP}')
-    with Server(repository, start_timeout=300) as server:
-        gateway = Gateway(server)
-        try:
-            yield server, gateway
-        finally:
-            gateway.stop()
+    with serving(Server(repository, start_timeout=300), repository) as site:
+        yield site
 
 
-def test_only_visible_rows_of_a_thousand_models_are_drawn(browser: Chromium, thousand: tuple[Server, Gateway]) -> None:
-    server, gateway = thousand
-    with opened(browser, f"http://localhost:{gateway.http}") as tab:
-        tab.wait(f"{LISTED} === {MODELS + 1}")
-        assert tab.evaluate(DRAWN) < 60
-        take(tab, "thousand")
-        tab.write("input[type=search]", "model-07")
-        tab.wait(f"{LISTED} === 100")
-        assert tab.evaluate("document.querySelector('[data-model]').dataset.model") == "model-0700"
-        tab.write("input[type=search]", "")
-        tab.wait(f"{LISTED} === {MODELS + 1}")
-        tab.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
-        tab.wait("document.querySelector('[data-model=numbers]')")
-        assert tab.evaluate(DRAWN) < 60
-        tab.evaluate("scrollTo(0, 0)")
-        tab.wait("document.querySelector('[data-model=model-0000]')")
-        sorts = "document.querySelector('th.requests').ariaSort === 'descending'"
-        tab.click("th.requests button")
-        tab.wait(sorts)
-        while tab.evaluate("document.querySelector('[data-model]').dataset.model") != "model-0777":
-            ask(server, "model-0777")
-        tab.go("#/model/model-0777")
-        tab.wait("document.querySelector('svg[data-graph]')")
-
-
-def test_only_changed_models_are_sent(thousand: tuple[Server, Gateway]) -> None:
-    server, gateway = thousand
-    with contextlib.closing(gateway.connection()) as connection:
-        connection.request("GET", "/page/events")
-        answer = connection.getresponse()
-        assert answer.status == 200
-
-        def event() -> tuple[str, Any]:
-            name, data, _ = (answer.readline().decode().rstrip("\n") for _ in range(3))
-            return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
-
-        name, state = event()
-        assert (name, len(state["models"])) == ("state", MODELS + 1)
-        ask(server, "model-0042")
-        changed: set[str] = set()
-        while "model-0042" not in changed:
-            name, change = event()
-            assert name == "change"
-            changed |= {row["name"] for row in change["models"]}
-        assert changed <= {"model-0042", "model-0777", "numbers"}, "the last two are of the test before"
+def test_only_visible_rows_of_a_thousand_models_are_drawn(tab: Tab, site: Site) -> None:
+    tab.wait(f"{LISTED} === {MODELS + 1}")
+    assert tab.evaluate(DRAWN) < 60
+    take(tab, "thousand")
+    tab.write("input[type=search]", "model-07")
+    tab.wait(f"{LISTED} === 100")
+    assert tab.evaluate("document.querySelector('[data-model]').dataset.model") == "model-0700"
+    tab.write("input[type=search]", "")
+    tab.wait(f"{LISTED} === {MODELS + 1}")
+    tab.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+    tab.wait("document.querySelector('[data-model=numbers]')")
+    assert tab.evaluate(DRAWN) < 60
+    tab.evaluate("scrollTo(0, 0)")
+    tab.wait("document.querySelector('[data-model=model-0000]')")
+    tab.click("th.requests button")
+    tab.wait("document.querySelector('th.requests').ariaSort === 'descending'")
+    while tab.evaluate("document.querySelector('[data-model]').dataset.model") != "model-0777":
+        site.ask("model-0777")
+    tab.go("#/model/model-0777")
+    tab.wait("document.querySelector('svg[data-graph]')")
 
 
 def test_the_page_reconnects_after_a_gateway_restart_and_reports_a_lost_server(
@@ -128,6 +90,7 @@ def test_the_page_reconnects_after_a_gateway_restart_and_reports_a_lost_server(
                 server.start()
                 tab.wait("document.body.dataset.connection === 'live'")
                 tab.wait_for("[data-model=numbers]", "READY")
-                ask(server, "numbers")
+                with server.client() as client:
+                    assert client.ready("numbers")
         finally:
             gateway.stop()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.browser.conftest import take
+from tests.browser.conftest import Site, serving, take
 from tests.support.browser.chromium import Chromium
-from tests.support.browser.tab import Tab, opened
-from tests.support.gateway.running_gateway import Gateway
+from tests.support.browser.tab import Tab
 from tests.support.living import generation, identity
 from tests.support.model_files import parameters
 
@@ -21,11 +18,6 @@ pytestmark = pytest.mark.process
 
 NONE = "\N{EN DASH}"
 ALL = "version_policy { all { } }\n"
-
-
-class Site(NamedTuple):
-    server: Server
-    gateway: Gateway
 
 
 @pytest.fixture(scope="module")
@@ -36,23 +28,8 @@ def site(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         generation(repository, "divided", version, divided, version)
     identity(repository, "scaled", parameters(min_instances="1", max_instances="4"))
     identity(repository, "sleeper", parameters(idle_unload_secs="0.05"))
-    with Server(repository) as server:
-        gateway = Gateway(server)
-        try:
-            yield Site(server, gateway)
-        finally:
-            gateway.stop()
-
-
-@pytest.fixture
-def tab(browser: Chromium, site: Site) -> Iterator[Tab]:
-    with opened(browser, f"http://localhost:{site.gateway.http}") as tab:
-        yield tab
-
-
-def ask(site: Site, model: str) -> None:
-    with site.server.client() as client:
-        client.infer(model, {"x": np.ones((1, 2), np.float32)})
+    with serving(Server(repository), repository) as site:
+        yield site
 
 
 def names(tab: Tab) -> list[str]:
@@ -60,7 +37,7 @@ def names(tab: Tab) -> list[str]:
     return [" ".join(text.split()) for text in found]
 
 
-def test_the_overview_shows_shares_bounds_and_sleep(tab: Tab) -> None:
+def test_the_overview_shows_shares_bounds_sleep_and_drain(tab: Tab, site: Site) -> None:
     tab.wait_for("[data-model=sleeper] td.status", "ASLEEP")
     tab.wait_for("[data-model=scaled] td.instances", "1/1 (1-4)")
     assert names(tab) == ["divided 1 90 % · @prod", "divided 2 10 % · shadow 100 %", "scaled 1", "sleeper 1"]
@@ -68,6 +45,12 @@ def test_the_overview_shows_shares_bounds_and_sleep(tab: Tab) -> None:
     tab.write("input[type=search]", "@prod")
     tab.wait("document.querySelectorAll('[data-model]').length === 1")
     assert names(tab) == ["divided 1 90 % · @prod"]
+    with site.server.client() as client:
+        tab.wait_for("#ready", "ready, up")
+        client.drain()
+        tab.wait_for("#ready", "out of service")
+        client.undrain()
+        tab.wait("document.querySelector('#ready').dataset.state === 'ready'")
 
 
 def test_the_model_page_shows_traffic_shadow_and_aliases_of_versions(tab: Tab, site: Site) -> None:
@@ -82,7 +65,7 @@ def test_the_model_page_shows_traffic_shadow_and_aliases_of_versions(tab: Tab, s
     ]
     different = "/ [1-9]\\d* different/.test(document.querySelector('main').innerText)"
     while not tab.evaluate(different):
-        ask(site, "divided")
+        site.ask("divided")
     assert "Shadow 2 compared with version 1: 0 equal" in tab.text("main")
     take(tab, "shadow")
     with site.server.client() as client:
@@ -99,15 +82,5 @@ def test_the_model_page_shows_sleep_and_scaling_bounds(tab: Tab, site: Site) -> 
     take(tab, "asleep")
     awake = "!document.querySelector('.problem')"
     while not tab.evaluate(awake):
-        ask(site, "sleeper")
+        site.ask("sleeper")
     tab.wait_for(".problem.mild", "Asleep")
-
-
-def test_a_drained_server_is_shown_as_out_of_service(tab: Tab, site: Site) -> None:
-    with site.server.client() as client:
-        tab.wait_for("#ready", "ready, up")
-        client.drain()
-        tab.wait_for("#ready", "out of service")
-        assert tab.evaluate("document.querySelector('#ready').dataset.state") == "out of service"
-        client.undrain()
-        tab.wait("document.querySelector('#ready').dataset.state === 'ready'")

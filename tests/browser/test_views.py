@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 
 import shmserve
@@ -24,11 +23,6 @@ VIEWS = {
     "ensemble": "#/model/pipeline",
     "try": "#/model/colours/try",
 }
-
-
-def ask(site: Site, model: str = "numbers", first: float = 1.0) -> None:
-    with site.server.client() as client:
-        client.infer(model, {"x": np.array([[first, 2.0]], np.float32)})
 
 
 def until(tab: Tab, condition: str, act: Callable[[], None]) -> None:
@@ -61,7 +55,7 @@ def test_the_overview_lists_filters_and_sorts_models(tab: Tab, site: Site) -> No
     tab.wait_for("[data-model=words]", "READY")
     assert names(tab) == MODELS
     measured = f"parseFloat({cell('numbers', 'requests')}) > 0 && /s$/.test({cell('numbers', 'p99')})"
-    until(tab, measured, lambda: ask(site))
+    until(tab, measured, lambda: site.ask("numbers"))
     assert tab.evaluate(cell("words", "p99")) == "\N{EN DASH}"
     take(tab, "overview")
     tab.write("input[type=search]", "PIPE")
@@ -80,7 +74,7 @@ def test_the_page_of_a_model_shows_its_batches_and_instances(tab: Tab, site: Sit
     tab.wait_for("table[aria-label=Instances]", "numbers_0_0")
     text = "document.querySelector('main').innerText"
     seen = f"['Gather', 'Compute', '1 row', 'single', 'idle'].filter((part) => {text}.includes(part)).length >= 4"
-    until(tab, seen, lambda: ask(site))
+    until(tab, seen, lambda: site.ask("numbers"))
     take(tab, "model")
     tab.go(VIEWS["configuration"])
     tab.wait_for("main", "max_batch_size: 8")
@@ -107,7 +101,7 @@ def test_an_ensemble_is_a_graph_with_times_on_its_edges(tab: Tab, site: Site) ->
     edges = tab.evaluate("[...document.querySelectorAll('[data-tensor]')].map((one) => one.dataset.tensor)")
     assert sorted(edges) == ["middle", "x", "y"]
     timed = "/\\d .?s/.test(document.querySelector('[data-tensor=middle] .time').textContent)"
-    until(tab, timed, lambda: ask(site, "pipeline"))
+    until(tab, timed, lambda: site.ask("pipeline"))
     assert "waits" in tab.text("[data-tensor=middle] title") or tab.evaluate(
         "document.querySelector('[data-tensor=middle] title').textContent.includes('waits')"
     )
@@ -121,7 +115,7 @@ def test_failures_appear_on_an_open_model_page(tab: Tab, site: Site) -> None:
     tab.wait_for("table[aria-label=Instances]", "moody_0_0")
     for _ in range(3):
         with pytest.raises(shmserve.ModelFailed):
-            ask(site, "moody", -1)
+            site.ask("moody", -1)
     tab.wait_for(".error", "MODEL_FAILED")
     tab.wait("/[3-9] times/.test(document.querySelector('.error').textContent)")
     assert "ValueError" not in tab.text("main"), "other callers' errors are for operators"
@@ -132,14 +126,10 @@ def test_failures_appear_on_an_open_model_page(tab: Tab, site: Site) -> None:
     column = "table[aria-label=Instances] tbody tr:last-child td:nth-last-child(2)"
     process = f"document.querySelector('{column}').textContent"
     before = tab.evaluate(process)
-    ask_and_ignore(site, "moody", -2)
+    with contextlib.suppress(shmserve.ServeError):
+        site.ask("moody", -2)
     tab.wait(f"/^\\d+$/.test({process}) && {process} !== {json.dumps(before)}")
     tab.wait("document.querySelector('table[aria-label=Instances]').textContent.includes('ready')")
-
-
-def ask_and_ignore(site: Site, model: str, first: float) -> None:
-    with contextlib.suppress(shmserve.ServeError):
-        ask(site, model, first)
 
 
 def use_token(tab: Tab, site: Site) -> None:

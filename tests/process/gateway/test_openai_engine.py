@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,32 +93,6 @@ def test_log_probabilities(client: Any) -> None:
     assert tokens == found.tokens
     (chat,) = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=2, **SAMPLING).choices
     assert "".join(token.token for token in chat.logprobs.content) == chat.message.content
-
-
-def test_a_json_schema(client: Any) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", "y"]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    found = client.chat.completions.create(messages=CHAT, response_format=form, **SAMPLING | {"max_tokens": 100})
-    assert json.loads(found.choices[0].message.content)["a"] in ("x", "y")
-
-
-def test_a_schema_that_would_crash_the_engine_is_refused(client: Any) -> None:
-    schema = {"type": "string", "minLength": 5, "maxLength": 2}
-    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    with pytest.raises(openai.BadRequestError, match="'minLength' 5, which is above 'maxLength' 2"):
-        client.chat.completions.create(messages=CHAT, response_format=form, **SAMPLING)
-
-
-def test_requests_refused_by_the_engine(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="context"):
-        client.completions.create(prompt="a b " * 400, **SAMPLING)
-    with pytest.raises(openai.BadRequestError, match="min_tokens"):
-        client.completions.create(prompt="a", extra_body={"min_tokens": 3}, **SAMPLING)
 
 
 def test_closing_a_stream_frees_its_slot(client: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import shmserve
 from shmserve.clients.cli import main
-from shmserve.errors import InvalidRequest, ModelFailed
+from shmserve.errors import ModelFailed
 from shmserve.testing import Server
 from tests.process.server.processes.test_supervision import write
 from tests.support.broker.metrics import Seen
@@ -107,19 +107,6 @@ def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Serv
     named = {"model": "frail", "version": "1"}
     assert seen("shmserve_instance_restarts_total", **named, model_instance=instance["name"]) == 2
     assert seen("nv_inference_request_failure", **named, reason="BACKEND") == 1
-
-
-def test_a_trace_is_logged(server: Server, client: shmserve.Client) -> None:
-    trace = "why\n\x1b[31m\u2028é"
-    client.infer("m", {"x": ONE})
-    client.infer("m", {"x": ONE}, parameters={"trace_id": trace}, request_id="mine")
-    with pytest.raises(InvalidRequest):
-        client.infer("m", {"x": np.ones((1, 2), np.float32)}, parameters={"trace_id": trace})
-    (found,) = (record for record in records(server) if record.get("trace_id") == trace)
-    assert (found["model"], found["version"], found["code"], found["id"], found["rows"]) == ("m", 1, "OK", "mine", 1)
-    assert found["instance"] == instance_of(client, "m")["name"]
-    parts = sum(found[part] for part in ("queued_us", "input_us", "infer_us", "output_us"))
-    assert 0 < parts <= found["answered_us"] + 4
 
 
 def test_the_stats_command_prints_metrics(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

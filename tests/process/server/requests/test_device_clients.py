@@ -201,16 +201,6 @@ def test_tensors_for_models_on_other_devices_pass_through_the_host(
     y.close()
 
 
-def test_a_python_model_without_gpu_inputs_gets_host_memory(journal: Path, client: shmserve.Client) -> None:
-    given = numbers(2)
-    x, y = client.empty((2, WIDTH), device="cuda:0"), client.empty((2, WIDTH), device="cuda:0")
-    write(x.__cuda_array_interface__, given)
-    clear(journal)
-    client.infer("code", {"x": x}, outputs={"y": y})
-    np.testing.assert_array_equal(y.numpy(), given + 1)
-    assert copies(journal, "code") == {"1", "2"}
-
-
 def test_a_python_model_reads_inputs_on_the_gpu(journal: Path, client: shmserve.Client) -> None:
     given = numbers(2)
     x = client.empty((2, WIDTH), device="cuda:0")
@@ -245,21 +235,6 @@ def test_wrong_outputs_on_the_gpu_are_refused(client: shmserve.Client) -> None:
         for model, outputs in (("give", None), ("give", {"y": y}), ("given", None)):
             with pytest.raises(shmserve.ModelFailed, match=said):
                 client.infer(model, {"x": given}, outputs=outputs)
-
-
-def test_batches_with_inputs_and_outputs_on_both_sides(client: shmserve.Client) -> None:
-    given = [numbers(1, seed) for seed in range(12)]
-    places = [client.empty((1, WIDTH), device="cuda:0") for _ in given]
-    futures = []
-    for number, (array, place) in enumerate(zip(given, places, strict=True)):
-        x: Any = array
-        if number % 2:
-            x = client.empty((1, WIDTH), device="cuda:0")
-            write(x.__cuda_array_interface__, array)
-        futures.append(client.submit("plan", {"x": x}, outputs={"y": place} if number % 3 else None))
-    for number, (array, future) in enumerate(zip(given, futures, strict=True)):
-        found = future.result()["y"]
-        np.testing.assert_array_equal(found.numpy() if number % 3 else found, array + 1)
 
 
 def test_sequences_pass_through_the_host(runtime: Any, client: shmserve.Client) -> None:
