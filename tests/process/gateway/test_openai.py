@@ -99,52 +99,25 @@ def test_choices_of_several_prompts_are_in_order(client: Any) -> None:
     assert set(reasons.values()) == {"length"}
 
 
-def test_log_probabilities(client: Any) -> None:
-    whole = client.completions.create(model="talk", prompt="a b c", logprobs=2, max_tokens=2).choices[0].logprobs
-    assert whole is not None
-    assert (whole.tokens, whole.token_logprobs, whole.text_offset) == (["a", " b"], [-1, -2], [0, 1])
-    assert whole.top_logprobs == [{"a": -1}, {"better": -0.5, " b": -2}]
-    several = client.completions.create(model="talk", prompt="a b c", logprobs=2, n=2, stream=True)
-    offsets: dict[int, list[int]] = {0: [], 1: []}
-    for chunk in several:
-        (choice,) = chunk.choices
-        assert choice.logprobs is not None
-        assert choice.logprobs.tokens == [choice.text]
-        offsets[choice.index] += choice.logprobs.text_offset or []
-    assert offsets == {0: [0, 1, 3], 1: [0, 1, 3]}
-
-
 # ---------------------------------------------------------------------------------------- chat
 
 
-def test_a_chat(client: Any) -> None:
-    found = client.chat.completions.create(model="talk", messages=user("Grüße an alle"))
+def test_a_chat_whole_and_as_a_stream(client: Any) -> None:
+    given: Any = {"model": "talk", "messages": user("Grüße an alle")}
+    found = client.chat.completions.create(**given)
     (choice,) = found.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Grüße an alle", "stop")
     assert (found.object, found.id[:9]) == ("chat.completion", "chatcmpl-")
-    assert found.usage is not None
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 3)
-    several = client.chat.completions.create(model="talk", messages=user("a b"), n=3)
-    assert [choice.message.content for choice in several.choices] == ["a b", "b a", "a b"]
-
-
-def test_a_chat_as_a_stream(client: Any) -> None:
-    stream = client.chat.completions.create(
-        model="talk", messages=user("a b c"), stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    assert texts(chunks) == ["", "a", " b", " c"]
+    chunks = list(client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True}))
+    assert texts(chunks) == ["", "Grüße", " an", " alle"]
     assert [chunk.choices[0].delta.role for chunk in chunks[:2]] == ["assistant", None]
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, None, "stop"]
     assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * 4
-    assert (chunks[-1].choices, chunks[-1].usage is not None) == ([], True)
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.model_dump(exclude_none=True) == {
-        "prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6
-    }  # fmt: skip
-    assert all(chunk.usage is None for chunk in client.chat.completions.create(
-        model="talk", messages=user("a"), stream=True))  # fmt: skip
+    expected = {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    for usage in (found.usage, chunks[-1].usage):
+        assert usage.model_dump(exclude_none=True) == expected
+    assert chunks[-1].choices == []
 
 
 def test_tokens_are_streamed_as_they_are_generated(client: Any, files: LanguageModels) -> None:
@@ -194,13 +167,6 @@ def test_chats_of_a_triton_vllm_model_use_its_chat_template(client: Any) -> None
     sampling = {"max_tokens": 20, "n": 1, "structured_outputs": '{"json":{"type":"object"}}'}
     text = json.dumps(sampling, sort_keys=True)
     assert found.choices[0].message.content == f"user: hi you assistant: {text} brief</s>"
-    several = client.completions.create(model="vllm", prompt=["PARAMETERS a", "b"], n=3, seed=5, max_tokens=2)
-    seeds = [json.loads(choice.text.rpartition(" ")[0])["seed"] for choice in several.choices[:3]]
-    assert (seeds, [choice.text for choice in several.choices[3:]]) == ([5, 6, 7], ["b"] * 3)
-    assert [choice.index for choice in several.choices] == list(range(6))
-    assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (3, 9)
-    stream = client.chat.completions.create(model="vllm", messages=user("a b"), max_tokens=3, stream=True)
-    assert texts(list(stream)) == ["", "user:", " a", " b"]
     with pytest.raises(openai.BadRequestError, match="refuses the messages: nobody may not speak"):
         client.chat.completions.create(model="vllm", messages=[{"role": "nobody", "content": "a"}])
     with pytest.raises(openai.BadRequestError, match="neither an input 'messages' nor the parameter chat_template"):

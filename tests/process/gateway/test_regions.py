@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.support.ensemble_models import ensemble, model
-from tests.support.gateway.running_gateway import Gateway, wait_in_flight
+from tests.support.gateway.running_gateway import Gateway
 from tests.support.living import pids, until
 from tests.support.model_files import python_model
 from tests.support.shared_server import SharedServer
@@ -26,23 +25,13 @@ from tests.support.shared_server import SharedServer
 pytestmark = pytest.mark.process
 
 WIDTH = 50_000
-ADD = "return self.respond(x[:-1] + 1)"
 
 
 @pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A named pipe. The model `held` answers when it is opened for writing."""
-    gate = tmp_path_factory.mktemp("held") / "gate"
-    os.mkfifo(gate)
-    return gate
-
-
-@pytest.fixture(scope="module")
-def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
-    model(root, "add", python_model(ADD))
+    model(root, "add", python_model("return self.respond(x[:-1] + 1)"))
     model(root, "first", "")
-    model(root, "held", python_model(f"open({str(gate)!r}).read()\n{ADD}"))
     ensemble(root, "both", "x", "y", "first(x:x)->(y:t)", "add(x:t)->(y:y)")
     with shared_server.serving(root) as running:
         yield running
@@ -138,23 +127,6 @@ def test_workers_read_and_write_a_region_in_place(server: Server, gateway: Gatew
         assert (status, f"{memory.size - 4} bytes" in answer["error"]) == (400, True)
         assert memory.infer("add")[0] == 200
     until_unmapped(server, memory.key)
-
-
-def test_a_region_in_use_is_unregistered_after_the_request(server: Server, gateway: Gateway, gate: Path) -> None:
-    def status() -> list[str]:
-        code, body = gateway.ask("GET", "/v2/systemsharedmemory/status")
-        assert code == 200
-        return [region["name"] for region in json.loads(body)]
-
-    with registered(gateway) as memory, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(memory.infer, "held")
-        wait_in_flight(server, 1, 1)
-        assert gateway.ask("POST", "/v2/systemsharedmemory/unregister") == (200, b"")
-        assert status() == ["r"]
-        gate.open("w").close()
-        assert answer.result(timeout=60)[0] == 200
-        assert status() == []
-        memory.check_output()
 
 
 def test_regions_are_copied_with_copy_client_shm(server: Server, copying: Gateway) -> None:

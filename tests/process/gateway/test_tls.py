@@ -135,18 +135,6 @@ def test_large_requests_and_responses_on_one_connection(gateway: SecureGateway) 
             np.testing.assert_array_equal(np.frombuffer(found["o_FP32"], np.float32), given["i_FP32"][1][0])
 
 
-def test_plain_http_is_refused_on_a_tls_port(gateway: SecureGateway) -> None:
-    with gateway.socket() as plain:
-        plain.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert not plain.recv(4096).startswith(b"HTTP")
-    with gateway.secure() as made:
-        assert made.version() in ("TLSv1.3", "TLSv1.2")
-    context = ssl.create_default_context()
-    with gateway.socket() as stranger, pytest.raises(ssl.SSLCertVerificationError):
-        context.wrap_socket(stranger, server_hostname="localhost")
-    assert gateway.ask("GET", "/v2/health/live") == (200, b"")
-
-
 # ---------------------------------------------------------------------------------------- tokens
 
 

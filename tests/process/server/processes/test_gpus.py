@@ -93,7 +93,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
     write_model(repository, "on_gpu", CONFIG % "{ kind: KIND_GPU gpus: 1 }", REPORT)
     write_model(repository, "anywhere", CONFIG % "{ count: 1 }", REPORT)
     write_model(repository, "on_cpu", CONFIG % "{ kind: KIND_CPU }", REPORT)
-    adder(repository / "plan", 40_000)
     for name, gpu in (("first", 0), ("second", 0), ("third", 0), ("other", 1)):
         planned(repository, name, gpu)
     chained(repository, "same", "first", "second", "third")
@@ -122,18 +121,6 @@ def test_a_worker_sees_its_own_gpu(server: Server, client: shmserve.Client) -> N
     assert "GPU 1: Stand-in, GPU-bb22" in server.log
 
 
-def test_a_tensorrt_plan_is_served(client: shmserve.Client) -> None:
-    random = np.random.default_rng(1)
-    xs = [random.standard_normal((rows, 40_000)).astype(np.float32) for rows in (1, 2, 1, 3)]
-    futures = [client.submit("plan", {"x": x}) for x in xs]
-    for x, future in zip(xs, futures, strict=True):
-        np.testing.assert_array_equal(future.result()["y"], x + 1)
-    config = client.config("plan")
-    assert (config["backend"], config["max_batch_size"]) == ("tensorrt", 8)
-    small = np.ones((1, 40_000), np.float32)
-    np.testing.assert_array_equal(client.infer("plan", {"x": small})["y"], small + 1)
-
-
 def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shmserve.Client) -> None:
     """Tensors between steps on the same GPU stay on it. The result does not depend on the path."""
     x = np.arange(80_000, dtype=np.float32).reshape(2, 40_000)
@@ -155,26 +142,3 @@ def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shms
     text = client.metrics()
     for model, has in (("first", True), ("second", True), ("third", False)):
         assert (f'shmserve_instance_gpu_pool_bytes{{model="{model}"' in text) == has
-
-
-def test_memory_for_tensors_on_the_gpu_is_limited_for_each_gpu(tmp_path: Path) -> None:
-    """Without memory on GPU 1, tensors of its models go through the host; GPU 0 has the default."""
-    repository, journal = tmp_path / "models", tmp_path / "journal"
-    repository.mkdir()
-    journal.mkdir()
-    for name, gpu in (("a", 0), ("b", 0), ("c", 1), ("d", 1)):
-        planned(repository, name, gpu)
-    chained(repository, "near", "a", "b")
-    chained(repository, "far", "c", "d")
-    x = np.ones((2, 40_000), np.float32)
-    with (
-        serving_on_gpus(repository, journal, "--cuda-memory-pool-byte-size", "1:0") as server,
-        server.client() as client,
-    ):
-        for ensemble in ("near", "far"):
-            np.testing.assert_array_equal(client.infer(ensemble, {"x": x})["y"], x + 2)
-        text = client.metrics()
-        assert "cuda-memory-pool-byte-size" not in server.log
-    assert [copies(journal, model) for model in ("a", "b", "c", "d")] == [{"1"}, {"2"}, {"1", "2"}, {"1", "2"}]
-    assert 'shmserve_instance_gpu_pool_bytes{model="a"' in text
-    assert 'shmserve_instance_gpu_pool_bytes{model="c"' not in text

@@ -114,14 +114,10 @@ def test_a_priority_that_cannot_be_restored_is_not_lowered() -> None:
     assert group_after == group
 
 
-def test_the_priority_of_other_processes_is_unchanged() -> None:
+@pytest.mark.parametrize(("nice", "new_session"), [(LOWERED, False), (0, True)], ids=["shared session", "not set"])
+def test_no_priority_is_changed(nice: int, new_session: bool) -> None:
     """A worker that shares its session, or its process group, with other processes does not change theirs."""
-    ((normal,), group), *later = looks(LOWERED, -1, new_session=False)
-    assert later == [([normal] * 4, group)] * 2
-
-
-def test_nothing_changes_without_the_setting() -> None:
-    ((normal,), group), *later = looks(0, -1)
+    ((normal,), group), *later = looks(nice, -1, new_session=new_session)
     assert later == [([normal] * 4, group)] * 2
 
 

@@ -231,14 +231,12 @@ def test_versions_of_packages_are_compared(found: str, fits: bool, monkeypatch: 
     assert (bootstrap.lack("numpy", "1.26") == "") is fits
 
 
-def test_the_server_has_the_packages_that_it_requires() -> None:
+def test_the_packages_that_an_interpreter_needs() -> None:
+    """The server has them, and its requirements and the documentation name them."""
     assert [name for name, least in NEEDED.items() if bootstrap.lack(name, least)] == []
-    required = (ROOT / "setup.cfg").read_text()
-    assert all(f"{name}>={least}\n" in required for name, least in NEEDED.items())
-    assert os.path.exists(command([])[0])
-
-
-def test_the_page_lists_the_packages_that_an_interpreter_needs() -> None:
-    page = (ROOT / "docs" / "processes.md").read_text()
-    assert all(f"| `{name}` | {least} or later |\n" in page for name, least in NEEDED.items())
+    required, page = (ROOT / "setup.cfg").read_text(), (ROOT / "docs" / "processes.md").read_text()
+    for name, least in NEEDED.items():
+        assert f"{name}>={least}\n" in required
+        assert f"| `{name}` | {least} or later |\n" in page
     assert "| Python | {}.{} or later |".format(*bootstrap.MIN_PYTHON) in page
+    assert os.path.exists(command([])[0])

@@ -271,19 +271,6 @@ def test_a_reload_ends_the_lease(leases: Leases) -> None:
         borrow(client, "generations")
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_requests_continue_after_a_timeout_on_a_lease(leases: Leases, face: str) -> None:
-    with FACES[face](leases.server.url) as client, leases.server.client() as other:
-        borrow(client)
-        with pytest.raises(shmserve.DeadlineExceeded, match="did not respond within the timeout of"):
-            client.infer("m", inputs(STICK), timeout=0.2)
-        late = other.submit("m", inputs(4))
-        leases.release()
-        assert late.result(60)["y"][0, 0] == 8
-        assert client.infer("m", inputs(5))["y"][0, 0] == 10
-    leases.clear()
-
-
 def test_clients_of_a_gateway_share_its_lease(leases: Leases) -> None:
     """Small inputs in JSON, then large ones in binary, whose bodies are received in shared memory."""
     callers = [http.client.HTTPConnection(leases.server.endpoints["http"]) for _ in range(2)]
