@@ -20,6 +20,10 @@ class SharedServer(Server):
         super().__init__(root, "--model-control-mode", "explicit", gateway=True)
         self.root = root
 
+    def __enter__(self) -> SharedServer:
+        super().__enter__()
+        return self
+
     @contextmanager
     def serving(self, models: Path, *names: str) -> Iterator[SharedServer]:
         """Serves the models of a folder, or those of them with these names."""

@@ -98,6 +98,7 @@ def leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leases]:
 
 
 def link_of(client: Any) -> Any:
+    """Private, as what is asked of it: nothing public shows whether a request went over a lease."""
     return getattr(client, "client", client)._link
 
 
