@@ -18,7 +18,6 @@ from bench.lib.processes import resident_bytes
 from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, Fail, Goodbye, Infer, Reply, Tensor, Unmap
-from tests.support.gateway.running_gateway import gated, open_gate
 from tests.support.launch import Launched, identity
 
 pytestmark = pytest.mark.process
@@ -33,11 +32,6 @@ def infer(number: int) -> Infer:
 
 def answer_of(number: int) -> tuple[Tensor, ...]:
     return (Tensor("y", "FP32", (1, 2), np.full((1, 2), number, np.float32).tobytes()),)
-
-
-def gated_infer(number: int) -> Infer:
-    """A request to the model that answers one request each time its gate is opened."""
-    return Infer(number, "gated", 0, (Tensor("i_FP32", "FP32", (1, 1), bytes(4)),))
 
 
 def is_live(lane: Lane) -> bool:
@@ -95,25 +89,6 @@ def test_messages_reach_a_worker_in_the_order_of_turns(running: Launched) -> Non
             assert lane.receive_kind(Reply).request == number + 1
             assert other.receive_kind(Reply).request == number
         assert "ERROR" not in running.log[before:]
-
-
-def test_a_stop_answers_requests_in_flight(tmp_path: Path) -> None:
-    gate = gated(tmp_path / "models")
-    with Launched(tmp_path / "models", tmp_path / "run") as server, Lane(server.lane) as lane:
-        lane.hello("memfd")
-        lane.send(*map(gated_infer, (1, 2, 3)), Ask(4, "live"))
-        assert lane.receive_kind(Answer).body == b'{"live":true}'
-        server.signal(signal.SIGTERM)
-        while is_live(lane):
-            pass  # until the signal has arrived
-        lane.send(gated_infer(9))
-        refused = lane.receive_kind(Reply, Fail)
-        assert (refused.request, refused.code) == (9, "UNAVAILABLE")
-        assert "stopping" in refused.text
-        for number in (1, 2, 3):
-            open_gate(gate)
-            assert lane.receive_kind(Reply, Fail).request == number
-        assert server.wait() == 0
 
 
 def test_the_runtime_directory_is_locked_against_systemd_tmpfiles(running: Launched) -> None:
