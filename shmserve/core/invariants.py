@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from shmserve.core.ensembles.graph import handles_of
+from shmserve.core.ledger import Place
 from shmserve.core.models.model import Model
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests.client import CallingWorker, ClientState
@@ -12,6 +14,7 @@ from shmserve.core.requests.completion import is_stream
 from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
+from shmserve.protocol.messages import Handle, Reply
 
 _I = InstanceState
 
@@ -32,6 +35,7 @@ def check(state: State, queries: QueryQueue) -> None:
     if state.limiter is not None:
         state.limiter.check()
     _check_shadows(state)
+    _check_memory(state)
     _check_client_bytes(state, (*state.clients.values(), *callers.values(), state.shadow_client))
     waiting = Counter(r.version for r in state.requests.values() if r.state is RequestState.QUEUED)
     for model in state.models.values():
@@ -141,6 +145,40 @@ def _check_run(state: State, request: Request) -> None:
     for iteration in run.iterations():
         for name, kept in iteration.tensors.items():
             assert kept.readers > 0, f"'{name}' is kept without a reader: {request.story()}"
+
+
+def _check_memory(state: State) -> None:
+    """The books of the ledger balance: the pins of blocks and the uses of segments are those of requests in flight, of
+    ensemble runs and of cache entries, and no others."""
+    ledger = state.ledger
+    pins: Counter[Place | None] = Counter()
+    uses: Counter[int] = Counter()
+
+    def count(handles: Iterable[Handle]) -> None:
+        pins.update(ledger.block_of(handle) if handle.size else (handle.segment, handle.offset) for handle in handles)
+
+    for request in state.requests.values():
+        if request.state is not RequestState.DONE:  # otherwise its inputs have been released
+            count(request.pins)
+            uses.update(request.segments)
+        elif request.step_of and isinstance(request.reply, Reply):
+            count(_pinned_by_run(request.client, handles_of(request.reply.outputs)))
+    for run in state.runs.values():
+        client = run.request.client
+        for iteration in run.iterations():
+            made = [kept.tensor for kept in iteration.tensors.values() if kept.made]
+            rows = [tensor for rows in iteration.rows.values() for tensors in rows.values() for tensor in tensors]
+            count(_pinned_by_run(client, handles_of((*made, *rows))))
+    for entry in state.cache.entries():
+        count(entry.handles)
+    pinned = Counter({place: hold.pins for place, hold in ledger.holds.items() if hold.pins})
+    assert pins == pinned, f"pins without an owner: {dict(pinned - pins)}, owners without a pin: {dict(pins - pinned)}"
+    used = Counter({number: segment.uses for number, segment in ledger.segments.items() if segment.uses})
+    assert uses == used, f"uses of segments without a request: {dict(used - uses)}, the reverse: {dict(uses - used)}"
+
+
+def _pinned_by_run(client: ClientState, handles: Iterable[Handle]) -> list[Handle]:
+    return [handle for handle in handles if not client.has_placed(handle)]
 
 
 def _check_leases(state: State) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -199,6 +199,9 @@ class Cache:
         self.bytes -= entry.size
         for handle in entry.handles:
             self._ledger.unpin(handle)
+
+    def entries(self) -> Collection[CacheEntry]:
+        return self._entries.values()
 
     def check(self) -> None:
         assert self.bytes == sum(entry.size for entry in self._entries.values()) <= max(self.limit, 0)

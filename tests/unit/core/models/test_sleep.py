@@ -19,6 +19,7 @@ def test_a_model_with_tensors_on_a_gpu_does_not_sleep() -> None:
     world.deploy(plain())
     ledger = world.core.state.ledger
     (peer,) = world.workers
+    holder = world.core.state.clients[world.connect("c").peer]
 
     def asleep() -> bool:
         return world.core.state.models["m"].versions[1].asleep
@@ -28,13 +29,13 @@ def test_a_model_with_tensors_on_a_gpu_does_not_sleep() -> None:
     on_gpu, on_host = (Handle((peer << 32) + number, 0, 64) for number in (1, 2))
     for handle in (on_gpu, on_host):
         world.workers[peer].out[handle] = 1
-        ledger.keep(handle)
+        ledger.give(holder, handle)
     world.advance(world.now + 100 * MS)
     assert not asleep()
-    ledger.unpin(on_gpu)
+    ledger.take_back(holder, on_gpu)
     world.advance(world.now + 100 * MS)
     assert asleep()
-    ledger.unpin(on_host)
+    ledger.take_back(holder, on_host)
     world.turn([])
     assert not ledger.segments
 
