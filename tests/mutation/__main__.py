@@ -11,23 +11,29 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from tests import ROOT
 from tests.mutation import covering
 from tests.mutation.faults import FAULTS, Fault
 
-LIMIT_S = 120.0
-"""Time limit for the tests of one fault."""
+LIMIT_S = 120
+"""Limit for the tests of one fault: processor time for those in the test process, time for those with servers."""
 TEST_LIMIT_S = 40
 """Time limit for one test. A fault that makes a test hang counts as detected."""
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-n2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-PYTEST += ["-p", "no:cacheprovider", "--timeout", str(TEST_LIMIT_S), "--tb=no"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--tb=no"]
+PYTEST += ["--timeout", str(TEST_LIMIT_S)]
+TREES = 2
+"""Faults that are tried at the same time, each in a copy of the source."""
+ENDED = (0, 1, 5, -signal.SIGTERM, -signal.SIGXCPU)
+"""Exit statuses of pytest: passed, failed, no tests, and at a limit."""
 
 
 def detected(fault: Fault, tree: Path, record: covering.Record) -> str:
@@ -38,15 +44,14 @@ def detected(fault: Fault, tree: Path, record: covering.Record) -> str:
         raise SystemExit(f"{fault.file} has {text.count(fault.old)} times {fault.old!r}, expected once: adapt FAULTS")
     first = text[: text.index(fault.old)].count("\n") + 1
     lines = range(first, first + fault.old.count("\n") + 1)
-    ends = time.monotonic() + LIMIT_S
     path.write_text(text.replace(fault.old, fault.new))
     try:
-        for tests in (record.tests(fault.file, lines), covering.process_tests(fault.file)):
-            if tests and (failed := _failure(tests, tree, ends - time.monotonic())):
-                return failed
+        inside = record.tests(fault.file, lines)
+        return (_failure(inside, tree, 10 * LIMIT_S) if inside else "") or _failure(
+            covering.process_tests(fault.file), tree, LIMIT_S
+        )
     finally:
         path.write_text(text)
-    return ""
 
 
 def _failure(tests: list[str], tree: Path, limit: float) -> str:
@@ -54,17 +59,18 @@ def _failure(tests: list[str], tree: Path, limit: float) -> str:
     listed.parent.mkdir(exist_ok=True)
     listed.write_text("\n".join(tests) + "\n")
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["prlimit", f"--cpu={LIMIT_S}", *PYTEST, f"@{listed}"]
     with tempfile.TemporaryFile("w+") as output:
-        running = subprocess.Popen([*PYTEST, f"@{listed}"], cwd=tree, env=environment, stdout=output, stderr=output)
+        running = subprocess.Popen(command, cwd=tree, env=environment, stdout=output, stderr=output)
         try:
-            running.wait(max(limit, 1.0))
+            running.wait(limit)
         except subprocess.TimeoutExpired:
-            running.terminate()  # pytest then ends its workers, and they the servers
+            running.terminate()  # pytest then ends its servers
             running.wait()
         output.seek(0)
         said = output.read()
     failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if not failed and running.returncode not in (0, 5, -15):
+    if not failed and running.returncode not in ENDED:
         raise SystemExit(f"pytest ended with {running.returncode}:\n{said[-3000:]}")
     return failed[0].split(" - ")[0].partition(" ")[2] if failed else ""
 
@@ -81,18 +87,25 @@ def main(words: list[str]) -> int:
     record = covering.Record()
     results: dict[str, str] = {}
     counts: Counter[tuple[str, bool]] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
+    faults = [f for f in FAULTS if not chosen.names or any(name in f.name or name in f.file for name in chosen.names)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(TREES) as pool:
+        trees: SimpleQueue[Path] = SimpleQueue()
         ignored = shutil.ignore_patterns(".venv", ".git", "build", "__pycache__", "*.egg-info")
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
-        for fault in FAULTS:
-            if chosen.names and not any(name in fault.name or name in fault.file for name in chosen.names):
-                continue
-            began = time.monotonic()
-            how = results[fault.name] = detected(fault, tree, record)
+        for number in range(TREES):
+            trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(number), symlinks=True, ignore=ignored)))
+
+        def try_one(fault: Fault) -> tuple[Fault, str]:
+            tree = trees.get()
+            try:
+                return fault, detected(fault, tree, record)
+            finally:
+                trees.put(tree)
+
+        for fault, how in pool.map(try_one, faults):
+            results[fault.name] = how
             package = "/".join(fault.file.split("/")[: 2 if fault.file.startswith("shmserve/") else 1])
             counts[package, bool(how)] += 1
-            print(f"{fault.name}: {how or 'NOT DETECTED'} ({time.monotonic() - began:.0f} s)", flush=True)
+            print(f"{fault.name}: {how or 'NOT DETECTED'}", flush=True)
     for package in sorted({package for package, _ in counts}):
         print(f"| `{package}` | {counts[package, True] + counts[package, False]} | {counts[package, True]} |")
     if chosen.json:

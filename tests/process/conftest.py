@@ -17,7 +17,8 @@ from tests.support.shared_server import SharedServer
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     """The server for tests that need only their own models: `with shared_server.serving(folder): ...`."""
-    with SharedServer(tmp_path_factory.mktemp("shared")) as server:
+    server = SharedServer(tmp_path_factory.mktemp("shared"))
+    with server:
         yield server
 
 
