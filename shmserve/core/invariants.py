@@ -151,11 +151,12 @@ def _check_memory(state: State) -> None:
     """The books of the ledger balance: the pins of blocks and the uses of segments are those of requests in flight, of
     ensemble runs and of cache entries, and no others."""
     ledger = state.ledger
-    pins: Counter[Place | None] = Counter()
+    pins: Counter[Place] = Counter()
     uses: Counter[int] = Counter()
 
     def count(handles: Iterable[Handle]) -> None:
-        pins.update(ledger.block_of(handle) if handle.size else (handle.segment, handle.offset) for handle in handles)
+        for handle in handles:
+            pins[ledger.block_of(handle) or (handle.segment, handle.offset)] += 1
 
     for request in state.requests.values():
         if request.state is not RequestState.DONE:  # otherwise its inputs have been released
