@@ -1,6 +1,7 @@
-"""The core's cost per request: turns of 32 Infer with 1 KB inline, batches of 32, and their Done.
+"""The core's cost per request: turns of 32 Infer with 1 KB inline, batches of 32, and their Done; the same in columns;
+and requests of every other kind, as the simulator's clients and workers make them.
 
-    python -m bench.suites.core_cost [--requests 100000] [--profile] [--cold]
+    python -m bench.suites.core_cost [--requests 100000] [--profile] [--cold] [--only NAME]
 
 The core is driven as by the broker, but without links: nothing is encoded, and a worker answers immediately. Only
 `Core.handle` is timed, not the creation of messages. The fake worker processes the messages that it gets, so that the
@@ -13,30 +14,38 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Any
 
+from msgspec.structs import replace
+
 from shmserve.core import events
 from shmserve.core.core import Core
-from shmserve.core.effects import Send
-from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, TensorSpec
-from shmserve.protocol.messages import Hello, Infer, Reply, Tensor
+from shmserve.core.effects import Effect, Send
+from shmserve.core.limits import Limits
+from shmserve.core.policy import BatchPolicy, InstanceSpec, ModelPolicy, SequencePolicy, StepPolicy, TensorSpec
+from shmserve.protocol.messages import Columns, Hello, Infer, InferBatch, Reply, ReplyBatch, Tensor, TensorForm
 from shmserve.protocol.roles import ALL_ROLES
 from shmserve.protocol.worker_messages import Done, Execute, Row, Started
+from shmserve.sim import Closed, Constant, Load, Plan, SimModel, simulate
 
 SHAPE = (1, 256)
 DATA = bytes(1024)
 ROUNDS = 50
 """The best round is reported; the others were disturbed."""
+SIMULATED_ROUNDS = 10
 COLD_BYTES = 32 << 20
 """Bytes copied before each turn with `--cold`: source and copy together exceed the caches."""
 RESULT = Tensor("y", "FP32", (1, 64), bytes(256))
+FORMS, RESULT_FORMS = (TensorForm("x", "FP32", SHAPE[1:]),), (TensorForm("y", "FP32", (64,)),)
 SORTS: dict[str, BatchPolicy | None] = {
     "plain": BatchPolicy(),
     "preferred": BatchPolicy(preferred=(16, 32), delay_ns=100_000),
     "priorities": BatchPolicy(levels=3, default_level=2),
     "ordered": BatchPolicy(preserve_ordering=True),
     "single": None,
+    "columns": BatchPolicy(),
 }
 
 
@@ -50,6 +59,7 @@ class Driver:
         self.now = 10**12
         self.spent = 0
         self.turn = turn
+        self.columns = sort == "columns"
         self.numbers = 0
         self.done = 0
         self.batches: list[Execute] = []
@@ -78,6 +88,10 @@ class Driver:
                 if type(effect.message) is Reply:
                     self.answered.append(effect.peer)
                     self.done += 1
+                elif type(effect.message) is ReplyBatch:
+                    count = len(effect.message.columns.requests)
+                    self.answered += [effect.peer] * count
+                    self.done += count
                 elif type(effect.message) is Execute:
                     self.batches.append(effect.message)
 
@@ -85,10 +99,16 @@ class Driver:
         """Send a new request for each answered one, `turn` of them per turn."""
         waiting, self.answered = self.answered, []
         for start in range(0, len(waiting), self.turn):
-            turn = []
-            for peer in waiting[start : start + self.turn]:
-                self.numbers += 1
-                turn.append((peer, Infer(self.numbers, "mlp", 0, (Tensor("x", "FP32", SHAPE, DATA),))))
+            turn: list[tuple[int, Any]] = []
+            peers = waiting[start : start + self.turn]
+            numbers = range(self.numbers + 1, self.numbers + 1 + len(peers))
+            self.numbers += len(peers)
+            if self.columns:
+                columns = Columns(FORMS, tuple(numbers), (1,) * len(peers), ((DATA,),) * len(peers))
+                turn.append((peers[0], InferBatch("mlp", 0, columns)))
+            else:
+                for peer, number in zip(peers, numbers, strict=True):
+                    turn.append((peer, Infer(number, "mlp", 0, (Tensor("x", "FP32", SHAPE, DATA),))))
             self.handle(turn)
 
     def work(self) -> None:
@@ -101,8 +121,15 @@ class Driver:
             else:
                 groups.append([order])
         for position, group in enumerate(groups):
-            rows = tuple(Row(work.request, (RESULT,)) for order in group for work in order.works)
-            message = Done(group[0].batch, rows, (self.now - 300, self.now - 200, self.now - 100, self.now))
+            times = (self.now - 300, self.now - 200, self.now - 100, self.now)
+            if self.columns:
+                numbers = tuple(n for order in group if order.columns is not None for n in order.columns.requests)
+                count = len(numbers)
+                answers = Columns(RESULT_FORMS, numbers, (1,) * count, ((RESULT.data,),) * count)  # type: ignore[arg-type]
+                message = Done(group[0].batch, (), times, columns=answers)
+            else:
+                rows = tuple(Row(work.request, (RESULT,)) for order in group for work in order.works)
+                message = Done(group[0].batch, rows, times)
             turn: list[tuple[int, Any]] = [(self.worker, message)]
             if position + 1 < len(groups):
                 following = groups[position + 1]
@@ -140,11 +167,70 @@ def measure(sort: str, clients: int, flight: int, turn: int, requests: int, prof
     return min(rounds)
 
 
+def _policy(name: str, width: int = 4, **more: Any) -> ModelPolicy:
+    ends = (TensorSpec("x", "FP32", (width,)),), (TensorSpec("y", "FP32", (width,)),)
+    return ModelPolicy(name, 1, 8, *ends, BatchPolicy(), **more)
+
+
+def _served(policy: ModelPolicy, **more: Any) -> SimModel:
+    return SimModel(policy, (InstanceSpec(f"{policy.name}_0"),), Constant(1_000_000), **more)
+
+
+def _simulated() -> dict[str, tuple[tuple[SimModel, ...], int, Limits]]:
+    """Name -> models, the last of which the clients call, requests in flight, and limits."""
+    steps = StepPolicy("m", 0, (("x", "x"),), (("y", "t"),)), StepPolicy("m", 0, (("x", "t"),), (("y", "y"),))
+    wide = 4096
+    both = replace(_policy("both", wide, steps=steps), batching=None)
+    sequences = replace(_policy("m", sequence=SequencePolicy(True, 8, 10**9)), batching=None)
+    plain, no = Limits(), Limits(leases=0)
+    return {
+        "shared memory": ((_served(_policy("m", wide)),), 16, no),
+        "steps": ((_served(_policy("m", wide)), SimModel(both)), 16, no),
+        "calls": ((_served(_policy("m", wide)), _served(_policy("parent", wide), calls=("m",))), 16, no),
+        "sequences": ((_served(sequences),), 16, no),
+        "streams": ((_served(_policy("m", decoupled=True), responses=(4, 4)),), 16, no),
+        "leases": ((_served(_policy("m")),), 1, plain),
+    }
+
+
+def measure_simulated(name: str, requests: int) -> float:
+    models, flight, limits = _simulated()[name]
+    plan = Plan(models, (Load(models[-1].policy.name, Closed(flight)),), requests=requests, limits=limits)
+    spent = 0
+    handle, tick = Core.handle, Core.tick
+
+    def timed_handle(core: Core, turn: Iterable[Any], now: int) -> list[Effect]:
+        nonlocal spent
+        start = perf_counter_ns()
+        effects = handle(core, turn, now)
+        spent += perf_counter_ns() - start
+        return effects
+
+    def timed_tick(core: Core, now: int) -> list[Effect]:
+        nonlocal spent
+        start = perf_counter_ns()
+        effects = tick(core, now)
+        spent += perf_counter_ns() - start
+        return effects
+
+    Core.handle, Core.tick = timed_handle, timed_tick  # type: ignore[method-assign,assignment]
+    try:
+        rounds = []
+        for _ in range(SIMULATED_ROUNDS):
+            spent = 0
+            simulate(plan)
+            rounds.append(spent / requests / 1000)
+        return min(rounds)
+    finally:
+        Core.handle, Core.tick = handle, tick  # type: ignore[method-assign]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="microseconds of the core per request")
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--profile", action="store_true", help="also where the time goes, by function")
     parser.add_argument("--cold", action="store_true", help="with cold caches; takes longer: use fewer requests")
+    parser.add_argument("--only", metavar="NAME", default="", help="only this kind of request")
     given = parser.parse_args()
     print(f"{'model':>12} {'clients':>8} {'in flight':>10} {'turn':>5} {'us per request':>15}")
     for sort, clients, flight, turn in (
@@ -156,9 +242,16 @@ def main() -> None:
         ("priorities", 1, 64, 32),
         ("ordered", 1, 64, 32),
         ("single", 1, 16, 16),
+        ("columns", 1, 64, 32),
     ):
+        if given.only not in ("", sort):
+            continue
         spent = measure(sort, clients, flight, turn, given.requests, given.profile, given.cold)
         print(f"{sort:>12} {clients:>8} {flight:>10} {turn:>5} {spent:>15.2f}", flush=True)
+    for name, (_, flight, _) in _simulated().items():
+        if given.only in ("", name):
+            spent = measure_simulated(name, given.requests // 50)
+            print(f"{name:>13} {'':>7} {flight:>10} {'':>5} {spent:>15.2f}", flush=True)
 
 
 if __name__ == "__main__":
