@@ -228,7 +228,7 @@ class Broker:
         for owner in self.core.state.ledger.owners_of_unused():
             if owner >= WORKERS_FROM:
                 self._send(Send(owner, Trim()))
-        if self.core.state.traces.samples:
+        if self.core.state.observers.traces.samples:
             self.read_leases()
         self._flush()
         logs.flush()

@@ -261,7 +261,7 @@ class ServerProcess:
         if otel is None:
             return None
         require_exporter(otel.protocol)
-        traces = self._core.state.traces
+        traces = self._core.state.observers.traces
         traces.contexts_per_second = otel.contexts_per_second
         exporter = SpanExporter(
             self._loop, otel, lambda: traces.contexts_over_limit, self._gateways.pids, setting.log_rate(settings)
@@ -273,7 +273,7 @@ class ServerProcess:
         """Registers the queries about log and traces. Returns the trace file."""
         state = self._core.state
         options = merged_traces(settings.trace_config)
-        traces = TraceSettings(options, state.traces.samples, state.models.keys)
+        traces = TraceSettings(options, state.observers.traces.samples, state.models.keys)
         place = Path(options["trace_file"]).absolute() if "trace_file" in options else None
         file = TraceFile(self._loop, place, lambda model: traces.of(model).log_frequency or 0, self._broker.read)
         self._broker.traced = file.write if self._span_exporter is None else self._span_exporter.write

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from shmserve.core import events, invariants
+from shmserve.core import events, exit, invariants
 from shmserve.core.batching import dispatch, leases, reports
 from shmserve.core.calls.calls import ModelCalls
 from shmserve.core.effects import Effect
@@ -38,7 +38,7 @@ from shmserve.core.models import (
 )
 from shmserve.core.models.lifecycle import Lifecycle
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion, enqueue, responses, waiting
+from shmserve.core.requests import enqueue, responses, waiting
 from shmserve.core.requests.admission import Admission
 from shmserve.core.requests.cache import Copies
 from shmserve.core.requests.connections import Connections
@@ -167,7 +167,7 @@ class Core:
             return partial(self._instance_timer, handler)
 
         return {
-            Timer.DEADLINE: partial(completion.deadline_passed, state),
+            Timer.DEADLINE: partial(exit.deadline_passed, state),
             Timer.QUEUE: partial(enqueue.queue_timeout, state),
             Timer.IDLE: partial(scheduler.idle, state),
             Timer.BACKLOG: partial(scheduler.backlog_timeout, state),
@@ -304,17 +304,17 @@ class Core:
         rows = ROWS
         while (
             state.to_dispatch
-            or state.runs_to_advance
+            or state.runs.to_advance
             or state.answered_calls
-            or (state.runs_with_rows.users and rows > 0)
+            or (state.runs.with_rows.users and rows > 0)
         ):
             if state.answered_calls:
                 self._calls.resume_answered()
-            while state.runs_to_advance:
-                run = next(iter(state.runs_to_advance))
-                del state.runs_to_advance[run]
+            while state.runs.to_advance:
+                run = next(iter(state.runs.to_advance))
+                del state.runs.to_advance[run]
                 self._ensembles.advance(run, now)
-            if state.runs_with_rows.users and rows > 0:
+            if state.runs.with_rows.users and rows > 0:
                 rows -= self._ensembles.ask_rows(rows, now)
             while state.to_dispatch:
                 if state.limiter is None:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shmserve.core.ensembles.graph import handles_of
+from shmserve.core.exit import is_stream
 from shmserve.core.ledger import Place
 from shmserve.core.models.model import Model
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.client import CallingWorker, ClientState
-from shmserve.core.requests.completion import is_stream
+from shmserve.core.records import CallingWorker, ClientState, Instance, Request, Version
 from shmserve.core.requests.queries import QueryQueue
+from shmserve.core.requests.shadow import Comparison
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, InstanceState, RequestState, SequenceState, VersionState
 from shmserve.protocol.messages import Handle, Reply
@@ -23,7 +23,7 @@ def check(state: State, queries: QueryQueue) -> None:
     """Asserts all invariants that must hold between turns. Only for tests and simulations: visits every request."""
     instances = state.instances.items()
     callers = {peer: instance.caller for peer, (_, instance) in instances if instance.caller is not None}
-    state.ledger.check(state.clients | callers)
+    state.ledger.check({**state.clients, **callers})
     queries.check(state.clients.keys() | state.instances.keys())
     assert not state.to_dispatch
     assert not state.blocked_loads
@@ -67,8 +67,8 @@ def _check_requests(state: State) -> dict[Version, list[Request]]:
             _check_run(state, request)
         else:
             _check_started(request)
-        if request.step_of:
-            assert state.runs[request.step_of].in_flight.get(request.number) is request, request.story()
+        if request.is_step:
+            assert state.runs[request.parent].in_flight.get(request.number) is request, request.story()
         elif request.state is not RequestState.LINGERING:
             assert request.client.requests.get(request.client_number) == request.number, request.story()
     abandoned = (r for r in state.requests.values() if r.state is RequestState.LINGERING and is_stream(r))
@@ -93,8 +93,9 @@ def _check_started(request: Request) -> None:
 
 def _check_callers(state: State, callers: dict[int, CallingWorker]) -> None:
     for peer, caller in callers.items():
-        held = [number for number in caller.requests.values() if state.requests[number].held]
+        held = caller.blocking
         instance = state.instances[peer][1]
+        assert held <= set(caller.requests.values()), instance.story()
         assert caller.number == peer
         assert caller.waits_for == len(held), instance.story()
         assert (instance in state.blocked_instances) == bool(held), instance.story()
@@ -106,7 +107,7 @@ def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
     for request in state.requests.values():
         if request.state is not RequestState.DONE:
             input_bytes[request.client] += request.input_bytes
-        if request.step_of:
+        if request.is_step:
             step_bytes[request.client] += request.inline
     for client in clients:
         assert client.gone == (client is state.shadow_client)
@@ -139,7 +140,7 @@ def _check_run(state: State, request: Request) -> None:
     assert run.in_flight or run.mapped or run.waits_for_room, f"nothing is in flight for it: {request.story()}"
     assert not run.results, request.story()
     assert not run.ready or run.over, request.story()
-    assert not run.mapped or run.over or run in state.runs_with_rows.members(), request.story()
+    assert not run.mapped or run.over or run in state.runs.with_rows.members(), request.story()
     for number, step in run.in_flight.items():
         assert state.requests[number] is step, request.story()
     for iteration in run.iterations():
@@ -162,7 +163,7 @@ def _check_memory(state: State) -> None:
         if request.state is not RequestState.DONE:  # otherwise its inputs have been released
             count(request.pins)
             uses.update(request.segments)
-        elif request.step_of and isinstance(request.reply, Reply):
+        elif request.is_step and isinstance(request.reply, Reply):
             count(_pinned_by_run(request.client, handles_of(request.reply.outputs)))
     for run in state.runs.values():
         client = run.request.client
@@ -193,12 +194,13 @@ def _check_leases(state: State) -> None:
 
 def _check_shadows(state: State) -> None:
     assert state.shadowed.keys() <= state.requests.keys()
-    assert state.comparisons.keys() == state.shadow_client.requests.keys() | {
-        number for number in state.comparisons if state.requests[number].state is RequestState.LINGERING
+    compared = {r.number: r.requester for r in state.requests.values() if isinstance(r.requester, Comparison)}
+    assert compared.keys() == state.shadow_client.requests.keys() | {
+        number for number in compared if state.requests[number].state is RequestState.LINGERING
     }
     assert not state.shadow_client.holds, "a shadow holds outputs"
-    assert state.compared_bytes == sum(comparison.size for comparison in state.comparisons.values())
-    pending = Counter(id(comparison.shadow) for comparison in state.comparisons.values())
+    assert state.compared_bytes == sum(comparison.size for comparison in compared.values())
+    pending = Counter(id(comparison.shadow) for comparison in compared.values())
     for model, shadow in state.shadows.items():
         assert shadow.pending == pending[id(shadow)], model
 

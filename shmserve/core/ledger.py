@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
 
 from msgspec import Struct
 
 from shmserve.core.effects import Effect, Forget, Free, Send
-from shmserve.core.requests.client import ClientState
 from shmserve.errors import HandleLost, InvalidRequest
 from shmserve.protocol.messages import DEVICE, OWNER_SHIFT, Handle, Map, Return, Unmap
 
@@ -29,6 +30,14 @@ RELEASED_AT_ONCE = 512
 RELEASED_PER_TURN = 2048
 Place = tuple[int, int]
 """(segment, offset). Invariant: live blocks never share one."""
+
+
+class Holder(Protocol):
+    """What the ledger keeps at a client."""
+
+    number: int
+    holds: set[Place]
+    held_bytes: int
 
 
 class LedgerSegment(Struct, eq=False):
@@ -74,7 +83,7 @@ class Ledger:
         self.held_bytes = 0
         """Total of all clients."""
         self._returns: dict[int, list[Handle]] = {}
-        self.departed: deque[ClientState] = deque()
+        self.departed: deque[Holder] = deque()
         """Disconnected clients with holds that `release_departed` has yet to release."""
 
     # ------------------------------------------------------------------------------------ segments
@@ -147,7 +156,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------ handles
 
-    def resolve(self, client: ClientState, handle: Handle) -> Place | None:
+    def resolve(self, client: Holder, handle: Handle) -> Place | None:
         """Checks that the client may use these bytes. Returns the place of the hold, or None if the client owns the
         segment."""
         number, offset, size = handle.segment, handle.offset, handle.size
@@ -165,7 +174,7 @@ class Ledger:
             )
         return place
 
-    def held(self, client: ClientState, handle: Handle) -> Place | None:
+    def held(self, client: Holder, handle: Handle) -> Place | None:
         """The place of the client's hold that contains these bytes: usually exactly this handle, else a larger
         block."""
         place: Place | None = (handle.segment, handle.offset)
@@ -195,12 +204,12 @@ class Ledger:
             and (handle.segment, handle.offset) not in self.holds
         )
 
-    def may_pass_on(self, client: ClientState, handle: Handle, audience: str) -> bool:
+    def may_pass_on(self, client: Holder, handle: Handle, audience: str) -> bool:
         """May the client pass on this handle (or a part of it), which it holds, to that audience?"""
         place = self.held(client, handle) if handle.size else None
         return place is not None and self.segments[handle.segment].audience == audience
 
-    def give(self, client: ClientState, handle: Handle) -> None:
+    def give(self, client: Holder, handle: Handle) -> None:
         """Adds a hold of the client on the handle."""
         place, hold = self._hold(handle)
         hold.clients[client.number] = hold.clients.get(client.number, 0) + 1
@@ -211,7 +220,7 @@ class Ledger:
         client.held_bytes += hold.handle.size
         self.held_bytes += hold.handle.size
 
-    def take_back(self, client: ClientState, handle: Handle) -> None:
+    def take_back(self, client: Holder, handle: Handle) -> None:
         """The client returns a handle. Raises unless the client holds it, exactly as it was given."""
         place = (handle.segment, handle.offset)
         hold = self.holds.get(place)
@@ -227,7 +236,7 @@ class Ledger:
         client.holds.discard(place)
         self._release(place, hold)
 
-    def _given(self, client: ClientState, handle: Handle) -> tuple[Place, Hold]:
+    def _given(self, client: Holder, handle: Handle) -> tuple[Place, Hold]:
         """The hold that a returned handle belongs to, if slices have been given. Raises if the client was not given
         this handle."""
         place = self.block_of(handle)
@@ -307,7 +316,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------ disconnects and deaths
 
-    def client_died(self, client: ClientState) -> None:
+    def client_died(self, client: Holder) -> None:
         """Releases everything that the client held or owned; many holds over several turns, so that its end does not
         delay others."""
         self._forget_peer(client.number)  # first: it gets no further messages
@@ -323,7 +332,7 @@ class Ledger:
         if not client.holds:
             self.departed.popleft()
 
-    def _release_holds(self, client: ClientState, most: int) -> None:
+    def _release_holds(self, client: Holder, most: int) -> None:
         for _ in range(min(most, len(client.holds))):
             place = client.holds.pop()
             hold = self.holds[place]
@@ -347,9 +356,9 @@ class Ledger:
                 segment.orphan = True
                 self._drop_if_over(segment)
 
-    def check(self, clients: dict[int, ClientState]) -> None:
+    def check(self, clients: Mapping[int, Holder]) -> None:
         """Checks every invariant between segments, holds and clients."""
-        clients = clients | {client.number: client for client in self.departed}
+        clients = {**clients, **{client.number: client for client in self.departed}}
         counted: dict[int, list[int]] = {}
         for place, hold in self.holds.items():
             assert hold.clients or hold.pins, f"hold {place} has no holders"

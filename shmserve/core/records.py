@@ -1,4 +1,4 @@
-"""The records of the core that refer to each other: request, instance, sequence and model version.
+"""The records of the core that refer to each other: request, requesters, instance, sequence and model version.
 
 A record keeps its own fields consistent; the other packages of the core find records in `State` and decide what happens
 to them. Their containers are generic (`Batch`, `SequenceSlots`, `RequestQueue`).
@@ -7,7 +7,8 @@ to them. Their containers are generic (`Batch`, `SequenceSlots`, `RequestQueue`)
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -17,10 +18,11 @@ from shmserve.core.batching.form import BatchRules
 from shmserve.core.batching.lending import Lending
 from shmserve.core.batching.padding import rounded
 from shmserve.core.batching.queue import RequestQueue
-from shmserve.core.ensembles.graph import EnsembleGraph
+from shmserve.core.effects import Send
+from shmserve.core.ensembles.graph import EnsembleGraph, handles_of
+from shmserve.core.ledger import Ledger
 from shmserve.core.models.scaler import Scaler
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, PaddingPolicy
-from shmserve.core.requests.client import CallingWorker, ClientState
 from shmserve.core.requests.validation import CheckedForm, Checker
 from shmserve.core.sequences.slots import SequenceSlots
 from shmserve.core.states import (
@@ -39,10 +41,14 @@ from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import (
     OWNER_SHIFT,
     Fail,
+    FailHeld,
     Handle,
     Infer,
     Options,
+    Part,
+    Released,
     Reply,
+    ReplyHeld,
     Tensor,
     WantedOutputs,
     tensors_of,
@@ -53,6 +59,9 @@ _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 Key = tuple[str, int, int | str, str]
 """Model, requested version (0: the default), sequence id, and owner: a user, or one caller of a client."""
+
+STEP = "step"
+"""The kind of requester of an ensemble's steps."""
 
 ORDER = 256
 """With preserve_ordering: minimum length of `Version.order` before it is swept."""
@@ -66,10 +75,43 @@ class Miss(Struct, gc=False):
     lookup_ns: int
 
 
+Response = Reply | ReplyHeld | Part | Fail | FailHeld
+
+
+class Requester(Protocol):
+    """Who asked for a request and gets its responses: a client, a model that calls another one, the run of an ensemble,
+    or a shadow."""
+
+    kind: ClassVar[str]
+
+    def hold(self, handles: Iterable[Handle]) -> None:
+        """Outputs were produced for it."""
+
+    def drop(self, handles: Iterable[Handle]) -> None:
+        """It will not get these outputs, or does not need them any more."""
+
+    def deliver(self, request: Request, message: Response) -> None:
+        """Hands over a response, whose outputs it holds."""
+
+    def fail_early(self, request: Request, code: str, text: str) -> None:
+        """Hands over the error of a request whose inputs a worker may still read."""
+
+    def detached(self, request: Request) -> None:
+        """It no longer waits for the request."""
+
+    def released(self, request: Request) -> None:
+        """No worker reads the inputs any more of a request that was answered early."""
+
+    def ended(self, request: Request) -> None:
+        """No worker has the request any more. Called before it leaves the tables."""
+
+
 class Request(Struct, eq=False, gc=False):
-    """`number` is the broker's, `client_number` the client's. `cost` is max(1, rows): the batch capacity it takes."""
+    """`number` is the broker's, `client_number` the requester's. `client` pays for it: the requester itself, or the
+    client of the ensemble. `cost` is max(1, rows): the batch capacity it takes."""
 
     number: int
+    requester: Requester
     client: ClientState
     client_number: int
     version: Version
@@ -103,10 +145,9 @@ class Request(Struct, eq=False, gc=False):
     reply: Reply | Fail | None = None
     audience: str = ""
     """Who may map its outputs."""
-    step_of: int = 0
-    """For a step of an ensemble: the number of the ensemble request, which receives the result."""
-    called_by: int = 0
-    """For a call from a model: the number of the request that the model was running, if the call names it."""
+    parent: int = 0
+    """The number of the request for which it was made: of the ensemble for a step; for a call, of the request that the
+    model was running, if the call names it."""
     in_shared_memory: bool = False
     """All its outputs must be in shared memory."""
     aliases: bool = False
@@ -122,8 +163,6 @@ class Request(Struct, eq=False, gc=False):
     """Length of its padded inputs."""
     passed: int = 0
     """Rows of later requests that the batcher has taken before this one, to reduce padding."""
-    held: bool = False
-    """Its client is an instance that is blocked until this request is answered."""
     form: CheckedForm | None = None
     """Set for a request that came in an InferBatch: `inputs` is empty, and `data` contains the bytes of each input."""
     data: tuple[bytes, ...] = ()
@@ -135,6 +174,11 @@ class Request(Struct, eq=False, gc=False):
     def tensors(self) -> tuple[Tensor, ...]:
         """Its inputs, from either kind of message."""
         return self.inputs if self.form is None else tensors_of(self.form.forms, self.rows, self.data)
+
+    @property
+    def is_step(self) -> bool:
+        """Is it a step of the ensemble request `parent`?"""
+        return self.requester.kind == STEP
 
     @property
     def on_loan(self) -> bool:
@@ -153,6 +197,120 @@ class Request(Struct, eq=False, gc=False):
             f"request {self.number} ({self.client_number} of client {self.client.number}) for {self.version.label}, "
             f"{self.rows} rows, arrived {self.arrived}, deadline {self.deadline}, {self.state.name.lower()}{at}"
         )
+
+
+class ClientState(Struct, eq=False):
+    """`outputs` is how it receives large outputs: memfd, posix or frames; empty until it has sent Hello.
+
+    Outputs are placed for its `audience`: the users who may map them. `roles` are bits of shmserve.protocol.roles, set
+    from Hello until it is disconnected (`disconnecting`). Its connection counts for its `user`.
+    """
+
+    kind: ClassVar[str] = "client"
+    number: int
+    audience: str
+    plane: str
+    ledger: Ledger
+    outputs: str = ""
+    name: str = ""
+    requests: dict[int, int] = {}
+    """Client-side number of each request in flight -> the broker's number."""
+    steps: int = 0
+    """Requests of steps of its ensembles."""
+    bytes: int = 0
+    """Bytes inside the messages of its requests in flight, including steps."""
+    input_bytes: int = 0
+    """Bytes of shared memory that its requests refer to as inputs, until no worker reads them any more."""
+    segments: set[int] = set()
+    mapped: set[int] = set()
+    holds: set[tuple[int, int]] = set()
+    held_bytes: int = 0
+    gone: bool = False
+    reclaiming: bool = False
+    user: str = ""
+    granted: int = 0
+    roles: int = 0
+    disconnecting: bool = False
+    denied: bool = False
+    leases: bool = False
+    """It accepts leases."""
+    keeps: bool = False
+    """It accepts ReplyHeld."""
+    error_level: int = 0
+    """Level of its token bucket of protocol errors, as a time: each error advances it by 1 s / client_errors."""
+
+    def has_placed(self, handle: Handle) -> bool:
+        """Was this output placed in the client's own memory, as it requested? Such outputs are not holds."""
+        return handle.segment >> OWNER_SHIFT == self.number
+
+    def of_others(self, handles: Iterable[Handle]) -> list[Handle]:
+        """The handles without those to its own memory, which the ledger does not track."""
+        return [handle for handle in handles if not self.has_placed(handle)]
+
+    def hold(self, handles: Iterable[Handle]) -> None:
+        ledger, shows = self.ledger, self.outputs != "frames"
+        if self.gone:
+            return
+        for handle in handles:
+            if shows:
+                ledger.show(handle.segment, self.number)
+            ledger.give(self, handle)
+
+    def drop(self, handles: Iterable[Handle]) -> None:
+        if not self.gone:
+            for handle in self.of_others(handles):
+                self.ledger.take_back(self, handle)
+
+    def deliver(self, request: Request, message: Response) -> None:
+        if self.gone:
+            return
+        if type(message) is Reply:
+            options = request.options
+            if request.version.decoupled and options is not None and options.window:
+                message = Part(message.request, message.version, message.outputs, message.parameters, True)
+        self.ledger.effects.append(Send(self.number, message))
+        if self.outputs == "frames" and not isinstance(message, Fail | FailHeld):  # it has received copies
+            self.drop(handles_of(message.outputs))
+
+    def fail_early(self, request: Request, code: str, text: str) -> None:
+        kind = FailHeld if request.on_loan else Fail
+        self.deliver(request, kind(request.client_number, code, text))
+
+    def detached(self, request: Request) -> None:
+        self.requests.pop(request.client_number, None)
+        self.bytes -= request.inline
+
+    def released(self, request: Request) -> None:
+        if request.on_loan and not self.gone:
+            self.ledger.effects.append(Send(self.number, Released(request.client_number)))
+
+    def ended(self, request: Request) -> None:
+        if request.state is not RequestState.LINGERING:  # otherwise its number may be in use again
+            self.detached(request)
+
+
+class CallingWorker(ClientState, eq=False):
+    """A worker that calls other models, with the peer number of its process. It cannot choose where outputs are placed,
+    so it holds all of them, even those that its own process has written."""
+
+    kind: ClassVar[str] = "call"
+    answered: list[CallingWorker] = []
+    """The work list of callers whose blocking calls were answered, one entry for each call."""
+    blocking: set[int] = set()
+    """Numbers of the calls that block the instance."""
+    waits_for: int = 0
+    """How many they were when the instance was last resumed, or blocked."""
+    since: int = 0
+    """Since when it has been blocked."""
+
+    def has_placed(self, handle: Handle) -> bool:
+        return False
+
+    def detached(self, request: Request) -> None:
+        super().detached(request)
+        if request.number in self.blocking:
+            self.blocking.remove(request.number)
+            self.answered.append(self)
 
 
 class Instance(Struct, eq=False):
@@ -517,7 +675,7 @@ class Version:
         """When to dispatch again if no event arrives; 0: never."""
         self.most_works = 1
         """Maximum number of requests in one message to a worker, given their size without tensors and options."""
-        self.lending: Lending | None = None  # None: its instances cannot be lent to clients
+        self.lending: Lending[ClientState] | None = None  # None: its instances cannot be lent to clients
         self.scaler: Scaler | None = None  # None: its number of instances does not follow its load
         self.statistics = Statistics()
         self.deleted = False

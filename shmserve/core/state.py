@@ -15,18 +15,15 @@ from typing import Any, TypeAlias
 from shmserve.core.batching.lease import Lease
 from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.effects import Effect, Log, Send
-from shmserve.core.ensembles.run import Run
-from shmserve.core.fair_queue import FairQueue
+from shmserve.core.ensembles.run import Runs
 from shmserve.core.ledger import INTERNAL, Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.models.model import Model
+from shmserve.core.outputs import Outputs
 from shmserve.core.policy import InstanceSpec
-from shmserve.core.records import Instance, Key, Request, Sequence, Version
+from shmserve.core.records import CallingWorker, ClientState, Instance, Key, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
-from shmserve.core.requests.client import ClientState
-from shmserve.core.requests.comparison import Comparison
-from shmserve.core.requests.recording import Recording
-from shmserve.core.requests.trace import Traces
+from shmserve.core.requests.observers import Observers
 from shmserve.core.states import RequestState, SequenceState, VersionState
 from shmserve.core.traffic import ALIAS, Shadow, Split, Traffic
 from shmserve.errors import InvalidRequest, NotFound
@@ -75,15 +72,14 @@ class State:
         self.shadows: dict[str, Shadow] = {}  # models that have a shadow
         self.shadowed: dict[int, Shadow] = {}
         """Requests in flight that are repeated at a shadow when they are answered."""
-        self.comparisons: dict[int, Comparison] = {}
-        """Requests of shadows."""
         self.compared_bytes = 0
-        """Bytes of tensors in shared memory that `comparisons` keeps."""
-        self.shadow_client = ClientState(0, INTERNAL, "", "frames", "shadow", gone=True, user="shadow")
-        """The client of shadow requests. Nothing is ever sent to it."""
+        """Bytes of tensors in shared memory that requests of shadows keep."""
+        self.ledger = Ledger()
+        self.outputs = Outputs(self.ledger)
+        self.shadow_client = ClientState(0, INTERNAL, "", self.ledger, "frames", "shadow", gone=True, user="shadow")
+        """The client that pays for requests of shadows."""
         self.requests: dict[int, Request] = {}
-        self.runs: dict[int, Run] = {}
-        """Number of the request to an ensemble -> its run."""
+        self.runs = Runs()
         self.instances: dict[int, tuple[Version, Instance]] = {}
         """Worker -> its version and instance. Entries are removed when the process has ended."""
         self.loaded_versions: dict[Version, None] = {}
@@ -91,16 +87,11 @@ class State:
         self.leases: dict[int, Lease] = {}
         self.accused: dict[tuple[int, int], Instance] = {}
         """(client, request number) of a leased request whose worker died -> its instance. A suspect if sent again."""
-        self.ledger = Ledger()
-        self.cache = Cache(limits.cache_bytes, self.ledger)
+        self.cache = Cache(limits.cache_bytes, self.ledger, self.outputs)
         self.limiter = Limiter(limits.resources) if limits.rate_limit else None
         self.effects: list[Effect] = []
         self.to_dispatch: dict[Version, None] = {}
         """Versions to dispatch after all events of this turn have been processed."""
-        self.runs_to_advance: dict[Run, None] = {}
-        """Ensemble runs to advance: a step's result has arrived, or the run has failed."""
-        self.runs_with_rows: FairQueue[Run] = FairQueue()
-        """Ensemble runs with rows that still need requests, queued by user. May contain runs that have ended."""
         self.abandoned: Counter[str] = Counter()
         """User -> number of streams that no client reads any more but the model has not ended."""
         self.sequences: dict[Key, Sequence] = {}
@@ -116,13 +107,12 @@ class State:
         self._begin_lifecycle()
         self.blocked_instances: dict[Instance, None] = {}
         """Instances that are blocked until the models they called have answered."""
-        self.answered_calls: list[Request] = []
-        """Requests answered in this turn for which an instance has been blocking."""
+        self.answered_calls: list[CallingWorker] = []
+        """Workers for which calls were answered in this turn that have been blocking their instance, one for each."""
         self.deadlock_possible = False
         """Instances that call each other's models may have deadlocked; check at the end of the turn. Set when an
         instance leaves, and when a step starts to wait for resources."""
-        self.traces = Traces()
-        self.recording: Recording | None = None
+        self.observers = Observers(self)
         self.refused: dict[str, int] = {}
         """Number of refused requests, by the limit that they exceeded, or else by error code."""
         self.tracing = False
@@ -333,7 +323,7 @@ class State:
 
     def deadline(self) -> int | None:
         """The earliest time at which `tick` is due."""
-        if self.runs_with_rows.users:
+        if self.runs.with_rows.users:
             return self.now
         timers = self._timers
         while timers and not _live(timers[0][3]):

@@ -26,7 +26,7 @@ from bench.lib.raw_client import ConnectionClosed, Lane, Segment
 from shmserve.broker.config import settings
 from shmserve.core.ledger import Ledger
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState
 from shmserve.core.requests.validation import Checker
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest, ProtocolError
@@ -276,7 +276,8 @@ def test_r7_shapes_at_integer_limits(dims: list[int], dtype: str) -> None:
 
 @given(st.sampled_from(EDGES), st.sampled_from(EDGES), st.sampled_from([1, 4096, 2**40, 2**63 - 1]))
 def test_r7_handles_at_integer_limits(offset: int, size: int, total: int) -> None:
-    ledger, client = Ledger(), ClientState(1, "uid:1", "lane")
+    ledger = Ledger()
+    client = ClientState(1, "uid:1", "lane", ledger)
     ledger.announce(1, Map(1 << 32, total), "uid:1")
     try:
         ledger.resolve(client, Handle(1 << 32, offset, size))

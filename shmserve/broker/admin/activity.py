@@ -14,8 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from shmserve.broker.models.traffic import traffic_document
-from shmserve.core.records import Version
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState, Version
 from shmserve.core.state import State
 from shmserve.core.stats.statistics import Statistics
 from shmserve.core.traffic import UNSET

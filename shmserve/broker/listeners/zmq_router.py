@@ -23,7 +23,7 @@ from shmserve.broker.listeners.fair_turns import BYTES, CHEAP_BYTES, ClientTurns
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, OutputBacklog
 from shmserve.broker.segments import Segments
 from shmserve.core.events import Framed, Garbled
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState
 from shmserve.errors import InvalidRequest, ProtocolError, ServeError, Unavailable
 from shmserve.protocol import codec, zmq_frames
 from shmserve.protocol.messages import (

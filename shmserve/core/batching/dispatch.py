@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shmserve.core import exit
 from shmserve.core.batching import leases, recall
 from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.form import BatchPlan, Reason
@@ -11,7 +12,7 @@ from shmserve.core.batching.planning import busy, place_for, plan_batch, plan_ex
 from shmserve.core.batching.rate_limiter import Limiter
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion, shadow
+from shmserve.core.requests import shadow
 from shmserve.core.requests.validation import CheckedForm
 from shmserve.core.state import State, Timer
 from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
@@ -99,7 +100,7 @@ def empty_queue(state: State, version: Version, text: str, now: int) -> None:
     waiting = [*version.queue.take(version.queue.count), *version.suspects]
     version.suspects.clear()
     for request in waiting:
-        completion.end_early(state, request, "UNAVAILABLE", text, now)
+        exit.fail_unsent(state, request, "UNAVAILABLE", text, now)
     if version.sequence_slots is not None:
         version.sequence_slots.lose(None, text)
     state.to_dispatch[version] = None
@@ -196,7 +197,7 @@ def _refuse_late(state: State, version: Version, instance: Instance, plan: Batch
         took = f"that takes about {(done - now) / 1e6:.1f} ms"
         text = f"Request timeout expired: it cannot be answered before its own timeout: {took}"
         version.queue.remove(request)
-        completion.end_early(state, request, "DEADLINE_EXCEEDED", text, now)
+        exit.fail_unsent(state, request, "DEADLINE_EXCEEDED", text, now)
     return bool(late)
 
 
@@ -231,7 +232,7 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch[Req
 
 def _send(state: State, instance: Instance, batch: Batch[Request], requests: list[Request], join: int) -> None:
     """Sends Execute, split into several messages if the inline bytes require it."""
-    if state.comparisons:
+    if state.shadow_client.requests:
         shadow.send_expected(state, instance.peer, requests)
     form = requests[0].form or requests[-1].form
     if form is not None and _send_columns(state, instance, batch, requests, join, form):

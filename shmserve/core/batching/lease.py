@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from shmserve.core.records import Instance, Version
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState, Instance, Version
 from shmserve.protocol.messages import Failure
 
 

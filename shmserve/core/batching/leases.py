@@ -10,14 +10,14 @@ request that died with the worker.
 
 from __future__ import annotations
 
+from shmserve.core import exit
 from shmserve.core.batching.form import Reason
 from shmserve.core.batching.lease import Lease
 from shmserve.core.batching.lending import ALONE, ALONE_MOST, Lending
 from shmserve.core.effects import ReadLease, StartLease
 from shmserve.core.events import LeaseRead
 from shmserve.core.models.termination import kill
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState, Instance, Request, Version
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, VersionState
 from shmserve.core.stats.statistics import FailureKind
@@ -30,7 +30,7 @@ CLIENT_LEASES = 4
 """Limit of leases per client."""
 
 
-def count_alone(state: State, version: Version, lending: Lending, requests: list[Request]) -> None:
+def count_alone(state: State, version: Version, lending: Lending[ClientState], requests: list[Request]) -> None:
     """Counts a client's consecutive requests that were each alone. Called with each batch that is sent to an idle
     instance."""
     request = requests[0]
@@ -45,7 +45,7 @@ def count_alone(state: State, version: Version, lending: Lending, requests: list
     lending.alone = 0
 
 
-def _plain(state: State, lending: Lending, request: Request) -> bool:
+def _plain(state: State, lending: Lending[ClientState], request: Request) -> bool:
     """Could the request be sent over a lease?"""
     special = request.outputs is not None or request.options is not None or request.suspect
     if special or request.rows > lending.rows:
@@ -59,7 +59,7 @@ def _is_lendable(state: State, client: ClientState, segment: int) -> bool:
     return segment in client.segments and state.ledger.segments[segment].announcement.name is None
 
 
-def lend(state: State, version: Version, lending: Lending, instance: Instance, now: int) -> None:
+def lend(state: State, version: Version, lending: Lending[ClientState], instance: Instance, now: int) -> None:
     """Lends an instance that has become idle to the client whose requests were alone, if nothing forbids it."""
     client = lending.client
     lending.alone = 0
@@ -108,7 +108,7 @@ def lend(state: State, version: Version, lending: Lending, instance: Instance, n
 
 def revoke_unfit(state: State) -> None:
     """At the end of each turn: revokes leases whose instance is needed or has to stop, or whose client is gone."""
-    ended_by_others: set[Lending] = set()
+    ended_by_others: set[Lending[ClientState]] = set()
     for lease in state.leases.values():
         version, instance = lease.version, lease.instance
         if lease.revoked or instance.lease != lease.number or not _unfit(state, lease):
@@ -137,7 +137,7 @@ def _unfit(state: State, lease: Lease) -> bool:
         or state.draining
         or state.out_of_service
         or state.tracing
-        or ((bool(state.traces.samples) or state.recording is not None) and _hides_traces(state, instance))
+        or (state.observers.watching and _hides_traces(state, instance))
         or (lease.default and _goes_elsewhere(state, version))
     )
 
@@ -151,7 +151,7 @@ def _goes_elsewhere(state: State, version: Version) -> bool:
 def _hides_traces(state: State, instance: Instance) -> bool:
     """Would a lease hide requests from traces? The broker sees neither the tensors of a leased request nor its number,
     by which the model's calls refer to it."""
-    return instance.caller is not None or state.traces.with_tensors
+    return instance.caller is not None or state.observers.traces.with_tensors
 
 
 def _is_needed(version: Version) -> bool:
@@ -285,11 +285,7 @@ def count_logged(state: State, reading: LeaseRead) -> None:
             statistics.failed(FailureKind.BACKEND, placed - arrived)
             statistics.keep_error(ModelFailed.code, "", placed)
         else:
-            statistics.answered([arrived], cost, taken, placed)
-            if statistics.first is not None:
-                statistics.first.add(placed - arrived)
+            exit.account(version, [arrived], cost, taken, placed)
         statistics.batch_done(cost, 0 if failed else 1, reason, (taken, ready, computed, placed), placed)
-    if requests and state.recording is not None:
-        state.recording.leased(lease, requests, reason, iter(state.next_number, 0))
-    if requests and state.traces.samples:
-        state.effects += state.traces.sample_leased(lease, requests, reason)
+    if requests:
+        state.observers.leased(lease, requests, reason)

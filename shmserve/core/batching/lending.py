@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
 from shmserve.core.policy import ModelPolicy
-from shmserve.core.requests.client import ClientState
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, TensorForm
 
@@ -18,12 +18,16 @@ ALONE_MOST = 256
 ending a lease costs about as much as two requests."""
 
 
-class Lending(Struct, eq=False):
+C = TypeVar("C")
+"""The kind of clients."""
+
+
+class Lending(Struct, Generic[C], eq=False):
     """`inputs` and `rows`: which requests a worker may run without the core, as in the message Lend."""
 
     inputs: tuple[TensorForm, ...]
     rows: int
-    client: ClientState | None = None
+    client: C | None = None
     """The client of the last request that was alone."""
     alone: int = 0
     """Its consecutive requests that were alone."""
@@ -34,7 +38,7 @@ class Lending(Struct, eq=False):
         self.needed = min(2 * self.needed, ALONE_MOST)
 
 
-def lending_of(policy: ModelPolicy) -> Lending | None:
+def lending_of(policy: ModelPolicy) -> Lending[Any] | None:
     """None: the model's requests need the core, or its outputs may not fit into a message."""
     if policy.sequence or policy.steps or policy.decoupled or not policy.inputs or not policy.outputs:
         return None

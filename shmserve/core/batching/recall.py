@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from shmserve.core import exit
 from shmserve.core.batching.batch import Batch
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.worker_messages import Withdraw
@@ -25,7 +25,7 @@ def take_out(state: State, version: Version, instance: Instance, batch: Batch[Re
     batch.left -= 1
     request.batch = None
     if request.state is RequestState.LINGERING:
-        completion.released(state, request)
+        exit.released(state, request)
     else:
         request.move(RequestState.QUEUED)
         request.instance = None
@@ -44,6 +44,6 @@ def put_back(state: State, version: Version, request: Request) -> None:
         if version.order is not None and target.order is not None:
             version.order.remove(request)
             target.order = deque(sorted([*target.order, request], key=lambda other: other.number))  # by arrival
-            completion.answer_in_order(state, version)
+            exit.respond_in_order(state, version)
     target.queue.put_back(request)
     state.to_dispatch[target] = None

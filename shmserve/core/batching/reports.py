@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from shmserve.core.batching import answers, dispatch, leases, recall
+from shmserve.core import exit
+from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Send
 from shmserve.core.models.termination import kill, kill_for_protocol_error
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion, responses
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState, Instance, Request, Version
+from shmserve.core.requests import responses
 from shmserve.core.state import State
 from shmserve.core.states import BatchState, RequestState
 from shmserve.protocol.messages import Columns, Reply, ReplyBatch, tensors_of
 from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Withdrawn, rows_of
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
+_REPORTED = (_DONE, _ENDED)
 
 
 def started(state: State, version: Version, instance: Instance, message: Started, now: int) -> None:
@@ -40,22 +41,19 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
     batch.times = times
     statistics = version.statistics
     before = statistics.success_count
-    if state.traces.active:
-        batch.number = message.batch
     columns = message.columns
     if columns is not None and not columns.regular:
         kill_for_protocol_error(state, version, instance, f"irregular columns of batch {message.batch}")
         return
-    if state.recording is not None:
-        state.recording.batch_done(version, instance, batch, message.batch, now)
+    state.observers.batch_done(version, instance, batch, message.batch)
     results = message.rows if columns is None else columns
     if not version.plain:
         for row in rows_of(results):
             _row(state, version, instance, batch, row, now, taken)
     elif columns is not None:
-        _usual_columns(state, version, instance, batch, columns, taken, now)
+        _columns(state, version, instance, batch, columns, taken, now)
     else:
-        _usual_rows(state, version, instance, batch, message, now)
+        _rows(state, version, instance, batch, message, now)
     if state.tracing:
         count = len(message.rows if columns is None else columns.requests)
         state.log(
@@ -69,9 +67,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         responses.batch_done(state, version, instance, batch, taken)
     if batch.left:
         for request in batch.requests():
-            completion.end_failed(
-                state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch", now
-            )
+            exit.fail(state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch", now)
     if version.padding is not None:
         version.count_padding(batch)
     batch.end()
@@ -120,7 +116,7 @@ def _again(state: State, version: Version, batch: Batch[Request], numbers: tuple
                 assert request.sequence is not None
                 request.sequence.run_again(request)
             else:
-                completion.released(state, request)
+                exit.released(state, request)
     state.to_dispatch[version] = None
 
 
@@ -161,62 +157,43 @@ def withdrawn(state: State, version: Version, instance: Instance, message: Withd
     state.to_dispatch[version] = None
 
 
-def _usual_rows(
-    state: State, version: Version, instance: Instance, batch: Batch[Request], done: Done, now: int
-) -> None:
-    """`_row` for each row, with the common cases inlined for speed: a response without handles, to a waiting client or
-    as the result of a step."""
+def _rows(state: State, version: Version, instance: Instance, batch: Batch[Request], done: Done, now: int) -> None:
+    """`_row` for each row; the usual ones, with all outputs inside the message, are ended and counted together."""
     requests, append = state.requests, state.effects.append
     taken, number = done.times[0], version.number
-    untraced = not state.traces.active and state.recording is None
-    rows = 0
-    arrivals: list[int] = []
+    usual: list[Request] = []
     for row in done.rows:
         request = requests.get(row.request)
-        if request is not None and request.batch is batch and request.state is _SENT and row.error is None:
-            if not request.special:
-                for tensor in row.outputs:
-                    if not isinstance(tensor.data, bytes):
-                        break
-                else:
-                    client = request.client
-                    append(Send(client.number, Reply(request.client_number, number, row.outputs, row.parameters)))
-                    del client.requests[request.client_number], requests[row.request]
-                    client.bytes -= request.inline
-                    request.state = _ENDED  # a legal transition from SENT
-                    rows += request.cost
-                    arrivals.append(request.arrived)
-                    continue
-            elif untraced and request.step_of and not request.parts and answers.take(state, instance, request, row):
-                completion.answer_step(state, request, Reply(0, number, row.outputs, row.parameters))
-                rows += request.cost
-                arrivals.append(request.arrived)
+        if (
+            request is not None and request.batch is batch and request.state is _SENT and row.error is None
+            and not request.special
+        ):  # fmt: skip
+            for tensor in row.outputs:
+                if not isinstance(tensor.data, bytes):
+                    break
+            else:
+                reply = Reply(request.client_number, number, row.outputs, row.parameters)
+                append(Send(request.client.number, reply))
+                request.state = _ENDED  # a legal transition from SENT
+                usual.append(request)
                 continue
         _row(state, version, instance, batch, row, now, taken)
-    _count_answered(version, batch, arrivals, rows, taken, now)
+    _end(state, version, batch, usual, taken, now)
 
 
-def _count_answered(
-    version: Version, batch: Batch[Request], arrivals: list[int], rows: int, taken: int, now: int
-) -> None:
-    batch.left -= len(arrivals)
-    statistics = version.statistics
-    statistics.answered(arrivals, rows, taken, now)
-    if statistics.first is not None:
-        for arrived in arrivals:
-            statistics.first.add(now - arrived)
-    if statistics.streams is not None:
-        for arrived in arrivals:
-            statistics.streams.first.add(now - arrived)
+def _end(state: State, version: Version, batch: Batch[Request], answered: list[Request], taken: int, now: int) -> None:
+    exit.end_plain(state, answered)
+    batch.left -= len(answered)
+    arrivals = [request.arrived for request in answered]
+    exit.account(version, arrivals, sum([request.cost for request in answered]), taken, now)
 
 
-def _usual_columns(
+def _columns(
     state: State, version: Version, instance: Instance, batch: Batch[Request], columns: Columns, taken: int, now: int
 ) -> None:
-    """Like `_usual_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
+    """Like `_rows`, for columns. Each client gets one message for all of its requests that came in columns."""
     requests, forms = state.requests, columns.forms
-    rows = 0
-    arrivals: list[int] = []
+    usual: list[Request] = []
     replies: dict[ClientState, tuple[list[int], list[int], list[tuple[bytes, ...]]]] = {}
     for index, (own, axis, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
         request = requests.get(own)
@@ -233,34 +210,31 @@ def _usual_columns(
             reply[0].append(number)
             reply[1].append(axis)
             reply[2].append(data)
-        del client.requests[number], requests[own]
-        client.bytes -= request.inline
         request.state = _ENDED  # a legal transition from SENT
-        rows += request.cost
-        arrivals.append(request.arrived)
+        usual.append(request)
     for client, (numbers, axes, blobs) in replies.items():
         message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
         state.send(client.number, message)
-    _count_answered(version, batch, arrivals, rows, taken, now)
+    _end(state, version, batch, usual, taken, now)
 
 
 def _row(
     state: State, version: Version, instance: Instance, batch: Batch[Request], row: Row, now: int, taken: int
 ) -> None:
     request = state.requests.get(row.request)
-    if request is None or request.batch is not batch or request.state is _DONE:
+    if request is None or request.batch is not batch or request.state in _REPORTED:
         kill_for_protocol_error(state, version, instance, f"row of request {row.request}")
         return
     batch.left -= 1
     if request.state is _LINGERING:
-        answers.send_back(state, instance, row)
-        completion.released(state, request)
+        state.outputs.refuse(instance, row.outputs)
+        exit.released(state, request)
     elif row.error is not None:
-        answers.send_back(state, instance, row)
-        completion.end_failed(state, request, row.error.code, row.error.text, now)
+        state.outputs.refuse(instance, row.outputs)
+        exit.fail(state, request, row.error.code, row.error.text, now)
     elif not _reply(state, version, instance, request, row, now, taken):
         text = f"{version.label} sent a response with memory that it does not own"
-        completion.end_failed(state, request, "INTERNAL", text, now)
+        exit.fail(state, request, "INTERNAL", text, now)
         kill_for_protocol_error(state, version, instance, "memory in a response")
 
 
@@ -268,7 +242,7 @@ def _reply(
     state: State, version: Version, instance: Instance, request: Request, row: Row, now: int, taken: int
 ) -> bool:
     """Sends the response. False, without any change: it refers to memory that the worker may not give."""
-    if not answers.take(state, instance, request, row):
+    if not state.outputs.produce(instance, request, row.outputs):
         return False
     if taken:
         version.statistics.answered([request.arrived], request.cost, taken, now)
@@ -276,5 +250,5 @@ def _reply(
         version.statistics.answered_early(request.arrived, request.cost, now)
         assert request.batch is not None
         request.batch.early.append(request.arrived)
-    completion.answer(state, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
+    exit.respond(state, request, Reply(request.client_number, version.number, row.outputs, row.parameters))
     return True

@@ -10,19 +10,18 @@ because a call has the audience of its parent.
 
 from __future__ import annotations
 
+from shmserve.core import exit
 from shmserve.core.batching import dispatch
 from shmserve.core.calls import deadlock
 from shmserve.core.effects import Query
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import loading
 from shmserve.core.models.termination import kill_for_protocol_error
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion, enqueue, responses, waiting
+from shmserve.core.records import CallingWorker, Instance, Request, Version
+from shmserve.core.requests import enqueue, responses, waiting
 from shmserve.core.requests.admission import count_refused
-from shmserve.core.requests.client import CallingWorker
 from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.requests.quotas import Quotas
-from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import STOPPING, State, Timer
@@ -55,7 +54,8 @@ class ModelCalls:
         caller, peer = instance.caller, instance.peer
         if caller is None:
             caller = instance.caller = CallingWorker(
-                peer, INTERNAL, "worker", "memfd", instance.spec.name, user=USER, roles=roles.ALL_ROLES,
+                peer, INTERNAL, "worker", self._state.ledger, "memfd", instance.spec.name, user=USER,
+                roles=roles.ALL_ROLES, answered=self._state.answered_calls,
             )  # fmt: skip
         if not message.call or message.call in caller.requests:
             kill_for_protocol_error(self._state, version, instance, f"Call {message.call}")
@@ -68,19 +68,17 @@ class ModelCalls:
             return
         if instance.state is InstanceState.STARTING:  # the called model may have to load first
             loading.load_over(self._state, instance)
-        if request.held and request.state not in _ANSWERED:
+        if message.held and request.state not in _ANSWERED:
             stuck = deadlock.closes_cycle(self._state, request)
             if stuck:
-                completion.fail_early(self._state, request, "UNAVAILABLE", stuck, now)
+                exit.fail_early(self._state, request, "UNAVAILABLE", stuck, now)
 
     def cancel(self, version: Version, instance: Instance, message: Cancel, now: int) -> None:
         request = self._of(instance, message.request)
         if request is None:  # already answered (the messages crossed), or an operation instead of a call
             self._state.effects.append(Query(instance.peer, message))
         else:
-            completion.fail_early(
-                self._state, request, "CANCELLED", "the call was cancelled by the model that made it", now
-            )
+            exit.fail_early(self._state, request, "CANCELLED", "the call was cancelled by the model that made it", now)
 
     def more(self, version: Version, instance: Instance, message: More, now: int) -> None:
         request = self._of(instance, message.request)
@@ -155,25 +153,20 @@ class ModelCalls:
             segments, pins, number, arrived = waited.segments, waited.pins, waited.number, waited.arrived
             waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
         request = Request(
-            number, caller, message.call, version, message.inputs, message.outputs, options, rows, rows or 1, inline,
-            signature, segments, pins, (), arrived, level, special=True, held=message.held, length=length,
+            number, caller, caller, message.call, version, message.inputs, message.outputs, options, rows, rows or 1,
+            inline, signature, segments, pins, (), arrived, level, special=True, length=length,
             deadline=_first_of(now + message.timeout_us * 1000 if message.timeout_us else 0, parent),
             audience=INTERNAL if parent is None else parent.audience,
-            called_by=0 if parent is None else parent.number,
+            parent=0 if parent is None else parent.number,
         )  # fmt: skip
         caller.requests[message.call] = number
         state.requests[number] = request
         caller.bytes += inline
         if request.deadline:
             state.set_timer(request.deadline, Timer.DEADLINE, request)
-        if state.traces.active and parent is not None:
-            state.traces.sample_child(request, parent)
-        if options is not None and TRACE in options.parameters:
-            record = state.traces.begin_by_id(request, now)
-            if record is not None:
-                state.effects.append(record)
+        state.observers.call_admitted(request, parent)
         if message.held and waited is None:
-            self._hold(caller)
+            self._hold(caller, request)
         enqueue.put(self._state, version, message.version, request, now)
         return request
 
@@ -193,15 +186,15 @@ class ModelCalls:
         inline, _ = waiting.size_of(message)
         segments, pins = self._memory(caller, parent, message)
         request = Request(
-            self._state.next_number(), caller, message.call, version, message.inputs, message.outputs, message.options,
-            0, 1, inline, None, segments, pins, (), now, special=True, held=message.held, unchecked=message,
+            self._state.next_number(), caller, caller, message.call, version, message.inputs, message.outputs,
+            message.options, 0, 1, inline, None, segments, pins, (), now, special=True, unchecked=message,
             deadline=_first_of(now + message.timeout_us * 1000 if message.timeout_us else 0, parent),
             audience=INTERNAL if parent is None else parent.audience,
-            called_by=0 if parent is None else parent.number,
+            parent=0 if parent is None else parent.number,
         )  # fmt: skip
         waiting.add(self._state, request)
         if message.held:
-            self._hold(caller)
+            self._hold(caller, request)
         return request
 
     def _parent(self, instance: Instance, number: int) -> Request | None:
@@ -261,8 +254,8 @@ class ModelCalls:
 
     def _of_frame(self, parent: Request, handle: Handle) -> tuple[int, int] | None:
         """A frame belongs to a single request. Turns it into a block that several requests can use."""
-        while parent.step_of:
-            parent = self._state.requests[parent.step_of]
+        while parent.is_step:
+            parent = self._state.requests[parent.parent]
         for block in parent.blocks:
             if _contains(block, handle):
                 self._state.ledger.keep(block)
@@ -273,8 +266,9 @@ class ModelCalls:
 
     # ------------------------------------------------------------------------------------ waiting instances
 
-    def _hold(self, caller: CallingWorker) -> None:
+    def _hold(self, caller: CallingWorker, request: Request) -> None:
         """The instance blocks until its call is answered."""
+        caller.blocking.add(request.number)
         caller.waits_for += 1
         if caller.waits_for > 1:
             return
@@ -296,9 +290,7 @@ class ModelCalls:
         while answered:
             self._resume(answered.pop())
 
-    def _resume(self, request: Request) -> None:
-        caller = request.client
-        assert isinstance(caller, CallingWorker)
+    def _resume(self, caller: CallingWorker) -> None:
         caller.waits_for -= 1
         if caller.gone or caller.waits_for:
             return
@@ -322,7 +314,7 @@ class ModelCalls:
             request, text = deadlock.newest_in_cycle(self._state)
             if request is None:
                 return
-            completion.fail_early(self._state, request, "UNAVAILABLE", text, now)
+            exit.fail_early(self._state, request, "UNAVAILABLE", text, now)
 
 
 def _failed(message: Call, error: ServeError) -> str:

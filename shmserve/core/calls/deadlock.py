@@ -185,9 +185,10 @@ def _caller(state: State, request: Request) -> tuple[Version, Instance]:
 def _held(state: State, instance: Instance) -> list[Request]:
     """The calls that block the instance or keep it awake."""
     caller, requests = instance.caller, state.requests
-    calls = [requests[number] for number in caller.requests.values()] if caller is not None else []
+    if caller is None:
+        return []
     version, _ = state.instances[instance.peer]
-    return [request for request in calls if request.held or version.yielding]
+    return [requests[number] for number in caller.requests.values() if number in caller.blocking or version.yielding]
 
 
 def _number(request: Request) -> int:

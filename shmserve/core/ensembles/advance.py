@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shmserve.core import exit
 from shmserve.core.ensembles import graph, steps
 from shmserve.core.ensembles.run import Iteration, KeptTensor, MappedStep, Run, Spot
 from shmserve.core.records import Request
-from shmserve.core.requests import completion, responses
+from shmserve.core.requests import responses
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
@@ -154,7 +155,7 @@ class Ensembles:
             self._drop(run, kept.tensor.data)
 
     def _drop(self, run: Run, handles: tuple[Handle, ...] | list[Handle]) -> None:
-        completion.drop(self._state, run.request.client, handles)
+        run.drop(handles)
 
     # ------------------------------------------------------------------------------------ starting steps
 
@@ -202,12 +203,12 @@ class Ensembles:
 
     def _queue_rows(self, run: Run) -> None:
         first = run.mapped[0]
-        self._state.runs_with_rows.add(run.request.client.user, run, first.count - first.next > ROWS_TOGETHER)
+        self._state.runs.with_rows.add(run.request.client.user, run, first.count - first.next > ROWS_TOGETHER)
 
     def ask_rows(self, most: int, now: int) -> int:
         """Requests rows of mapped steps, up to `most`, round robin between users and runs. Returns the number of
         requests."""
-        mapped = self._state.runs_with_rows
+        mapped = self._state.runs.with_rows
         requested = 0
         while mapped and requested < most:
             run = mapped.pop()
@@ -219,7 +220,7 @@ class Ensembles:
                     self._ask_row(run, run.mapped[0], now)
                 except ServeError as error:
                     self._fail(run, error)
-                    self._state.runs_to_advance[run] = None
+                    self._state.runs.to_advance[run] = None
             if run.failure is not None or run.over:
                 run.mapped.clear()
             elif run.mapped:
@@ -272,8 +273,8 @@ class Ensembles:
                 if run.over:
                     return False
             elif not level:
-                completion.part(self._state, run.request, (), None, True)
-                self._finish(run, now)
+                self._is_over(run, now)
+                exit.respond_part(self._state, run.request, (), None, True)
                 return False
             run.open[level].popleft()
             self._close_iteration(run, first)
@@ -318,11 +319,10 @@ class Ensembles:
         """Sends the only response: all steps are done."""
         request = run.request
         outputs = self._outputs(run, iteration)
-        self._count(run, now)
-        completion.pass_on(self._state, request, graph.handles_of(outputs))
-        run.over = True
+        self._is_over(run, now)
+        self._state.outputs.pass_on(request, graph.handles_of(outputs))
         reply = Reply(request.client_number, request.version.number, outputs, _sequence_of(request))
-        completion.deliver(self._state, request, reply)
+        exit.deliver(self._state, request, reply)
 
     def _answer_part(self, run: Run, iteration: Iteration, now: int) -> None:
         """Sends one of several responses. The last one is marked as last if it is already known to be, and has
@@ -330,18 +330,14 @@ class Ensembles:
         outputs = self._outputs(run, iteration)
         last = bool(outputs) and run.is_last
         run.room -= 1
-        completion.pass_on(self._state, run.request, graph.handles_of(outputs))
-        completion.part(self._state, run.request, outputs, _sequence_of(run.request), last)
+        self._state.outputs.pass_on(run.request, graph.handles_of(outputs))
         if last:
-            self._finish(run, now)
+            self._is_over(run, now)
+        exit.respond_part(self._state, run.request, outputs, _sequence_of(run.request), last)
 
-    def _finish(self, run: Run, now: int) -> None:
-        """Ends the request after its last part."""
-        self._count(run, now)
+    def _is_over(self, run: Run, now: int) -> None:
+        """Counts a run that is about to send its last response."""
         run.over = True
-        completion.finish(self._state, run.request, "")
-
-    def _count(self, run: Run, now: int) -> None:
         request, statistics = run.request, run.request.version.statistics
         statistics.answered([request.arrived], request.cost, request.arrived, now)
         statistics.ensemble_done(request.cost, run.times, now)
@@ -357,27 +353,27 @@ class Ensembles:
         request.version.statistics.failed(kind, now - request.arrived)
         request.version.statistics.keep_error(code, text, now)
         if not run.in_flight:
-            completion.deliver(self._state, request, Fail(request.client_number, code, text))
+            exit.deliver(self._state, request, Fail(request.client_number, code, text))
             return
-        completion.send_failure(self._state, request, code, text)
+        request.requester.fail_early(request, code, text)
         request.move(_LINGERING)
-        completion.client_left(self._state, request)
+        request.requester.detached(request)
 
     def _give_up(self, step: Request) -> None:
         if step.state is _QUEUED:
             step.version.drop(step)
             self._state.to_dispatch[step.version] = None
-            completion.end(self._state, step)
+            exit.end(self._state, step)
             if step.version.order is not None:
-                completion.answer_in_order(self._state, step.version)
+                exit.respond_in_order(self._state, step.version)
         elif step.state in (_SENT, _OPEN):
-            completion.linger(self._state, step)
+            exit.linger(self._state, step)
         elif step.state is _DONE:
-            completion.drop_done(self._state, step)
+            exit.drop_done(self._state, step)
         elif step.state is _CHAINED:
             inner = self._state.runs[step.number]
             inner.fail("CANCELLED", "its ensemble has failed")
-            self._state.runs_to_advance[inner] = None
+            self._state.runs.to_advance[inner] = None
 
     def _close_iteration(self, run: Run, iteration: Iteration) -> None:
         for kept in iteration.tensors.values():
@@ -390,7 +386,7 @@ class Ensembles:
         """Removes the run: no worker has any of its steps."""
         request = run.request
         if request.state is _LINGERING:
-            completion.released(self._state, request)
+            exit.released(self._state, request)
         for iteration in run.iterations():
             self._close_iteration(run, iteration)
         for _, message in run.results:  # results of steps that were dropped
@@ -402,7 +398,7 @@ class Ensembles:
         run.sources.clear()
         del self._state.runs[request.number]
         request.version.users -= 1
-        if not request.step_of:
+        if not request.is_step:
             for member in run.held.values():
                 member.users -= 1
 

@@ -30,13 +30,15 @@ def begin(state: State, request: Request) -> None:
         wanted = dict.fromkeys(graph.outputs)
     else:
         wanted = {output.name: output for output in request.outputs}
-    held = state.runs[request.step_of].held if request.step_of else {}
+    outer = state.runs.get(request.parent)
     needed = graph.needed(tuple(wanted))
-    run = Run(request, graph, needed, wanted, held, graph.levels(needed, _NONE), times=[0, 0, 0])
+    held = {} if outer is None else outer.held
+    levels = graph.levels(needed, _NONE)
+    run = Run(request, state.ledger, state.runs, graph, needed, wanted, held, levels, times=[0, 0, 0])
     request.move(RequestState.CHAINED)
     state.runs[request.number] = run
     version.users += 1
-    state.runs_to_advance[run] = None
+    state.runs.to_advance[run] = None
     try:
         _take_members(state, run)
     except ServeError as error:

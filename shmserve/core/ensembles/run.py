@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from msgspec import Struct, field
 
 from shmserve.core.ensembles.graph import EnsembleGraph, Levels, StepInput, StepPlan
-from shmserve.core.records import Request, Version
-from shmserve.protocol.messages import Fail, Part, Reply, Tensor, Wanted
+from shmserve.core.fair_queue import FairQueue
+from shmserve.core.ledger import Ledger
+from shmserve.core.records import STEP, Request, Response, Version
+from shmserve.protocol.messages import Fail, Handle, Part, Reply, Tensor, Wanted
 
 Held = dict["tuple[str, int] | Version", Version]
 
@@ -77,10 +79,24 @@ class MappedStep(Struct, eq=False):
     next: int = 0
 
 
-class Run(Struct, eq=False):
-    """`out`: requests of steps that have not ended. `over`: the last response has been sent to the caller."""
+class Runs(dict[int, "Run"]):
+    """Number of the request to an ensemble -> its run."""
 
+    def __init__(self) -> None:
+        self.to_advance: dict[Run, None] = {}
+        """Runs to advance: a step's result has arrived, or the run has failed."""
+        self.with_rows: FairQueue[Run] = FairQueue()
+        """Runs with rows that still need requests, queued by user. May contain runs that have ended."""
+
+
+class Run(Struct, eq=False):
+    """The requester of the steps. `runs`: itself and all others. `over`: the last response has been sent to the
+    caller."""
+
+    kind: ClassVar[str] = STEP
     request: Request
+    ledger: Ledger
+    runs: Runs
     graph: EnsembleGraph
     needed: frozenset[int]
     wanted: dict[str, Wanted | None]
@@ -95,8 +111,9 @@ class Run(Struct, eq=False):
     """For each level: the open iterations, in order."""
     ready: list[tuple[Iteration, int]] = []
     mapped: deque[MappedStep] = field(default_factory=deque)
-    """Invariant: if this is not empty and the run has not failed, the run is in State.runs_with_rows."""
+    """Invariant: if this is not empty and the run has not failed, the run is in Runs.with_rows."""
     in_flight: dict[int, Request] = {}
+    """Requests of steps that have not ended, by number."""
     spots: dict[int, Spot] = {}
     """Number of a request in `in_flight` -> its purpose."""
     sources: dict[int, Request] = {}
@@ -107,15 +124,28 @@ class Run(Struct, eq=False):
     failure: tuple[str, str] | None = None
     over: bool = False
 
-    def responded(self, request: Request, message: Reply | Part | Fail, inner: Run | None) -> None:
-        """Records a result of a step. `inner`: the run of a step that is an ensemble itself."""
+    # ------------------------------------------------------------------------------------ as a requester
+
+    def hold(self, handles: Iterable[Handle]) -> None:
+        for handle in handles:
+            self.ledger.keep(handle)
+
+    def drop(self, handles: Iterable[Handle]) -> None:
+        for handle in self.request.client.of_others(handles):
+            self.ledger.unpin(handle)
+
+    def deliver(self, request: Request, message: Response) -> None:
+        """Records a result of a step. `advance` processes it."""
+        assert isinstance(message, Reply | Part | Fail)
         spot = self.spots[request.number]
         self.results.append((spot, message))
+        self.runs.to_advance[self] = None
         if isinstance(message, Part) and not message.last:
             return
         spent: Sequence[int] = ()
         queue_ns = 0
-        if inner is not None:
+        inner = self.runs.get(request.number)
+        if inner is not None:  # the step is an ensemble itself
             spent = inner.times
         elif request.batch is not None and request.batch.times:
             taken, ready, computed, placed = request.batch.times
@@ -127,9 +157,23 @@ class Run(Struct, eq=False):
         if counts is not None and spot.step < len(counts):  # a reload may have added steps
             counts[spot.step].add(queue_ns, spent)
 
+    def fail_early(self, request: Request, code: str, text: str) -> None:
+        self.deliver(request, Fail(request.client_number, code, text))
+
+    def detached(self, request: Request) -> None:
+        """A step counts until it ends."""
+
+    def released(self, request: Request) -> None:
+        """The run looks at what is in flight."""
+
     def ended(self, request: Request) -> None:
-        """A step has delivered its last result, and no worker has its request any more."""
         del self.in_flight[request.number], self.spots[request.number]
+        client = request.client
+        client.steps -= 1
+        client.bytes -= request.inline
+        self.runs.to_advance[self] = None
+
+    # ------------------------------------------------------------------------------------ failure
 
     def fail(self, code: str, text: str) -> None:
         """Records a failure. Only the first one is reported."""

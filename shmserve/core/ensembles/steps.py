@@ -87,9 +87,9 @@ def submit(
         state.ledger.use_present(used)
     number = state.next_number()
     request = Request(
-        number, client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
+        number, run, client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
         signature, used, (), (), now, level, deadline=parent.deadline,
-        audience=parent.audience if final else INTERNAL, step_of=parent.number,
+        audience=parent.audience if final else INTERNAL, parent=parent.number,
         in_shared_memory=in_shared_memory or (final and parent.in_shared_memory),
         special=True, aliases=not (final or step.mapped or member.cached), length=length,
         step=_options(
@@ -98,8 +98,7 @@ def submit(
         ),
     )  # fmt: skip
     state.requests[number] = run.in_flight[number] = request
-    if state.traces.active:
-        state.traces.sample_child(request, parent)
+    state.observers.child_admitted(request, parent)
     run.spots[number] = spot
     if source:
         run.sources[iteration.level] = request

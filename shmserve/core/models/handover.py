@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from shmserve.core import exit
 from shmserve.core.batching import leases, recall
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion
 from shmserve.core.state import State, Timer
 from shmserve.core.states import InstanceState, RequestState
 
@@ -67,7 +67,7 @@ def _split_order(state: State, old: Version, new: Version) -> None:
         moved = [request for request in old.order if request.version is new]
         new.order = deque([*moved, *new.order])
         old.order = deque(request for request in old.order if request.version is old)
-        completion.answer_in_order(state, old)
+        exit.respond_in_order(state, old)
 
 
 def _limit(state: State, version: Version, instance: Instance, now: int) -> None:
@@ -138,4 +138,4 @@ def _end(state: State, version: Version, now: int) -> None:
 
 def _fail(state: State, request: Request, code: str, text: str, now: int) -> None:
     if request.state not in _ANSWERED:
-        completion.fail_early(state, request, code, text, now)
+        exit.fail_early(state, request, code, text, now)

@@ -3,6 +3,7 @@ room.py decide which ones should run."""
 
 from __future__ import annotations
 
+from shmserve.core import exit
 from shmserve.core.batching import dispatch, leases, recall
 from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Drained
@@ -11,7 +12,7 @@ from shmserve.core.models import deployment, load_results, loading, retirement, 
 from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion, responses, waiting
+from shmserve.core.requests import responses, waiting
 from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import InstanceState, RequestState, VersionState
@@ -109,7 +110,7 @@ class Lifecycle:
         self._count_uptime(instance, now)
         explained = self._lose_batches(version, instance, event.reason, now)
         if caller is not None:
-            completion.cancel_all(self._state, caller, now)
+            exit.cancel_all(self._state, caller, now)
             self._state.ledger.client_died(caller)
         lost = self._state.ledger.worker_died(event.peer)
         if lost:
@@ -192,15 +193,13 @@ class Lifecycle:
                 first = request.suspect
                 if first is not None:
                     explained, first.unexplained = first.unexplained, False
-                completion.end_failed(
-                    self._state, request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now
-                )
+                exit.fail(self._state, request, "MODEL_FAILED", _lost(version, instance, request, alone, reason), now)
         for request in waiting.requests() if waiting is not None else ():  # not started yet
             if request.state is RequestState.SENT:
                 self._take_back(request)
                 recall.put_back(self._state, version, request)
             else:
-                completion.end_failed(self._state, request, "", "", now)
+                exit.fail(self._state, request, "", "", now)
         for batch in (running, waiting):
             if batch is not None:
                 batch.end()
@@ -209,7 +208,7 @@ class Lifecycle:
         if version.sequence_slots is not None:
             version.sequence_slots.lose(instance, f"the worker process with its state ended ({reason})")
         if version.order is not None:
-            completion.answer_in_order(self._state, version)
+            exit.respond_in_order(self._state, version)
         return explained
 
     def _run_elsewhere(self, version: Version, running: Batch[Request] | None) -> None:
@@ -247,7 +246,7 @@ class Lifecycle:
         text = f"a tensor was on the GPU of instance '{instance.spec.name}', whose worker process has ended"
         for request in list(self._state.requests.values()):
             if request.state in (RequestState.QUEUED, RequestState.SENT) and not lost.isdisjoint(request.segments):
-                completion.fail_early(self._state, request, HandleLost.code, text, now)
+                exit.fail_early(self._state, request, HandleLost.code, text, now)
 
     def _may_retry(self, version: Version, request: Request) -> bool:
         """May the request be retried? Only if it has not killed a worker before, none of its responses were sent, no
@@ -387,7 +386,7 @@ class Lifecycle:
         text = "the server stopped before this request completed (--exit-timeout-secs)"
         for request in list(self._state.requests.values()):
             if request.state not in (RequestState.LINGERING, RequestState.ENDED):
-                completion.fail_early(self._state, request, "UNAVAILABLE", text, now)
+                exit.fail_early(self._state, request, "UNAVAILABLE", text, now)
         for version, instance in list(self._state.instances.values()):
             leases.fail(self._state, instance, "UNAVAILABLE", text)
             kill(self._state, version, instance, "it did not stop in time")

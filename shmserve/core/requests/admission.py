@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import re
 
+from shmserve.core import exit
 from shmserve.core.batching import leases
 from shmserve.core.effects import Forget, Free, Query
 from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.events import Framed, Garbled, OwnSegment, OwnSegmentGone
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.records import Request, Version
-from shmserve.core.requests import completion, enqueue, responses, shadow, waiting
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState, Request, Version
+from shmserve.core.requests import enqueue, responses, shadow, waiting
 from shmserve.core.requests.connections import Connections
 from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.requests.quotas import Quotas
-from shmserve.core.requests.trace import PARAMETER as TRACE
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import STOPPING, WORKERS_FROM, State, Timer
@@ -228,7 +227,7 @@ class Admission:
                     continue
                 sizes, inline = checked.sizes, checked.inline
                 like = Request(
-                    0, client, 0, version, (), None, None, rows, rows or 1, inline,
+                    0, client, client, 0, version, (), None, None, rows, rows or 1, inline,
                     checked.signature, (), (), (), now, 0, 0, deadline,
                     audience=client.audience, length=checked.length, form=form,
                 )  # fmt: skip
@@ -246,8 +245,7 @@ class Admission:
                 state.set_timer(deadline, Timer.DEADLINE, request)
             admitted.append(request)
         if admitted:
-            if state.traces.samples:
-                state.traces.sample_due(version, admitted)
+            state.observers.admitted(version, admitted)
             version.queue.add_all(admitted)
             state.to_dispatch[version] = None
 
@@ -323,7 +321,7 @@ class Admission:
             waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
         special = streamed or bool(segments)
         request = Request(
-            own, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
+            own, client, client, number, version, inputs, outputs, options, rows, rows or 1, inline,
             signature, segments, pins, blocks, arrived, level, audience=client.audience, special=special, length=length,
         )  # fmt: skip
         client.requests[number] = own
@@ -339,10 +337,7 @@ class Admission:
             state.set_timer(request.deadline, Timer.DEADLINE, request)
         if state.shadows and not message.version and message.model in state.shadows:
             shadow.choose(state, request, state.shadows[message.model])
-        if state.traces.samples:
-            state.traces.sample_due(version, (request,))
-        if options is not None and TRACE in options.parameters:
-            self._trace_by_id(request, now)
+        state.observers.admitted(version, (request,))
         if version.plain:
             if not (state.accused and leases.queue_accused(state, version, request)):
                 version.queue.add(request)
@@ -373,8 +368,8 @@ class Admission:
         segments, pins, size = self._memory(client, message, blocks) if shared else _NOTHING
         deadline = now + message.timeout_us * 1000 if message.timeout_us else 0
         request = Request(
-            state.next_number(), client, message.request, version, message.inputs, message.outputs, message.options,
-            0, 1, inline, None, segments, pins, blocks, now, 0, 0, deadline,
+            state.next_number(), client, client, message.request, version, message.inputs, message.outputs,
+            message.options, 0, 1, inline, None, segments, pins, blocks, now, 0, 0, deadline,
             audience=client.audience, special=True, unchecked=message, input_bytes=size,
         )  # fmt: skip
         waiting.add(state, request)
@@ -388,11 +383,6 @@ class Admission:
         except ServeError as error:
             count_refused(self._state, message.model, error)
             raise
-
-    def _trace_by_id(self, request: Request, now: int) -> None:
-        record = self._state.traces.begin_by_id(request, now)
-        if record is not None:
-            self._state.effects.append(record)
 
     def _memory(
         self, client: ClientState, message: Infer, blocks: tuple[Handle, ...]
@@ -445,7 +435,7 @@ class Admission:
         if request is None:  # already answered (the messages crossed), or an operation instead of a request
             self._state.effects.append(Query(peer, message))
         else:
-            completion.fail_early(self._state, request, "CANCELLED", "the request was cancelled by its caller", now)
+            exit.fail_early(self._state, request, "CANCELLED", "the request was cancelled by its caller", now)
 
     # ------------------------------------------------------------------------------------ memory and queries
 

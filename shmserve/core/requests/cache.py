@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from shmserve.core.ledger import INTERNAL, Ledger
+from shmserve.core.outputs import Outputs
 from shmserve.core.records import Request, Version
 from shmserve.protocol.messages import OWNER_SHIFT, Handle, Map, Tensor, Value
 from shmserve.protocol.trace_context import TRACE_CONTEXT
@@ -59,7 +60,7 @@ class CacheEntry(Struct, eq=False):
 class Cache:
     """An LRU cache of `limit` bytes. 0: disabled."""
 
-    def __init__(self, limit: int, ledger: Ledger) -> None:
+    def __init__(self, limit: int, ledger: Ledger, outputs: Outputs) -> None:
         self.limit = limit
         self.copies: Copies | None = None
         """None: only inputs inside messages are compared, and outputs stay where they are."""
@@ -67,6 +68,7 @@ class Cache:
         """In ns, for statistics only: the turn's `now` does not advance during lookups and copies."""
         self.bytes = self.hits = self.misses = self.evictions = 0
         self._ledger = ledger
+        self._outputs = outputs
         self._entries: OrderedDict[Key, CacheEntry] = OrderedDict()
 
     def __len__(self) -> int:
@@ -161,8 +163,7 @@ class Cache:
             return
         if handles and self.copies is not None and sum(handle.size for handle in handles) <= COPIED_BYTES:
             outputs, handles = self._moved(outputs, handles, key[1])
-        for handle in handles:
-            self._ledger.keep(handle)
+        self._outputs.pin(handles)
         self._entries[key] = CacheEntry(key[0], outputs, parameters, handles, size)
         self.bytes += size
         while self.bytes > self.limit:
@@ -197,8 +198,7 @@ class Cache:
 
     def _evict(self, entry: CacheEntry) -> None:
         self.bytes -= entry.size
-        for handle in entry.handles:
-            self._ledger.unpin(handle)
+        self._outputs.unpin(entry.handles)
 
     def entries(self) -> Collection[CacheEntry]:
         return self._entries.values()

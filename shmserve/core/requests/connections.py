@@ -5,11 +5,11 @@ Invariant: after `disconnect`, all further input of the client is ignored.
 
 from __future__ import annotations
 
+from shmserve.core import exit
 from shmserve.core.effects import Close
 from shmserve.core.events import Closed, Garbled, Opened
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.requests import completion
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState
 from shmserve.core.requests.queries import QueryQueue
 from shmserve.core.requests.quotas import SECOND, Quotas
 from shmserve.core.state import State
@@ -47,7 +47,9 @@ class Connections:
     # ------------------------------------------------------------------------------------ connect and disconnect
 
     def opened(self, peer: int, event: Opened, now: int) -> None:
-        client = ClientState(event.peer, event.audience, event.plane, user=event.audience, granted=event.roles)
+        client = ClientState(
+            event.peer, event.audience, event.plane, self._state.ledger, user=event.audience, granted=event.roles
+        )
         try:
             self._quotas.enter(client)
         except Unavailable as error:
@@ -93,7 +95,7 @@ class Connections:
                 "client_held_bytes": limits.client_held_bytes,
                 "device_memory": int(client.plane == "lane" and roles.allows("register", client.roles)),
                 "named_memory": int(roles.allows("register", client.roles)),
-                "trace_context": int(self._state.traces.contexts_per_second > 0),
+                "trace_context": int(self._state.observers.traces.contexts_per_second > 0),
             }
             self._state.send(peer, Welcome(PROTOCOL, client.number, self._server, known))
 
@@ -105,7 +107,7 @@ class Connections:
             return
         client.gone = True
         self._quotas.leave(client)
-        completion.cancel_all(self._state, client, now)
+        exit.cancel_all(self._state, client, now)
         self._state.ledger.client_died(client)
 
     def bye(self, peer: int, message: Bye, now: int) -> None:

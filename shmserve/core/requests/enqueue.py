@@ -5,11 +5,10 @@ Invariant: only `level`, which runs before the request exists, may reject it; `p
 
 from __future__ import annotations
 
+from shmserve.core import exit
 from shmserve.core.batching import dispatch
 from shmserve.core.ensembles.begin import begin
-from shmserve.core.records import Miss, Request, Version
-from shmserve.core.requests import completion
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState, Miss, Request, Version
 from shmserve.core.sequences import scheduler
 from shmserve.core.state import State, Timer
 from shmserve.core.states import RequestState
@@ -52,7 +51,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     if version.graph is not None:
         begin(state, request)
         return
-    if request.step_of and (version.order is not None or version.sequence_slots is not None):
+    if request.is_step and (version.order is not None or version.sequence_slots is not None):
         state.deadlock_possible = True
     if version.sequence_slots is not None:
         scheduler.put(state, version, number, request, now)
@@ -79,7 +78,7 @@ def expire(state: State, request: Request, now: int) -> None:
         request.version.drop(request)
     if expired or request.version.queue.expire(request):
         # Triton's clients compare the whole text, so nothing is added.
-        completion.end_early(state, request, "QUEUE_TIMEOUT", "Request timeout expired", now)
+        exit.fail_unsent(state, request, "QUEUE_TIMEOUT", "Request timeout expired", now)
 
 
 def _cached(state: State, version: Version, request: Request, now: int) -> bool:
@@ -95,9 +94,9 @@ def _cached(state: State, version: Version, request: Request, now: int) -> bool:
             request.miss = Miss(key, cache.clock() - began)
         return False
     version.statistics.cache_hit(now - request.arrived + cache.clock() - began, now)
-    completion.pass_on(state, request, entry.handles)
+    state.outputs.pass_on(request, entry.handles)
     reply = Reply(request.client_number, version.number, entry.outputs, entry.parameters)
-    completion.deliver(state, request, reply)
+    exit.deliver(state, request, reply)
     return True
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from shmserve.core.effects import Pause
 from shmserve.core.limits import BURST_S, PATIENCE_S
-from shmserve.core.records import Version
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState, Version
 from shmserve.core.state import State
 from shmserve.errors import Unavailable
 from shmserve.protocol.messages import PACKET_BYTES

@@ -14,8 +14,7 @@ from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.form import Reason
 from shmserve.core.batching.lease import Lease
 from shmserve.core.events import LeasedRequest
-from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests.client import CallingWorker, ClientState
+from shmserve.core.records import CallingWorker, ClientState, Instance, Request, Version
 from shmserve.core.states import RequestState
 from shmserve.protocol.recorded import RecordedBatch, RecordedEnd, RecordedRequest
 
@@ -109,10 +108,9 @@ class Recording:
     def _request(self, request: Request, gone: bool) -> RecordedRequest:
         client, options = request.client, request.options
         self._name(client)
-        parent = request.step_of or request.called_by
         return RecordedRequest(
-            request.number, client.number, request.client_number, options.id if options is not None else "", parent,
-            request.rows, request.arrived, gone,
+            request.number, client.number, request.client_number, options.id if options is not None else "",
+            request.parent, request.rows, request.arrived, gone,
         )  # fmt: skip
 
     def _name(self, client: ClientState) -> None:

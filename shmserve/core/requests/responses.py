@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from shmserve.core.batching import answers
+from shmserve.core import exit
 from shmserve.core.batching.batch import Batch
 from shmserve.core.models.termination import kill_for_protocol_error
 from shmserve.core.records import Instance, Request, Version
-from shmserve.core.requests import completion
 from shmserve.core.state import State
 from shmserve.core.states import RequestState
 from shmserve.protocol.messages import More
@@ -44,29 +43,29 @@ def _row(state: State, version: Version, instance: Instance, row: Row, now: int)
         return
     if row.request in instance.streams:
         instance.responded = now
-    taken = request.state is not _LINGERING and row.error is None and answers.take(state, instance, request, row)
+    wanted = request.state is not _LINGERING and row.error is None
+    taken = wanted and state.outputs.produce(instance, request, row.outputs)
     if not taken:
-        answers.send_back(state, instance, row)
+        state.outputs.refuse(instance, row.outputs)
     _count(state, version, request, row)
     if row.more:
         if taken:
-            completion.part(state, request, row.outputs, row.parameters, False)
+            exit.respond_part(state, request, row.outputs, row.parameters, False)
         return
     _leave(state, instance, batch, request)
     if request.state is _LINGERING:
-        completion.released(state, request)
+        exit.released(state, request)
     elif row.error is not None:
-        completion.end_failed(state, request, row.error.code, row.error.text, now)
+        exit.fail(state, request, row.error.code, row.error.text, now)
     elif not taken:
         text = f"{version.label} sent a response with memory that it does not own"
-        completion.end_failed(state, request, "INTERNAL", text, now)
+        exit.fail(state, request, "INTERNAL", text, now)
         kill_for_protocol_error(state, version, instance, "memory in a response")
     else:
         version.statistics.answered_early(request.arrived, request.cost, now)
         if batch is not None and request.batch is batch:
             batch.early.append(request.arrived)
-        completion.part(state, request, row.outputs, row.parameters, True)
-        completion.finish(state, request, "")
+        exit.respond_part(state, request, row.outputs, row.parameters, True)
 
 
 def _count(state: State, version: Version, request: Request, row: Row) -> None:
@@ -100,7 +99,7 @@ def lost(state: State, version: Version, instance: Instance, reason: str, now: i
     for request in list(instance.streams.values()):
         count = f"{request.parts} response{'' if request.parts == 1 else 's'}"
         text = f"{version.label}: the worker process of instance '{instance.spec.name}' ended after {count}"
-        completion.end_failed(state, request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
+        exit.fail(state, request, "MODEL_FAILED", f"{text} to this request ({reason})", now)
     instance.streams.clear()
 
 
@@ -109,7 +108,7 @@ def more(state: State, request: Request, count: int) -> None:
     run = state.runs.get(request.number)
     if run is not None:
         run.room += count
-        state.runs_to_advance[run] = None
+        state.runs.to_advance[run] = None
         return
     options, instance = request.options, request.instance
     if options is None or not (request.version.decoupled or request.unchecked is not None):

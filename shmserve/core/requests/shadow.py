@@ -10,14 +10,29 @@ or the client keeps its inputs (ReplyHeld) until Released. Requests with other i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import ClassVar
+
+from msgspec import Struct
+
 from shmserve.core.ensembles.graph import handles_of
 from shmserve.core.ledger import INTERNAL
-from shmserve.core.records import Request, Version
-from shmserve.core.requests.comparison import Comparison
+from shmserve.core.records import ClientState, Request, Response, Version
 from shmserve.core.state import State
 from shmserve.core.traffic import Shadow
 from shmserve.errors import ServeError
-from shmserve.protocol.messages import DEVICE, OWNER_SHIFT, Fail, FailHeld, Handle, Part, Released, Reply, ReplyHeld
+from shmserve.protocol.messages import (
+    DEVICE,
+    OWNER_SHIFT,
+    Fail,
+    FailHeld,
+    Handle,
+    Part,
+    Released,
+    Reply,
+    ReplyHeld,
+    Tensor,
+)
 from shmserve.protocol.worker_messages import Expect
 
 PENDING_BATCHES = 2
@@ -29,6 +44,62 @@ LEVEL = 1 << 30
 """A priority level behind all others."""
 EQUAL, OUTPUT, DIFFERENCE = "equal", "output", "difference"
 """Parameters with which a worker reports a comparison."""
+
+
+class Comparison(Struct, eq=False):
+    """The requester of a request at a shadow. `answered_by`: the version that has answered the client. `keeper`: the
+    client that keeps the inputs of its request `client_number`, if any of them are in its memory."""
+
+    kind: ClassVar[str] = "shadow"
+    state: State
+    shadow: Shadow
+    answered_by: Version
+    expected: tuple[Tensor, ...]
+    size: int
+    keeper: ClientState | None
+    client_number: int
+    result: Response | None = None
+
+    def hold(self, handles: Iterable[Handle]) -> None:
+        self.state.outputs.pin(handles)
+
+    def drop(self, handles: Iterable[Handle]) -> None:
+        self.state.outputs.unpin(handles)
+
+    def deliver(self, request: Request, message: Response) -> None:
+        """The shadow has answered. Its worker may still read the inputs."""
+        self.result = message
+        if isinstance(message, Reply | Part):  # only a worker that has not compared returns outputs
+            self.drop(handles_of(message.outputs))
+
+    def fail_early(self, request: Request, code: str, text: str) -> None:
+        self.deliver(request, Fail(request.client_number, code, text))
+
+    def detached(self, request: Request) -> None:
+        request.client.detached(request)
+
+    def released(self, request: Request) -> None:
+        """The client's request was answered long ago; `ended` tells its client."""
+
+    def ended(self, request: Request) -> None:
+        request.client.ended(request)
+        state, shadow, version, result = self.state, self.shadow, self.answered_by, self.result
+        shadow.pending -= 1
+        state.compared_bytes -= self.size
+        parameters = result.parameters if isinstance(result, Reply | Part) and result.parameters is not None else {}
+        if parameters.get(EQUAL) is True:
+            _count(state, version, shadow, "equal")
+        elif EQUAL in parameters:
+            _count(state, version, shadow, "different")
+            output, difference = parameters.get(OUTPUT, ""), parameters.get(DIFFERENCE, "")
+            text = f"answers otherwise than version {version.number}: output '{output}' {difference}"
+            _log(state, version, shadow, text)
+        else:
+            reason = result.text if isinstance(result, Fail | FailHeld) else "its outputs were not compared"
+            _count(state, version, shadow, "failed")
+            _log(state, version, shadow, f"fails a request that version {version.number} answers: {reason}")
+        if self.keeper is not None and not self.keeper.gone:
+            state.send(self.keeper.number, Released(self.client_number))
 
 
 def choose(state: State, request: Request, shadow: Shadow) -> None:
@@ -65,13 +136,12 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
         return reply
     number, client = state.next_number(), state.shadow_client
     segments, pins = _share(state, request, reply)
+    keeper = request.client if _in_memory_of_client(request) else None
+    comparison = Comparison(state, shadow, version, reply.outputs, size, keeper, request.client_number)
     compared = Request(
-        number, client, number, target, inputs, request.outputs, request.options, rows, rows or 1, inline,
+        number, comparison, client, number, target, inputs, request.outputs, request.options, rows, rows or 1, inline,
         signature, segments, pins, (), state.now, LEVEL, audience=INTERNAL, special=True, length=length,
     )  # fmt: skip
-    keeper = request.client if _in_memory_of_client(request) else None
-    comparison = Comparison(shadow, version, reply.outputs, size, keeper, request.client_number)
-    state.comparisons[number] = comparison
     state.compared_bytes += size
     shadow.pending += 1
     state.requests[number] = compared
@@ -122,8 +192,7 @@ def _share(state: State, request: Request, reply: Reply) -> tuple[tuple[int, ...
     request.blocks = ()
     outputs = tuple(handles_of(reply.outputs))
     pins = request.pins + outputs
-    for handle in pins:
-        ledger.keep(handle)
+    state.outputs.pin(pins)
     segments = request.segments + tuple([handle.segment for handle in outputs])
     ledger.use(segments)
     return segments, pins
@@ -132,48 +201,18 @@ def _share(state: State, request: Request, reply: Reply) -> tuple[tuple[int, ...
 def send_expected(state: State, peer: int, requests: list[Request]) -> None:
     """Called before a batch is sent: sends the worker the outputs to compare with."""
     for request in requests:
-        comparison = state.comparisons.get(request.number)
-        if comparison is not None:
+        comparison = request.requester
+        if isinstance(comparison, Comparison):
             for handle in handles_of(comparison.expected):
                 state.ledger.show(handle.segment, peer)
             state.send(peer, Expect(request.number, comparison.expected))
 
 
-def concluded(state: State, request: Request, result: Reply | Part | Fail | FailHeld) -> None:
-    """The shadow has answered. Its worker may still read the inputs."""
-    state.comparisons[request.number].result = result
-    if isinstance(result, Reply | Part):
-        for handle in handles_of(result.outputs):  # of a worker that has not compared
-            state.ledger.take_back(request.client, handle)
-
-
-def ended(state: State, request: Request) -> None:
-    """Called when any request has ended. Counts it if it was a shadow's, or was chosen for a shadow."""
+def not_repeated(state: State, request: Request) -> None:
+    """Called when any request has ended: counts it if it was chosen, and has failed."""
     shadow = state.shadowed.pop(request.number, None)
     if shadow is not None:
-        _count(state, request.version, shadow, "skipped")  # the client's request failed
-        return
-    comparison = state.comparisons.pop(request.number, None)
-    if comparison is None:
-        return
-    shadow = comparison.shadow
-    shadow.pending -= 1
-    state.compared_bytes -= comparison.size
-    result, version = comparison.result, comparison.answered_by
-    parameters = result.parameters if isinstance(result, Reply | Part) and result.parameters is not None else {}
-    if parameters.get(EQUAL) is True:
-        _count(state, version, shadow, "equal")
-    elif EQUAL in parameters:
-        _count(state, version, shadow, "different")
-        output, difference = parameters.get(OUTPUT, ""), parameters.get(DIFFERENCE, "")
-        _log(state, version, shadow, f"answers otherwise than version {version.number}: output '{output}' {difference}")
-    else:
-        text = result.text if isinstance(result, Fail | FailHeld) else "its outputs were not compared"
-        _count(state, version, shadow, "failed")
-        _log(state, version, shadow, f"fails a request that version {version.number} answers: {text}")
-    keeper = comparison.keeper
-    if keeper is not None and not keeper.gone:
-        state.send(keeper.number, Released(comparison.client_number))
+        _count(state, request.version, shadow, "skipped")
 
 
 def _count(state: State, version: Version, shadow: Shadow, result: str) -> None:

@@ -238,7 +238,7 @@ class Traces:
         if request.options is not None and request.options.id:
             fields["id"] = request.options.id
         if trace.parent:
-            fields["kind"] = "step" if request.step_of else "call"
+            fields["kind"] = request.requester.kind
         fields |= _at_worker(request)
         log, sample = None, trace.sample
         if trace.id or sample is None:

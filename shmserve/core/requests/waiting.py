@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from shmserve.core import exit
 from shmserve.core.ensembles.graph import HANDLE_BYTES
 from shmserve.core.records import Request, Version
-from shmserve.core.requests import completion
 from shmserve.core.requests.validation import options_bytes
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.errors import ServeError, Unavailable
@@ -116,14 +116,13 @@ def _check(state: State, request: Request, admit: Callable[[Request, int], None]
         admit(request, now)
     except ServeError as error:
         _charge(request)
-        completion.send(state, request, Fail(request.client_number, error.code, error.message))
-        completion.finish(state, request, error.code)
+        exit.deliver(state, request, Fail(request.client_number, error.code, error.message))
 
 
 def fail(state: State, version: Version, text: str, now: int) -> None:
     """Fails the requests that wait for this version."""
     for request in version.unchecked.take(version.unchecked.count):
-        completion.end_early(state, request, "UNAVAILABLE", text, now)
+        exit.fail_unsent(state, request, "UNAVAILABLE", text, now)
 
 
 def message_of(request: Request, message: M, now: int) -> M:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from shmserve.core import exit
 from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.dispatch import may_start, start
 from shmserve.core.batching.form import BatchPlan, Reason, form
 from shmserve.core.policy import SequencePolicy
-from shmserve.core.records import Instance, Key, Request, Sequence, Version
-from shmserve.core.requests import completion
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState, Instance, Key, Request, Sequence, Version
 from shmserve.core.sequences.slots import SequenceSlots
 from shmserve.core.state import STOPPING, State, Timer
 from shmserve.core.states import SequenceState, VersionState
@@ -206,7 +205,7 @@ def _end_broken(
     while sequence.requests:
         request = sequence.requests.popleft()
         slots.gone(request)
-        completion.end_early(state, request, code, text, now)
+        exit.fail_unsent(state, request, code, text, now)
     if sequence.running is None:  # otherwise once its worker is done with that request
         _notify_worker(state, sequence)
         _end(state, slots, sequence)

@@ -8,7 +8,7 @@ from shmserve.core.batching.lending import ALONE, Lending
 from shmserve.core.effects import StartLease
 from shmserve.core.limits import Limits
 from shmserve.core.policy import BatchPolicy, ModelPolicy, TensorSpec
-from shmserve.core.records import Version
+from shmserve.core.records import ClientState, Version
 from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import Handle, Infer
 from tests.support.core.fakes.client import FakeClient
@@ -98,7 +98,7 @@ class Lent(World):
         return self.version.statistics
 
     @property
-    def lending(self) -> Lending:
+    def lending(self) -> Lending[ClientState]:
         assert self.version.lending is not None
         return self.version.lending
 

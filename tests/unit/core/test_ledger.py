@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shmserve.core.effects import Forget, Send
 from shmserve.core.ledger import Ledger
-from shmserve.core.requests.client import ClientState
+from shmserve.core.records import ClientState
 from shmserve.errors import InvalidRequest
 from shmserve.protocol.messages import Handle, Map, Return
 from tests.support.hypothesis_profiles import examples
@@ -23,7 +23,7 @@ SEGMENT = (WORKER << 32) + 1
 
 
 def client(number: int) -> ClientState:
-    return ClientState(number, "uid:1000", "lane", "memfd")
+    return ClientState(number, "uid:1000", "lane", Ledger(), "memfd")
 
 
 class Told:

@@ -137,7 +137,7 @@ class Transcript(World):
 
     def _name(self, request: Request) -> str:
         """Steps are named after their ensemble's request: a1.0, and a row of a mapped step a1.0[3]."""
-        run = self.core.state.runs.get(request.step_of)
+        run = self.core.state.runs.get(request.parent)
         if run is None:
             worker = self.workers.get(request.client.number)
             return f"{worker.name + '#' if worker else request.client.name}{request.client_number}"

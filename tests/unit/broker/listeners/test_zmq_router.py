@@ -14,7 +14,8 @@ import zmq
 from shmserve.broker.listeners.fair_turns import ClientTurns
 from shmserve.broker.listeners.output_backlog import BEHIND_BYTES, USERS, OutputBacklog
 from shmserve.broker.listeners.zmq_router import ZmqOutbox, ZmqRouter
-from shmserve.core.requests.client import ClientState
+from shmserve.core.ledger import Ledger
+from shmserve.core.records import ClientState
 from shmserve.protocol import codec
 from shmserve.protocol.messages import PROTOCOL, Hello
 from tests.unit.broker.listeners.test_turns import PolledLoop
@@ -83,7 +84,7 @@ def peers(outboxes: list[ZmqOutbox]) -> list[int]:
 
 def welcomed() -> ClientState:
     """A client whose Hello the core has processed."""
-    found = ClientState(PEER, "uid:1", "zmq")
+    found = ClientState(PEER, "uid:1", "zmq", Ledger())
     found.outputs = "posix"
     return found
 
@@ -98,7 +99,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_a_client_is_not_pinged_before_its_welcome(world: World) -> None:
     """A client assumes that the server is another program if its first message is not Welcome."""
     assert world.silent() == ([], [])
-    world.clients[PEER] = ClientState(PEER, "uid:1", "zmq")
+    world.clients[PEER] = ClientState(PEER, "uid:1", "zmq", Ledger())
     assert world.silent() == ([], [])
     world.clients[PEER] = welcomed()
     assert world.silent() == ([PEER], [])

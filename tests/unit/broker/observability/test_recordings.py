@@ -60,7 +60,7 @@ def test_a_recording_is_started_read_and_stopped() -> None:
     world.serve()
     assert numbers(world.do("stop", number)) == [5]
     world.serve()
-    assert world.core.state.recording is None
+    assert world.core.state.observers.recording is None
     with pytest.raises(NotFound, match="has ended"):
         world.do("read", number)
     with pytest.raises(NotFound, match="'other' is not found"):
@@ -91,7 +91,7 @@ def test_a_recording_that_is_not_read_ends() -> None:
     world.do("read", number)
     world.loop.timers = [timer for timer in world.loop.timers if not timer.cancelled]
     assert world.loop.fire() == EXPIRES_S
-    assert world.core.state.recording is None
+    assert world.core.state.observers.recording is None
     with pytest.raises(NotFound, match=f"not read for {EXPIRES_S:g} s"):
         world.do("read", number)
     world.do("start")
@@ -99,7 +99,7 @@ def test_a_recording_that_is_not_read_ends() -> None:
 
 def test_a_recording_holds_a_limited_number_of_requests() -> None:
     world = Recorded()
-    world.core.state.recording = recording = Recording((), 3)
+    world.core.state.observers.recording = recording = Recording((), 3)
     world.serve(5)
     for expected in ([1, 2, 3], [6]):
         answer = recording.take(10)
@@ -133,6 +133,6 @@ def test_no_recording_code_runs_unless_a_recording_is_active(monkeypatch: pytest
         monkeypatch.setattr(recordings_of_core.Recording, name, refuse)
     world = Recorded()
     world.serve(3)
-    world.core.state.recording = Recording((), 3)
+    world.core.state.observers.recording = Recording((), 3)
     with pytest.raises(AssertionError, match="called"):
         world.serve()

@@ -92,7 +92,7 @@ class Sampled(World):
         super().__init__(Limits())
         self.found: list[Traced] = []
         self.deploy(policy, large="y")
-        self.core.state.traces.samples[""] = Sample(1, tensors=True)
+        self.core.state.observers.traces.samples[""] = Sample(1, tensors=True)
         self.client = self.connect("c")
 
     def tell(self, effect: Any) -> None:

@@ -11,7 +11,7 @@ from shmserve.core.effects import Traced
 from shmserve.core.events import LeaseRead
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.policy import ModelPolicy, PaddingPolicy, SequencePolicy, TensorSpec
-from shmserve.core.requests.client import CallingWorker
+from shmserve.core.records import CallingWorker
 from shmserve.core.requests.recording import Recording
 from shmserve.core.requests.trace import Sample
 from shmserve.core.stats import activity
@@ -113,10 +113,10 @@ def test_leases_end_if_they_would_hide_requests_from_tracing(what: str) -> None:
     if what == "log":
         state.tracing = True
     else:
-        state.traces.samples["m"] = Sample(1, tensors=what == "tensors")
+        state.observers.traces.samples["m"] = Sample(1, tensors=what == "tensors")
     if what == "caller":
         (instance,) = world.version.instances
-        instance.caller = CallingWorker(instance.peer, INTERNAL, "worker")
+        instance.caller = CallingWorker(instance.peer, INTERNAL, "worker", state.ledger)
     world.advance(world.now + 1)
     world.turn([])
     assert world.is_over()
@@ -143,7 +143,7 @@ def test_leased_requests_are_included_in_trace_sampling() -> None:
     """Every third request: those that came to the broker count, as do those that it sees in the log."""
     world = Lent()
     state = world.core.state
-    state.traces.samples["m"] = Sample(3, 9)
+    state.observers.traces.samples["m"] = Sample(3, 9)
     world.alone()
     world.effects.clear()
     began = world.now
@@ -165,13 +165,13 @@ def test_leased_requests_are_included_in_trace_sampling() -> None:
         taken, ready, computed, placed = traced.times
         assert traced.arrived <= taken <= ready <= computed <= placed == traced.answered
     assert [traced.number for traced in traces] == [seen // 3 + 1, seen // 3 + 2]
-    assert state.traces.samples["m"].left == 9 - (seen + 6) // 3
+    assert state.observers.traces.samples["m"].left == 9 - (seen + 6) // 3
 
 
 def test_each_leased_request_is_recorded_as_a_batch() -> None:
     world = Lent()
     world.alone()
-    world.core.state.recording = recording = Recording((), 100)
+    world.core.state.observers.recording = recording = Recording((), 100)
     world.leased()
     world.serve(MS)
     world.leased(rows=2)

@@ -141,8 +141,8 @@ class Computing(World):
     def _tensors(self, request: int, name: str) -> list[tuple[Run, str]]:
         """The names of the output in the run of its step, in the enclosing run, and so on."""
         state, found = self.core.state, []
-        while state.requests[request].step_of:
-            run = state.runs[state.requests[request].step_of]
+        while state.requests[request].is_step:
+            run = state.runs[state.requests[request].parent]
             outputs = dict(run.graph.steps[run.spots[request].step].outputs)
             if name not in outputs:
                 break
@@ -214,7 +214,7 @@ class Story:
             self.world.deploy_kind(kind)
         self.clients = [self.world.connect(name, "lane") for name in "ab"]
         if seed % 4 >= 2:
-            self.world.core.state.traces.samples[""] = Sample(2, tensors=True)
+            self.world.core.state.observers.traces.samples[""] = Sample(2, tensors=True)
         self.numbers = 0
         self.asked: dict[int, tuple[str, dict[str, Array], tuple[str, ...] | None]] = {}
         self.places: dict[int, dict[str, Handle]] = {}
@@ -367,7 +367,7 @@ class Story:
         state = self.world.core.state
         assert not state.requests
         assert not state.ledger.holds
-        assert not state.traces.active
+        assert not state.observers.traces.active
         assert all(not client.open and not client.held_inputs for client in self.clients)
         for worker in self.world.workers.values():
             assert not worker.out, f"never went back to {worker.name}: {worker.out}"

@@ -348,7 +348,7 @@ def test_a_sampled_request_leaves_the_others_in_their_columns() -> None:
     world, client = serving()
     traced: list[Traced] = []
     world.tell = lambda effect: traced.append(effect) if isinstance(effect, Traced) else None  # type: ignore[method-assign]
-    world.core.state.traces.samples["m"] = Sample(3)
+    world.core.state.observers.traces.samples["m"] = Sample(3)
     send(world, client, columns(6))
     worker = world.worker("m_0")
     assert worker.running is not None

@@ -144,7 +144,7 @@ def test_no_rows_are_requested_for_a_cancelled_mapped_step(how: str) -> None:
     world.turn([end])
     world.advance(world.now)
     world.finish_running(MS)
-    assert not world.core.state.runs_with_rows
+    assert not world.core.state.runs.with_rows
     assert not world.core.state.requests
     world.core.check()
 

@@ -68,7 +68,7 @@ def test_a_traced_request_of_a_batch() -> None:
     (log,) = (log for log in world.logs if log.fields and "trace_id" in log.fields)
     assert log.level == "info"
     assert log.text.startswith("trace why: OK, model m, version 1, ")
-    assert not world.core.state.traces.active
+    assert not world.core.state.observers.traces.active
 
 
 def test_a_request_that_expires_in_the_queue_and_one_whose_client_disconnects() -> None:
@@ -82,24 +82,24 @@ def test_a_request_that_expires_in_the_queue_and_one_whose_client_disconnects() 
     (found,) = world.traced()  # the other response had no client any more
     assert (found["trace_id"], found["code"]) == ("7", "DEADLINE_EXCEEDED")
     world.finish()
-    assert not world.core.state.traces.active
+    assert not world.core.state.observers.traces.active
 
 
 def test_traces_per_second_and_the_length_of_ids_are_limited() -> None:
     world = Logged()
     many = range(1, PER_SECOND + 11)
     world.turn([infer(world.client, number, trace_id="x" * 1000) for number in many])
-    assert len(world.core.state.traces.active) == PER_SECOND
-    assert {len(trace.id) for trace in world.core.state.traces.active.values()} == {ID_LENGTH}
+    assert len(world.core.state.observers.traces.active) == PER_SECOND
+    assert {len(trace.id) for trace in world.core.state.observers.traces.active.values()} == {ID_LENGTH}
     assert [log.level for log in world.logs if "are not traced" in log.text] == ["warning"]
     world.now += 1000 * MS
     world.turn([infer(world.client, 1000, trace_id="next")])
-    assert len(world.core.state.traces.active) == PER_SECOND + 1
+    assert len(world.core.state.observers.traces.active) == PER_SECOND + 1
 
 
 def test_a_sample_traces_each_third_request_until_its_count_is_used_up() -> None:
     world = Logged()
-    samples = world.core.state.traces.samples
+    samples = world.core.state.observers.traces.samples
     samples[""] = Sample(3, 2)
     for number in range(1, 13):
         world.turn([infer(world.client, number)])
@@ -113,15 +113,15 @@ def test_a_sample_traces_each_third_request_until_its_count_is_used_up() -> None
     assert (computed - ready, first.fields["trace_id"], first.fields["code"]) == (MS, "", "OK")
     assert samples[""].left == 0
     assert not world.traced()
-    assert not world.core.state.traces.active
+    assert not world.core.state.observers.traces.active
 
 
 def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     world = Logged()
-    samples = world.core.state.traces.samples
+    samples = world.core.state.observers.traces.samples
     samples["other"] = Sample(1)
     world.turn([infer(world.client, 1)])
-    assert not world.core.state.traces.active
+    assert not world.core.state.observers.traces.active
     samples["m"] = Sample(1)
     world.turn([infer(world.client, 2, timeout_us=1000, trace_id="why")])
     world.advance(world.now + 2 * MS)
@@ -133,7 +133,7 @@ def test_a_model_has_its_own_sample_beside_the_records_of_callers() -> None:
     samples.clear()
     world.worker("m_0").finish(world.now)
     world.turn([infer(world.client, 3)])
-    assert not world.core.state.traces.active
+    assert not world.core.state.observers.traces.active
     world.finish()
 
 
@@ -143,7 +143,7 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
     world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
     world.deploy(replace(POLICY, name="f", batching=None, steps=(step("e"),)))
     world.deploy(replace(POLICY, name="n"))
-    samples = world.core.state.traces.samples
+    samples = world.core.state.observers.traces.samples
     samples["f"] = Sample(1, 1)
     world.turn([infer(world.client, 2, model="f")])
     calling = world.worker("m_0")
@@ -156,9 +156,9 @@ def test_steps_and_calls_are_traced_with_the_request_that_they_are_for() -> None
     traced = [(sample.number, sample.parent, sample.fields["model"], sample.model) for sample in world.samples]
     assert traced == [(4, 3, "n", "f"), (3, 2, "m", "f"), (2, 1, "e", "f"), (1, 0, "f", "f")]
     assert all(len(sample.times) == (4 if sample.number > 2 else 0) for sample in world.samples)
-    assert not world.core.state.traces.active
+    assert not world.core.state.observers.traces.active
     world.turn([infer(world.client, 3, model="f")])
-    assert not world.core.state.traces.active, "the count is used up"
+    assert not world.core.state.observers.traces.active, "the count is used up"
 
 
 @given(st.integers(0, 6), st.integers(-1, 5), st.lists(st.integers(0, 20), max_size=8))
@@ -182,10 +182,10 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 def test_a_request_with_a_sampled_context_is_traced_regardless_of_the_rate() -> None:
     world = Logged()
     world.deploy(replace(POLICY, name="e", batching=None, steps=(step("m"),)))
-    traces = world.core.state.traces
+    traces = world.core.state.observers.traces
     traces.samples[""] = Sample(3)
     world.turn([infer(world.client, 1, traceparent=PARENT)])
-    assert not world.core.state.traces.active, "contexts are ignored unless a limit is set"
+    assert not world.core.state.observers.traces.active, "contexts are ignored unless a limit is set"
     traces.contexts_per_second = 100
     world.turn([infer(world.client, 2, model="e", traceparent=PARENT, tracestate="a=1")])
     world.turn([infer(world.client, 3, traceparent=PARENT[:-1] + "0")])
@@ -204,7 +204,7 @@ def test_a_request_with_a_sampled_context_is_traced_regardless_of_the_rate() -> 
 
 def test_contexts_are_limited_per_second_and_by_the_count() -> None:
     world = Logged()
-    traces = world.core.state.traces
+    traces = world.core.state.observers.traces
     traces.contexts_per_second = 2
     traces.samples["m"] = Sample(0, 4)
     world.turn([infer(world.client, number, traceparent=PARENT) for number in (1, 2, 3)])

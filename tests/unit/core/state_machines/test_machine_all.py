@@ -50,7 +50,7 @@ class EverythingMachine(OperatedMachine):
     def begin(self, names: list[str], limited: bool) -> None:
         self.world = self.new_world(ALL_LIMITS, limited)
         self.names = with_members(names)
-        self.world.core.state.recording = Recording((), 10**6)
+        self.world.core.state.observers.recording = Recording((), 10**6)
         self.world.turn([(0, events.OwnSegment(Map(BROKER_SEGMENT, 1 << 40)))])
         for name in self.names:
             served = MODELS[name]
@@ -304,7 +304,7 @@ class EverythingMachine(OperatedMachine):
 
     def check_recording(self, state: State) -> None:
         """The recording has all answered requests, and gives a valid timeline."""
-        recording = state.recording
+        recording = state.observers.recording
         if recording is None:
             return  # the machine has not started
         collected = Collected(10**6)

@@ -1,0 +1,263 @@
+"""The one way out of the core, in three steps for every request.
+
+`respond` hands a response to the requester: directly, or in order of arrival with preserve_ordering. `release` frees
+what the request used as soon as no worker reads it: before the response, after it, or long after (LINGERING).
+`account` counts answered requests; of leased ones, which the core has never seen, nothing else remains to be done.
+
+Invariant: the requester gets exactly one final response.
+"""
+
+from __future__ import annotations
+
+from shmserve.core.effects import Free
+from shmserve.core.records import ORDER, ClientState, Request, Version
+from shmserve.core.requests import shadow
+from shmserve.core.state import State
+from shmserve.core.states import RequestState, VersionState
+from shmserve.core.stats.statistics import FailureKind
+from shmserve.protocol.messages import Fail, Part, Reply, Tensor, Value
+from shmserve.protocol.worker_messages import Withdraw
+
+_QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
+_GONE = (_LINGERING, _ENDED)
+
+
+# ------------------------------------------------------------------------------------ respond
+
+
+def respond(state: State, request: Request, message: Reply | Fail) -> None:
+    """Answers a request that no worker has any more: now or, with preserve_ordering, in order."""
+    if state.shadowed and request.number in state.shadowed and isinstance(message, Reply):
+        message = shadow.answered(state, request, message)
+    order = request.version.order
+    if order is None:
+        deliver(state, request, message)
+    else:
+        request.reply = message
+        request.move(_DONE)
+        _release(state, request)
+        respond_in_order(state, request.version)
+
+
+def deliver(state: State, request: Request, message: Reply | Fail) -> None:
+    """Hands over the only response, and ends the request."""
+    if isinstance(message, Reply):
+        if request.miss is not None:
+            _store(state, request, message)
+        request.requester.deliver(request, message)
+        state.observers.responded(request, message.outputs)
+        end_answered(state, request, "")
+    else:
+        request.requester.deliver(request, message)
+        end_answered(state, request, message.code)
+
+
+def _store(state: State, request: Request, message: Reply) -> None:
+    """Stores a computed response in the cache."""
+    cache, version, miss = state.cache, request.version, request.miss
+    assert miss is not None
+    began = cache.clock()
+    if version.state is VersionState.READY:
+        cache.add(miss.key, message.outputs, message.parameters, request.client.number)
+    version.statistics.cache_miss(miss.lookup_ns + cache.clock() - began, state.now)
+
+
+def respond_part(
+    state: State, request: Request, outputs: tuple[Tensor, ...], parameters: dict[str, Value] | None, last: bool
+) -> None:
+    """Hands over one of several responses. The last one ends the request."""
+    if outputs:
+        state.observers.responded(request, outputs)
+    request.parts += 1
+    part = Part(request.client_number, request.version.number, outputs, parameters, last)
+    request.requester.deliver(request, part)
+    if last:
+        end_answered(state, request, "")
+
+
+def respond_in_order(state: State, version: Version) -> None:
+    """Delivers responses from the head of the order, as far as they are complete; removes requests answered
+    early."""
+    order = version.order
+    while order and order[0].state in (_DONE, _LINGERING, _ENDED):
+        request = order.popleft()
+        if request.state is _DONE:
+            assert request.reply is not None
+            deliver(state, request, request.reply)
+    if order and len(order) > version.order_swept:
+        left = [request for request in order if request.state not in _GONE]
+        order.clear()
+        order.extend(left)
+        version.order_swept = max(ORDER, 2 * len(left))
+
+
+# ------------------------------------------------------------------------------------ failures
+
+
+def fail(state: State, request: Request, code: str, text: str, now: int) -> None:
+    """Fails a request that no worker has any more. The error is delivered in order."""
+    if request.state is _LINGERING:
+        released(state, request)
+        return
+    statistics = request.version.statistics
+    statistics.failed(FailureKind.BACKEND, now - request.arrived)
+    statistics.keep_error(code, text, now)
+    respond(state, request, Fail(request.client_number, code, text))
+
+
+def fail_unsent(state: State, request: Request, code: str, text: str, now: int) -> None:
+    """Fails a request at once, without waiting for earlier responses. It has already been removed from the queue."""
+    version = request.version
+    version.statistics.failed_as(code, text, now - request.arrived, now)
+    deliver(state, request, Fail(request.client_number, code, text))
+    if version.order is not None:
+        respond_in_order(state, version)
+
+
+def fail_early(state: State, request: Request, code: str, text: str, now: int) -> None:
+    """Fails a request at once, whatever its state. A worker that could still drop it is notified."""
+    version = request.version
+    if request.state is _QUEUED:
+        version.drop(request)
+        fail_unsent(state, request, code, text, now)
+        state.to_dispatch[version] = None
+        return
+    if request.state is _DONE:  # already counted
+        request.requester.deliver(request, Fail(request.client_number, code, text))
+        _drop_reply(state, request)
+        end_answered(state, request, code)
+        return
+    chain = state.runs.get(request.number)
+    if chain is not None:
+        chain.fail(code, text)
+        state.runs.to_advance[chain] = None
+        return
+    version.statistics.failed_as(code, text, now - request.arrived, now)
+    request.requester.fail_early(request, code, text)
+    state.observers.ended(request, code)
+    linger(state, request)
+
+
+def deadline_passed(state: State, request: Request, now: int) -> None:
+    """The request's own timeout."""
+    if request.state not in _GONE:  # otherwise another timer that expired at the same time has ended it
+        text = "Request timeout expired: the request's own timeout passed before it was answered"
+        fail_early(state, request, "DEADLINE_EXCEEDED", text, now)
+
+
+def cancel_all(state: State, client: ClientState, now: int) -> None:
+    """Cancels all requests of a client that has disconnected."""
+    requests = state.requests
+    for request in [requests[number] for number in client.requests.values()]:
+        if request.state in (_QUEUED, _CHAINED):
+            fail_early(state, request, "CANCELLED", "its client has disconnected", now)
+        elif request.state in (_SENT, _OPEN):
+            linger(state, request)
+        elif request.state is _DONE:  # otherwise it was just delivered, because earlier ones were dropped
+            drop_done(state, request)
+
+
+def drop_done(state: State, request: Request) -> None:
+    """Drops a complete response that was waiting for earlier ones when its requester left."""
+    _drop_reply(state, request)
+    end(state, request)
+
+
+def _drop_reply(state: State, request: Request) -> None:
+    if isinstance(request.reply, Reply):
+        state.outputs.drop(request.requester, request.reply.outputs)
+
+
+# ------------------------------------------------------------------------------------ release
+
+
+def linger(state: State, request: Request) -> None:
+    """The request was answered (or its requester left) while a worker still has it."""
+    request.move(_LINGERING)
+    if is_stream(request):
+        state.abandoned[request.client.user] += 1
+    if request.sequence is not None:
+        text = f"an earlier request of sequence {request.sequence.id!r} was cancelled, which ended the sequence"
+        request.sequence.fail("CANCELLED", text)
+        request.sequence.mark_changed()
+        state.to_dispatch[request.version] = None
+    request.requester.detached(request)
+    instance = request.instance
+    if instance is not None:  # the worker drops the request if it has not started, otherwise notifies the model
+        state.send(instance.peer, Withdraw((request.number,)))
+    if request.version.order is not None:
+        respond_in_order(state, request.version)
+
+
+def released(state: State, request: Request) -> None:
+    """No worker has a request any more that was answered early."""
+    request.requester.released(request)
+    end(state, request)
+
+
+def end_answered(state: State, request: Request, code: str) -> None:
+    """Ends a request after its (last) response."""
+    state.observers.ended(request, code)
+    end(state, request)
+
+
+def end(state: State, request: Request) -> None:
+    """Removes the request from all tables, and releases what it used."""
+    final = request.state
+    request.requester.ended(request)
+    request.move(_ENDED)
+    del state.requests[request.number]
+    if state.shadowed:
+        shadow.not_repeated(state, request)
+    if final is _LINGERING and is_stream(request):
+        state.abandoned[request.client.user] -= 1
+        if not state.abandoned[request.client.user]:
+            del state.abandoned[request.client.user]
+    if request.sequence is not None:
+        request.sequence.left(request)
+        state.to_dispatch[request.version] = None
+    state.observers.forgotten(request)
+    if final is not _DONE:
+        _release(state, request)
+
+
+def end_plain(state: State, requests: list[Request]) -> None:
+    """`end` for answered requests of clients that use nothing outside their messages and are ENDED already, for
+    speed."""
+    table = state.requests
+    for request in requests:
+        client = request.client
+        del client.requests[request.client_number], table[request.number]
+        client.bytes -= request.inline
+
+
+def _release(state: State, request: Request) -> None:
+    """Releases the memory that it used as input."""
+    ledger = state.ledger
+    for handle in request.pins:
+        ledger.unpin(handle)
+    if request.segments:
+        ledger.done_with(request.segments)
+        request.client.input_bytes -= request.input_bytes
+    if request.blocks:
+        state.effects.append(Free(request.blocks))
+
+
+def is_stream(request: Request) -> bool:
+    """Does only the model decide when the request ends? That may be long after its client has disconnected."""
+    return request.version.decoupled and request.version.graph is None
+
+
+# ------------------------------------------------------------------------------------ account
+
+
+def account(version: Version, arrivals: list[int], rows: int, taken: int, now: int) -> None:
+    """Counts answered requests of a batch, by when they arrived. `taken`: when their batch was."""
+    statistics = version.statistics
+    statistics.answered(arrivals, rows, taken, now)
+    if statistics.first is not None:
+        for arrived in arrivals:
+            statistics.first.add(now - arrived)
+    if statistics.streams is not None:
+        for arrived in arrivals:
+            statistics.streams.first.add(now - arrived)
