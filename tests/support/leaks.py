@@ -283,13 +283,13 @@ def _note_spawns() -> None:
 
         return noted
 
-    execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    start: Callable[..., None] = subprocess.Popen.__init__
 
-    def noted_execute_child(self: Any, *args: Any, **kwargs: Any) -> None:
-        execute_child(self, *args, **kwargs)
+    def noted_start(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
         _note(self.pid)
 
-    subprocess.Popen._execute_child = noted_execute_child  # type: ignore[attr-defined]
+    subprocess.Popen.__init__ = noted_start  # type: ignore[method-assign]
     for name in ("fork", "posix_spawn", "posix_spawnp"):
         setattr(os, name, noting(getattr(os, name)))
 
