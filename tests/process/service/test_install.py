@@ -40,25 +40,25 @@ CLIENT_PARTS = {
 }  # fmt: skip
 MODULES = """
 import json, sys
+old = set(sys.modules)
 import shmserve
-shmserve.Client, shmserve.AsyncClient, shmserve.ServeError
-print(json.dumps({"file": shmserve.__file__, "version": shmserve.__version__, "modules": sorted(sys.modules)}))
+package = sorted(set(sys.modules) - old)
+shmserve.Client
+client = sorted(sys.modules)
+shmserve.AsyncClient, shmserve.ServeError, shmserve.__version__
+print(json.dumps({"file": shmserve.__file__, "package": package, "client": client, "all": sorted(sys.modules)}))
 """
-SAMPLES = """
+FILES = """
 import sys
 from pathlib import Path
+import shmserve.repo.config.protos as protos
 from shmserve.repo import ocr, samples
 print(samples.EXAMPLES)
 print(*samples.build(Path(sys.argv[1]), lambda line: None))
 print(ocr.sample_picture().shape)
+print(protos.new_config().DESCRIPTOR.full_name)
 assert "onnx" not in sys.modules
 """
-CONFIG = """
-import shmserve.repo.config.protos as protos
-print(protos.new_config().DESCRIPTOR.full_name)
-"""
-
-
 PATIENCE_S = 120
 
 
@@ -103,49 +103,27 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
     assert not [name for name in packaged if name.startswith(("tests/", "bench/", "workers/", "repo/", "clients/"))]
 
 
-def test_importing_the_client_imports_only_required_packages(python: Path, tmp_path: Path) -> None:
-    """Only the packages that `pip install .` installs are imported and, from shmserve, only the client's modules."""
+def test_importing_imports_no_more_than_is_used(python: Path, tmp_path: Path) -> None:
+    """The package alone, then one client, then everything that the package names."""
     found = json.loads(run(python, "-c", MODULES, cwd=tmp_path))
+    package, client, all_ = (set(found[name]) for name in ("package", "client", "all"))
     assert Path(found["file"]).is_relative_to(python.parents[1])
-    assert found["version"] == "0.1.0"
-    tops = {name.partition(".")[0] for name in found["modules"]}
-    assert not tops & set(ENGINES)
-    assert tops & set(SERVER_ONLY) == set()
-    parts = {".".join(name.split(".")[:2]) for name in found["modules"] if name.startswith("shmserve.")}
-    assert parts == CLIENT_PARTS
+    assert {name for name in package if name.startswith("shmserve")} == {"shmserve"}
+    assert not {"numpy", "msgspec", "asyncio"} & package
+    assert "shmserve.clients.client" in client
+    assert not {"asyncio", "zmq", "ssl", "subprocess", "multiprocessing", "importlib.metadata"} & client
+    assert not {name.partition(".")[0] for name in all_} & {*ENGINES, *SERVER_ONLY}
+    assert {".".join(name.split(".")[:2]) for name in all_ if name.startswith("shmserve.")} == CLIENT_PARTS
 
 
-def test_importing_client_does_not_import_asyncio(python: Path, tmp_path: Path) -> None:
-    code = "import json, sys, shmserve; shmserve.Client; print(json.dumps(sorted(sys.modules)))"
-    found = json.loads(run(python, "-c", code, cwd=tmp_path))
-    assert "shmserve.clients.client" in found
-    assert not {"asyncio", "zmq", "ssl", "subprocess", "multiprocessing", "importlib.metadata"} & set(found)
-
-
-def test_importing_the_package_imports_nothing_else(python: Path, tmp_path: Path) -> None:
-    code = (
-        "import json, sys; old = set(sys.modules); import shmserve; print(json.dumps(sorted(set(sys.modules) - old)))"
-    )
-    found = json.loads(run(python, "-c", code, cwd=tmp_path))
-    assert [name for name in found if name.startswith("shmserve")] == ["shmserve"]
-    assert not {"numpy", "msgspec", "asyncio"} & set(found)
-
-
-def test_the_installed_command_prints_version_and_help(python: Path, tmp_path: Path) -> None:
+def test_the_installed_command_and_its_files(python: Path, tmp_path: Path) -> None:
     command = python.with_name("shmserve")
     assert "0.1.0" in run(command, "version", cwd=tmp_path)
     assert "serve" in run(command, "--help", cwd=tmp_path)
-
-
-def test_the_samples_come_from_the_wheel(python: Path, tmp_path: Path) -> None:
-    examples, names, shape = run(python, "-c", SAMPLES, tmp_path / "samples", cwd=tmp_path).splitlines()
+    examples, names, shape, schema = run(python, "-c", FILES, tmp_path / "samples", cwd=tmp_path).splitlines()
     assert Path(examples).is_relative_to(python.parents[1])
     assert {"add_sub", "cnn", "mlp"} <= set(names.split())
-    assert shape == "(48, 800, 3)"
-
-
-def test_the_wheel_contains_the_configuration_schema(python: Path, tmp_path: Path) -> None:
-    assert run(python, "-c", CONFIG, cwd=tmp_path).strip() == "inference.ModelConfig"
+    assert (shape, schema) == ("(48, 800, 3)", "inference.ModelConfig")
 
 
 # ------------------------------------------------------------------------------------------ the README's three commands
