@@ -34,14 +34,6 @@ def test_the_order_is_reversed_each_round() -> None:
     assert {name: len(turns) for name, turns in found.items()} == dict.fromkeys("abc", 3)
 
 
-def test_tools_that_are_missing_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = str(tmp_path / "none")
-    assert agreement.main(["--perf-analyzer", missing, "--wrk", missing]) == 0
-    said = capsys.readouterr().err
-    assert "skipped: there is no perf_analyzer; `make tritonclient` installs it, or give --perf-analyzer" in said
-    assert "skipped: there is no wrk; `apt install wrk`, or give --wrk" in said
-
-
 def tool(folder: Path, body: str) -> str:
     path = folder / "wrk"
     path.write_text(f"#!/bin/sh\n{body}\n")

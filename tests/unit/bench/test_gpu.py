@@ -99,18 +99,6 @@ def test_results_are_written_after_each_measure(tmp_path: Path, taken: Callable[
     assert taken(main.Measure(good, 0, 50), main.Measure(looking, 0, 50))[1]["looking"]["value"] == 1
 
 
-@pytest.mark.parametrize(
-    ("argv", "shown"),
-    [
-        (["--out", "/a/b", "--mib", "1"], ["--mib", "1"]),
-        (["--mib", "1", "--out=/a/b"], ["--mib", "1"]),
-        (["--mib", "1"], ["--mib", "1"]),
-    ],
-)
-def test_the_command_in_the_results_has_no_path(argv: list[str], shown: list[str]) -> None:
-    assert main._without_out(argv) == shown
-
-
 @pytest.mark.process
 def test_copies_of_the_runtime_are_counted(tmp_path: Path) -> None:
     recorder = ROOT / "bench" / "gpu" / "recorder"

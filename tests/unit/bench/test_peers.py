@@ -15,7 +15,6 @@ import pytest
 
 from bench.lib import table
 from bench.lib.wrk import Post, Turn
-from bench.peers import __main__ as command
 from bench.peers import chart, report, workloads
 from bench.peers.report import Cell
 from bench.peers.running import running
@@ -91,12 +90,6 @@ def test_every_request_format_carries_the_same_values(workload: workloads.Worklo
     assert (np.array(json.loads(lists.body)["x"][0], np.float32) == row).all()
 
 
-def test_responses_are_parsed_in_each_format() -> None:
-    y = np.array([1.5, -2], np.float32)
-    for answer in (y.tobytes(), b"[[1.5, -2.0]]"):
-        assert command.numbers(answer).tolist() == [1.5, -2]
-
-
 def await_stop(pid: int) -> None:
     """Polls, because the kernel only notifies parents when a process has stopped."""
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
@@ -120,17 +113,3 @@ def test_a_server_pauses_and_ends_with_its_daemons(tmp_path: Path) -> None:
     assert not server.members()
     with pytest.raises(ConnectionRefusedError):
         HTTPConnection("127.0.0.1", port).connect()
-
-
-def test_the_error_of_a_server_that_does_not_start_has_its_output(tmp_path: Path) -> None:
-    post = Post("http://127.0.0.1:1/", {}, b"")
-    with (
-        running("it", [sys.executable, "-c", "raise SystemExit('no engine')"], {}, tmp_path) as server,
-        pytest.raises(RuntimeError, match=r"it has not come up .*: no engine"),
-    ):
-        server.await_answer(post)
-
-
-def test_without_wrk_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--wrk", str(tmp_path / "none")]) == 2
-    assert "there is no wrk: `apt install wrk`, or give --wrk" in capsys.readouterr().err

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from functools import cache
 from typing import Any, NamedTuple
 
 import yaml
 
 from shmserve.broker.observability.metric_definitions import FAMILIES
 from tests import ROOT
+from tests.support.observability.promql import labels_in, metrics_in
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 GRAFANA = ROOT / "deploy" / "grafana"
 CASES = ROOT / "tests" / "fleet" / "rules"
 ALWAYS = {"job", "instance", "le"}
 """Labels of Prometheus itself, and of buckets."""
+OWN = {"up", "ALERTS"}
+"""Metrics of Prometheus itself."""
 
 
 class Metric(NamedTuple):
@@ -24,6 +28,7 @@ class Metric(NamedTuple):
     labels: frozenset[str]
 
 
+@cache
 def server_metrics() -> dict[str, Metric]:
     """Name of a series -> its kind and labels, also for gateways, as docs/metrics.md lists them."""
     found: dict[str, Metric] = {}
@@ -42,12 +47,25 @@ def rules(name: str) -> list[dict[str, Any]]:
     return [rule for group in document["groups"] for rule in group["rules"]]
 
 
+@cache
 def recorded() -> dict[str, str]:
     return {rule["record"]: rule["expr"] for rule in rules("rules.yml")}
 
 
 def alerts() -> dict[str, dict[str, Any]]:
     return {rule["alert"]: rule for rule in rules("alerts.yml")}
+
+
+def assert_known(expression: str, *labels: str) -> None:
+    """The metrics and labels of an expression exist. `labels`: also allowed."""
+    metrics, rules_ = server_metrics(), recorded()
+    used = metrics_in(expression)
+    assert used, expression
+    assert used <= metrics.keys() | rules_.keys() | OWN, expression
+    allowed = ALWAYS | set(labels)
+    for metric in used:
+        allowed |= metrics[metric].labels if metric in metrics else labels_in(rules_.get(metric, ""))
+    assert labels_in(expression) <= allowed, expression
 
 
 def cases() -> list[dict[str, Any]]:

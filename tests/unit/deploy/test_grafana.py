@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.observability.promql import labels_in, metrics_in
+from tests.support.observability.promql import metrics_in
 from tests.unit.deploy.monitoring import (
     ALWAYS,
     GRAFANA,
+    assert_known,
     dashboards,
     expressions,
     recorded,
@@ -22,7 +23,6 @@ from tests.unit.deploy.monitoring import (
 METRICS = server_metrics()
 RECORDED = recorded()
 DASHBOARDS = dashboards()
-OWN = {"up", "ALERTS"}
 
 
 def test_dashboards_are_current() -> None:
@@ -34,15 +34,11 @@ def test_dashboards_are_current() -> None:
 def test_metrics_and_labels_exist(name: str) -> None:
     for expression in expressions(DASHBOARDS[name]):
         used = metrics_in(expression)
-        assert used, expression
-        assert used <= METRICS.keys() | RECORDED.keys() | OWN, expression
-        allowed = ALWAYS | {"alertname", "alertstate"}
-        for metric in used:
-            allowed |= METRICS[metric].labels if metric in METRICS else labels_in(RECORDED.get(metric, ""))
-            if metric in METRICS and METRICS[metric].kind in ("counter", "histogram"):
+        by_model = ("model",) if any("model" in RECORDED[metric] for metric in used & RECORDED.keys()) else ()
+        assert_known(expression, "alertname", "alertstate", *by_model)
+        for metric in used & METRICS.keys():
+            if METRICS[metric].kind in ("counter", "histogram"):
                 assert re.search(rf"(rate|increase)\({metric}\b", expression), f"{metric} only rises: {expression}"
-        allowed |= {"model"} if any("model" in RECORDED[metric] for metric in used & RECORDED.keys()) else set()
-        assert labels_in(expression) <= allowed, expression
 
 
 def test_most_metrics_are_shown_on_a_dashboard() -> None:

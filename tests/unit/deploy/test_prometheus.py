@@ -9,27 +9,19 @@ import pytest
 
 from shmserve.clients.cli import parser
 from tests import ROOT
-from tests.support.observability.promql import labels_in, metrics_in
-from tests.unit.deploy.monitoring import ALWAYS, alerts, cases, recorded, server_metrics
+from tests.support.observability.promql import metrics_in
+from tests.unit.deploy.monitoring import OWN, alerts, assert_known, cases, recorded, server_metrics
 
 METRICS = server_metrics()
 RECORDED = recorded()
 ALERTS = alerts()
 PAGE = (ROOT / "docs" / "alerts.md").read_text()
 EXPRESSIONS = RECORDED | {name: alert["expr"] for name, alert in ALERTS.items()}
-OWN = {"up", "ALERTS"}
-"""Metrics of Prometheus itself."""
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_metrics_and_labels_exist(name: str) -> None:
-    used = metrics_in(EXPRESSIONS[name])
-    assert used
-    assert used <= METRICS.keys() | RECORDED.keys() | OWN
-    allowed = set(ALWAYS)
-    for metric in used:
-        allowed |= METRICS[metric].labels if metric in METRICS else labels_in(RECORDED.get(metric, ""))
-    assert labels_in(EXPRESSIONS[name]) <= allowed
+    assert_known(EXPRESSIONS[name])
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)

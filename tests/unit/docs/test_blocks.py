@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import yaml
 
@@ -91,20 +90,3 @@ def test_the_tables_have_no_stale_entries() -> None:
 def test_the_tests_of_the_tables_read_their_pages() -> None:
     for (page, _), module in TESTED.items():
         assert f'"{page}"' in (ROOT / module).read_text(), (module, page)
-
-
-def test_a_block_that_is_not_covered_is_found() -> None:
-    assert problem_of("errors", Block("text", "x", "")) == ""
-    assert problem_of("index", Block("sh", "shmserve models", "")) == "it is not run"
-    assert problem_of("index", Block("", "max_batch_size: 8", "")) == ""
-    assert "max_batch: ModelConfig has no such field" in problem_of("index", Block("", "max_batch: 8", ""))
-    assert problem_of("index", Block("json", "{", "")).startswith("it is not valid")
-    assert problem_of("index", Block("ini", "[a", "")).startswith("it cannot be read")
-
-
-def test_blocks_are_found(tmp_path: Path) -> None:
-    text = "`a/b.py`, a file:\n\n```python\nx = 1\n```\n\nThen:\n\n```sh\none \\\n  two\n\nthree\n```\n"
-    file, commands = blocks_of(text)
-    assert file == ("python", "x = 1\n", "a/b.py")
-    assert commands.file == ""
-    assert commands.lines == ["one    two", "three"]
