@@ -136,7 +136,7 @@ def test_memory_of_an_owner_that_was_killed(peer: Peers, record_property: Callab
     handle, other = export(owner, value=8), export(owner, "other")
     open_(reader, handle)
     owner.kill()
-    owner._process.wait()
+    owner.close()
     found = values(reader)
     record_property("values after the owner was killed", found)
     assert found == [8] or isinstance(found, dict)

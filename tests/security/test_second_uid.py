@@ -213,23 +213,30 @@ def test_r5_group_members_cannot_register_named_memory(shared: Launched) -> None
 # ---------------------------------------------------------------------------------------------- tensors
 
 
+class _KeepingLane(Lane):
+    """Keeps the descriptors of segments instead of mapping them."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.fds: dict[int, int] = {}
+
+    def _note(self, message: Any, descriptors: list[int]) -> None:
+        if isinstance(message, Map):
+            self.fds[message.segment] = descriptors.pop(0)
+
+
 class Holder:
     """A user with a large answer in shared memory, who has only the handles that every client gets."""
 
     def __init__(self, path: str) -> None:
-        self.lane = Lane(path)
+        self.lane = _KeepingLane(path)
+        self.fds = self.lane.fds
         self.lane.hello("memfd")
         self.input = Segment(self.lane, LARGE.nbytes)
-        self.fds: dict[int, int] = {}
-        self.lane._note = self._keep  # type: ignore[method-assign]
         data = self.input.put(0, LARGE.tobytes())
         self.lane.send(Infer(1, "m", 0, (Tensor("x", "FP32", (1, LARGE.size), data),)))
         self.reply = self.lane.receive_kind(Reply, Fail)
         (self.handle,) = self.reply.outputs[0].data
-
-    def _keep(self, message: Any, descriptors: list[int]) -> None:
-        if isinstance(message, Map):
-            self.fds[message.segment] = descriptors.pop(0)
 
 
 def test_r4_r16_a_response_cannot_be_written_or_truncated(shared: Launched) -> None:
@@ -277,7 +284,7 @@ def test_r4_users_share_no_memory(shared: Launched) -> None:
     secret = (mine.handle.segment, mine.handle.offset, mine.handle.size)
 
     def use() -> dict[str, Any]:
-        mine.lane._socket.close()  # the copy made by the fork
+        os.close(mine.lane.fileno())  # the copy made by the fork
         for fd in mine.fds.values():
             os.close(fd)
         holder = Holder(shared.lane)

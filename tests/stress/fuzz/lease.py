@@ -6,6 +6,7 @@ Invariant: only requests that Lend allows are run, and each is answered once. An
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Iterator
 from math import prod
@@ -44,14 +45,21 @@ _decode = codec.Codec(BrokerMessage).decode
 
 
 class _Link:
+    """Waits for `packets` packets of the client, then brings an order."""
+
     def __init__(self) -> None:
         self._fd = os.eventfd(0)
+        self.packets = 0
 
     def fileno(self) -> int:
         return self._fd
 
     def wait(self, attempt: Any, block: Any) -> Any:
-        return attempt() or block()
+        self.packets -= 1
+        return (attempt() or block()) if self.packets >= 0 else [(self._fd, select.POLLIN)]
+
+    def drain(self) -> None:
+        """An order without content."""
 
 
 class _Outbox(list[Any]):
@@ -118,7 +126,8 @@ def run(data: bytes) -> None:
             if holder.active and packet:
                 client.send(packet[:PACKET_BYTES])
                 before = _runner.ran
-                holder._serve()
+                _link.packets = 1
+                holder.receive()
                 _verify(holder, client, _runner.ran - before)
         records = log.take()
         assert len(records) == _runner.ran
@@ -127,6 +136,7 @@ def run(data: bytes) -> None:
         assert _outbox == ([] if holder.active else [LeaseOver(1)])
         client.close()
         while holder.active:
+            _link.packets = 1
             holder.receive()
         assert _outbox == [LeaseOver(1)]
     finally:

@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -22,21 +21,16 @@ from bench.lib.child import Answer, Handler
 from bench.lib.raw_client import ConnectionClosed, Lane, Segment
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
-    PACKET_BYTES,
     Ask,
-    BrokerMessage,
     Fail,
     FailHeld,
     Goodbye,
     Handle,
-    Hello,
     Infer,
-    LeaseEnd,
     Map,
     Ping,
     Pong,
     Reply,
-    Return,
     Tensor,
     Unmap,
 )
@@ -82,15 +76,6 @@ class Attacker:
             found["Reply" if isinstance(answer, Reply) else f"{answer.code}: {answer.text}"] += 1
         return dict(found)
 
-    def _refused(self, *batch: Any) -> list[str]:
-        """All errors that these messages cause."""
-        self._lane.send(*batch)
-        self._lane.send(Ping(99))
-        found = []
-        while (message := self._lane.receive()) != Pong(99):
-            found.append(f"{message.code}: {message.text}" if isinstance(message, ERRORS) else repr(message))
-        return found
-
     # ------------------------------------------------------------------------------------ orders
 
     def flip(self, requests: int) -> Answer:
@@ -127,53 +112,6 @@ class Attacker:
             self._stop.set()
             thread.join()
         return {"told": dict(found), "rounds": rounds}
-
-    def cut_inputs(self) -> Answer:
-        """Tries to shrink, grow and punch holes in memory while the server reads it."""
-        own = self._own()
-        tries: dict[str, Callable[[], Any]] = {
-            "shrink": lambda: os.ftruncate(own.fd, 0),
-            "grow": lambda: os.ftruncate(own.fd, 2 * SIZE),
-            "hole": lambda: _hole(own.fd),
-        }
-        tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes([7]) * 4 * ROW))
-        self._lane.send(*(self._infer("identity", tensor) for _ in range(4)))
-        return {"errors": self._try(tries), "told": self._told(4)}
-
-    def _try(self, tries: dict[str, Callable[[], Any]]) -> dict[str, int]:
-        """The errno with which each attempt ended; 0 for none."""
-        found = {}
-        for name, attempt in tries.items():
-            try:
-                attempt()
-                found[name] = 0
-            except OSError as error:
-                found[name] = error.errno or -1
-        return found
-
-    def replay(self) -> Answer:
-        """Returns one of its own handles, then uses it and returns it again."""
-        own = self._own()
-        tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes([1]) * 4 * ROW))
-        self._lane.send(self._infer("identity", tensor))
-        answer = self._answer()
-        assert isinstance(answer, Reply), answer
-        data = answer.outputs[0].data
-        assert isinstance(data, tuple)
-        handle = data[0]
-        first = self._refused(Return((handle,)))
-        again = self._refused(Return((handle,)))
-        used = self._refused(self._infer("identity", Tensor("x", "FP32", (1, ROW), (handle,))))
-        return {"first": first, "again": again, "used": used}
-
-    def look_for(self, mark: int) -> Answer:
-        """How often the mark occurs in all memory in which answers arrived, including the parts outside of answers."""
-        own = self._own()
-        tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes(4 * ROW)))
-        self._lane.send(self._infer("identity", tensor))
-        answer = self._answer()
-        assert isinstance(answer, Reply), answer
-        return {"marks": sum(bytes(memory).count(bytes([mark]) * 64) for memory in self._lane.maps.values())}
 
     def hold(self, most: int) -> Answer:
         """Requests large answers and returns none. Ends at the first refusal."""
@@ -226,29 +164,8 @@ class Attacker:
                 sent += 1
         return {"sent": sent}
 
-    def connect(self, count: int) -> Answer:
-        """Opens connections, most of which send nothing. The last one sends Hello: once that is answered, the server
-        has seen all."""
-        told: Counter[str] = Counter()
-        made = [Lane(self._path) for _ in range(count)]
-        self._others += made
-        silent, greeting = [lane for number, lane in enumerate(made) if number % 4 != 3], made[3::4]
-        for lane in greeting:
-            with suppress(BrokenPipeError, ConnectionResetError):  # the reason for the disconnect is read below
-                lane.send(Hello(1, os.getpid(), "one of many", "memfd"))
-        for lane in greeting + silent:
-            try:
-                message = lane.receive(20.0 if lane in greeting else 0.0)
-                told[f"{message.code}: {message.text}" if isinstance(message, Goodbye) else "Welcome"] += 1
-            except TimeoutError:
-                told["nothing"] += 1
-            except ConnectionClosed:
-                told["the end"] += 1
-        return {"told": dict(told)}
-
-    def abuse_lease(self, what: str, hold: bool = False) -> Answer:
-        """Sends single requests until it has a lease, and misuses the lease until LeaseEnd. `hold`: neither reads the
-        lease nor ends it."""
+    def hold_lease(self, what: str) -> Answer:
+        """Sends single requests until it has a lease, and misuses the lease. It neither reads the lease nor ends it."""
         lane = Lane(self._path)
         lane.hello("memfd", leases=True)
         self._others.append(lane)
@@ -257,42 +174,35 @@ class Attacker:
             lane.send(request)
             lane.receive_kind(Reply, *ERRORS)
             lane.drain()
-        ((number, sock),) = lane.leases.items()
+        (sock,) = lane.leases.values()
         sock.setblocking(False)
         packet, spare = codec.encode([request]), os.memfd_create("spare", os.MFD_CLOEXEC)
-        large = self._infer("lent", *(Tensor(f"x{index}", "FP32", (1, 1000), bytes(4000)) for index in range(60)))
-        sends: dict[str, Callable[[], Any]] = {
-            "garbage": lambda: sock.send(b"\xc1\xc1"),
-            "nothing": lambda: sock.send(b""),
-            "two": lambda: sock.send(codec.encode([request, request])),
-            "other message": lambda: sock.send(codec.encode([Ping(1)])),
-            "handle": lambda: sock.send(
-                codec.encode([self._infer("lent", Tensor("x", "FP32", (1, 4), (Handle(1, 0, 16),)))])
-            ),
-            "wrong size": lambda: sock.send(codec.encode([self._infer("lent", Tensor("x", "FP32", (1, 4), b"1"))])),
-            "number 0": lambda: sock.send(codec.encode([Infer(0, "lent", 0, request.inputs)])),
-            "oversized": lambda: sock.send(codec.encode([large])),
-            "descriptors": lambda: socket.send_fds(sock, [packet], [spare] * 100),
-            "flood": lambda: [sock.send(packet) for _ in range(100_000)],
-            "end": sock.close,
-            "silence": lambda: None,
-        }
-        with suppress(BlockingIOError, ConnectionError, BrokenPipeError):
-            sends[what]()
+        with suppress(BlockingIOError, ConnectionError):
+            if what == "descriptors":
+                socket.send_fds(sock, [packet], [spare] * 100)
+            elif what == "flood":
+                for _ in range(100_000):
+                    sock.send(packet)
         os.close(spare)
-        found: Counter[str] = Counter()
-        if not hold:
-            lane.receive_kind(LeaseEnd, seconds=30.0)
-            with suppress(OSError):
-                while sock.fileno() >= 0 and (answer := sock.recv(PACKET_BYTES)):
-                    found[type(codec.Codec(BrokerMessage).decode(answer)[0]).__name__] += 1
-            del lane.leases[number]
-            sock.close()
-            lane.send(request)  # the connection still works
-            found["after it"] = isinstance(lane.receive_kind(Reply, *ERRORS), Reply)
-            self._others.remove(lane)
-            lane.close()
-        return {"told": dict(found)}
+        return {}
+
+    def cut_inputs(self) -> Answer:
+        """Tries to shrink, grow and punch holes in memory while the server reads it: the errno of each attempt."""
+        own = self._own()
+        tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes([7]) * 4 * ROW))
+        self._lane.send(*(self._infer("identity", tensor) for _ in range(4)))
+        errors = {}
+        for name, attempt in (
+            ("shrink", lambda: os.ftruncate(own.fd, 0)),
+            ("grow", lambda: os.ftruncate(own.fd, 2 * SIZE)),
+            ("hole", lambda: _hole(own.fd)),
+        ):
+            try:
+                attempt()
+                errors[name] = 0
+            except OSError as error:
+                errors[name] = error.errno or -1
+        return {"errors": errors, "told": self._told(4)}
 
     def misplace(self) -> Answer:
         """Sends descriptors where none belong, too many of them, and too few."""
