@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ from shmserve.extras import install_command
 from shmserve.repo.backends import DIRECTORY, backend_directory_problem, folder_of, installed
 from shmserve.repo.config.complete import can_complete
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
-from shmserve.workers.backends import Context, StackedBackend, registry
-from shmserve.workers.backends.registry import backend_in, from_directory
+from shmserve.workers.backends import Context, registry
+from shmserve.workers.backends.registry import from_directory
 from tests.support.docs import pages
 from tests.support.launch import Launched
 from tests.support.workers.worker_harness import WorkerProcess, config, work
@@ -206,13 +205,6 @@ def test_the_backend_class_is_found_in_backend_py(tmp_path: Path, text: str, nam
         return
     with pytest.raises(InvalidRequest, match=name):
         from_directory(str(tmp_path), "mine")
-
-
-def test_an_imported_class_is_not_the_backend() -> None:
-    module = ModuleType("mine")
-    module.Kind = StackedBackend  # type: ignore[attr-defined]
-    with pytest.raises(InvalidRequest, match="it has none"):
-        backend_in(module, "mine")
 
 
 @pytest.mark.parametrize(

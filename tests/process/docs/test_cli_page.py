@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shmserve.clients.cli import parser
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
 from tests.support.docs import pages
+from tests.support.docs.doc_tables import commands
+from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
@@ -27,10 +28,8 @@ COMMANDS = pages.commands("cli")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
-    samples.build(repository, lambda text: None)
-    with Server(repository) as server:
+def server(place: Path, shared_server: SharedServer) -> Iterator[Server]:
+    with shared_server.serving(place / "build" / "samples") as server:
         yield server
 
 
@@ -136,5 +135,4 @@ def test_the_commands_of_the_page_that_change_served_models(place: Path) -> None
 def test_the_page_has_every_command() -> None:
     """Except tune, which takes long: test_tune.py runs the commands of its page."""
     used = {line.rpartition("shmserve ")[2].split()[0] for line in COMMANDS}
-    understood = next(action for action in parser.parser()._actions if action.dest == "command").choices
-    assert used | {"tune"} == set(understood or ())
+    assert used | {"tune"} == set(commands())

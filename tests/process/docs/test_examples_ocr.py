@@ -6,7 +6,7 @@ The oracle is that package's own pipeline on the same bytes. Without it these te
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 import shmserve
 from shmserve.repo import ocr, samples
-from shmserve.testing import Server
 
 for module in ("onnxruntime", "cv2", "pyclipper", "PIL", "shapely", "yaml", "rapidocr_onnxruntime"):
     pytest.importorskip(module)
 
 pytestmark = pytest.mark.process
 
+SAMPLES = ("ocr",)
 PAPER, INK = (250, 248, 240), (20, 20, 60)
 LINES = ["Invoice 2024-117", "Three boxes of tea", "Total: 42.50 EUR", "Thank you for your order"]
 COLUMNS = ["Name", "Ada Lovelace", "Born", "10.12.1815"]
@@ -107,14 +107,6 @@ def oracle() -> Oracle:
     return expected
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
-    samples.build(repository, lambda text: None, ["ocr"])
-    with Server(repository, "--exit-on-error", "true") as running:
-        yield running
-
-
 def step_by_step(client: shmserve.Client, data: bytes) -> Found:
     """Performs the steps of the ensemble from a client."""
     prepared = client.infer("ocr_prepare", {"IMAGE": np.array([data], object)})
@@ -135,10 +127,9 @@ def assert_same(found: Found, wanted: Found, lines: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["many lines", "nothing", "turned, grey", "downwards", "too small"])
-def test_step_by_step(server: Server, oracle: Oracle, name: str) -> None:
+def test_step_by_step(client: shmserve.Client, oracle: Oracle, name: str) -> None:
     page = PAGES[name]
-    with server.client() as client:
-        found = step_by_step(client, page.data)
+    found = step_by_step(client, page.data)
     assert_same(found, oracle(page.data), page.lines)
 
 
@@ -153,26 +144,25 @@ def test_step_by_step(server: Server, oracle: Oracle, name: str) -> None:
     ],
     ids=["nothing", "GIF", "cut off", "narrow", "huge"],
 )
-def test_invalid_images_are_refused(server: Server, data: Callable[[], bytes], text: str) -> None:
-    with server.client() as client, pytest.raises(shmserve.ServeError, match=text) as failed:
+def test_invalid_images_are_refused(client: shmserve.Client, data: Callable[[], bytes], text: str) -> None:
+    with pytest.raises(shmserve.ServeError, match=text) as failed:
         client.infer("ocr_prepare", {"IMAGE": np.array([data()], object)})
     assert "0x" not in str(failed.value)
 
 
-def test_transparent_pixels_become_white(server: Server) -> None:
+def test_transparent_pixels_become_white(client: shmserve.Client) -> None:
     from PIL import Image
 
     image = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
     image.paste((200, 100, 50, 255), (0, 0, 32, 64))
     file = io.BytesIO()
     image.save(file, "PNG")
-    with server.client() as client:
-        prepared = client.infer("ocr_prepare", {"IMAGE": np.array([file.getvalue()], object)})
-        assert prepared["PICTURE"][5, 60].tolist() == [255, 255, 255]
-        assert prepared["PICTURE"][5, 5].tolist() == [50, 100, 200]
-        assert prepared["PLACE"].tolist() == [1, 1, 0, 64, 64]
-        assert prepared["X"].shape == (3, 736, 736)
-        assert prepared["X"].max() == 1
+    prepared = client.infer("ocr_prepare", {"IMAGE": np.array([file.getvalue()], object)})
+    assert prepared["PICTURE"][5, 60].tolist() == [255, 255, 255]
+    assert prepared["PICTURE"][5, 5].tolist() == [50, 100, 200]
+    assert prepared["PLACE"].tolist() == [1, 1, 0, 64, 64]
+    assert prepared["X"].shape == (3, 736, 736)
+    assert prepared["X"].max() == 1
 
 
 def read(result: shmserve.Result) -> Found:
@@ -180,23 +170,21 @@ def read(result: shmserve.Result) -> Found:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_ensemble(server: Server, oracle: Oracle, name: str) -> None:
+def test_the_ensemble(client: shmserve.Client, oracle: Oracle, name: str) -> None:
     page = PAGES[name]
-    with server.client() as client:
-        found = read(client.infer("ocr", {"IMAGE": np.array([page.data], object)}))
+    found = read(client.infer("ocr", {"IMAGE": np.array([page.data], object)}))
     assert_same(found, oracle(page.data), page.lines)
 
 
-def test_concurrent_pages_share_batches(server: Server, oracle: Oracle) -> None:
+def test_concurrent_pages_share_batches(client: shmserve.Client, oracle: Oracle) -> None:
     """Lines of several pages are batched, each line runs once, and each page gets its own lines."""
     names = ["turned, grey", "nothing", "many lines", "downwards", "turned, grey"]
     lines = sum(PAGES[name].lines for name in names)
-    with server.client() as client:
-        before = counts(client)
-        futures = [client.submit("ocr", {"IMAGE": np.array([PAGES[name].data], object)}) for name in names]
-        for name, future in zip(names, futures, strict=True):
-            assert_same(read(future.result()), oracle(PAGES[name].data), PAGES[name].lines)
-        rows, batches = (after - was for after, was in zip(counts(client), before, strict=True))
+    before = counts(client)
+    futures = [client.submit("ocr", {"IMAGE": np.array([PAGES[name].data], object)}) for name in names]
+    for name, future in zip(names, futures, strict=True):
+        assert_same(read(future.result()), oracle(PAGES[name].data), PAGES[name].lines)
+    rows, batches = (after - was for after, was in zip(counts(client), before, strict=True))
     assert rows == lines
     assert batches < lines, "four lines of one page are there at the same time"
 
@@ -206,9 +194,6 @@ def counts(client: shmserve.Client) -> tuple[int, int]:
     return int(found["inference_count"]), int(found["execution_count"])
 
 
-def test_an_error_of_a_step_names_the_ensemble(server: Server) -> None:
-    with (
-        server.client() as client,
-        pytest.raises(shmserve.ServeError, match=r"in ensemble 'ocr', .*IMAGE cannot be read"),
-    ):
+def test_an_error_of_a_step_names_the_ensemble(client: shmserve.Client) -> None:
+    with pytest.raises(shmserve.ServeError, match=r"in ensemble 'ocr', .*IMAGE cannot be read"):
         client.infer("ocr", {"IMAGE": np.array([b"nothing"], object)})

@@ -16,6 +16,7 @@ from shmserve.repo import samples
 from shmserve.testing import Server
 from tests import ROOT
 from tests.support.docs import pages
+from tests.support.shared_server import SharedServer
 
 PAGE = pages.page("examples")
 MADE = ROOT / ".venv" / ".samples"
@@ -54,8 +55,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(place: Path) -> Iterator[Server]:
-    with Server(place / "build" / "all") as running:
+def server(place: Path, shared_server: SharedServer) -> Iterator[Server]:
+    with shared_server.serving(place / "build" / "all") as running:
         yield running
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from shmserve.testing import Server
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.process
 
+SAMPLES = ("sentiment",)
 LABELS = ["negative", "neutral", "positive"]
 TEXTS = {
     "The tea was excellent, and the staff friendly.": "positive",
@@ -41,14 +41,6 @@ def weights() -> dict[str, float]:
     return words
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
-    assert samples.build(repository, lambda text: None, ["sentiment"]) == list(samples.SETS["sentiment"])
-    with Server(repository, "--exit-on-error", "true") as running:
-        yield running
-
-
 def by_hand(text: str, weights: dict[str, float]) -> tuple[str, float]:
     words = re.findall(r"[a-z']+", text.lower())[:32]
     total = 0.0
@@ -63,36 +55,34 @@ def column(*texts: str) -> np.ndarray[tuple[int, ...], np.dtype[np.object_]]:
     return np.array([[text.encode()] for text in texts], np.object_)
 
 
-def test_step_by_step(server: Server, weights: dict[str, float]) -> None:
-    with server.client() as client:
-        words = client.infer("sentiment_tokenizer", {"TEXT": column(*TEXTS)})["WORDS"]
-        assert words.shape == (len(TEXTS), 32)
-        scores = client.infer("sentiment_classifier", {"WORDS": words})["SCORES"]
-        answer = client.infer("sentiment_labels", {"SCORES": scores})
-        best = client.infer("sentiment_classifier", {"WORDS": words}, outputs={"SCORES": shmserve.TopK(1)})["SCORES"]
-        found = [label.decode() for label in answer["LABEL"][:, 0]]
-        assert found == list(TEXTS.values())
-        assert [text.decode().rpartition(":")[2] for text in best[:, 0]] == found
-        expected = [by_hand(text, weights) for text in TEXTS]
-        assert found == [label for label, _ in expected]
-        np.testing.assert_allclose(answer["SCORE"][:, 0], [score for _, score in expected], rtol=1e-5)
+def test_step_by_step(client: shmserve.Client, weights: dict[str, float]) -> None:
+    words = client.infer("sentiment_tokenizer", {"TEXT": column(*TEXTS)})["WORDS"]
+    assert words.shape == (len(TEXTS), 32)
+    scores = client.infer("sentiment_classifier", {"WORDS": words})["SCORES"]
+    answer = client.infer("sentiment_labels", {"SCORES": scores})
+    best = client.infer("sentiment_classifier", {"WORDS": words}, outputs={"SCORES": shmserve.TopK(1)})["SCORES"]
+    found = [label.decode() for label in answer["LABEL"][:, 0]]
+    assert found == list(TEXTS.values())
+    assert [text.decode().rpartition(":")[2] for text in best[:, 0]] == found
+    expected = [by_hand(text, weights) for text in TEXTS]
+    assert found == [label for label, _ in expected]
+    np.testing.assert_allclose(answer["SCORE"][:, 0], [score for _, score in expected], rtol=1e-5)
 
 
-def test_the_ensemble(server: Server, weights: dict[str, float]) -> None:
-    with server.client() as client:
-        found = client.infer("sentiment", {"TEXT": column(*TEXTS)})
-        assert [label.decode() for label in found["LABEL"][:, 0]] == list(TEXTS.values())
-        expected = [by_hand(text, weights)[1] for text in TEXTS]
-        np.testing.assert_allclose(found["SCORE"][:, 0], expected, rtol=1e-5)
-        only = client.infer("sentiment", {"TEXT": column("Awful!")}, outputs=["LABEL"])
-        assert {name: value.tolist() for name, value in only.items()} == {"LABEL": [[b"negative"]]}
+def test_the_ensemble(client: shmserve.Client, weights: dict[str, float]) -> None:
+    found = client.infer("sentiment", {"TEXT": column(*TEXTS)})
+    assert [label.decode() for label in found["LABEL"][:, 0]] == list(TEXTS.values())
+    expected = [by_hand(text, weights)[1] for text in TEXTS]
+    np.testing.assert_allclose(found["SCORE"][:, 0], expected, rtol=1e-5)
+    only = client.infer("sentiment", {"TEXT": column("Awful!")}, outputs=["LABEL"])
+    assert {name: value.tolist() for name, value in only.items()} == {"LABEL": [[b"negative"]]}
 
 
-def test_concurrent_requests_to_the_ensemble_and_to_a_step(server: Server) -> None:
+def test_concurrent_requests_to_the_ensemble_and_to_a_step(client: shmserve.Client, server: Server) -> None:
     """Each caller gets its own response, whichever texts share a batch."""
     words = np.zeros((1, 32), np.int64)
     texts = [text for text in TEXTS for _ in range(8)]
-    with server.client() as client, server.client() as other:
+    with server.client() as other:
         direct = [other.submit("sentiment_classifier", {"WORDS": words}) for _ in texts]
         futures = [client.submit("sentiment", {"TEXT": column(text)}) for text in texts]
         assert [future.result()["LABEL"][0, 0].decode() for future in futures] == [TEXTS[text] for text in texts]

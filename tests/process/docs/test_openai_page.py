@@ -15,20 +15,21 @@ from shmserve.clients.cli import main
 from shmserve.gateway.openai import bodies, embeddings, generation, templates
 from shmserve.testing import Server
 from tests.support.docs import pages
+from tests.support.shared_server import SharedServer
 
 PAGE = pages.page("openai")
 ADDRESS = "localhost:8000"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("page")
     names = pages.write_files(PAGE, folder)
     assert names == [
         f"models/{name}/{file}" for name in ("parrot", "letters") for file in ("config.pbtxt", "1/model.py")
     ]
     assert main.main(["check", str(folder / "models")]) == 0
-    with Server(folder / "models", "--exit-on-error", "true", gateway=True) as running:
+    with shared_server.serving(folder / "models") as running:
         yield running
 
 

@@ -15,6 +15,7 @@ import pytest
 from shmserve import Client
 from shmserve.testing import Server
 from tests.support.docs import pages
+from tests.support.shared_server import SharedServer
 
 NEAR = 1e-5
 pytestmark = pytest.mark.process
@@ -34,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with Server(folder / "texts") as server:
+def server(folder: Path, shared_server: SharedServer) -> Iterator[Server]:
+    with shared_server.serving(folder / "texts") as server:
         yield server
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, cast
 
@@ -186,9 +186,14 @@ def _errors() -> str:
     return table(("Exception", "Code", "HTTP", "gRPC", "Meaning"), rows(errors.ServeError))
 
 
-def _commands() -> str:
+def commands() -> Mapping[str, argparse.ArgumentParser]:
+    """The parser of each command. argparse has no public list of what it has been given."""
     (found,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    return "\n\n".join(_command(name, found.choices[name]) for name in sorted(found.choices) if name != "serve")
+    return found.choices
+
+
+def _commands() -> str:
+    return "\n\n".join(_command(name, command) for name, command in sorted(commands().items()) if name != "serve")
 
 
 def _command(name: str, command: argparse.ArgumentParser) -> str:
