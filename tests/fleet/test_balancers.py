@@ -16,7 +16,7 @@ import pytest
 
 from shmserve.testing import Server
 from tests.fleet.balancers import HERE, PATIENCE_S, Balancer
-from tests.fleet.load import HEADER, SEQUENCE_ERRORS, WAYS, Load, Sequence, over_http
+from tests.fleet.load import HEADER, SEQUENCE_ERRORS, WAYS, Load, Sequence
 from tests.support.gateway.rpc import INFERENCE, Rpcs, infer_request, message, outputs, refused, talk
 from tests.support.load import Failed
 
@@ -31,7 +31,7 @@ def drain(server: Server, *options: str) -> subprocess.Popen[str]:
 def test_a_killed_server_fails_only_its_sequences(own_servers: tuple[list[Server], Balancer]) -> None:
     """Only requests of sequences on that server fail, with an error that says why."""
     fleet, balancer = own_servers
-    with Load(balancer) as load, over_http(balancer) as send:
+    with Load(balancer) as load, WAYS["http"](balancer) as send:
         load.until_each_serves(len(fleet))
         ours = Sequence(send)
         chosen = ours.step(1.0)
@@ -50,7 +50,7 @@ def test_draining_and_upgrading_a_server_loses_no_request(own_servers: tuple[lis
     """No request fails. HAProxy lets the sequences on that server end there."""
     fleet, balancer = own_servers
     sticks = balancer.name == "haproxy"
-    with Load(balancer, sequences=sticks) as load, over_http(balancer) as send:
+    with Load(balancer, sequences=sticks) as load, WAYS["http"](balancer) as send:
         load.until_each_serves(len(fleet))
         ours = Sequence(send)
         chosen = ours.step(1.0) if sticks else 1

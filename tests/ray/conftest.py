@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ray import cluster, models
+from tests.support import load
 
 REASON = "Ray is not installed; `make test-fleet` installs it"
 LOAD_S = 1.0
@@ -25,5 +26,5 @@ def place() -> Iterator[cluster.Place]:
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     models.write_times(root, "twice", load_seconds=LOAD_S)
-    models.write_sums(root)
+    load.write_sums(root, models.PID)
     return root

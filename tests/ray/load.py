@@ -4,63 +4,18 @@ retry."""
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import grpc
 import numpy as np
 
-from tests.fleet.balancers import PATIENCE_S
 from tests.support import load
-from tests.support.gateway.rpc import Rpcs, infer_request
-from tests.support.load import Failed, Send
+from tests.support.load import PATIENCE_S, Failed, Send
 
 PAUSE_S = 0.01
 """Pause between a response and a thread's next request, so that the nodes have time for other work."""
-
-
-@contextlib.contextmanager
-def over_http(place: Any) -> Iterator[Send]:
-    connection = http.client.HTTPConnection("127.0.0.1", place.http, timeout=PATIENCE_S)
-
-    def send(model: str, value: float, sequence: int = 0, start: bool = False, end: bool = False) -> tuple[float, int]:
-        document: dict[str, Any] = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [value]}]}
-        if sequence:
-            document["parameters"] = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
-        connection.request("POST", f"/v2/models/{model}/infer", json.dumps(document))
-        answer = connection.getresponse()
-        body = answer.read()
-        if answer.status != 200:
-            raise Failed(f"http {answer.status}: {body.decode()}")
-        first, pid = json.loads(body)["outputs"][0]["data"]
-        return first, int(pid)
-
-    with contextlib.closing(connection):
-        yield send
-
-
-@contextlib.contextmanager
-def over_grpc(place: Any) -> Iterator[Send]:
-    with Rpcs(place.grpc) as rpcs:
-
-        def send(
-            model: str, value: float, sequence: int = 0, start: bool = False, end: bool = False
-        ) -> tuple[float, int]:
-            x = np.array([[value]], np.float32)
-            more = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end} if sequence else {}
-            request = infer_request(model, {"x": ("FP32", x, x.tobytes())}, parameters=more)
-            try:
-                answer = rpcs.ModelInfer(request, timeout=PATIENCE_S)
-            except grpc.RpcError as error:
-                raise Failed(f"grpc {error.code().name}: {error.details()}") from error
-            first, pid = np.frombuffer(answer.raw_output_contents[0], np.float32)
-            return float(first), int(pid)
-
-        yield send
 
 
 @contextlib.contextmanager
@@ -81,7 +36,15 @@ def over_handle(place: Any) -> Iterator[Send]:
     yield send
 
 
-WAYS = {"handle": over_handle, "http": over_http, "grpc": over_grpc}
+def over_http(place: Any) -> contextlib.AbstractContextManager[Send]:
+    return load.over_http(place.http)
+
+
+WAYS: dict[str, Callable[[Any], contextlib.AbstractContextManager[Send]]] = {
+    "handle": over_handle,
+    "http": over_http,
+    "grpc": lambda place: load.over_grpc(place.grpc),
+}
 
 
 class Load(load.Load):
@@ -94,7 +57,7 @@ class Load(load.Load):
         self._place = place
         self._expected = factors
         works = {f"{way} {number}": partial(self._requests, way) for way in WAYS for number in range(clients)}
-        super().__init__(works, PATIENCE_S, PAUSE_S)
+        super().__init__(works, PAUSE_S)
 
     def pids(self) -> set[int]:
         return {pid for _, pid in self.served}

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import shmserve
-from tests.ray.models import CONFIG, write_times
+from tests.ray.models import write_times
 from tests.support.living import group
+from tests.support.load import CONFIG
 from tests.support.model_files import python_model, write_model
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("ray")]

@@ -1,32 +1,137 @@
-"""Threads that send requests to a model "twice" until a block ends. Responses are checked and counted."""
+"""Requests to servers behind one address: the models, ways to send, and threads that send until a block ends.
+
+Each response of the models is checked, and names the server that sent it.
+"""
 
 from __future__ import annotations
 
+import http.client
 import itertools
+import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+
+from tests.support.gateway.rpc import Rpcs, infer_request
+from tests.support.living import group
+from tests.support.model_files import python_model, write_model
+
+PATIENCE_S = 120.0
+CONFIG = """
+backend: "python" max_batch_size: 8
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 2 ] }} ]
+{more}"""
+TIMES = """
+select.select([], [], [], {seconds})
+return self.respond(np.concatenate([x * {factor}, np.full_like(x, {server})], axis=1))
+"""
+SUMS = """
+name, flags = request.correlation_id(), request.flags()
+if flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
+    self.sums[name] = 0.0
+self.sums[name] += x[0, 0]
+return self.respond(np.array([[self.sums[name], {server}]], np.float32))
+"""
+SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 64 } }\n"
+WORK_S = 0.002
+"""Duration of a request, so that some are always in flight."""
 
 L = TypeVar("L", bound="Load")
 
 Send = Callable[..., tuple[float, int]]
-"""Sends a value to a model. Returns the first value of the response, and the server that sent it."""
+"""send(model, value, sequence=0, start=False, end=False) sends a value to a model, in a sequence if it has a number.
+Returns the first value of the response, and the server that sent it."""
 
 
 class Failed(Exception):
     """A request failed; the text is that of the error."""
 
 
+def write_times(
+    root: Path,
+    name: str,
+    server: str,
+    factor: float = 2.0,
+    seconds: float = WORK_S,
+    more: str = group(1),
+    load: str = "pass",
+) -> None:
+    """y[0] = factor * x, y[1] = `server`, an expression. `load`: code that runs when the model is loaded."""
+    source = python_model(TIMES.format(factor=factor, seconds=seconds, server=server), load)
+    write_model(root, name, CONFIG.format(more=more), source)
+
+
+def write_sums(root: Path, server: str) -> None:
+    """y[0] = the sum of the sequence, y[1] = `server`."""
+    source = python_model(SUMS.format(server=server), "self.sums = {}")
+    write_model(root, "sums", CONFIG.format(more=group(1) + SEQUENCES), source)
+
+
+def _in_sequence(sequence: int, start: bool, end: bool) -> dict[str, Any]:
+    return {"sequence_id": sequence, "sequence_start": start, "sequence_end": end} if sequence else {}
+
+
+@contextmanager
+def over_http(port: int, header: str = "") -> Iterator[Send]:
+    """`header`: the name of a header that carries the number of the sequence."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+
+    def send(model: str, value: float, sequence: int = 0, start: bool = False, end: bool = False) -> tuple[float, int]:
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [value]}
+        body = {"inputs": [tensor], "parameters": _in_sequence(sequence, start, end)}
+        headers = {header: str(sequence)} if header and sequence else {}
+        try:
+            connection.request("POST", f"/v2/models/{model}/infer", json.dumps(body), headers)
+            answer = connection.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Failed(f"http: {error!r}") from error
+        if answer.status != 200:
+            raise Failed(f"http {answer.status}: {text.decode()}")
+        first, server = json.loads(text)["outputs"][0]["data"]
+        return float(first), int(server)
+
+    with closing(connection):
+        yield send
+
+
+@contextmanager
+def over_grpc(port: int, header: str = "") -> Iterator[Send]:
+    with Rpcs(port) as rpcs:
+
+        def send(
+            model: str, value: float, sequence: int = 0, start: bool = False, end: bool = False
+        ) -> tuple[float, int]:
+            x = np.array([[value]], np.float32)
+            parameters = _in_sequence(sequence, start, end)
+            request = infer_request(model, {"x": ("FP32", x, x.tobytes())}, parameters=parameters)
+            metadata = [(header, str(sequence))] if header and sequence else []
+            try:
+                answer = rpcs.ModelInfer(request, metadata=metadata, timeout=PATIENCE_S)
+            except grpc.RpcError as error:
+                raise Failed(f"grpc {error.code().name}: {error.details()}") from error
+            first, server = np.frombuffer(answer.raw_output_contents[0], np.float32)
+            return float(first), int(server)
+
+        yield send
+
+
 class Load:
     """`works`: name of a thread -> its function. Nothing is sent again."""
 
-    def __init__(self, works: Mapping[str, Callable[[], None]], patience_s: float, pause_s: float = 0.0) -> None:
+    def __init__(self, works: Mapping[str, Callable[[], None]], pause_s: float = 0.0) -> None:
         self.served: Counter[tuple[str, int]] = Counter()
         """Way and server -> number of responses of the model "twice"."""
         self.failed: list[str] = []
-        self._patience_s = patience_s
         self._pause_s = pause_s
         self._news = threading.Condition()
         self._over = threading.Event()
@@ -54,7 +159,7 @@ class Load:
     def until(self, holds: Callable[[], object]) -> None:
         """Waits for responses until `holds` returns something true."""
         with self._news:
-            reached = self._news.wait_for(lambda: holds() or self._errors, self._patience_s)
+            reached = self._news.wait_for(lambda: holds() or self._errors, PATIENCE_S)
             assert reached, self.summary()
 
     def until_more(self, count: int) -> None:
