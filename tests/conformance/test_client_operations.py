@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -145,13 +144,3 @@ def test_requests_of_other_threads_continue_during_an_operation(
     broker.do(broker.pong)
     thread.join(20)
     assert found == [DONE]
-
-
-def test_many_files_are_not_opened_at_once(client: Any, operations: Operations, tmp_path: Path) -> None:
-    paths = []
-    for number in range(300):
-        path = tmp_path / str(number)
-        path.write_bytes(os.urandom(number))
-        paths.append(path)
-    client.load("m", config={}, files={f"1/{path.name}": path for path in paths})
-    assert operations.received[0][3].endswith(b"".join(path.read_bytes() for path in paths))

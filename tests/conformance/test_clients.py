@@ -299,6 +299,7 @@ def test_all_options_of_a_request(client: Any, broker: FakeBroker) -> None:
     assert [wanted.name for wanted in request.outputs or ()] == ["y"]
 
 
+@ways("lane")
 def test_an_invalid_request_is_refused_before_it_is_sent(client: Any, broker: FakeBroker) -> None:
     def refused(text: str, *args: Any, **kwargs: Any) -> None:
         with pytest.raises(shmserve.InvalidRequest, match=text):

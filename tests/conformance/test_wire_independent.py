@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -99,12 +98,6 @@ def floats(count: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
 
 
-def test_ping_is_answered(server: Path) -> None:
-    with WireClient(server, "frames") as client:
-        client.send([PING, 12345])
-        assert client.read() == [PONG, 12345]
-
-
 @pytest.mark.parametrize("outputs", ["frames", "posix"])
 def test_inline_tensors_come_back_inline(server: Path, outputs: str) -> None:
     x = floats(1024)
@@ -165,27 +158,6 @@ def test_requests_in_a_batch_have_the_answers_of_requests_one_by_one(server: Pat
         assert {answer[0] for answer in together.values()} == {REPLY, FAIL}
 
 
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ([[["x", "FP32", [2]]], [], [], []], "an InferBatch has 0 requests"),
-        ([[["x", "FP32", [2]]], [5, 6], [1], [[bytes(8)], [bytes(8)]]], "2 requests, 1 rows and 2 data"),
-        ([[["x", "FP32", [2]]], [5], [1], [[bytes(8), bytes(8)]]], "one item of data for each form"),
-        ([[["x", "FP32", [2]]], list(range(1, 200)), [1] * 199, [[bytes(8)]] * 199], "199 requests"),
-        ([[["x", "FP32", [2]]], [5], [1], [bytes(8)]], "columns"),
-    ],
-)
-def test_an_invalid_batch_is_refused_as_a_whole(server: Path, columns: Message, words: str) -> None:
-    with WireClient(server, "frames") as client:
-        client.send([INFER_BATCH, "batching", 0, columns], [PING, 2])
-        refused = client.read()
-        assert refused[:3] == [FAIL, 0, "PROTOCOL"]
-        assert words in refused[3]
-        assert client.read() == [PONG, 2]
-        client.send([INFER_BATCH, "batching", 0, [[["x", "FP32", [2]]], [5], [1], [[bytes(8)]]]])
-        assert results(client, 1)[5][0] == REPLY
-
-
 def test_a_request_of_a_batch_is_cancelled_by_its_number_and_has_a_timeout(server: Path) -> None:
     with WireClient(server, "frames") as client:
         columns = [[["x", "FP32", []]], [1, 2, 3], [1, 1, 1], [[b"1234"], [b"2345"], [b"3456"]]]
@@ -217,14 +189,6 @@ def test_tensors_in_frames(server: Path) -> None:
         assert (answer[0], name, dtype, shape) == (REPLY, "y", "FP32", [200_000])
         assert type(data) is int
         assert client.frames[data] == x.tobytes()
-
-
-def test_a_missing_frame_is_an_error(server: Path) -> None:
-    with WireClient(server, "frames") as client:
-        answer = client.infer(1, "identity", [["x", "FP32", [2000], 3]], frames=(bytes(8000),))
-        assert answer[:3] == [FAIL, 1, "INVALID_ARG"]
-        assert "frame 3" in answer[3]
-        assert "'x'" in answer[3]
 
 
 def test_a_response_too_large_for_frames_is_refused(server: Path) -> None:
@@ -356,56 +320,12 @@ def test_status_queries(server: Path) -> None:
         assert {entry["name"] for entry in ask(client, "activity")["models"]} >= {"identity", "slow"}
 
 
-@pytest.mark.parametrize(
-    ("message", "code", "words"),
-    [
-        ([INFER, 5, "nobody", 0, []], "NOT_FOUND", "nobody"),
-        ([INFER, 5, "identity", 9, []], "NOT_FOUND", "9"),
-        ([INFER, 5, "identity", 0, [["x", "INT8", [1], b"1"]]], "INVALID_ARG", "INT8"),
-        ([INFER, 5, "identity", 0, [["x", "FP32", [2], b"1234"]]], "INVALID_ARG", "Expected 8, got 4"),
-        ([INFER, 5, "identity", 0, "tensors"], "PROTOCOL", "inputs"),
-        ([INFER, 5, "identity"], "PROTOCOL", "Infer"),
-        ([ASK, 5, "nothing", "", 0, b""], "INVALID_ARG", "nothing"),
-        ([ASK, 5, "config", "nobody", 0, b""], "NOT_FOUND", "nobody"),
-    ],
-)
-def test_errors_name_the_request_and_the_cause(server: Path, message: Message, code: str, words: str) -> None:
-    with WireClient(server, "frames") as client:
-        client.send([PING, 1], message, [PING, 2])
-        assert client.read() == [PONG, 1]
-        answers = [client.read(), client.read()]
-        answers.sort(key=lambda answer: answer[0] == PONG)
-        assert answers[1] == [PONG, 2]
-        assert answers[0][:3] == [FAIL, 5, code]
-        assert words in answers[0][3]
-
-
-def test_an_invalid_packet_is_reported_and_the_connection_stays(server: Path) -> None:
-    with WireClient(server, "frames") as client:
-        for parts in ((b"\xc1",), (b"",), (msgpack.packb({"a": 1}),), (msgpack.packb([[INFER]])[:-1],)):
-            client.send_raw(*parts)
-            answer = client.read()
-            assert answer[:3] == [FAIL, 0, "PROTOCOL"]
-        client.send([PING, 9])
-        assert client.read() == [PONG, 9]
-
-
 def test_another_protocol_is_refused_by_number(server: Path) -> None:
     with WireClient(server, "frames", greet=False) as client:
         client.send([HELLO, 2, os.getpid(), "from the future", "frames"])
         answer = client.read()
         assert answer[:2] == [GOODBYE, "PROTOCOL"]
         assert "protocol 2" in answer[2]
-
-
-def test_hello_must_be_the_first_message(server: Path) -> None:
-    with WireClient(server, "frames", greet=False) as client:
-        client.send([PING, 1], [INFER, 1, "identity", 0, []])
-        answers = [client.read()]
-        if answers[0][0] == PONG:
-            answers.append(client.read())
-        assert answers[-1][:2] == [GOODBYE, "CONNECTION_LOST"]
-        assert "Hello" in answers[-1][2]
 
 
 def test_bye_ends_only_this_client(server: Path) -> None:

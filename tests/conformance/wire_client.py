@@ -48,9 +48,6 @@ class WireClient:
     def send(self, *batch: Message, frames: tuple[bytes, ...] = ()) -> None:
         self._socket.send_multipart([msgpack.packb(list(batch)), *frames])
 
-    def send_raw(self, *parts: bytes) -> None:
-        self._socket.send_multipart(parts)
-
     def read(self) -> Message:
         """The next message; Maps and Unmaps are processed on the way."""
         while True:

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -191,12 +192,13 @@ class Attacker:
         own = self._own()
         tensor = Tensor("x", "FP32", (1, ROW), own.put(0, bytes([7]) * 4 * ROW))
         self._lane.send(*(self._infer("identity", tensor) for _ in range(4)))
+        attempts: dict[str, Callable[[], None]] = {
+            "shrink": lambda: os.ftruncate(own.fd, 0),
+            "grow": lambda: os.ftruncate(own.fd, 2 * SIZE),
+            "hole": lambda: _hole(own.fd),
+        }
         errors = {}
-        for name, attempt in (
-            ("shrink", lambda: os.ftruncate(own.fd, 0)),
-            ("grow", lambda: os.ftruncate(own.fd, 2 * SIZE)),
-            ("hole", lambda: _hole(own.fd)),
-        ):
+        for name, attempt in attempts.items():
             try:
                 attempt()
                 errors[name] = 0
