@@ -219,7 +219,6 @@ def test_tensors_in_named_segments(own_server: Path) -> None:
 
 
 def test_an_output_in_a_segment_of_the_client(own_server: Path) -> None:
-    """The output is written after the input."""
     x = floats(5000)
     with WireClient(own_server, "posix") as client, Segment(client, x.tobytes() + bytes(20_000)) as segment:
         number = segment.number

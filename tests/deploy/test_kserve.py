@@ -20,7 +20,6 @@ VOLUME = "kserve-provision-location"
 
 
 def test_the_kserve_client_gets_the_results_of_the_model(built: str, models: Path, tmp_path: Path) -> None:
-    """The results equal those of the engine."""
     interpreter = programs.cluster()
     if interpreter is None:
         pytest.skip("KServe's client is not installed; `make test-fleet` installs it")

@@ -52,28 +52,18 @@ def body(seconds: float) -> bytes:
     return json.dumps({"inputs": [tensor]}).encode()
 
 
-def test_probes_of_a_ready_pod(lasting: Pod) -> None:
+def test_a_ready_pod_answers_probes_and_requests(lasting: Pod) -> None:
     assert [lasting.probe(name) for name in ("startupProbe", "readinessProbe", "livenessProbe")] == [200, 200, 200]
-
-
-def test_samples_over_http(lasting: Pod) -> None:
-    x = np.arange(64, dtype=np.float32).reshape(1, 64)
-    tensor = {"name": "x", "datatype": "FP32", "shape": x.shape, "data": x.ravel().tolist()}
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": list(map(float, range(64)))}
     asked = json.dumps({"inputs": [tensor]}).encode()
     status, text = lasting.ask("/v2/models/mlp/infer", lasting.port("http"), asked)
     assert status == 200, text
     assert json.loads(text)["outputs"][0]["shape"] == [1, 10]
-
-
-def test_samples_over_grpc(lasting: Pod) -> None:
     x = np.array([1.5], np.float32)
     with Rpcs(lasting.port("grpc"), lasting.address) as rpcs:
         answer = rpcs.ModelInfer(infer_request("waits", {"x": ("FP32", x, x.tobytes())}), timeout=PATIENCE_S)
         assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [1.5]
         assert rpcs.ServerReady(message("ServerReadyRequest"), timeout=PATIENCE_S).ready
-
-
-def test_metrics_of_a_ready_pod(lasting: Pod) -> None:
     status, text = lasting.ask("/metrics", lasting.port("metrics"))
     assert status == 200
     assert b"\nshmserve_ready 1\n" in text
@@ -116,7 +106,6 @@ def test_the_cli_works_in_the_pod(lasting: Pod) -> None:
 
 
 def test_the_image_contains_only_the_program(built: str) -> None:
-    """The image has the program only: no sources, no tests, no pip."""
     (found,) = json.loads(image.call("image", "inspect", built))
     assert found["User"] == "10001:10001"
     assert set(found["Config"]["ExposedPorts"]) == {"8000/tcp", "8001/tcp", "8002/tcp"}

@@ -70,7 +70,6 @@ def test_draining_and_upgrading_a_server_loses_no_request(own_servers: tuple[lis
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sequences_stay_on_their_servers(way: str, balancer: Balancer) -> None:
-    """Every server has some sequences."""
     with WAYS[way](balancer) as send:
         sequences = [Sequence(send) for _ in range(30)]
         for value in (1.0, 2.0, 3.0):
@@ -97,7 +96,6 @@ def test_streams_and_large_requests(balancer: Balancer) -> None:
 
 
 def test_operations_on_a_single_server_are_refused(balancer: Balancer) -> None:
-    """Operations are refused; read-only queries are passed on."""
     for path in (
         "/v2/repository/models/twice/load",
         "/v2/repository/models/twice/unload",
@@ -119,7 +117,6 @@ def test_operations_on_a_single_server_are_refused(balancer: Balancer) -> None:
 
 
 def test_tls_for_http_and_grpc_on_one_port(balancer: Balancer, certificate: Path) -> None:
-    """One port for both protocols."""
     port = balancer.ports.tls
     trust = ssl.create_default_context(cafile=str(certificate))
     with urllib.request.urlopen(f"https://127.0.0.1:{port}/v2/health/ready", context=trust, timeout=60) as answer:

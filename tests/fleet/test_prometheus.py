@@ -87,7 +87,6 @@ def test_scraped_metrics_are_known_to_the_rule_check(watched: Watched) -> None:
 
 @pytest.mark.parametrize("name", dashboards())
 def test_every_panel_query_returns_data(watched: Watched, name: str) -> None:
-    """Each query is valid and has results in the form that Grafana sends it."""
     empty = []
     for expression in expressions(dashboards()[name]):
         query = expression.replace("$__rate_interval", "1m")
@@ -99,7 +98,6 @@ def test_every_panel_query_returns_data(watched: Watched, name: str) -> None:
 
 
 def test_an_alert_fires_for_a_killed_server(watched: Watched) -> None:
-    """After a server is killed, the alert fires for that server and says what to do."""
     prometheus = watched.prometheus
     gone = watched.address(1)
     watched.servers[1].kill()

@@ -29,24 +29,9 @@ def test_rules_are_valid(name: str) -> None:
 
 
 def test_the_configuration_is_valid() -> None:
-    """The configuration and the files that it names are valid."""
     assert "2 rule files found" in promtool("check", "config", DEPLOY / "prometheus.yml")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_alerts_and_recording_rules_in_each_case(case: Path) -> None:
     assert "SUCCESS" in promtool("test", "rules", case)
-
-
-def test_promtool_rejects_a_wrong_expectation(tmp_path: Path) -> None:
-    """A case that expects no alert fails if one fires."""
-    program = programs.promtool()
-    if program is None:
-        pytest.skip("promtool is not installed; `make test-fleet` installs it")
-    text = (ROOT / "tests" / "fleet" / "rules" / "load.yml").read_text().replace("../../../deploy", f"{DEPLOY.parent}")
-    broken = text.replace('reason="REJECTED"}\', values: "0+60x70"', 'reason="REJECTED"}\', values: "0x70"')
-    assert broken != text
-    (tmp_path / "load.yml").write_text(broken)
-    done = subprocess.run([program, "test", "rules", tmp_path / "load.yml"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "ShmserveRequestsRejected" in done.stderr + done.stdout

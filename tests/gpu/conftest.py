@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,16 @@ def torch(hardware: None) -> Any:
 def runtime(cupy: Any) -> Any:
     """CuPy's binding of the CUDA runtime."""
     return importlib.import_module("cupy.cuda.runtime")
+
+
+@contextmanager
+def nvml() -> Iterator[Any]:
+    found: Any = importlib.import_module("pynvml")
+    found.nvmlInit()
+    try:
+        yield found
+    finally:
+        found.nvmlShutdown()
 
 
 Serve = Callable[..., Server]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shmserve.repo.gpus import discover
-from tests.gpu.conftest import Serve
+from tests.gpu.conftest import Serve, nvml
 from tests.gpu.gpu_models import ADD, WIDTH, gpu_model, numbers
 from tests.support import living
 
@@ -24,13 +24,9 @@ SLACK = 64 << 20
 
 def used() -> int:
     """On the whole GPU: in a container, NVML may not list its processes."""
-    nvml: Any = importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    try:
-        found: int = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(discover().found[0].ordinal)).used
-    finally:
-        nvml.nvmlShutdown()
-    return found
+    with nvml() as driver:
+        handle = driver.nvmlDeviceGetHandleByIndex(discover().found[0].ordinal)
+        return int(driver.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 def test_all_memory_on_the_gpu_is_returned_after_unload(hardware: None, serve: Serve, tmp_path: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from typing import Any
 
 import pytest
 
 from shmserve.repo.gpus import discover
-from tests.gpu.conftest import Serve
+from tests.gpu.conftest import Serve, nvml
 from tests.gpu.gpu_models import ADD, gpu_model, numbers
 from tests.support import living
 from tests.support.launch import await_end
@@ -38,12 +37,8 @@ def test_metrics_of_a_server_have_plausible_values(serve: Serve, tmp_path: Any) 
         assert 0 <= values["nv_gpu_utilization"] <= 1
         assert 0 < values["nv_gpu_memory_used_bytes"] < values["nv_gpu_memory_total_bytes"]
         assert 0 < values["nv_gpu_power_usage"] <= 1.2 * values["nv_gpu_power_limit"]
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        try:
-            total = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(gpu.ordinal)).total
-        finally:
-            nvml.nvmlShutdown()
+        with nvml() as driver:
+            total = driver.nvmlDeviceGetMemoryInfo(driver.nvmlDeviceGetHandleByIndex(gpu.ordinal)).total
         assert values["nv_gpu_memory_total_bytes"] == total
 
 
@@ -67,11 +62,7 @@ def test_an_instance_over_its_gpu_memory_limit_is_ended(hardware: None, serve: S
 
 def processes() -> dict[int, int]:
     """Memory by pid; 0 where the driver does not report it."""
-    nvml: Any = importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(discover().found[0].ordinal)
-        listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    with nvml() as driver:
+        handle = driver.nvmlDeviceGetHandleByIndex(discover().found[0].ordinal)
+        listed = driver.nvmlDeviceGetComputeRunningProcesses(handle)
         return {int(process.pid): int(process.usedGpuMemory or 0) for process in listed}
-    finally:
-        nvml.nvmlShutdown()

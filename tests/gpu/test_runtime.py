@@ -36,7 +36,6 @@ def test_cupy_and_nvml_report_the_same_device_uuid(cuda: Any) -> None:
 
 
 def test_the_driver_reports_the_size_of_an_allocation(hardware: None, cuda: Any) -> None:
-    """The size that the driver reports for memory opened from another process."""
     address = cuda.allocate(5 << 20)
     try:
         assert 5 << 20 <= cuda.room(address) < 8 << 20

@@ -125,7 +125,6 @@ def test_a_stream_of_grpc(served: Any) -> None:
 
 
 def test_an_oversized_body_is_refused_before_it_is_read(served: Any) -> None:
-    """The response is sent before the body has arrived."""
     with contextlib.closing(HTTPConnection("127.0.0.1", served.http, timeout=60)) as connection:
         connection.putrequest("POST", "/v2/models/twice/infer")
         connection.putheader("Content-Length", str((64 << 20) + 1))
@@ -135,7 +134,6 @@ def test_an_oversized_body_is_refused_before_it_is_read(served: Any) -> None:
 
 
 def test_a_server_killed_under_load_fails_no_request(served: Any) -> None:
-    """The host restarts the server, and no request fails."""
     with Load(served) as load:
         before = load.until_served_by(3)
         model = min(before)

@@ -84,7 +84,6 @@ def test_serve_run_without_a_cluster(samples: Path, tmp_path: Path) -> None:
 
 
 def test_the_configuration_file_of_the_page(place: Any, samples: Path) -> None:
-    """The file is valid for Serve, and its arguments deploy the application."""
     import yaml
     from ray import serve
     from ray.serve.schema import ServeDeploySchema

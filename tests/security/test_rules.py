@@ -147,7 +147,6 @@ def infer(client: shmserve.Client, name: str) -> Any:
 
 @pytest.mark.process
 def test_r5_the_server_listens_only_on_its_two_sockets(server: Launched) -> None:
-    """The server opens no port, and no socket without a name in the file system."""
     owned = set()
     for pid in (server.process.pid, *server.workers()):
         owned |= {target[8:-1] for target in descriptors_of(pid) if target.startswith("socket:[")}
@@ -165,7 +164,6 @@ def test_r5_the_server_listens_only_on_its_two_sockets(server: Launched) -> None
 
 
 def test_r5_load_calls_and_shared_access_are_off_by_default(tmp_path: Path) -> None:
-    """Load calls, files in them, and roles for other users must be enabled explicitly."""
     found = settings.parse(["--model-repository", str(tmp_path)])
     assert found.model_control_mode == "none"
     assert (found.access, found.socket_group) == ([], None)
@@ -285,7 +283,6 @@ def _environment(pid: int) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.process
 def test_r12_a_worker_has_only_its_own_descriptors(server: Launched) -> None:
-    """A worker has no socket except its link, only memory from clients, and cannot gain privileges."""
     with Lane(server.lane) as lane, shmserve.Client(f"unix://{server.lane}") as client:
         lane.hello("memfd")
         infer(client, "identity")

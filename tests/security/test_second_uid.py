@@ -346,7 +346,6 @@ def test_r17_responses_contain_no_bytes_of_other_users(shared: Launched) -> None
 
 
 def test_r4_server_processes_cannot_be_inspected(shared: Launched) -> None:
-    """Other users can neither get descriptors and memory of broker and workers from /proc nor send them signals."""
     processes = [shared.process.pid, *shared.workers()]
     opened = {pid: os.listdir(f"/proc/{pid}/fd") for pid in processes}
 

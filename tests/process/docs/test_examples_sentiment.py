@@ -79,7 +79,6 @@ def test_the_ensemble(client: shmserve.Client, weights: dict[str, float]) -> Non
 
 
 def test_concurrent_requests_to_the_ensemble_and_to_a_step(client: shmserve.Client, server: Server) -> None:
-    """Each caller gets its own response, whichever texts share a batch."""
     words = np.zeros((1, 32), np.int64)
     texts = [text for text in TEXTS for _ in range(8)]
     with server.client() as other:

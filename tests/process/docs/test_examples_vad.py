@@ -87,7 +87,6 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_expected_probabilities_vary(expected: list[Sound]) -> None:
-    """The expected values vary, so that comparing them is meaningful."""
     assert max(found.max() for found in expected) > 0.8
     assert min(found.min() for found in expected) < 0.2
     assert len({found.round(4).tobytes() for found in expected}) == STREAMS
@@ -140,7 +139,6 @@ def test_chunks_sent_one_at_a_time(client: shmserve.Client, voices: list[Sound],
 
 
 def test_more_streams_than_slots(client: shmserve.Client, voices: list[Sound], expected: list[Sound]) -> None:
-    """Streams beyond the slots wait for one to end."""
     many = [stream for _ in range(3) for stream in range(STREAMS)]
     futures = [
         [step(client, "vad_direct", 1000 + number, voices[stream], at) for at in range(len(voices[stream]))]

@@ -64,7 +64,6 @@ def test_programs(server: Server) -> None:
 
 
 def test_fields_and_limits() -> None:
-    """The page lists each field of a request."""
     fields = {*bodies.CompletionRequest.__struct_fields__, *bodies.ChatRequest.__struct_fields__}
     fields |= {*bodies.EmbeddingRequest.__struct_fields__}
     named = set(re.findall(r"`([a-z_]+)[`.]", PAGE))

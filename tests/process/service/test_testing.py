@@ -135,7 +135,6 @@ def test_an_exception_in_the_block_is_propagated(models: Path) -> None:
 
 
 def test_the_example_in_the_docstring_works(models: Path) -> None:
-    """The unchanged fixture of the module's docstring."""
     example = "\n".join(
         line[4:] for line in (testing.__doc__ or "").splitlines() if line.startswith("    ") or not line
     )

@@ -209,7 +209,6 @@ def infer_leased_model(client: Client, rounds: int = 5) -> None:
 def test_a_client_that_does_not_release_its_lease_does_not_block_others(
     server: Server, attacker: Child, what: str
 ) -> None:
-    """The client has filled the socket and reads nothing, or sends nothing at all."""
     attacker.ask(do="hold_lease", what=what)
     with server.client() as client:
         infer_leased_model(client, 40)

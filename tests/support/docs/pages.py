@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 from shmserve.testing import Server
 from tests import ROOT
-
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_FILE = re.compile(r"^`([\w./]+\.(?:py|pbtxt))`[^\n]*(?:\n[^\n`]+)*\n\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from tests.support.docs.page_runner import blocks_of
 
 
 def page(name: str) -> str:
@@ -21,7 +18,7 @@ def page(name: str) -> str:
 
 def blocks(text: str, language: str | None = None) -> list[str]:
     """The blocks of a text, or those in one language ("" for those without)."""
-    return [found[2] for found in _BLOCK.finditer(text + "\n") if language in (None, found[1])]
+    return [block.text for block in blocks_of(text) if language in (None, block.language)]
 
 
 def commands(name: str) -> list[str]:
@@ -31,12 +28,12 @@ def commands(name: str) -> list[str]:
 
 def write_files(text: str, folder: Path) -> list[str]:
     """Writes the files that a page names above their blocks. Returns their names."""
-    files = dict(_FILE.findall(text))
-    for name, content in files.items():
-        path = folder / name
+    files = [block for block in blocks_of(text) if block.file]
+    for block in files:
+        path = folder / block.file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return list(files)
+        path.write_text(block.text)
+    return [block.file for block in files]
 
 
 def run_program(server: Server, program: str) -> str:
