@@ -54,6 +54,8 @@ def private(place: Path) -> Iterator[Launched]:
     finally:
         os.umask(before)
     with server:
+        with shmserve.Client(f"ipc://{server.zmq}") as client:  # its worker keeps a named segment from now on
+            client.infer("m", {"x": LARGE[None]})
         yield server
 
 
@@ -368,9 +370,9 @@ def test_r4_server_processes_cannot_be_inspected(shared: Launched) -> None:
     assert set(found) <= {"EACCES", "EPERM", "ENOENT"}, found
 
 
-def test_r2_r4_only_the_server_can_open_named_segments(place: Path) -> None:
+def test_r2_r4_only_the_server_can_open_named_segments(private: Launched) -> None:
     """Responses for ZeroMQ clients are in named segments, whose names everybody can list."""
-    with Launched(place / "models", place / "named") as server, Zmq(server.zmq) as client:
+    with Zmq(private.zmq) as client:
         client.send(Hello(1, os.getpid(), "raw", "posix"))
         client.receive_kind(messages.Welcome)
         large = Infer(1, "m", 0, (Tensor("x", "FP32", (1, LARGE.size), 0),))
@@ -412,31 +414,29 @@ class TritonPythonModel:
 """
 
 
-def test_r25_model_output_is_shown_to_operators_only(place: Path) -> None:
-    root = place / "printing"
+def test_r25_model_output_is_shown_to_operators_only(shared: Launched, place: Path) -> None:
     model = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}, max_batch=1)
-    models.write(root, "prints", model, {"model.py": PRINTS})
-    options = ["--socket-group", GROUP, "--access", f"uid:{BOB}=operate"]
+    models.write(place / "models", "prints", model, {"model.py": PRINTS})
+    one = {"x": np.ones((1, 1), np.float32)}
 
     def look() -> list[Any]:
-        with shmserve.Client(f"unix://{server.lane}") as client:
-            index = client.models()
+        with shmserve.Client(f"unix://{shared.lane}") as client:
+            entry = next(entry for entry in client.models() if entry["name"] == "prints")
             rest = [client.statistics(), client.metrics(), client.metadata("prints"), client.config("prints")]
-            (instance,) = index[0]["instances"]
-            return [
-                instance["last_words"],
-                str(rest),
-                told(lambda: client.infer("prints", {"x": np.ones((1, 1), "f4")})),
-            ]
+            (instance,) = entry["instances"]
+            return [instance["last_words"], str(rest), told(lambda: client.infer("prints", one))]
 
-    with Launched(root, place / "printing-run", *options) as server:
-        with shmserve.Client(f"unix://{server.lane}") as client:
+    with shmserve.Client(f"unix://{shared.lane}") as client:
+        client.load("prints")
+        try:
             with pytest.raises(shmserve.ModelFailed):
-                client.infer("prints", {"x": np.ones((1, 1), np.float32)}, timeout=60)
+                client.infer("prints", one, timeout=60)
             assert "plums" in str(client.models())
-        words, *texts = as_user(ALICE, look, member())
-        assert words == []
-        assert "plums" not in str(texts)
-        assert "SIGABRT" in texts[-1]
-        words, *_ = as_user(BOB, look, member())
-        assert "the other user asked about plums" in words
+            words, *texts = as_user(ALICE, look, member())
+            assert words == []
+            assert "plums" not in str(texts)
+            assert "SIGABRT" in texts[-1]
+            words, *_ = as_user(BOB, look, member())
+            assert "the other user asked about plums" in words
+        finally:
+            client.unload("prints")
