@@ -11,6 +11,7 @@ import json
 import os
 import select
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,12 +110,18 @@ def nvmlDeviceGetMigDeviceHandleByIndex(handle: Handle, index: int) -> Handle:
     return handle[0], index // 2
 
 
-def nvmlDeviceGetUUID(handle: Handle) -> str:
-    return str(_one(handle, "uuid"))
+def _reading(what: str, kind: Callable[[Any], Any] = int) -> Callable[[Handle], Any]:
+    return lambda handle: kind(_one(handle, what))
 
 
-def nvmlDeviceGetName(handle: Handle) -> str:
-    return str(_one(handle, "name"))
+nvmlDeviceGetUUID, nvmlDeviceGetName = _reading("uuid", str), _reading("name", str)
+nvmlDeviceGetPowerUsage = _reading("power")
+nvmlDeviceGetEnforcedPowerLimit = _reading("limit")
+nvmlDeviceGetTotalEnergyConsumption = _reading("energy")
+nvmlDeviceGetCurrentClocksEventReasons = _reading("reasons")
+nvmlDeviceGetPcieReplayCounter = _reading("replays")
+nvmlDeviceGetRetiredPagesPendingStatus = _reading("pages")
+nvmlDeviceGetRemappedRows = _reading("rows", tuple)
 
 
 def nvmlDeviceGetPciInfo(handle: Handle) -> Any:
@@ -139,18 +146,6 @@ def nvmlDeviceGetUtilizationRates(handle: Handle) -> Any:
     return SimpleNamespace(gpu=_one(handle, "utilization"))
 
 
-def nvmlDeviceGetPowerUsage(handle: Handle) -> int:
-    return int(_one(handle, "power"))
-
-
-def nvmlDeviceGetEnforcedPowerLimit(handle: Handle) -> int:
-    return int(_one(handle, "limit"))
-
-
-def nvmlDeviceGetTotalEnergyConsumption(handle: Handle) -> int:
-    return int(_one(handle, "energy"))
-
-
 def nvmlDeviceGetClockInfo(handle: Handle, domain: int) -> int:
     return int(_one(handle, {1: "sm", 2: "memory"}[domain]))
 
@@ -165,25 +160,9 @@ def nvmlDeviceGetTemperature(handle: Handle, sensor: int) -> int:
     return int(_one(handle, "temperature"))
 
 
-def nvmlDeviceGetCurrentClocksEventReasons(handle: Handle) -> int:
-    return int(_one(handle, "reasons"))
-
-
 def nvmlDeviceGetTotalEccErrors(handle: Handle, kind: int, counter: int) -> int:
     assert counter == 0, "volatile"
     return int(_one(handle, {0: "corrected", 1: "uncorrected"}[kind]))
-
-
-def nvmlDeviceGetPcieReplayCounter(handle: Handle) -> int:
-    return int(_one(handle, "replays"))
-
-
-def nvmlDeviceGetRemappedRows(handle: Handle) -> tuple[int, ...]:
-    return tuple(_one(handle, "rows"))
-
-
-def nvmlDeviceGetRetiredPagesPendingStatus(handle: Handle) -> int:
-    return int(_one(handle, "pages"))
 
 
 def nvmlDeviceGetFieldValues(handle: Handle, fields: list[int]) -> list[Any]:
