@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests import ROOT
 from tests.deploy import programs
-from tests.fleet.programs import PLACE, environment
+from tests.fleet.programs import PLACE, environment, find
 from tests.support.system.apt import DEBIAN, run
 
 BASE = "localhost/debian-python"
@@ -52,7 +52,7 @@ class Failed(Exception):
 
 def podman(*words: str) -> list[str]:
     """A Podman command, with separate storage."""
-    program = programs.podman()
+    program = find("podman")
     if program is None:
         raise Unavailable("Podman is not installed; `make test-fleet` installs it")
     storage, runs = PLACE / "storage", PLACE / "runs"
@@ -109,7 +109,7 @@ def _make_base() -> None:
     """Makes the base: Debian with the Python of this machine's release, the same packages as in Python's official
     image."""
     if not call("images", "--quiet", BASE):
-        mmdebstrap, tar = programs.mmdebstrap(), PLACE / "base.tar"
+        mmdebstrap, tar = find("mmdebstrap"), PLACE / "base.tar"
         if mmdebstrap is None or not DEBIAN.is_file():
             raise Unavailable("the base image needs mmdebstrap and a machine with Debian's package lists")
         options = ("--variant=minbase", "--include=python3,python3-venv", "--dpkgopt=force-unsafe-io", "--quiet")

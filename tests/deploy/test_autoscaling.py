@@ -83,9 +83,7 @@ CASES: dict[str, tuple[str, list[dict[str, str]], float]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_scaling_queries_give_the_expected_values(case: str, tmp_path: Path) -> None:
-    promtool = programs.promtool()
-    if promtool is None:
-        pytest.skip("promtool is not installed; `make test-fleet` installs it")
+    promtool = programs.need("promtool")
     trigger, series, expected = CASES[case]
     checked: dict[str, Any] = {
         "expr": triggers()[trigger][0],
@@ -105,8 +103,7 @@ def test_scaling_queries_give_the_expected_values(case: str, tmp_path: Path) -> 
 @pytest.mark.process
 def test_an_overloaded_server_triggers_scaling(tmp_path: Path) -> None:
     """Without requests, neither trigger asks for more pods; with more requests than the instance can run, both do."""
-    if programs.prometheus() is None:
-        pytest.skip("Prometheus is not installed; `make test-fleet` installs it")
+    programs.need("prometheus")
     write_model(tmp_path / "models", "slow", CONFIG, python_model(SLOW))
     over = threading.Event()
     with (

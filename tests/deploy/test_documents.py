@@ -8,12 +8,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests import ROOT
-from tests.deploy import manifests, programs
+from tests.deploy import manifests
 from tests.deploy.manifests import KUBERNETES, OVERLAYS, container, one, read
-from tests.fleet import programs as of_fleet
+from tests.fleet.programs import need
 
 NAME = "kubernetes"
 PAGE = (ROOT / "docs" / f"{NAME}.md").read_text()
@@ -36,9 +34,7 @@ def test_commands_of_the_page() -> None:
 
 def test_the_overlay_on_the_page_can_be_built(tmp_path: Path) -> None:
     """Uses the paths of an overlay beside deploy/."""
-    program = programs.kubectl()
-    if program is None:
-        pytest.skip("kubectl is not installed; `make test-fleet` installs it")
+    program = need("kubectl")
     (text,) = re.findall(r"```yaml\n(apiVersion: kustomize.*?)```", PAGE, re.DOTALL)
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     (tmp_path / "kustomization.yaml").write_text(text)
@@ -98,9 +94,7 @@ def test_compose_publishes_ports_only_on_loopback() -> None:
 
 
 def test_the_prometheus_configuration_of_compose_is_valid(tmp_path: Path) -> None:
-    promtool = of_fleet.promtool()
-    if promtool is None:
-        pytest.skip("promtool is not installed; `make test-fleet` installs it")
+    promtool = need("promtool")
     (tmp_path / "prometheus.yml").write_text(compose()["configs"]["prometheus"]["content"])
     for name in ("rules.yml", "alerts.yml"):
         shutil.copy(PROMETHEUS / name, tmp_path / name)

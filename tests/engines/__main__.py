@@ -19,6 +19,7 @@ from pathlib import Path
 from tests import ROOT
 from tests.__main__ import compile_all, parallel
 from tests.engines.catalog import CONFORMANCE, ENGINES, Engine
+from tests.support.system.apt import run
 
 ENVIRONMENTS = ROOT / "build" / "engines"
 MADE = ".made"
@@ -55,25 +56,17 @@ def install(engine: Engine) -> str:
         return ""
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+        run(sys.executable, "-m", "venv", "--without-pip", str(folder), timeout_s=INSTALL_S)
         of_engine = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
         ours = sysconfig.get_path("purelib")
         Path(of_engine, "packages_of_tests.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
         pip = [str(python_of(engine)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        run([*pip, "--retries", "1", *wanted])
+        run(*pip, "--retries", "1", *wanted, timeout_s=INSTALL_S)
     except (subprocess.SubprocessError, OSError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         return str(error)
     made.write_text(text)
     return ""
-
-
-def run(command: list[str]) -> None:
-    """Runs a command. If it fails or takes too long, raises SubprocessError with the last line of its output."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise subprocess.SubprocessError(lines[-1])
 
 
 def test(engine: Engine) -> list[str]:

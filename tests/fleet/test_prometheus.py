@@ -37,8 +37,7 @@ class Watched(NamedTuple):
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """Prometheus after requests to both servers in more than one scrape, so that rates exist."""
-    if programs.prometheus() is None:
-        pytest.skip("Prometheus is not installed; `make test-fleet` installs it")
+    programs.need("prometheus")
     root = tmp_path_factory.mktemp("watched")
     with ExitStack() as stack:
         servers = []

@@ -15,10 +15,8 @@ CASES = sorted((ROOT / "tests" / "fleet" / "rules").glob("*.yml"))
 
 
 def promtool(*words: str | Path) -> str:
-    program = programs.promtool()
-    if program is None:
-        pytest.skip("promtool is not installed; `make test-fleet` installs it")
-    done = subprocess.run([program, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [programs.need("promtool"), *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

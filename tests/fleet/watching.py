@@ -70,8 +70,7 @@ def configure(place: Path, targets: list[str]) -> Path:
 
 @contextlib.contextmanager
 def running(place: Path, targets: list[str]) -> Iterator[Prometheus]:
-    program = programs.prometheus()
-    assert program is not None
+    program = programs.need("prometheus")
     file = configure(place, targets)
     (port,) = free_ports(("127.0.0.1",), 1)
     web = programs.PLACE / "prometheus" / "usr" / "share" / "prometheus" / "web"

