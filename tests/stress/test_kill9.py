@@ -85,11 +85,11 @@ class TritonPythonModel:
 
 def write_repository(root: Path) -> None:
     models.write(root, "identity", models.identity(max_batch=8), {})
-    slow = models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}, max_batch=4, dynamic=True)
-    models.write(root, "slow", slow, {"model.py": SLOW})
-    models.write(root, "gate", models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}), {"model.py": GATE})
+    dims = {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}
+    models.write(root, "slow", models.Model("python", *dims, max_batch=4, dynamic=True), {"model.py": SLOW})
+    for name, source in (("gate", GATE), ("dies", DIES)):
+        models.write(root, name, models.Model("python", *dims), {"model.py": source})
     os.mkfifo(root / "gate" / "gate")
-    models.write(root, "dies", models.Model("python", {"x": ("FP32", [-1])}, {"y": ("FP32", [-1])}), {"model.py": DIES})
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from shmserve.testing import Server
 from tests.stress.chaos import scheduled
 from tests.stress.chaos.clients import WIDTH
 
+CLIENTS = "tests.stress.chaos.clients"
 DTYPES = ("FP32", "INT8", "BYTES", "FP64")
 AWAY = "identity_INT8"
 """The model that is unloaded and reloaded: only its requests may fail because it is missing."""
@@ -145,47 +146,23 @@ class Director:
         """(until when, pidfd, name) of processes that are stopped."""
         self._seed = seed * 1000
         url, zmq = server.url, server.zmq_url
-        public = {"largest": LARGEST, "dtypes": DTYPES, "allowed": ALLOWED, "reconnect_timeout": PATIENCE}
+        lane = url.removeprefix("unix://")
+        patient = {"allowed": ALLOWED, "reconnect_timeout": PATIENCE}
+        public = {"largest": LARGEST, "dtypes": DTYPES, **patient}
         bare = {"dtypes": DTYPES, "allowed": ALLOWED}
-        waiting, awaiting, raw = (
-            "bench.soak.clients:waiting",
-            "bench.soak.clients:awaiting",
-            "tests.stress.chaos.clients:raw",
-        )
+        lone = (("lone", "own"), ("pair", "lone"))
         self._members = [
-            *(self._start(waiting, url=link, **public) for link in (url, url, zmq, zmq)),
-            *(self._start(awaiting, url=link, **public) for link in (url, zmq)),
-            self._start(raw, link="lane", path=url.removeprefix("unix://"), **bare),
-            self._start(raw, link="zmq", path=zmq.removeprefix("ipc://"), **bare),
-            *(
-                self._start(
-                    "tests.stress.chaos.scheduled:scheduled", url=link, allowed=ALLOWED, reconnect_timeout=PATIENCE
-                )
-                for link in (url, zmq)
-            ),
-            self._start(
-                "tests.stress.chaos.clients:gateway", url=f"http://{server.endpoints['http']}", allowed=ALLOWED
-            ),
-            *(
-                self._start(
-                    "tests.stress.chaos.clients:alone",
-                    link="lane",
-                    path=url.removeprefix("unix://"),
-                    models=names,
-                    allowed=ALLOWED,
-                )
-                for names in (("lone", "own"), ("pair", "lone"))
-            ),
-            self._start(
-                "tests.stress.chaos.clients:alone_in_public",
-                url=url,
-                model="own",
-                allowed=ALLOWED,
-                reconnect_timeout=PATIENCE,
-            ),
+            *(self._start("bench.soak.clients:waiting", url=link, **public) for link in (url, url, zmq, zmq)),
+            *(self._start("bench.soak.clients:awaiting", url=link, **public) for link in (url, zmq)),
+            self._start(f"{CLIENTS}:raw", link="lane", path=lane, **bare),
+            self._start(f"{CLIENTS}:raw", link="zmq", path=zmq.removeprefix("ipc://"), **bare),
+            *(self._start("tests.stress.chaos.scheduled:scheduled", url=link, **patient) for link in (url, zmq)),
+            self._start(f"{CLIENTS}:gateway", url=f"http://{server.endpoints['http']}", allowed=ALLOWED),
+            *(self._start(f"{CLIENTS}:alone", link="lane", path=lane, models=two, allowed=ALLOWED) for two in lone),
+            self._start(f"{CLIENTS}:alone_in_public", url=url, model="own", **patient),
         ]
         self._operator = Child(
-            "tests.stress.chaos.clients:operator",
+            f"{CLIENTS}:operator",
             url=url, seed=seed, root=str(root), models=MODELS, away=AWAY, allowed=ALLOWED_TO_OPERATORS,
         )  # fmt: skip
 
