@@ -14,13 +14,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests import ROOT
+from tests.__main__ import LONG
 
 RECORDED = ROOT / "build" / "mutation"
 DATA = RECORDED / "coverage"
 PACKAGES = ("shmserve", "workers", "repo", "clients")
 FORKS = "tests/unit/clients/test_forks_and_signals.py"
 """After these tests, coverage.py attributes nothing to tests any more: they run last."""
-SUITES = (("tests/unit", f"--ignore={FORKS}"), ("tests/conformance", "tests/sim", "tests/security", FORKS))
+LEFT_OUT = tuple(f"--ignore={path}" for path in LONG)
+"""Faults must be detected by `make test` alone."""
+SUITES = (
+    ("tests/unit", f"--ignore={FORKS}", *LEFT_OUT),
+    ("tests/conformance", "tests/sim", "tests/security", *LEFT_OUT, FORKS),
+)
 """Recorded in parallel."""
 
 CONFIG = f"""\
@@ -48,7 +54,7 @@ PROCESS_TESTS = {
 def process_tests(file: str) -> list[str]:
     """The tests with real processes that are closest to a source file."""
     (chosen,) = (tests for package, tests in PROCESS_TESTS.items() if file.startswith(f"{package}/"))
-    return [tests for tests in chosen if (ROOT / tests).exists()]
+    return [*LEFT_OUT, *(tests for tests in chosen if (ROOT / tests).exists())]
 
 
 def record() -> None:

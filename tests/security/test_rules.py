@@ -389,5 +389,5 @@ def test_every_rule_has_tests_that_exist(rule: str) -> None:
         if file.startswith("scenarios/"):
             continue
         tree = ast.parse((ROOT / "tests" / file).read_text())
-        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         assert name in names, test

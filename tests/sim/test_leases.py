@@ -103,7 +103,7 @@ def of_each_load(plan: Plan) -> tuple[Simulation, list[ModelResult]]:
     """The results of each load, which a simulation otherwise sums."""
     simulation = Simulation(plan)
     simulation.deploy()
-    make, found = simulation._make_sources, []  # SLF001: results are summed otherwise
+    make, found = simulation._make_sources, []  # noqa: SLF001 - results are summed otherwise
 
     def separately() -> list[LoadSource]:
         sources = make()

@@ -47,7 +47,7 @@ def load_profile() -> None:
     settings.load_profile("explore" if TIMES else "suite")
     # Hypothesis also tries the constants in the modules imported so far, which depend on the tests that the process has
     # run before. Without them, a seed gives the same examples when a test is repeated alone.
-    providers._get_local_constants = Constants
+    providers._get_local_constants = Constants  # noqa: SLF001 - Hypothesis has no setting for it
 
 
 load_profile()

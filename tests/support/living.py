@@ -129,4 +129,4 @@ def until(client: shmserve.Client, holds: Callable[[], object], what: str = "") 
     end = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end, f"{what or 'it'} has not come true: {client.models()}"
-        client._link.pause(PAUSE_S)
+        client._link.pause(PAUSE_S)  # noqa: SLF001 - the pause of a client that waits

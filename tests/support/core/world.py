@@ -150,7 +150,7 @@ class World:
         effects = self.core.state.begin()
         self.core.state.now = self.now
         what(self.core.state)
-        self.core._process_work(self.now)  # SLF001: as at the end of each turn
+        self.core._process_work(self.now)  # noqa: SLF001 - as at the end of each turn
         self._carry_out(effects)
         self.settle()
 

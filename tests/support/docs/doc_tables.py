@@ -188,7 +188,7 @@ def _errors() -> str:
 
 def commands() -> Mapping[str, argparse.ArgumentParser]:
     """The parser of each command. argparse has no public list of what it has been given."""
-    (found,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    (found,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]  # noqa: SLF001 - argparse has no list of commands
     return found.choices
 
 
@@ -197,7 +197,7 @@ def _commands() -> str:
 
 
 def _command(name: str, command: argparse.ArgumentParser) -> str:
-    arguments = [action for action in command._actions if action.help is not argparse.SUPPRESS]
+    arguments = [action for action in command._actions if action.help is not argparse.SUPPRESS]  # noqa: SLF001 - argparse has no list of options
     usual = ("--help", "--help-all", "--color")
     rows = [
         (f"`{names_of(action)}`", ((action.help or "") % {"default": action.default}).replace("|", r"\|"))

@@ -42,7 +42,7 @@ class Delay:
 
 def install(environment: Mapping[str, str]) -> None:
     delay = Delay(int(environment.get(REQUESTS) or 0), int(environment.get(BACKLOG) or 0))
-    immediately, run = dispatch.dispatch, scheduler._run
+    immediately, run = dispatch.dispatch, scheduler._run  # noqa: SLF001 - replaced for this server
 
     def delayed_dispatch(state: State, version: Version, now: int) -> None:
         if version.sequence_slots is not None or not delay.holds(version):
@@ -55,4 +55,4 @@ def install(environment: Mapping[str, str]) -> None:
             run(state, version, slots, instance, now)
 
     dispatch.dispatch = delayed_dispatch
-    scheduler._run = delayed_run
+    scheduler._run = delayed_run  # noqa: SLF001 - replaced for this server

@@ -228,7 +228,7 @@ def test_a_message_like_earlier_ones_gets_its_memory_at_once() -> None:
     def announce() -> tuple[int, int]:
         number = caller.begin()
         caller.send(number, message(body)[:2000], end=False)
-        buffer: Any = caller.core.streams[number]._buffer
+        buffer: Any = caller.core.streams[number]._buffer  # noqa: SLF001 - what a stream buffers is invisible
         return number, len(buffer.memory)
 
     first, reserved = announce()

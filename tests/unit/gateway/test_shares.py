@@ -55,7 +55,7 @@ def counts(shares: Shares) -> tuple[int, int]:
 
 def counts_by_key(shares: Shares) -> tuple[Counter[str], Counter[str]]:
     """Calls of each address and of each token that has an account."""
-    keyed = shares.requests._addresses, shares.requests._tokens
+    keyed = shares.requests._addresses, shares.requests._tokens  # noqa: SLF001 - only memory would show it
     by_address, by_token = (Counter({key: one.calls for key, one in of.items()}) for of in keyed)
     return by_address, by_token
 

@@ -85,7 +85,7 @@ class Lent:
         self.runner = Runner()
         self.mapped = Mapped()
         self.holder = LeaseHolder(self.link, self.outbox, self.runner, self.mapped, streams)  # type: ignore[arg-type]
-        self.serve = self.holder._serve  # one packet; receive() waits for more
+        self.serve = self.holder._serve  # noqa: SLF001 - one packet; receive() waits for more
         for segment in (OWN, OTHERS):
             extent = memfd.create(PAGE)
             self.mapped.add(segment, PAGE, fd=os.dup(extent.fd))

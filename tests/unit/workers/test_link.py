@@ -237,7 +237,7 @@ def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    ours = (*saying._OURS, str(tmp_path / "ours.py"))  # besides those of the product
+    ours = (*saying._OURS, str(tmp_path / "ours.py"))  # noqa: SLF001 - the frames that are hidden
     monkeypatch.setattr(saying, "_OURS", ours)
 
     def trace(name: str) -> list[str]:
@@ -285,7 +285,7 @@ def test_the_worker_polls_for_an_order_before_it_sleeps(monkeypatch: pytest.Monk
         for number in range(100):  # short waits, so that the budget grows
             theirs.send(codec.encode([Ping(number)]))
             assert link.receive() == ([Ping(number)], [])
-            link._polling.waited(link._polling.ns + 1, 0, True)  # type: ignore[union-attr]
+            link._polling.waited(link._polling.ns + 1, 0, True)  # type: ignore[union-attr]  # noqa: SLF001 - time that was waited before
         polls = iter(range(3))
 
         def core_is_free(since: int) -> bool:

@@ -99,12 +99,12 @@ def leases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Leases]:
 
 def link_of(client: Any) -> Any:
     """Private, as what is asked of it: nothing public shows whether a request went over a lease."""
-    return getattr(client, "client", client)._link
+    return getattr(client, "client", client)._link  # noqa: SLF001 - whether a lease exists is invisible
 
 
 def models(client: Any) -> set[str]:
     """The models of which the client has a lease."""
-    return {model for model, _ in link_of(client).session._leased_models}
+    return {model for model, _ in link_of(client).session._leased_models}  # noqa: SLF001 - whether a lease exists is invisible
 
 
 def borrow(client: Any, model: str = "m", width: int = 2) -> int:
@@ -135,7 +135,7 @@ def test_a_response_and_a_lane_packet_in_the_same_event_loop_iteration(
                 if "m" in models(client):
                     break
             link = link_of(client)
-            lane, lease = link._link.descriptors()
+            lane, lease = link._link.descriptors()  # noqa: SLF001 - the descriptors of a lease are invisible
             answer = asyncio.ensure_future(client.infer("m", inputs(STICK)))
             await asyncio.sleep(0)
             link.flush()

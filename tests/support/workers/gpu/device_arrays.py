@@ -63,6 +63,6 @@ def write(interface: dict[str, Any], array: Array) -> None:
 def end(runtime: Any) -> None:
     """Frees exports of clients. The library keeps them, because it cannot know when others have closed them; a test
     can."""
-    tensors._spare.clear()  # the library keeps them for good
+    tensors._spare.clear()  # noqa: SLF001 - the library keeps them for good
     for address in list(runtime.state.device):
         runtime.free(address)

@@ -133,7 +133,7 @@ def test_empty_levels_are_dropped_and_a_request_put_back_stays_first() -> None:
     for level in range(1000, 3000):
         waiting.add(request(level=level))
         waiting.take(1)
-    assert len(waiting._levels) <= IDLE_LEVELS  # SLF001: only memory would show it
+    assert len(waiting._levels) <= IDLE_LEVELS  # noqa: SLF001 - only memory would show it
     waiting.put_back(early)
     waiting.add(request(level=5, name=2))
     assert names(waiting.in_order()) == [1, 2]

@@ -208,4 +208,4 @@ def test_the_cache_of_valid_shapes_is_bounded() -> None:
     one = checker(8, TensorSpec("x", "FP32", (-1, -1)))
     for a, b in itertools.product(range(1, 81), range(1, 81)):
         one.check((Tensor("x", "FP32", (1, a, b), (Handle(1, 0, 4 * a * b),)),), None)
-    assert len(one._valid_inputs) == 4096  # SLF001: only memory would show it
+    assert len(one._valid_inputs) == 4096  # noqa: SLF001 - only memory would show it

@@ -296,8 +296,8 @@ class EverythingMachine(OperatedMachine):
         assert not state.cache.bytes
         assert not state.retiring_instances
         if state.limiter is not None:
-            assert not state.limiter._running  # SLF001: nothing else shows what is left
-            assert not any(state.limiter._used.values())  # SLF001
+            assert not state.limiter._running  # noqa: SLF001 - nothing else shows what is left
+            assert not any(state.limiter._used.values())  # noqa: SLF001 - nothing else shows what is left
         self.check_recording(state)
         self.world.turn([])
         super().teardown()

@@ -325,7 +325,7 @@ def planned(client: OpenAiCaller, size: int, **more: Any) -> list[RequestPlan]:
     document = {"model": "m", "prompt": ["a", "b", "c"], "n": 2, "sampling_parameters": {"x": "y" * size}, **more}
     request = bodies.completion(json.dumps(document).encode())
     head: Any = SimpleNamespace(token="", forwarded=None)
-    OpenAiRequests(sender)._complete(sender, head, request, VLLM)
+    OpenAiRequests(sender)._complete(sender, head, request, VLLM)  # noqa: SLF001 - a request without a connection
     return plans
 
 

@@ -89,7 +89,7 @@ class Watched:
         """The address of an output, in the mapping through which it was written."""
         assert isinstance(tensor.data, tuple)
         (handle,) = tensor.data
-        arena = self.parts.arenas._by_segment[handle.segment]  # others see another mapping
+        arena = self.parts.arenas._by_segment[handle.segment]  # noqa: SLF001 - others see another mapping
         segment = next(segment for segment in arena.segments if segment.id == handle.segment)
         return address_of(np.frombuffer(segment.memory, np.uint8)) + handle.offset
 

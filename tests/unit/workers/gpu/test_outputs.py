@@ -194,7 +194,7 @@ def test_the_device_of_a_capsule_decides_which_library_takes_it(runtime: Any, mo
 
     monkeypatch.setattr(cupy, "from_dlpack", take)
     capsule = pb_utils.Tensor("x", array).to_dlpack()
-    device = ctypes.c_int32.from_address(pb_tensor._device_at(capsule))
+    device = ctypes.c_int32.from_address(pb_tensor._device_at(capsule))  # noqa: SLF001 - a model reads the device by this offset
     device.value = 2
     tensor = pb_utils.Tensor.from_dlpack("t", capsule)
     assert (tensor.is_cpu(), seen) == (False, [((2, 0), capsule)])
