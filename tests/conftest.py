@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +27,17 @@ sys.dont_write_bytecode = False
 pytest_plugins = ("tests.support.leaks", "tests.support.hypothesis_profiles", "pytester")
 
 
-def pytest_collection_finish() -> None:
-    """The objects of the suite live until the end, so garbage collections need not scan them."""
-    gc.collect()
-    gc.freeze()
+_module: list[Path] = []
+"""That of the last test."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What exists before a module lives until the end, so garbage collections need not scan it."""
+    if _module != [item.path]:
+        _module[:] = [item.path]
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
