@@ -32,7 +32,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprov
 PYTEST += ["--timeout", str(TEST_LIMIT_S)]
 TREES = 2
 """Faults that are tried at the same time, each in a copy of the source."""
-ENDED = (0, 1, 5, -signal.SIGTERM, -signal.SIGXCPU)
+ENDED = (0, 1, 5, -signal.SIGTERM, -signal.SIGXCPU, -signal.SIGKILL)
 """Exit statuses of pytest: passed, failed, no tests, and at a limit."""
 
 
