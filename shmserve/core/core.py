@@ -22,6 +22,7 @@ from shmserve.core.effects import Effect
 from shmserve.core.ensembles import readiness
 from shmserve.core.ensembles.advance import Ensembles
 from shmserve.core.events import Event
+from shmserve.core.intake import Intake
 from shmserve.core.internal_errors import InternalErrors
 from shmserve.core.limits import Limits
 from shmserve.core.models import (
@@ -88,10 +89,11 @@ class Core:
         state = self.state
         quotas = Quotas(state)
         queries = self._queries = QueryQueue(state)
-        self._ensembles = Ensembles(state, quotas)
         self._connections = Connections(state, quotas, queries, server)
-        self._admission = Admission(state, quotas, queries, self._connections)
-        self._calls = ModelCalls(state, queries, quotas)
+        intake = Intake(state, quotas, self._connections)
+        self._ensembles = Ensembles(state, intake, quotas)
+        self._admission = Admission(state, intake, quotas, queries, self._connections)
+        self._calls = ModelCalls(state, intake, queries, quotas)
         self._lifecycle = Lifecycle(state, queries)
         self._internal_errors = InternalErrors(state, self._connections, survive)
         self._of_clients = self._client_handlers()

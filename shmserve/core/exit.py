@@ -221,14 +221,19 @@ def end(state: State, request: Request) -> None:
         _release(state, request)
 
 
-def end_plain(state: State, requests: list[Request]) -> None:
-    """`end` for answered requests of clients that use nothing outside their messages and are ENDED already, for
-    speed."""
+def end_plain(state: State, version: Version, requests: list[Request], taken: int, now: int) -> None:
+    """`end` and `account` in one pass for answered requests of clients that use nothing outside their messages, and are
+    ENDED already."""
     table = state.requests
+    rows = 0
+    arrivals = []
     for request in requests:
         client = request.client
         del client.requests[request.client_number], table[request.number]
         client.bytes -= request.inline
+        rows += request.cost
+        arrivals.append(request.arrived)
+    account(version, arrivals, rows, taken, now)
 
 
 def _release(state: State, request: Request) -> None:

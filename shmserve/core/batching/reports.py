@@ -178,14 +178,8 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
                 usual.append(request)
                 continue
         _row(state, version, instance, batch, row, now, taken)
-    _end(state, version, batch, usual, taken, now)
-
-
-def _end(state: State, version: Version, batch: Batch[Request], answered: list[Request], taken: int, now: int) -> None:
-    exit.end_plain(state, answered)
-    batch.left -= len(answered)
-    arrivals = [request.arrived for request in answered]
-    exit.account(version, arrivals, sum([request.cost for request in answered]), taken, now)
+    batch.left -= len(usual)
+    exit.end_plain(state, version, usual, taken, now)
 
 
 def _columns(
@@ -215,7 +209,8 @@ def _columns(
     for client, (numbers, axes, blobs) in replies.items():
         message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
         state.send(client.number, message)
-    _end(state, version, batch, usual, taken, now)
+    batch.left -= len(usual)
+    exit.end_plain(state, version, usual, taken, now)
 
 
 def _row(

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from shmserve.core import exit
 from shmserve.core.ensembles import graph, steps
 from shmserve.core.ensembles.run import Iteration, KeptTensor, MappedStep, Run, Spot
+from shmserve.core.intake import Intake
 from shmserve.core.records import Request
 from shmserve.core.requests import responses
 from shmserve.core.requests.quotas import Quotas
@@ -36,8 +37,9 @@ _DEADLOCK = "unexpected deadlock, at least one output is not set while no more e
 
 
 class Ensembles:
-    def __init__(self, state: State, quotas: Quotas) -> None:
+    def __init__(self, state: State, intake: Intake, quotas: Quotas) -> None:
         self._state = state
+        self._intake = intake
         self._quotas = quotas
 
     # ------------------------------------------------------------------------------------ results
@@ -185,7 +187,7 @@ class Ensembles:
                     return
         if not step.mapped:
             iteration.due[index] = 1
-            steps.submit(self._state, self._quotas, run, Spot(index, 0, iteration), inputs, False, now)
+            steps.submit(self._state, self._intake, self._quotas, run, Spot(index, 0, iteration), inputs, False, now)
             return
         over = run.find(iteration, step.mapped)
         if over is None:
@@ -237,7 +239,14 @@ class Ensembles:
         mine = [(planned, row if planned.name == over else tensor) for planned, tensor in mapped.inputs]
         try:
             steps.submit(
-                self._state, self._quotas, run, Spot(index, number, mapped.iteration), mine, mapped.count > 1, now
+                self._state,
+                self._intake,
+                self._quotas,
+                run,
+                Spot(index, number, mapped.iteration),
+                mine,
+                mapped.count > 1,
+                now,
             )
         except ServeError as error:
             raise type(error)(f"row {number} of step {index}: {error.message}") from error

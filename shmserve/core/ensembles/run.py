@@ -157,6 +157,12 @@ class Run(Struct, eq=False):
         if counts is not None and spot.step < len(counts):  # a reload may have added steps
             counts[spot.step].add(queue_ns, spent)
 
+    def entered(self, request: Request, spot: Spot) -> None:
+        """A step was requested."""
+        self.in_flight[request.number], self.spots[request.number] = request, spot
+        request.client.steps += 1
+        request.client.bytes += request.inline
+
     def fail_early(self, request: Request, code: str, text: str) -> None:
         self.deliver(request, Fail(request.client_number, code, text))
 

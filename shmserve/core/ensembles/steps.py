@@ -11,9 +11,10 @@ from shmserve.core.ensembles import graph
 from shmserve.core.ensembles.graph import FittedInputs, StepInput, StepPlan
 from shmserve.core.ensembles.plan import FITTED, plans_of
 from shmserve.core.ensembles.run import Run, Spot
+from shmserve.core.intake import Intake
 from shmserve.core.ledger import INTERNAL
 from shmserve.core.models import memory
-from shmserve.core.records import Request, Version
+from shmserve.core.records import Version
 from shmserve.core.requests import enqueue
 from shmserve.core.requests.quotas import Quotas
 from shmserve.core.sequences import scheduler
@@ -45,6 +46,7 @@ def follow(state: State, run: Run, index: int, options: Options) -> None:
 
 def submit(
     state: State,
+    intake: Intake,
     quotas: Quotas,
     run: Run,
     spot: Spot,
@@ -85,32 +87,22 @@ def submit(
     used = tuple(segments)
     if used:
         state.ledger.use_present(used)
-    number = state.next_number()
-    request = Request(
-        number, run, client, 0, member, inputs, outputs, options, rows, rows or 1, inline,
-        signature, used, (), (), now, level, deadline=parent.deadline,
-        audience=parent.audience if final else INTERNAL, parent=parent.number,
-        in_shared_memory=in_shared_memory or (final and parent.in_shared_memory),
-        special=True, aliases=not (final or step.mapped or member.cached), length=length,
-        step=_options(
-            _near(state, run, index, member) if plan.policy.leaves_on_device and not final else (),
-            _labels(run, index) if classes else (),
-        ),
-    )  # fmt: skip
-    state.requests[number] = run.in_flight[number] = request
-    state.observers.child_admitted(request, parent)
-    run.spots[number] = spot
+    request = intake.step(
+        run, parent, member, inputs, outputs, options, (rows, signature, inline, length), used, level, now
+    )
+    if final:
+        request.audience, request.in_shared_memory = parent.audience, in_shared_memory or parent.in_shared_memory
+    else:
+        request.audience, request.in_shared_memory = INTERNAL, in_shared_memory
+        request.aliases = not (step.mapped or member.cached)
+    near = _near(state, run, index, member) if plan.policy.leaves_on_device and not final else ()
+    request.step = _options(near, _labels(run, index) if classes else ())
+    run.entered(request, spot)
     if source:
         run.sources[iteration.level] = request
-    client.steps += 1
-    client.bytes += inline
     if busy:
         quotas.queued += inline
-    if member.plain:
-        member.queue.add(request)
-        state.to_dispatch[member] = None
-    else:
-        enqueue.put(state, member, step.version, request, now)
+    enqueue.put(state, member, step.version, request, now)
 
 
 def _fitted(

@@ -6,7 +6,7 @@ Invariant: only `level`, which runs before the request exists, may reject it; `p
 from __future__ import annotations
 
 from shmserve.core import exit
-from shmserve.core.batching import dispatch
+from shmserve.core.batching import dispatch, leases
 from shmserve.core.ensembles.begin import begin
 from shmserve.core.records import ClientState, Miss, Request, Version
 from shmserve.core.sequences import scheduler
@@ -46,6 +46,12 @@ def level(
 
 
 def put(state: State, version: Version, number: int, request: Request, now: int) -> None:
+    """Queues an admitted request. `number`: the requested version, 0 for the default."""
+    if version.plain:
+        if not (state.accused and leases.queue_accused(state, version, request)):
+            version.queue.add(request)
+        state.to_dispatch[version] = None
+        return
     if version.cached and not version.decoupled and _cached(state, version, request, now):
         return
     if version.graph is not None:
@@ -56,8 +62,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
     if version.sequence_slots is not None:
         scheduler.put(state, version, number, request, now)
         return
-    if not version.plain:
-        _set_queue_timeout(state, version, request, now)
+    _set_queue_timeout(state, version, request, now)
     version.queue.add(request)
     if 0 < request.queue_expires < now + SHORTEST_WAIT_NS:
         expire(state, request, now)

@@ -1,0 +1,409 @@
+"""The one way into the core: every request is made here.
+
+`ask` takes the message of a client, or a call of a model: it finds the version, lets the request wait while that is
+loading, checks it, and queues it. What differs for a call is asked of its `Calling`. `ask_columns` does the same for
+many requests of one form at once. `step` and `shadow` make requests that are already checked.
+
+Invariant: `ask_columns` refuses the same requests as `ask`, with the same errors. Once the memory of a request is
+pinned, nothing refuses it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from shmserve.core.ensembles.graph import HANDLE_BYTES
+from shmserve.core.records import ClientState, Request, Requester, Version
+from shmserve.core.requests import enqueue, shadow, waiting
+from shmserve.core.requests.connections import Connections
+from shmserve.core.requests.quotas import Quotas
+from shmserve.core.requests.refusals import BatchRefusals, refuse
+from shmserve.core.requests.validation import options_bytes
+from shmserve.core.sequences import scheduler
+from shmserve.core.state import STOPPING, State, Timer
+from shmserve.core.states import RequestState, VersionState
+from shmserve.errors import InvalidRequest, ServeError, Unavailable, Unsupported
+from shmserve.protocol import roles
+from shmserve.protocol.messages import (
+    OWNER_SHIFT,
+    Handle,
+    Infer,
+    InferBatch,
+    Options,
+    Reclaim,
+    Tensor,
+    WantedOutputs,
+)
+from shmserve.protocol.worker_messages import Call
+
+Memory = tuple[tuple[int, ...], tuple[Handle, ...], int]
+"""The segments that a worker must map for a request, the holds that it pins, and the bytes of its inputs."""
+_NOTHING: Memory = ((), (), 0)
+_INFER = roles.INFER
+
+
+class Calling(Protocol):
+    """What differs for a call of a model. `parent`: the request that the model is running, if the call names it."""
+
+    parent: Request | None
+
+    def check_caller(self) -> None:
+        """Raises if the model may not call now. Shared quotas do not apply: the parent request has already been
+        admitted, and refusing its call would only make it hold its resources longer."""
+
+    def find(self, model: str, number: int) -> Version:
+        """The version that serves the call, or that is loading. Raises if there is none."""
+
+    def check_form(self, version: Version) -> None:
+        """Raises if a model cannot get the responses of this version."""
+
+    def memory(self) -> Memory: ...
+
+    def entered(self, request: Request) -> None:
+        """The call has been made, and is about to be queued."""
+
+
+class Intake:
+    def __init__(self, state: State, quotas: Quotas, connections: Connections) -> None:
+        self._state = state
+        self._quotas = quotas
+        self._connections = connections
+        self._refusals = BatchRefusals(state)
+        self._client_requests = state.limits.client_requests
+        self._busy = quotas.busy
+        self._heavy = quotas.heavy
+        self._samples = state.observers.traces.samples
+
+    # ------------------------------------------------------------------------------------ clients and models
+
+    def ask(
+        self,
+        client: ClientState,
+        number: int,
+        message: Infer | Call,
+        now: int,
+        blocks: tuple[Handle, ...] = (),
+        waited: Request | None = None,
+        calling: Calling | None = None,
+    ) -> Request:
+        """Raises if the request is refused. `waited`: the request under which the message has waited for its model to
+        load."""
+        state, options, inputs, outputs = self._state, message.options, message.inputs, message.outputs
+        if calling is None:
+            if not client.roles & _INFER:
+                self._connections.check_role(client, "infer")
+            if number == 0 or number in client.requests:
+                raise InvalidRequest(f"request number {number} is 0 or already in use by a request in flight")
+        version = None if message.version else state.ready.get(message.model)
+        going_on, waits = None, False
+        if options is not None and options.sequence:
+            going_on = scheduler.version_of(state, client, message.model, message.version, options)
+            version = going_on or version
+            if version is not None and waited is None:  # an earlier request of the sequence may wait there
+                waits = version.unchecked.count > 0
+        if calling is not None:
+            calling.check_caller()
+        elif state.draining and going_on is None and waited is None:
+            raise Unavailable(STOPPING)
+        elif len(client.requests) >= self._client_requests:
+            raise Unavailable(
+                f"{len(client.requests)} requests of this client are in flight, its limit (client_requests); wait for "
+                "responses first"
+            )
+        if version is None:
+            find = self._find if calling is None else calling.find
+            version = find(message.model, message.version)
+            waits = version.state is VersionState.LOADING or (version.unchecked.count > 0 and waited is None)
+        if waits:
+            return self._wait(client, number, message, version, now, blocks, waited, calling)
+        assert version.checker is not None, version.label
+        rows, signature, inline, shared, length = version.checker.check(inputs, outputs)
+        if options is not None:
+            inline += options_bytes(options)
+        if shared:
+            inline += HANDLE_BYTES * sum([len(tensor.data) for tensor in inputs if type(tensor.data) is tuple])
+        streamed = version.decoupled or (options is not None and options.window > 0)
+        busy = False
+        if calling is not None:
+            calling.check_form(version)
+        else:
+            if waited is None:
+                busy = len(state.requests) >= self._busy
+                if busy:
+                    self._quotas.check_queue(client, version, inline, now)
+                if client.held_bytes > self._heavy:
+                    self._check_held(client)
+            if streamed:
+                self._check_stream(client, version, options)
+        plain = version.plain and (options is None or not options.sequence)
+        level = 0 if plain else enqueue.level(state, client, version, message.version, options, rows, now)
+        if waited is None:
+            segments, pins, size = self._memory(client, message, blocks, calling) if shared else _NOTHING
+            own, arrived = state.next_number(), now
+        else:
+            segments, pins, size = waited.segments, waited.pins, waited.input_bytes
+            own, arrived = waited.number, waited.arrived
+            waited.move(RequestState.ENDED)  # its timers end; the new request has its place in the tables
+        request = Request(
+            own, client, client, number, version, inputs, outputs, options, rows, rows or 1, inline, signature,
+            segments, pins, blocks, arrived, level, audience=client.audience, length=length,
+            special=streamed or bool(segments),
+        )  # fmt: skip
+        client.requests[number] = own
+        state.requests[own] = request
+        client.bytes += inline
+        if size:
+            request.input_bytes = size
+            client.input_bytes += size
+        if busy:
+            self._quotas.queued += inline
+        if calling is not None:
+            _belongs(request, calling)
+        if message.timeout_us or calling is not None:
+            request.deadline = _deadline(message.timeout_us, calling, now)
+            if request.deadline:
+                state.set_timer(request.deadline, Timer.DEADLINE, request)
+        if calling is not None:
+            state.observers.call_admitted(request, calling.parent)
+            calling.entered(request)
+        else:
+            if state.shadows and not message.version and message.model in state.shadows:
+                shadow.choose(state, request, state.shadows[message.model])
+            if options is not None or self._samples:
+                state.observers.admitted(version, (request,))
+        if version.plain and not state.accused:  # `put` in a straight line
+            version.queue.add(request)
+            state.to_dispatch[version] = None
+        else:
+            enqueue.put(state, version, message.version, request, now)
+        return request
+
+    def _wait(
+        self,
+        client: ClientState,
+        number: int,
+        message: Infer | Call,
+        version: Version,
+        now: int,
+        blocks: tuple[Handle, ...],
+        waited: Request | None,
+        calling: Calling | None,
+    ) -> Request:
+        """Queues the request until the version has loaded."""
+        if waited is not None:
+            waiting.wait_again(waited, version)
+            return waited
+        state = self._state
+        inline, shared = waiting.size_of(message)
+        busy = calling is None and len(state.requests) >= self._busy
+        if busy:
+            self._quotas.check_queue(client, version, inline, now)
+        if client.held_bytes > self._heavy and calling is None:
+            self._check_held(client)
+        segments, pins, size = self._memory(client, message, blocks, calling) if shared else _NOTHING
+        request = Request(
+            state.next_number(), client, client, number, version, message.inputs, message.outputs, message.options,
+            0, 1, inline, None, segments, pins, blocks, now, 0, 0, _deadline(message.timeout_us, calling, now),
+            audience=client.audience, special=True, unchecked=message, input_bytes=size,
+        )  # fmt: skip
+        if calling is not None:
+            _belongs(request, calling)
+        waiting.add(state, request)
+        if busy:
+            self._quotas.queued += inline
+        if calling is not None:
+            calling.entered(request)
+        return request
+
+    def _find(self, model: str, number: int) -> Version:
+        return waiting.find(self._state, model, number)
+
+    def _check_held(self, client: ClientState) -> None:
+        text = self._quotas.held(client)
+        if not text:
+            return
+        if not client.reclaiming:
+            client.reclaiming = True
+            self._state.send(client.number, Reclaim())
+        raise Unavailable(text)
+
+    def _check_stream(self, client: ClientState, version: Version, options: Options | None) -> None:
+        if options is None or not options.window:
+            raise Unsupported(
+                f"model '{version.model}' has a decoupled transaction policy: it may send several responses; "
+                "call it with stream()"
+            )
+        abandoned = self._state.abandoned[client.user]
+        if abandoned >= self._client_requests:
+            raise Unavailable(
+                f"{abandoned} cancelled streams of this user have not been ended by their models, the limit "
+                "(client_requests); try again later, and make the models check for cancellation"
+            )
+
+    def _memory(
+        self, client: ClientState, message: Infer | Call, blocks: tuple[Handle, ...], calling: Calling | None
+    ) -> Memory:
+        if calling is not None:
+            return calling.memory()
+        segments: list[int] = []
+        size = 0
+        places = []
+        ledger = self._state.ledger
+        for tensor in message.inputs:
+            if not isinstance(tensor.data, tuple):
+                continue
+            for handle in tensor.data:
+                size += handle.size
+                if blocks and handle in blocks:
+                    segments.append(handle.segment)
+                    continue
+                place = ledger.resolve(client, handle)
+                segments.append(handle.segment)
+                if place is not None:
+                    places.append(place)
+        for wanted in message.outputs or ():
+            if wanted.place is not None:
+                if wanted.place.segment >> OWNER_SHIFT != client.number:
+                    raise InvalidRequest(f"output '{wanted.name}' can only be written to memory that the caller owns")
+                ledger.resolve(client, wanted.place)
+                segments.append(wanted.place.segment)
+        if not segments:
+            return _NOTHING
+        self._quotas.check_inputs(client, size)
+        used = tuple(segments)
+        ledger.use(used)
+        return used, tuple([ledger.pin(place) for place in places]), size
+
+    # ------------------------------------------------------------------------------------ columns
+
+    def ask_columns(self, client: ClientState, message: InferBatch, now: int) -> None:
+        """Admits requests of one form, and answers those that are refused. Common properties are checked once, unless
+        they need more than the usual checks."""
+        state, count = self._state, len(message.columns.requests)
+        version = state.ready.get(message.model)
+        try:
+            if (
+                client.roles & _INFER and version is not None and not message.version
+                and version.plain and not version.decoupled and not state.draining
+                and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
+                and client.held_bytes <= self._heavy and not state.accused and message.model not in state.shadows
+            ):  # fmt: skip
+                self._ask_usual(client, version, message, now)
+            else:
+                for index in range(count):
+                    self._ask_one(client, message, index, now)
+        finally:
+            self._refusals.end(client, message)
+
+    def _ask_one(self, client: ClientState, message: InferBatch, index: int, now: int) -> None:
+        """Admits a request of a batch by the checks of single requests."""
+        refusals, number = self._refusals, message.columns.requests[index]
+        valid = number > 0 and number not in client.requests
+        if refusals.known and valid and refusals.repeats(client, message, index):
+            return
+        tensors = message.columns.tensors(index)
+        single = Infer(number, message.model, message.version, tensors, None, message.timeout_us)
+        try:
+            self.ask(client, number, single, now)
+            refusals.known.clear()  # a limit may have been reached, which is checked first
+        except ServeError as error:
+            if valid:
+                refusals.add(client, message, index, error)
+            else:
+                refusals.answer(client, message)
+                refuse(self._state, client, message.model, number, error)
+
+    def _ask_usual(self, client: ClientState, version: Version, message: InferBatch, now: int) -> None:
+        """The straight line for requests that need only the usual checks."""
+        state, columns, checker, refusals = self._state, message.columns, version.checker, self._refusals
+        assert checker is not None, version.label
+        form = checker.form(columns.forms)
+        known, requests, mine = form.by_rows, state.requests, client.requests
+        deadline = now + message.timeout_us * 1000 if message.timeout_us else 0
+        admitted: list[Request] = []
+        like: Request | None = None
+        sizes: list[int] = []
+        inline = 0
+        for index, (number, rows, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
+            if number == 0 or number in mine:
+                self._ask_one(client, message, index, now)
+                continue
+            if like is None or rows != like.rows:
+                checked = known.get(rows)
+                if checked is None:
+                    if refusals.known and refusals.repeats(client, message, index):
+                        continue
+                    try:
+                        checked = checker.check_rows(form, rows, data)
+                    except InvalidRequest as error:
+                        refusals.add(client, message, index, error)
+                        continue
+                if checked is None:
+                    self._ask_one(client, message, index, now)
+                    continue
+                sizes, inline = checked.sizes, checked.inline
+                like = Request(
+                    0, client, client, 0, version, (), None, None, rows, rows or 1, inline,
+                    checked.signature, (), (), (), now, 0, 0, deadline,
+                    audience=client.audience, length=checked.length, form=form,
+                )  # fmt: skip
+            if sizes != list(map(len, data)):
+                self._ask_one(client, message, index, now)
+                continue
+            request: Request = like.__copy__()  # type: ignore[attr-defined]  # cheaper than filling in all fields
+            request.number = own = state.next_number()
+            request.client_number = number
+            request.data = data
+            mine[number] = own
+            requests[own] = request
+            client.bytes += inline
+            if deadline:
+                state.set_timer(deadline, Timer.DEADLINE, request)
+            admitted.append(request)
+        if admitted:
+            if self._samples:
+                state.observers.admitted(version, admitted)
+            version.queue.add_all(admitted)
+            state.to_dispatch[version] = None
+
+    # ------------------------------------------------------------------------------------ checked requests
+
+    def step(
+        self,
+        run: Requester,
+        parent: Request,
+        version: Version,
+        inputs: tuple[Tensor, ...],
+        outputs: WantedOutputs | None,
+        options: Options | None,
+        checked: tuple[int, object, int, int],
+        segments: tuple[int, ...],
+        level: int,
+        now: int,
+    ) -> Request:
+        """Makes the request of a step of the ensemble request `parent`. Its run sets what else it needs, and then calls
+        `put`. `checked`: rows, signature, inline bytes and length."""
+        rows, signature, inline, length = checked
+        request = Request(
+            self._state.next_number(), run, parent.client, 0, version, inputs, outputs, options, rows, rows or 1,
+            inline, signature, segments, (), (), now, level, deadline=parent.deadline, parent=parent.number,
+            special=True, length=length,
+        )  # fmt: skip
+        self._state.requests[request.number] = request
+        self._state.observers.child_admitted(request, parent)
+        return request
+
+
+def _belongs(request: Request, calling: Calling) -> None:
+    """A call has its parent's audience, and ends with it."""
+    request.special, parent = True, calling.parent
+    if parent is not None:
+        request.parent, request.audience = parent.number, parent.audience
+
+
+def _deadline(timeout_us: int, calling: Calling | None, now: int) -> int:
+    """When the request's own timeout ends or, if that is earlier, its parent's; 0: never."""
+    own = now + timeout_us * 1000 if timeout_us else 0
+    if calling is None or calling.parent is None or not calling.parent.deadline:
+        return own
+    return min(own, calling.parent.deadline) if own else calling.parent.deadline
