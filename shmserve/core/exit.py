@@ -13,7 +13,7 @@ from shmserve.core.effects import Free
 from shmserve.core.records import ORDER, ClientState, Request, Version
 from shmserve.core.requests import shadow
 from shmserve.core.state import State
-from shmserve.core.states import RequestState, VersionState
+from shmserve.core.states import RequestState, VersionState, move_all
 from shmserve.core.stats.statistics import FailureKind
 from shmserve.protocol.messages import Fail, Part, Reply, Tensor, Value
 from shmserve.protocol.worker_messages import Withdraw
@@ -221,15 +221,15 @@ def end(state: State, request: Request) -> None:
         _release(state, request)
 
 
-def end_plain(state: State, version: Version, requests: list[Request], taken: int, now: int) -> None:
-    """`end` and `account` in one pass for answered requests of clients that use nothing outside their messages, and are
-    ENDED already."""
-    table = state.requests
+def end_plain(version: Version, requests: list[Request], taken: int, now: int) -> None:
+    """`end` and `account` in one pass for answered requests of clients that use nothing outside their messages, and
+    have left the table already."""
+    move_all(requests, _SENT, _ENDED)
     rows = 0
     arrivals = []
     for request in requests:
         client = request.client
-        del client.requests[request.client_number], table[request.number]
+        del client.requests[request.client_number]
         client.bytes -= request.inline
         rows += request.cost
         arrivals.append(request.arrived)

@@ -25,18 +25,7 @@ from shmserve.core.models.scaler import Scaler
 from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, PaddingPolicy
 from shmserve.core.requests.validation import CheckedForm, Checker
 from shmserve.core.sequences.slots import SequenceSlots
-from shmserve.core.states import (
-    INSTANCE_MOVES,
-    REQUEST_MOVES,
-    SEQUENCE_MOVES,
-    VERSION_MOVES,
-    IllegalMove,
-    InstanceState,
-    RequestState,
-    SequenceState,
-    VersionState,
-    legal,
-)
+from shmserve.core.states import InstanceState, RequestState, SequenceState, VersionState, move
 from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import (
     OWNER_SHIFT,
@@ -187,9 +176,11 @@ class Request(Struct, eq=False, gc=False):
         return any(segment >> OWNER_SHIFT for segment in self.segments)
 
     def move(self, finish: RequestState) -> None:
-        if finish not in REQUEST_MOVES[self.state]:
-            raise IllegalMove(f"request {self.number}", self.state, finish, self.story())
-        self.state = finish
+        move(self, finish)
+
+    @property
+    def title(self) -> str:
+        return f"request {self.number}"
 
     def story(self) -> str:
         at = f" at {self.instance.spec.name}" if self.instance else ""
@@ -385,7 +376,11 @@ class Instance(Struct, eq=False):
     it was not running one."""
 
     def move(self, finish: InstanceState) -> None:
-        self.state = legal(INSTANCE_MOVES, f"instance {self.spec.name}", self.state, finish, self.story())
+        move(self, finish)
+
+    @property
+    def title(self) -> str:
+        return f"instance {self.spec.name}"
 
     def story(self) -> str:
         return f"peer {self.peer}, {self.deaths} deaths in a row, last reason {self.reason or 'none'}"
@@ -480,7 +475,11 @@ class Sequence(Struct, eq=False):
         return self.running is None and not self.requests
 
     def move(self, finish: SequenceState) -> None:
-        self.state = legal(SEQUENCE_MOVES, f"sequence {self.id!r}", self.state, finish, self.story())
+        move(self, finish)
+
+    @property
+    def title(self) -> str:
+        return f"sequence {self.id!r}"
 
     def story(self) -> str:
         at = f" slot {self.slot} of {self.instance.spec.name}" if self.instance is not None else ""
@@ -686,8 +685,15 @@ class Version:
         return f"model '{self.model}' version {self.number}"
 
     def move(self, finish: VersionState, reason: str = "") -> None:
-        self.state = legal(VERSION_MOVES, self.label, self.state, finish, f"{len(self.instances)} instances")
+        move(self, finish)
         self.reason = reason
+
+    @property
+    def title(self) -> str:
+        return self.label
+
+    def story(self) -> str:
+        return f"{len(self.instances)} instances, reason {self.reason or 'none'}"
 
     def take_traceback(self) -> str:
         """The traceback to log for a failed load; "" if the last logged attempt failed with the same one."""

@@ -1,7 +1,7 @@
 """The state machines of the core: states and legal transitions.
 
-Invariant: every transition goes through a `move` that consults these tables. A transition that is not listed is an
-internal error, reported with the object's `story()`.
+Invariant: `move` and `move_all` are the only writers of a state. A transition that is not listed is an internal error,
+reported with the object's `story()` and, in tests, with its last transitions (`History`).
 
 A request leaves the broker for a worker (SENT). It becomes QUEUED again only if its batch is recalled, its worker dies,
 or an iterative model runs it again. It may be answered before the worker is done with it (LINGERING: its inputs are
@@ -11,8 +11,10 @@ its batch.
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from enum import Enum, IntEnum
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 
 class RequestState(IntEnum):  # integers hash fast, and requests change state thousands of times a second
@@ -113,19 +115,73 @@ TABLES = {
     SequenceState: SEQUENCE_MOVES,
 }
 
-S = TypeVar("S", bound=Enum)
+
+class Moving(Protocol):
+    """An object with a state."""
+
+    state: Any
+
+    @property
+    def title(self) -> str: ...
+
+    def story(self) -> str:
+        """Its other fields, for the report of an illegal transition."""
+
+
+M = TypeVar("M", bound=Moving)
 
 
 class IllegalMove(AssertionError):
-    """An illegal transition, which is an internal error of the core. The message ends with the object's story."""
+    """An illegal transition, which is an internal error of the core."""
 
-    def __init__(self, what: str, start: Enum, finish: Enum, story: str) -> None:
-        super().__init__(f"{what}: {start.name} -> {finish.name} is not a legal transition; story: {story}")
+    def __init__(self, moving: Moving, finish: Enum) -> None:
+        text = (
+            f"{moving.title}: {moving.state.name} -> {finish.name} is not a legal transition; story: {moving.story()}"
+        )
+        before = history.of(moving) if history is not None else ""
+        super().__init__(f"{text}; before: {before}" if before else text)
 
 
-def legal(moves: dict[S, set[S]], what: str, start: S, finish: S, story: str) -> S:
-    """Returns `finish` if the table allows it. Requests and batches are moved often and check inline
-    instead."""
-    if finish not in moves[start]:
-        raise IllegalMove(what, start, finish, story)
-    return finish
+class History:
+    """The last transitions of each object, with the turn in which they happened. Only for tests."""
+
+    OBJECTS = 4096
+    MOVES = 16
+
+    def __init__(self) -> None:
+        self.turn = ""
+        """What the current turn processes."""
+        self._moves: OrderedDict[int, tuple[object, deque[str]]] = OrderedDict()
+        """By id. The objects are kept, so that their ids are not used again."""
+
+    def note(self, moving: Moving, finish: Enum) -> None:
+        found = self._moves.pop(id(moving), None) or (moving, deque(maxlen=self.MOVES))
+        found[1].append(f"{moving.state.name} -> {finish.name} ({self.turn})")
+        self._moves[id(moving)] = found
+        if len(self._moves) > self.OBJECTS:
+            self._moves.popitem(last=False)
+
+    def of(self, moving: object) -> str:
+        return ", ".join(self._moves[id(moving)][1]) if id(moving) in self._moves else ""
+
+
+history: History | None = None
+"""Set by tests."""
+
+
+def move(moving: Moving, finish: Enum) -> None:
+    if finish not in TABLES[type(finish)][moving.state]:  # type: ignore[index]
+        raise IllegalMove(moving, finish)
+    if history is not None:
+        history.note(moving, finish)
+    moving.state = finish
+
+
+def move_all(requests: Sequence[M], start: RequestState, finish: RequestState) -> None:
+    """`move` for many requests, most of which are in the state `start`."""
+    usual = history is None and finish in REQUEST_MOVES[start]
+    for request in requests:
+        if usual and request.state is start:
+            request.state = finish
+        else:
+            move(request, finish)

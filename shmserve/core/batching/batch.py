@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from shmserve.core.batching.form import Reason
-from shmserve.core.states import BATCH_MOVES, BatchState, IllegalMove, RequestState
+from shmserve.core.states import BatchState, RequestState, move
 
 _AT_WORK = (RequestState.SENT, RequestState.LINGERING)
 
@@ -82,9 +82,14 @@ class Batch(Struct, Generic[R], eq=False):
         return longest, useful
 
     def move(self, finish: BatchState) -> None:
-        if finish not in BATCH_MOVES[self.state]:
-            raise IllegalMove(f"batch {self.numbers}", self.state, finish, f"{self.rows} rows")
-        self.state = finish
+        move(self, finish)
+
+    @property
+    def title(self) -> str:
+        return f"batch {self.numbers}"
+
+    def story(self) -> str:
+        return f"{self.rows} rows"
 
     def end(self) -> None:
         """Break the reference cycle between requests and batch; the GC does not track requests."""

@@ -15,7 +15,7 @@ from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import shadow
 from shmserve.core.requests.validation import CheckedForm
 from shmserve.core.state import State, Timer
-from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState
+from shmserve.core.states import BatchState, InstanceState, RequestState, VersionState, move_all
 from shmserve.protocol.messages import CHUNK_BYTES, PACKET_MESSAGES, Columns
 from shmserve.protocol.worker_messages import Execute, Work
 
@@ -234,6 +234,7 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
     """Sends Execute, split into several messages if the inline bytes require it."""
     if state.shadow_client.requests:
         shadow.send_expected(state, instance.peer, requests)
+    move_all(requests, _QUEUED, _SENT)
     form = requests[0].form or requests[-1].form
     if form is not None and _send_columns(state, instance, batch, requests, join, form):
         return
@@ -259,9 +260,6 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
                 request.aliases, request.step,
             )
         )  # fmt: skip
-        if request.state is not _QUEUED:  # otherwise the transition is legal
-            request.move(_SENT)
-        request.state = _SENT
         request.instance = instance
         request.batch = batch
         piece.append(request)
@@ -298,9 +296,6 @@ def _send_columns(
     if None in data:
         return False
     for request in requests:
-        if request.state is not _QUEUED:  # otherwise the transition is legal
-            request.move(_SENT)
-        request.state = _SENT
         request.instance = instance
         request.batch = batch
     batch.left += count

@@ -15,7 +15,6 @@ from shmserve.protocol.messages import Columns, Reply, ReplyBatch, tensors_of
 from shmserve.protocol.worker_messages import Done, Row, Rows, Started, Withdrawn, rows_of
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
-_REPORTED = (_DONE, _ENDED)
 
 
 def started(state: State, version: Version, instance: Instance, message: Started, now: int) -> None:
@@ -174,12 +173,12 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
             else:
                 reply = Reply(request.client_number, number, row.outputs, row.parameters)
                 append(Send(request.client.number, reply))
-                request.state = _ENDED  # a legal transition from SENT
+                del requests[row.request]
                 usual.append(request)
                 continue
         _row(state, version, instance, batch, row, now, taken)
     batch.left -= len(usual)
-    exit.end_plain(state, version, usual, taken, now)
+    exit.end_plain(version, usual, taken, now)
 
 
 def _columns(
@@ -204,20 +203,20 @@ def _columns(
             reply[0].append(number)
             reply[1].append(axis)
             reply[2].append(data)
-        request.state = _ENDED  # a legal transition from SENT
+        del requests[own]
         usual.append(request)
     for client, (numbers, axes, blobs) in replies.items():
         message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
         state.send(client.number, message)
     batch.left -= len(usual)
-    exit.end_plain(state, version, usual, taken, now)
+    exit.end_plain(version, usual, taken, now)
 
 
 def _row(
     state: State, version: Version, instance: Instance, batch: Batch[Request], row: Row, now: int, taken: int
 ) -> None:
     request = state.requests.get(row.request)
-    if request is None or request.batch is not batch or request.state in _REPORTED:
+    if request is None or request.batch is not batch or request.state is _DONE:
         kill_for_protocol_error(state, version, instance, f"row of request {row.request}")
         return
     batch.left -= 1

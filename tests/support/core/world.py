@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shmserve.core import events
+from shmserve.core import events, states
 from shmserve.core.core import Core
 from shmserve.core.effects import (
     Close,
@@ -44,6 +44,7 @@ OUTPUTS = {"lane": "memfd", "zmq": "posix"}
 class World:
     def __init__(self, limits: Limits | None = None, checks: bool = True) -> None:
         self.core = Core("test", limits)
+        self.history = states.history = states.History()
         self.checks = checks
         self.now = START
         self.clients: dict[int, FakeClient] = {}
@@ -92,6 +93,7 @@ class World:
         self.settle()
 
     def _handle(self, happened: list[tuple[int, Any]]) -> None:
+        self.history.turn = f"{self.now}: {', '.join(type(event).__name__ for _, event in happened)}"
         self._carry_out(self.core.handle(happened, self.now))
         for _, event in happened:
             if isinstance(event, events.Exited):
