@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shmserve.core.ensembles.graph import handles_of
+from shmserve.core.ensembles.run import Run
 from shmserve.core.exit import is_stream
 from shmserve.core.ledger import Place
 from shmserve.core.models.model import Model
@@ -164,13 +165,12 @@ def _check_memory(state: State) -> None:
             count(request.pins)
             uses.update(request.segments)
         elif request.is_step and isinstance(request.reply, Reply):
-            count(_pinned_by_run(request.client, handles_of(request.reply.outputs)))
+            count(_pinned(state.runs[request.parent], handles_of(request.reply.outputs)))
     for run in state.runs.values():
-        client = run.request.client
         for iteration in run.iterations():
             made = [kept.tensor for kept in iteration.tensors.values() if kept.made]
             rows = [tensor for rows in iteration.rows.values() for tensors in rows.values() for tensor in tensors]
-            count(_pinned_by_run(client, handles_of((*made, *rows))))
+            count(_pinned(run, handles_of((*made, *rows))))
     for entry in state.cache.entries():
         count(entry.handles)
     pinned = Counter({place: hold.pins for place, hold in ledger.holds.items() if hold.pins})
@@ -179,8 +179,8 @@ def _check_memory(state: State) -> None:
     assert uses == used, f"uses of segments without a request: {dict(used - uses)}, the reverse: {dict(uses - used)}"
 
 
-def _pinned_by_run(client: ClientState, handles: Iterable[Handle]) -> list[Handle]:
-    return [handle for handle in handles if not client.has_placed(handle)]
+def _pinned(run: Run, handles: Iterable[Handle]) -> list[Handle]:
+    return [handle for handle in run.request.client.of_others(handles) if handle not in run.forwarded]
 
 
 def _check_leases(state: State) -> None:

@@ -30,8 +30,11 @@ class Outputs:
                 return False
             for handle in data:
                 owner = handle.segment >> OWNER_SHIFT
-                if request.aliases and owner not in (0, instance.peer) and _is_input(request, handle):
-                    if owner != client.number:
+                forwarded = request.forwarded
+                if forwarded is not None and owner not in (0, instance.peer) and _is_input(request, handle):
+                    if owner == client.number:
+                        forwarded.add(handle)
+                    else:
                         handles.append(handle)
                 elif caller is not None and ledger.may_pass_on(caller, handle, request.audience):
                     handles.append(handle)

@@ -139,8 +139,9 @@ class Request(Struct, eq=False, gc=False):
     model was running, if the call names it."""
     in_shared_memory: bool = False
     """All its outputs must be in shared memory."""
-    aliases: bool = False
-    """Its outputs may alias its inputs, because only other steps read them."""
+    forwarded: set[Handle] | None = None
+    """For a step whose outputs may alias its inputs, because only other steps read them: those of its run's forwarded
+    handles that are in memory of the client itself."""
     step: StepOptions | None = None
     """For a step of an ensemble: which outputs stay on the GPU, and label files that override the model's own."""
     miss: Miss | None = None

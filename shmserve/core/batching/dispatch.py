@@ -257,7 +257,7 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
             Work(
                 request.number, request.rows, request.inputs if request.form is None else request.tensors(),
                 request.outputs, request.audience, request.options, request.slot, not request.in_shared_memory,
-                request.aliases, request.step,
+                request.forwarded is not None, request.step,
             )
         )  # fmt: skip
         request.instance = instance
@@ -271,8 +271,8 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
 
 def _data_of(request: Request, form: CheckedForm) -> tuple[bytes, ...] | None:
     """The inputs of a request that did not come in columns, as data for a column message. None: another form."""
-    special = request.options or request.segments or request.in_shared_memory or request.step
-    if request.form is not None or request.outputs is not None or special or request.slot >= 0 or request.aliases:
+    special = request.options or request.segments or request.in_shared_memory or request.step or request.is_step
+    if request.form is not None or request.outputs is not None or special or request.slot >= 0:
         return None
     inputs = request.inputs
     if len(inputs) != len(form.forms):

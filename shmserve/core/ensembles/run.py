@@ -120,6 +120,8 @@ class Run(Struct, eq=False):
     """Level -> the request in flight to its source."""
     room: int = 0
     """Responses that the caller accepts before it sends More."""
+    forwarded: set[Handle] = set()
+    """Outputs of steps that are the caller's own memory, which the ledger does not track."""
     results: list[tuple[Spot, Reply | Part | Fail]] = []
     failure: tuple[str, str] | None = None
     over: bool = False
@@ -132,7 +134,8 @@ class Run(Struct, eq=False):
 
     def drop(self, handles: Iterable[Handle]) -> None:
         for handle in self.request.client.of_others(handles):
-            self.ledger.unpin(handle)
+            if handle not in self.forwarded:
+                self.ledger.unpin(handle)
 
     def deliver(self, request: Request, message: Response) -> None:
         """Records a result of a step. `advance` processes it."""

@@ -94,7 +94,8 @@ def submit(
         request.audience, request.in_shared_memory = parent.audience, in_shared_memory or parent.in_shared_memory
     else:
         request.audience, request.in_shared_memory = INTERNAL, in_shared_memory
-        request.aliases = not (step.mapped or member.cached)
+        if not (step.mapped or member.cached):
+            request.forwarded = run.forwarded
     near = _near(state, run, index, member) if plan.policy.leaves_on_device and not final else ()
     request.step = _options(near, _labels(run, index) if classes else ())
     run.entered(request, spot)
