@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shmserve.protocol.batch_queue import BatchQueue, QueuedBatch
 from shmserve.protocol.messages import Columns, More, Ping, Pong, Return
 from shmserve.protocol.worker_messages import (
     Done,
@@ -26,7 +27,6 @@ from shmserve.protocol.worker_messages import (
     rows_of,
 )
 from shmserve.protocol.worker_messages import Withdrawn as WithdrawnReport
-from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
 from shmserve.workers.batch.comparison import Comparisons
 from shmserve.workers.leases import LeaseHolder
 from shmserve.workers.overlap import Overlap

@@ -18,8 +18,8 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shmserve.protocol.batch_queue import BatchQueue, QueuedBatch
     from shmserve.protocol.worker_messages import Work
-    from shmserve.workers.batch.batch_queue import BatchQueue, QueuedBatch
     from shmserve.workers.runner import BegunBatch, OverlappingRunner, Ran
 
 SHORT_NS = 500_000

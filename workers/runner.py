@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shmserve.errors import ModelFailed, ServeError
 from shmserve.protocol.messages import Columns, Failure
 from shmserve.protocol.worker_messages import Row, Work, rows_of
+from shmserve.protocol.works import ColumnWorks
 from shmserve.workers.backends.base import OverlappingBackend, SeparateBackend, StackedBackend
-from shmserve.workers.batch.columns import ColumnWorks
 from shmserve.workers.batch.padding import PaddedResults
 from shmserve.workers.batch.results import Results
 from shmserve.workers.model_calls.answer import Request, Response, Trace, failure_of

@@ -18,7 +18,7 @@ import numpy as np
 
 from shmserve.dtypes import elements
 from shmserve.errors import InvalidRequest, ServeError
-from shmserve.workers.batch.columns import ColumnWorks
+from shmserve.protocol.works import ColumnWorks
 from shmserve.workers.batch.input_reader import InputReader
 
 if TYPE_CHECKING:

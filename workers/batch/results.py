@@ -25,7 +25,8 @@ from shmserve.protocol.messages import (
     TensorForm,
 )
 from shmserve.protocol.worker_messages import Row
-from shmserve.workers.batch.columns import ColumnWorks, InlineColumn, shares_of
+from shmserve.protocol.works import ColumnWorks, shares_of
+from shmserve.workers.batch.columns import InlineColumn
 from shmserve.workers.batch.output_checks import check_shape
 from shmserve.workers.batch.scatter import RequestOutputs
 from shmserve.workers.output_arenas import INTERNAL

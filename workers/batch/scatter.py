@@ -17,8 +17,9 @@ import numpy as np
 from shmserve.dtypes import ITEM_BYTES
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.protocol.messages import FIELD_BYTES, INLINE_BYTES, Handle, Tensor, Wanted
+from shmserve.protocol.works import ColumnWorks, shares_of
 from shmserve.workers.batch.classification import Top, classify, refusal, top
-from shmserve.workers.batch.columns import ColumnWorks, InlineColumn, shares_of
+from shmserve.workers.batch.columns import InlineColumn
 from shmserve.workers.batch.output_checks import OutputChecks, strings
 from shmserve.workers.batch.placement import Placing
 

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from shmserve.core.batching.padding import rounded
+from shmserve.protocol.batch_queue import BatchQueue, QueuedBatch
 from shmserve.protocol.messages import OWNER_SHIFT, Fail, Failure, Map, More, Ping, Pong, Reply, Return, Unmap
 from shmserve.protocol.worker_messages import (
     Done,
@@ -40,15 +41,12 @@ from shmserve.sim.world import World
 
 
 class SimBatch(Struct, gc=False):
-    """A batch, from its first Execute to its completion."""
+    """A running batch. `number` 0: a leased request."""
 
     number: int
-    through: int
     works: list[Work]
-    more: bool
-    open: bool
-    rows: int = 0
-    began: int = 0
+    began: int
+    rows: int
 
 
 class SimStream(Struct):
@@ -67,7 +65,6 @@ class SimWorker:
         "_draws",
         "_end",
         "_faults",
-        "_last",
         "_lease",
         "_outputs",
         "_places",
@@ -99,8 +96,7 @@ class SimWorker:
         self._draws = draws
         self._faults: FaultDraws = world.faults
         self._result = result
-        self._waiting: list[SimBatch] = []
-        self._last = 0
+        self._waiting = BatchQueue()
         self._lease: SimLease | None = None
         self._outputs = SimOutputs(model.policy, (peer << OWNER_SHIFT) + 1, model.free_dims, model.true_share)
         self._streams: dict[int, SimStream] = {}
@@ -158,27 +154,11 @@ class SimWorker:
         self._world.send_from_worker(self.peer, message)
 
     def _execute(self, order: Execute) -> None:
-        assert order.batch > self._last, "the numbers of batches rise"
         assert self._lease is None, "a batch for an instance that is lent"
-        self._last = order.batch
-        waiting = self._waiting
-        batch = waiting[-1] if waiting else None
-        if batch is not None and (order.join or batch.more):
-            batch.works += order.works
-            batch.through, batch.more, batch.open = order.batch, order.more, batch.open or order.open
-            return
-        if waiting:
-            self._waiting = waiting = [known for known in waiting if known.works]
-        waiting.append(SimBatch(order.batch, order.batch, list(order.works), order.more, order.open))
+        self._waiting.add(order)
 
     def _withdraw(self, order: Withdraw) -> None:
-        found = []
-        for batch in self._waiting:
-            gone = [work.request for work in batch.works if work.request in order.requests]
-            if gone:
-                found += gone
-                batch.works = [work for work in batch.works if work.request not in gone]
-        self._send(Withdrawn(tuple(found)))
+        self._send(Withdrawn(self._waiting.withdraw(order.requests)))
         for number in order.requests:
             stream = self._streams.get(number)
             if stream is not None:  # the request was cancelled
@@ -191,25 +171,20 @@ class SimWorker:
 
     # ------------------------------------------------------------------------------------ execution
 
-    def _start_next(self) -> SimBatch | None:
+    def _start_next(self) -> QueuedBatch | None:
         """Starts the next batch, if there is one."""
-        for position, batch in enumerate(self._waiting):
-            if batch.works:
-                if batch.more:
-                    return None
-                del self._waiting[: position + 1]
-                self._start(batch)
-                return batch
-        return None
+        batch = self._waiting.start()
+        if batch is not None:
+            self._start(batch.number, list(batch.works))
+        return batch
 
-    def _start(self, batch: SimBatch) -> None:
-        world, model, works = self._world, self.model, batch.works
-        batch.rows = rows = sum([work.rows or 1 for work in works])
+    def _start(self, number: int, works: list[Work]) -> None:
+        world, model = self._world, self.model
+        rows = sum([work.rows or 1 for work in works])
         assert rows <= max(model.policy.max_batch, 1), f"{rows} rows in a batch of '{model.policy.name}'"
         if model.policy.sequence is not None:
             self._verify_sequences(works)
-        self.running = batch
-        batch.began = world.now
+        self.running = batch = SimBatch(number, works, world.now, rows)
         batches = self._result.batches
         batches[rows] = batches.get(rows, 0) + 1
         if model.policy.decoupled:
@@ -327,7 +302,7 @@ class SimWorker:
             return
         assert self._lease is None, "an instance is lent twice"
         assert self.running is None, "a busy instance is lent"
-        assert not any(batch.works for batch in self._waiting), "an instance with work is lent"
+        assert not len(self._waiting), "an instance with work is lent"
         if self._calling is not None:  # its calls refer to requests by the broker's numbers
             lease.closed = True
             self._send(LeaseOver(lease.number, True))
@@ -342,7 +317,7 @@ class SimWorker:
             return
         request = lease.begin()
         rows = request.inputs[0].shape[0] if self.model.policy.max_batch else 0
-        self._start(SimBatch(0, 0, [Work(request.request, rows, request.inputs, None, "")], False, False))
+        self._start(0, [Work(request.request, rows, request.inputs, None, "")])
 
     def _end_lease(self) -> None:
         """Ends the lease after the running request."""

@@ -28,10 +28,11 @@ from shmserve.core.policy import (
     TimeoutAction,
 )
 from shmserve.core.requests.cache import Placed
+from shmserve.protocol.batch_queue import QueuedBatch
 from shmserve.protocol.messages import OWNER_SHIFT, Fail, FailHeld, Handle, Infer, Map, Part, Reply, Tensor
 from shmserve.protocol.worker_messages import EndSequences, Row, Work
 from tests.support.core.fakes.tensors import replies_of
-from tests.support.core.fakes.worker import FakeWorker, WaitingBatch
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import step_of
 from tests.unit.core.state_machines.test_machine_operations import Operated
 
@@ -273,7 +274,7 @@ class Everything(Operated):
                         self.put(part.segment, part.offset, part.size, value or 0)
         return row
 
-    def _follow(self, worker: FakeWorker, batch: WaitingBatch) -> None:
+    def _follow(self, worker: FakeWorker, batch: QueuedBatch) -> None:
         """Asserts that sequences have a start, and that their state exists until their end."""
         sequence = worker.policy.sequence
         if sequence is None:

@@ -22,12 +22,13 @@ from shmserve.core.policy import (
     TimeoutAction,
 )
 from shmserve.core.requests.cache import Placed
+from shmserve.protocol.batch_queue import QueuedBatch
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Infer, InferBatch, Reply, ReplyBatch, Return, Tensor
 from shmserve.protocol.roles import ALL_ROLES, INFER, OBSERVE
 from shmserve.protocol.worker_messages import Row, Work
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.tensors import references, replies_of
-from tests.support.core.fakes.worker import FakeWorker, WaitingBatch
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.policies import step_of
 from tests.support.core.world import World
 
@@ -136,8 +137,8 @@ class Computing(World):
         worker.compute = self._compute
         worker.watch = self._note
 
-    def _note(self, worker: FakeWorker, batch: WaitingBatch) -> None:
-        self.given.append((worker.peer, repr(batch.works)))
+    def _note(self, worker: FakeWorker, batch: QueuedBatch) -> None:
+        self.given.append((worker.peer, repr([*batch.works])))
 
     def _compute(self, worker: FakeWorker, work: Work) -> Row:
         worker.compute = None

@@ -44,7 +44,7 @@ OUTPUTS = {"lane": "memfd", "zmq": "posix"}
 class World:
     def __init__(self, limits: Limits | None = None, checks: bool = True) -> None:
         self.core = Core("test", limits)
-        self.history = states.history = states.History()
+        self.history = states.History()
         self.checks = checks
         self.now = START
         self.clients: dict[int, FakeClient] = {}
@@ -93,6 +93,7 @@ class World:
         self.settle()
 
     def _handle(self, happened: list[tuple[int, Any]]) -> None:
+        states.history = self.history if self.checks else None
         self.history.turn = f"{self.now}: {', '.join(type(event).__name__ for _, event in happened)}"
         self._carry_out(self.core.handle(happened, self.now))
         for _, event in happened:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.protocol.messages import Columns, Fail, FailBatch, Handle, Reply, ReplyBatch, Tensor, TensorForm
-from shmserve.protocol.worker_messages import Execute, Row, Work
+from shmserve.protocol.worker_messages import Row
 
 
 def references(tensors: tuple[Tensor, ...]) -> list[Handle]:
@@ -58,15 +58,3 @@ def in_columns(rows: tuple[Row, ...]) -> Columns | None:
         tuple(row.outputs[0].shape[0] for row in rows),
         tuple(tuple(one.data for one in row.outputs if isinstance(one.data, bytes)) for row in rows),
     )
-
-
-def works_of(order: Execute) -> list[Work]:
-    if order.columns is None:
-        return list(order.works)
-    assert not order.works
-    inputs = one_by_one(order.columns)
-    assert len(order.audiences) == len(inputs)
-    return [
-        Work(number, tensors[0].shape[0], tensors, None, audience)
-        for (number, tensors), audience in zip(inputs, order.audiences, strict=True)
-    ]

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from shmserve.core.policy import ModelPolicy
+from shmserve.protocol.batch_queue import BatchQueue, QueuedBatch
 from shmserve.protocol.messages import (
     DEVICE,
     OWNER_SHIFT,
@@ -45,20 +46,13 @@ from shmserve.protocol.worker_messages import (
     Withdrawn,
     Work,
 )
+from shmserve.protocol.works import works_of
 from tests.support.core.fakes.client import FakeClient
 from tests.support.core.fakes.lease import RECORDS, FakeLease
-from tests.support.core.fakes.tensors import in_columns, references, works_of
+from tests.support.core.fakes.tensors import in_columns, references
 
 SEGMENT_BYTES = 1 << 40
 """Arenas of fake workers never run out: each block gets a new address, so that no address is used twice."""
-
-
-class WaitingBatch:
-    def __init__(self, order: Execute) -> None:
-        self.number = self.through = order.batch
-        self.works: list[Work] = works_of(order)
-        self.more = order.more
-        self.open = order.open
 
 
 class FakeWorker:
@@ -70,13 +64,12 @@ class FakeWorker:
         self.inbox: list[Any] = []
         self.outbox: list[Any] = []
         self.mapped: set[int] = set()
-        self.waiting: list[WaitingBatch] = []
-        self.running: WaitingBatch | None = None
+        self.waiting = BatchQueue()
+        self.running: QueuedBatch | None = None
         self.started: list[list[int]] = []
         self.arenas: dict[str, int] = {}
         self.next_offset = 0
         self.out: Counter[Handle] = Counter()
-        self.last = 0
         self.stopping = self.dead = False
         self.again: list[int] = []
         """Requests of the running batch that must be run again."""
@@ -100,7 +93,7 @@ class FakeWorker:
         """The worker as a client, for calls of its model."""
         self.waits_for: set[int] = set()
         """Calls whose end its model waits for."""
-        self.watch: Callable[[FakeWorker, WaitingBatch], None] | None = None
+        self.watch: Callable[[FakeWorker, QueuedBatch], None] | None = None
         """Called with each batch that starts."""
         self.offered: dict[int, FakeLease] = {}
         """Sockets and logs of leases whose Lend the worker has not read."""
@@ -165,7 +158,7 @@ class FakeWorker:
         elif isinstance(message, Lend):
             assert self.lease is None, f"{self.name} is lent twice"
             assert self.running is None
-            assert not any(batch.works for batch in self.waiting), f"{self.name} is lent and has work"
+            assert not len(self.waiting), f"{self.name} is lent and has work"
             self.lease = self.offered.pop(message.lease)
         elif isinstance(message, Revoke):
             if self.lease is None or self.lease.number != message.lease:
@@ -175,9 +168,10 @@ class FakeWorker:
             assert isinstance(message, (Ping, Load)), message
 
     def needed(self) -> set[int]:
-        running = [self.running] if self.running and not self.policy.decoupled else []  # else the last answer counts
-        batches = self.waiting + running
-        works = [work for batch in batches for work in batch.works] + list(self.streams.values())
+        running = (
+            self.running.works if self.running and not self.policy.decoupled else []
+        )  # else the last answer counts
+        works = [*self.waiting.works, *running, *self.streams.values()]
         found = {handle.segment for work in works for handle in references(work.inputs)}
         numbers = {work.request for work in works}
         for number, order in self.expected.items():
@@ -185,61 +179,44 @@ class FakeWorker:
         return found | {w.place.segment for work in works for w in work.outputs or () if w.place is not None}
 
     def _execute(self, order: Execute) -> None:
-        assert order.batch > self.last, "batch numbers rise"
         assert self.lease is None, f"{self.name} is lent and gets a batch"
-        self.last = order.batch
-        works = works_of(order)
-        assert works
-        for work in works:
+        for work in works_of(order):
             for handle in references(work.inputs):
                 own = handle.segment in self.arenas.values()
                 assert own or handle.segment in self.mapped, f"{self.name} was never told of segment {handle.segment}"
             for wanted in work.outputs or ():
                 assert wanted.place is None or wanted.place.segment in self.mapped
-        batch = self.waiting[-1] if self.waiting else None
-        if batch is None or not (order.join or batch.more):
-            self.waiting = [known for known in self.waiting if known.works]
-            self.waiting.append(WaitingBatch(order))
-            return
-        batch.works += works
-        batch.through, batch.more, batch.open = order.batch, order.more, batch.open or order.open
+        self.waiting.add(order)
 
     def _withdraw(self, order: Withdraw) -> None:
-        found = []
-        for batch in [batch for batch in self.waiting if batch.open]:
-            found += [work.request for work in batch.works if work.request in order.requests]
-            batch.works = [work for work in batch.works if work.request not in order.requests]
         self.cancelled |= self.streams.keys() & set(order.requests)
-        self.outbox.append(Withdrawn(tuple(found)))
+        self.outbox.append(Withdrawn(self.waiting.withdraw(order.requests)))
 
     # ------------------------------------------------------------------------------------ batches
 
-    def take_up(self) -> WaitingBatch | None:
+    def take_up(self) -> QueuedBatch | None:
         """The next batch starts, if there is one."""
         assert self.running is None
-        for position, batch in enumerate(self.waiting):
-            if batch.works:
-                if batch.more:
-                    return None
-                del self.waiting[: position + 1]
-                self._verify(batch)
-                self.running = batch
-                self.started.append([work.request for work in batch.works])
-                if self.policy.decoupled:
-                    self._open(batch)
-                if self.watch is not None:
-                    self.watch(self, batch)
-                return batch
-        return None
+        batch = self.waiting.start()
+        if batch is None:
+            return None
+        self._verify(batch)
+        self.running = batch
+        self.started.append([work.request for work in batch.works])
+        if self.policy.decoupled:
+            self._open(batch)
+        if self.watch is not None:
+            self.watch(self, batch)
+        return batch
 
-    def start(self) -> WaitingBatch | None:
+    def start(self) -> QueuedBatch | None:
         """If nothing runs, starts the waiting batch, and reports that if required."""
         batch = self.take_up() if self.running is None else None
         if batch is not None and batch.open:
             self.outbox.append(Started(batch.number, batch.through))
         return batch
 
-    def _open(self, batch: WaitingBatch) -> None:
+    def _open(self, batch: QueuedBatch) -> None:
         for work in batch.works:
             assert work.options is not None
             assert work.options.window > 0, "there is no room for any answer"
@@ -295,7 +272,7 @@ class FakeWorker:
         lease.requests.clear()
         self.outbox.append(LeaseOver(lease.number))
 
-    def _verify(self, batch: WaitingBatch) -> None:
+    def _verify(self, batch: QueuedBatch) -> None:
         """Asserts what a model may rely on."""
         policy = self.policy
         works = batch.works

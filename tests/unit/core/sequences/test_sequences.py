@@ -22,10 +22,11 @@ from shmserve.core.sequences import scheduler
 from shmserve.core.sequences.slots import SequenceSlots
 from shmserve.core.state import State
 from shmserve.core.states import SequenceState
+from shmserve.protocol.batch_queue import QueuedBatch
 from shmserve.protocol.messages import Cancel, Fail, FailHeld, Infer, Options, Reply, Tensor
 from shmserve.protocol.worker_messages import EndSequences, Work
 from tests.support.core.fakes.client import FakeClient
-from tests.support.core.fakes.worker import FakeWorker, WaitingBatch
+from tests.support.core.fakes.worker import FakeWorker
 from tests.support.core.machine import MS, WorldMachine, run_machine
 from tests.support.core.sequence_rules import Asked, Rules, Story
 from tests.support.core.world import World
@@ -68,7 +69,7 @@ class Watched(FakeWorker):
 
     world: Sequenced
 
-    def take_up(self) -> WaitingBatch | None:
+    def take_up(self) -> QueuedBatch | None:
         batch = super().take_up()
         for work in batch.works if batch is not None else ():
             self.world.begins(self, work)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import ProtocolError
+from shmserve.protocol.batch_queue import BatchQueue
 from shmserve.protocol.messages import Columns, Options, Tensor, TensorForm
 from shmserve.protocol.worker_messages import Execute, Work
-from shmserve.workers.batch.batch_queue import BatchQueue
-from shmserve.workers.batch.columns import ColumnWorks
+from shmserve.protocol.works import ColumnWorks
 
 
 def work_of(request: int, name: str = "x") -> Work:

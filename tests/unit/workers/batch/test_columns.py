@@ -17,10 +17,11 @@ from shmserve.errors import ModelFailed
 from shmserve.protocol import codec
 from shmserve.protocol.messages import INLINE_BYTES, PACKET_MESSAGES, Columns, Failure, Tensor, TensorForm
 from shmserve.protocol.worker_messages import Done, Work, WorkerReport, rows_of
+from shmserve.protocol.works import ColumnWorks
 from shmserve.repo.config.schema import BatchOutput, ModelConfig, ModelTensorReshape
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.backends.base import StackedBackend
-from shmserve.workers.batch.columns import ColumnWorks, InlineColumn
+from shmserve.workers.batch.columns import InlineColumn
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import outputs_of

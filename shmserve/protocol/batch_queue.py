@@ -1,4 +1,5 @@
-"""The batches that wait at a worker: extended, withdrawn from, started. Pure: no I/O, no clock.
+"""The batches that wait at a worker: extended, withdrawn from, started. The same code serves workers, the simulator and
+the fake workers of tests.
 
 Invariants: a started batch leaves the queue and cannot change; an Execute that should have joined it joins the newest
 waiting batch or forms a new one. So batches start in the order of their numbers, and each is an unbroken run of Execute
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 
 from shmserve.errors import ProtocolError
 from shmserve.protocol.worker_messages import Execute, Work
-from shmserve.workers.batch.columns import joined, shares_of, works_of
+from shmserve.protocol.works import joined, shares_of, works_of
 
 
 class QueuedBatch(Struct):
@@ -61,6 +62,11 @@ class BatchQueue:
             return
         batches[:] = [batch for batch in batches if batch.works]
         batches.append(QueuedBatch(order.batch, order.batch, works, order.more, order.open))
+
+    @property
+    def works(self) -> list[Work]:
+        """All waiting requests."""
+        return [work for batch in self._batches for work in batch.works]
 
     @property
     def complete(self) -> bool:
