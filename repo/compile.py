@@ -42,30 +42,23 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatching,
     ModelSequenceBatchingStrategyDirect,
     ModelSequenceBatchingStrategyOldest,
-    parameter,
-    takes_device_inputs,
 )
-from shmserve.repo.rules.ensemble_steps import compile_steps
-from shmserve.repo.rules.fields import (
+from shmserve.repo.parameters import (
     CRASH_LIMIT,
     ENVIRONMENT,
     EXECUTION_LIMIT,
     GPU_MEMORY,
-    GPU_MEMORY_LIMIT,
+    HOST_INPUTS,
     IDLE_UNLOAD,
     MEMORY,
-    MEMORY_LIMIT,
     MODEL_DIRECTORY,
     RETRY,
+    SCALE_DOWN,
+    SCALE_UP_QUEUE,
     STAY_LOADED,
 )
-from shmserve.repo.rules.instances import (
-    SCALE_DOWN,
-    SCALE_DOWN_SECS,
-    SCALE_UP_QUEUE,
-    SCALE_UP_QUEUE_MS,
-    scaled_groups,
-)
+from shmserve.repo.rules.ensemble_steps import compile_steps
+from shmserve.repo.rules.instances import scaled_groups
 from shmserve.repo.rules.padding import padding_of
 from shmserve.repo.rules.traffic import traffic_of
 
@@ -79,7 +72,7 @@ _ACTIONS = {"REJECT": TimeoutAction.REJECT, "DELAY": TimeoutAction.DELAY}
 def compile_policy(config: ModelConfig, version: int, folder: Path | None = None) -> ModelPolicy:
     """The core's policy for one version of the model. `folder`: the directory of an ensemble's label files."""
     policy, cache = config.model_transaction_policy, config.response_cache
-    is_ensemble = config.ensemble_scheduling is not None
+    is_ensemble, is_python = config.ensemble_scheduling is not None, config.backend == "python"
     return ModelPolicy(
         name=config.name,
         version=version,
@@ -87,17 +80,17 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         inputs=tuple(_tensor(tensor, is_ensemble, None) for tensor in config.input),
         outputs=tuple(_tensor(tensor, is_ensemble, folder) for tensor in config.output),
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
-        execution_limit_ns=_nanoseconds(config, EXECUTION_LIMIT),
-        idle_unload_ns=_nanoseconds(config, IDLE_UNLOAD),
-        stays_loaded=parameter(config, STAY_LOADED).lower() == "true",
-        retry=parameter(config, RETRY).lower() != "false",
-        crash_limit=_count(config, CRASH_LIMIT),
+        execution_limit_ns=EXECUTION_LIMIT.read(config),
+        idle_unload_ns=IDLE_UNLOAD.read(config),
+        stays_loaded=STAY_LOADED.read(config),
+        retry=RETRY.read(config),
+        crash_limit=CRASH_LIMIT.read(config),
         first_response_ms=_first_response_buckets(config),
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=policy is not None and policy.decoupled,
         cached=cache is not None and cache.enable,
-        reads_device_memory=config.backend in ON_DEVICE or (config.backend == "python" and takes_device_inputs(config)),
-        leaves_on_device=config.backend in ON_DEVICE or (config.backend == "python" and _has_gpu(config)),
+        reads_device_memory=config.backend in ON_DEVICE or (is_python and not HOST_INPUTS.read(config)),
+        leaves_on_device=config.backend in ON_DEVICE or (is_python and _has_gpu(config)),
         steps=compile_steps(config),
         padding=_padding(config),
         ahead=config.ensemble_scheduling.max_inflight_requests if config.ensemble_scheduling is not None else 0,
@@ -112,26 +105,6 @@ def _has_gpu(config: ModelConfig) -> bool:
     return any(group.kind == "KIND_GPU" for group in config.instance_group)
 
 
-def _nanoseconds(config: ModelConfig, key: str) -> int | None:
-    text = parameter(config, key)
-    return round(float(text) * 1e9) if text else None
-
-
-def _count(config: ModelConfig, key: str) -> int | None:
-    text = parameter(config, key)
-    return int(text) if text else None
-
-
-def memory_limit(config: ModelConfig) -> int | None:
-    """Memory limit per instance in bytes. 0: unlimited; None: not configured."""
-    return _mebibytes(config, MEMORY_LIMIT)
-
-
-def gpu_memory_limit(config: ModelConfig) -> int | None:
-    """As `memory_limit`, for GPU memory."""
-    return _mebibytes(config, GPU_MEMORY_LIMIT)
-
-
 HOST_BASE = 40 << 20
 """A Python process with an engine, without a model: a guess."""
 GPU_BASE = 400 << 20
@@ -141,7 +114,7 @@ GPU_BASE = 400 << 20
 def memory_estimate(config: ModelConfig, files: int) -> MemoryEstimate:
     """What an instance probably needs. `files`: the size of its files. Engines need about half as much again for the
     graph and for intermediate results."""
-    host, gpu = _mebibytes(config, MEMORY), _mebibytes(config, GPU_MEMORY)
+    host, gpu = MEMORY.read(config), GPU_MEMORY.read(config)
     guess = files * 3 // 2
     return MemoryEstimate(
         HOST_BASE + guess if host is None else host,
@@ -150,15 +123,10 @@ def memory_estimate(config: ModelConfig, files: int) -> MemoryEstimate:
     )
 
 
-def _mebibytes(config: ModelConfig, key: str) -> int | None:
-    text = parameter(config, key)
-    return int(text) << 20 if text else None
-
-
 def environment(config: ModelConfig, folder: str, backend_folder: Path | None = None) -> str:
     """Path of the interpreter for its workers; "": the server's. `folder` is the model's directory, `backend_folder`
     that of its backend, if that is in the backend directory."""
-    own = parameter(config, ENVIRONMENT).replace(MODEL_DIRECTORY, folder, 1)
+    own = ENVIRONMENT.read(config).replace(MODEL_DIRECTORY, folder, 1)
     if own or backend_folder is None:
         return own
     shared = backend_folder / ENVIRONMENT_FILE
@@ -227,8 +195,8 @@ def compile_scaling(config: ModelConfig, cores: CoreSet | None = None) -> Scalin
                 groups.append(ScaledGroup(group.name, least, most, of_group))
     return ScalingPolicy(
         tuple(groups),
-        round(float(parameter(config, SCALE_UP_QUEUE) or SCALE_UP_QUEUE_MS) * 1e6),
-        round(float(parameter(config, SCALE_DOWN) or SCALE_DOWN_SECS) * 1e9),
+        SCALE_UP_QUEUE.read(config),
+        SCALE_DOWN.read(config),
         len(cores.usable) if cores is not None else 0,
         cores.quota if cores is not None else 0,
     )

@@ -17,7 +17,8 @@ from shmserve.repo.compile import compile_instances, compile_policy
 from shmserve.repo.config.edit import Edit, edited
 from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, ModelParameter, parameter
 from shmserve.repo.load import parse
-from shmserve.repo.rules.padding import BATCH_COST, MULTIPLE, padding_of
+from shmserve.repo.parameters import PADDING_BATCH_COST, PADDING_MULTIPLE
+from shmserve.repo.rules.padding import padding_of
 
 THREADS = {
     "dali": "num_threads",
@@ -127,9 +128,9 @@ class TunedModel(Struct, frozen=True):
                 found.append(Edit(("parameters", key), f'"{candidate.threads}"'))
         found += self._batching(candidate, now)
         if candidate.multiple and candidate.multiple != now.multiple:
-            found.append(Edit(("parameters", MULTIPLE), f'"{candidate.multiple}"'))
+            found.append(Edit(("parameters", PADDING_MULTIPLE.name), f'"{candidate.multiple}"'))
         if candidate.multiple and candidate.batch_cost != now.batch_cost:
-            found.append(Edit(("parameters", BATCH_COST), f'"{candidate.batch_cost}"'))
+            found.append(Edit(("parameters", PADDING_BATCH_COST.name), f'"{candidate.batch_cost}"'))
         return found
 
     def _batching(self, candidate: Candidate, now: Candidate) -> list[Edit]:

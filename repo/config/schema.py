@@ -363,19 +363,10 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(ModelConfig)
 
 
-HOST_ONLY = "FORCE_CPU_ONLY_INPUT_TENSORS"
-"""Parameter of Python models: "no" keeps inputs on the model's GPU."""
-
-
 def parameter(config: ModelConfig, key: str) -> str:
     """The value of a model parameter; "" if it is not given."""
     value = config.parameters.get(key)
     return value.string_value if value is not None else ""
-
-
-def takes_device_inputs(config: ModelConfig) -> bool:
-    """Whether a Python model accepts inputs on its GPU."""
-    return parameter(config, HOST_ONLY).lower() in ("no", "false")
 
 
 def encode_config(config: ModelConfig) -> bytes:

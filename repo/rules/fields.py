@@ -21,8 +21,9 @@ from shmserve.repo.config.problems import ProblemFunction, Report, meant, neares
 from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
 from shmserve.repo.config.support import NOT_SUPPORTED
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
+from shmserve.repo.parameters import INSTANCES, validate_values
 from shmserve.repo.rules.data import file_name, uncached, validate_warmup
-from shmserve.repo.rules.instances import INSTANCES, PATTERNS, validate_scaling
+from shmserve.repo.rules.instances import validate_scaling
 from shmserve.repo.rules.padding import validate_padding
 from shmserve.repo.rules.schedulers import validate_scheduler
 from shmserve.repo.rules.traffic import validate_traffic
@@ -39,52 +40,6 @@ OTHER_NAMES = {
 """Other names of engines, which people write for the names of backends."""
 GROUP_NAME_LENGTH = NAME_LENGTH - 8
 """Leaves room for the number that an instance's name appends."""
-EXECUTION_LIMIT = "execution_limit_secs"
-"""Model parameter: a batch that runs longer is treated as hanging; 0: no limit."""
-CRASH_LIMIT = "crash_limit"
-"""Model parameter: consecutive crashes after which an instance is considered broken; 0: never."""
-RETRY = "retry_alone"
-"""Model parameter: "false" if a request that lost its worker must not be retried."""
-MEMORY_LIMIT = "memory_limit_mb"
-"""Model parameter: an instance whose process has more private memory is ended; 0: no limit."""
-GPU_MEMORY_LIMIT = "gpu_memory_limit_mb"
-"""Model parameter: an instance whose process has more GPU memory is ended; 0: no limit."""
-IDLE_UNLOAD = "idle_unload_secs"
-"""Model parameter: the processes of a version end after this time without requests; 0: never."""
-STAY_LOADED = "stay_loaded"
-"""Model parameter: "true" if its processes must never end while others need memory, or when it is idle."""
-MEMORY = "memory_mb"
-"""Model parameter: about how much memory an instance needs, until it has been measured; with a memory budget."""
-GPU_MEMORY = "gpu_memory_mb"
-"""As `MEMORY`, for the GPU of an instance."""
-ENVIRONMENT = "EXECUTION_ENV_PATH"
-"""Model parameter: the interpreter of its workers, as a directory or an archive of one."""
-MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
-"""Path prefix that stands for the model's directory."""
-_MEGABYTES = (re.compile(r"[0-9]{1,9}", re.ASCII), 'MiB, such as "2048", or "0" for no limit')
-_SIZE = (re.compile(r"[0-9]{1,9}", re.ASCII), 'MiB, such as "2048"')
-_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,9})?", re.ASCII)
-_TRUE_OR_FALSE = (re.compile("true|false", re.ASCII | re.IGNORECASE), '"true" or "false"')
-_OWN_PARAMETERS = {
-    EXECUTION_LIMIT: (
-        _SECONDS,
-        'seconds, such as "2.5", or "0" for no limit',
-    ),
-    RETRY: _TRUE_OR_FALSE,
-    IDLE_UNLOAD: (_SECONDS, 'seconds, such as "300", or "0" for never'),
-    STAY_LOADED: _TRUE_OR_FALSE,
-    CRASH_LIMIT: (re.compile(r"[0-9]{1,6}", re.ASCII), 'a number of crashes, such as "5", or "0" for no limit'),
-    MEMORY_LIMIT: _MEGABYTES,
-    GPU_MEMORY_LIMIT: _MEGABYTES,
-    MEMORY: _SIZE,
-    GPU_MEMORY: _SIZE,
-    ENVIRONMENT: (
-        re.compile(r"(/|\$\$TRITON_MODEL_DIRECTORY/)[^\0]+"),
-        f"an absolute path, or one that begins with {MODEL_DIRECTORY}/",
-    ),
-    **PATTERNS,
-}
-"""Parameters that the server reads: key -> valid values, and a description of them."""
 _LARGEST = 2**63 - 1
 
 
@@ -112,7 +67,9 @@ def validate(config: ModelConfig, host: HostFacts, problem: ProblemFunction) -> 
     _instance_groups(config, host, problem)
     validate_scheduler(config, problem)
     validate_warmup(config, problem)
-    _own_parameters(config, problem)
+    validate_values(config, problem)
+    validate_padding(config, config.max_batch_size == 0 and needs_completion(config), problem)
+    validate_traffic(config, problem)
     validate_scaling(config, problem)
     _others(config, problem)
 
@@ -140,16 +97,6 @@ def completion_warnings(given: ModelConfig, final: ModelConfig) -> list[str]:
         f"To change it, set max_batch_size in config.pbtxt (1 for no batching), or start the server with "
         f"--backend-config={final.backend},default-max-batch-size=N"
     ]
-
-
-def _own_parameters(config: ModelConfig, problem: ProblemFunction) -> None:
-    """Validate the parameters that the server reads rather than the backend."""
-    for key, (pattern, expected) in _OWN_PARAMETERS.items():
-        value = config.parameters.get(key)
-        if value is not None and not pattern.fullmatch(value.string_value):
-            problem(f'parameters["{key}"]', f'found "{escaped(value.string_value)}", expected {expected}')
-    validate_padding(config, config.max_batch_size == 0 and needs_completion(config), problem)
-    validate_traffic(config, problem)
 
 
 def _nearest_backend(found: str, available: Collection[str]) -> str | None:

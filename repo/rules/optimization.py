@@ -15,14 +15,13 @@ from shmserve.repo.config.schema import (
     ModelOptimizationPolicyCudaGraphSpec,
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
 )
+from shmserve.repo.parameters import CHAT_TEMPLATE
 
 ONNX_ON_GPU = ("tensorrt", "cuda")
 """In the order in which they may claim an operator."""
 ONNX_ON_CPU = ("openvino", "xnnpack", "dnnl")
 PADDLE_ON_CPU = ("mkldnn", "ort")
 PADDLE_PARAMETERS = frozenset({"cpu_threads", "capacity", "use_int8"})
-CHAT_TEMPLATE = "chat_template"
-"""The parameter with a model's chat template, a Jinja text."""
 _CAPTURING = ("pytorch", "tensorrt")
 """Backends that use CUDA graphs."""
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -60,7 +59,7 @@ def setting_problems(config: ModelConfig) -> Iterator[SettingProblem]:
             if text and "KIND_GPU" in kinds:
                 yield SettingProblem(f"optimization.cuda.graph_spec[{index}].{field}", text)
     if text := _template_problem(config):
-        yield SettingProblem(f'parameters["{CHAT_TEMPLATE}"]', text)
+        yield SettingProblem(CHAT_TEMPLATE.path, text)
 
 
 def accelerator_problem(name: str, known: Collection[str], earlier: Collection[str] = ()) -> str:
@@ -116,14 +115,13 @@ def graph_spec_problem(
 
 def _template_problem(config: ModelConfig) -> str:
     """What is wrong with the chat template; "" if nothing is, or jinja2 is not installed. The template is not run."""
-    given = config.parameters.get(CHAT_TEMPLATE)
-    if given is None:
+    if not CHAT_TEMPLATE.is_given(config):
         return ""
     try:
         from jinja2 import Environment, TemplateSyntaxError
     except ImportError:
         return ""
-    text = given.string_value
+    text = CHAT_TEMPLATE.read(config)
     if config.backend == "llamacpp":
         text = _GENERATION.sub("", text)
     # Without the optimizer, which would compute constant expressions.

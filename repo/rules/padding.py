@@ -16,22 +16,17 @@ from msgspec import Struct
 
 from shmserve.repo.config.outline import escaped
 from shmserve.repo.config.problems import ProblemFunction, meant
-from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, parameter
+from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput
+from shmserve.repo.parameters import (
+    PADDING,
+    PADDING_BATCH_COST,
+    PADDING_LOOKAHEAD,
+    PADDING_MULTIPLE,
+    PADDING_OUTPUTS,
+)
 
-PADDING = "padding"
-OUTPUTS = "padding_outputs"
-LOOKAHEAD = "padding_lookahead"
-"""Number of queued requests among which the batcher looks for similar lengths."""
-MULTIPLE = "padding_multiple"
-"""Padded lengths are rounded up to a multiple of this. It limits the number of shapes, for engines that optimise for
-each new shape."""
-BATCH_COST = "padding_batch_cost"
-"""Fixed cost of a batch, in elements (rows x padded length)."""
-
-_NUMBERS = {LOOKAHEAD: (64, 1, 4096), MULTIPLE: (1, 1, 1 << 20), BATCH_COST: (128, 0, 1 << 40)}
-"""Default, minimum, maximum."""
+_ROWS = (PADDING, PADDING_OUTPUTS, PADDING_LOOKAHEAD, PADDING_MULTIPLE, PADDING_BATCH_COST)
 _ITEM = re.compile(r"(?P<name>[^\s=]+?)(?:\[(?P<axis>[0-9]{1,3})\])?(?:=(?P<value>\S*))?")
-_NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 
 
 class Padded(Struct, frozen=True):
@@ -54,15 +49,20 @@ class Padding(Struct, frozen=True):
 
 def padding_of(config: ModelConfig) -> Padding | None:
     """The padding of a completed and valid configuration; None if nothing is padded."""
-    if PADDING not in config.parameters:
+    if not PADDING.is_given(config):
         return None
-    inputs = _tensors(parameter(config, PADDING), config.input, _ignore)
-    if OUTPUTS in config.parameters:
-        outputs = _tensors(parameter(config, OUTPUTS), config.output, _ignore)
+    inputs = _tensors(PADDING.read(config), config.input, _ignore)
+    if PADDING_OUTPUTS.is_given(config):
+        outputs = _tensors(PADDING_OUTPUTS.read(config), config.output, _ignore)
     else:
         outputs = [Padded(entry.name, (entry.dims.index(-1),)) for entry in config.output if -1 in entry.dims]
-    numbers = [_number(config, key) for key in (LOOKAHEAD, MULTIPLE, BATCH_COST)]
-    return Padding(tuple(inputs), tuple(outputs), *numbers)
+    return Padding(
+        tuple(inputs),
+        tuple(outputs),
+        PADDING_LOOKAHEAD.read(config),
+        PADDING_MULTIPLE.read(config),
+        PADDING_BATCH_COST.read(config),
+    )
 
 
 def number_of(text: str, data_type: str) -> float | int | None:
@@ -82,44 +82,39 @@ def number_of(text: str, data_type: str) -> float | int | None:
 
 
 def validate_padding(config: ModelConfig, unknown: bool, problem: ProblemFunction) -> None:
-    """Validate the padding parameters. `unknown`: the model may still add tensors and max_batch_size."""
-    keys = [key for key in (PADDING, OUTPUTS, *_NUMBERS) if key in config.parameters]
-    for key in keys:
-        text = parameter(config, key)
-        if key in _NUMBERS:
-            _, least, most = _NUMBERS[key]
-            if not (_NUMBER.fullmatch(text) and least <= int(text) <= most):
-                problem(_path(key), f'found "{escaped(text)}", expected an integer from {least} to {most}')
-    if not keys:
+    """Report what does not fit the rest of the configuration. `unknown`: the model may still add tensors and
+    max_batch_size.
+    """
+    given = [row for row in _ROWS if row.is_given(config)]
+    if not given:
         return
-    if PADDING not in keys:
-        problem(_path(keys[0]), f'has no effect without the parameter "{PADDING}", which names the inputs to pad')
+    if PADDING not in given:
+        problem(given[0].path, f'has no effect without the parameter "{PADDING.name}", which names the inputs to pad')
         return
-    path = _path(PADDING)
+    path = PADDING.path
     if config.dynamic_batching is None and not unknown:
         problem(path, "needs dynamic_batching: only requests that share a batch are padded")
     elif config.max_batch_size <= 0 and not unknown:
         problem(path, f"needs max_batch_size > 0, found {config.max_batch_size}")
     if config.batch_input or config.batch_output:
         problem(path, "cannot be combined with batch_input or batch_output, which are for ragged batches")
-    if not parameter(config, PADDING).split():
+    if not PADDING.read(config).split():
         problem(path, 'is empty, expected the inputs to pad, such as "input_ids attention_mask"')
-    _check(PADDING, "input", parameter(config, PADDING), config.input, problem)
-    if OUTPUTS in keys:
-        _check(OUTPUTS, "output", parameter(config, OUTPUTS), config.output, problem)
+    _check(path, "input", PADDING.read(config), config.input, problem)
+    if PADDING_OUTPUTS in given:
+        _check(PADDING_OUTPUTS.path, "output", PADDING_OUTPUTS.read(config), config.output, problem)
         return
     for index, entry in enumerate(config.output):
         if entry.dims.count(-1) > 1:
-            text = f'"{entry.name}" has several dims of -1; name the one to cut in the parameter "{OUTPUTS}"'
-            problem(f"output[{index}].dims", text)
+            text = f'"{entry.name}" has several dims of -1; name the one to cut in the parameter'
+            problem(f"output[{index}].dims", f'{text} "{PADDING_OUTPUTS.name}"')
         elif -1 in entry.dims and entry.reshape is not None:
             problem(f"output[{index}].reshape", f'"{entry.name}" is cut, and cannot have a reshape')
 
 
 def _check(
-    key: str, kind: str, text: str, tensors: Sequence[ModelInput | ModelOutput], problem: ProblemFunction
+    path: str, kind: str, text: str, tensors: Sequence[ModelInput | ModelOutput], problem: ProblemFunction
 ) -> None:
-    path = _path(key)
     by_name = {entry.name: entry for entry in tensors}
     found = _tensors(text, tensors, lambda what: problem(path, what))
     for padded in found if tensors else ():
@@ -164,14 +159,6 @@ def _tensors(text: str, tensors: Sequence[ModelInput | ModelOutput], problem: Ca
             axes, value = tuple(sorted({*earlier.axes, *axes})), value or earlier.value
         found[name] = Padded(name, axes, value)
     return list(found.values())
-
-
-def _number(config: ModelConfig, key: str) -> int:
-    return int(parameter(config, key)) if key in config.parameters else _NUMBERS[key][0]
-
-
-def _path(key: str) -> str:
-    return f'parameters["{key}"]'
 
 
 def _ignore(text: str) -> None:

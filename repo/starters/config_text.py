@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from shmserve.dtypes import TO_CONFIG
 from shmserve.repo.config.complete import TensorFacts
+from shmserve.repo.parameters import EXECUTION_LIMIT
 
 _HEAD = """\
 # Configuration of the model '{name}'. docs/repository.md describes all fields.
@@ -66,10 +67,6 @@ _WARMUP = """
 #model_warmup [ { name: "first" batch_size: 1 %s } ]
 """
 _PARAMETER = 'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
-_LIMIT = """
-# A batch that runs for longer than this is taken for hung, and its process is replaced.
-#parameters { key: "execution_limit_secs" value: { string_value: "20" } }
-"""
 _COMMENT = TextWrapper(width=120, subsequent_indent="# ", break_long_words=False, break_on_hyphens=False)
 _SIDE = 224
 _LENGTH = 16
@@ -80,6 +77,9 @@ class Parameter(NamedTuple):
     key: str
     value: str
     off: bool = False
+
+
+_LIMIT = Parameter(EXECUTION_LIMIT.help, EXECUTION_LIMIT.name, "20", off=True)
 
 
 class Layout(NamedTuple):
@@ -120,10 +120,9 @@ def _parts(name: str, layout: Layout) -> Iterator[str]:
     if layout.rows:
         yield _QUEUE
     yield _INSTANCES
-    for parameter in layout.parameters:
+    for parameter in (*layout.parameters, _LIMIT):
         line = _PARAMETER.format(key=parameter.key, value=parameter.value)
         yield _wrapped(f"\n# {parameter.comment}\n") + f"{'#' if parameter.off else ''}{line}\n"
-    yield _LIMIT
     if layout.inputs:
         yield _WARMUP % " ".join(map(_sample, layout.inputs))
     yield _VERSIONS + _CACHE

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.errors import InvalidRequest
-from shmserve.repo.backends import FUNCTION
 from shmserve.repo.config.complete import ENGINES, is_ensemble
 from shmserve.repo.config.outline import escaped, escaped_name
 from shmserve.repo.config.problems import nearest
@@ -24,6 +23,7 @@ from shmserve.repo.files.safe_paths import open_inside
 from shmserve.repo.load import CONFIG_FILE
 from shmserve.repo.onnx.differences import differences
 from shmserve.repo.onnx.header import NotOnnx, TooLarge, read_header
+from shmserve.repo.parameters import FUNCTION
 from shmserve.repo.rules.optimization import setting_problems
 from shmserve.repo.storage.python_source import CLASS, parse_source, read_source
 
@@ -230,7 +230,7 @@ def _model_file(folder: Path, version: int, config: ModelConfig) -> Iterator[Fin
     elif config.backend == "onnxruntime":
         yield from _onnx(path, name, config)
     elif config.backend == "python" and (source := read_source(path)) is not None:
-        yield from _source(name, source, FUNCTION in config.parameters)
+        yield from _source(name, source, FUNCTION.is_given(config))
         if path.stat().st_mode & stat.S_IWOTH:
             hint = "the server runs it: chmod o-w"
             yield Finding(WARNING, name, "it is writable by every user of this machine", hint)
@@ -304,7 +304,7 @@ def _binds(statement: ast.stmt, name: str) -> bool:
 
 def may_complete_itself(folder: Path, versions: Sequence[int], config: ModelConfig) -> bool:
     """Whether a Python model may complete its configuration when loaded."""
-    if FUNCTION in config.parameters:
+    if FUNCTION.is_given(config):
         return True
     for version in versions:
         path = folder / str(version) / config.default_model_filename

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidRequest
 from shmserve.functions import ModelOptions
-from shmserve.repo.backends import FUNCTION
 from shmserve.repo.files.safe_paths import MODEL_NAME, NAME_RULE
+from shmserve.repo.parameters import FUNCTION, STACKED, STRICT_OUTPUTS
 from shmserve.repo.storage.python_source import CLASS, SOURCE_BYTES, parse_source, read_source
 
 _Definition = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -114,10 +114,10 @@ class _Finder:
 
 
 def _config(function: str, options: ModelOptions) -> str:
-    parameters = {FUNCTION: function, "strict_outputs": "true"}
+    parameters = {FUNCTION.name: function, STRICT_OUTPUTS.name: "true"}
     lines = ['backend: "python"']
     if options.batch:
-        parameters["stacked"] = "true"
+        parameters[STACKED.name] = "true"
         lines += [f"max_batch_size: {options.max_batch_size}", "dynamic_batching { }"]
     if options.instances > 1:
         lines.append(f"instance_group [ {{ count: {options.instances} }} ]")

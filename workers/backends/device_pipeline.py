@@ -23,10 +23,9 @@ from msgspec import Struct
 
 from shmserve.dtypes import elements
 from shmserve.errors import Internal, Unavailable
-from shmserve.repo.rules.fields import RETRY
+from shmserve.repo.parameters import OVERLAP, RETRY
 from shmserve.shm.views import address_of
 from shmserve.workers.backends.device_buffers import PINNED_BYTES, PINNED_KNOB, Feed, Pinned, Staging, pinned_limit
-from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.gpu.api import PRIORITIES
 from shmserve.workers.process.exit_codes import Exit
 from shmserve.workers.process.log import log_message
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from shmserve.workers.batch.specs import Spec
 
 Array = np.ndarray[Any, np.dtype[Any]]
-OVERLAP = "overlap_batches"
-"""The parameter of a model that turns the overlap off."""
 SLOTS = 2
 end_process = os._exit
 """Called after the device was lost. The broker starts a new process and identifies the request that caused the loss."""
@@ -60,9 +57,8 @@ class PipelineOptions(Struct, frozen=True):
 
 
 def options_of(config: ModelConfig, context: Context) -> PipelineOptions:
-    parameters = Parameters(config)
     # A request that has begun early counts as waiting: it is run again if the worker dies.
-    overlap = parameters.flag(OVERLAP, True) and parameters.flag(RETRY, True)
+    overlap = OVERLAP.read(config) and RETRY.read(config)
     pinned_bytes = pinned_limit(context.settings)
     optimization = config.optimization
     if optimization is None:
@@ -215,7 +211,7 @@ class Pipeline:
             self.slots.pop().close()
             log_message(
                 f"model instance '{self._instance}': batches do not overlap, as that needs a second set of buffers: "
-                f"{error}; set a lower max_batch_size, or parameter {OVERLAP} to false",
+                f"{error}; set a lower max_batch_size, or parameter {OVERLAP.name} to false",
                 "warning",
             )
             return False

@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shmserve.errors import InvalidRequest
+from shmserve.repo.parameters import NO, YES
 
 if TYPE_CHECKING:
     from shmserve.repo.config.schema import ModelConfig
-
-YES = frozenset({"true", "yes", "1", "on"})
-NO = frozenset({"false", "no", "0", "off"})
 
 
 class Parameters:

@@ -18,9 +18,10 @@ from treelite import gtil
 
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TREE_FILES, TREE_ROWS, TensorFacts
+from shmserve.repo.parameters import NO, YES
 from shmserve.workers.backends.base import Context, StackedBackend
 from shmserve.workers.backends.model_facts import completed
-from shmserve.workers.backends.parameters import NO, YES, Parameters
+from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.batch.specs import Spec, model_inputs_of, model_outputs_of
 from shmserve.workers.process.device import device_of
 

@@ -10,6 +10,7 @@ from msgspec import structs
 from shmserve.dtypes import ITEM_BYTES, from_numpy, to_numpy
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import DIMS
+from shmserve.repo.parameters import STRICT_OUTPUTS
 from shmserve.shm.strings import encode_bytes
 from shmserve.workers.process.log import log_message
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _BYTE = np.dtype(np.uint8)
-STRICT = "strict_outputs"
-"""The configuration parameter that makes an output that differs from the configuration an error."""
 
 
 class OutputChecks:
@@ -66,7 +65,7 @@ class OutputChecks:
             self._logged.add(spec.name)
             log_message(
                 f"output '{spec.name}' of model '{self._model}' is {dtype} {shape} and is passed on as it is; the "
-                f"configuration says {spec.dtype} {expected} (the parameter {STRICT} makes this an error)",
+                f"configuration says {spec.dtype} {expected} (the parameter {STRICT_OUTPUTS.name} makes this an error)",
                 "warning",
             )
 

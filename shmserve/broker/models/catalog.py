@@ -39,15 +39,12 @@ from shmserve.repo.compile import (
 from shmserve.repo.config.complete import is_ensemble
 from shmserve.repo.config.origins import as_text, origins
 from shmserve.repo.config.schema import ModelConfig, as_triton_json, decode_config, encode_config
+from shmserve.repo.parameters import IN_PLACE
 from shmserve.repo.rules.ensembles import StepModel, check_graph
 from shmserve.repo.rules.fields import completion_warnings, verify_completed
-from shmserve.repo.rules.instances import SCALING
-from shmserve.repo.rules.traffic import PARAMETERS
 from shmserve.repo.storage.generation import Generation
 from shmserve.repo.storage.store import ScannedModel
 
-_IN_PLACE = (*SCALING, *PARAMETERS)
-"""Model parameters that can change without a reload."""
 PINS = "pins"
 """Worker setting: path of pins.json, with the size and time of model files that were linked, not copied."""
 BACKEND_PINS = "backend-pins"
@@ -392,7 +389,7 @@ def _mark(reading: Reading, version: int) -> object:
     """A value that is equal for readings that result in the same version."""
     assert reading.scanned.config is not None
     config = reading.scanned.config
-    parameters = {key: value for key, value in config.parameters.items() if key not in _IN_PLACE}
+    parameters = {key: value for key, value in config.parameters.items() if key not in IN_PLACE}
     content = replace(config, instance_group=(), version_policy=None, parameters=parameters)
     digest = reading.snapshot.of_version(version) if reading.snapshot is not None else ""
     backend_digest = reading.backend.snapshot.digest() if reading.backend is not None else ""
@@ -406,8 +403,8 @@ def _folder_of(source: VersionSource) -> Path:
 
 def _regrouped(completed: ModelConfig, config: ModelConfig) -> ModelConfig:
     """The completed configuration with the current values of settings that change without a reload."""
-    parameters = {key: value for key, value in completed.parameters.items() if key not in _IN_PLACE}
-    parameters |= {key: value for key, value in config.parameters.items() if key in _IN_PLACE}
+    parameters = {key: value for key, value in completed.parameters.items() if key not in IN_PLACE}
+    parameters |= {key: value for key, value in config.parameters.items() if key in IN_PLACE}
     return replace(
         completed,
         instance_group=config.instance_group,

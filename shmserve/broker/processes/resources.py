@@ -6,8 +6,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from shmserve.repo.compile import environment, gpu_memory_limit, memory_limit
+from shmserve.repo.compile import environment
 from shmserve.repo.config.schema import ModelConfig
+from shmserve.repo.parameters import GPU_MEMORY_LIMIT, MEMORY_LIMIT
 
 
 class WorkerResources(Struct, frozen=True):
@@ -27,7 +28,7 @@ def resources_of(
     config: ModelConfig, folder: Path, defaults: WorkerResources, backend_folder: Path | None = None
 ) -> WorkerResources:
     """The resources of a worker of this model. `backend_folder`: directory of its backend, if not built in."""
-    own, on_gpu = memory_limit(config), gpu_memory_limit(config)
+    own, on_gpu = MEMORY_LIMIT.read(config), GPU_MEMORY_LIMIT.read(config)
     return WorkerResources(
         defaults.memory if own is None else own,
         environment(config, str(folder), backend_folder),

@@ -26,13 +26,12 @@ from shmserve.repo.compile import (
     compile_policy,
     compile_scaling,
     compile_traffic,
-    environment,
     memory_estimate,
-    memory_limit,
 )
 from shmserve.repo.config.complete import complete
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import ModelContext, examine, parse
+from tests.support.model_files import parameters
 from tests.support.repo.texts import BACKENDS, SMALL
 
 
@@ -96,21 +95,15 @@ def test_buckets_of_the_first_response() -> None:
 
 
 def test_parameters_of_the_policy() -> None:
-    plain = compile_policy(loaded(SMALL), 1)
-    assert (plain.execution_limit_ns, plain.retry, plain.crash_limit) == (None, True, None)
-    text = """parameters { key: "execution_limit_secs" value { string_value: "2.5" } }
-    parameters { key: "crash_limit" value { string_value: "0" } }
-    parameters { key: "retry_alone" value { string_value: "False" } }"""
-    policy = compile_policy(loaded(SMALL + text), 1)
-    assert (policy.execution_limit_ns, policy.retry, policy.crash_limit) == (2_500_000_000, False, 0)
-
-
-def test_parameters_of_sleep() -> None:
-    plain = compile_policy(loaded(SMALL), 1)
-    assert (plain.idle_unload_ns, plain.stays_loaded) == (None, False)
-    text = """parameters { key: "idle_unload_secs" value { string_value: "0.5" } }
-    parameters { key: "stay_loaded" value { string_value: "true" } }"""
-    policy = compile_policy(loaded(SMALL + text), 1)
+    given = {
+        "execution_limit_secs": "2.5",
+        "crash_limit": "0",
+        "retry_alone": "False",
+        "idle_unload_secs": "0.5",
+        "stay_loaded": "true",
+    }
+    policy = compile_policy(loaded(SMALL + parameters(**given)), 1)
+    assert (policy.execution_limit_ns, policy.crash_limit, policy.retry) == (2_500_000_000, 0, False)
     assert (policy.idle_unload_ns, policy.stays_loaded) == (500_000_000, True)
 
 
@@ -175,15 +168,6 @@ def test_each_group_and_device_is_scaled() -> None:
     found = [(group.group, group.specs[0].kind, group.specs[0].device, len(group.specs)) for group in policy.groups]
     assert found == [("a", "KIND_CPU", 0, 2), ("b", "KIND_GPU", 0, 2), ("b", "KIND_GPU", 1, 2)]
     assert (policy.cores, policy.quota) == (4, 3)
-
-
-def test_parameters_of_the_worker_process() -> None:
-    assert (memory_limit(loaded(SMALL)), environment(loaded(SMALL), "/m")) == (None, "")
-    text = """parameters { key: "memory_limit_mb" value { string_value: "%s" } }
-    parameters { key: "EXECUTION_ENV_PATH" value { string_value: "$$TRITON_MODEL_DIRECTORY/env.tar.gz" } }"""
-    config = loaded(SMALL + text % "512")
-    assert (memory_limit(config), environment(config, "/m")) == (512 << 20, "/m/env.tar.gz")
-    assert memory_limit(loaded(SMALL + text % "0")) == 0
 
 
 def test_ragged() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from shmserve.repo.rules.optimization import CHAT_TEMPLATE
+from shmserve.repo.parameters import CHAT_TEMPLATE
 from shmserve.workers.backends.llamacpp.files import trained_context
 from shmserve.workers.backends.llamacpp.sampling import Sampling, sampling_in
 from shmserve.workers.backends.parameters import Parameters
@@ -69,7 +69,7 @@ def settings_of(config: ModelConfig, context: Context) -> Settings:
         parameters.whole(PROMPT_BATCH, 0) or DEFAULT_PROMPT_BATCH,
         cache_type,
         parameters.flag(PROMPT_CACHE, True),
-        parameters.text(CHAT_TEMPLATE),
+        CHAT_TEMPLATE.read(config),
         parameters.whole(MAX_TOKENS, 0),
         sampling_in(parameters.text(SAMPLING), f"parameter {SAMPLING} of model '{config.name}'"),
         parameters.flag(GRAMMARS, False),

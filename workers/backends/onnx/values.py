@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from shmserve.errors import InvalidRequest
-from shmserve.workers.backends.parameters import NO, YES
+from shmserve.repo.parameters import NO, YES
 
 Check = Callable[[str, str], str]
 """(name for errors, value) -> the value in the engine's form."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ModelFailed
 from shmserve.protocol.messages import Failure
-from shmserve.repo.config.schema import takes_device_inputs
+from shmserve.repo.parameters import HOST_INPUTS, SEND_WAITS, STACKED
 from shmserve.workers.backends.base import Backend, Context, SeparateBackend
 from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.backends.python.model import PythonModel
-from shmserve.workers.backends.python.model_file import flag, has_generator
+from shmserve.workers.backends.python.model_file import has_generator
 from shmserve.workers.backends.python.pb_requests import mark_device_inputs, request_from
 from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.batch.specs import request_inputs_of
@@ -45,10 +45,6 @@ _CODES = (
     "CANCELLED",
 )
 """Wire codes by the number of a TritonError's code. INTERNAL maps to MODEL_FAILED: the model failed, not the server."""
-SEND_WAITS = "send_waits"
-"""The configuration parameter that decides whether senders outside coroutines wait for slow callers."""
-STACKED = "stacked"
-"""The configuration parameter that makes the model get a batch as one array for each input."""
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _NOT_ITERATIVE = Failure(
     InvalidRequest.code,
@@ -60,7 +56,7 @@ _NOT_ITERATIVE = Failure(
 class Python(PythonModel, SeparateBackend):
     @classmethod
     def chosen(cls, config: ModelConfig) -> type[Backend]:
-        if not flag(config, STACKED, False):
+        if not STACKED.read(config):
             return cls
         from shmserve.workers.backends.python.stacked import StackedPython  # few models need it
 
@@ -72,7 +68,7 @@ class Python(PythonModel, SeparateBackend):
         """The batch that the model is executing."""
 
     def _prepare(self, config: ModelConfig, kind: Any) -> None:
-        self._send_waits = flag(config, SEND_WAITS, True)
+        self._send_waits = SEND_WAITS.read(config)
         self._generator = has_generator(kind, config.name, self.streams.decoupled)
         if not self._generator and not callable(getattr(kind, "execute", None)):
             raise InvalidRequest(f"class TritonPythonModel of model '{config.name}' has no execute method")
@@ -82,7 +78,7 @@ class Python(PythonModel, SeparateBackend):
         self._again = Response(again=True)
         if sequences is None or not sequences.iterative_sequence:
             self._again = Response(error=_NOT_ITERATIVE)
-        self.on_device = takes_device_inputs(config) and device_of(config, self.context.instance).kind == "GPU"
+        self.on_device = not HOST_INPUTS.read(config) and device_of(config, self.context.instance).kind == "GPU"
 
     # ------------------------------------------------------------------------------------ batches
 

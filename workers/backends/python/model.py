@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, ServeError
 from shmserve.repo.config.schema import as_triton_json, from_triton_json
+from shmserve.repo.parameters import STRICT_OUTPUTS
 from shmserve.workers.backends.base import Backend, Context
 from shmserve.workers.backends.python import pb_calls, pb_metrics, pb_requests, pb_utils
-from shmserve.workers.backends.python.model_file import ModelFile, flag
-from shmserve.workers.batch.output_checks import STRICT
+from shmserve.workers.backends.python.model_file import ModelFile
 from shmserve.workers.batch.specs import model_outputs_of
 from shmserve.workers.model_calls.coroutines import Coroutines
 from shmserve.workers.model_calls.responses import OpenResponses
@@ -96,7 +96,7 @@ class PythonModel(Backend, ABC):
         kind = self._file.kind(config)
         policy = config.model_transaction_policy
         self.streams = OpenResponses(policy is not None and policy.decoupled)
-        self.strict = flag(config, STRICT, False)
+        self.strict = STRICT_OUTPUTS.read(config)
         self._integers = {
             spec.name: spec.numpy
             for spec in model_outputs_of(config)

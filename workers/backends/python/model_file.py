@@ -17,10 +17,11 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, Unsupported
-from shmserve.repo.backends import FUNCTION, MODEL, SOURCE_FILE
+from shmserve.repo.backends import MODEL, SOURCE_FILE
 from shmserve.repo.config.schema import as_triton_json
 from shmserve.repo.files.python_file import declare_package, import_file
 from shmserve.repo.gpus import VISIBLE
+from shmserve.repo.parameters import FUNCTION
 from shmserve.workers.backends.python import pb_utils
 from shmserve.workers.process.device import device_of, visible_number
 from shmserve.workers.process.log import missing_module
@@ -40,11 +41,11 @@ class ModelFile:
     def kind(self, config: ModelConfig) -> Any:
         if self._module is None:
             self._module = self._import(config)
-        if (function := config.parameters.get(FUNCTION)) is not None:
+        if FUNCTION.is_given(config):
             from shmserve.workers.backends.python.function_model import kind_of  # few models need it
 
             name = Path(self.context.settings.get(SOURCE_FILE, self._name(config))).name
-            return kind_of(self._module, function.string_value, name, config.max_batch_size > 0)
+            return kind_of(self._module, FUNCTION.read(config), name, config.max_batch_size > 0)
         kind = getattr(self._module, "TritonPythonModel", None)
         if kind is None:
             raise InvalidRequest(f"'{self._name(config)}' of model '{config.name}' has no class TritonPythonModel")
@@ -122,15 +123,3 @@ def has_generator(kind: Any, model: str, decoupled: bool) -> bool:
             "model_transaction_policy { decoupled: true }"
         )
     return decoupled
-
-
-def flag(config: ModelConfig, name: str, default: bool) -> bool:
-    given = config.parameters.get(name)
-    if given is None:
-        return default
-    text = given.string_value.lower()
-    if text not in ("true", "false"):
-        raise InvalidRequest(
-            f"parameter '{name}' of model '{config.name}' is '{given.string_value}', not true or false"
-        )
-    return text == "true"

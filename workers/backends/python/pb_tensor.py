@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve import dtypes
-from shmserve.repo.config.schema import HOST_ONLY
+from shmserve.repo.parameters import HOST_INPUTS
 
 if TYPE_CHECKING:
     from shmserve.protocol.worker_messages import Work
@@ -164,7 +164,7 @@ class DeviceTensor(Tensor):
         return self._host
 
     def as_numpy(self) -> Array:
-        advice = f", or leave out {HOST_ONLY}" if hasattr(self, "_work") else ""
+        advice = f", or leave out {HOST_INPUTS.name}" if hasattr(self, "_work") else ""
         raise TritonModelException(
             f"tensor '{self._name}' is on a GPU, and no numpy array: take it by to_dlpack(){advice}"
         )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import InvalidRequest, NotFound, Unsupported
 from shmserve.repo.gpus import VISIBLE
-from shmserve.workers.backends.parameters import NO, YES, Parameters
+from shmserve.repo.parameters import NO, YES
+from shmserve.workers.backends.parameters import Parameters
 from shmserve.workers.backends.tensorflow.engine import config_pb2, engine_text, tf, v1
 from shmserve.workers.backends.tensorflow.files import FrozenGraph, Program
 from shmserve.workers.process.device import device_of, visible_number

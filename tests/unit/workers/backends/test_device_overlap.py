@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.errors import InvalidRequest
 from shmserve.protocol.worker_messages import StepOptions, rows_of
 from shmserve.repo.config import schema
 from shmserve.workers.backends.device_buffers import PINNED_KNOB
@@ -287,9 +286,6 @@ def test_the_overlap_can_be_turned_off(gpu: Gpu, tmp_path: Path, key: str) -> No
         assert len(gpu.state.device) == 2
         assert len(gpu.state.named("streamCreateWithPriority")) == 1
         check(instance, 1, 2)
-    wrong = {"overlap_batches": schema.ModelParameter(string_value="maybe")}
-    with pytest.raises(InvalidRequest, match="parameter overlap_batches of model 'm' must be true or false"):
-        gpu.load(tmp_path, config(parameters=wrong))
 
 
 def test_models_whose_shapes_depend_on_values_do_not_overlap(gpu: Gpu, tmp_path: Path) -> None:
