@@ -23,6 +23,7 @@ from shmserve.repo.config.problems import ConfigError, Place, Problem, Report, d
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.config.support import NOT_SUPPORTED, TABLE, Status
 from shmserve.repo.files.companions import check_files
+from shmserve.repo.parameters import misspelt
 from shmserve.repo.rules.fields import HostFacts, validate
 
 CONFIG_FILE = "config.pbtxt"
@@ -99,6 +100,8 @@ def _checked(message: Message, given: ModelConfig, context: ModelContext, report
             report.problem(path, f"mapped twice, first on line {earlier}")
         else:
             report.warn(path, f"given twice, first on line {earlier}; the last one is used")
+    for path, text in misspelt(config):
+        report.warn(path, text)
     validate(config, HostFacts(context.backends, context.gpus), report.problem)
     if context.folder is not None and (context.prepared or not given.model_repository_agents):
         check_files(config, context.folder, report.problem)

@@ -1,6 +1,6 @@
 """The model parameters that the server reads: their names, values and defaults.
 
-Validation, the comments that `shmserve init` writes and docs/parameters.md follow from
+Validation, the hints of `shmserve check`, the comments that `shmserve init` writes and docs/parameters.md follow from
 this table. Parameters that only one backend knows are the backend's own.
 
 Invariant: nothing here parses configuration files, so that a worker with its own interpreter can use it.
@@ -8,6 +8,7 @@ Invariant: nothing here parses configuration files, so that a worker with its ow
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -159,7 +160,7 @@ _INSTANCES = _number(f"a number of instances from 1 to {INSTANCES}", "4", least=
 class ServerParameter(Struct, Generic[T], frozen=True):
     """A row of the table. `unset`: the default in words, if it is not a value. `flag`: the setting of the server that a
     model without the parameter has. `models`: those for which it is read. `backends`: if not empty, only these read it,
-    and another backend may have a parameter of this name. `in_place`: a change of it needs no reload."""
+    and another backend may have a parameter of this name."""
 
     name: str
     group: str
@@ -170,7 +171,6 @@ class ServerParameter(Struct, Generic[T], frozen=True):
     flag: str = ""
     models: str = "all"
     backends: tuple[str, ...] = ()
-    in_place: bool = False
 
     @property
     def path(self) -> str:
@@ -258,26 +258,26 @@ ENVIRONMENT = _row(
     "The Python environment of the model's workers, as a directory or an archive.", unset="the server's")
 MIN_INSTANCES = _row(
     _SCALING, "min_instances", _INSTANCES, None, "The fewest instances of each group, on each of its GPUs.",
-    unset="1, if `max_instances` is set", in_place=True)
+    unset="1, if `max_instances` is set")
 MAX_INSTANCES = _row(
     _SCALING, "max_instances", _INSTANCES, None, "The most instances of each group, on each of its GPUs.",
-    unset="`count`, if `min_instances` is set", in_place=True)
+    unset="`count`, if `min_instances` is set")
 SCALE_UP_QUEUE = _row(
     _SCALING, "scale_up_queue_ms", _number("milliseconds", "50", unit=_MS, most=999_999_999), 50 * _MS,
-    "An instance is added if requests wait in the queue for longer than this, on average.", in_place=True)
+    "An instance is added if requests wait in the queue for longer than this, on average.")
 SCALE_DOWN = _row(
     _SCALING, "scale_down_secs", _seconds("30"), 30 * _S,
-    "An instance is removed if fewer would have been enough for this time.", in_place=True)
+    "An instance is removed if fewer would have been enough for this time.")
 TRAFFIC = _row(
     _VERSIONS, "traffic", _SHARES, dict[int, int](),
-    "Shares of the versions, of the requests that name no version. The highest version gets the rest.", in_place=True)
+    "Shares of the versions, of the requests that name no version. The highest version gets the rest.")
 ALIASES = _row(
     _VERSIONS, "aliases", ParameterKind(_aliases_in, 'NAME=VERSION, such as "prod=2"'), dict[str, int](),
-    "Names of versions, which clients use as `MODEL@NAME`.", in_place=True)
+    "Names of versions, which clients use as `MODEL@NAME`.")
 SHADOW = _row(
     _VERSIONS, "shadow", _SHARES, dict[int, int](),
     "The version that also gets copies of this share of the requests. Its responses are compared and discarded.",
-    models="all but ensembles, sequences, decoupled models and `preserve_ordering`", in_place=True)
+    models="all but ensembles, sequences, decoupled models and `preserve_ordering`")
 PADDING = _row(
     _PADDING, "padding", _text("NAME, NAME=VALUE, NAME[AXIS] or NAME[AXIS]=VALUE, separated by spaces"), "",
     "Inputs that are padded so that requests of different lengths share a batch. AXIS is an index into `dims`, by "
@@ -342,8 +342,10 @@ _row(
 
 # --------------------------------------------------------------------------------------------------- all parameters
 
-IN_PLACE = frozenset(row.name for row in TABLE.values() if row.in_place)
+IN_PLACE = frozenset(row.name for row in TABLE.values() if row.group in (_SCALING, _VERSIONS))
 """Parameters that can change without a reload."""
+_NEAR = 0.88
+"""Least similarity of a misspelt name. Backends have parameters of their own, some with similar names."""
 
 
 def _read_for(config: ModelConfig) -> Iterator[ServerParameter[Any]]:
@@ -355,3 +357,16 @@ def validate_values(config: ModelConfig, problem: ProblemFunction) -> None:
     for row in _read_for(config):
         if wrong := row.wrong(config):
             problem(row.path, f"{wrong}, expected {row.kind.expected}")
+
+
+def misspelt(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Parameters with almost the name of one that the server reads -> a warning. No other unknown name is reported: a
+    backend or a model may read it."""
+    names = {row.name.lower(): row.name for row in _read_for(config)}
+    for key in config.parameters:
+        lower = key.lower()
+        if key in TABLE or key.startswith("step["):
+            continue
+        without_unit = [name for name in names if "_" in lower and name.startswith(f"{lower}_")]
+        if near := without_unit or difflib.get_close_matches(lower, names, n=1, cutoff=_NEAR):
+            yield f'parameters["{key}"]', f'not read by the server; did you mean "{names[near[0]]}"?'

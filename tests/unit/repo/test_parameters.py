@@ -1,4 +1,4 @@
-"""The table of the model parameters that the server reads: values, defaults, errors."""
+"""The table of the model parameters that the server reads: values, defaults, errors and hints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shmserve.errors import InvalidRequest
 from shmserve.gateway.openai.inputs import DEFAULT_MAX_TOKENS
 from shmserve.gateway.openai.requests import CHAT_TEMPLATE
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
-from shmserve.repo.parameters import GROUPS, TABLE, validate_values
+from shmserve.repo.parameters import GROUPS, TABLE, misspelt, validate_values
 from shmserve.repo.rules.ensemble_steps import IF, MAP
 
 LIMIT, FLAG = 'MiB, such as "2048", or "0" for no limit', '"true" or "false"'
@@ -91,3 +91,18 @@ def test_rows_agree_with_the_rest() -> None:
 
 def test_a_parameter_of_another_backend_may_have_any_value() -> None:
     assert problems(ModelConfig("m", backend="own", parameters={"stacked": ModelParameter("twice")})) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("execution_limit_sec", "execution_limit_secs"),
+        ("execution_limit", "execution_limit_secs"),
+        ("memory_limit_gb", "memory_limit_mb"),
+        ("execution_env_path", "EXECUTION_ENV_PATH"),
+        *[(key, "") for key in ("stay_loaded", "step[0].map", "gpu_mem_limit", "eos_token_id", "memory", "stackd")],
+    ],
+)
+def test_only_names_that_are_almost_right_get_a_hint(key: str, name: str) -> None:
+    expected = [(f'parameters["{key}"]', f'not read by the server; did you mean "{name}"?')] if name else []
+    assert list(misspelt(ModelConfig("m", backend="own", parameters={key: ModelParameter("1")}))) == expected
