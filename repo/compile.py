@@ -44,6 +44,7 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatchingStrategyOldest,
 )
 from shmserve.repo.parameters import (
+    ALIASES,
     CRASH_LIMIT,
     ENVIRONMENT,
     EXECUTION_LIMIT,
@@ -55,12 +56,13 @@ from shmserve.repo.parameters import (
     RETRY,
     SCALE_DOWN,
     SCALE_UP_QUEUE,
+    SHADOW,
     STAY_LOADED,
+    TRAFFIC,
 )
 from shmserve.repo.rules.ensemble_steps import compile_steps
 from shmserve.repo.rules.instances import scaled_groups
 from shmserve.repo.rules.padding import padding_of
-from shmserve.repo.rules.traffic import traffic_of
 
 _US = 1000
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
@@ -98,7 +100,7 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
 
 
 def compile_traffic(config: ModelConfig) -> Traffic:
-    return Traffic(*traffic_of(config))
+    return Traffic(TRAFFIC.read(config), ALIASES.read(config), SHADOW.read(config))
 
 
 def _has_gpu(config: ModelConfig) -> bool:

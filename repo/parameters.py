@@ -169,7 +169,7 @@ class ServerParameter(Struct, Generic[T], frozen=True):
     help: str
     unset: str = ""
     flag: str = ""
-    models: str = "all"
+    models: str = "all but ensembles"
     backends: tuple[str, ...] = ()
 
     @property
@@ -270,10 +270,11 @@ SCALE_DOWN = _row(
     "An instance is removed if fewer would have been enough for this time.")
 TRAFFIC = _row(
     _VERSIONS, "traffic", _SHARES, dict[int, int](),
-    "Shares of the versions, of the requests that name no version. The highest version gets the rest.")
+    "The shares of versions, in the requests that name none. The highest READY version without a share gets the rest.",
+    models="all")
 ALIASES = _row(
     _VERSIONS, "aliases", ParameterKind(_aliases_in, 'NAME=VERSION, such as "prod=2"'), dict[str, int](),
-    "Names of versions, which clients use as `MODEL@NAME`.")
+    "Names of versions, which clients use as `MODEL@NAME`.", models="all")
 SHADOW = _row(
     _VERSIONS, "shadow", _SHARES, dict[int, int](),
     "The version that also gets copies of this share of the requests. Its responses are compared and discarded.",

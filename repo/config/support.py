@@ -64,13 +64,7 @@ _rows("ModelConfig", _Y, "worker processes of the model", "instance_group")
 _rows("ModelConfig", _Y, "name of the model file in the version directory", "default_model_filename")
 _rows("ModelConfig", _N, "only TensorRT has files per compute capability", "cc_model_filenames", only=_TENSORRT)
 _rows("ModelConfig", _N, "metrics do not have model-specific labels yet", "metric_tags")
-_PARAMETERS = (
-    "passed to the backend; execution_limit_secs, memory_limit_mb, gpu_memory_limit_mb, memory_mb, gpu_memory_mb, "
-    "retry_alone, crash_limit, idle_unload_secs, stay_loaded, min_instances, max_instances, scale_up_queue_ms, "
-    "scale_down_secs, traffic, aliases, shadow, send_waits, stacked, strict_outputs, overlap_batches and the padding "
-    "parameters are not in Triton"
-)
-_rows("ModelConfig", _Y, _PARAMETERS, "parameters")
+_rows("ModelConfig", _Y, "passed to the backend; the server itself reads [some](parameters.md)", "parameters")
 _rows("ModelConfig", _Y, "run by every instance before it accepts requests", "model_warmup")
 _rows("ModelConfig", _Y, "see its fields", "model_operations", "model_transaction_policy", "response_cache")
 _rows("ModelConfig", _Y, "plug-ins that check or replace the model's files before it loads", "model_repository_agents")

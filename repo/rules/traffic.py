@@ -5,24 +5,9 @@ A load sets them; operators may change them later (`shmserve traffic`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from shmserve.repo.config.problems import ProblemFunction
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.repo.parameters import ALIASES, SHADOW, TRAFFIC
-
-
-class GivenTraffic(NamedTuple):
-    """Version -> percent, name -> version, and version -> percent."""
-
-    shares: dict[int, int]
-    aliases: dict[str, int]
-    shadow: dict[int, int]
-
-
-def traffic_of(config: ModelConfig) -> GivenTraffic:
-    """What a valid configuration says."""
-    return GivenTraffic(dict(TRAFFIC.read(config)), dict(ALIASES.read(config)), dict(SHADOW.read(config)))
+from shmserve.repo.parameters import SHADOW, TRAFFIC
 
 
 def why_no_shadow(ensemble: bool, sequences: bool, decoupled: bool, ordered: bool) -> str:

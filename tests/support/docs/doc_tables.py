@@ -23,6 +23,7 @@ from shmserve.clients.cli.help import names_of
 from shmserve.clients.cli.parser import parser
 from shmserve.core import limits, states
 from shmserve.gateway.kserve.status import BY_CODE
+from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE
 from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, Parameter
 from tests import ROOT
@@ -156,6 +157,17 @@ def _support() -> str:
     return table(("Field", "Support", ""), rows)
 
 
+def _parameters(group: str) -> str:
+    rows = [
+        (f"`{row.name}`", row.kind.expected, row.default_text, row.help, ", ".join(row.backends) or row.models)
+        for row in parameters.TABLE.values()
+        if row.group == group
+    ]
+    head = ("Parameter", "Value", "Default", "What it does", "Models")
+    page = parameters.GROUPS[group]
+    return f"See [{page.partition('#')[0]}]({page}).\n\n{table(head, rows)}"
+
+
 def _states() -> str:
     """The tables as Mermaid diagrams, which code hosts render and which are also readable as text."""
     parts = []
@@ -225,6 +237,7 @@ PARTS = (
     DocPart("onnx.md", "the parameters", lambda: _onnx("Parameter", PARAMETERS)),
     DocPart("onnx.md", "the settings", lambda: _onnx("Setting", SETTINGS)),
     DocPart("repository.md", "the fields", _support),
+    DocPart("parameters.md", "the model parameters", lambda: sections(parameters.GROUPS, _parameters)),
     DocPart("batching.md", "the states", _states),
     DocPart("errors.md", "the errors", _errors),
     DocPart("commands.md", "the commands", _commands),
