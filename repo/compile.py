@@ -30,6 +30,7 @@ from shmserve.core.policy import (
 )
 from shmserve.core.traffic import Traffic
 from shmserve.dtypes import FROM_CONFIG
+from shmserve.repo import parameters
 from shmserve.repo.backends import ENVIRONMENT_FILE
 from shmserve.repo.config.complete import SEQUENCE_IDLE_US, is_ensemble
 from shmserve.repo.config.schema import (
@@ -42,23 +43,6 @@ from shmserve.repo.config.schema import (
     ModelSequenceBatching,
     ModelSequenceBatchingStrategyDirect,
     ModelSequenceBatchingStrategyOldest,
-)
-from shmserve.repo.parameters import (
-    ALIASES,
-    CRASH_LIMIT,
-    ENVIRONMENT,
-    EXECUTION_LIMIT,
-    GPU_MEMORY,
-    HOST_INPUTS,
-    IDLE_UNLOAD,
-    MEMORY,
-    MODEL_DIRECTORY,
-    RETRY,
-    SCALE_DOWN,
-    SCALE_UP_QUEUE,
-    SHADOW,
-    STAY_LOADED,
-    TRAFFIC,
 )
 from shmserve.repo.rules.ensemble_steps import compile_steps
 from shmserve.repo.rules.instances import scaled_groups
@@ -82,16 +66,16 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
         inputs=tuple(_tensor(tensor, is_ensemble, None) for tensor in config.input),
         outputs=tuple(_tensor(tensor, is_ensemble, folder) for tensor in config.output),
         batching=_batching(config.dynamic_batching) if config.dynamic_batching is not None else None,
-        execution_limit_ns=EXECUTION_LIMIT.read(config),
-        idle_unload_ns=IDLE_UNLOAD.read(config),
-        stays_loaded=STAY_LOADED.read(config),
-        retry=RETRY.read(config),
-        crash_limit=CRASH_LIMIT.read(config),
+        execution_limit_ns=parameters.EXECUTION_LIMIT.read(config),
+        idle_unload_ns=parameters.IDLE_UNLOAD.read(config),
+        stays_loaded=parameters.STAY_LOADED.read(config),
+        retry=parameters.RETRY.read(config),
+        crash_limit=parameters.CRASH_LIMIT.read(config),
         first_response_ms=_first_response_buckets(config),
         sequence=_sequence(config, config.sequence_batching) if config.sequence_batching is not None else None,
         decoupled=policy is not None and policy.decoupled,
         cached=cache is not None and cache.enable,
-        reads_device_memory=config.backend in ON_DEVICE or (is_python and not HOST_INPUTS.read(config)),
+        reads_device_memory=config.backend in ON_DEVICE or (is_python and not parameters.HOST_INPUTS.read(config)),
         leaves_on_device=config.backend in ON_DEVICE or (is_python and _has_gpu(config)),
         steps=compile_steps(config),
         padding=_padding(config),
@@ -100,7 +84,7 @@ def compile_policy(config: ModelConfig, version: int, folder: Path | None = None
 
 
 def compile_traffic(config: ModelConfig) -> Traffic:
-    return Traffic(TRAFFIC.read(config), ALIASES.read(config), SHADOW.read(config))
+    return Traffic(parameters.TRAFFIC.read(config), parameters.ALIASES.read(config), parameters.SHADOW.read(config))
 
 
 def _has_gpu(config: ModelConfig) -> bool:
@@ -116,7 +100,7 @@ GPU_BASE = 400 << 20
 def memory_estimate(config: ModelConfig, files: int) -> MemoryEstimate:
     """What an instance probably needs. `files`: the size of its files. Engines need about half as much again for the
     graph and for intermediate results."""
-    host, gpu = MEMORY.read(config), GPU_MEMORY.read(config)
+    host, gpu = parameters.MEMORY.read(config), parameters.GPU_MEMORY.read(config)
     guess = files * 3 // 2
     return MemoryEstimate(
         HOST_BASE + guess if host is None else host,
@@ -128,7 +112,7 @@ def memory_estimate(config: ModelConfig, files: int) -> MemoryEstimate:
 def environment(config: ModelConfig, folder: str, backend_folder: Path | None = None) -> str:
     """Path of the interpreter for its workers; "": the server's. `folder` is the model's directory, `backend_folder`
     that of its backend, if that is in the backend directory."""
-    own = ENVIRONMENT.read(config).replace(MODEL_DIRECTORY, folder, 1)
+    own = parameters.ENVIRONMENT.read(config).replace(parameters.MODEL_DIRECTORY, folder, 1)
     if own or backend_folder is None:
         return own
     shared = backend_folder / ENVIRONMENT_FILE
@@ -197,8 +181,8 @@ def compile_scaling(config: ModelConfig, cores: CoreSet | None = None) -> Scalin
                 groups.append(ScaledGroup(group.name, least, most, of_group))
     return ScalingPolicy(
         tuple(groups),
-        SCALE_UP_QUEUE.read(config),
-        SCALE_DOWN.read(config),
+        parameters.SCALE_UP_QUEUE.read(config),
+        parameters.SCALE_DOWN.read(config),
         len(cores.usable) if cores is not None else 0,
         cores.quota if cores is not None else 0,
     )

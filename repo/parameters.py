@@ -44,6 +44,7 @@ GROUPS = {
     "OpenAI's API": "openai.md",
 }
 """Group of parameters -> the page that explains it."""
+_S, _MS, _MIB = 10**9, 10**6, 1 << 20
 _HANGS, _MEMORY, _SCALING, _VERSIONS, _PADDING, _PYTHON, _GPUS, _ENSEMBLES, _OPENAI = GROUPS
 
 
@@ -63,19 +64,16 @@ def _number(
     expected: str, example: str = "", zero: str = "", *, unit: int = 1, least: int = 0, most: int = 999_999
 ) -> ParameterKind[int]:
     """An integer, or a decimal number if the unit is a time. `zero`: what "0" means, if that is special."""
-    pattern = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?" if unit in (_S, _MS) else "[0-9]{1,15}", re.ASCII)
+    pattern = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?" if unit in (_S, _MS) else "[0-9]{1,15}")
 
     def parse(text: str) -> int:
-        if not pattern.fullmatch(text) or not least <= float(text) <= most:
+        if not pattern.fullmatch(text) or not least <= float(text) < most + 1:
             raise ValueError
         return round(float(text) * unit)
 
     such = f', such as "{example}"' if example else ""
     special = f', or "0" for {zero}' if zero else ""
     return ParameterKind(parse, f"{expected}{such}{special}", unit)
-
-
-_S, _MS, _MIB = 10**9, 10**6, 1 << 20
 
 
 def _seconds(example: str, zero: str = "") -> ParameterKind[int]:
@@ -217,7 +215,8 @@ TABLE: dict[str, ServerParameter[Any]] = {}
 
 
 def _row(group: str, name: str, kind: ParameterKind[T], default: D, text: str, **more: Any) -> ServerParameter[T | D]:
-    row = TABLE[name] = ServerParameter[Any](name, group, kind, default, text, **more)
+    row: ServerParameter[T | D] = ServerParameter(name, group, kind, default, text, **more)
+    TABLE[name] = row
     return row
 
 
