@@ -1,7 +1,6 @@
-"""Roles of clients, and the roles that allow each action of the protocol. The HTTP and gRPC endpoints have other
-actions and their own table in `gateway.auth.access`.
+"""Roles of clients, and the roles that allow each message, query and operation of the protocol.
 
-Invariant: an action that is not in the table is denied.
+Invariant: an action that is not in a table is denied.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shmserve.errors import Denied, InvalidRequest, ServeError
+from shmserve.protocol.actions import Action
 
 INFER, OBSERVE, OPERATE = 1, 2, 4
 NO_ROLES = 0
@@ -21,36 +21,12 @@ PAGE = "page"
 CALLER_ROLES = (*ROLES, PAGE)
 """Roles of the callers of a gateway."""
 
-_ANY = ALL_ROLES
-_READ = OBSERVE | OPERATE
-_OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), _ANY)
+_OWN = dict.fromkeys(("hello", "bye", "ping", "pong", "return", "unmap", "cancel", "more"), ALL_ROLES)
 """Messages that affect only the client's own connection and requests; they need any role."""
-_OPERATIONS = dict.fromkeys(
-    ("load", "unload", "restart", "rollback", "set_log", "set_trace", "set_traffic", "set_service", "record"),
-    OPERATE,
-)
-QUERIES = {
-    "live": _ANY,
-    "ready": _ANY,
-    "loaded": _ANY,
-    "metadata": _ANY,
-    "models": _READ,
-    "config": _READ,
-    "origins": _READ,
-    "statistics": _READ,
-    "metrics": _READ,
-    "activity": _READ,
-    "report": _READ,
-    "log": _READ,
-    "trace": _READ,
-    "traffic": _READ,
-    "text_models": _READ,
-    "service": _READ,
-    "logs": OPERATE,
-    **_OPERATIONS,
-}
+_QUERY_ROWS = [action.row for action in Action if action and action.row.query == action]
+QUERIES = {row.query: sum(ROLES[role] for role in row.roles) for row in _QUERY_ROWS}
 """Value of `Ask.what`, for queries and operations -> the roles, any of which is sufficient."""
-OPERATIONS = frozenset(_OPERATIONS)
+OPERATIONS = frozenset(row.query for row in _QUERY_ROWS if row.changes)
 """The values of `Ask.what` that change something and may have a body."""
 ACTIONS = _OWN | {"infer": INFER, "map": INFER, "register": OPERATE} | QUERIES
 """All actions of clients -> the roles, any of which is sufficient. `map` announces memory by descriptor, which proves
