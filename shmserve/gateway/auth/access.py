@@ -6,51 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from shmserve.errors import Denied
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.auth.browsers import BrowserRules
 from shmserve.gateway.auth.restricted_apis import Restrictions
 from shmserve.gateway.auth.tokens import Tokens
+from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import PAGE, ROLES
 
-INFER, OBSERVE, OPERATE = ROLES
-_ANY = tuple(ROLES)
-NEEDS: dict[Action, tuple[str, ...]] = {
-    Action.NONE: (),
-    Action.LIVE: _ANY,
-    Action.READY: _ANY,
-    Action.MODEL_READY: _ANY,
-    Action.METADATA: _ANY,
-    Action.MODEL_METADATA: _ANY,
-    Action.CONFIG: (OBSERVE, OPERATE),
-    Action.STATISTICS: (OBSERVE, OPERATE),
-    Action.INDEX: (OBSERVE, OPERATE),
-    Action.METRICS: (OBSERVE, OPERATE),
-    Action.INFER: (INFER,),
-    Action.GENERATE: (INFER,),
-    Action.GENERATE_STREAM: (INFER,),
-    Action.OPENAI_MODELS: _ANY,
-    Action.OPENAI_MODEL: _ANY,
-    Action.COMPLETIONS: (INFER,),
-    Action.CHAT_COMPLETIONS: (INFER,),
-    Action.EMBEDDINGS: (INFER,),
-    Action.LOAD: (OPERATE,),
-    Action.UNLOAD: (OPERATE,),
-    Action.TRACE: (OBSERVE, OPERATE),
-    Action.SET_TRACE: (OPERATE,),
-    Action.LOG: (OBSERVE, OPERATE),
-    Action.SET_LOG: (OPERATE,),
-    Action.MEMORY_STATUS: (INFER, OPERATE),
-    Action.MEMORY_REGISTER: (INFER, OPERATE),
-    Action.MEMORY_UNREGISTER: (INFER, OPERATE),
-    Action.NAMED_REPOSITORY: (OPERATE,),
-    Action.OPENAPI: _ANY,
-    Action.PAGE_FILE: (PAGE,),
-    Action.PAGE_EVENTS: (PAGE,),
-    Action.PAGE_PREFLIGHT: (),
-    Action.PAGE_MODEL: (PAGE,),
-}
-"""Action -> the roles that allow it; one of them is enough."""
-assert NEEDS.keys() == set(Action)
+_, OBSERVE, OPERATE = ROLES
 OPEN = (Action.LIVE, Action.READY)
 """Actions that need no token, for process monitoring. The response is only yes or no."""
 WITHOUT_CREDENTIALS = (Action.PAGE_PREFLIGHT,)
@@ -98,7 +60,7 @@ class EndpointAccess:
     def check(self, action: Action, header: Callable[[str], str | None]) -> str:
         """Checks access and returns the token's name, or "". `header` takes a header's name in lower case and returns
         its value. Raises the errors that the client receives."""
-        roles, needs, tokens, name = self._roles, NEEDS[action], self.tokens, ""
+        roles, needs, tokens, name = self._roles, action.row.roles, self.tokens, ""
         if action in WITHOUT_CREDENTIALS:
             return name
         if action is Action.PAGE_FILE and tokens is not None and tokens.grants(PAGE):

@@ -22,7 +22,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from shmserve.errors import Denied
-from shmserve.gateway.auth.actions import CHANGES, PAGE, SHARED, Action
+from shmserve.gateway.auth.actions import CHANGES, PAGE, SHARED
+from shmserve.protocol.actions import Action
 
 MARKS = frozenset((b"origin", b"sec-fetch-site", b"referer", b"accept-language"))
 """Headers that identify a browser. With a GET to a server without TLS that is not named localhost, browsers send

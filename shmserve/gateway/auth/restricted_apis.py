@@ -8,27 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from shmserve.gateway.auth.actions import TO_MODELS, Action
+from shmserve.protocol.actions import Action
 
-GROUPS: dict[str, tuple[Action, ...]] = {
-    "health": (Action.LIVE, Action.READY, Action.MODEL_READY),
-    "metadata": (Action.METADATA, Action.MODEL_METADATA, Action.OPENAPI),
-    "inference": TO_MODELS,
-    "shared-memory": (Action.MEMORY_STATUS, Action.MEMORY_REGISTER, Action.MEMORY_UNREGISTER),
-    "model-config": (Action.CONFIG,),
-    "model-repository": (
-        Action.INDEX, Action.LOAD, Action.UNLOAD, Action.NAMED_REPOSITORY, Action.OPENAI_MODELS, Action.OPENAI_MODEL,
-    ),
-    "statistics": (Action.STATISTICS,),
-    "trace": (Action.TRACE, Action.SET_TRACE),
-    "logging": (Action.LOG, Action.SET_LOG),
-}  # fmt: skip
-"""Triton's name of a group -> its actions."""
-_CONTAINS: dict[Action, tuple[Action, ...]] = {
-    Action.PAGE_EVENTS: (Action.INDEX, Action.STATISTICS),
-    Action.PAGE_MODEL: (Action.INDEX, Action.MODEL_METADATA, Action.CONFIG, Action.STATISTICS),
-}
-"""Action -> other actions whose responses are part of its own. Their restrictions apply to it too."""
+GROUPS = (
+    "health", "metadata", "inference", "shared-memory", "model-config", "model-repository", "statistics", "trace",
+    "logging",
+)  # fmt: skip
+"""Triton's names."""
 RPC_PREFIX = "triton-grpc-protocol-"
 """In gRPC, the header's name is this prefix plus the name in the flag."""
 
@@ -63,22 +49,21 @@ class Restrictions:
 
     def __init__(self, given: Iterable[Restriction] = (), what: str = "API") -> None:
         self._what = what
-        self._by_action: dict[Action, tuple[str, Restriction]] = {}
+        self._by_group: dict[str, tuple[str, Restriction]] = {}
         self.headers: set[str] = set()
         """Names, in lower case, of the headers with secrets. They are never forwarded to models."""
         for one in given:
             name = one.header.lower()
             self.headers.add(name)
             for group in one.groups:
-                for action in GROUPS[group]:
-                    if action in self._by_action:
-                        raise ValueError(f"the group {group} is restricted more than once")
-                    self._by_action[action] = name, one
+                if group in self._by_group:
+                    raise ValueError(f"the group {group} is restricted more than once")
+                self._by_group[group] = name, one
 
     def refusal(self, action: Action, header: Callable[[str], str | None]) -> str | None:
         """Why the action is refused, or None. `header` takes a header's name in lower case and returns its value."""
-        for contained in _CONTAINS.get(action, (action,)):
-            restricted = self._by_action.get(contained)
+        for group in action.row.groups:
+            restricted = self._by_group.get(group)
             text = None if restricted is None else self._check(*restricted, header)
             if text is not None:
                 return text

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.grpc.codes import code_of, rpc_error
 from shmserve.gateway.grpc.messages import filled, message_class, read
 from shmserve.gateway.grpc.plans import RpcPlan
@@ -26,6 +25,7 @@ from shmserve.gateway.upstream.link import Piece
 from shmserve.gateway.upstream.receive import Room
 from shmserve.gateway.upstream.regions import Region
 from shmserve.gateway.upstream.requests import PendingCall, PendingInference, PendingQuery, ask, serve_error, withdraw
+from shmserve.protocol.actions import Action
 from shmserve.protocol.messages import Reply
 
 MAX_QUERY_BYTES = 64 * 1024

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from shmserve.errors import ServeError
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.grpc.calls import AskCall, CheckCall, InferCall, WatchCall
 from shmserve.gateway.grpc.codes import rpc_error
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE
@@ -15,8 +15,16 @@ from shmserve.gateway.grpc.stream import StreamCall
 from shmserve.gateway.http2.codes import Code, RpcError
 from shmserve.gateway.http2.interface import ServiceCall, TransportStream
 from shmserve.gateway.limits.caller_shares import Payer
+from shmserve.protocol.actions import Action
 
 Make = Callable[[TransportStream, Payer], ServiceCall]
+CALLS: dict[str, Callable[[Services, TransportStream, Payer], ServiceCall]] = {
+    "ModelInfer": InferCall,
+    "ModelStreamInfer": StreamCall,
+    f"{HEALTH}/Check": CheckCall,
+    f"{HEALTH}/Watch": WatchCall,
+}
+"""Methods whose response is not a document, named as in the table of actions."""
 
 
 class Methods:
@@ -25,14 +33,11 @@ class Methods:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._access = services.access
-        self._paths: dict[str, tuple[Action, Make]] = {
-            f"/{INFERENCE}/ModelInfer": (Action.INFER, lambda stream, payer: InferCall(services, stream, payer)),
-            f"/{INFERENCE}/ModelStreamInfer": (Action.INFER, lambda stream, payer: StreamCall(services, stream, payer)),
-            f"/{HEALTH}/Check": (Action.READY, lambda stream, payer: CheckCall(services, stream, payer)),
-            f"/{HEALTH}/Watch": (Action.READY, lambda stream, payer: WatchCall(services, stream, payer)),
-        }
-        for name, rpc in RPCS.items():
-            self._paths[f"/{INFERENCE}/{name}"] = rpc.action, self._query_call(rpc)
+        self._paths: dict[str, tuple[Action, Make]] = {}
+        for action in Action:
+            for name in action.row.grpc:
+                call = partial(CALLS[name], services) if name in CALLS else self._query_call(RPCS[name])
+                self._paths[f"/{name}" if "/" in name else f"/{INFERENCE}/{name}"] = action, call
 
     def _query_call(self, rpc: Rpc) -> Make:
         return lambda stream, payer: AskCall(self._services, stream, payer, rpc)

@@ -1,22 +1,25 @@
-"""The table of calls whose response is a document. A row says what the message requests and how the document is
-encoded. Decisions shared with HTTP are made in `upstream.documents`, not here."""
+"""The calls whose response is a document: what the message requests, and how the document is encoded. Decisions shared
+with HTTP are made in `upstream.documents`, not here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.grpc.messages import INFERENCE, message_class, methods
 from shmserve.gateway.kserve.plans import check_version
 from shmserve.gateway.upstream.device_regions import DeviceOrder
 from shmserve.gateway.upstream.documents import Arguments, Route, unknown_of_load, versions_of_load
 from shmserve.gateway.upstream.regions import Registration
+from shmserve.protocol.actions import Action
 
 RpcQuery = tuple[Route, Arguments]
+_Query = Callable[[Action, Any], RpcQuery]
+_Shown = Callable[[Any], dict[str, Any]]
 
 
 class Rpc(Struct):
@@ -26,27 +29,27 @@ class Rpc(Struct):
     request: Any
     response: Any
     query: Callable[[Any], RpcQuery]
-    shown: Callable[[Any], dict[str, Any]]
+    shown: _Shown
 
 
 # ---------------------------------------------------------------------------------------- requests
 
 
-def _plain(action: Action) -> Callable[[Any], RpcQuery]:
-    return lambda message: (Route(action), Arguments())
+def _plain(action: Action, message: Any) -> RpcQuery:
+    return Route(action), Arguments()
 
 
-def _of_model(action: Action) -> Callable[[Any], RpcQuery]:
-    return lambda message: (Route(action, message.name, check_version(message.version)), Arguments())
+def _of_model(action: Action, message: Any) -> RpcQuery:
+    return Route(action, message.name, check_version(message.version)), Arguments()
 
 
-def _index(message: Any) -> RpcQuery:
+def _index(action: Action, message: Any) -> RpcQuery:
     if message.repository_name:
         return Route(Action.NAMED_REPOSITORY), Arguments()
-    return Route(Action.INDEX), Arguments(only_ready=message.ready)
+    return Route(action), Arguments(only_ready=message.ready)
 
 
-def _load(message: Any) -> RpcQuery:
+def _load(action: Action, message: Any) -> RpcQuery:
     if message.repository_name:
         return Route(Action.NAMED_REPOSITORY), Arguments()
     arguments = Arguments(files={})
@@ -63,10 +66,10 @@ def _load(message: Any) -> RpcQuery:
             arguments.versions = versions_of_load(_value(name, parameter, "string_param"))
         else:
             raise unknown_of_load(name)
-    return Route(Action.LOAD, message.model_name), arguments
+    return Route(action, message.model_name), arguments
 
 
-def _unload(message: Any) -> RpcQuery:
+def _unload(action: Action, message: Any) -> RpcQuery:
     if message.repository_name:
         return Route(Action.NAMED_REPOSITORY), Arguments()
     arguments = Arguments()
@@ -75,7 +78,7 @@ def _unload(message: Any) -> RpcQuery:
             known = "supported are 'unload_dependents' and 'force'"
             raise InvalidRequest(f"Unrecognized unload parameter '{name[:80]}'; {known}")
         setattr(arguments, name, _value(name, parameter, "bool_param"))
-    return Route(Action.UNLOAD, message.model_name), arguments
+    return Route(action, message.model_name), arguments
 
 
 def _value(name: str, parameter: Any, kind: str) -> Any:
@@ -85,30 +88,30 @@ def _value(name: str, parameter: Any, kind: str) -> Any:
     return getattr(parameter, kind)
 
 
-def _memory(action: Action, kind: str) -> Callable[[Any], RpcQuery]:
-    return lambda message: (Route(action, message.name, kind=kind), Arguments())
+def _memory(kind: str) -> _Query:
+    return lambda action, message: (Route(action, message.name, kind=kind), Arguments())
 
 
-def _register(message: Any) -> RpcQuery:
+def _register(action: Action, message: Any) -> RpcQuery:
     order = Registration(message.key, message.byte_size, message.offset)
-    return Route(Action.MEMORY_REGISTER, message.name, kind="system"), Arguments(order=order)
+    return Route(action, message.name, kind="system"), Arguments(order=order)
 
 
-def _register_cuda(message: Any) -> RpcQuery:
+def _register_cuda(action: Action, message: Any) -> RpcQuery:
     order = DeviceOrder(message.raw_handle, message.device_id, message.byte_size)
-    return Route(Action.MEMORY_REGISTER, message.name, kind="cuda"), Arguments(order=order)
+    return Route(action, message.name, kind="cuda"), Arguments(order=order)
 
 
-def _trace(message: Any) -> RpcQuery:
+def _trace(action: Action, message: Any) -> RpcQuery:
     if not message.settings:
-        return Route(Action.TRACE, message.model_name), Arguments()
+        return Route(action, message.model_name), Arguments()
     settings = {name: list(one.value) or None for name, one in message.settings.items()}
     return Route(Action.SET_TRACE, message.model_name), Arguments(settings=settings)
 
 
-def _log(message: Any) -> RpcQuery:
+def _log(action: Action, message: Any) -> RpcQuery:
     if not message.settings:
-        return Route(Action.LOG), Arguments()
+        return Route(action), Arguments()
     settings = {}
     for name, one in message.settings.items():
         kind = one.WhichOneof("parameter_choice")
@@ -125,11 +128,11 @@ def _same(document: Any) -> dict[str, Any]:
     return dict(document)
 
 
-def _under(name: str) -> Callable[[Any], dict[str, Any]]:
+def _under(name: str) -> _Shown:
     return lambda document: {name: document}
 
 
-def _flag(name: str) -> Callable[[Any], dict[str, Any]]:
+def _flag(name: str) -> _Shown:
     return lambda document: {name: document.yes}
 
 
@@ -159,35 +162,36 @@ def _kind(value: Any) -> str:
     return "uint32_param" if isinstance(value, int) else "string_param"
 
 
-_TABLE: dict[str, tuple[Action, Callable[[Any], RpcQuery], Callable[[Any], dict[str, Any]]]] = {
-    "ServerLive": (Action.LIVE, _plain(Action.LIVE), _flag("live")),
-    "ServerReady": (Action.READY, _plain(Action.READY), _flag("ready")),
-    "ModelReady": (Action.MODEL_READY, _of_model(Action.MODEL_READY), _flag("ready")),
-    "ServerMetadata": (Action.METADATA, _plain(Action.METADATA), _same),
-    "ModelMetadata": (Action.MODEL_METADATA, _of_model(Action.MODEL_METADATA), _same),
-    "ModelConfig": (Action.CONFIG, _of_model(Action.CONFIG), _under("config")),
-    "ModelStatistics": (Action.STATISTICS, _of_model(Action.STATISTICS), _same),
-    "RepositoryIndex": (Action.INDEX, _index, _under("models")),
-    "RepositoryModelLoad": (Action.LOAD, _load, _nothing),
-    "RepositoryModelUnload": (Action.UNLOAD, _unload, _nothing),
-    "SystemSharedMemoryStatus": (Action.MEMORY_STATUS, _memory(Action.MEMORY_STATUS, "system"), _regions),
-    "SystemSharedMemoryRegister": (Action.MEMORY_REGISTER, _register, _nothing),
-    "SystemSharedMemoryUnregister": (Action.MEMORY_UNREGISTER, _memory(Action.MEMORY_UNREGISTER, "system"), _nothing),
-    "CudaSharedMemoryStatus": (Action.MEMORY_STATUS, _memory(Action.MEMORY_STATUS, "cuda"), _regions),
-    "CudaSharedMemoryRegister": (Action.MEMORY_REGISTER, _register_cuda, _nothing),
-    "CudaSharedMemoryUnregister": (Action.MEMORY_UNREGISTER, _memory(Action.MEMORY_UNREGISTER, "cuda"), _nothing),
-    "TraceSetting": (Action.TRACE, _trace, _trace_settings),
-    "LogSettings": (Action.LOG, _log, _log_settings),
+_HANDLERS: dict[str, tuple[_Query, _Shown]] = {
+    "ServerLive": (_plain, _flag("live")),
+    "ServerReady": (_plain, _flag("ready")),
+    "ModelReady": (_of_model, _flag("ready")),
+    "ServerMetadata": (_plain, _same),
+    "ModelMetadata": (_of_model, _same),
+    "ModelConfig": (_of_model, _under("config")),
+    "ModelStatistics": (_of_model, _same),
+    "RepositoryIndex": (_index, _under("models")),
+    "RepositoryModelLoad": (_load, _nothing),
+    "RepositoryModelUnload": (_unload, _nothing),
+    "SystemSharedMemoryStatus": (_memory("system"), _regions),
+    "SystemSharedMemoryRegister": (_register, _nothing),
+    "SystemSharedMemoryUnregister": (_memory("system"), _nothing),
+    "CudaSharedMemoryStatus": (_memory("cuda"), _regions),
+    "CudaSharedMemoryRegister": (_register_cuda, _nothing),
+    "CudaSharedMemoryUnregister": (_memory("cuda"), _nothing),
+    "TraceSetting": (_trace, _trace_settings),
+    "LogSettings": (_log, _log_settings),
 }
 
 
 def _rpcs() -> dict[str, Rpc]:
+    actions = {name: action for action in Action for name in action.row.grpc}
     rpcs = {}
     descriptors = methods(INFERENCE)
-    for name, (action, query, shown) in _TABLE.items():
-        method = descriptors[name]
+    for name, (query, shown) in _HANDLERS.items():
+        method, action = descriptors[name], actions[name]
         request, response = message_class(method.input_type.full_name), message_class(method.output_type.full_name)
-        rpcs[name] = Rpc(action, request, response, query, shown)
+        rpcs[name] = Rpc(action, request, response, partial(query, action), shown)
     return rpcs
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from shmserve.errors import ServeError
-from shmserve.gateway.auth.actions import INFER, Action
+from shmserve.gateway.auth.actions import INFER
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import HttpHead
 from shmserve.gateway.http.listener import HttpListener
@@ -21,6 +21,7 @@ from shmserve.gateway.openai import errors as openai_errors
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import error_body
 from shmserve.gateway.upstream.requests import Charge, serve_error, withdraw
+from shmserve.protocol.actions import Action
 
 T = TypeVar("T")
 HEAD, FILL, CHUNKS, BUSY, DRAIN = range(5)

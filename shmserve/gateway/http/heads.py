@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from shmserve.errors import ServeError
 from shmserve.gateway.auth.access import EndpointAccess, Unauthenticated
-from shmserve.gateway.auth.actions import PAGE, TO_MODELS, Action
+from shmserve.gateway.auth.actions import PAGE, TO_MODELS
 from shmserve.gateway.auth.browsers import MARKS
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.limits import HEAD_WORK, HEADERS, LINE_WORK
@@ -23,6 +23,7 @@ from shmserve.gateway.limits.backlog import REQUEST_WORK
 from shmserve.gateway.limits.bounded_cache import BoundedCache
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import Route
+from shmserve.protocol.actions import Action
 
 _CACHED_HEADS = 1024
 _CACHED_BYTES = 2048

@@ -1,5 +1,5 @@
-"""The HTTP endpoint as an OpenAPI 3.1 document. Invariant: paths and methods come from the routing table, and each
-action in it must have an entry in OPERATIONS, so the document is complete."""
+"""The HTTP endpoint as an OpenAPI 3.1 document. Invariant: paths and methods come from the routing table, so the
+document is complete."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import re
 from functools import cache
 from typing import Any
 
-from msgspec import Struct
-
 import shmserve
 from shmserve.dtypes import ITEM_BYTES
-from shmserve.gateway.auth.actions import TO_MODELS, Action
+from shmserve.gateway.auth.actions import TO_MODELS
 from shmserve.gateway.http.routes import KSERVE_PATHS, PATHS, Path
 from shmserve.gateway.kserve.plans import CLASSES
 from shmserve.gateway.openai.errors import KIND as OPENAI
+from shmserve.protocol.actions import Action
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
 
 JSON, BYTES, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
@@ -26,62 +25,14 @@ _ERRORS = ("Error", "OpenAiError")
 _AND_OPENAI = ", and OpenAI-compatible endpoints"
 
 
-class ApiOperation(Struct, frozen=True):
-    """`takes`, `gives`: schemas of the request and response body; empty: no body. `binary`: raw tensors may follow the
-    JSON. `events`: the response is a stream of server-sent events. `stream`: it is one if the request says so."""
-
-    summary: str
-    takes: str = ""
-    gives: str = ""
-    binary: bool = False
-    events: bool = False
-    stream: bool = False
-
-
-OPERATIONS: dict[Action, ApiOperation] = {
-    Action.LIVE: ApiOperation("Liveness: 200, or 400"),
-    Action.READY: ApiOperation("Readiness: 200, or 400"),
-    Action.METADATA: ApiOperation("Server metadata: name, version and extensions", gives="Server"),
-    Action.OPENAPI: ApiOperation("This document", gives="Any"),
-    Action.MODEL_READY: ApiOperation("Readiness of the model: 200, or 400"),
-    Action.MODEL_METADATA: ApiOperation("Model metadata: inputs and outputs", gives="Model"),
-    Action.CONFIG: ApiOperation("Model configuration", gives="Any"),
-    Action.STATISTICS: ApiOperation("Statistics", gives="Statistics"),
-    Action.INFER: ApiOperation("Run the model", takes="InferRequest", gives="InferResponse", binary=True),
-    Action.GENERATE: ApiOperation("Run the model once, with plain JSON", takes="Generate", gives="Generated"),
-    Action.GENERATE_STREAM: ApiOperation(
-        "Run the model with plain JSON; each response is a server-sent event",
-        takes="Generate",
-        gives="Generated",
-        events=True,
-    ),
-    Action.OPENAI_MODELS: ApiOperation("OpenAI-compatible: language models and embedding models", gives="OpenAiModels"),
-    Action.OPENAI_MODEL: ApiOperation("OpenAI-compatible: one of them", gives="OpenAiModel"),
-    Action.COMPLETIONS: ApiOperation(
-        "OpenAI-compatible: completions; with `stream`, as server-sent events",
-        takes="Completion",
-        gives="Choices",
-        stream=True,
-    ),
-    Action.CHAT_COMPLETIONS: ApiOperation(
-        "OpenAI-compatible: chat completions; with `stream`, as server-sent events",
-        takes="Chat",
-        gives="Choices",
-        stream=True,
-    ),
-    Action.EMBEDDINGS: ApiOperation("OpenAI-compatible: embeddings", takes="TextsToEmbed", gives="EmbeddingList"),
-    Action.INDEX: ApiOperation("All models", takes="Filter", gives="Index"),
-    Action.LOAD: ApiOperation("Load or reload the model", takes="Load"),
-    Action.UNLOAD: ApiOperation("Unload the model", takes="Unload"),
-    Action.NAMED_REPOSITORY: ApiOperation("Not supported: 501"),
-    Action.TRACE: ApiOperation("Trace settings", gives="Settings"),
-    Action.SET_TRACE: ApiOperation("Change trace settings", takes="Settings", gives="Settings"),
-    Action.LOG: ApiOperation("Log settings", gives="Settings"),
-    Action.SET_LOG: ApiOperation("Change log settings", takes="Settings", gives="Settings"),
-    Action.MEMORY_STATUS: ApiOperation("Registered shared memory regions", gives="Regions"),
-    Action.MEMORY_REGISTER: ApiOperation("Register a shared memory region of the client", takes="Region"),
-    Action.MEMORY_UNREGISTER: ApiOperation("Unregister a region, or all regions"),
+_CONTENT = {
+    Action.INFER: (JSON, BYTES),
+    Action.GENERATE_STREAM: (EVENTS,),
+    Action.COMPLETIONS: (JSON, EVENTS),
+    Action.CHAT_COMPLETIONS: (JSON, EVENTS),
 }
+"""The content types of a response that is not only JSON: raw tensors may follow the JSON of INFER, and a stream
+consists of server-sent events."""
 
 
 @cache
@@ -124,18 +75,18 @@ def _error(path: Path) -> str:
 
 
 def _operation(path: Path, method: str, action: Action) -> _Schema:
-    operation = OPERATIONS[action]
+    row = action.row
     names = re.findall(r"{(\w+)}", path.template)
     described: _Schema = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path.template)]),
-        "summary": operation.summary,
+        "summary": row.summary,
         "parameters": [{"name": name, "in": "path", "required": True, "schema": _ref(_NAMES[name])} for name in names],
-        "responses": {"200": _answer(operation), "default": {"$ref": f"#/components/responses/{_error(path)}"}},
+        "responses": {"200": _answer(action), "default": {"$ref": f"#/components/responses/{_error(path)}"}},
     }
-    takes = f"{path.kind.capitalize()}Region" if operation.takes == "Region" else operation.takes
+    takes = f"{path.kind.capitalize()}Region" if row.takes == "Region" else row.takes
     if takes:
         content: _Schema = {JSON: {"schema": _ref(takes)}}
-        if operation.binary:
+        if action is Action.INFER:
             content[BYTES] = {}
             described["parameters"].append(
                 {"name": _HEADER_LENGTH, "in": "header", "schema": {"type": "integer", "minimum": 0},
@@ -145,17 +96,14 @@ def _operation(path: Path, method: str, action: Action) -> _Schema:
     return described
 
 
-def _answer(operation: ApiOperation) -> _Schema:
-    described: _Schema = {"description": operation.summary}
-    if operation.events:
-        described["content"] = {EVENTS: {"schema": {"type": "string"}}}
-    elif operation.gives:
-        described["content"] = {JSON: {"schema": _ref(operation.gives)}}
-        if operation.stream:
-            described["content"][EVENTS] = {"schema": {"type": "string"}}
-        if operation.binary:
-            described["content"][BYTES] = {}
-            described["headers"] = {_HEADER_LENGTH: {"schema": {"type": "integer"}}}
+def _answer(action: Action) -> _Schema:
+    row = action.row
+    described: _Schema = {"description": row.summary}
+    if row.gives:
+        schemas: _Schema = {JSON: {"schema": _ref(row.gives)}, EVENTS: {"schema": {"type": "string"}}, BYTES: {}}
+        described["content"] = {kind: schemas[kind] for kind in _CONTENT.get(action, (JSON,))}
+    if action is Action.INFER:
+        described["headers"] = {_HEADER_LENGTH: {"schema": {"type": "integer"}}}
     return described
 
 
@@ -308,4 +256,4 @@ SCHEMAS: dict[str, _Schema] = {
         raw_handle=_object(("b64",), b64=_STRING), device_id=_COUNT, byte_size=_COUNT,
     ),
 }  # fmt: skip
-"""Schemas by the names that OPERATIONS and other schemas use."""
+"""Schemas by the names that the table of actions and other schemas use."""

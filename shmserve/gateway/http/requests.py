@@ -19,7 +19,7 @@ from shmserve.errors import (
     ServeError,
     Unsupported,
 )
-from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS, Action
+from shmserve.gateway.auth.actions import GENERATE, GENERATE_STREAM, INFER, PAGE, TO_MODELS
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.bodies import content_length_error
 from shmserve.gateway.http.connection import HttpConnection
@@ -65,6 +65,7 @@ from shmserve.gateway.upstream.requests import (
     serve_error,
     withdraw,
 )
+from shmserve.protocol.actions import Action
 from shmserve.protocol.messages import INLINE_BYTES, Reply
 from shmserve.session import WINDOW
 

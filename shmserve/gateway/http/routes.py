@@ -1,19 +1,17 @@
-"""The routing table of the HTTP endpoints: method and path -> action.
-
-Several paths may lead to the same action. Access rules refer to actions, not to paths.
-"""
+"""The routing table of the HTTP endpoints: method and path -> action. It is derived from the table of actions."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from urllib.parse import unquote
 
 from msgspec import Struct
 
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.plans import is_version
 from shmserve.gateway.openai.errors import KIND as OPENAI
 from shmserve.gateway.upstream.documents import Route
+from shmserve.protocol.actions import Action
 
 
 class Path(Struct, frozen=True):
@@ -25,72 +23,32 @@ class Path(Struct, frozen=True):
     kind: str = ""
 
 
-_MODEL = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
-_GET, _POST, _OPTIONS = "GET", "POST", "OPTIONS"
+_OPTIONAL = re.compile(r"\[(.*?)\]")
 
 
 def _paths() -> list[Path]:
-    """All paths; the first match wins."""
-    paths = [
-        Path("/v2", {_GET: Action.METADATA}),
-        Path("/v2/openapi.json", {_GET: Action.OPENAPI}),
-        Path("/v2/health/live", {_GET: Action.LIVE}),
-        Path("/v2/health/ready", {_GET: Action.READY}),
-        Path("/v2/models/stats", {_GET: Action.STATISTICS}),
-        Path("/v2/models/{model}/trace/setting", {_GET: Action.TRACE, _POST: Action.SET_TRACE}),
-    ]
-    for model in _MODEL:
-        paths += [
-            Path(model, {_GET: Action.MODEL_METADATA}),
-            Path(f"{model}/ready", {_GET: Action.MODEL_READY}),
-            Path(f"{model}/config", {_GET: Action.CONFIG}),
-            Path(f"{model}/stats", {_GET: Action.STATISTICS}),
-            Path(f"{model}/infer", {_POST: Action.INFER}),
-            Path(f"{model}/generate", {_POST: Action.GENERATE}),
-            Path(f"{model}/generate_stream", {_POST: Action.GENERATE_STREAM}),
-        ]
-    paths += [
-        Path("/v2/trace/setting", {_GET: Action.TRACE, _POST: Action.SET_TRACE}),
-        Path("/v2/logging", {_GET: Action.LOG, _POST: Action.SET_LOG}),
-        Path("/v2/repository/index", {_POST: Action.INDEX}),
-        Path("/v2/repository/models/{model}/load", {_POST: Action.LOAD}),
-        Path("/v2/repository/models/{model}/unload", {_POST: Action.UNLOAD}),
-        Path("/v2/repository/{repository}/index", {_POST: Action.NAMED_REPOSITORY}),
-        Path("/v2/repository/{repository}/models/{model}/load", {_POST: Action.NAMED_REPOSITORY}),
-        Path("/v2/repository/{repository}/models/{model}/unload", {_POST: Action.NAMED_REPOSITORY}),
-    ]
-    for kind in ("system", "cuda"):
-        memory = f"/v2/{kind}sharedmemory"
-        paths += [
-            Path(f"{memory}/status", {_GET: Action.MEMORY_STATUS}, kind),
-            Path(f"{memory}/unregister", {_POST: Action.MEMORY_UNREGISTER}, kind),
-            Path(f"{memory}/region/{{region}}/status", {_GET: Action.MEMORY_STATUS}, kind),
-            Path(f"{memory}/region/{{region}}/register", {_POST: Action.MEMORY_REGISTER}, kind),
-            Path(f"{memory}/region/{{region}}/unregister", {_POST: Action.MEMORY_UNREGISTER}, kind),
-        ]
-    return paths
+    paths: dict[str, Path] = {}
+    for action in Action:
+        for method, _, text in (endpoint.partition(" ") for endpoint in action.row.http):
+            for template in dict.fromkeys((_OPTIONAL.sub("", text), _OPTIONAL.sub(r"\1", text))):
+                paths.setdefault(template, Path(template, {}, _kind(template))).wants[method] = action
+    return list(paths.values())
 
 
-OPENAI_PATHS = [
-    Path("/v1/models", {_GET: Action.OPENAI_MODELS}, OPENAI),
-    Path("/v1/models/{model}", {_GET: Action.OPENAI_MODEL}, OPENAI),
-    Path("/v1/completions", {_POST: Action.COMPLETIONS}, OPENAI),
-    Path("/v1/chat/completions", {_POST: Action.CHAT_COMPLETIONS}, OPENAI),
-    Path("/v1/embeddings", {_POST: Action.EMBEDDINGS}, OPENAI),
-]
-KSERVE_PATHS = _paths()
-PATHS = KSERVE_PATHS + OPENAI_PATHS
-PAGE_PATHS = [
-    Path("/", {_GET: Action.PAGE_FILE}),
-    Path("/page/events", {_GET: Action.PAGE_EVENTS, _OPTIONS: Action.PAGE_PREFLIGHT}),
-    Path("/page/{file}", {_GET: Action.PAGE_FILE}),
-    Path("/page/model/{model}", {_GET: Action.PAGE_MODEL}),
-    Path("/page/model/{model}/versions/{version}", {_GET: Action.PAGE_MODEL}),
-    Path("/page/{folder}/{file}", {_GET: Action.PAGE_FILE}),
-]
-"""Paths of the web page, which are not part of the API."""
-METRICS = [Path("/metrics", {_GET: Action.METRICS})]
+def _kind(template: str) -> str:
+    if template.startswith("/v1/"):
+        return OPENAI
+    memory = re.match("/v2/(system|cuda)sharedmemory/", template)
+    return memory[1] if memory else ""
+
+
+_PATHS = _paths()
+METRICS = [path for path in _PATHS if path.template == "/metrics"]
 """The only path of the metrics endpoint."""
+KSERVE_PATHS = [path for path in _PATHS if f"{path.template}/".startswith("/v2/")]
+PATHS = KSERVE_PATHS + [path for path in _PATHS if path.kind == OPENAI]
+PAGE_PATHS = [path for path in _PATHS if path not in METRICS + PATHS]
+"""Paths of the web page, which are not part of the API."""
 
 
 class NoRoute(Struct, frozen=True):
@@ -103,7 +61,7 @@ class NoRoute(Struct, frozen=True):
 
 UNKNOWN = NoRoute(404, "Not Found")
 RouteTable = dict[int, list[tuple[list[str], Path]]]
-"""Number of segments -> the paths with that many, each with its segments."""
+"""Number of segments -> the paths with that many, each with its segments. The first match wins."""
 
 
 def _by_length(paths: list[Path]) -> RouteTable:
@@ -111,6 +69,8 @@ def _by_length(paths: list[Path]) -> RouteTable:
     for path in paths:
         words = path.template.strip("/").split("/")
         table[len(words)].append((words, path))
+    for found in table.values():  # a literal segment goes before one that matches any text
+        found.sort(key=lambda entry: [word.startswith("{") for word in entry[0]])
     return dict(table)
 
 

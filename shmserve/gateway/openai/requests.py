@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from shmserve.errors import InvalidRequest, NotFound, Unavailable, Unsupported
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.kserve.json_strings import CutStrings
 from shmserve.gateway.kserve.plans import InputPlan, RequestPlan
@@ -32,6 +31,7 @@ from shmserve.gateway.openai.models import MESSAGES, LanguageModel
 from shmserve.gateway.openai.templates import WAITING_BYTES, ChatTemplates, template_values
 from shmserve.gateway.upstream.documents import BrokerQuery, config_query
 from shmserve.gateway.upstream.requests import PendingQuery, RequestSender, ask
+from shmserve.protocol.actions import Action
 
 CHAT_TEMPLATE = "chat_template"
 """Model parameter."""

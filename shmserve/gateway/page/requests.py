@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import msgspec
 
 from shmserve.errors import ServeError, Unsupported
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.answers import Buffer
 from shmserve.gateway.limits.caller_shares import Payer
 from shmserve.gateway.page.feed import PageFeed, Viewer, ViewerConnection
@@ -16,6 +15,7 @@ from shmserve.gateway.page.files import PageFiles, confinement
 from shmserve.gateway.upstream.documents import BrokerQuery, Route, error_body
 from shmserve.gateway.upstream.link import GatewayLink
 from shmserve.gateway.upstream.requests import Charge, PendingQuery, ask
+from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import OPERATE, ROLES, remove_private
 
 _JSON = b"application/json"

@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Struct
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.kserve.json_scan import check_depth, unreadable
 from shmserve.gateway.upstream.device_regions import DeviceOrder, handle_of
 from shmserve.gateway.upstream.regions import Caller, Regions, Registration
+from shmserve.protocol.actions import Action
 from shmserve.session.uploads import Body, loading, of_json, of_unload
 
 _FILE = "file:"
@@ -109,16 +109,15 @@ def query_of(route: Route, given: Arguments, regions: Regions, caller: Caller) -
     model, version = route.model, route.version
     match route.action:
         case Action.LIVE | Action.READY:
-            return BrokerQuery(route.action.value, _flag(route.action.value), failed=_not_there)
+            query = route.action.row.query
+            return BrokerQuery(query, _flag(query), failed=_not_there)
         case Action.MODEL_READY:
             return BrokerQuery("ready", _flag("ready", "Model version not ready"), model, version, failed=_not_ready)
         case Action.METADATA:
             return BrokerQuery("metadata", _server(regions))
-        case Action.MODEL_METADATA:
-            return BrokerQuery("metadata", _same, model, version)
-        case Action.CONFIG | Action.STATISTICS:
-            return BrokerQuery(route.action.value, _same, model, version)
-        case Action.INDEX:
+        case Action.MODEL_METADATA | Action.CONFIG | Action.STATISTICS | Action.TRACE | Action.LOG:
+            return BrokerQuery(route.action.row.query, _same, model, version)
+        case Action.MODELS:
             return BrokerQuery("models", _index(given.only_ready))
         case Action.LOAD:
             operation, body = _loading(model, given)
@@ -126,10 +125,8 @@ def query_of(route: Route, given: Arguments, regions: Regions, caller: Caller) -
         case Action.UNLOAD:
             body = of_unload(given.unload_dependents, False, given.force, None)
             return BrokerQuery("unload", _nothing, model, body=body, failed=_was_not_there)
-        case Action.TRACE | Action.LOG:
-            return BrokerQuery(route.action.value, _same, model)
         case Action.SET_TRACE | Action.SET_LOG:
-            return BrokerQuery(route.action.value, _same, model, body=of_json(given.settings or {}))
+            return BrokerQuery(route.action.row.query, _same, model, body=of_json(given.settings or {}))
         case Action.MEMORY_STATUS:
             return FixedDocument(regions.status(route.kind, model))
         case Action.MEMORY_REGISTER:
@@ -255,7 +252,7 @@ class _DeviceOrder(Struct):
 def arguments_of(route: Route, body: bytes) -> Arguments:
     """Decodes the arguments in a JSON body."""
     match route.action:
-        case Action.INDEX:
+        case Action.MODELS:
             return Arguments(only_ready=_only_ready(body))
         case Action.LOAD:
             return _of_load(_read(_Load, body).parameters)

@@ -10,23 +10,26 @@ import pytest
 
 from shmserve.errors import Denied
 from shmserve.gateway.auth import header_forwarding, restricted_apis, tokens
-from shmserve.gateway.auth.access import NEEDS, OPEN, WITHOUT_CREDENTIALS, EndpointAccess, Unauthenticated
-from shmserve.gateway.auth.actions import PAGE, Action
+from shmserve.gateway.auth.access import OPEN, WITHOUT_CREDENTIALS, EndpointAccess, Unauthenticated
+from shmserve.gateway.auth.actions import PAGE
 from shmserve.gateway.auth.header_forwarding import HeaderParameters
 from shmserve.gateway.http.heads import HttpHeads, parse
+from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import CALLER_ROLES, ROLES
 from tests.support.gateway.credentials import digest, nothing, with_token
 from tests.support.gateway.http_connection import lines
 
+SERVED = [action for action in Action if action.row.http]
+
 # ------------------------------------------------------------------------------------------------ roles
 
 
-@pytest.mark.parametrize("action", NEEDS)
+@pytest.mark.parametrize("action", [Action.NONE, *SERVED])
 def test_an_action_needs_one_of_its_roles(action: Action) -> None:
     """Of the endpoint, with every set of roles, or of a token. An action that is not in the table is denied."""
     for roles in (set(some) for count in range(5) for some in itertools.combinations(CALLER_ROLES, count)):
         access = EndpointAccess(roles)
-        if roles & set(NEEDS[action]) or action in WITHOUT_CREDENTIALS:
+        if roles & set(action.row.roles) or action in WITHOUT_CREDENTIALS:
             access.check(action, nothing)
         else:
             with pytest.raises(Denied, match="needs the role"):
@@ -36,7 +39,7 @@ def test_an_action_needs_one_of_its_roles(action: Action) -> None:
     always = action in (*OPEN, *WITHOUT_CREDENTIALS, Action.PAGE_FILE)  # the page itself asks for a token
     for role in CALLER_ROLES:
         denied = pytest.raises(Denied, match="neither this token nor this endpoint grants")
-        with nullcontext() if always or role in NEEDS[action] else denied:
+        with nullcontext() if always or role in action.row.roles else denied:
             access.check(action, {"authorization": f"Bearer {role}"}.get)
     for invalid in (None, "", "Bearer", "Bearer infe", "Basic infer", "infer", f"Bearer {digest('infer')}"):
         headers: dict[str, Any] = {"authorization": invalid}
@@ -60,9 +63,9 @@ def test_web_pages_cannot_change_anything_without_a_token() -> None:
     """Browsers let any page send a POST to this machine, with the page as its origin."""
     page = {"origin": "http://example.org", "authorization": "Bearer t"}
     changing = {"load", "unload", "set_trace", "set_log", "named_repository"}
-    assert {action for action, needs in NEEDS.items() if needs == ("operate",)} == changing
+    assert {action for action in SERVED if action.row.roles == ("operate",)} == changing
     changing |= {"memory_register", "memory_unregister", "memory_status"}
-    for action in set(NEEDS) - {Action.NONE}:
+    for action in SERVED:
         with_token(CALLER_ROLES, role="operate").check(action, page.get)
         if action in changing:
             with pytest.raises(Denied, match="requests from web pages"):
@@ -75,8 +78,9 @@ def test_web_pages_cannot_change_anything_without_a_token() -> None:
 
 
 def test_every_action_is_in_one_group() -> None:
-    grouped = [action for actions in restricted_apis.GROUPS.values() for action in actions]
-    assert sorted(grouped) == sorted(set(NEEDS) - {Action.NONE, Action.METRICS} - PAGE)
+    for action in set(SERVED) - {Action.METRICS} - PAGE:
+        assert len(action.row.groups) == 1, action
+    assert {group for action in Action for group in action.row.groups} == set(restricted_apis.GROUPS)
 
 
 @pytest.mark.parametrize("group", ["metadata", "model-config", "statistics", "model-repository"])

@@ -12,8 +12,8 @@ import pytest
 from shmserve.clients.cli import parser
 from shmserve.errors import Denied
 from shmserve.gateway.auth.access import Unauthenticated
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.auth.gate import Guards
+from shmserve.protocol.actions import Action
 from shmserve.terminal.errors import Failed, Misuse
 from tests.support.gateway.credentials import digest, nothing
 

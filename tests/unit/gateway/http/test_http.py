@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unavailable, Unsupported
 from shmserve.gateway.auth.access import EndpointAccess
-from shmserve.gateway.auth.actions import Action
 from shmserve.gateway.http import bodies
 from shmserve.gateway.http.heads import BadHead, HttpHeads, parse
 from shmserve.gateway.http.routes import METRICS_ROUTES, NoRoute, resolve
 from shmserve.gateway.upstream import documents
 from shmserve.gateway.upstream.documents import Route
 from shmserve.gateway.upstream.regions import Regions
+from shmserve.protocol.actions import Action
 from shmserve.protocol.roles import ROLES
 from tests.support.gateway.http_connection import chunked, lines
 from tests.support.gateway.sliced_work import finished
@@ -233,8 +233,8 @@ def test_the_repository_index() -> None:
     ]
     first = {"name": "a", "version": "1", "state": "READY", "reason": ""}
     second = {"name": "b", "version": "2", "state": "UNAVAILABLE", "reason": "unloaded"}
-    assert question("index").show(models) == [first, second, {"name": "c"}]
-    status, text = documents.http_answer(question("index", b'{"ready": true}').show(models))
+    assert question("models").show(models) == [first, second, {"name": "c"}]
+    status, text = documents.http_answer(question("models", b'{"ready": true}').show(models))
     assert (status, json.loads(text)) == (200, [first])
 
 
@@ -260,8 +260,8 @@ def test_loads_and_unloads() -> None:
     ("load", b'{"parameters": {"config": "no JSON"}}', InvalidRequest),
     ("load", b"[" * 5000, InvalidRequest),
     ("unload", b'{"parameters": {"unload_dependents": "yes"}}', InvalidRequest),
-    ("index", b"{" + b" " * (1 << 20) + b"}", InvalidRequest),
-    ("index", b'{"other": ' + b"[" * 5000, InvalidRequest),
+    ("models", b"{" + b" " * (1 << 20) + b"}", InvalidRequest),
+    ("models", b'{"other": ' + b"[" * 5000, InvalidRequest),
     ("memory_register", b'{"key": "/x", "byte_size": 1}', Unsupported),
     ("named_repository", b"", Unsupported),
     ("set_trace", b"[]", InvalidRequest),
@@ -276,4 +276,4 @@ def test_invalid_queries_are_refused(action: str, body: bytes, kind: type[ServeE
 @pytest.mark.parametrize("value", [b"1", b"null", b'"true"', b"[" * 250_000 + b"true" + b"]" * 250_000])
 def test_the_index_parameter_ready_is_a_boolean(value: bytes) -> None:
     with pytest.raises(InvalidRequest, match="Invalid value for 'ready': expected a boolean"):
-        question("index", b'{"ready": ' + value + b"}")
+        question("models", b'{"ready": ' + value + b"}")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.auth.access import NEEDS
-from shmserve.gateway.auth.actions import PAGE, Action
+from shmserve.gateway.auth.actions import PAGE
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.routes import PATHS, resolve
 from shmserve.gateway.kserve.plans import plan_of
 from shmserve.gateway.upstream.documents import Route
+from shmserve.protocol.actions import Action
 
 DOCUMENT = json.loads(openapi.text())
 VALUES = {"{model}": "m", "{version}": "3", "{region}": "r", "{repository}": "s"}
@@ -36,7 +36,7 @@ def test_all_routes_are_documented_and_resolved() -> None:
         assert isinstance(route, Route), path
         assert route.version == ("3" if "{version}" in template else "")
         actions.add(route.action)
-    assert actions == set(NEEDS) - {Action.NONE, Action.METRICS} - PAGE == set(openapi.OPERATIONS)
+    assert actions == {action for action in Action if action.row.http} - {Action.METRICS} - PAGE
 
 
 def test_operation_ids_are_unique_and_path_parameters_complete() -> None:
