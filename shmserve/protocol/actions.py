@@ -58,13 +58,13 @@ class Action(str, Enum):
     # fmt: off
     NONE = Row("", ())
     """The action of a request without a route."""
-    LIVE = Row("live", _ANY, "Liveness: 200, or 400", query="live",
+    LIVE = Row("live", _ANY, "Liveness", query="live",
         http=("GET /v2/health/live",),
         grpc=("ServerLive",), groups=("health",))
-    READY = Row("ready", _ANY, "Readiness: 200, or 400", query="ready",
+    READY = Row("ready", _ANY, "Readiness", query="ready",
         http=("GET /v2/health/ready",),
         grpc=("ServerReady", f"{_HEALTH}/Check", f"{_HEALTH}/Watch"), groups=("health",))
-    MODEL_READY = Row("model_ready", _ANY, "Readiness of the model: 200, or 400", query="ready",
+    MODEL_READY = Row("model_ready", _ANY, "Readiness of the model", query="ready",
         http=("GET /v2/models/{model}[/versions/{version}]/ready",),
         grpc=("ModelReady",), groups=("health",))
     LOADED = Row("loaded", _ANY, "Wait until no model is being loaded for the first time", query="loaded")

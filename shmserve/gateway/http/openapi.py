@@ -14,7 +14,7 @@ from shmserve.gateway.auth.actions import TO_MODELS
 from shmserve.gateway.http.routes import KSERVE_PATHS, PATHS, Path
 from shmserve.gateway.kserve.plans import CLASSES
 from shmserve.gateway.openai.errors import KIND as OPENAI
-from shmserve.protocol.actions import Action
+from shmserve.protocol.actions import Action, Row
 from shmserve.protocol.messages import DIMS, NAME_LENGTH, TENSORS
 
 JSON, BYTES, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
@@ -79,7 +79,7 @@ def _operation(path: Path, method: str, action: Action) -> _Schema:
     names = re.findall(r"{(\w+)}", path.template)
     described: _Schema = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path.template)]),
-        "summary": row.summary,
+        "summary": _summary(row),
         "parameters": [{"name": name, "in": "path", "required": True, "schema": _ref(_NAMES[name])} for name in names],
         "responses": {"200": _answer(action), "default": {"$ref": f"#/components/responses/{_error(path)}"}},
     }
@@ -96,9 +96,13 @@ def _operation(path: Path, method: str, action: Action) -> _Schema:
     return described
 
 
+def _summary(row: Row) -> str:
+    return f"{row.summary}: 200, or 400" if row.groups == ("health",) else row.summary
+
+
 def _answer(action: Action) -> _Schema:
     row = action.row
-    described: _Schema = {"description": row.summary}
+    described: _Schema = {"description": _summary(row)}
     if row.gives:
         schemas: _Schema = {JSON: {"schema": _ref(row.gives)}, EVENTS: {"schema": {"type": "string"}}, BYTES: {}}
         described["content"] = {kind: schemas[kind] for kind in _CONTENT.get(action, (JSON,))}

@@ -23,6 +23,7 @@ from shmserve.clients.cli.help import names_of
 from shmserve.clients.cli.parser import parser
 from shmserve.core import limits, states
 from shmserve.gateway.kserve.status import BY_CODE
+from shmserve.protocol.actions import Action, Row
 from shmserve.repo import parameters
 from shmserve.repo.config.support import TABLE
 from shmserve.workers.backends.onnx.options import PARAMETERS, SETTINGS, Parameter
@@ -132,6 +133,39 @@ def _metrics(group: str) -> str:
     )
 
 
+def _queries() -> str:
+    rows = [(f"`{row.name}`", *_access(row)[:1], row.summary) for row in _rows() if row.query and row.query == row.name]
+    return table(("Query or operation", "Role", "Summary"), rows)
+
+
+def _paths() -> str:
+    rows = [(_endpoints(row), *_access(row), row.summary) for row in _rows() if row.http and {*row.roles} - {"page"}]
+    return table(("Method and path", "Role", "Restricted API", "Summary"), rows)
+
+
+def _calls() -> str:
+    rows = [
+        (", ".join(f"`{name}`" for name in row.grpc if "." not in name), *_access(row), row.summary)
+        for row in _rows()
+        if row.grpc
+    ]
+    return table(("Call", "Role", "Restricted API", "Summary"), rows)
+
+
+def _rows() -> list[Row]:
+    return [action.row for action in Action]
+
+
+def _access(row: Row) -> tuple[str, str]:
+    return "any" if row.roles == Action.LIVE.row.roles else " or ".join(row.roles), " ".join(row.groups)
+
+
+def _endpoints(row: Row) -> str:
+    """As in `GET /v2/models/MODEL[/versions/N]`."""
+    text = ", ".join("{} `{}`".format(*endpoint.split()) for endpoint in row.http)
+    return re.sub(r"{(\w+)}", lambda match: "N" if match[1] == "version" else match[1].upper(), text)
+
+
 def _limits() -> str:
     known = {field.name: field.default for field in fields(limits.Limits)}
     rows = [(f"`{row.name}`", size(row.name, known[row.name]), row.counts, row.why) for row in limits.NAMED]
@@ -233,7 +267,10 @@ PARTS = (
     DocPart("settings.md", "Triton's flags", _flags_of_triton),
     DocPart("settings.md", "Triton's defaults", _defaults_of_triton),
     DocPart("metrics.md", "the metrics", lambda: sections(metric_definitions.GROUPS, _metrics)),
+    DocPart("security.md", "the queries", _queries),
     DocPart("security.md", "the limits", _limits),
+    DocPart("http.md", "the paths", _paths),
+    DocPart("grpc.md", "the calls", _calls),
     DocPart("onnx.md", "the parameters", lambda: _onnx("Parameter", PARAMETERS)),
     DocPart("onnx.md", "the settings", lambda: _onnx("Setting", SETTINGS)),
     DocPart("repository.md", "the fields", _support),
