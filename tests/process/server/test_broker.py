@@ -18,6 +18,7 @@ from bench.lib.processes import resident_bytes
 from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, Fail, Goodbye, Infer, Reply, Tensor, Unmap
+from shmserve.protocol.roles import OPERATIONS, QUERIES
 from tests.support.launch import Launched, identity
 
 pytestmark = pytest.mark.process
@@ -62,6 +63,16 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
     options = ["--limit", "client_errors=40", "--host-policy", f"cpu,cpu-cores={CORE}", "--log-verbose", "2"]
     with Launched(place / "models", place / "run", *options) as server:
         yield server
+
+
+@pytest.mark.parametrize("what", QUERIES)
+def test_every_query_in_the_table_of_actions_has_a_handler(running: Launched, what: str) -> None:
+    with Lane(running.lane) as lane:
+        lane.hello("memfd")
+        # Operations must change nothing: this body is no JSON, and there is no such model.
+        lane.send(Ask(5, what, "nobody", body=b"[" if what in OPERATIONS else b""))
+        answer = lane.receive_kind(Answer, Fail)
+        assert isinstance(answer, Answer) or (answer.code != "INTERNAL" and "unknown query" not in answer.text), answer
 
 
 def test_a_server_starts_answers_and_stops_on_sigint(repository: Path, tmp_path: Path) -> None:
