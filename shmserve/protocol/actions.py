@@ -59,52 +59,47 @@ class Action(str, Enum):
     NONE = Row("", ())
     """The action of a request without a route."""
     LIVE = Row("live", _ANY, "Liveness", query="live",
-        http=("GET /v2/health/live",),
-        grpc=("ServerLive",), groups=("health",))
+        http=("GET /v2/health/live",), grpc=("ServerLive",), groups=("health",))
     READY = Row("ready", _ANY, "Readiness", query="ready",
-        http=("GET /v2/health/ready",),
-        grpc=("ServerReady", f"{_HEALTH}/Check", f"{_HEALTH}/Watch"), groups=("health",))
+        http=("GET /v2/health/ready",), grpc=("ServerReady", f"{_HEALTH}/Check", f"{_HEALTH}/Watch"),
+        groups=("health",))
     MODEL_READY = Row("model_ready", _ANY, "Readiness of the model", query="ready",
-        http=("GET /v2/models/{model}[/versions/{version}]/ready",),
-        grpc=("ModelReady",), groups=("health",))
+        http=("GET /v2/models/{model}[/versions/{version}]/ready",), grpc=("ModelReady",), groups=("health",))
     LOADED = Row("loaded", _ANY, "Wait until no model is being loaded for the first time", query="loaded")
     METADATA = Row("metadata", _ANY, "Server metadata: name, version and extensions", query="metadata",
-        http=("GET /v2",),
-        grpc=("ServerMetadata",), groups=("metadata",), gives="Server")
+        http=("GET /v2",), grpc=("ServerMetadata",), groups=("metadata",), gives="Server")
     MODEL_METADATA = Row("model_metadata", _ANY, "Model metadata: inputs and outputs", query="metadata",
-        http=("GET /v2/models/{model}[/versions/{version}]",),
-        grpc=("ModelMetadata",), groups=("metadata",), gives="Model")
+        http=("GET /v2/models/{model}[/versions/{version}]",), grpc=("ModelMetadata",), groups=("metadata",),
+        gives="Model")
     OPENAPI = Row("openapi", _ANY, "This document", http=("GET /v2/openapi.json",), groups=("metadata",), gives="Any")
     MODELS = Row("models", _READ, "All models", query="models",
-        http=("POST /v2/repository/index",),
-        grpc=("RepositoryIndex",), groups=("model-repository",), takes="Filter", gives="Index")
+        http=("POST /v2/repository/index",), grpc=("RepositoryIndex",), groups=("model-repository",), takes="Filter",
+        gives="Index")
     CONFIG = Row("config", _READ, "Model configuration", query="config",
-        http=("GET /v2/models/{model}[/versions/{version}]/config",),
-        grpc=("ModelConfig",), groups=("model-config",), gives="Any")
+        http=("GET /v2/models/{model}[/versions/{version}]/config",), grpc=("ModelConfig",), groups=("model-config",),
+        gives="Any")
     ORIGINS = Row("origins", _READ, "Model configuration, and where each value comes from", query="origins")
     STATISTICS = Row("statistics", _READ, "Statistics", query="statistics",
-        http=("GET /v2/models/stats", "GET /v2/models/{model}[/versions/{version}]/stats"),
-        grpc=("ModelStatistics",), groups=("statistics",), gives="Statistics")
+        http=("GET /v2/models/stats", "GET /v2/models/{model}[/versions/{version}]/stats"), grpc=("ModelStatistics",),
+        groups=("statistics",), gives="Statistics")
     METRICS = Row("metrics", _READ, "Metrics, in the Prometheus format", query="metrics", http=("GET /metrics",))
     ACTIVITY = Row("activity", _READ, "Current activity, and the counters of all models", query="activity")
     REPORT = Row("report", _READ, "An overview of one model", query="report")
     LOG = Row("log", _READ, "Log settings", query="log",
-        http=("GET /v2/logging",),
-        grpc=("LogSettings",), groups=("logging",), gives="Settings")
+        http=("GET /v2/logging",), grpc=("LogSettings",), groups=("logging",), gives="Settings")
     TRACE = Row("trace", _READ, "Trace settings", query="trace",
-        http=("GET /v2[/models/{model}]/trace/setting",),
-        grpc=("TraceSetting",), groups=("trace",), gives="Settings")
+        http=("GET /v2[/models/{model}]/trace/setting",), grpc=("TraceSetting",), groups=("trace",), gives="Settings")
     TRAFFIC = Row("traffic", _READ, "Shares, aliases and shadows of the versions of a model", query="traffic")
     TEXT_MODELS = Row("text_models", _READ, "READY models that take text", query="text_models")
     SERVICE = Row("service", _READ, "Whether the server is out of service, and what is still in flight",
         query="service")
     LOGS = Row("logs", _OPERATE, "The latest records of the log", query="logs")
     LOAD = Row("load", _OPERATE, "Load or reload the model", query="load",
-        http=("POST /v2/repository/models/{model}/load",),
-        grpc=("RepositoryModelLoad",), groups=("model-repository",), changes=True, takes="Load")
+        http=("POST /v2/repository/models/{model}/load",), grpc=("RepositoryModelLoad",), groups=("model-repository",),
+        changes=True, takes="Load")
     UNLOAD = Row("unload", _OPERATE, "Unload the model", query="unload",
-        http=("POST /v2/repository/models/{model}/unload",),
-        grpc=("RepositoryModelUnload",), groups=("model-repository",), changes=True, takes="Unload")
+        http=("POST /v2/repository/models/{model}/unload",), grpc=("RepositoryModelUnload",),
+        groups=("model-repository",), changes=True, takes="Unload")
     NAMED_REPOSITORY = Row("named_repository", _OPERATE, "Not supported: 501",
         http=("POST /v2/repository/{repository}/index",
               "POST /v2/repository/{repository}/models/{model}/load",
@@ -113,41 +108,36 @@ class Action(str, Enum):
     RESTART = Row("restart", _OPERATE, "Restart the processes of a model", query="restart", changes=True)
     ROLLBACK = Row("rollback", _OPERATE, "Load the previous files of a model", query="rollback", changes=True)
     SET_LOG = Row("set_log", _OPERATE, "Change log settings", query="set_log",
-        http=("POST /v2/logging",),
-        groups=("logging",), changes=True, takes="Settings", gives="Settings")
+        http=("POST /v2/logging",), groups=("logging",), changes=True, takes="Settings", gives="Settings")
     SET_TRACE = Row("set_trace", _OPERATE, "Change trace settings", query="set_trace",
-        http=("POST /v2[/models/{model}]/trace/setting",),
-        groups=("trace",), changes=True, takes="Settings", gives="Settings")
+        http=("POST /v2[/models/{model}]/trace/setting",), groups=("trace",), changes=True, takes="Settings",
+        gives="Settings")
     SET_TRAFFIC = Row("set_traffic", _OPERATE, "Change shares, aliases and shadows", query="set_traffic", changes=True)
     SET_SERVICE = Row("set_service", _OPERATE, "Take the server out of service, or back", query="set_service",
         changes=True)
     RECORD = Row("record", _OPERATE, "Record when each client sends requests", query="record", changes=True)
     INFER = Row("infer", _INFER, "Run the model",
-        http=("POST /v2/models/{model}[/versions/{version}]/infer",),
-        grpc=("ModelInfer", "ModelStreamInfer"), groups=("inference",), changes=True, takes="InferRequest",
-        gives="InferResponse")
+        http=("POST /v2/models/{model}[/versions/{version}]/infer",), grpc=("ModelInfer", "ModelStreamInfer"),
+        groups=("inference",), changes=True, takes="InferRequest", gives="InferResponse")
     GENERATE = Row("generate", _INFER, "Run the model once, with plain JSON",
-        http=("POST /v2/models/{model}[/versions/{version}]/generate",),
-        groups=("inference",), changes=True, takes="Generate", gives="Generated")
+        http=("POST /v2/models/{model}[/versions/{version}]/generate",), groups=("inference",), changes=True,
+        takes="Generate", gives="Generated")
     GENERATE_STREAM = Row("generate_stream", _INFER,
         "Run the model with plain JSON; each response is a server-sent event",
-        http=("POST /v2/models/{model}[/versions/{version}]/generate_stream",),
-        groups=("inference",), changes=True, takes="Generate", gives="Generated")
+        http=("POST /v2/models/{model}[/versions/{version}]/generate_stream",), groups=("inference",), changes=True,
+        takes="Generate", gives="Generated")
     COMPLETIONS = Row("completions", _INFER, "OpenAI-compatible: completions; with `stream`, as server-sent events",
-        http=("POST /v1/completions",),
-        groups=("inference",), changes=True, takes="Completion", gives="Choices")
+        http=("POST /v1/completions",), groups=("inference",), changes=True, takes="Completion", gives="Choices")
     CHAT_COMPLETIONS = Row("chat_completions", _INFER,
         "OpenAI-compatible: chat completions; with `stream`, as server-sent events",
-        http=("POST /v1/chat/completions",),
-        groups=("inference",), changes=True, takes="Chat", gives="Choices")
+        http=("POST /v1/chat/completions",), groups=("inference",), changes=True, takes="Chat", gives="Choices")
     EMBEDDINGS = Row("embeddings", _INFER, "OpenAI-compatible: embeddings",
-        http=("POST /v1/embeddings",),
-        groups=("inference",), changes=True, takes="TextsToEmbed", gives="EmbeddingList")
+        http=("POST /v1/embeddings",), groups=("inference",), changes=True, takes="TextsToEmbed", gives="EmbeddingList")
     OPENAI_MODELS = Row("openai_models", _ANY, "OpenAI-compatible: language models and embedding models",
-        query="text_models", http=("GET /v1/models",), groups=("model-repository",), gives="OpenAiModels")
+        query="text_models",
+        http=("GET /v1/models",), groups=("model-repository",), gives="OpenAiModels")
     OPENAI_MODEL = Row("openai_model", _ANY, "OpenAI-compatible: one of them", query="text_models",
-        http=("GET /v1/models/{model}",),
-        groups=("model-repository",), gives="OpenAiModel")
+        http=("GET /v1/models/{model}",), groups=("model-repository",), gives="OpenAiModel")
     MEMORY_STATUS = Row("memory_status", _MEMORY, "Registered shared memory regions",
         http=("GET /v2/systemsharedmemory[/region/{region}]/status",
               "GET /v2/cudasharedmemory[/region/{region}]/status"),
@@ -164,8 +154,7 @@ class Action(str, Enum):
     PAGE_FILE = Row("page_file", _PAGE, "A file of the web page: code and style sheets, which contain no data",
         http=("GET /", "GET /page/{file}", "GET /page/{folder}/{file}"))
     PAGE_EVENTS = Row("page_events", _PAGE, "The event stream of the web page", query="activity",
-        http=("GET /page/events",),
-        groups=("model-repository", "statistics"))
+        http=("GET /page/events",), groups=("model-repository", "statistics"))
     PAGE_PREFLIGHT = Row("page_preflight", (),
         "A browser's CORS preflight: may the page of another server read the event stream?",
         http=("OPTIONS /page/events",))
