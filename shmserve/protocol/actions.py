@@ -58,6 +58,24 @@ class Action(str, Enum):
     # fmt: off
     NONE = Row("", ())
     """The action of a request without a route."""
+    # Paths are tried in the order of the rows, so the most frequent requests come first.
+    INFER = Row("infer", _INFER, "Run the model",
+        http=("POST /v2/models/{model}[/versions/{version}]/infer",), grpc=("ModelInfer", "ModelStreamInfer"),
+        groups=("inference",), changes=True, takes="InferRequest", gives="InferResponse")
+    GENERATE = Row("generate", _INFER, "Run the model once, with plain JSON",
+        http=("POST /v2/models/{model}[/versions/{version}]/generate",), groups=("inference",), changes=True,
+        takes="Generate", gives="Generated")
+    GENERATE_STREAM = Row("generate_stream", _INFER,
+        "Run the model with plain JSON; each response is a server-sent event",
+        http=("POST /v2/models/{model}[/versions/{version}]/generate_stream",), groups=("inference",), changes=True,
+        takes="Generate", gives="Generated")
+    COMPLETIONS = Row("completions", _INFER, "OpenAI-compatible: completions; with `stream`, as server-sent events",
+        http=("POST /v1/completions",), groups=("inference",), changes=True, takes="Completion", gives="Choices")
+    CHAT_COMPLETIONS = Row("chat_completions", _INFER,
+        "OpenAI-compatible: chat completions; with `stream`, as server-sent events",
+        http=("POST /v1/chat/completions",), groups=("inference",), changes=True, takes="Chat", gives="Choices")
+    EMBEDDINGS = Row("embeddings", _INFER, "OpenAI-compatible: embeddings",
+        http=("POST /v1/embeddings",), groups=("inference",), changes=True, takes="TextsToEmbed", gives="EmbeddingList")
     LIVE = Row("live", _ANY, "Liveness", query="live",
         http=("GET /v2/health/live",), grpc=("ServerLive",), groups=("health",))
     READY = Row("ready", _ANY, "Readiness", query="ready",
@@ -116,23 +134,6 @@ class Action(str, Enum):
     SET_SERVICE = Row("set_service", _OPERATE, "Take the server out of service, or back", query="set_service",
         changes=True)
     RECORD = Row("record", _OPERATE, "Record when each client sends requests", query="record", changes=True)
-    INFER = Row("infer", _INFER, "Run the model",
-        http=("POST /v2/models/{model}[/versions/{version}]/infer",), grpc=("ModelInfer", "ModelStreamInfer"),
-        groups=("inference",), changes=True, takes="InferRequest", gives="InferResponse")
-    GENERATE = Row("generate", _INFER, "Run the model once, with plain JSON",
-        http=("POST /v2/models/{model}[/versions/{version}]/generate",), groups=("inference",), changes=True,
-        takes="Generate", gives="Generated")
-    GENERATE_STREAM = Row("generate_stream", _INFER,
-        "Run the model with plain JSON; each response is a server-sent event",
-        http=("POST /v2/models/{model}[/versions/{version}]/generate_stream",), groups=("inference",), changes=True,
-        takes="Generate", gives="Generated")
-    COMPLETIONS = Row("completions", _INFER, "OpenAI-compatible: completions; with `stream`, as server-sent events",
-        http=("POST /v1/completions",), groups=("inference",), changes=True, takes="Completion", gives="Choices")
-    CHAT_COMPLETIONS = Row("chat_completions", _INFER,
-        "OpenAI-compatible: chat completions; with `stream`, as server-sent events",
-        http=("POST /v1/chat/completions",), groups=("inference",), changes=True, takes="Chat", gives="Choices")
-    EMBEDDINGS = Row("embeddings", _INFER, "OpenAI-compatible: embeddings",
-        http=("POST /v1/embeddings",), groups=("inference",), changes=True, takes="TextsToEmbed", gives="EmbeddingList")
     OPENAI_MODELS = Row("openai_models", _ANY, "OpenAI-compatible: language models and embedding models",
         query="text_models",
         http=("GET /v1/models",), groups=("model-repository",), gives="OpenAiModels")
