@@ -58,7 +58,8 @@ def _failure(tests: list[str], tree: Path, limit: float) -> str:
     listed = tree / "build" / "mutation-tests.txt"
     listed.parent.mkdir(exist_ok=True)
     listed.write_text("\n".join(tests) + "\n")
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    # Under pytest-xdist, a failure that Hypothesis finds is not shrunk, which would take until the limit.
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_XDIST_WORKER": "gw0"}
     command = ["prlimit", f"--cpu={LIMIT_S}", *PYTEST, f"@{listed}"]
     with tempfile.TemporaryFile("w+") as output:
         running = subprocess.Popen(command, cwd=tree, env=environment, stdout=output, stderr=output)
