@@ -103,17 +103,20 @@ def _check_callers(state: State, callers: dict[int, CallingWorker]) -> None:
 
 
 def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
+    steps: Counter[ClientState] = Counter()
     step_bytes: Counter[ClientState] = Counter()
     input_bytes: Counter[ClientState] = Counter()
     for request in state.requests.values():
         if request.state is not RequestState.DONE:
             input_bytes[request.client] += request.input_bytes
         if request.is_step:
+            steps[request.client] += 1
             step_bytes[request.client] += request.inline
     for client in clients:
         assert client.gone == (client is state.shadow_client)
         own = sum(state.requests[number].inline for number in client.requests.values())
         assert client.bytes == own + step_bytes[client]
+        assert client.steps == steps[client]
         assert client.input_bytes == input_bytes[client]
 
 
