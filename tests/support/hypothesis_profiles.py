@@ -26,24 +26,19 @@ def examples(count: int = 100, quick: int | None = None) -> int:
 
 
 def load_profile() -> None:
+    # With several processes, the timeout would end a test while it shrinks a failure. Without them, the test finds the
+    # same failure, and shrinks it.
+    several = "PYTEST_XDIST_WORKER" in os.environ
     settings.register_profile(
         "explore",
         max_examples=examples(),
+        phases=[Phase.explicit, Phase.generate] if several else list(Phase),
         # The time of an example, or of making its data, depends on how busy the machine is.
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
         print_blob=True,
     )
-    # With several processes, as in `make test`, the timeout would end a test while it shrinks a failure. Without them,
-    # the test finds the same failure, and shrinks it.
-    several = "PYTEST_XDIST_WORKER" in os.environ
-    settings.register_profile(
-        "suite",
-        settings.get_profile("explore"),
-        derandomize=True,
-        database=None,
-        phases=[Phase.explicit, Phase.generate] if several else list(Phase),
-    )
+    settings.register_profile("suite", settings.get_profile("explore"), derandomize=True, database=None)
     settings.load_profile("explore" if TIMES else "suite")
     # Hypothesis also tries the constants in the modules imported so far, which depend on the tests that the process has
     # run before. Without them, a seed gives the same examples when a test is repeated alone.
