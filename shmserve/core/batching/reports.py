@@ -161,24 +161,26 @@ def _rows(state: State, version: Version, instance: Instance, batch: Batch[Reque
     requests, append = state.requests, state.effects.append
     taken, number = done.times[0], version.number
     usual: list[Request] = []
-    for row in done.rows:
-        request = requests.get(row.request)
-        if (
-            request is not None and request.batch is batch and request.state is _SENT and row.error is None
-            and not request.special
-        ):  # fmt: skip
-            for tensor in row.outputs:
-                if not isinstance(tensor.data, bytes):
-                    break
-            else:
-                reply = Reply(request.client_number, number, row.outputs, row.parameters)
-                append(Send(request.client.number, reply))
-                del requests[row.request]
-                usual.append(request)
-                continue
-        _row(state, version, instance, batch, row, now, taken)
-    batch.left -= len(usual)
-    exit.end_plain(version, usual, taken, now)
+    try:
+        for row in done.rows:
+            request = requests.get(row.request)
+            if (
+                request is not None and request.batch is batch and request.state is _SENT and row.error is None
+                and not request.special
+            ):  # fmt: skip
+                for tensor in row.outputs:
+                    if not isinstance(tensor.data, bytes):
+                        break
+                else:
+                    reply = Reply(request.client_number, number, row.outputs, row.parameters)
+                    append(Send(request.client.number, reply))
+                    del requests[row.request]
+                    usual.append(request)
+                    continue
+            _row(state, version, instance, batch, row, now, taken)
+    finally:  # after an internal error, too, those that were answered have ended
+        batch.left -= len(usual)
+        exit.end_plain(version, usual, taken, now)
 
 
 def _columns(
@@ -188,28 +190,30 @@ def _columns(
     requests, forms = state.requests, columns.forms
     usual: list[Request] = []
     replies: dict[ClientState, tuple[list[int], list[int], list[tuple[bytes, ...]]]] = {}
-    for index, (own, axis, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
-        request = requests.get(own)
-        if request is None or request.batch is not batch or request.state is not _SENT or request.special:
-            _row(state, version, instance, batch, Row(own, columns.tensors(index)), now, taken)
-            continue
-        client, number = request.client, request.client_number
-        if request.form is None:
-            state.send(client.number, Reply(number, version.number, tensors_of(forms, axis, data)))
-        else:
-            reply = replies.get(client)
-            if reply is None:
-                reply = replies[client] = ([], [], [])
-            reply[0].append(number)
-            reply[1].append(axis)
-            reply[2].append(data)
-        del requests[own]
-        usual.append(request)
-    for client, (numbers, axes, blobs) in replies.items():
-        message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
-        state.send(client.number, message)
-    batch.left -= len(usual)
-    exit.end_plain(version, usual, taken, now)
+    try:
+        for index, (own, axis, data) in enumerate(zip(columns.requests, columns.rows, columns.data, strict=True)):
+            request = requests.get(own)
+            if request is None or request.batch is not batch or request.state is not _SENT or request.special:
+                _row(state, version, instance, batch, Row(own, columns.tensors(index)), now, taken)
+                continue
+            client, number = request.client, request.client_number
+            if request.form is None:
+                state.send(client.number, Reply(number, version.number, tensors_of(forms, axis, data)))
+            else:
+                reply = replies.get(client)
+                if reply is None:
+                    reply = replies[client] = ([], [], [])
+                reply[0].append(number)
+                reply[1].append(axis)
+                reply[2].append(data)
+            del requests[own]
+            usual.append(request)
+    finally:
+        for client, (numbers, axes, blobs) in replies.items():
+            message = ReplyBatch(version.number, Columns(forms, tuple(numbers), tuple(axes), tuple(blobs)))
+            state.send(client.number, message)
+        batch.left -= len(usual)
+        exit.end_plain(version, usual, taken, now)
 
 
 def _row(

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from shmserve.core import exit
 from shmserve.core.batching import dispatch, reports
 from shmserve.core.core import Core
 from shmserve.core.effects import Kill, Log, Send
 from shmserve.core.internal_errors import ERRORS_PER_TURN, INTERNAL_ERROR
 from shmserve.core.requests.admission import Admission
-from shmserve.protocol.messages import Fail, Goodbye, Reply
+from shmserve.protocol.messages import Cancel, Columns, Fail, Goodbye, InferBatch, Reply, TensorForm
 from tests.support.core.policies import plain
 from tests.support.core.world import World
 
@@ -81,6 +82,45 @@ def test_the_worker_is_killed_and_its_requests_are_run_by_another() -> None:
     assert set(client.answers) == {1, 2, 3}
     assert not any(isinstance(answer, Fail) and "KeyError" in answer.text for answer in client.answers.values())
     assert not world.core.state.requests
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_requests_answered_before_the_error_are_not_run_again(columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Faulty()
+    world.checks = False  # the batch has counted the request whose end failed
+    client, worker = world.connect("a"), world.worker("m_0")
+    world.turn([client.infer(9)])  # the fake worker sends no columns for every third Execute
+    world.finish()
+    worker.in_columns = columns
+    for number in (1, 2):
+        client.sends(number)
+    form = TensorForm("x", "FP32", (1,))
+    world.turn([(client.peer, InferBatch("m", 0, Columns((form,), (1, 2), (1, 1), ((bytes(4),), (bytes(4),)))))])
+    assert worker.running is not None
+    assert len(worker.running.works) == 2
+    world.turn([(client.peer, Cancel(2))])
+    fail_once(monkeypatch, exit, "released")
+    worker.finish(world.now)
+    assert (worker.outbox[-1].columns is not None) == columns
+    world.settle()
+    assert len(world.logs()) == 1
+    assert isinstance(client.answers[1], Reply)
+    world.advance(world.now + 10**10)
+    world.checks = True
+    world.finish_all()
+    assert not world.core.state.requests
+    world.gone(client)
+    assert len(world.logs()) == 1
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    good = getattr(owner, name)
+
+    def bad(*arguments: Any) -> None:
+        monkeypatch.setattr(owner, name, good)
+        raise ArithmeticError(name)
+
+    monkeypatch.setattr(owner, name, bad)
 
 
 def test_too_many_errors_end_the_server() -> None:
