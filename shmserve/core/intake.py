@@ -1,8 +1,9 @@
-"""The one way into the core: every request is made here.
+"""The one way into the core for the requests of clients, of models and of ensembles.
 
 `ask` takes the message of a client, or a call of a model: it finds the version, lets the request wait while that is
 loading, checks it, and queues it. What differs for a call is asked of its `Calling`. `ask_columns` does the same for
-many requests of one form at once. `step` and `shadow` make requests that are already checked.
+many requests of one form at once. `step` makes the request of a step, which its ensemble has checked. Only the copy of
+a request for a shadow is made elsewhere, in `requests.shadow`: no limit may refuse it.
 
 Invariant: `ask_columns` refuses the same requests as `ask`, with the same errors. Once the memory of a request is
 pinned, nothing refuses it.
@@ -171,7 +172,7 @@ class Intake:
                 shadow.choose(state, request, state.shadows[message.model])
             if options is not None or self._samples:
                 state.observers.admitted(version, (request,))
-        if version.plain and not state.accused:  # `put` in a straight line
+        if version.plain and not state.accused:  # `enqueue.put` in a straight line
             version.queue.add(request)
             state.to_dispatch[version] = None
         else:
@@ -382,7 +383,7 @@ class Intake:
         now: int,
     ) -> Request:
         """Makes the request of a step of the ensemble request `parent`. Its run sets what else it needs, and then calls
-        `put`. `checked`: rows, signature, inline bytes and length."""
+        `enqueue.put`. `checked`: rows, signature, inline bytes and length."""
         rows, signature, inline, length = checked
         request = Request(
             self._state.next_number(), run, parent.client, 0, version, inputs, outputs, options, rows, rows or 1,
