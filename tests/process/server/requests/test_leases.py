@@ -4,6 +4,7 @@ the broker, whichever side ends the lease."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -291,7 +292,11 @@ def test_clients_of_a_gateway_share_its_lease(leases: Leases) -> None:
         for number in range(first, 200, 2):
             ask(number)
 
-    with leases.server.client() as observer:
+    with contextlib.ExitStack() as stack:
+        for caller in callers:
+            stack.enter_context(contextlib.closing(caller))
+        observer = stack.enter_context(leases.server.client())
+        until(observer, lambda: "\nshmserve_leases 0\n" in observer.metrics())  # those of earlier tests have ended
         before = leases.counts("large")
         for width in (2, WIDE):
             count = 0
@@ -312,8 +317,6 @@ def test_clients_of_a_gateway_share_its_lease(leases: Leases) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(ask_often, range(2)))
         assert leases.counts("large")[0] == before[0] + ALONE + 200
-    for caller in callers:
-        caller.close()
 
 
 def test_a_forked_child_has_no_lease(leases: Leases) -> None:
