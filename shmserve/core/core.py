@@ -326,7 +326,7 @@ class Core:
                     del state.to_dispatch[version]
                 if version.asleep and version.queued:
                     sleep.wake(state, version, now)
-                if version.sequence_slots is None:
+                if version.service.sequence_slots is None:
                     dispatch.dispatch(state, version, now)
                 else:
                     dispatch.refuse_stranded(state, version, now)

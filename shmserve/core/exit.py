@@ -10,7 +10,7 @@ Invariant: the requester gets exactly one final response.
 from __future__ import annotations
 
 from shmserve.core.effects import Free
-from shmserve.core.records import ORDER, ClientState, Request, Version
+from shmserve.core.records import ClientState, Request, Version
 from shmserve.core.requests import shadow
 from shmserve.core.state import State
 from shmserve.core.states import RequestState, VersionState, move_all
@@ -29,7 +29,7 @@ def respond(state: State, request: Request, message: Reply | Fail) -> None:
     """Answers a request that no worker has any more: now or, with preserve_ordering, in order."""
     if state.shadowed and request.number in state.shadowed and isinstance(message, Reply):
         message = shadow.answered(state, request, message)
-    order = request.version.order
+    order = request.version.service.order
     if order is None:
         deliver(state, request, message)
     else:
@@ -78,17 +78,9 @@ def respond_part(
 def respond_in_order(state: State, version: Version) -> None:
     """Delivers responses from the head of the order, as far as they are complete; removes requests answered
     early."""
-    order = version.order
-    while order and order[0].state in (_DONE, _LINGERING, _ENDED):
-        request = order.popleft()
-        if request.state is _DONE:
-            assert request.reply is not None
-            deliver(state, request, request.reply)
-    if order and len(order) > version.order_swept:
-        left = [request for request in order if request.state not in _GONE]
-        order.clear()
-        order.extend(left)
-        version.order_swept = max(ORDER, 2 * len(left))
+    for request in version.service.in_order():
+        assert request.reply is not None
+        deliver(state, request, request.reply)
 
 
 # ------------------------------------------------------------------------------------ failures
@@ -110,7 +102,7 @@ def fail_unsent(state: State, request: Request, code: str, text: str, now: int) 
     version = request.version
     version.statistics.failed_as(code, text, now - request.arrived, now)
     deliver(state, request, Fail(request.client_number, code, text))
-    if version.order is not None:
+    if version.service.order is not None:
         respond_in_order(state, version)
 
 
@@ -185,7 +177,7 @@ def linger(state: State, request: Request) -> None:
     instance = request.instance
     if instance is not None:  # the worker drops the request if it has not started, otherwise notifies the model
         state.send(instance.peer, Withdraw((request.number,)))
-    if request.version.order is not None:
+    if request.version.service.order is not None:
         respond_in_order(state, request.version)
 
 
@@ -250,7 +242,7 @@ def _release(state: State, request: Request) -> None:
 
 def is_stream(request: Request) -> bool:
     """Does only the model decide when the request ends? That may be long after its client has disconnected."""
-    return request.version.decoupled and request.version.graph is None
+    return request.version.service.decoupled and request.version.service.graph is None
 
 
 # ------------------------------------------------------------------------------------ account

@@ -117,13 +117,13 @@ class Intake:
             waits = version.state is VersionState.LOADING or (version.unchecked.count > 0 and waited is None)
         if waits:
             return self._wait(client, number, message, version, now, blocks, waited, calling)
-        assert version.checker is not None, version.label
-        rows, signature, inline, shared, length = version.checker.check(inputs, outputs)
+        assert version.service.checker is not None, version.label
+        rows, signature, inline, shared, length = version.service.checker.check(inputs, outputs)
         if options is not None:
             inline += options_bytes(options)
         if shared:
             inline += HANDLE_BYTES * sum([len(tensor.data) for tensor in inputs if type(tensor.data) is tuple])
-        streamed = version.decoupled or (options is not None and options.window > 0)
+        streamed = version.service.decoupled or (options is not None and options.window > 0)
         busy = False
         if calling is not None:
             calling.check_form(version)
@@ -136,7 +136,7 @@ class Intake:
                     self._check_held(client)
             if streamed:
                 self._check_stream(client, version, options)
-        plain = version.plain and (options is None or not options.sequence)
+        plain = version.service.plain and (options is None or not options.sequence)
         level = 0 if plain else enqueue.level(state, client, version, message.version, options, rows, now)
         if waited is None:
             segments, pins, size = self._memory(client, message, blocks, calling) if shared else _NOTHING
@@ -172,8 +172,8 @@ class Intake:
                 shadow.choose(state, request, state.shadows[message.model])
             if options is not None or self._samples:
                 state.observers.admitted(version, (request,))
-        if version.plain and not state.accused:  # `enqueue.put` in a straight line
-            version.queue.add(request)
+        if version.service.plain and not state.accused:  # `enqueue.put` in a straight line
+            version.service.queue.add(request)
             state.to_dispatch[version] = None
         else:
             enqueue.put(state, version, message.version, request, now)
@@ -285,7 +285,7 @@ class Intake:
         try:
             if (
                 client.roles & _INFER and version is not None and not message.version
-                and version.plain and not version.decoupled and not state.draining
+                and version.service.plain and not version.service.decoupled and not state.draining
                 and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
                 and client.held_bytes <= self._heavy and not state.accused and message.model not in state.shadows
             ):  # fmt: skip
@@ -316,7 +316,8 @@ class Intake:
 
     def _ask_usual(self, client: ClientState, version: Version, message: InferBatch, now: int) -> None:
         """The straight line for requests that need only the usual checks."""
-        state, columns, checker, refusals = self._state, message.columns, version.checker, self._refusals
+        service = version.service
+        state, columns, checker, refusals = self._state, message.columns, service.checker, self._refusals
         assert checker is not None, version.label
         form = checker.form(columns.forms)
         known, requests, mine = form.by_rows, state.requests, client.requests
@@ -364,7 +365,7 @@ class Intake:
         if admitted:
             if self._samples:
                 state.observers.admitted(version, admitted)
-            version.queue.add_all(admitted)
+            service.queue.add_all(admitted)
             state.to_dispatch[version] = None
 
     # ------------------------------------------------------------------------------------ checked requests

@@ -44,7 +44,7 @@ def check(state: State, queries: QueryQueue) -> None:
         assert len(generations) == len(set(generations)), model.name
         for version in generations:
             assert version.waits == waiting[version], version.label
-            _check_version(state, version, queues[version] if version in queues else version.queue.in_order())
+            _check_version(state, version, queues[version] if version in queues else version.service.queue.in_order())
         _check_operation(model)
 
 
@@ -56,7 +56,7 @@ def _check_requests(state: State) -> dict[Version, list[Request]]:
         if request.state is RequestState.QUEUED:
             version = request.version
             if version not in queues:
-                queues[version] = version.queue.in_order()
+                queues[version] = version.service.queue.in_order()
             waits: Iterable[Request] = version.suspects if request.suspect else queues[version]
             if request.unchecked is not None:
                 assert version.state is VersionState.LOADING or version in state.loaded_versions, request.story()
@@ -81,8 +81,8 @@ def _check_started(request: Request) -> None:
     """A request that a worker has, or whose response waits for those of earlier requests."""
     if request.state is RequestState.DONE:
         assert request.reply is not None, request.story()
-        assert request.version.order, request.story()
-        assert request in list(request.version.order)[1:], request.story()
+        assert request.version.service.order, request.story()
+        assert request in list(request.version.service.order)[1:], request.story()
     elif request.instance is not None and request.number in request.instance.streams:
         assert request.state in (RequestState.OPEN, RequestState.LINGERING), request.story()
         assert request.batch is None, request.story()
@@ -122,12 +122,13 @@ def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
 
 def _check_version(state: State, version: Version, queue: list[Request]) -> None:
     """`queue`: the requests in the version's queue, in order."""
+    service = version.service
     assert (version in state.unloading_versions) == (version.state is VersionState.UNLOADING), version.label
     if version.trial is not None:
         assert version.trial.running is not None, version.label
         assert version.trial.running.count == 1, version.label
-    assert version.queue.count == len(queue), version.label
-    if version.padding is not None and version.policy is not None:
+    assert service.queue.count == len(queue), version.label
+    if service.padding is not None and version.policy is not None:
         assert all(request.passed <= version.policy.max_batch for request in queue), version.label
     for instance in version.instances:
         _check_instance(state, version.idle, instance)
@@ -217,7 +218,7 @@ def _check_sequences(state: State) -> None:
         assert instance.retiring, instance.story()
         assert instance in version.instances, instance.story()
     versions = [version for model in state.models.values() for version in model.generations()]
-    for slots in [version.sequence_slots for version in versions if version.sequence_slots is not None]:
+    for slots in [version.service.sequence_slots for version in versions if version.service.sequence_slots is not None]:
         assert not slots.changed
         assert slots.bytes == sum(request.inline for sequence in slots.all() for request in sequence.requests)
         for sequence in slots.all():

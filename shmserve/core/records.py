@@ -7,7 +7,7 @@ to them. Their containers are generic (`Batch`, `SequenceSlots`, `RequestQueue`)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct, field
@@ -15,20 +15,24 @@ from msgspec.structs import replace
 
 from shmserve.core.batching.batch import Batch
 from shmserve.core.batching.form import BatchRules
-from shmserve.core.batching.lending import Lending
+from shmserve.core.batching.lending import Lending, lending_of
 from shmserve.core.batching.padding import rounded
 from shmserve.core.batching.queue import RequestQueue
 from shmserve.core.effects import Send
 from shmserve.core.ensembles.graph import EnsembleGraph, handles_of
 from shmserve.core.ledger import Ledger
+from shmserve.core.limits import Limits
 from shmserve.core.models.scaler import Scaler
-from shmserve.core.policy import InstanceSpec, MemoryEstimate, ModelPolicy, PaddingPolicy
+from shmserve.core.policy import BatchPolicy, InstanceSpec, MemoryEstimate, ModelPolicy, QueuePolicy
 from shmserve.core.requests.validation import CheckedForm, Checker
 from shmserve.core.sequences.slots import SequenceSlots
 from shmserve.core.states import InstanceState, RequestState, SequenceState, VersionState, move
+from shmserve.core.stats.latencies import FirstResponses
 from shmserve.core.stats.statistics import Statistics
 from shmserve.protocol.messages import (
+    CHUNK_BYTES,
     OWNER_SHIFT,
+    PACKET_BYTES,
     Fail,
     FailHeld,
     Handle,
@@ -44,6 +48,7 @@ from shmserve.protocol.messages import (
 )
 from shmserve.protocol.worker_messages import Call, StepOptions
 
+_GONE = (RequestState.LINGERING, RequestState.ENDED)
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 Key = tuple[str, int, int | str, str]
@@ -53,7 +58,13 @@ STEP = "step"
 """The kind of requester of an ensemble's steps."""
 
 ORDER = 256
-"""With preserve_ordering: minimum length of `Version.order` before it is swept."""
+"""With preserve_ordering: minimum length of `Service.order` before it is swept."""
+WORKS_BYTES = 80 * 1024
+"""An Execute is split when its works reach this size, not counting CHUNK_BYTES of tensors and options."""
+assert CHUNK_BYTES + WORKS_BYTES < PACKET_BYTES
+
+UNKNOWN = ModelPolicy("", 0, 0, (), ())
+"""The policy of a version of which no worker has loaded the model yet."""
 
 
 class Miss(Struct, gc=False):
@@ -258,7 +269,7 @@ class ClientState(Struct, eq=False):
             return
         if type(message) is Reply:
             options = request.options
-            if request.version.decoupled and options is not None and options.window:
+            if request.version.service.decoupled and options is not None and options.window:
                 message = Part(message.request, message.version, message.outputs, message.parameters, True)
         self.ledger.effects.append(Send(self.number, message))
         if self.outputs == "frames" and not isinstance(message, Fail | FailHeld):  # it has received copies
@@ -509,7 +520,7 @@ class Sequence(Struct, eq=False):
 
     @property
     def sequence_slots(self) -> SequenceSlots[Sequence, Instance]:
-        slots = self.version.sequence_slots
+        slots = self.version.service.sequence_slots
         assert slots is not None
         return slots
 
@@ -552,45 +563,138 @@ class SleepState(Struct):
     """`Statistics.execution_count` when they were last counted."""
 
 
+class Service:
+    """How the requests of a version are checked, queued, batched and answered in order. Built from its policy."""
+
+    __slots__ = (
+        "_order_swept",
+        "batch_rules",
+        "cached",
+        "checker",
+        "decoupled",
+        "graph",
+        "lending",
+        "most_works",
+        "order",
+        "padding",
+        "plain",
+        "prefetch",
+        "queue",
+        "sequence_slots",
+    )
+
+    def __init__(self, policy: ModelPolicy = UNKNOWN, caches: bool = False, decoupled: bool = False) -> None:
+        """`caches`: the server has a response cache. `decoupled`: a step of this ensemble is."""
+        batching, sequence = policy.batching, policy.sequence
+        ordered = batching is not None and batching.preserve_ordering
+        forming = batching if sequence is None else sequence.batching
+        self.checker = Checker(policy)
+        self.queue: RequestQueue[Request] = RequestQueue(batching)
+        self.sequence_slots: SequenceSlots[Sequence, Instance] | None = (
+            None if sequence is None else SequenceSlots(sequence)
+        )
+        self.graph = None if policy.steps is None else EnsembleGraph(policy)
+        self.decoupled = policy.decoupled or decoupled
+        """A request may have any number of responses."""
+        self.batch_rules: BatchRules | None = None
+        if policy.max_batch > 0 and forming is not None:
+            self.batch_rules = BatchRules.of(policy.max_batch, forming, self.checker.varies)
+        self.padding = policy.padding if policy.max_batch > 0 and batching is not None else None
+        self.most_works = max(1, WORKS_BYTES // _work_bytes(policy))
+        """Maximum number of requests in one message to a worker, given their size without tensors and options."""
+        self.prefetch = sequence is None and (batching is None or _sends_ahead(batching))
+        """Batches may wait at busy instances."""
+        self.order: deque[Request] | None = deque() if ordered and not policy.decoupled else None
+        """With preserve_ordering: requests in order of arrival, until all earlier ones have been answered."""
+        self._order_swept = ORDER
+        """Length at which requests that left early are removed."""
+        # With preserve_ordering, a cached response must not overtake running requests.
+        self.cached = caches and policy.cached and self.order is None and not (self.decoupled or sequence)
+        self.plain = self.prefetch and self.graph is None and not (ordered or self.cached)
+        """No priorities, queue policy, preserved order or cache: requests take the fast path."""
+        self.lending: Lending[ClientState] | None = lending_of(policy) if self.plain else None
+        """None: its instances cannot be lent to clients."""
+
+    def stop_lending(self) -> None:
+        self.lending = None
+
+    def take_over(self, old: Service) -> list[Request]:
+        """Takes the queued requests of an earlier generation with the same policy, and returns them."""
+        later = self.queue.take(self.queue.count)  # requests of this turn, which queue behind the moved ones
+        old.queue, self.queue = self.queue, old.queue
+        moved = self.queue.in_order()
+        for request in later:
+            self.queue.add(request)
+        return moved
+
+    def split_order(self, old: Service, moved: Version) -> None:
+        """With preserve_ordering, each generation answers its own requests in order of arrival."""
+        if old.order is not None and self.order is not None:
+            self.order.extendleft([request for request in reversed(old.order) if request.version is moved])
+            old.order = deque(request for request in old.order if request.version is not moved)
+
+    def move_in_order(self, request: Request, old: Service) -> None:
+        """Moves a request of an earlier generation to its place in the order of arrival."""
+        if old.order is not None and self.order is not None:
+            old.order.remove(request)
+            self.order = deque(sorted([*self.order, request], key=lambda other: other.number))
+
+    def in_order(self) -> Iterator[Request]:
+        """Removes the requests that are complete or have ended from the head of the order. Yields those that must be
+        answered now."""
+        order = self.order
+        while order and order[0].state in (RequestState.DONE, *_GONE):
+            request = order.popleft()
+            if request.state is RequestState.DONE:
+                yield request
+        if order and len(order) > self._order_swept:
+            self.order = deque(request for request in order if request.state not in _GONE)
+            self._order_swept = max(ORDER, 2 * len(self.order))
+
+
+def _work_bytes(policy: ModelPolicy) -> int:
+    """An upper bound for the encoded size of a Work without handles: its own fields, the form of each input, and each
+    requested output with its place and, for an ensemble, its labels."""
+    size = 256
+    for spec in policy.inputs:
+        size += len(spec.name) + 24 + 9 * len(spec.dims)
+    for spec in policy.outputs:
+        size += 2 * len(spec.name) + 64
+    return size
+
+
+def _sends_ahead(policy: BatchPolicy) -> bool:
+    """False if the order of queued requests may still change: they stay in the broker until an instance is idle."""
+    return policy.levels == 0 and policy.default_policy == QueuePolicy()
+
+
 class Version:
     """One generation of a version: a reload creates a new one, which takes over when it is READY.
 
-    `policy`, `checker` and `queue` are set when the first worker has reported the model's configuration.
+    `policy` and `service` are set when the first worker has reported the model's configuration.
     """
 
     __slots__ = (
         "asleep",
-        "batch_rules",
         "began",
-        "cached",
-        "checker",
+        "calls_others",
         "compose_number",
         "crash_limit",
-        "decoupled",
         "deleted",
-        "graph",
         "idle",
         "instances",
-        "lending",
         "limit_ns",
         "logged_traceback",
         "member_recovering",
         "members",
         "model",
-        "most_works",
         "number",
-        "order",
-        "order_swept",
-        "padding",
-        "plain",
         "policy",
-        "prefetch",
-        "queue",
         "reason",
         "reserved",
         "retries",
         "scaler",
-        "sequence_slots",
+        "service",
         "service_ns",
         "sleep_state",
         "source",
@@ -631,8 +735,7 @@ class Version:
         self.state = VersionState.LOADING
         self.reason = ""
         self.policy: ModelPolicy | None = None
-        self.checker: Checker | None = None
-        self.queue: RequestQueue[Request] = RequestQueue(None)
+        self.service = Service()
         self.unchecked: RequestQueue[Request] = RequestQueue(None)
         """Requests that wait until the version has loaded."""
         self.suspects: deque[Request] = deque()
@@ -641,28 +744,16 @@ class Version:
         """Runs the next suspect. Nothing is sent ahead to it, so that it becomes idle."""
         self.trial: Instance | None = None
         """The instance that is currently running a suspect."""
-        self.sequence_slots: SequenceSlots[Sequence, Instance] | None = None
-        """For models with sequence batching."""
-        self.graph: EnsembleGraph | None = None
-        """For ensembles."""
         self.members: tuple[Version, ...] = ()
         """The models of its steps, once all are READY."""
         self.member_recovering = False
         """For ensembles: a missing step model is loading or restarting its instances."""
         self.compose_number = 0
         """Number of the pending Compose."""
+        self.calls_others = False
+        """An instance has been blocked by a call to another model: batches sent ahead to it would also wait."""
         self.users = 0
         """Ensemble runs that may still send requests to it."""
-        self.batch_rules: BatchRules | None = None
-        self.padding: PaddingPolicy | None = None
-        self.prefetch = True
-        self.plain = True  # no priorities, queue policy or preserved order: requests take the fast path
-        self.cached = False  # its responses are cached
-        self.decoupled = False  # a request may have any number of responses
-        self.order: deque[Request] | None = None
-        """With preserve_ordering: requests in order of arrival, until all earlier ones have been answered."""
-        self.order_swept = ORDER
-        """Length at which requests that left early are removed."""
         self.idle: list[Instance] = []
         """Idle instances. The most recently used is last and is taken first, because its caches are warm."""
         self.service_ns = 0
@@ -673,9 +764,6 @@ class Version:
         """The generation that a restart put in its place, which takes over its requests."""
         self.wake = 0
         """When to dispatch again if no event arrives; 0: never."""
-        self.most_works = 1
-        """Maximum number of requests in one message to a worker, given their size without tensors and options."""
-        self.lending: Lending[ClientState] | None = None  # None: its instances cannot be lent to clients
         self.scaler: Scaler | None = None  # None: its number of instances does not follow its load
         self.statistics = Statistics()
         self.deleted = False
@@ -696,6 +784,13 @@ class Version:
     def story(self) -> str:
         return f"{len(self.instances)} instances, reason {self.reason or 'none'}"
 
+    def apply_policy(self, policy: ModelPolicy, limits: Limits, decoupled: bool = False) -> None:
+        """The policy is known when the first worker has loaded the model. `decoupled`: a step of this ensemble is."""
+        self.policy = policy
+        self.service = Service(policy, limits.cache_bytes > 0, decoupled)
+        first = FirstResponses.of(policy.first_response_ms) if limits.first_responses else None
+        self.statistics.collect(limits.summaries, first, policy.decoupled)
+
     def take_traceback(self) -> str:
         """The traceback to log for a failed load; "" if the last logged attempt failed with the same one."""
         found, self.traceback = self.traceback, ""
@@ -707,7 +802,7 @@ class Version:
     @property
     def healthy(self) -> bool:
         """Can an instance run a request now, after its current batches, or once woken?"""
-        if self.graph is not None:
+        if self.service.graph is not None:
             return self.state is VersionState.READY and all(member.healthy for member in self.members)
         return self.state is VersionState.READY and any(
             instance.usable or (instance.sleeping and not instance.reason and not instance.over)
@@ -772,14 +867,14 @@ class Version:
     @property
     def queued(self) -> int:
         """The number of checked requests that no worker has."""
-        if self.sequence_slots is not None:
-            return self.sequence_slots.waits
-        return self.queue.count + len(self.suspects)
+        if self.service.sequence_slots is not None:
+            return self.service.sequence_slots.waits
+        return self.service.queue.count + len(self.suspects)
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes inside the messages of queued requests."""
-        checked = self.queue.bytes if self.sequence_slots is None else self.sequence_slots.bytes
+        checked = self.service.queue.bytes if self.service.sequence_slots is None else self.service.sequence_slots.bytes
         return checked + self.unchecked.bytes
 
     def drop(self, request: Request) -> None:
@@ -791,20 +886,20 @@ class Version:
         elif request.suspect:
             self.suspects.remove(request)
         else:
-            self.queue.remove(request)
+            self.service.queue.remove(request)
 
     @property
     def finished(self) -> bool:
         """No request is queued, running or still being read, and no ensemble run needs the version."""
-        if self.waits or self.users or (self.sequence_slots is not None and self.sequence_slots.count):
+        if self.waits or self.users or (self.service.sequence_slots is not None and self.service.sequence_slots.count):
             return False
         return all(instance.idle and not instance.streams for instance in self.instances)
 
     def needs(self, instance: Instance) -> bool:
         """Does the instance have work that no other instance could continue?"""
-        if self.sequence_slots is not None:
-            return bool(self.sequence_slots.at(instance))
-        return self.decoupled and not (instance.idle and not instance.streams)
+        if self.service.sequence_slots is not None:
+            return bool(self.service.sequence_slots.at(instance))
+        return self.service.decoupled and not (instance.idle and not instance.streams)
 
     @property
     def gone(self) -> bool:
@@ -821,9 +916,9 @@ class Version:
 
     def count_padding(self, batch: Batch[Request]) -> None:
         """Counts the padding of a batch that has run."""
-        if self.padding is not None:
+        if self.service.padding is not None:
             longest, useful = batch.lengths()
-            elements = batch.rows * rounded(longest, self.padding)
+            elements = batch.rows * rounded(longest, self.service.padding)
             self.statistics.elements += elements
             self.statistics.padded_elements += elements - useful
 

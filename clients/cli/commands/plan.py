@@ -150,6 +150,7 @@ def _model(args: argparse.Namespace, measured: MeasuredModel | None) -> SimModel
 
 
 def _service(args: argparse.Namespace, measured: MeasuredModel | None) -> Service:
+    service = args.service
     from shmserve.sim.service import Constant, parse
 
     given = [name for name in ("service", "service_ms", "source") if getattr(args, name)]
@@ -158,7 +159,7 @@ def _service(args: argparse.Namespace, measured: MeasuredModel | None) -> Servic
         raise Misuse(f"{names} exclude each other")
     if measured is not None:
         return measured.service
-    return parse(args.service) if args.service else Constant(round((args.service_ms or SERVICE_MS) * MS))
+    return parse(service) if service else Constant(round((args.service_ms or SERVICE_MS) * MS))
 
 
 def _capacity(model: SimModel) -> float:

@@ -63,7 +63,7 @@ class ActivityReport:
                 entry["counters"] = counters(version.statistics)
                 entry["max_batch"] = version.policy.max_batch if version.policy is not None else 0
                 entry["sequences"] = _sequences(version)
-                entry["ensemble"] = version.graph is not None
+                entry["ensemble"] = version.service.graph is not None
             for instance in entry.get("instances", ()):
                 del instance["last_words"]  # many lines; the query `models` returns them
                 on_gpu = instance["kind"] == "KIND_GPU" and instance["pid"]
@@ -166,4 +166,5 @@ def _buckets(counts: Sequence[int]) -> dict[int, int]:
 
 
 def _sequences(version: Version) -> int:
-    return version.sequence_slots.count if version.sequence_slots is not None else 0
+    service = version.service
+    return service.sequence_slots.count if service.sequence_slots is not None else 0

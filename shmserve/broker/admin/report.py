@@ -15,7 +15,7 @@ Document = dict[str, Any]
 def document(version: Version, metadata: Document | None, config: Document, text: str) -> Document:
     """`config` and `text` are the loaded configuration, as JSON and as annotated text. `metadata`: None while
     loading."""
-    graph = version.graph
+    graph = version.service.graph
     return {
         "name": version.model,
         "version": str(version.number),

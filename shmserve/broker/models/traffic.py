@@ -72,8 +72,13 @@ def _check(model: Model, traffic: Traffic, changed: Mapping[str, Any]) -> None:
     if traffic.shadow != model.traffic.shadow:
         for version in model.versions.values():
             policy = version.policy
-            ordered = version.order is not None
-            kinds = (version.graph is not None, version.sequence_slots is not None, version.decoupled, ordered)
+            ordered = version.service.order is not None
+            kinds = (
+                version.service.graph is not None,
+                version.service.sequence_slots is not None,
+                version.service.decoupled,
+                ordered,
+            )
             if policy is not None and traffic.shadow and (reason := why_no_shadow(*kinds)):
                 raise InvalidRequest(f"model '{model.name}' version {version.number}: {reason}")
     for alias in changed:

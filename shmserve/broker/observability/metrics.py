@@ -139,9 +139,9 @@ class Metrics:
             add("nv_model_load_duration_secs", version.took_ns / 1e9, named)
             for state, label in _VERSION_STATES if version.reason != UNLOADED else ():
                 add("shmserve_model_state", int(version.state is state), named + label)
-            for name, count in _served_by(version).items() if version.graph is None else ():
+            for name, count in _served_by(version).items() if version.service.graph is None else ():
                 add("shmserve_model_instances", count, f'{named},state="{name}"')
-            if version.graph is None:
+            if version.service.graph is None:
                 _sleep(page, version, named)
                 if self._state.memory_limited:
                     _memory(page, version, self._state.memory_holders, named)
@@ -153,10 +153,10 @@ class Metrics:
             for why in FailureKind:  # Triton's tests look for the labels in this order
                 failed = labels(("model", "reason", "version"), (model.name, why.name, str(number)))
                 add("nv_inference_request_failure", counted.failures[why], failed)
-            if version.cached:
+            if version.service.cached:
                 add("nv_cache_num_hits_per_model", counted.cache_hits, named)
                 add("nv_cache_num_misses_per_model", counted.cache_misses, named)
-            self._latencies(page, counted, version.cached, named)
+            self._latencies(page, counted, version.service.cached, named)
             if self._settings.histogram_latencies and counted.streams is not None:
                 _between_responses(page, counted.streams.between, named)
             _queue(page, [version, *same], named)
@@ -383,4 +383,4 @@ def _scaling(page: Page, version: Version, scaler: Scaler, named: str) -> None:
 def _queue(page: Page, generations: list[Version], named: str) -> None:
     page.add("nv_inference_pending_request_count", activity.queued(generations), named)
     page.add("shmserve_model_requests_in_flight", activity.in_flight(generations), named)
-    page.add("shmserve_queue_bytes", sum(version.queue.bytes for version in generations), named)
+    page.add("shmserve_queue_bytes", sum(version.service.queue.bytes for version in generations), named)

@@ -39,7 +39,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
     """Sends everything that may be sent now."""
     if version.state is not _READY:
         refuse_stranded(state, version, now)
-    queue = version.queue
+    queue = version.service.queue
     version.wake = 0
     if state.blocked_instances:
         _call_back(state, version)
@@ -65,7 +65,7 @@ def dispatch(state: State, version: Version, now: int) -> None:
 def _dispatch_limited(state: State, version: Version, limiter: Limiter, now: int) -> None:
     """Starts one batch; then the limiter chooses the next version. Nothing is sent ahead, because the worker would
     start it without asking the limiter."""
-    if not version.queue.count:
+    if not version.service.queue.count:
         return
     for instance in sorted(version.idle, key=limiter.rank):
         if _start_batch(state, version, instance, now):
@@ -97,12 +97,13 @@ def stopped(state: State, instance: Instance) -> None:
 def empty_queue(state: State, version: Version, text: str, now: int) -> None:
     """Fails all queued requests: no instance will run them. Those that wait for a load are not queued yet: `waiting`
     decides which version serves them."""
-    waiting = [*version.queue.take(version.queue.count), *version.suspects]
+    service = version.service
+    waiting = [*service.queue.take(service.queue.count), *version.suspects]
     version.suspects.clear()
     for request in waiting:
         exit.fail_unsent(state, request, "UNAVAILABLE", text, now)
-    if version.sequence_slots is not None:
-        version.sequence_slots.lose(None, text)
+    if service.sequence_slots is not None:
+        service.sequence_slots.lose(None, text)
     state.to_dispatch[version] = None
 
 
@@ -164,7 +165,7 @@ def _start_batch(state: State, version: Version, instance: Instance, now: int) -
         version.wake = plan.wake
         return False
     version.wake = 0
-    if version.queue.timed and _refuse_late(state, version, instance, plan, now):
+    if version.service.queue.timed and _refuse_late(state, version, instance, plan, now):
         return True
     if instance.running is None and not may_start(state, version, instance):
         return False
@@ -181,8 +182,9 @@ def _start_batch(state: State, version: Version, instance: Instance, now: int) -
 def _refuse_late(state: State, version: Version, instance: Instance, plan: BatchPlan, now: int) -> bool:
     """Rejects requests of the next batch that cannot be answered before their deadline: their callers get the error at
     once, and the capacity goes to others. Returns whether there were any."""
+    service = version.service
     done = now + version.service_ns
-    if version.queue.count > plan.count:  # others could take the freed place: be pessimistic
+    if service.queue.count > plan.count:  # others could take the freed place: be pessimistic
         done += 4 * version.spread_ns
     running = instance.running
     if running is not None:
@@ -196,7 +198,7 @@ def _refuse_late(state: State, version: Version, instance: Instance, plan: Batch
     for request in late:
         took = f"that takes about {(done - now) / 1e6:.1f} ms"
         text = f"Request timeout expired: it cannot be answered before its own timeout: {took}"
-        version.queue.remove(request)
+        service.queue.remove(request)
         exit.fail_unsent(state, request, "DEADLINE_EXCEEDED", text, now)
     return bool(late)
 
@@ -205,11 +207,12 @@ def start(
     state: State, version: Version, instance: Instance, batch: Batch[Request], requests: list[Request], now: int
 ) -> None:
     """Runs the batch on an idle instance."""
+    service = version.service
     version.idle.remove(instance)
     instance.running = batch
     batch.move(BatchState.RUNNING)
-    if version.lending is not None:
-        leases.count_alone(state, version, version.lending, requests)
+    if service.lending is not None:
+        leases.count_alone(state, version, service.lending, requests)
     if not instance.watched:
         watch(state, version, instance, now)
     _send(state, instance, batch, requests, 0)
@@ -221,7 +224,7 @@ def _extend(state: State, version: Version, instance: Instance, batch: Batch[Req
     if not plan.count:
         return False
     version.wake = 0
-    if version.queue.timed and _refuse_late(state, version, instance, plan, now):
+    if version.service.queue.timed and _refuse_late(state, version, instance, plan, now):
         return True
     batch.rows += plan.rows
     if plan.reason is not Reason.IDLE:
@@ -238,7 +241,7 @@ def _send(state: State, instance: Instance, batch: Batch[Request], requests: lis
     form = requests[0].form or requests[-1].form
     if form is not None and _send_columns(state, instance, batch, requests, join, form):
         return
-    peer, most = instance.peer, requests[0].version.most_works
+    peer, most = instance.peer, requests[0].version.service.most_works
     is_open = batch.state is BatchState.OPEN
     works: list[Work] = []
     piece: list[Request] = []

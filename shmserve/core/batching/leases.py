@@ -35,7 +35,12 @@ def count_alone(state: State, version: Version, lending: Lending[ClientState], r
     instance."""
     request = requests[0]
     client = request.client
-    if len(requests) > 1 or version.queue.count or len(client.requests) > 1 or not _plain(state, lending, request):
+    if (
+        len(requests) > 1
+        or version.service.queue.count
+        or len(client.requests) > 1
+        or not _plain(state, lending, request)
+    ):
         lending.client = None
     elif client is lending.client:
         lending.alone += 1
@@ -114,8 +119,8 @@ def revoke_unfit(state: State) -> None:
         if lease.revoked or instance.lease != lease.number or not _unfit(state, lease):
             continue
         lease.revoked = True
-        if version.lending is not None and _is_needed(version):
-            ended_by_others.add(version.lending)
+        if version.service.lending is not None and _is_needed(version):
+            ended_by_others.add(version.service.lending)
         if instance.state is not InstanceState.KILLED:
             state.send(instance.peer, Revoke(lease.number))
     for lending in ended_by_others:
@@ -164,7 +169,7 @@ def on_over(state: State, version: Version, instance: Instance, message: LeaseOv
     if message.lease != instance.lease:
         return
     if message.unfit:
-        version.lending = None
+        version.service.stop_lending()
     detach(state, instance)
     if instance.idle and instance.usable:
         version.idle.append(instance)
@@ -232,7 +237,7 @@ def _check_hang(state: State, version: Version, instance: Instance, since: int, 
 
 def _remove(state: State, lease: Lease, event: LeaseRead, now: int) -> None:
     del state.leases[lease.number]
-    lending = lease.version.lending
+    lending = lease.version.service.lending
     if lending is not None and lease.served >= ALONE_MOST:
         lending.needed = ALONE
     error = lease.error if event.running else None
@@ -278,7 +283,7 @@ def count_logged(state: State, reading: LeaseRead) -> None:
         runs = reading.running and reading.since != lease.recorded
         lease.instance.leased_since = max(reading.since, lease.resumed) if runs else 0
     version, statistics = lease.version, lease.version.statistics
-    reason = Reason.IDLE if version.batch_rules is not None else Reason.SINGLE
+    reason = Reason.IDLE if version.service.batch_rules is not None else Reason.SINGLE
     for arrived, taken, ready, computed, placed, rows, failed in requests:
         cost = max(rows, 1)
         if failed:

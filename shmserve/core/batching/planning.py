@@ -10,24 +10,26 @@ from shmserve.core.records import Instance, Request, Version
 
 def plan_batch(version: Version, now: int, alone: bool = False) -> BatchPlan:
     """Plans the next batch; `alone`: of a single request."""
-    rules = version.batch_rules
+    service = version.service
+    rules = service.batch_rules
     if alone or rules is None:
-        return BatchPlan(1, version.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
-    if version.padding is not None:
-        waiting = version.queue.first(version.padding.lookahead)
-        return form_padded(waiting, rules, version.padding, now, _urgent(version, now))
-    return form(version.queue.first(rules.lookahead), rules, now)
+        return BatchPlan(1, service.queue.first(1)[0].cost, Reason.ALONE if alone else Reason.SINGLE)
+    if service.padding is not None:
+        waiting = service.queue.first(service.padding.lookahead)
+        return form_padded(waiting, rules, service.padding, now, _urgent(version, now))
+    return form(service.queue.first(rules.lookahead), rules, now)
 
 
 def plan_extension(version: Version, batch: Batch[Request], now: int) -> BatchPlan:
-    rules = version.batch_rules
+    service = version.service
+    rules = service.batch_rules
     if rules is None or batch.rows in rules.preferred or batch.rows >= rules.max_batch:
         return BatchPlan(0, 0, batch.reason)
-    if version.padding is not None:
-        waiting = version.queue.first(version.padding.lookahead)
+    if service.padding is not None:
+        waiting = service.queue.first(service.padding.lookahead)
         base = batch.rows, batch.signature, *batch.lengths()
-        return form_padded(waiting, rules, version.padding, now, _urgent(version, now), *base)
-    return form(version.queue.first(rules.lookahead), rules, now, batch.rows, batch.signature)
+        return form_padded(waiting, rules, service.padding, now, _urgent(version, now), *base)
+    return form(service.queue.first(rules.lookahead), rules, now, batch.rows, batch.signature)
 
 
 def _urgent(version: Version, now: int) -> int:
@@ -37,20 +39,27 @@ def _urgent(version: Version, now: int) -> int:
 
 def planned(version: Version, plan: BatchPlan) -> list[Request]:
     """The requests of the plan."""
+    service = version.service
     if plan.chosen is None:
-        return version.queue.first(plan.count)[: plan.count]
-    waiting = version.queue.first(plan.chosen[-1] + 1)
+        return service.queue.first(plan.count)[: plan.count]
+    waiting = service.queue.first(plan.chosen[-1] + 1)
     return [waiting[place] for place in plan.chosen]
 
 
 def take(version: Version, plan: BatchPlan) -> list[Request]:
     """Removes the requests of the plan from the queue and returns them."""
-    return version.queue.take(plan.count) if plan.chosen is None else version.queue.pick(plan.chosen)
+    service = version.service
+    return service.queue.take(plan.count) if plan.chosen is None else service.queue.pick(plan.chosen)
 
 
 def sends_ahead(version: Version, prefetch_ns: int) -> bool:
     """May a batch wait at a busy instance?"""
-    return version.prefetch and (len(version.instances) == 1 or version.service_ns <= prefetch_ns)
+    service = version.service
+    return (
+        service.prefetch
+        and not version.calls_others
+        and (len(version.instances) == 1 or version.service_ns <= prefetch_ns)
+    )
 
 
 def busy(version: Version) -> list[Instance]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from shmserve.core import exit
 from shmserve.core.batching.batch import Batch
 from shmserve.core.records import Instance, Request, Version
@@ -41,9 +39,7 @@ def put_back(state: State, version: Version, request: Request) -> None:
     if target is not version:
         request.version = target
         request.miss = None  # its key contains the generation
-        if version.order is not None and target.order is not None:
-            version.order.remove(request)
-            target.order = deque(sorted([*target.order, request], key=lambda other: other.number))  # by arrival
-            exit.respond_in_order(state, version)
-    target.queue.put_back(request)
+        target.service.move_in_order(request, version.service)
+        exit.respond_in_order(state, version)
+    target.service.queue.put_back(request)
     state.to_dispatch[target] = None

@@ -31,6 +31,7 @@ def rows(state: State, version: Version, instance: Instance, message: Rows, now:
 
 
 def done(state: State, version: Version, instance: Instance, message: Done, now: int) -> None:
+    service = version.service
     batch = instance.running
     if batch is None or not batch.known_as(message.batch):
         kill_for_protocol_error(state, version, instance, f"Done of batch {message.batch}")
@@ -46,7 +47,7 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         return
     state.observers.batch_done(version, instance, batch, message.batch)
     results = message.rows if columns is None else columns
-    if not version.plain:
+    if not service.plain:
         for row in rows_of(results):
             _row(state, version, instance, batch, row, now, taken)
     elif columns is not None:
@@ -60,14 +61,14 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
             f"{version.label} instance '{instance.spec.name}' ran batch {message.batch}: {batch.rows} rows in "
             f"{count} requests, formed because: {batch.reason.value}",
         )
-    if message.again and version.sequence_slots is not None:
+    if message.again and service.sequence_slots is not None:
         _again(state, version, batch, message.again)
-    if batch.left and version.decoupled:
+    if batch.left and service.decoupled:
         responses.batch_done(state, version, instance, batch, taken)
     if batch.left:
         for request in batch.requests():
             exit.fail(state, request, "INTERNAL", f"{version.label} sent no response to this request of its batch", now)
-    if version.padding is not None:
+    if service.padding is not None:
         version.count_padding(batch)
     batch.end()
     instance.running = None
@@ -87,10 +88,10 @@ def done(state: State, version: Version, instance: Instance, message: Done, now:
         _run_waiting(state, version, instance, message.next, message.through, now)
     elif instance.waiting is None and instance.usable:
         version.idle.append(instance)
-        lending = version.lending
+        lending = service.lending
         if lending is not None and lending.alone >= lending.needed:
             leases.lend(state, version, lending, instance, now)
-    if version.queue.count or version.suspects or version.reserved is not None or version.sequence_slots is not None:
+    if service.queue.count or version.suspects or version.reserved is not None or service.sequence_slots is not None:
         state.to_dispatch[version] = None
 
 
@@ -120,6 +121,7 @@ def _again(state: State, version: Version, batch: Batch[Request], numbers: tuple
 
 
 def _run_waiting(state: State, version: Version, instance: Instance, number: int, through: int, now: int) -> None:
+    service = version.service
     if instance.revoked:
         kill(state, version, instance, "it started requests that it had to return for a restart")
         return
@@ -129,8 +131,8 @@ def _run_waiting(state: State, version: Version, instance: Instance, number: int
         return
     instance.waiting = batch.split(through)
     instance.running = batch
-    if version.lending is not None:  # its requests arrived while others ran
-        version.lending.client = None
+    if service.lending is not None:  # its requests arrived while others ran
+        service.lending.client = None
     batch.began = now
     batch.move(BatchState.RUNNING)
     if not instance.watched:

@@ -133,7 +133,7 @@ class ModelCalls:
         version, instance = state.instances[caller.number]
         caller.since = state.now
         state.blocked_instances[instance] = None
-        version.prefetch = False  # batches sent ahead to it would also wait
+        version.calls_others = True
         state.to_dispatch[version] = None
         if state.load_queue:  # other instances of the version may be needed now
             state.memory_changed = True
@@ -220,7 +220,7 @@ class _Call:
 
     def check_form(self, version: Version) -> None:
         options = self._message.options
-        if version.decoupled and not (options is not None and options.window):
+        if version.service.decoupled and not (options is not None and options.window):
             raise Unsupported(
                 f"Model {version.model} is using the decoupled. The current BLS request call doesn't support models "
                 "using the decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or "

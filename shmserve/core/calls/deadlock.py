@@ -27,7 +27,7 @@ Stuck = dict[Instance, None]
 def closes_cycle(state: State, request: Request) -> str:
     """Why a new call that blocks its instance would wait forever, or ""."""
     version, waiting = request.version, state.blocked_instances
-    usual = version.graph is None and version.order is None and version.sequence_slots is None
+    usual = version.service.graph is None and version.service.order is None and version.service.sequence_slots is None
     if usual and any(instance.usable and instance not in waiting for instance in version.instances):
         return ""
     stuck = _stuck(state)
@@ -78,7 +78,7 @@ def _path(state: State, request: Request, stuck: Stuck) -> tuple[list[Request], 
 
 def _blocked_by(state: State, request: Request, stuck: Stuck) -> Instance | None:
     """A deadlocked instance that keeps this request from being answered."""
-    order = request.version.order
+    order = request.version.service.order
     if order is not None:
         for before in order:
             if before is request:
@@ -118,7 +118,7 @@ def _held_up_by(state: State, run: Run, stuck: Stuck) -> Instance | None:
 def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
     """A deadlocked instance that the version's queue waits for. None: an instance will run the queued requests, or they
     will fail."""
-    if version.graph is not None:
+    if version.service.graph is not None:
         members = version.members or memory.loading_for(state, version)
         blockers = [_served_by(state, member, stuck) for member in members]
         return next((blocker for blocker in blockers if blocker is not None), None)
@@ -135,7 +135,7 @@ def _served_by(state: State, version: Version, stuck: Stuck) -> Instance | None:
 def _needed_by(state: State, call: Request) -> list[Version]:
     """The versions that have to load for this call."""
     version = call.version
-    return [version] if version.graph is None else memory.loading_for(state, version)
+    return [version] if version.service.graph is None else memory.loading_for(state, version)
 
 
 def _is_blocked(state: State, instance: Instance, stuck: Stuck) -> bool:

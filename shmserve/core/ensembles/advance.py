@@ -111,7 +111,7 @@ class Ensembles:
         if message.outputs or not (last and isinstance(message, Part)):
             made = {tensor.name: tensor for tensor in message.outputs}
             found = [(name, made.get(own)) for own, name in run.graph.steps[index].outputs]
-            for kept in run.begin(iteration.level + 1, found, True, run.members[index].graph is not None):
+            for kept in run.begin(iteration.level + 1, found, True, run.members[index].service.graph is not None):
                 self._release_tensor(run, kept)
         if last:
             del run.sources[iteration.level]
@@ -133,7 +133,7 @@ class Ensembles:
     def _finish_step(self, run: Run, iteration: Iteration, index: int, outputs: Iterable[Tensor]) -> None:
         """Called when the step has left its worker: stores its outputs and releases its inputs."""
         made = {tensor.name: tensor for tensor in outputs}
-        skipped = run.members[index].graph is not None  # a nested ensemble may have skipped it
+        skipped = run.members[index].service.graph is not None  # a nested ensemble may have skipped it
         for own, name in run.graph.steps[index].outputs:
             unread = run.appear(iteration, name, made.get(own), True, skipped)
             if unread is not None:
@@ -373,7 +373,7 @@ class Ensembles:
             step.version.drop(step)
             self._state.to_dispatch[step.version] = None
             exit.end(self._state, step)
-            if step.version.order is not None:
+            if step.version.service.order is not None:
                 exit.respond_in_order(self._state, step.version)
         elif step.state in (_SENT, _OPEN):
             exit.linger(self._state, step)

@@ -23,8 +23,8 @@ _NONE: frozenset[int] = frozenset()
 def begin(state: State, request: Request) -> None:
     """Creates the run of a validated request. `advance` starts the first steps."""
     version = request.version
-    assert version.graph is not None
-    graph = version.graph
+    assert version.service.graph is not None
+    graph = version.service.graph
     wanted: dict[str, Wanted | None]
     if request.outputs is None:
         wanted = dict.fromkeys(graph.outputs)
@@ -55,7 +55,7 @@ def _take_members(state: State, run: Run) -> None:
     for index in run.needed:
         step = run.graph.steps[index]
         run.members[index] = _hold(state, run.held, step.model, step.version)
-    many = frozenset(index for index, member in run.members.items() if member.decoupled)
+    many = frozenset(index for index, member in run.members.items() if member.service.decoupled)
     if not many:
         return
     names = ", ".join(f"'{run.members[index].model}'" for index in sorted(many))
@@ -73,7 +73,7 @@ def _hold(state: State, held: Held, name: str, number: int) -> Version:
     if member is None:
         member = held[name, number] = state.look_up(name, number)
         member.users += 1
-        for step in member.graph.steps if member.graph is not None else ():
+        for step in member.service.graph.steps if member.service.graph is not None else ():
             _hold(state, held, step.model, step.version)
     return member
 

@@ -40,9 +40,9 @@ def composed(state: State, peer: int, event: Composed, now: int) -> None:
 
 
 def _evaluate(state: State, version: Version, now: int) -> None:
-    assert version.graph is not None
+    assert version.service.graph is not None
     ready: list[Version] = []
-    for step in version.graph.steps:
+    for step in version.service.graph.steps:
         member, why, recovers = _member(state, step.model, step.version)
         if member is None:
             cycle = _cycle(state, version)
@@ -67,9 +67,9 @@ def _evaluate(state: State, version: Version, now: int) -> None:
 def _set_decoupled(state: State, version: Version, members: tuple[Version, ...]) -> None:
     """An ensemble is decoupled if one of its steps is."""
     assert version.policy is not None
-    decoupled = version.policy.decoupled or any(member.decoupled for member in members)
-    if decoupled != version.decoupled:
-        version.decoupled = decoupled
+    decoupled = version.policy.decoupled or any(member.service.decoupled for member in members)
+    if decoupled != version.service.decoupled:
+        version.apply_policy(version.policy, state.limits, decoupled)
         state.cache.purge(version)
         state.readiness_changed = True
 
@@ -96,9 +96,10 @@ def _member(state: State, name: str, number: int) -> tuple[Version | None, str, 
 
 def _cycle(state: State, version: Version) -> str:
     """Ensembles that need each other would wait forever. Returns the path from this one to itself, or ""."""
-    assert version.graph is not None
+    service = version.service
+    assert service.graph is not None
     way, seen = [version.model], {version.model}
-    todo = [(step.model, way) for step in version.graph.steps]
+    todo = [(step.model, way) for step in service.graph.steps]
     while todo:
         name, way = todo.pop()
         if name == version.model:
@@ -108,8 +109,8 @@ def _cycle(state: State, version: Version) -> str:
             continue
         seen.add(name)
         for other in (*model.versions.values(), *model.coming.values()):
-            if other in state.ensembles and other.graph is not None:
-                todo += [(step.model, [*way, name]) for step in other.graph.steps]
+            if other in state.ensembles and other.service.graph is not None:
+                todo += [(step.model, [*way, name]) for step in other.service.graph.steps]
     return ""
 
 

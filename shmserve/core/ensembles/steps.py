@@ -34,7 +34,7 @@ def follow(state: State, run: Run, index: int, options: Options) -> None:
     step = run.graph.steps[index]
     member = scheduler.version_of(state, run.request.client, step.model, step.version, options)
     if member is not None and member is not run.members[index]:
-        if member.decoupled and not run.members[index].decoupled:
+        if member.service.decoupled and not run.members[index].service.decoupled:
             text = f"'{member.model}' of a step is decoupled, unlike its replacement"
             raise Unavailable(f"{text}; the request cannot continue")
         run.members[index] = member
@@ -70,14 +70,18 @@ def submit(
     source = run.is_source(iteration, index)
     if options is not None:
         options = _passed_on(options, _window(run) if source else 0)
-    if member.graph is None and all(instance.over for instance in member.instances):
+    if member.service.graph is None and all(instance.over for instance in member.instances):
         raise Unavailable(f"{member.label} was unloaded meanwhile{member.reason and f': {member.reason}'}")
     busy = len(state.requests) >= quotas.busy
     if busy:
         quotas.check_queue(client, member, inline, now)
     level = 0
-    if not member.plain:
-        step_options = _without_sequence(options) if member.sequence_slots is None and member.graph is None else options
+    if not member.service.plain:
+        step_options = (
+            _without_sequence(options)
+            if member.service.sequence_slots is None and member.service.graph is None
+            else options
+        )
         level = enqueue.level(state, client, member, step.version, step_options, rows, now)
     segments = graph.check_parts(inputs)
     if segments:
@@ -94,7 +98,7 @@ def submit(
         request.audience, request.in_shared_memory = parent.audience, in_shared_memory or parent.in_shared_memory
     else:
         request.audience, request.in_shared_memory = INTERNAL, in_shared_memory
-        if not (step.mapped or member.cached):
+        if not (step.mapped or member.service.cached):
             request.forwarded = run.forwarded
     near = _near(state, run, index, member) if plan.policy.leaves_on_device and not final else ()
     request.step = _options(near, _labels(run, index) if classes else ())
@@ -116,6 +120,7 @@ def _fitted(
     """The inputs in the shapes of the model, and the results of their check: rows, signature, bytes inside messages and
     length. Raises if the model does not accept them or the outputs. Outputs are checked again only if some are
     requested as `classes`."""
+    service = member.service
     key = tuple([(one.own, tensor.dtype, tensor.shape) for one, tensor in given])
     known = plan.fitted.get(key)
     if known is not None and not classes:
@@ -136,8 +141,8 @@ def _fitted(
             for (own, _, dims, _), t in given
         ]
     )
-    assert member.checker is not None
-    rows, signature, inline, _, length = member.checker.check(inputs, outputs)
+    assert service.checker is not None
+    rows, signature, inline, _, length = service.checker.check(inputs, outputs)
     if all(ITEM_BYTES[tensor.dtype] for tensor in inputs):  # otherwise other tensors of these shapes may be invalid
         if len(plan.fitted) >= FITTED:
             plan.fitted.clear()
@@ -181,7 +186,7 @@ def _near(state: State, run: Run, index: int, member: Version) -> tuple[str, ...
     budget, the readers must stay loaded: the step's model could not go to sleep to make room for a reader of its own
     outputs."""
     device = _gpu_of(member)
-    if device is None or member.cached:
+    if device is None or member.service.cached:
         return ()
     limited = memory.budget_of(state, device) > 0
     near = []

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from shmserve.core.effects import Settled
 from shmserve.core.events import Deploy, Refuse, Restart, SetService, SetTraffic, Target, Unload
 from shmserve.core.models import loading, memory, retirement, sizes, value
-from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.model import Departure, FailedChange, Model, Operation, Unloading
 from shmserve.core.models.scaler import Scaler
 from shmserve.core.policy import InstanceSpec
@@ -99,7 +98,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
         version.statistics = current.statistics
         value.inherit(version, current)
     if target.policy is not None:
-        apply_policy(state, version, target.policy)
+        version.apply_policy(target.policy, state.limits)
         state.ensembles[version] = None
         state.readiness_changed = True
     operation.loading[version] = None
@@ -433,6 +432,6 @@ def _alike(one: InstanceSpec, other: InstanceSpec) -> bool:
 
 def _target_of(version: Version) -> Target:
     specs = tuple(sizes.kept(version))
-    policy = version.policy if version.graph is not None else None
+    policy = version.policy if version.service.graph is not None else None
     scaling = version.scaler.policy if version.scaler is not None else None
     return Target(version.number, version.source, specs, policy, version.sleep_state.memory, scaling)

@@ -8,8 +8,6 @@ if it starts them later.
 
 from __future__ import annotations
 
-from collections import deque
-
 from shmserve.core import exit
 from shmserve.core.batching import leases, recall
 from shmserve.core.models.termination import kill
@@ -42,32 +40,21 @@ def process(state: State, now: int) -> None:
 def _replace(state: State, old: Version, new: Version, now: int) -> None:
     """A new generation takes over. Queued requests stay with the version that validated them if the policies
     differ, and always for sequences and ensembles."""
-    if old.sequence_slots is None and old.graph is None and old.policy == new.policy:
+    service = old.service
+    if service.sequence_slots is None and service.graph is None and old.policy == new.policy:
         old.successor = new
-        later = new.queue.take(new.queue.count)  # requests of this turn, which queue behind the moved ones
-        old.queue, new.queue = new.queue, old.queue
-        moved = [*new.queue.in_order(), *old.suspects]
-        for request in later:
-            new.queue.add(request)
+        moved = [*new.service.take_over(service), *old.suspects]
         new.suspects.extend(old.suspects)
         old.suspects.clear()
         for request in moved:
             request.version = new
             request.miss = None  # its key contains the generation
-        _split_order(state, old, new)
+        new.service.split_order(service, new)
+        exit.respond_in_order(state, old)
         state.to_dispatch[new] = None
     for instance in old.instances:
         if instance.peer:
             _limit(state, old, instance, now)
-
-
-def _split_order(state: State, old: Version, new: Version) -> None:
-    """With preserve_ordering, each generation answers its own requests in order of arrival."""
-    if old.order is not None and new.order is not None:
-        moved = [request for request in old.order if request.version is new]
-        new.order = deque([*moved, *new.order])
-        old.order = deque(request for request in old.order if request.version is old)
-        exit.respond_in_order(state, old)
 
 
 def _limit(state: State, version: Version, instance: Instance, now: int) -> None:
@@ -122,13 +109,14 @@ def overdue(state: State, version: Version, instance: Instance, now: int) -> Non
 
 def _end(state: State, version: Version, now: int) -> None:
     """Fails all requests of the version and kills its processes."""
+    service = version.service
     text = f"{version.label} was unloaded by force before this request completed"
     for request in list(state.requests.values()):
         chain = state.runs.get(request.number)
         if request.version is version or (chain is not None and version in chain.members.values()):
             _fail(state, request, "UNAVAILABLE", text, now)
-    if version.sequence_slots is not None:
-        version.sequence_slots.lose(None, text)
+    if service.sequence_slots is not None:
+        service.sequence_slots.lose(None, text)
     for instance in version.instances:
         leases.fail(state, instance, "UNAVAILABLE", text)
         if instance.peer and instance.state in (InstanceState.READY, InstanceState.STOPPING):

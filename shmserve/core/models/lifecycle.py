@@ -9,7 +9,6 @@ from shmserve.core.batching.batch import Batch
 from shmserve.core.effects import Drained
 from shmserve.core.events import Compiled, Drain, Exited, Garbled
 from shmserve.core.models import deployment, load_results, loading, retirement, sleep, unhealthy, value
-from shmserve.core.models.apply_policy import apply_policy
 from shmserve.core.models.termination import kill
 from shmserve.core.records import Instance, Request, Version
 from shmserve.core.requests import responses, waiting
@@ -48,7 +47,7 @@ class Lifecycle:
         if instance.sleeping:
             sleep.has_woken(self._state, version, instance, now)
         if version.policy is None:
-            apply_policy(self._state, version, event.policy)
+            version.apply_policy(event.policy, self._state.limits)
             limits, policy = self._state.limits, event.policy
             own, crashes = policy.execution_limit_ns, policy.crash_limit
             version.limit_ns = limits.execution_ns if own is None else own
@@ -174,6 +173,7 @@ class Lifecycle:
     def _lose_batches(self, version: Version, instance: Instance, reason: str, now: int) -> bool:
         """Retries or fails the requests of a dead worker. True: the request that it ran alone has already killed
         another worker, which explains both deaths."""
+        service = version.service
         running, waiting = instance.running, instance.waiting
         alone = _ran_alone(instance)
         instance.running = instance.waiting = None
@@ -205,9 +205,9 @@ class Lifecycle:
                 batch.end()
         if instance.streams:
             responses.lost(self._state, version, instance, reason, now)
-        if version.sequence_slots is not None:
-            version.sequence_slots.lose(instance, f"the worker process with its state ended ({reason})")
-        if version.order is not None:
+        if service.sequence_slots is not None:
+            service.sequence_slots.lose(instance, f"the worker process with its state ended ({reason})")
+        if service.order is not None:
             exit.respond_in_order(self._state, version)
         return explained
 

@@ -208,14 +208,14 @@ def loading_for(state: State, ensemble: Version) -> list[Version]:
     found: dict[Version, None] = {}
     todo, seen = [ensemble], {ensemble}
     while todo:
-        graph = todo.pop().graph
+        graph = todo.pop().service.graph
         for step in graph.steps if graph is not None else ():
             model = state.models.get(step.model)
             for member in model.versions.values() if model is not None else ():
                 if member.state is not VersionState.LOADING or member in seen:
                     continue
                 seen.add(member)
-                if member.graph is not None:
+                if member.service.graph is not None:
                     todo.append(member)
                 else:
                     found[member] = None

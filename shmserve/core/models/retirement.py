@@ -34,7 +34,7 @@ def retire(state: State, version: Version) -> None:
     if is_loading or version.state is _V.READY or version.recovering:
         version.move(_V.UNLOADING)
         state.unloading_versions[version] = None
-        if version.sequence_slots is not None:
+        if version.service.sequence_slots is not None:
             state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, version)
     if is_loading:
         if version.unchecked.count:
@@ -46,6 +46,7 @@ def retire(state: State, version: Version) -> None:
 def stop(state: State, version: Version, instance: Instance, hurry: bool = True) -> None:
     """Stops an instance: it gets no more requests and finishes its work. One that is loading has nothing to finish.
     `hurry`: its sequences have a limited time to end."""
+    service = version.service
     state.deadlock_possible = True
     if instance.state in (_I.WAITING, _I.BACKOFF, _I.ASLEEP):
         instance.move(_I.STOPPED)
@@ -58,8 +59,8 @@ def stop(state: State, version: Version, instance: Instance, hurry: bool = True)
         pass
     elif instance.state is _I.READY:
         state.retiring_instances.pop(instance, None)
-        if version.sequence_slots is not None and version.sequence_slots.at(instance):
-            version.sequence_slots.lose(instance, f"instance '{instance.spec.name}' is no longer served")
+        if service.sequence_slots is not None and service.sequence_slots.at(instance):
+            service.sequence_slots.lose(instance, f"instance '{instance.spec.name}' is no longer served")
             state.to_dispatch[version] = None
         if instance in version.idle:
             version.idle.remove(instance)
@@ -85,7 +86,7 @@ def _let_finish(state: State, version: Version, instance: Instance, hurry: bool)
         return False
     instance.retiring = True
     state.retiring_instances[instance] = version
-    if version.sequence_slots is not None:
+    if version.service.sequence_slots is not None:
         if hurry:
             state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
     else:
@@ -121,12 +122,12 @@ def end_grace_period(state: State, subject: Version | Instance | None, now: int)
             state.to_dispatch[sequence.version] = None
         return
     version = state.retiring_instances.get(subject) if isinstance(subject, Instance) else subject
-    if version is None or version.sequence_slots is None:
+    if version is None or version.service.sequence_slots is None:
         return
     if isinstance(subject, Instance):
         stop(state, version, subject)
     else:
-        version.sequence_slots.lose(None, "its version is no longer served")
+        version.service.sequence_slots.lose(None, "its version is no longer served")
         state.to_dispatch[version] = None
 
 

@@ -190,7 +190,7 @@ def _called(state: State) -> set[Version]:
             todo += run.in_flight.values()
         elif request.state is RequestState.QUEUED:
             version = request.version
-            found.update((version,) if version.graph is None else memory.loading_for(state, version))
+            found.update((version,) if version.service.graph is None else memory.loading_for(state, version))
     return found
 
 

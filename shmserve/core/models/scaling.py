@@ -79,6 +79,7 @@ def joined(state: State, now: int) -> None:
 
 
 def _read(version: Version, now: int) -> Reading:
+    service = version.service
     statistics = version.statistics
     busy_ns, oldest = statistics.busy_ns, now
     needed = 0
@@ -93,10 +94,10 @@ def _read(version: Version, now: int) -> Reading:
         needed += bool(instance.streams)
     oldest = min(oldest, _oldest_queued(version, now))
     spare = bool(version.idle)
-    if version.sequence_slots is not None:
-        slots = version.sequence_slots.policy.slots
-        needed = -(-version.sequence_slots.count // max(1, int(slots * FREE)))
-        spare = spare and not version.sequence_slots.backlog
+    if service.sequence_slots is not None:
+        slots = service.sequence_slots.policy.slots
+        needed = -(-service.sequence_slots.count // max(1, int(slots * FREE)))
+        spare = spare and not service.sequence_slots.backlog
     return Reading(
         now, busy_ns, statistics.queue_ns, statistics.queued_requests, now - oldest, _count(version), spare, needed,
         version.service_ns,
@@ -109,13 +110,14 @@ def _count(version: Version) -> int:
 
 def _oldest_queued(version: Version, now: int) -> int:
     """Arrival time of the request that has been in the broker's queue the longest."""
-    if version.sequence_slots is not None:
-        waiting = (sequence.requests[0].arrived for sequence in version.sequence_slots.backlog if sequence.requests)
+    service = version.service
+    if service.sequence_slots is not None:
+        waiting = (sequence.requests[0].arrived for sequence in service.sequence_slots.backlog if sequence.requests)
         return min(waiting, default=now)
     found = [request.arrived for request in version.suspects]
-    if version.queue.count:
+    if service.queue.count:
         # For each priority and user, requests are in order of arrival.
-        found += [request.arrived for request in version.queue.in_order() if request.state is RequestState.QUEUED]
+        found += [request.arrived for request in service.queue.in_order() if request.state is RequestState.QUEUED]
     return min(found, default=now)
 
 
@@ -193,8 +195,9 @@ def _shrink(state: State, version: Version, scaler: Scaler, measured: Measured, 
 def _value(version: Version, instance: Instance) -> tuple[bool, bool, int, bool, bool, int]:
     """Sort key for removal. Removed first: an instance that does not serve, then one without sequences or streams, then
     an idle one, then the newest."""
+    service = version.service
     works = instance.state is _I.READY
-    held = len(version.sequence_slots.at(instance)) if version.sequence_slots is not None else len(instance.streams)
+    held = len(service.sequence_slots.at(instance)) if service.sequence_slots is not None else len(instance.streams)
     number = int(instance.spec.name.rpartition("_")[2])
     return works, not instance.quarantined and works, held, not instance.idle, bool(instance.lease), -number
 

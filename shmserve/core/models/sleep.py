@@ -79,15 +79,17 @@ def last_used(version: Version) -> int:
 
 def is_busy(state: State, version: Version) -> bool:
     """Are requests queued or running, or instances loading? Leases do not count."""
-    if version.waits or (version.sequence_slots is not None and version.sequence_slots.count):
+    service = version.service
+    if version.waits or (service.sequence_slots is not None and service.sequence_slots.count):
         return True
     return any(_is_busy(state, instance) for instance in version.instances)
 
 
 def is_running(state: State, version: Version) -> bool:
     """Like `is_busy`, but leases count and queued requests do not."""
-    if version.sequence_slots is not None and any(
-        version.sequence_slots.at(instance) for instance in version.instances
+    service = version.service
+    if service.sequence_slots is not None and any(
+        service.sequence_slots.at(instance) for instance in version.instances
     ):
         return True
     if any(lease.version is version for lease in state.leases.values()):

@@ -77,7 +77,7 @@ class Cache:
     def key(self, request: Request) -> Key | None:
         """Everything that the response depends on; None if it cannot be cached."""
         outputs, options = request.outputs, request.options
-        if options is not None and options.sequence and request.version.graph is not None:
+        if options is not None and options.sequence and request.version.service.graph is not None:
             return None  # its steps may keep state, and the response contains the sequence
         if outputs is not None and any(wanted.place is not None for wanted in outputs):
             return None

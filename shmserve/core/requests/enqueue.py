@@ -24,14 +24,15 @@ def level(
 ) -> int:
     """The priority level. Raises if the request is not acceptable or its queue is full. `number`: the requested
     version, 0 for the default."""
-    if version.sequence_slots is not None:
+    service = version.service
+    if service.sequence_slots is not None:
         scheduler.check(state, client, version, number, options, rows)
         return 0
-    if options is not None and options.sequence and version.graph is None:
+    if options is not None and options.sequence and service.graph is None:
         raise Unsupported(
             f"model '{version.model}' does not use sequence batching; send the request without a sequence"
         )
-    queue = version.queue
+    queue = service.queue
     number = queue.level_of(options.priority) if options is not None else queue.default_level
     waiting = queue.level(number)
     limit = waiting.policy.max_size
@@ -47,23 +48,24 @@ def level(
 
 def put(state: State, version: Version, number: int, request: Request, now: int) -> None:
     """Queues an admitted request. `number`: the requested version, 0 for the default."""
-    if version.plain:
+    service = version.service
+    if service.plain:
         if not (state.accused and leases.queue_accused(state, version, request)):
-            version.queue.add(request)
+            service.queue.add(request)
         state.to_dispatch[version] = None
         return
-    if version.cached and not version.decoupled and _cached(state, version, request, now):
+    if service.cached and not service.decoupled and _cached(state, version, request, now):
         return
-    if version.graph is not None:
+    if service.graph is not None:
         begin(state, request)
         return
-    if request.is_step and (version.order is not None or version.sequence_slots is not None):
+    if request.is_step and (service.order is not None or service.sequence_slots is not None):
         state.deadlock_possible = True
-    if version.sequence_slots is not None:
+    if service.sequence_slots is not None:
         scheduler.put(state, version, number, request, now)
         return
     _set_queue_timeout(state, version, request, now)
-    version.queue.add(request)
+    service.queue.add(request)
     if 0 < request.queue_expires < now + SHORTEST_WAIT_NS:
         expire(state, request, now)
     state.to_dispatch[version] = None
@@ -81,7 +83,7 @@ def expire(state: State, request: Request, now: int) -> None:
     expired = request.unchecked is not None
     if expired:
         request.version.drop(request)
-    if expired or request.version.queue.expire(request):
+    if expired or request.version.service.queue.expire(request):
         # Triton's clients compare the whole text, so nothing is added.
         exit.fail_unsent(state, request, "QUEUE_TIMEOUT", "Request timeout expired", now)
 
@@ -106,12 +108,13 @@ def _cached(state: State, version: Version, request: Request, now: int) -> bool:
 
 
 def _set_queue_timeout(state: State, version: Version, request: Request, now: int) -> None:
-    policy, options = version.queue.level(request.level).policy, request.options
+    service = version.service
+    policy, options = service.queue.level(request.level).policy, request.options
     if policy.timeout_ns:
         limit = policy.timeout_ns
         if policy.allow_override and options is not None and options.queue_timeout_us:
             limit = min(limit, options.queue_timeout_us * 1000)
         request.queue_expires = now + limit  # after its wait for the model to load, if any
         state.set_timer(request.queue_expires, Timer.QUEUE, request)
-    if version.order is not None:
-        version.order.append(request)
+    if service.order is not None:
+        service.order.append(request)

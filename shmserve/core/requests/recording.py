@@ -68,9 +68,9 @@ class Recording:
     def ended(self, request: Request, code: str, now: int) -> None:
         """Records the end of a request, unless it succeeded in a batch: the record of the batch covers that."""
         version, batch = request.version, request.batch
-        if version.graph is not None:
+        if version.service.graph is not None:
             kind = "ensemble"
-        elif version.decoupled:
+        elif version.service.decoupled:
             kind = "stream"
         elif batch is not None:
             kind = "batch"

@@ -27,7 +27,7 @@ MAX_WINDOW = 2**63 - 1
 
 
 def streamed(state: State, version: Version, instance: Instance, message: Streamed, now: int) -> None:
-    if not version.decoupled:
+    if not version.service.decoupled:
         kill_for_protocol_error(state, version, instance, "responses during a batch")
         return
     for row in message.rows:
@@ -111,7 +111,7 @@ def more(state: State, request: Request, count: int) -> None:
         state.runs.to_advance[run] = None
         return
     options, instance = request.options, request.instance
-    if options is None or not (request.version.decoupled or request.unchecked is not None):
+    if options is None or not (request.version.service.decoupled or request.unchecked is not None):
         return
     if instance is not None and request.state in (_SENT, _OPEN):
         state.send(instance.peer, More(request.number, count))

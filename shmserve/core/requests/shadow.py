@@ -107,9 +107,9 @@ def choose(state: State, request: Request, shadow: Shadow) -> None:
     version = request.version
     if (
         version.number == shadow.version
-        or version.graph is not None
-        or version.decoupled
-        or version.sequence_slots is not None
+        or version.service.graph is not None
+        or version.service.decoupled
+        or version.service.sequence_slots is not None
     ):
         return
     if shadow.choose():
@@ -127,9 +127,9 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
     if target is None or not _has_room(state, shadow, target, size) or not _can_be_kept(state, request, reply):
         _count(state, version, shadow, "skipped")
         return reply
-    assert target.checker is not None
+    assert target.service.checker is not None
     try:
-        rows, signature, inline, _, length = target.checker.check(inputs, request.outputs)
+        rows, signature, inline, _, length = target.service.checker.check(inputs, request.outputs)
     except ServeError as error:
         _count(state, version, shadow, "failed")
         _log(state, version, shadow, f"cannot run a request that version {version.number} answers: {error.message}")
@@ -147,7 +147,7 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
     state.requests[number] = compared
     client.requests[number] = number
     client.bytes += inline
-    target.queue.add(compared)
+    target.service.queue.add(compared)
     state.to_dispatch[target] = None
     return reply if keeper is None else ReplyHeld(reply.request, reply.version, reply.outputs, reply.parameters)
 
@@ -155,9 +155,10 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
 def _has_room(state: State, shadow: Shadow, target: Version, size: int) -> bool:
     """A shadow must not delay others: no client request is queued at the target, and the shadow's own requests are
     bounded."""
-    if state.draining or not target.healthy or target.sequence_slots is not None or target.order is not None:
+    service = target.service
+    if state.draining or not target.healthy or service.sequence_slots is not None or service.order is not None:
         return False
-    if target.decoupled or target.graph is not None or target.suspects or target.waits > shadow.pending:
+    if service.decoupled or service.graph is not None or target.suspects or target.waits > shadow.pending:
         return False
     usable = sum(instance.usable and not (instance.lease or instance.quarantined) for instance in target.instances)
     rows = target.policy.max_batch if target.policy is not None else 0

@@ -138,8 +138,9 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
 
 def _with_id(state: State, version: Version, request: Request) -> Options:
     """For iterative models: a request without a sequence id becomes an implicit sequence."""
-    assert version.sequence_slots is not None
-    control = version.sequence_slots.policy.id_control
+    service = version.service
+    assert service.sequence_slots is not None
+    control = service.sequence_slots.policy.id_control
     key = _unused_id(version, control is not None and control.dtype == "BYTES", request)
     made = Options() if request.options is None else replace(request.options)
     made.sequence, made.sequence_start, made.sequence_end = key, True, True
@@ -165,7 +166,7 @@ def _forget(state: State, sequence: Sequence) -> None:
 
 
 def dispatch(state: State, version: Version, now: int) -> None:
-    slots = version.sequence_slots
+    slots = version.service.sequence_slots
     assert slots is not None
     version.wake = 0
     while slots.changed:
@@ -275,9 +276,10 @@ def _plan_direct(state: State, version: Version, policy: SequencePolicy, heads: 
 
 
 def _plan_oldest(state: State, version: Version, policy: SequencePolicy, heads: list[Sequence], now: int) -> BatchPlan:
-    if version.batch_rules is None:
+    service = version.service
+    if service.batch_rules is None:
         return BatchPlan(1, 1, Reason.SINGLE)
-    plan = form([sequence.requests[0] for sequence in heads], version.batch_rules, now)
+    plan = form([sequence.requests[0] for sequence in heads], service.batch_rules, now)
     if not plan.count and len(heads) == policy.slots:  # no other sequence can get a slot until then
         return BatchPlan(len(heads), len(heads), Reason.FULL)
     return plan
@@ -296,7 +298,7 @@ def backlog_timeout(state: State, sequence: Sequence, now: int) -> None:
 
 def idle(state: State, sequence: Sequence, now: int) -> None:
     """The idle timer: fails the sequence if it had no request for too long."""
-    slots = sequence.version.sequence_slots
+    slots = sequence.version.service.sequence_slots
     if sequence.state is _S.ENDED or slots is None:
         return
     until = sequence.active + slots.policy.idle_ns
@@ -322,19 +324,21 @@ def _owner(client: ClientState, options: Options) -> str:
 
 def _worker_id(version: Version, wanted: int | str, user: str, request: Request) -> int | str:
     """Returns an id that is unique across users, because workers and models keep state by this id."""
-    assert version.sequence_slots is not None
-    other = version.sequence_slots.latest.get(wanted)
+    service = version.service
+    assert service.sequence_slots is not None
+    other = service.sequence_slots.latest.get(wanted)
     if other is None or other.user == user:
         return wanted
     return _unused_id(version, isinstance(wanted, str), request)
 
 
 def _unused_id(version: Version, text: bool, request: Request) -> int | str:
-    assert version.sequence_slots is not None
+    service = version.service
+    assert service.sequence_slots is not None
     own = request.number
     while True:
         own = _OWN_IDS + own % _OWN_IDS
         key = f"request {own}" if text else own
-        if key not in version.sequence_slots.latest:
+        if key not in service.sequence_slots.latest:
             return key
         own += 1

@@ -26,7 +26,7 @@ def in_flight(versions: Iterable[Version]) -> int:
     count = 0
     for version in versions:
         count += sum(running(instance) for instance in version.instances)
-        count += version.users if version.graph is not None else 0
+        count += version.users if version.service.graph is not None else 0
     return count
 
 

@@ -81,7 +81,7 @@ class Course:
         self.world = World()
         self.world.deploy(MODEL, 2, large="y")
         self.world.deploy(LENT, 2)
-        lending = self.world.core.state.ready["lent"].lending
+        lending = self.world.core.state.ready["lent"].service.lending
         assert lending is not None
         lending.needed = 2
         self.honest = self.world.connect("honest")

@@ -99,8 +99,8 @@ class Lent(World):
 
     @property
     def lending(self) -> Lending[ClientState]:
-        assert self.version.lending is not None
-        return self.version.lending
+        assert self.version.service.lending is not None
+        return self.version.service.lending
 
     def is_over(self) -> bool:
         """Asserts that no lease is left anywhere and that the instances are idle again."""

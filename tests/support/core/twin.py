@@ -304,7 +304,7 @@ class Twin:
             ],
             "clients": [(peer, client.bytes, dict(client.requests)) for peer, client in state.clients.items()],
             "queues": {
-                version.label: (version.queue.count, version.queue.bytes, version.queue.timed)
+                version.label: (version.service.queue.count, version.service.queue.bytes, version.service.queue.timed)
                 for model in state.models.values()
                 for version in model.versions.values()
             },

@@ -28,13 +28,13 @@ class Delay:
         Triton."""
         if version in self._over:
             return False
-        policy, slots = version.policy, version.sequence_slots
+        policy, slots = version.policy, version.service.sequence_slots
         if slots is not None:
             bound = sum(len(one.requests) for one in slots.all() if one.instance is not None)
             backlog = sum(len(one.requests) for one in slots.backlog)
             held = bound < self._requests or backlog < self._backlog
         else:
-            held = policy is not None and policy.batching is not None and version.queue.count < self._requests
+            held = policy is not None and policy.batching is not None and version.service.queue.count < self._requests
         if not held:
             self._over.add(version)
         return held
@@ -45,7 +45,7 @@ def install(environment: Mapping[str, str]) -> None:
     immediately, run = dispatch.dispatch, scheduler._run  # noqa: SLF001 - replaced for this server
 
     def delayed_dispatch(state: State, version: Version, now: int) -> None:
-        if version.sequence_slots is not None or not delay.holds(version):
+        if version.service.sequence_slots is not None or not delay.holds(version):
             immediately(state, version, now)
 
     def delayed_run(

@@ -327,7 +327,7 @@ class Scenario(Operating, Streaming, Leasing, Calling):
                 self.line("compared: " + (", ".join(f"{name} {count}" for name, count in counts.items()) or "none"))
                 break
             if "queue" in what:
-                waiting = version.queue.in_order()
+                waiting = version.service.queue.in_order()
                 self.line(f"queue {self._set([request.number for request in waiting])}")
             if "state" in what:
                 why = f": {version.reason}" if version.reason else ""

@@ -216,8 +216,8 @@ class Transcript(World):
 
     def sequences(self, version: Version) -> None:
         """The location of each sequence."""
-        assert version.sequence_slots is not None
-        for sequence in version.sequence_slots.all():
+        assert version.service.sequence_slots is not None
+        for sequence in version.service.sequence_slots.all():
             worker = self.workers.get(sequence.instance.peer) if sequence.instance is not None else None
             where = f"slot {sequence.slot} of {worker.name}" if worker is not None else "in the backlog"
             self.line(f"sequence {sequence.id}: {where}, {len(sequence.requests)} wait")

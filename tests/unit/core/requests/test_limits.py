@@ -130,7 +130,7 @@ def test_cancelled_requests_are_freed_while_another_runs() -> None:
     client = world.connect("a")
     for number in range(1, 4001):
         world.turn([client.infer(number), *([(client.peer, Cancel(number))] if number > 1 else [])])
-    order = world.core.state.ready["m"].order
+    order = world.core.state.ready["m"].service.order
     assert order is not None
     assert len(order) <= ORDER + 1
     world.finish()

@@ -149,13 +149,13 @@ class Sequenced(World):
 
     def sequence_slots(self) -> list[SequenceSlots[Sequence, Instance]]:
         generations = [version for model in self.core.state.models.values() for version in model.generations()]
-        return [version.sequence_slots for version in generations if version.sequence_slots is not None]
+        return [version.service.sequence_slots for version in generations if version.service.sequence_slots is not None]
 
     def bound_to(self, peer: int) -> list[Story]:
         version, instance = self.core.state.instances[peer]
         return (
-            [self.stories[sequence] for sequence in version.sequence_slots.at(instance)]
-            if version.sequence_slots
+            [self.stories[sequence] for sequence in version.service.sequence_slots.at(instance)]
+            if version.service.sequence_slots
             else []
         )
 
@@ -316,7 +316,7 @@ class SequenceMachine(WorldMachine):
         if self.unsent or not hasattr(self, "world"):
             return
         for version in [version for model in self.world.core.state.models.values() for version in model.generations()]:
-            sequence_slots = version.sequence_slots
+            sequence_slots = version.service.sequence_slots
             waiting = [s for s in sequence_slots.backlog if s.before is None] if sequence_slots is not None else []
             if sequence_slots is None or not waiting:
                 continue
@@ -330,8 +330,8 @@ class SequenceMachine(WorldMachine):
     def who_leaves_takes_no_more(self) -> None:
         if hasattr(self, "world"):
             for instance, version in self.world.core.state.retiring_instances.items():
-                assert version.sequence_slots is not None
-                now = set(version.sequence_slots.at(instance))
+                assert version.service.sequence_slots is not None
+                now = set(version.service.sequence_slots.at(instance))
                 assert now <= self.parting.setdefault(instance, now), "it has taken another one"
 
     @invariant()

@@ -287,10 +287,10 @@ class EverythingMachine(OperatedMachine):
             for version in model.generations():
                 state.cache.purge(version)
                 assert not version.users, version.label
-                assert not version.order, version.label
-                if version.sequence_slots is not None:
-                    assert not version.sequence_slots.count, version.label
-                    assert not version.sequence_slots.latest, version.label
+                assert not version.service.order, version.label
+                if version.service.sequence_slots is not None:
+                    assert not version.service.sequence_slots.count, version.label
+                    assert not version.service.sequence_slots.latest, version.label
                 for instance in version.instances:
                     assert not instance.streams, instance.story()
         assert not state.cache.bytes

@@ -44,7 +44,12 @@ def checked_closes_cycle(state: State, request: Request) -> str:
     """Also asserts that all usable instances are waiting if a call to an ordinary model is refused."""
     found = closes_cycle(state, request)
     version = request.version
-    if found and version.graph is None and version.sequence_slots is None and version.order is None:
+    if (
+        found
+        and version.service.graph is None
+        and version.service.sequence_slots is None
+        and version.service.order is None
+    ):
         assert all(instance.waits for instance in version.instances if instance.usable), found
     return found
 

@@ -61,8 +61,8 @@ class LentWorld(Operated):
         for model in self.core.state.models.values():
             for version in model.generations():
                 self.statistics[id(version.statistics)] = version.statistics
-                if version.lending is not None:
-                    version.lending.needed = min(version.lending.needed, NEEDED)
+                if version.service.lending is not None:
+                    version.service.lending.needed = min(version.service.lending.needed, NEEDED)
 
 
 class LeaseMachine(OperatedMachine):

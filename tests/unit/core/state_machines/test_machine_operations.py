@@ -103,7 +103,7 @@ class OperatedMachine(CoreMachine):
     def resize(self, which: int, number: int, grow: bool) -> None:
         """The core adds an instance or removes one, but not the last that serves."""
         version = self.world.core.state.ready.get(self.names[which % len(self.names)])
-        if version is None or version.graph is not None:
+        if version is None or version.service.graph is not None:
             return
         self.send([])
         if version.state is not VersionState.READY:

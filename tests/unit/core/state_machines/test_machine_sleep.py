@@ -53,7 +53,7 @@ class SleepyWorld(Sleepy, Everything):
 def check_all_sleep(state: State) -> None:
     for model in state.models.values():
         for version in model.versions.values():
-            if version.state is VersionState.READY and version.graph is None:
+            if version.state is VersionState.READY and version.service.graph is None:
                 assert version.asleep, version.label
     left = [instance for _, instance in state.instances.values() if instance.state is not InstanceState.STOPPING]
     assert not left, f"{left[0].state} {left[0].story()}"
