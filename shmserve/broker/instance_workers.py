@@ -49,7 +49,7 @@ class InstanceWorkers:
         self._meter: MemoryMeter | None = None
         """None without memory budgets."""
         self.memory = ProcessMemory(loop, self._pids)
-        if state.memory_limited:
+        if state.memory.limited:
             self._meter = MemoryMeter(loop, state, self.process_of, settings.used_on_gpu, put)
 
     def names(self) -> dict[int, str]:

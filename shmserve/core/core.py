@@ -265,26 +265,26 @@ class Core:
         state = self.state
         if state.ledger.departed:
             state.ledger.release_departed()
-        if state.blocked_loads:
+        if state.loading.blocked:
             unhealthy.hold_blocked(state, now)
-        if state.replaced_versions or state.replaced_instances or state.forced_unloads:
+        if state.changes.replaced_versions or state.changes.replaced_instances or state.changes.forced_unloads:
             handover.process(state, now)
-        if state.joined:
+        if state.changes.joined:
             scaling.joined(state, now)
             resizing.finish_joins(state)
         if state.loaded_versions:
             waiting.check(state, self._check, now)
         self._advance_and_dispatch(now)
-        if state.memory_limited:
+        if state.memory.limited:
             self._make_room(now)
         if state.deadlock_possible:
             state.deadlock_possible = False
-            if state.blocked_instances or state.yielding:
+            if state.blocked_instances or state.memory.yielding:
                 self._calls.check_deadlocks(now)
                 self._advance_and_dispatch(now)
-        if state.unloading_versions or state.retiring_instances:
+        if state.changes.unloading_versions or state.changes.retiring_instances:
             deployment.finish_unloads(state)
-        if state.to_sleep:
+        if state.changes.to_sleep:
             sleep.put_unused_to_sleep(state, now)
         if state.readiness_changed:
             readiness.update(state, now)

@@ -27,7 +27,7 @@ def check(state: State, queries: QueryQueue) -> None:
     state.ledger.check({**state.clients, **callers})
     queries.check(state.clients.keys() | state.instances.keys())
     assert not state.to_dispatch
-    assert not state.blocked_loads
+    assert not state.loading.blocked
     queues = _check_requests(state)
     _check_callers(state, callers)
     _check_sequences(state)
@@ -123,7 +123,7 @@ def _check_client_bytes(state: State, clients: Iterable[ClientState]) -> None:
 def _check_version(state: State, version: Version, queue: list[Request]) -> None:
     """`queue`: the requests in the version's queue, in order."""
     service = version.service
-    assert (version in state.unloading_versions) == (version.state is VersionState.UNLOADING), version.label
+    assert (version in state.changes.unloading_versions) == (version.state is VersionState.UNLOADING), version.label
     if version.trial is not None:
         assert version.trial.running is not None, version.label
         assert version.trial.running.count == 1, version.label
@@ -214,7 +214,7 @@ def _check_sequences(state: State) -> None:
         assert sequence.key == key
         assert sequence.broken is None, sequence.story()
         assert sequence in sequence.sequence_slots.all(), sequence.story()
-    for instance, version in state.retiring_instances.items():
+    for instance, version in state.changes.retiring_instances.items():
         assert instance.retiring, instance.story()
         assert instance in version.instances, instance.story()
     versions = [version for model in state.models.values() for version in model.generations()]
@@ -276,11 +276,11 @@ def _check_sleep(state: State, version: Version) -> None:
     elif version.state is VersionState.READY and not state.draining:
         for instance in version.instances:
             assert instance.state is not _I.ASLEEP or instance.reason, f"nobody wakes {instance.story()}"
-    assert version.yielding == (version in state.yielding), version.label
+    assert version.yielding == (version in state.memory.yielding), version.label
     for instance in version.instances:
         may_lack = instance.state is _I.WAITING or (instance.state is _I.BACKOFF and instance.lost)
         has_memory = bool(instance.peer) or instance.state is _I.BACKOFF
-        assert (instance in state.memory_holders) == has_memory or may_lack, instance.story()
+        assert (instance in state.memory.holders) == has_memory or may_lack, instance.story()
         assert not instance.asleep_soon or (instance.sleeping and instance.idle and not instance.streams), (
             instance.story()
         )
@@ -292,7 +292,7 @@ def _check_instance(state: State, idle: list[Instance], instance: Instance) -> N
     assert (known is not None and known[1] is instance) == bool(instance.peer), instance.story()
     assert not instance.lost or instance.state is not _I.READY, instance.story()
     assert not instance.held or instance.state not in (_I.WAITING, _I.STARTING, _I.READY), instance.story()
-    if state.blocked(instance.spec) and not state.draining:
+    if state.loading.forbids(instance.spec) and not state.draining:
         assert instance.held or instance.over or instance.state in (_I.KILLED, _I.GOING_TO_SLEEP), instance.story()
     if instance.quarantined and not instance.over:
         assert instance.waiting is None, instance.story()

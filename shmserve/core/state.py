@@ -1,13 +1,13 @@
 """State shared by the parts of the core: tables of all records, work lists and effects of the current turn, and timers.
 
 Parts of the core do not call upwards. Where one causes work for a part above it, it adds to a work list here
-(`to_dispatch`, `runs_to_advance`, `replaced_versions` and more), which `Core` processes at the end of the turn.
+(`to_dispatch`, `runs.to_advance`, `changes` and more), which `Core` processes at the end of the turn.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import Counter
 from enum import Enum, auto
 from itertools import count
 from typing import Any, TypeAlias
@@ -19,8 +19,8 @@ from shmserve.core.ensembles.run import Runs
 from shmserve.core.ledger import INTERNAL, Ledger
 from shmserve.core.limits import Limits
 from shmserve.core.models.model import Model
+from shmserve.core.models.progress import Changes, Loading, Memory
 from shmserve.core.outputs import Outputs
-from shmserve.core.policy import InstanceSpec
 from shmserve.core.records import CallingWorker, ClientState, Instance, Key, Request, Sequence, Version
 from shmserve.core.requests.cache import Cache
 from shmserve.core.requests.observers import Observers
@@ -104,7 +104,9 @@ class State:
         """Re-evaluate the readiness of ensembles at the end of the turn: what it depends on may have changed."""
         self.wakes: dict[Version, int] = {}
         """Version -> when to dispatch it if no event does so earlier, e.g. at the end of a queue delay."""
-        self._begin_lifecycle()
+        self.loading = Loading()
+        self.changes = Changes()
+        self.memory = Memory(bool(limits.memory_budget or limits.gpu_budgets))
         self.blocked_instances: dict[Instance, None] = {}
         """Instances that are blocked until the models they called have answered."""
         self.answered_calls: list[CallingWorker] = []
@@ -125,49 +127,6 @@ class State:
         """Heap: time, a number that makes entries comparable, kind and subject. May contain obsolete timers."""
         self._numbers, self._workers = 0, WORKERS_FROM
         self._timer_numbers = count()
-
-    def _begin_lifecycle(self) -> None:
-        """Initializes the tables and work lists for the lifecycle of versions and instances."""
-        self.load_queue: deque[tuple[Version, Instance]] = deque()
-        """Instances queued to load."""
-        self.loading: dict[Instance, None] = {}
-        """Instances that are loading and count towards `Limits.loading`."""
-        self.unhealthy_devices: dict[int, str] = {}
-        """GPU -> why no instance may run on it."""
-        self.blocked_loads: list[tuple[Version, Instance]] = []
-        """Instances that were queued to load, but whose GPU is unhealthy."""
-        self.unloading_versions: dict[Version, None] = {}
-        """Versions that accept no new requests, and are removed once their remaining requests are answered."""
-        self.replaced_versions: list[tuple[Version, Version]] = []
-        """Versions that restarts have replaced, each with its successor."""
-        self.replaced_instances: list[tuple[Version, Instance]] = []
-        """Instances that restarts have replaced, of versions that continue."""
-        self.joined: list[tuple[Version, Instance]] = []
-        """Instances added by `resizing.join` that are now READY or could not load (FAILED)."""
-        self.forced_unloads: list[Version] = []
-        """Versions to unload by force at the end of the turn."""
-        self.retiring_instances: dict[Instance, Version] = {}
-        """Instances that their versions no longer need, kept until their sequences have ended."""
-        self.to_sleep: dict[Version, bool] = {}
-        """Versions that go to sleep as soon as nothing runs on them, not even over a lease. True: others need their
-        memory."""
-        self.memory_holders: dict[Instance, Version] = {}
-        """Instances that have been granted memory: granted before they load, freed when their process has ended."""
-        self.yielding: dict[Version, int] = {}
-        """Version -> since when it yields: it finishes what runs and then sleeps, because others wait for its
-        memory."""
-        self.memory_limited = bool(self.limits.memory_budget or self.limits.gpu_budgets)
-        self.memory_changed = False
-        """Re-evaluate memory grants at the end of the turn: instances wait to load, were measured or have ended, or a
-        version waits for others to make room."""
-        self.room_at = 0
-        """When the timer ROOM is due, if that is in the future."""
-        self.evictions = 0
-        """Versions put to sleep for others since `uses_since` was last advanced."""
-        self.uses_since = 0
-        """Since when `SleepState.uses` have been counted."""
-        self.short_since = 0
-        """Since when instances have exceeded the memory budget; 0: they do not."""
 
     def begin(self) -> list[Effect]:
         """Begins a turn. Returns the list that will contain its effects."""
@@ -193,12 +152,6 @@ class State:
         """The request in flight with this client-side number."""
         own = client.requests.get(number)
         return None if own is None else self.requests.get(own)
-
-    def blocked(self, spec: InstanceSpec) -> str:
-        """Why no instance of this kind may run on its device; "": it may."""
-        if not self.unhealthy_devices or spec.kind != "KIND_GPU":
-            return ""
-        return self.unhealthy_devices.get(spec.device, "")
 
     def send(self, peer: int, message: object) -> None:
         self.effects.append(Send(peer, message))

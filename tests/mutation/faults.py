@@ -121,8 +121,8 @@ FAULTS = (
     Fault(
         "one load more than allowed",
         "shmserve/core/models/loading.py",
-        "while len(state.loading) < state.limits.loading:",
-        "while len(state.loading) <= state.limits.loading:",
+        "while len(state.loading.running) < state.limits.loading:",
+        "while len(state.loading.running) <= state.limits.loading:",
     ),
     Fault(
         "room is not decided again",
@@ -524,7 +524,7 @@ FAULTS = (
     Fault(
         "a lingering request holds up those behind it",
         "shmserve/core/exit.py",
-        "    if request.version.order is not None:\n        respond_in_order(state, request.version)\n",
+        "    if request.version.service.order is not None:\n        respond_in_order(state, request.version)\n",
         "",
     ),
     Fault(

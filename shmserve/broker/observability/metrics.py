@@ -143,8 +143,8 @@ class Metrics:
                 add("shmserve_model_instances", count, f'{named},state="{name}"')
             if version.service.graph is None:
                 _sleep(page, version, named)
-                if self._state.memory_limited:
-                    _memory(page, version, self._state.memory_holders, named)
+                if self._state.memory.limited:
+                    _memory(page, version, self._state.memory.holders, named)
             if version.scaler is not None:
                 _scaling(page, version, version.scaler, named)
             same = [other for other in generations if other.number == number and other is not version]

@@ -136,7 +136,7 @@ def _unfit(state: State, lease: Lease) -> bool:
         or not instance.usable
         or instance.retiring
         or version.state is not VersionState.READY
-        or version in state.to_sleep
+        or version in state.changes.to_sleep
         or version.yielding
         or state.models[version.model].operation is not None  # its outcome applies to all requests after it
         or state.draining

@@ -135,8 +135,8 @@ class ModelCalls:
         state.blocked_instances[instance] = None
         version.calls_others = True
         state.to_dispatch[version] = None
-        if state.load_queue:  # other instances of the version may be needed now
-            state.memory_changed = True
+        if state.loading.queue:  # other instances of the version may be needed now
+            state.memory.changed = True
         if state.limiter is not None:
             for other in state.limiter.release(instance):
                 state.to_dispatch[other] = None

@@ -48,7 +48,7 @@ def newest_in_cycle(state: State) -> tuple[Request | None, str]:
 
 def _stuck(state: State) -> Stuck:
     """Instances that can never continue. Killed ones are left out, because their calls end with them."""
-    waiting = chain(state.blocked_instances, *(version.instances for version in state.yielding))
+    waiting = chain(state.blocked_instances, *(version.instances for version in state.memory.yielding))
     stuck = {i: None for i in waiting if i.caller is not None and i.state is not InstanceState.KILLED}
     found = True
     while found:

@@ -80,7 +80,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
     for version in (coming, current):
         if version is None or version.source != target.source or fresh or version.state not in (_V.LOADING, _V.READY):
             continue
-        if version.state is _V.LOADING and state.memory_limited and _lacks(version, target.instances):
+        if version.state is _V.LOADING and state.memory.limited and _lacks(version, target.instances):
             continue  # memory is granted to all of its instances at once: partial grants could deadlock
         if version is current and coming is not None:
             retirement.abandon(state, model, model.coming.pop(number))
@@ -108,7 +108,7 @@ def _aim(state: State, model: Model, operation: Operation, target: Target, fresh
         if current is not None:
             retirement.abandon(state, model, current)
         model.versions[number] = version
-    state.load_queue.extend((version, instance) for instance in version.instances)
+    state.loading.queue.extend((version, instance) for instance in version.instances)
 
 
 def _set_scaling(state: State, version: Version, target: Target) -> None:
@@ -156,7 +156,7 @@ def _add(state: State, operation: Operation, version: Version, instance: Instanc
         operation.loading[version] = None
     else:
         operation.starting[instance] = version
-    state.load_queue.append((version, instance))
+    state.loading.queue.append((version, instance))
 
 
 def refuse(state: State, peer: int, event: Refuse, now: int) -> None:
@@ -188,7 +188,7 @@ def unload(state: State, peer: int, event: Unload, now: int) -> None:
         retirement.retire(state, version)
     model.unloading.append(Unloading(event.operation, model.generations()))
     if event.force:
-        state.forced_unloads += model.generations()
+        state.changes.forced_unloads += model.generations()
     state.set_traffic(model.name, UNSET)
     model.traffic_set = False
     model.comparisons.clear()
@@ -254,7 +254,7 @@ def _replace(state: State, model: Model, versions: list[Version], event: Restart
 
 def interrupt(state: State, model: Model) -> None:
     """The server stops: cancels all loading, except for sleeping versions with requests."""
-    state.load_queue = deque((version, instance) for version, instance in state.load_queue if instance.sleeping)
+    state.loading.queue = deque((version, instance) for version, instance in state.loading.queue if instance.sleeping)
     _overtake(state, model, STOPPING)
     for number in list(model.coming):
         retirement.abandon(state, model, model.coming.pop(number))
@@ -278,7 +278,7 @@ def has_loaded(state: State, version: Version, instance: Instance) -> None:
     """The instance has become READY, and possibly the version with it."""
     if instance.joining:
         instance.joining = False
-        state.joined.append((version, instance))
+        state.changes.joined.append((version, instance))
     goes_on_without(state, version, instance)
 
 
@@ -304,7 +304,7 @@ def has_failed(state: State, version: Version, reason: str, instance: Instance |
     model = state.models[version.model]
     operation = model.operation
     if instance is not None and instance.joining:
-        state.joined.append((version, instance))
+        state.changes.joined.append((version, instance))
     if operation is None:
         return
     if instance in operation.starting:
@@ -366,13 +366,13 @@ def _commit(state: State, model: Model, operation: Operation) -> None:
         model.versions[number] = version
         retirement.abandon(state, model, old)
         if operation.restart:
-            state.replaced_versions.append((old, version))
+            state.changes.replaced_versions.append((old, version))
     model.coming.clear()
     for version, instance in operation.added:
         replaced, instance.replaces = instance.replaces, None
         if replaced is not None:
             retirement.stop(state, version, replaced)
-            state.replaced_instances.append((version, replaced))
+            state.changes.replaced_instances.append((version, replaced))
     for version, instance in operation.surplus:
         retirement.stop(state, version, instance)
     for number in operation.dropped:
@@ -393,15 +393,15 @@ def _commit(state: State, model: Model, operation: Operation) -> None:
 def finish_unloads(state: State) -> None:
     """Stops versions and instances that have finished, and removes those whose processes have ended. Called once
     per turn."""
-    for instance, version in list(state.retiring_instances.items()):
+    for instance, version in list(state.changes.retiring_instances.items()):
         if not version.needs(instance):
             retirement.stop(state, version, instance)
-    for version in list(state.unloading_versions):
+    for version in list(state.changes.unloading_versions):
         if version.finished:
             for instance in list(version.instances):
                 retirement.stop(state, version, instance)
         if version.gone and version.finished:
-            del state.unloading_versions[version]
+            del state.changes.unloading_versions[version]
             version.move(_V.UNAVAILABLE, retirement.UNLOADED)
             model = state.models[version.model]
             if model.versions.get(version.number) is version:

@@ -23,15 +23,15 @@ _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
 def process(state: State, now: int) -> None:
     """Processes, at the end of a turn, replaced versions and instances, and models unloaded by force."""
-    while state.replaced_instances:
-        version, instance = state.replaced_instances.pop()
+    while state.changes.replaced_instances:
+        version, instance = state.changes.replaced_instances.pop()
         instance.retiring = True
         _limit(state, version, instance, now)
-    while state.replaced_versions:
-        version, successor = state.replaced_versions.pop()
+    while state.changes.replaced_versions:
+        version, successor = state.changes.replaced_versions.pop()
         _replace(state, version, successor, now)
-    while state.forced_unloads:
-        _end(state, state.forced_unloads.pop(), now)
+    while state.changes.forced_unloads:
+        _end(state, state.changes.forced_unloads.pop(), now)
 
 
 # ------------------------------------------------------------------------------------ restart

@@ -97,7 +97,7 @@ class Lifecycle:
         version, instance = known
         instance.peer = 0
         instance.revoked = set()
-        self._state.retiring_instances.pop(instance, None)
+        self._state.changes.retiring_instances.pop(instance, None)
         if instance in version.idle:
             version.idle.remove(instance)
         self._queries.gone(event.peer)
@@ -114,8 +114,8 @@ class Lifecycle:
         lost = self._state.ledger.worker_died(event.peer)
         if lost:
             self._lose_tensors(lost, instance, now)
-        del self._state.memory_holders[instance]
-        self._state.memory_changed = True
+        del self._state.memory.holders[instance]
+        self._state.memory.changed = True
         self._handle_exit(version, instance, event, explained, now)
         version.settle_sleep()
         loading.load_over(self._state, instance)
@@ -145,7 +145,7 @@ class Lifecycle:
                 self._state.log("error", text, **load_results.about(version, instance))
             instance.move(_I.STOPPED)
             retirement.remove_stopped(self._state, version, instance)
-        elif version.state is not _V.UNLOADING and (instance.held or self._state.blocked(instance.spec)):
+        elif version.state is not _V.UNLOADING and (instance.held or self._state.loading.forbids(instance.spec)):
             if instance.loaded and not instance.sleeping:
                 self._count_restart(version, instance)
             unhealthy.ended(self._state, version, instance, now)
@@ -157,7 +157,7 @@ class Lifecycle:
                 sleep.died_waking(self._state, version, instance, event.reason, about)
         elif version.state is _V.UNLOADING:
             alone = not any(other.alive for other in version.instances if other is not instance)
-            broken = load_error or instance.deaths or self._state.blocked(instance.spec)
+            broken = load_error or instance.deaths or self._state.loading.forbids(instance.spec)
             if alone and (version.waits or version.users) and not broken:
                 self._crashed(version, instance, event.reason, explained, now)
             else:
@@ -374,7 +374,7 @@ class Lifecycle:
                 for instance in version.instances:
                     if instance.state in (_I.BACKOFF, _I.WAITING) and not instance.sleeping:
                         instance.move(_I.STOPPED)
-                        self._state.memory_holders.pop(instance, None)
+                        self._state.memory.holders.pop(instance, None)
                 if version.state is _V.LOADING:
                     waiting.fail(self._state, version, STOPPING, now)
                 self._no_more(version, now)

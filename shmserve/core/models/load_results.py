@@ -80,7 +80,7 @@ def give_up(state: State, version: Version, instance: Instance, reason: str) -> 
 
 def back_off(state: State, version: Version, instance: Instance, pause: int, now: int) -> None:
     instance.move(_I.BACKOFF)
-    state.memory_holders[instance] = version
+    state.memory.holders[instance] = version
     instance.load_error = ""
     instance.retry_at = now + pause
     state.set_timer(instance.retry_at, Timer.RETRY, instance)

@@ -16,31 +16,31 @@ _I = InstanceState
 def start_waiting(state: State) -> None:
     """Starts queued instances, as many as the limit of concurrent loads allows. With memory budgets, `room` grants them
     memory first."""
-    state.memory_changed = True
-    if state.unhealthy_devices:
+    state.memory.changed = True
+    if state.loading.unhealthy_devices:
         _set_aside(state)
-    while len(state.loading) < state.limits.loading:
+    while len(state.loading.running) < state.limits.loading:
         entry = memory.next_to_load(state)
         if entry is None:
             return
         version, instance = entry
         if instance.state is _I.WAITING:
             spawn(state, version, instance)
-            state.loading[instance] = None
+            state.loading.running[instance] = None
 
 
 def free_slots(state: State) -> int:
     """How many more instances could load now, besides those that have been granted memory."""
-    granted = sum(one.state is _I.WAITING and one in state.memory_holders for _, one in state.load_queue)
-    return state.limits.loading - len(state.loading) - granted
+    granted = sum(one.state is _I.WAITING and one in state.memory.holders for _, one in state.loading.queue)
+    return state.limits.loading - len(state.loading.running) - granted
 
 
 def _set_aside(state: State) -> None:
     """Removes instances from the queue whose GPU is unhealthy. `Core` processes them later in the turn."""
-    blocked = [(version, instance) for version, instance in state.load_queue if state.blocked(instance.spec)]
+    blocked = [(version, instance) for version, instance in state.loading.queue if state.loading.forbids(instance.spec)]
     if blocked:
-        state.load_queue = deque(entry for entry in state.load_queue if not state.blocked(entry[1].spec))
-        state.blocked_loads += blocked
+        state.loading.queue = deque(entry for entry in state.loading.queue if not state.loading.forbids(entry[1].spec))
+        state.loading.blocked += blocked
 
 
 def spawn(state: State, version: Version, instance: Instance) -> None:
@@ -49,7 +49,7 @@ def spawn(state: State, version: Version, instance: Instance) -> None:
     instance.ready_since = 0
     instance.hung = False
     instance.memory = (0, 0)
-    state.memory_holders[instance] = version
+    state.memory.holders[instance] = version
     if state.limits.load_ns:
         state.set_timer(state.now + state.limits.load_ns, Timer.LATE, instance)
     instance.peer = state.next_worker()
@@ -63,16 +63,16 @@ def start_again(state: State, version: Version, instance: Instance) -> None:
     unhealthy, for the GPU."""
     if instance.held:
         return
-    if instance in state.memory_holders:
+    if instance in state.memory.holders:
         spawn(state, version, instance)
         return
     instance.move(_I.WAITING)
-    state.load_queue.append((version, instance))
+    state.loading.queue.append((version, instance))
     start_waiting(state)
 
 
 def load_over(state: State, instance: Instance) -> None:
     """The instance has finished loading, successfully or not: starts the next one."""
-    if instance in state.loading:
-        del state.loading[instance]
+    if instance in state.loading.running:
+        del state.loading.running[instance]
         start_waiting(state)

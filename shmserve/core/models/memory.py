@@ -84,7 +84,7 @@ def label_of(place: int) -> str:
 
 def budgets(state: State) -> BytesByPlace:
     """The budgets of the host and of each GPU that instances have used."""
-    devices = {instance.spec.device for instance in state.memory_holders if instance.spec.kind == "KIND_GPU"}
+    devices = {instance.spec.device for instance in state.memory.holders if instance.spec.kind == "KIND_GPU"}
     devices.update(gpu for gpu, _ in state.limits.gpu_budgets if gpu != ANY_GPU)
     found = Counter({place: budget_of(state, place) for place in (HOST, *devices)})
     return +found
@@ -96,7 +96,7 @@ def is_measured(version: Version) -> bool:
 
 def used(state: State) -> BytesByPlace:
     found: BytesByPlace = Counter()
-    for instance, version in state.memory_holders.items():
+    for instance, version in state.memory.holders.items():
         found.update(charge_of(version, instance))
     return found
 
@@ -117,7 +117,7 @@ def measured(state: State, peer: int, event: Measured, now: int) -> None:
         return
     version, instance = known
     sleep_state = version.sleep_state
-    state.memory_changed = True
+    state.memory.changed = True
     instance.memory = (event.host, event.gpu)
     sleep_state.host_peak = max(sleep_state.host_peak, event.peak)
     sleep_state.gpu_peak = max(sleep_state.gpu_peak, event.gpu)
@@ -131,11 +131,11 @@ def measured(state: State, peer: int, event: Measured, now: int) -> None:
 
 def next_to_load(state: State) -> tuple[Version, Instance] | None:
     """Takes the next instance that may load from the queue. With budgets, it must have been granted its memory."""
-    queue = state.load_queue
-    if not state.memory_limited:
+    queue = state.loading.queue
+    if not state.memory.limited:
         return queue.popleft() if queue else None
     for index, (version, instance) in enumerate(queue):
-        if instance in state.memory_holders or instance.state is not _I.WAITING:
+        if instance in state.memory.holders or instance.state is not _I.WAITING:
             del queue[index]
             return version, instance
     return None
@@ -185,7 +185,7 @@ def guess_less(version: Version, place: int, size: int) -> None:
 def fixed(state: State, but: Version | None = None) -> BytesByPlace:
     """Memory of versions that stay loaded, except those of the same model as `but`, which make room for it."""
     found: BytesByPlace = Counter()
-    for instance, version in state.memory_holders.items():
+    for instance, version in state.memory.holders.items():
         if is_fixed(version, instance) and (but is None or version.model != but.model):
             found.update(charge_of(version, instance))
     return found
@@ -194,13 +194,13 @@ def fixed(state: State, but: Version | None = None) -> BytesByPlace:
 def waits_for_memory(state: State, instance: Instance) -> bool:
     """Is the instance asleep or waiting to load, without a memory grant?"""
     waits = instance.sleeping or instance.state is _I.WAITING
-    return state.memory_limited and waits and instance not in state.memory_holders
+    return state.memory.limited and waits and instance not in state.memory.holders
 
 
 def may_never_load(state: State, instance: Instance) -> bool:
     """Is it an instance that was added for more throughput or could not load again, and that gets only memory that is
     free?"""
-    return state.memory_limited and (instance.joining or instance.lost) and instance not in state.memory_holders
+    return state.memory.limited and (instance.joining or instance.lost) and instance not in state.memory.holders
 
 
 def loading_for(state: State, ensemble: Version) -> list[Version]:
@@ -224,12 +224,12 @@ def loading_for(state: State, ensemble: Version) -> list[Version]:
 
 def held_up_by(state: State, version: Version, stuck: Container[Instance]) -> Instance | None:
     """One of the instances in `stuck`, if this version needs the memory that their versions hold and cannot release."""
-    if not state.memory_limited:
+    if not state.memory.limited:
         return None
     need = needed_to_wake(version) or needed_to_load(version)
     taken: BytesByPlace = Counter()
     blocker = None
-    for instance, other in state.memory_holders.items():
+    for instance, other in state.memory.holders.items():
         blocking = next((one for one in other.instances if one in stuck), None)
         if blocking is not None or (other is not version and is_fixed(other, instance)):
             taken.update(charge_of(other, instance))

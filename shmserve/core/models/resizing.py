@@ -20,7 +20,7 @@ def join(state: State, version: Version, spec: InstanceSpec) -> Instance:
     assert not state.draining
     instance = Instance(spec, joining=True)
     version.instances.append(instance)
-    state.load_queue.append((version, instance))
+    state.loading.queue.append((version, instance))
     loading.start_waiting(state)
     return instance
 
@@ -35,7 +35,7 @@ def leave(state: State, version: Version, instance: Instance) -> None:
 
 def finish_joins(state: State) -> None:
     """At the end of a turn: logs the outcome of added instances."""
-    for version, instance in state.joined:
+    for version, instance in state.changes.joined:
         about = {"model": version.model, "version": version.number, "instance": instance.spec.name}
         if instance.state is InstanceState.FAILED:
             text = f"{version.label} continues without a new instance '{instance.spec.name}': {instance.reason}"
@@ -46,4 +46,4 @@ def finish_joins(state: State) -> None:
             ready, wanted = version.counts
             text = f"instance '{instance.spec.name}' of {version.label} was added (READY {ready}/{wanted})"
             state.log("debug", text, **about)
-    state.joined.clear()
+    state.changes.joined.clear()

@@ -33,7 +33,7 @@ def retire(state: State, version: Version) -> None:
             version.reason = UNLOADED
     if is_loading or version.state is _V.READY or version.recovering:
         version.move(_V.UNLOADING)
-        state.unloading_versions[version] = None
+        state.changes.unloading_versions[version] = None
         if version.service.sequence_slots is not None:
             state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, version)
     if is_loading:
@@ -50,15 +50,15 @@ def stop(state: State, version: Version, instance: Instance, hurry: bool = True)
     state.deadlock_possible = True
     if instance.state in (_I.WAITING, _I.BACKOFF, _I.ASLEEP):
         instance.move(_I.STOPPED)
-        state.memory_holders.pop(instance, None)
-        state.memory_changed = True
+        state.memory.holders.pop(instance, None)
+        state.memory.changed = True
         remove_stopped(state, version, instance)
     elif instance.state is _I.GOING_TO_SLEEP:
         instance.move(_I.STOPPING)
     elif instance.state is _I.READY and _let_finish(state, version, instance, hurry):
         pass
     elif instance.state is _I.READY:
-        state.retiring_instances.pop(instance, None)
+        state.changes.retiring_instances.pop(instance, None)
         if service.sequence_slots is not None and service.sequence_slots.at(instance):
             service.sequence_slots.lose(instance, f"instance '{instance.spec.name}' is no longer served")
             state.to_dispatch[version] = None
@@ -85,7 +85,7 @@ def _let_finish(state: State, version: Version, instance: Instance, hurry: bool)
     if version.state is not _V.READY or instance.retiring or not version.needs(instance):
         return False
     instance.retiring = True
-    state.retiring_instances[instance] = version
+    state.changes.retiring_instances[instance] = version
     if version.service.sequence_slots is not None:
         if hurry:
             state.set_timer(state.now + state.limits.leaving_ns, Timer.LEAVE, instance)
@@ -121,7 +121,7 @@ def end_grace_period(state: State, subject: Version | Instance | None, now: int)
             sequence.mark_changed()
             state.to_dispatch[sequence.version] = None
         return
-    version = state.retiring_instances.get(subject) if isinstance(subject, Instance) else subject
+    version = state.changes.retiring_instances.get(subject) if isinstance(subject, Instance) else subject
     if version is None or version.service.sequence_slots is None:
         return
     if isinstance(subject, Instance):

@@ -42,7 +42,7 @@ class _Claim(Struct, eq=False):
 
 def make_room(state: State, now: int) -> list[tuple[Version, str]]:
     """Runs at the end of a turn. Returns the versions whose loads can never fit, with the reasons."""
-    if not (state.memory_changed or state.yielding or state.short_since):
+    if not (state.memory.changed or state.memory.yielding or state.memory.short_since):
         return []
     _let_yielding_sleep(state)
     called = _called(state)
@@ -82,7 +82,7 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             short = _missing(state, used, need)
         if not short and not blocked & limited:
             for instance in claim.instances:
-                state.memory_holders[instance] = claim.version
+                state.memory.holders[instance] = claim.version
             used.update(need)
             _log_waking(state, claim, need)
         elif not claim.extra:
@@ -101,24 +101,24 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
     if not blocked and not in_line:
         _stop_yielding(state)
     loading.start_waiting(state)
-    state.memory_changed = waits
+    state.memory.changed = waits
     return refused
 
 
 def _settle_shortage(state: State, over: BytesByPlace, called: Container[Version], now: int) -> None:
     """Handles instances that have grown beyond the budget."""
     if not over:
-        state.short_since = 0
+        state.memory.short_since = 0
         return
-    if not state.short_since:
-        state.short_since = now
+    if not state.memory.short_since:
+        state.memory.short_since = now
         what = ", ".join(
             f"{megabytes(size + memory.budget_of(state, place))} of {memory.name_of(place)}, and the budget is "
             f"{megabytes(memory.budget_of(state, place))} ({memory.setting_of(place)})"
             for place, size in over.items()
         )
         state.log("warning", f"models use {what}")
-    for instance, version in list(state.memory_holders.items()):
+    for instance, version in list(state.memory.holders.items()):
         sizes = zip((memory.HOST, instance.spec.device), instance.memory, strict=True)
         large = [(p, size) for p, size in sizes if p in over and size > memory.budget_of(state, p)]
         if instance.state is _I.STARTING and large:
@@ -128,7 +128,7 @@ def _settle_shortage(state: State, over: BytesByPlace, called: Container[Version
                 f"{megabytes(memory.budget_of(state, place))} ({memory.setting_of(place)})"
             )
             kill(state, version, instance, instance.load_error)
-    _free(state, over, None, called, state.short_since, now)
+    _free(state, over, None, called, state.memory.short_since, now)
 
 
 # ------------------------------------------------------------------------------------ claims
@@ -138,8 +138,8 @@ def _claims(state: State, called: Container[Version]) -> list[_Claim]:
     """Collects the instances that wait for memory. A waking version needs only its first instance, a version that loads
     for the first time needs all."""
     found: dict[object, _Claim] = {}
-    for version, instance in list(state.load_queue):
-        if instance.state is not _I.WAITING or instance in state.memory_holders:
+    for version, instance in list(state.loading.queue):
+        if instance.state is not _I.WAITING or instance in state.memory.holders:
             continue
         serves = any((other.usable and not other.waits) or _loads(state, other) for other in version.instances)
         needed = not serves and version.waits > 0
@@ -167,7 +167,7 @@ def _loads(state: State, instance: Instance) -> bool:
     """Is the instance loading, or has it been granted memory to load?"""
     if instance.spec.passive or instance.over:
         return False
-    return instance.state is _I.STARTING or (instance.state is _I.WAITING and instance in state.memory_holders)
+    return instance.state is _I.STARTING or (instance.state is _I.WAITING and instance in state.memory.holders)
 
 
 def _is_awake(version: Version) -> bool:
@@ -180,7 +180,7 @@ def _called(state: State) -> set[Version]:
     yield, because no other version may be able to make room before these requests are answered."""
     found: set[Version] = set()
     todo: list[Request] = []
-    for instance in chain(state.blocked_instances, *(version.instances for version in state.yielding)):
+    for instance in chain(state.blocked_instances, *(version.instances for version in state.memory.yielding)):
         if instance.caller is not None:
             todo += [state.requests[number] for number in instance.caller.requests.values()]
     while todo:
@@ -222,7 +222,7 @@ def _never_fits(state: State, claim: _Claim, need: BytesByPlace, stays: BytesByP
 
 def _staying(state: State, version: Version) -> list[Instance]:
     """The version's instances that keep their memory until the version sleeps."""
-    return [one for one in version.instances if one in state.memory_holders and not (one.over or one.asleep_soon)]
+    return [one for one in version.instances if one in state.memory.holders and not (one.over or one.asleep_soon)]
 
 
 def _missing(state: State, used: BytesByPlace, need: BytesByPlace) -> BytesByPlace:
@@ -258,7 +258,7 @@ def _free(
         return sleeping, False
     busy = [version for version in candidates if sleep.is_busy(state, version) and not version.yielding]
     busy = [version for version in busy if version not in called]
-    later = [since + wait, *(since + wait for since in state.yielding.values())]
+    later = [since + wait, *(since + wait for since in state.memory.yielding.values())]
     for version in sorted(busy, key=sleep.ready_since):
         due = max(since, sleep.ready_since(version)) + wait
         if due > now:
@@ -271,37 +271,43 @@ def _free(
 
 def _take_from_lost(state: State, used: BytesByPlace, short: BytesByPlace) -> None:
     """Takes the memory of instances that could not load again and have no process until the next attempt."""
-    for instance, version in list(state.memory_holders.items()):
+    for instance, version in list(state.memory.holders.items()):
         charge = memory.charge_of(version, instance)
         if instance.state is _I.BACKOFF and instance.lost and any(charge[place] for place in short):
             used.subtract(charge)
-            del state.memory_holders[instance]
+            del state.memory.holders[instance]
 
 
 def _remaining_shortage(state: State, short: BytesByPlace, now: int) -> BytesByPlace:
     """These bytes minus those that will be free soon."""
     wait = state.limits.memory_wait_ns
     left = BytesByPlace(short)
-    for instance, version in state.memory_holders.items():
-        soon = version in state.to_sleep or now - state.yielding.get(version, now - wait) < wait or _ends(version)
+    for instance, version in state.memory.holders.items():
+        soon = (
+            version in state.changes.to_sleep
+            or now - state.memory.yielding.get(version, now - wait) < wait
+            or _ends(version)
+        )
         if instance.state in _LEAVING or instance.asleep_soon or instance.state is _I.KILLED or soon:
             left.subtract(memory.charge_of(version, instance))
     return left
 
 
 def _candidates(state: State, keep: Version | None) -> list[Version]:
-    return [version for version in dict.fromkeys(state.memory_holders.values()) if _may_sleep(version, keep)]
+    return [version for version in dict.fromkeys(state.memory.holders.values()) if _may_sleep(version, keep)]
 
 
 def _resting(state: State, candidates: list[Version]) -> list[Version]:
     """The versions that can sleep now."""
-    return [version for version in candidates if not sleep.is_busy(state, version) and version not in state.to_sleep]
+    return [
+        version for version in candidates if not sleep.is_busy(state, version) and version not in state.changes.to_sleep
+    ]
 
 
 def _are_enough(state: State, short: BytesByPlace, resting: list[Version]) -> bool:
     left = BytesByPlace(short)
     for version in resting:
-        left.subtract(memory.of_version(version, state.memory_holders))
+        left.subtract(memory.of_version(version, state.memory.holders))
     return max(left.values(), default=0) <= 0
 
 
@@ -311,7 +317,7 @@ def _let_sleep(state: State, short: BytesByPlace, resting: list[Version], now: i
     chosen = _choose(state, short, resting, leased, now)
     for version in chosen:
         if version in leased:
-            state.to_sleep[version] = True
+            state.changes.to_sleep[version] = True
         else:
             state.log("debug", f"{version.label} goes to sleep: others need its memory", model=version.model)
             sleep.put_to_sleep(state, version)
@@ -329,7 +335,7 @@ def _choose(
     left = {
         version: (
             memory.stays_loaded(version), version in leased, value.of_version(state, version, used, now), used,
-            memory.of_version(version, state.memory_holders),
+            memory.of_version(version, state.memory.holders),
         )
         for version, used in ((version, sleep.last_used(version)) for version in resting)
     }  # fmt: skip
@@ -357,8 +363,8 @@ def _choose(
 
 
 def _decide_again(state: State, at: int, now: int) -> None:
-    if not now < state.room_at <= at:
-        state.room_at = at
+    if not now < state.memory.room_at <= at:
+        state.memory.room_at = at
         state.set_timer(at, Timer.ROOM, None)
 
 
@@ -377,7 +383,7 @@ def _ends(version: Version) -> bool:
 
 def _take(state: State, version: Version, short: BytesByPlace) -> bool:
     """Subtracts the memory of this version from `short`, if that helps."""
-    charge = memory.of_version(version, state.memory_holders)
+    charge = memory.of_version(version, state.memory.holders)
     if not any(size > 0 and charge[place] for place, size in short.items()):
         return False
     short.subtract(charge)
@@ -385,14 +391,14 @@ def _take(state: State, version: Version, short: BytesByPlace) -> bool:
 
 
 def _yield(state: State, version: Version, now: int) -> None:
-    state.yielding[version] = now
+    state.memory.yielding[version] = now
     version.yielding = True
     text = f"{version.label} makes room for others: it finishes what runs, and its queue waits for its turn"
     state.log("info", text, model=version.model, version=version.number)
 
 
 def _let_yielding_sleep(state: State) -> None:
-    for version in list(state.yielding):
+    for version in list(state.memory.yielding):
         if version.state not in sleep.STATES or version.asleep:
             _end_yielding(state, version)
         elif not sleep.is_running(state, version):
@@ -402,11 +408,11 @@ def _let_yielding_sleep(state: State) -> None:
 
 def _stop_yielding(state: State) -> None:
     """Lets yielding versions continue: the memory was found elsewhere."""
-    for version in list(state.yielding):
+    for version in list(state.memory.yielding):
         _end_yielding(state, version)
 
 
 def _end_yielding(state: State, version: Version) -> None:
-    del state.yielding[version]
+    del state.memory.yielding[version]
     version.yielding = False
     state.to_dispatch[version] = None

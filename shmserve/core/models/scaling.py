@@ -62,7 +62,7 @@ def measure(state: State, version: Version, now: int) -> None:
 
 def joined(state: State, now: int) -> None:
     """At the end of a turn: instances that were added are READY, or could not load."""
-    for version, instance in state.joined:
+    for version, instance in state.changes.joined:
         scaler = version.scaler
         if scaler is None:
             continue
@@ -153,7 +153,7 @@ def _read_leases(state: State, version: Version) -> None:
 
 def _grow(state: State, version: Version, scaler: Scaler, measured: Measured, now: int) -> None:
     """Adds an instance to the group that is smallest relative to its bounds."""
-    groups = [group for group in scaler.policy.groups if not state.blocked(group.specs[0])]
+    groups = [group for group in scaler.policy.groups if not state.loading.forbids(group.specs[0])]
     room = [group for group in groups if _size(version, group) < group.most]
     if not room:
         return

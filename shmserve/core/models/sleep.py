@@ -58,7 +58,7 @@ def check_idle(state: State, version: Version, now: int) -> None:
     if version.state is not _V.READY or version.asleep or state.draining:
         return
     if not is_busy(state, version) and last_used(version) + version.sleep_state.idle_ns <= now:
-        state.to_sleep[version] = False
+        state.changes.to_sleep[version] = False
     else:
         _watch(state, version, now)
 
@@ -102,7 +102,7 @@ def _is_busy(state: State, instance: Instance) -> bool:
         calls = instance.caller is not None and bool(instance.caller.requests)
         return bool(instance.batches() or instance.streams or calls or _keeps_tensors(state, instance))
     if (
-        instance.state is _I.WAITING and instance not in state.memory_holders
+        instance.state is _I.WAITING and instance not in state.memory.holders
     ):  # waits for its turn to load, or for memory
         return False
     return not (instance.over or instance.state in (_I.BACKOFF, _I.ASLEEP))
@@ -124,15 +124,15 @@ def _keeps_tensors(state: State, instance: Instance) -> bool:
 def put_unused_to_sleep(state: State, now: int) -> None:
     """At the end of a turn: puts versions to sleep, unless they have been used in the meantime. A version with a lease
     follows once the log of the lease has been read, which shows its last use."""
-    for version, for_others in list(state.to_sleep.items()):
+    for version, for_others in list(state.changes.to_sleep.items()):
         if version.state not in STATES or version.asleep or state.draining:
-            del state.to_sleep[version]
+            del state.changes.to_sleep[version]
         elif is_busy(state, version) or not (for_others or last_used(version) + version.sleep_state.idle_ns <= now):
-            del state.to_sleep[version]
+            del state.changes.to_sleep[version]
             if version.sleep_state.idle_ns and not version.sleep_state.watched:
                 _watch(state, version, now)
         elif not any(lease.version is version for lease in state.leases.values()):
-            del state.to_sleep[version]
+            del state.changes.to_sleep[version]
             if not for_others:
                 idle_s = version.sleep_state.idle_ns / 1e9
                 idle = f"it had no request for {idle_s:g} s (--idle-unload-secs, idle_unload_secs)"
@@ -146,7 +146,7 @@ def put_to_sleep(state: State, version: Version) -> None:
         if instance.over or instance.state is _I.ASLEEP:
             continue
         if instance.joining:
-            state.load_queue.remove((version, instance))
+            state.loading.queue.remove((version, instance))
             retirement.stop(state, version, instance)
             continue
         if instance.state is _I.WAITING:
@@ -160,7 +160,7 @@ def put_to_sleep(state: State, version: Version) -> None:
         if instance.state is _I.BACKOFF:
             instance.lost = False
             instance.move(_I.ASLEEP)
-            state.memory_holders.pop(instance, None)
+            state.memory.holders.pop(instance, None)
             continue
         if instance in version.idle:
             version.idle.remove(instance)
@@ -174,9 +174,9 @@ def put_to_sleep(state: State, version: Version) -> None:
 
 def back_to_sleep(state: State, version: Version, instance: Instance) -> None:
     """Puts an instance that waits to load, but is no longer needed, back to sleep."""
-    state.load_queue.remove((version, instance))
-    state.memory_holders.pop(instance, None)
-    state.memory_changed = True
+    state.loading.queue.remove((version, instance))
+    state.memory.holders.pop(instance, None)
+    state.memory.changed = True
     instance.move(_I.ASLEEP)
     version.settle_sleep()
     if version.asleep:
@@ -191,7 +191,7 @@ def fell_asleep(state: State, version: Version, instance: Instance, reason: str)
     instance.move(_I.ASLEEP)
     instance.reason = ""
     instance.due = 0
-    if blocked := state.blocked(instance.spec):
+    if blocked := state.loading.forbids(instance.spec):
         hold(state, version, instance, blocked)
     elif not version.asleep:
         _start(state, version, instance)
@@ -213,7 +213,7 @@ def wake(state: State, version: Version, now: int) -> None:
         return
     version.sleep_state.woken = version.sleep_state.woken or now
     version.sleep_state.logged = (
-        not state.memory_limited
+        not state.memory.limited
     )  # with budgets, logged once it is known which versions make room
     if version.sleep_state.logged:
         text = f"model '{version.model}' is waking for a request"
@@ -227,8 +227,8 @@ def wake(state: State, version: Version, now: int) -> None:
 def _start(state: State, version: Version, instance: Instance) -> None:
     """Queues the instance behind others that wake, and before those that load for the first time."""
     instance.move(_I.WAITING)
-    waking = sum(other.sleeping for _, other in state.load_queue)
-    state.load_queue.insert(waking, (version, instance))
+    waking = sum(other.sleeping for _, other in state.loading.queue)
+    state.loading.queue.insert(waking, (version, instance))
 
 
 def _refuse(state: State, version: Version, now: int) -> None:
@@ -282,7 +282,7 @@ def cannot_wake(state: State, version: Version, instances: list[Instance], reaso
     """There is not enough memory for these instances."""
     for instance in instances:
         _sleep_on(state, version, instance, reason, now)
-        state.load_queue.remove((version, instance))
+        state.loading.queue.remove((version, instance))
     state.to_dispatch[version] = None
     text = f"{version.label} could not be woken: {reason}"
     state.log("error", text, model=version.model, version=version.number)
@@ -309,7 +309,7 @@ def hold(state: State, version: Version, instance: Instance, reason: str) -> Non
     if instance.state is not _I.ASLEEP:
         instance.move(_I.ASLEEP)
     instance.held, instance.reason, instance.load_error = True, reason, ""
-    state.memory_holders.pop(instance, None)
+    state.memory.holders.pop(instance, None)
     version.settle_sleep()
     if version.asleep:
         version.sleep_state.woken = 0

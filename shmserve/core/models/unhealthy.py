@@ -44,8 +44,8 @@ def hold(state: State, version: Version, instance: Instance, reason: str) -> Non
         instance.move(_I.BACKOFF)
     instance.held = instance.lost = True
     instance.reason, instance.load_error, instance.retry_at = reason, "", 0
-    state.memory_holders.pop(instance, None)
-    state.memory_changed = True
+    state.memory.holders.pop(instance, None)
+    state.memory.changed = True
     if retirement.settle_lost(state, version):
         text = f"{version.label} is UNAVAILABLE: {version.reason}"
         state.log("error", text, model=version.model, version=version.number, instance=instance.spec.name)
@@ -66,9 +66,9 @@ def resume(state: State, version: Version, instance: Instance) -> None:
 
 def device_health(state: State, peer: int, event: DeviceHealth, now: int) -> None:
     """A GPU must not be used any more, or may be used again. If only the reason changes, it is shown from now on."""
-    before = state.unhealthy_devices.pop(event.device, "")
+    before = state.loading.unhealthy_devices.pop(event.device, "")
     if event.reason:
-        state.unhealthy_devices[event.device] = event.reason
+        state.loading.unhealthy_devices[event.device] = event.reason
     found = instances_on(state, event.device)
     if event.reason and event.reason != before:
         state.log("critical", f"{event.reason} ({len(found)} instance(s) are affected)", gpu=event.device)
@@ -83,13 +83,13 @@ def device_health(state: State, peer: int, event: DeviceHealth, now: int) -> Non
 
 def hold_blocked(state: State, now: int) -> None:
     """Handles instances that were queued to load on an unhealthy GPU."""
-    blocked, state.blocked_loads = state.blocked_loads, []
+    blocked, state.loading.blocked = state.loading.blocked, []
     for version, instance in blocked:
         if instance.state is not _I.WAITING:
             continue
-        reason = state.blocked(instance.spec)
+        reason = state.loading.forbids(instance.spec)
         if not reason:  # it has recovered in this turn
-            state.load_queue.append((version, instance))
+            state.loading.queue.append((version, instance))
         else:
             _hold_any(state, version, instance, reason, now)
     loading.start_waiting(state)
@@ -97,7 +97,7 @@ def hold_blocked(state: State, now: int) -> None:
 
 def ended(state: State, version: Version, instance: Instance, now: int) -> None:
     """The process was killed because of its GPU, or has crashed on it. This does not count as a crash."""
-    blocked = state.blocked(instance.spec)
+    blocked = state.loading.forbids(instance.spec)
     reason = blocked or instance.reason
     _hold_any(state, version, instance, reason, now)
     if not blocked and instance.held:  # the GPU has recovered before the process had ended

@@ -33,9 +33,9 @@ def inherit(version: Version, current: Version) -> None:
 
 def count_uses(state: State) -> None:
     """Counts the batches that versions in memory have completed since the last call."""
-    if not state.uses_since:
-        state.uses_since = min((version.began for version in state.memory_holders.values()), default=0)
-    for version in state.memory_holders.values():
+    if not state.memory.uses_since:
+        state.memory.uses_since = min((version.began for version in state.memory.holders.values()), default=0)
+    for version in state.memory.holders.values():
         sleep_state, done = version.sleep_state, version.statistics.execution_count
         if sleep_state.counted != done:
             sleep_state.uses += done - sleep_state.counted
@@ -45,7 +45,7 @@ def count_uses(state: State) -> None:
 def of_version(state: State, version: Version, last_used: int, now: int) -> float:
     """The time that loads would take, in ns per ns, if each use needed one."""
     sleep_state = version.sleep_state
-    rate = sleep_state.uses / max(now - state.uses_since, 1)
+    rate = sleep_state.uses / max(now - state.memory.uses_since, 1)
     idle = now - last_used
     if rate * idle > IDLE_USES:
         rate = IDLE_USES / idle
@@ -54,11 +54,11 @@ def of_version(state: State, version: Version, last_used: int, now: int) -> floa
 
 def has_evicted(state: State, count: int, now: int) -> None:
     """Counts evictions. From time to time, halves the counts of uses and the time in which they were counted."""
-    state.evictions += count
-    if state.evictions < EVICTIONS * len(set(state.memory_holders.values())):
+    state.memory.evictions += count
+    if state.memory.evictions < EVICTIONS * len(set(state.memory.holders.values())):
         return
-    state.evictions = 0
-    state.uses_since += (now - state.uses_since) // 2
+    state.memory.evictions = 0
+    state.memory.uses_since += (now - state.memory.uses_since) // 2
     for model in state.models.values():
         for version in model.generations():
             version.sleep_state.uses /= 2

@@ -329,7 +329,7 @@ class SequenceMachine(WorldMachine):
     @invariant()
     def who_leaves_takes_no_more(self) -> None:
         if hasattr(self, "world"):
-            for instance, version in self.world.core.state.retiring_instances.items():
+            for instance, version in self.world.core.state.changes.retiring_instances.items():
                 assert version.service.sequence_slots is not None
                 now = set(version.service.sequence_slots.at(instance))
                 assert now <= self.parting.setdefault(instance, now), "it has taken another one"

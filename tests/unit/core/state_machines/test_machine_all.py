@@ -294,7 +294,7 @@ class EverythingMachine(OperatedMachine):
                 for instance in version.instances:
                     assert not instance.streams, instance.story()
         assert not state.cache.bytes
-        assert not state.retiring_instances
+        assert not state.changes.retiring_instances
         if state.limiter is not None:
             assert not state.limiter._running  # noqa: SLF001 - nothing else shows what is left
             assert not any(state.limiter._used.values())  # noqa: SLF001 - nothing else shows what is left

@@ -151,10 +151,10 @@ class OperatedMachine(CoreMachine):
         state = self.world.core.state
         self.check_sizes()
         assert set(self.world.settled) == set(range(1, self.operations + 1)), "an operation that is never over"
-        assert not state.load_queue
-        assert not state.loading
-        assert not state.joined
-        assert not state.unloading_versions
+        assert not state.loading.queue
+        assert not state.loading.running
+        assert not state.changes.joined
+        assert not state.changes.unloading_versions
         for model in state.models.values():
             assert model.operation is None
             assert not model.coming

@@ -57,7 +57,7 @@ def check_all_sleep(state: State) -> None:
                 assert version.asleep, version.label
     left = [instance for _, instance in state.instances.values() if instance.state is not InstanceState.STOPPING]
     assert not left, f"{left[0].state} {left[0].story()}"
-    assert not state.to_sleep
+    assert not state.changes.to_sleep
 
 
 def finish(machine: WorldMachine) -> None:
