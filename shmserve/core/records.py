@@ -387,8 +387,15 @@ class Instance(Struct, eq=False):
     """When it began to run a leased request, or last resumed it after calls to other models, as of the last query; 0:
     it was not running one."""
 
-    def move(self, finish: InstanceState) -> None:
+    def move(self, finish: InstanceState, reason: str | None = None) -> None:
+        """`reason`: the new reason; None: it stays the same."""
         move(self, finish)
+        if reason is not None:
+            self.explain(reason)
+
+    def explain(self, reason: str) -> None:
+        """The only writer of `reason`."""
+        self.reason = reason
 
     @property
     def title(self) -> str:

@@ -317,7 +317,7 @@ class Lifecycle:
 
     def _await_restart(self, version: Version, instance: Instance, reason: str, now: int) -> None:
         limits = self._state.limits
-        instance.reason = reason
+        instance.explain(reason)
         load_results.back_off(
             self._state, version, instance, pause_ns(instance.deaths, limits.backoff_ns, limits.backoff_max_ns), now
         )

@@ -31,7 +31,7 @@ def version_loaded(state: State, version: Version, now: int) -> None:
 def failed_to_load(state: State, version: Version, instance: Instance, reason: str, now: int) -> None:
     """Handles the failed load of an instance that has never been READY. Only a version that is loading fails because
     of it, since it needs all of its instances."""
-    instance.reason = reason
+    instance.explain(reason)
     if version.state is not _V.LOADING:
         instance.move(_I.FAILED)
         version.instances.remove(instance)
@@ -64,8 +64,7 @@ def cannot_fit(state: State, version: Version, reason: str, now: int) -> None:
 
 def give_up(state: State, version: Version, instance: Instance, reason: str) -> None:
     """The version fails to load, because it needs all of its instances."""
-    instance.reason = reason
-    instance.move(_I.FAILED)
+    instance.move(_I.FAILED, reason)
     state.models[version.model].loads.failed += 1
     version.move(_V.UNAVAILABLE, reason)
     state.refresh(version.model)

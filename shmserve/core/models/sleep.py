@@ -164,8 +164,7 @@ def put_to_sleep(state: State, version: Version) -> None:
             continue
         if instance in version.idle:
             version.idle.remove(instance)
-        instance.move(_I.GOING_TO_SLEEP)
-        instance.reason = ""
+        instance.move(_I.GOING_TO_SLEEP, "")
         instance.due = state.now + state.limits.exit_ns
         state.set_timer(instance.due, Timer.OVERDUE, instance)
         state.send(instance.peer, Stop())
@@ -188,8 +187,7 @@ def fell_asleep(state: State, version: Version, instance: Instance, reason: str)
     if reason.startswith("signal "):  # not a signal that the server sent
         text = f"worker of {version.label} instance '{instance.spec.name}' ended while going to sleep: {reason}"
         state.log("error", text, model=version.model, version=version.number, instance=instance.spec.name)
-    instance.move(_I.ASLEEP)
-    instance.reason = ""
+    instance.move(_I.ASLEEP, "")
     instance.due = 0
     if blocked := state.loading.forbids(instance.spec):
         hold(state, version, instance, blocked)
@@ -243,7 +241,7 @@ def _refuse(state: State, version: Version, now: int) -> None:
 
 def has_woken(state: State, version: Version, instance: Instance, now: int) -> None:
     instance.sleeping = False
-    instance.reason = ""
+    instance.explain("")
     if version.sleep_state.woken:
         took = now - version.sleep_state.woken
         version.sleep_state.woken = 0
@@ -292,8 +290,7 @@ def _sleep_on(state: State, version: Version, instance: Instance, reason: str, n
     """Keeps the instance asleep after a failed wake. Returns the time for which it cannot be woken."""
     limits = state.limits
     instance.deaths += 1
-    instance.move(_I.ASLEEP)
-    instance.reason = reason
+    instance.move(_I.ASLEEP, reason)
     pause = min(limits.backoff_ns << (instance.deaths - 1), limits.backoff_max_ns)
     instance.retry_at = now + pause
     state.set_timer(instance.retry_at, Timer.RETRY, instance)
@@ -308,7 +305,8 @@ def hold(state: State, version: Version, instance: Instance, reason: str) -> Non
     """Keeps an instance asleep, because its GPU is unhealthy."""
     if instance.state is not _I.ASLEEP:
         instance.move(_I.ASLEEP)
-    instance.held, instance.reason, instance.load_error = True, reason, ""
+    instance.explain(reason)
+    instance.held, instance.load_error = True, ""
     state.memory.holders.pop(instance, None)
     version.settle_sleep()
     if version.asleep:
@@ -320,7 +318,7 @@ def may_wake_again(state: State, version: Version, instance: Instance) -> None:
     """The back-off is over, or its GPU is healthy again. A sleeping version waits for the next request."""
     if instance.held:
         return
-    instance.reason = ""
+    instance.explain("")
     if not version.asleep and version.state in STATES and not state.draining:
         _start(state, version, instance)
         loading.start_waiting(state)

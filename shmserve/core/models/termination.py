@@ -13,8 +13,7 @@ def kill(state: State, version: Version, instance: Instance, reason: str) -> Non
     the process has ended."""
     if instance.state is InstanceState.KILLED:
         return
-    instance.move(InstanceState.KILLED)
-    instance.reason = reason
+    instance.move(InstanceState.KILLED, reason)
     if instance in version.idle:
         version.idle.remove(instance)
     text = f"killing instance '{instance.spec.name}' of {version.label}: {reason}"
