@@ -107,7 +107,8 @@ def test_generate_waits_for_a_loading_model(server: SharedServer, gateway: Gatew
     os.mkfifo(ready := tmp_path / "ready")
     tensor = "data_type: TYPE_FP32 dims: 1"
     config = f'backend: "python" input {{ name: "x" {tensor} }} output {{ name: "y" {tensor} }}'
-    write_model(server.root, "late", config, python_model("return self.respond(x)", f"open({str(ready)!r}).read()"))
+    write_model(tmp_path, "late", config, python_model("return self.respond(x)", f"open({str(ready)!r}).read()"))
+    (server.root / "late").symlink_to(tmp_path / "late")
     with server.client() as client, ThreadPoolExecutor(2) as pool:
         loaded = pool.submit(client.load, "late")
         while not any(one["name"] == "late" and one["state"] == "LOADING" for one in client.models()):
@@ -118,6 +119,7 @@ def test_generate_waits_for_a_loading_model(server: SharedServer, gateway: Gatew
         status, body = answer.result(60)
         assert (status, json.loads(body)["y"]) == (200, 2.5)
         loaded.result(60)
+        (server.root / "late").unlink()
         client.unload("late")
 
 
