@@ -20,6 +20,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedSe
     server = SharedServer(tmp_path_factory.mktemp("shared"))
     with server:
         yield server
+        assert not list(server.root.iterdir()), "a test left its models to the others"
 
 
 @pytest.fixture(scope="session")
