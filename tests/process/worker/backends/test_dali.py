@@ -6,7 +6,6 @@ The oracle for images is OpenCV: a PNG decodes to the pixels that were encoded.
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +15,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import shmserve
 from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Row
 from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.testing import Server
 from tests.support.docs import pages
+from tests.support.gateway.running_gateway import metric
 from tests.support.living import pids, until
 from tests.support.workers.in_process import completed, load_failure
 from tests.support.workers.models import dali_models
@@ -268,7 +267,7 @@ def test_a_pipeline_written_in_python_is_served(tmp_path: Path) -> None:
         (pid,) = pids(client, "scaled").values()
         os.kill(pid, signal.SIGSTOP)  # so that requests wait, and share batches
         futures = [client.submit("scaled", {"x": array}) for array in given]
-        until(client, lambda: pending(client) > 5)
+        until(client, lambda: metric(server, "nv_inference_pending_request_count", model="scaled") > 5)
         os.kill(pid, signal.SIGCONT)
         for array, future in zip(given, futures, strict=True):
             (found,) = future.result().values()
@@ -277,12 +276,6 @@ def test_a_pipeline_written_in_python_is_served(tmp_path: Path) -> None:
         assert counted["inference_count"] == len(given)
         assert counted["execution_count"] < len(given)
         assert client.config("scaled")["max_batch_size"] == 5
-
-
-def pending(client: shmserve.Client) -> int:
-    found = re.search(r'^nv_inference_pending_request_count{model="scaled",version="1"} (\d+)$', client.metrics(), re.M)
-    assert found is not None
-    return int(found[1])
 
 
 @pytest.mark.process
