@@ -262,14 +262,14 @@ class Core:
 
     def _process_work_lists(self, now: int) -> None:
         """The second half of a turn: processes the work lists in `State` that the events have filled."""
-        state = self.state
+        state, changes = self.state, self.state.changes
         if state.ledger.departed:
             state.ledger.release_departed()
         if state.loading.blocked:
             unhealthy.hold_blocked(state, now)
-        if state.changes.replaced_versions or state.changes.replaced_instances or state.changes.forced_unloads:
+        if changes.replaced_versions or changes.replaced_instances or changes.forced_unloads:
             handover.process(state, now)
-        if state.changes.joined:
+        if changes.joined:
             scaling.joined(state, now)
             resizing.finish_joins(state)
         if state.loaded_versions:
@@ -282,9 +282,9 @@ class Core:
             if state.blocked_instances or state.memory.yielding:
                 self._calls.check_deadlocks(now)
                 self._advance_and_dispatch(now)
-        if state.changes.unloading_versions or state.changes.retiring_instances:
+        if changes.unloading_versions or changes.retiring_instances:
             deployment.finish_unloads(state)
-        if state.changes.to_sleep:
+        if changes.to_sleep:
             sleep.put_unused_to_sleep(state, now)
         if state.readiness_changed:
             readiness.update(state, now)

@@ -78,7 +78,7 @@ def respond_part(
 def respond_in_order(state: State, version: Version) -> None:
     """Delivers responses from the head of the order, as far as they are complete; removes requests answered
     early."""
-    for request in version.service.in_order():
+    for request in version.service.take_complete():
         assert request.reply is not None
         deliver(state, request, request.reply)
 
@@ -242,7 +242,8 @@ def _release(state: State, request: Request) -> None:
 
 def is_stream(request: Request) -> bool:
     """Does only the model decide when the request ends? That may be long after its client has disconnected."""
-    return request.version.service.decoupled and request.version.service.graph is None
+    service = request.version.service
+    return service.decoupled and service.graph is None
 
 
 # ------------------------------------------------------------------------------------ account

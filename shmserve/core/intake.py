@@ -117,13 +117,14 @@ class Intake:
             waits = version.state is VersionState.LOADING or (version.unchecked.count > 0 and waited is None)
         if waits:
             return self._wait(client, number, message, version, now, blocks, waited, calling)
-        assert version.service.checker is not None, version.label
-        rows, signature, inline, shared, length = version.service.checker.check(inputs, outputs)
+        assert version.policy is not None, version.label
+        service = version.service
+        rows, signature, inline, shared, length = service.checker.check(inputs, outputs)
         if options is not None:
             inline += options_bytes(options)
         if shared:
             inline += HANDLE_BYTES * sum([len(tensor.data) for tensor in inputs if type(tensor.data) is tuple])
-        streamed = version.service.decoupled or (options is not None and options.window > 0)
+        streamed = service.decoupled or (options is not None and options.window > 0)
         busy = False
         if calling is not None:
             calling.check_form(version)
@@ -136,7 +137,7 @@ class Intake:
                     self._check_held(client)
             if streamed:
                 self._check_stream(client, version, options)
-        plain = version.service.plain and (options is None or not options.sequence)
+        plain = service.plain and (options is None or not options.sequence)
         level = 0 if plain else enqueue.level(state, client, version, message.version, options, rows, now)
         if waited is None:
             segments, pins, size = self._memory(client, message, blocks, calling) if shared else _NOTHING
@@ -172,8 +173,8 @@ class Intake:
                 shadow.choose(state, request, state.shadows[message.model])
             if options is not None or self._samples:
                 state.observers.admitted(version, (request,))
-        if version.service.plain and not state.accused:  # `enqueue.put` in a straight line
-            version.service.queue.add(request)
+        if service.plain and not state.accused:  # `enqueue.put` in a straight line
+            service.queue.add(request)
             state.to_dispatch[version] = None
         else:
             enqueue.put(state, version, message.version, request, now)
@@ -318,7 +319,7 @@ class Intake:
         """The straight line for requests that need only the usual checks."""
         service = version.service
         state, columns, checker, refusals = self._state, message.columns, service.checker, self._refusals
-        assert checker is not None, version.label
+        assert version.policy is not None, version.label
         form = checker.form(columns.forms)
         known, requests, mine = form.by_rows, state.requests, client.requests
         deadline = now + message.timeout_us * 1000 if message.timeout_us else 0

@@ -49,6 +49,7 @@ from shmserve.protocol.messages import (
 from shmserve.protocol.worker_messages import Call, StepOptions
 
 _GONE = (RequestState.LINGERING, RequestState.ENDED)
+_COMPLETE = (RequestState.DONE, *_GONE)
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 Key = tuple[str, int, int | str, str]
@@ -646,17 +647,19 @@ class Service:
             old.order.remove(request)
             self.order = deque(sorted([*self.order, request], key=lambda other: other.number))
 
-    def in_order(self) -> Iterator[Request]:
-        """Removes the requests that are complete or have ended from the head of the order. Yields those that must be
-        answered now."""
+    def take_complete(self) -> Iterator[Request]:
+        """Removes requests from the head of the order, as far as they are complete or were answered early. Yields those
+        whose response is due."""
         order = self.order
-        while order and order[0].state in (RequestState.DONE, *_GONE):
+        while order and order[0].state in _COMPLETE:
             request = order.popleft()
             if request.state is RequestState.DONE:
                 yield request
         if order and len(order) > self._order_swept:
-            self.order = deque(request for request in order if request.state not in _GONE)
-            self._order_swept = max(ORDER, 2 * len(self.order))
+            left = [request for request in order if request.state not in _GONE]
+            order.clear()
+            order.extend(left)
+            self._order_swept = max(ORDER, 2 * len(left))
 
 
 def _work_bytes(policy: ModelPolicy) -> int:

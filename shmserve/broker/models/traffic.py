@@ -71,14 +71,9 @@ def _check(model: Model, traffic: Traffic, changed: Mapping[str, Any]) -> None:
         raise InvalidRequest(f"model '{model.name}': {len(traffic.shadow)} shadows, expected at most one")
     if traffic.shadow != model.traffic.shadow:
         for version in model.versions.values():
-            policy = version.policy
-            ordered = version.service.order is not None
-            kinds = (
-                version.service.graph is not None,
-                version.service.sequence_slots is not None,
-                version.service.decoupled,
-                ordered,
-            )
+            policy, service = version.policy, version.service
+            ordered = service.order is not None
+            kinds = (service.graph is not None, service.sequence_slots is not None, service.decoupled, ordered)
             if policy is not None and traffic.shadow and (reason := why_no_shadow(*kinds)):
                 raise InvalidRequest(f"model '{model.name}' version {version.number}: {reason}")
     for alias in changed:

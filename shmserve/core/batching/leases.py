@@ -35,12 +35,8 @@ def count_alone(state: State, version: Version, lending: Lending[ClientState], r
     instance."""
     request = requests[0]
     client = request.client
-    if (
-        len(requests) > 1
-        or version.service.queue.count
-        or len(client.requests) > 1
-        or not _plain(state, lending, request)
-    ):
+    waiting = version.service.queue.count
+    if len(requests) > 1 or waiting or len(client.requests) > 1 or not _plain(state, lending, request):
         lending.client = None
     elif client is lending.client:
         lending.alone += 1

@@ -27,7 +27,8 @@ Stuck = dict[Instance, None]
 def closes_cycle(state: State, request: Request) -> str:
     """Why a new call that blocks its instance would wait forever, or ""."""
     version, waiting = request.version, state.blocked_instances
-    usual = version.service.graph is None and version.service.order is None and version.service.sequence_slots is None
+    service = version.service
+    usual = service.graph is None and service.order is None and service.sequence_slots is None
     if usual and any(instance.usable and instance not in waiting for instance in version.instances):
         return ""
     stuck = _stuck(state)

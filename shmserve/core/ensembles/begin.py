@@ -23,8 +23,8 @@ _NONE: frozenset[int] = frozenset()
 def begin(state: State, request: Request) -> None:
     """Creates the run of a validated request. `advance` starts the first steps."""
     version = request.version
-    assert version.service.graph is not None
     graph = version.service.graph
+    assert graph is not None
     wanted: dict[str, Wanted | None]
     if request.outputs is None:
         wanted = dict.fromkeys(graph.outputs)

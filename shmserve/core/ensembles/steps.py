@@ -76,12 +76,10 @@ def submit(
     if busy:
         quotas.check_queue(client, member, inline, now)
     level = 0
-    if not member.service.plain:
-        step_options = (
-            _without_sequence(options)
-            if member.service.sequence_slots is None and member.service.graph is None
-            else options
-        )
+    service = member.service
+    if not service.plain:
+        passes_sequence = service.sequence_slots is not None or service.graph is not None
+        step_options = options if passes_sequence else _without_sequence(options)
         level = enqueue.level(state, client, member, step.version, step_options, rows, now)
     segments = graph.check_parts(inputs)
     if segments:
@@ -141,7 +139,7 @@ def _fitted(
             for (own, _, dims, _), t in given
         ]
     )
-    assert service.checker is not None
+    assert member.policy is not None
     rows, signature, inline, _, length = service.checker.check(inputs, outputs)
     if all(ITEM_BYTES[tensor.dtype] for tensor in inputs):  # otherwise other tensors of these shapes may be invalid
         if len(plan.fitted) >= FITTED:

@@ -23,15 +23,16 @@ _ANSWERED = (RequestState.LINGERING, RequestState.ENDED)
 
 def process(state: State, now: int) -> None:
     """Processes, at the end of a turn, replaced versions and instances, and models unloaded by force."""
-    while state.changes.replaced_instances:
-        version, instance = state.changes.replaced_instances.pop()
+    changes = state.changes
+    while changes.replaced_instances:
+        version, instance = changes.replaced_instances.pop()
         instance.retiring = True
         _limit(state, version, instance, now)
-    while state.changes.replaced_versions:
-        version, successor = state.changes.replaced_versions.pop()
+    while changes.replaced_versions:
+        version, successor = changes.replaced_versions.pop()
         _replace(state, version, successor, now)
-    while state.changes.forced_unloads:
-        _end(state, state.changes.forced_unloads.pop(), now)
+    while changes.forced_unloads:
+        _end(state, changes.forced_unloads.pop(), now)
 
 
 # ------------------------------------------------------------------------------------ restart
@@ -40,16 +41,16 @@ def process(state: State, now: int) -> None:
 def _replace(state: State, old: Version, new: Version, now: int) -> None:
     """A new generation takes over. Queued requests stay with the version that validated them if the policies
     differ, and always for sequences and ensembles."""
-    service = old.service
-    if service.sequence_slots is None and service.graph is None and old.policy == new.policy:
+    before = old.service
+    if before.sequence_slots is None and before.graph is None and old.policy == new.policy:
         old.successor = new
-        moved = [*new.service.take_over(service), *old.suspects]
+        moved = [*new.service.take_over(before), *old.suspects]
         new.suspects.extend(old.suspects)
         old.suspects.clear()
         for request in moved:
             request.version = new
             request.miss = None  # its key contains the generation
-        new.service.split_order(service, new)
+        new.service.split_order(before, new)
         exit.respond_in_order(state, old)
         state.to_dispatch[new] = None
     for instance in old.instances:

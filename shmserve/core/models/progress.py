@@ -11,6 +11,8 @@ from shmserve.core.records import Instance, Version
 
 
 class Loading(Struct, eq=False):
+    """Loads that run or wait, and what forbids them."""
+
     queue: deque[tuple[Version, Instance]] = field(default_factory=deque)
     """Instances queued to load."""
     running: dict[Instance, None] = {}
@@ -48,6 +50,8 @@ class Changes(Struct, eq=False):
 
 
 class Memory(Struct, eq=False):
+    """Grants of memory, and the need to make room."""
+
     limited: bool
     """There is a memory budget."""
     holders: dict[Instance, Version] = {}

@@ -54,7 +54,7 @@ def put(state: State, version: Version, number: int, request: Request, now: int)
             service.queue.add(request)
         state.to_dispatch[version] = None
         return
-    if service.cached and not service.decoupled and _cached(state, version, request, now):
+    if service.cached and _cached(state, version, request, now):
         return
     if service.graph is not None:
         begin(state, request)

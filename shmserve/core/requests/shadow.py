@@ -127,7 +127,7 @@ def answered(state: State, request: Request, reply: Reply) -> Reply:
     if target is None or not _has_room(state, shadow, target, size) or not _can_be_kept(state, request, reply):
         _count(state, version, shadow, "skipped")
         return reply
-    assert target.service.checker is not None
+    assert target.policy is not None
     try:
         rows, signature, inline, _, length = target.service.checker.check(inputs, request.outputs)
     except ServeError as error:
