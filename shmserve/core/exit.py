@@ -20,6 +20,7 @@ from shmserve.protocol.worker_messages import Withdraw
 
 _QUEUED, _SENT, _LINGERING, _DONE, _ENDED, _CHAINED, _OPEN = RequestState
 _GONE = (_LINGERING, _ENDED)
+_COMPLETE = (_DONE, *_GONE)
 
 
 # ------------------------------------------------------------------------------------ respond
@@ -78,9 +79,15 @@ def respond_part(
 def respond_in_order(state: State, version: Version) -> None:
     """Delivers responses from the head of the order, as far as they are complete; removes requests answered
     early."""
-    for request in version.service.take_complete():
-        assert request.reply is not None
-        deliver(state, request, request.reply)
+    service = version.service
+    order = service.order
+    while order and order[0].state in _COMPLETE:
+        request = order.popleft()
+        if request.state is _DONE:
+            assert request.reply is not None
+            deliver(state, request, request.reply)
+    if order and len(order) > service.order_swept:
+        service.sweep_order([request for request in order if request.state not in _GONE])
 
 
 # ------------------------------------------------------------------------------------ failures

@@ -7,7 +7,7 @@ to them. Their containers are generic (`Batch`, `SequenceSlots`, `RequestQueue`)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct, field
@@ -48,8 +48,6 @@ from shmserve.protocol.messages import (
 )
 from shmserve.protocol.worker_messages import Call, StepOptions
 
-_GONE = (RequestState.LINGERING, RequestState.ENDED)
-_COMPLETE = (RequestState.DONE, *_GONE)
 _OVER = (InstanceState.STOPPING, InstanceState.STOPPED, InstanceState.FAILED)
 
 Key = tuple[str, int, int | str, str]
@@ -575,7 +573,6 @@ class Service:
     """How the requests of a version are checked, queued, batched and answered in order. Built from its policy."""
 
     __slots__ = (
-        "_order_swept",
         "batch_rules",
         "cached",
         "checker",
@@ -584,6 +581,7 @@ class Service:
         "lending",
         "most_works",
         "order",
+        "order_swept",
         "padding",
         "plain",
         "prefetch",
@@ -614,7 +612,7 @@ class Service:
         """Batches may wait at busy instances."""
         self.order: deque[Request] | None = deque() if ordered and not policy.decoupled else None
         """With preserve_ordering: requests in order of arrival, until all earlier ones have been answered."""
-        self._order_swept = ORDER
+        self.order_swept = ORDER
         """Length at which requests that left early are removed."""
         # With preserve_ordering, a cached response must not overtake running requests.
         self.cached = caches and policy.cached and self.order is None and not (self.decoupled or sequence)
@@ -647,19 +645,12 @@ class Service:
             old.order.remove(request)
             self.order = deque(sorted([*self.order, request], key=lambda other: other.number))
 
-    def take_complete(self) -> Iterator[Request]:
-        """Removes requests from the head of the order, as far as they are complete or were answered early. Yields those
-        whose response is due."""
-        order = self.order
-        while order and order[0].state in _COMPLETE:
-            request = order.popleft()
-            if request.state is RequestState.DONE:
-                yield request
-        if order and len(order) > self._order_swept:
-            left = [request for request in order if request.state not in _GONE]
-            order.clear()
-            order.extend(left)
-            self._order_swept = max(ORDER, 2 * len(left))
+    def sweep_order(self, left: list[Request]) -> None:
+        """Keeps only these requests in the order: those that have not left early."""
+        assert self.order is not None
+        self.order.clear()
+        self.order.extend(left)
+        self.order_swept = max(ORDER, 2 * len(left))
 
 
 def _work_bytes(policy: ModelPolicy) -> int:
