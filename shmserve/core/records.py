@@ -774,9 +774,13 @@ class Version:
     def label(self) -> str:
         return f"model '{self.model}' version {self.number}"
 
+    def explain(self, reason: str) -> None:
+        """The only writer of `reason`."""
+        self.reason = reason
+
     def move(self, finish: VersionState, reason: str = "") -> None:
         move(self, finish)
-        self.reason = reason
+        self.explain(reason)
 
     @property
     def title(self) -> str:

@@ -137,7 +137,7 @@ def _set_unavailable(state: State, version: Version, reason: str, now: int, reco
         version.member_recovering = recovers
         state.readiness_changed = True
     if version.state is _V.UNAVAILABLE:
-        version.reason = reason
+        version.explain(reason)
         return
     model = state.models[version.model]
     model.loads.failed += version.state is _V.LOADING

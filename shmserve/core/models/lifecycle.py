@@ -161,7 +161,7 @@ class Lifecycle:
             if alone and (version.waits or version.users) and not broken:
                 self._crashed(version, instance, event.reason, explained, now)
             else:
-                version.reason = f"instance '{instance.spec.name}': {load_error or event.reason}"
+                version.explain(f"instance '{instance.spec.name}': {load_error or event.reason}")
                 instance.move(_I.STOPPED)
         elif not instance.loaded or (load_error and version.state is _V.LOADING):
             load_results.failed_to_load(self._state, version, instance, load_error or event.reason, now)

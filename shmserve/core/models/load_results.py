@@ -36,7 +36,7 @@ def failed_to_load(state: State, version: Version, instance: Instance, reason: s
         instance.move(_I.FAILED)
         version.instances.remove(instance)
         if version.state is _V.UNAVAILABLE:  # its GPU had been unhealthy
-            version.reason = version.degraded_reason or reason
+            version.explain(version.degraded_reason or reason)
             text = f"{version.label} is UNAVAILABLE: {reason}"
             state.log("error", text, **about(version, instance))
         deployment.has_failed(state, version, reason, instance)

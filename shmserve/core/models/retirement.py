@@ -30,7 +30,7 @@ def retire(state: State, version: Version) -> None:
     if version in state.ensembles:
         del state.ensembles[version]
         if version.state is _V.UNAVAILABLE:
-            version.reason = UNLOADED
+            version.explain(UNLOADED)
     if is_loading or version.state is _V.READY or version.recovering:
         version.move(_V.UNLOADING)
         state.changes.unloading_versions[version] = None
@@ -108,7 +108,7 @@ def settle_lost(state: State, version: Version) -> bool:
         state.to_dispatch[version] = None
         return True
     if version.recovering:
-        version.reason = version.degraded_reason
+        version.explain(version.degraded_reason)
     return False
 
 

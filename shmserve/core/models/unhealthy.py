@@ -43,7 +43,8 @@ def hold(state: State, version: Version, instance: Instance, reason: str) -> Non
     if instance.state is not _I.BACKOFF:
         instance.move(_I.BACKOFF)
     instance.held = instance.lost = True
-    instance.reason, instance.load_error, instance.retry_at = reason, "", 0
+    instance.explain(reason)
+    instance.load_error, instance.retry_at = "", 0
     state.memory.holders.pop(instance, None)
     state.memory.changed = True
     if retirement.settle_lost(state, version):
@@ -108,7 +109,7 @@ def _hold_any(state: State, version: Version, instance: Instance, reason: str, n
     """Holds an instance that has served, or one that something may wait for: its version, or an operation. One that
     only finishes the work of a version that is unloaded is stopped."""
     if version.state is _V.UNLOADING and not instance.sleeping:
-        version.reason = f"instance '{instance.spec.name}': {reason}"
+        version.explain(f"instance '{instance.spec.name}': {reason}")
         retirement.stop(state, version, instance)
         state.to_dispatch[version] = None
     elif instance.sleeping or (instance.loaded and version.state is not _V.LOADING):
