@@ -102,6 +102,8 @@ class Intake:
             version = going_on or version
             if version is not None and waited is None:  # an earlier request of the sequence may wait there
                 waits = version.unchecked.count > 0
+        elif version is not None and state.loaded_versions and waited is None:  # earlier requests still wait there
+            waits = version.unchecked.count > 0
         if calling is not None:
             calling.check_caller()
         elif state.draining and going_on is None and waited is None:
@@ -289,6 +291,7 @@ class Intake:
                 and version.service.plain and not version.service.decoupled and not state.draining
                 and len(client.requests) + count <= self._client_requests and len(state.requests) + count <= self._busy
                 and client.held_bytes <= self._heavy and not state.accused and message.model not in state.shadows
+                and not state.loaded_versions
             ):  # fmt: skip
                 self._ask_usual(client, version, message, now)
             else:
