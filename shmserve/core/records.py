@@ -816,7 +816,7 @@ class Version:
 
     def settle_sleep(self) -> None:
         """Updates `asleep` after a change of instances."""
-        serving = [i for i in self.instances if i.loaded and not (i.over or i.spec.passive)]
+        serving = [i for i in self.instances if (i.loaded or i.sleeping) and not (i.over or i.spec.passive)]
         self.asleep = bool(serving) and all(instance.asleep_soon for instance in serving)
 
     @property

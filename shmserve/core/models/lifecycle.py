@@ -57,11 +57,12 @@ class Lifecycle:
             version.idle.append(instance)
         if self._state.limiter is not None:
             self._state.limiter.register(instance.spec)
+        was_lost, instance.lost = instance.lost, False
         if version.state is _V.LOADING and version.loaded:
             load_results.version_loaded(self._state, version, now)
-        elif instance.lost:
+            unhealthy.load_over(self._state, version)
+        elif was_lost:
             self._is_back(version, instance)
-        instance.lost = False
         if recovers and instance.usable:
             if version.took_ns:
                 version.move(_V.READY)

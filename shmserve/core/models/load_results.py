@@ -20,11 +20,11 @@ def version_loaded(state: State, version: Version, now: int) -> None:
     loads.done += 1
     loads.done_ns += version.took_ns
     state.refresh(version.model)
-    held = [instance for instance in version.instances if instance.held]
-    text = f"{version.label} is READY with {len(version.instances) - len(held)} instance(s)"
-    if held:
-        text += f", and without {len(held)}: {held[0].reason}"
-    level = "warning" if held else "debug"
+    lost = [instance for instance in version.instances if instance.lost]
+    text = f"{version.label} is READY with {len(version.instances) - len(lost)} instance(s)"
+    if lost:
+        text += f", and without {len(lost)}: {lost[0].reason}"
+    level = "warning" if lost else "debug"
     state.log(level, text, model=version.model, version=version.number)
 
 

@@ -54,8 +54,9 @@ def hold(state: State, version: Version, instance: Instance, reason: str) -> Non
 
 
 def resume(state: State, version: Version, instance: Instance) -> None:
-    """Starts an instance whose GPU is healthy again. One whose process has not ended follows when it has."""
-    if not instance.held or instance.peer or state.draining:
+    """Starts an instance whose GPU is healthy again. One whose process has not ended follows when it has, and one whose
+    version is loading without it when that is over: two versions could each wait for the other's memory."""
+    if not instance.held or instance.peer or state.draining or version.state is _V.LOADING:
         return
     instance.held = False
     instance.deaths = instance.crashes = 0
@@ -63,6 +64,13 @@ def resume(state: State, version: Version, instance: Instance) -> None:
         loading.start_again(state, version, instance)
     elif instance.state is _I.ASLEEP:
         sleep.may_wake_again(state, version, instance)
+
+
+def load_over(state: State, version: Version) -> None:
+    """The version is no longer loading: starts its instances whose GPUs have recovered in the meantime."""
+    for instance in version.instances:
+        if not state.loading.forbids(instance.spec):
+            resume(state, version, instance)
 
 
 def device_health(state: State, peer: int, event: DeviceHealth, now: int) -> None:
@@ -133,6 +141,7 @@ def _hold_first_load(state: State, version: Version, instance: Instance, reason:
         hold(state, version, instance, reason)
         if version.state is _V.LOADING and version.loaded:
             load_results.version_loaded(state, version, now)
+            load_over(state, version)
         deployment.goes_on_without(state, version, instance)
 
 
@@ -151,4 +160,5 @@ def _loads_later(state: State, version: Version, instance: Instance, reason: str
     for other in list(version.instances):
         if not other.held and not other.over:
             retirement.stop(state, version, other)
+    load_over(state, version)
     deployment.has_failed(state, version, reason)

@@ -168,4 +168,12 @@ class WorldMachine(RuleBasedStateMachine):
             world.slow_from.clear()
             if self.is_quiet() and not world.pending and not self.workers(lambda worker: worker.outbox):
                 return
-        raise AssertionError("work is left")
+        raise AssertionError(f"work is left:\n{self.remaining()}")
+
+    def remaining(self) -> str:
+        state = self.world.core.state
+        lines = [request.story() for request in state.requests.values()]
+        for version, instance in state.instances.values():
+            lines.append(f"{version.label}, {instance.spec.name}: {instance.state.name}, {instance.story()}")
+        lines += [f"{version.label}: {version.waits} requests wait" for version in state.ready.values()]
+        return "\n".join(lines)
