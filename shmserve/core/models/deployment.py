@@ -138,7 +138,7 @@ def _fit(state: State, operation: Operation, version: Version, specs: Iterable[I
         found = next((instance for instance in left if _alike(instance.spec, spec)), None)
         if found is not None:
             left.remove(found)
-            if not found.loaded and version.state is _V.READY and not found.held:
+            if not (found.loaded or found.held or found.sleeping) and version.state is _V.READY:
                 operation.starting[found] = version
                 if found.is_tentative:  # it is needed now, so others make room for it
                     found.joining = False
