@@ -2,7 +2,7 @@
 
 Versions with requests come first, in the order in which they were woken, before versions that only load. The first in
 line for a place (the host, a GPU) gets its memory before all others, but not before it can load at once: memory
-granted earlier would be useless to everyone. To free memory for it, idle versions go to sleep, the least valuable
+granted earlier would be useless to everyone. Versions that blocked instances wait for come before all, in any order. To free memory for it, idle versions go to sleep, the least valuable
 (`value`) first. If that is not enough, after `Limits.memory_wait_ns` the busy version that has been awake for the
 longest time yields: it starts nothing more, finishes what runs and sleeps. Its queued requests then wait in line.
 
@@ -76,24 +76,26 @@ def make_room(state: State, now: int) -> list[tuple[Version, str]]:
             continue
         slots -= len(claim.instances)
         limited = {place for place, size in need.items() if size and memory.budget_of(state, place)}
+        # Blocked instances may wait for several versions, of which only one fits before they go on.
+        behind = limited & (over.keys() if claim.version in called else blocked)
         short = _missing(state, used, need)
-        if short and not claim.extra and not blocked & limited:
+        if short and not claim.extra and not behind:
             _take_from_lost(state, used, short)
             short = _missing(state, used, need)
-        if not short and not blocked & limited:
+        if not short and not behind:
             for instance in claim.instances:
                 state.memory.holders[instance] = claim.version
             used.update(need)
             _log_waking(state, claim, need)
         elif not claim.extra:
-            if not blocked & limited:
+            if not behind:
                 _log_waking(state, claim, need, *_free(state, short, claim.version, called, claim.since, now))
                 state.deadlock_possible = True
             blocked |= limited
             waits = True
         else:
             waits = waits or not claim.serves  # the next request needs it
-            if claim.version.recovering and not blocked & limited:
+            if claim.version.recovering and not behind:
                 left = _remaining_shortage(state, short, now)
                 resting = _resting(state, _candidates(state, None))
                 if _are_enough(state, left, resting):

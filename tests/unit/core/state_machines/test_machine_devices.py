@@ -101,9 +101,8 @@ def test_no_request_is_lost_when_gpus_fail_and_recover() -> None:
     run_machine(DeviceMachine, 120)
 
 
+@pytest.mark.hypothesis
 def test_gpus_fail_under_memory_pressure() -> None:
-    """Not one of the searches with new seeds: with other examples, about one of 150 fails. If a GPU fails and recovers
-    while two versions load that do not fit into the memory budget together, each may wait for the other."""
     run_machine(TightDeviceMachine, 30)
 
 
