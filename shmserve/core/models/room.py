@@ -1,10 +1,11 @@
 """Memory grants: decides which waiting instances get memory to load, and puts other versions to sleep to free it.
 
 Versions with requests come first, in the order in which they were woken, before versions that only load. The first in
-line for a place (the host, a GPU) gets its memory before all others, but not before it can load at once: memory
-granted earlier would be useless to everyone. Versions that blocked instances wait for come before all, in any order. To free memory for it, idle versions go to sleep, the least valuable
-(`value`) first. If that is not enough, after `Limits.memory_wait_ns` the busy version that has been awake for the
-longest time yields: it starts nothing more, finishes what runs and sleeps. Its queued requests then wait in line.
+line for a place (the host, a GPU) gets its memory before all others, but not before it can load at once: memory granted
+earlier would be useless to everyone. Versions that blocked instances wait for come before all, in any order. To free
+memory for it, idle versions go to sleep, the least valuable (`value`) first. If that is not enough, after
+`Limits.memory_wait_ns` the busy version that has been awake for the longest time yields: it starts nothing more,
+finishes what runs and sleeps. Its queued requests then wait in line.
 
 Invariant: memory is granted only within the budgets.
 """
