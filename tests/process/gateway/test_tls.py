@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import http.client
 import json
 import signal
 import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import trustme
 
 from shmserve.testing import Server
-from tests.support.gateway.rpc import message as rpc_message
+from tests.support.gateway.rpc import Rpcs, infer_request, message, refused
 from tests.support.gateway.running_gateway import Gateway, binary, model, outputs, rows
 from tests.support.model_files import python_model, write_model
 from tests.support.shared_server import SharedServer
@@ -69,27 +67,14 @@ class SecureGateway(Gateway):
     def __init__(self, place: Place, server: Server, *options: str) -> None:
         super().__init__(server, "--tls-cert", str(place.certificate), *options)
         self.context = place.client()
-        self.root = place.authority.cert_pem.bytes().decode()
+        self.root = place.authority.cert_pem.bytes()
 
     def connection(self, port: int = 0) -> http.client.HTTPSConnection:
         return http.client.HTTPSConnection("127.0.0.1", port or self.http, timeout=30, context=self.context)
 
-    def rpc(self, *calls: tuple[str, Any, dict[str, str]], own: trustme.LeafCert | None = None) -> list[Any]:
-        """Code, text and response of each call."""
-        told = {
-            "port": self.grpc,
-            "root": self.root,
-            "chain": own and own.cert_chain_pems[0].bytes().decode(),
-            "key": own and own.private_key_pem.bytes().decode(),
-            "calls": [
-                [method, base64.b64encode(request.SerializeToString()).decode(), given]
-                for method, request, given in calls
-            ],
-        }
-        command = [sys.executable, "-m", "tests.support.gateway.grpc_secure"]
-        found = subprocess.run(command, input=json.dumps(told), capture_output=True, text=True, timeout=100)
-        assert found.returncode == 0, found.stderr
-        return [(code, text, base64.b64decode(answer)) for code, text, answer in json.loads(found.stdout)]
+    def rpcs(self, own: trustme.LeafCert | None = None) -> Rpcs:
+        chain, key = (own.cert_chain_pems[0].bytes(), own.private_key_pem.bytes()) if own else (None, None)
+        return Rpcs(self.grpc, "localhost", grpc.ssl_channel_credentials(self.root, key, chain))
 
     def secure(self) -> ssl.SSLSocket:
         return self.context.wrap_socket(self.socket(), server_hostname="localhost")
@@ -168,27 +153,23 @@ def test_tokens_and_restrictions_apply_to_http(gateway: SecureGateway) -> None:
 
 
 def test_tokens_and_restrictions_apply_to_grpc(gateway: SecureGateway) -> None:
-    user, admin = ({"authorization": f"Bearer {token}"} for token in ("user", "admin"))
-    key = {"triton-grpc-protocol-admin-key": "open sesame"}
-    config, stats = rpc_message("ModelConfigRequest", name="row"), rpc_message("ModelStatisticsRequest", name="row")
-    infer = rpc_message("ModelInferRequest", model_name="told", raw_input_contents=[bytes(4)])
-    infer.inputs.add(name="x", datatype="FP32", shape=[1])
-    infer.parameters["a"].int64_param = 1
-    calls = [
-        ("ServerLive", rpc_message("ServerLiveRequest"), {}),
-        ("ModelStatistics", stats, {}),
-        ("ModelStatistics", stats, {"authorization": "Bearer nobody"}),
-        ("ModelStatistics", stats, user),
-        ("ModelStatistics", stats, admin),
-        ("ModelConfig", config, admin),
-        ("ModelConfig", config, admin | key),
-        ("ModelInfer", infer, admin | key | {"x-user": "me", "y": "z"}),
-    ]
-    found = gateway.rpc(*calls)
-    refused = ["UNAUTHENTICATED", "UNAUTHENTICATED", "PERMISSION_DENIED"]
-    assert [code for code, _, _ in found] == ["OK", *refused, "OK", "PERMISSION_DENIED", "OK", "OK"]
-    assert found[5][1] == "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'"
-    answer = type(rpc_message("ModelInferResponse")).FromString(found[7][2])
+    user, admin = ((("authorization", f"Bearer {token}"),) for token in ("user", "admin"))
+    key = (("triton-grpc-protocol-admin-key", "open sesame"),)
+    config, stats = message("ModelConfigRequest", name="row"), message("ModelStatisticsRequest", name="row")
+    infer = infer_request("told", {"x": ("FP32", np.zeros(1), bytes(4))}, parameters={"a": 1})
+    with gateway.rpcs() as rpcs:
+        assert rpcs.ServerLive(message("ServerLiveRequest")).live
+        for metadata, code in (
+            ((), "UNAUTHENTICATED"),
+            ((("authorization", "Bearer nobody"),), "UNAUTHENTICATED"),
+            (user, "PERMISSION_DENIED"),
+        ):
+            assert refused(rpcs.ModelStatistics, stats, metadata=metadata)[0] == code
+        assert rpcs.ModelStatistics(stats, metadata=admin).model_stats
+        text = "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'"
+        assert refused(rpcs.ModelConfig, config, metadata=admin) == ("PERMISSION_DENIED", text)
+        assert rpcs.ModelConfig(config, metadata=admin + key).config.name == "row"
+        answer = rpcs.ModelInfer(infer, metadata=(*admin, *key, ("x-user", "me"), ("y", "z")))
     assert json.loads(answer.raw_output_contents[0][4:]) == {"a": 1, "x-user": "me"}
 
 
@@ -248,7 +229,8 @@ def test_tls_client_ca_requires_a_client_certificate(server: Server, place: Plac
     gateway.context = place.client()
     place.authority.issue_cert("friend").configure_cert(gateway.context)
     assert gateway.ask("GET", "/v2/health/live") == (200, b"")
-    live: tuple[str, Any, dict[str, str]] = ("ServerLive", rpc_message("ServerLiveRequest"), {})
-    assert gateway.rpc(live)[0][0] == "UNAVAILABLE"
-    assert gateway.rpc(live, own=place.authority.issue_cert("friend"))[0][0] == "OK"
+    live = message("ServerLiveRequest")
+    with gateway.rpcs() as rpcs, gateway.rpcs(place.authority.issue_cert("friend")) as known:
+        assert refused(rpcs.ServerLive, live)[0] == "UNAVAILABLE"
+        assert known.ServerLive(live).live
     assert "Traceback" not in gateway.stop().decode()

@@ -30,11 +30,15 @@ def message(name: str, /, **fields: Any) -> Any:
 
 
 class Rpcs:
-    """Every method of both services, as an attribute."""
+    """Every method of both services, as an attribute. With `credentials`, the connection may fail."""
 
-    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
-        self.channel = grpc.insecure_channel(f"{address}:{port}", [("grpc.max_receive_message_length", -1)])
-        grpc.channel_ready_future(self.channel).result(60)
+    def __init__(self, port: int, address: str = "127.0.0.1", credentials: Any = None) -> None:
+        options = [("grpc.max_receive_message_length", -1)]
+        if credentials is not None:
+            self.channel = grpc.secure_channel(f"{address}:{port}", credentials, options)
+        else:
+            self.channel = grpc.insecure_channel(f"{address}:{port}", options)
+            grpc.channel_ready_future(self.channel).result(60)
         for service in (INFERENCE, HEALTH):
             for method in POOL.FindServiceByName(service).methods_by_name.values():
                 kinds = ("unary", "stream")
