@@ -44,7 +44,8 @@ def server(shared_server: SharedServer, repository: Path, gate: Path) -> Iterato
 
 @pytest.fixture(scope="module")
 def gateway(server: Server) -> Iterator[Gateway]:
-    made = Gateway(server, "--grpc-roles=infer,observe,operate", "--allow-client-shm")
+    options = ("--allow-client-shm", "--grpc-infer-response-compression-level=low")
+    made = Gateway(server, "--grpc-roles=infer,observe,operate", *options)
     yield made
     log = made.stop().decode()
     assert "Traceback" not in log
@@ -173,6 +174,25 @@ def test_tensors_in_shared_memory(rpcs: Rpcs) -> None:
     finally:
         memory.close_fd()
         memory.unlink()
+
+
+def test_large_messages_with_and_without_compression(rpcs: Rpcs) -> None:
+    large = row(5_000_000, 1.5)
+    for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+        assert outputs(rpcs.ModelInfer(large, compression=compression))["o_FP32"] == large.raw_input_contents[0]
+
+
+def test_no_call_is_lost_when_a_connection_reaches_its_maximum_age(server: Server) -> None:
+    gateway = Gateway(server, "--grpc-max-connection-age", "50")
+    with Rpcs(gateway.grpc) as rpcs:
+        states: list[Any] = []
+        rpcs.channel.subscribe(states.append)
+        while states.count(grpc.ChannelConnectivity.READY) < 4:
+            sent = [row(500, number) for number in range(20)]
+            calls = [rpcs.ModelInfer.future(request) for request in sent]
+            for request, call in zip(sent, calls, strict=True):
+                assert outputs(call.result(60))["o_FP32"] == request.raw_input_contents[0]
+    assert "Traceback" not in gateway.stop().decode()
 
 
 # ---------------------------------------------------------------------------------------- cancellation
