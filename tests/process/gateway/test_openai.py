@@ -194,22 +194,14 @@ def test_embeddings(client: Any) -> None:
         assert [vector.embedding[0] for vector in vectors] == [len(text) for text in many]
     cut = client.embeddings.create(model="embed", input="abc", dimensions=2).data[0].embedding
     assert cut == pytest.approx([3 / 10**0.5, 1 / 10**0.5])
-
-
-@pytest.mark.parametrize(
-    ("more", "error", "text"),
-    [
-        ({"input": []}, "BadRequestError", "'input' is an empty list"),
-        ({"input": ["a"] * 2049}, "BadRequestError", "'input' has 2049 elements; the limit is 2048"),
-        ({"encoding_format": "binary"}, "BadRequestError", "expected 'float' or 'base64'"),
-        ({"input": ["a"] * 200 + ["FAIL"] + ["b"] * 200}, "InternalServerError", "a text that fails"),
-        ({"model": "talk"}, "NotFoundError", "does not compute embeddings"),
-    ],
-    ids=["empty", "many", "format", "failed", "model"],
-)
-def test_errors_of_embeddings(client: Any, more: dict[str, Any], error: str, text: str) -> None:
-    with pytest.raises(getattr(openai, error), match=text):
-        client.embeddings.create(**{"model": "embed", "input": "abc", **more})
+    for more, error, text in (
+        ({"input": ["a"] * 2049}, openai.BadRequestError, "'input' has 2049 elements; the limit is 2048"),
+        ({"encoding_format": "binary"}, openai.BadRequestError, "expected 'float' or 'base64'"),
+        ({"input": ["a"] * 200 + ["FAIL"] + ["b"] * 200}, openai.InternalServerError, "a text that fails"),
+        ({"model": "talk"}, openai.NotFoundError, "does not compute embeddings"),
+    ):
+        with pytest.raises(error, match=text):
+            client.embeddings.create(**{"model": "embed", "input": "abc", **more})
 
 
 # ---------------------------------------------------------------------------------------- errors
@@ -222,9 +214,6 @@ def test_errors(client: Any, gateway: Gateway) -> None:
     with pytest.raises(openai.InternalServerError, match="a word that fails") as failed:
         client.completions.create(model="talk", prompt="a FAIL")
     assert (failed.value.status_code, failed.value.type, failed.value.code) == (500, "server_error", "model_failed")
-    with pytest.raises(openai.BadRequestError, match=r"Expected `float` <= 2\.0") as hot:
-        client.completions.create(model="talk", prompt="a", temperature=3)
-    assert hot.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: odd") as odd:
         client.completions.create(model="talk", prompt="a", extra_body={"odd": 1})
     assert (odd.value.param, odd.value.code) == ("odd", "unknown_parameter")
@@ -233,9 +222,7 @@ def test_errors(client: Any, gateway: Gateway) -> None:
     for method, path, body, status in (
         ("POST", "/v1/models", None, 405),
         ("GET", "/v1/nothing", None, 404),
-        ("POST", "/v1/completions", b"{", 400),
         ("POST", "/v1/chat/completions", b"\xff", 400),
-        ("POST", "/v1/embeddings", b"[" * 1000, 400),
     ):
         found, text = gateway.ask(method, path, body)
         error = json.loads(text)["error"]
@@ -260,24 +247,14 @@ def test_an_error_in_the_middle_of_a_stream(client: Any) -> None:
         client.completions.create(model="talk", prompt="FAIL", stream=True)
 
 
-# ---------------------------------------------------------------------------------------- streams on the wire
-
-
-def cancelled(files: LanguageModels) -> int:
-    return len(files.log.read_text().splitlines())
-
-
 def test_closing_a_stream_cancels_the_model(client: Any, server: Server, files: LanguageModels) -> None:
-    before = cancelled(files)
-    with client.chat.completions.create(model="talk", messages=user("FOREVER x"), stream=True) as stream:
-        next(stream)
     several = client.completions.create(model="talk", prompt=["FOREVER x", "FOREVER y"], stream=True)
     seen: set[str] = set()
     while len(seen) < 2:
         seen.add(next(several).choices[0].text)
     several.close()
     with server.client() as native:
-        until(native, lambda: cancelled(files) == before + 3, "the end of the sequences")
+        until(native, lambda: len(files.log.read_text().splitlines()) == 2, "the end of the sequences")
 
 
 # ---------------------------------------------------------------------------------------- options of the gateway

@@ -8,9 +8,6 @@ A model repeats the words of its prompt, one word per token; choice i begins wit
     GATE         waits until the gate, a named pipe, is opened
     FOREVER      repeats a word until the request is cancelled, and then writes a line to the log
     CALL         calls the first tool with {"x": 1}; as a stream, in two pieces
-
-Token j has the id 100 + j and the log probability -(j + 1). For odd j, the token "better" with the id 7 is more
-probable; the chosen token comes first only if no token ids are returned.
 """
 
 from __future__ import annotations
@@ -29,66 +26,45 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-FLAGS = ("finish_reason", "logprobs", "token_ids", "num_input_tokens", "num_output_tokens")
+FLAGS = ("finish_reason", "num_input_tokens", "num_output_tokens")
 
 
-def string(request, name, otherwise):
+def values(request, name):
     tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return otherwise if tensor is None else tensor.as_numpy().ravel()[0].decode()
+    return [] if tensor is None else tensor.as_numpy().ravel().tolist()
 
 
-def flag(request, name):
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return tensor is not None and bool(tensor.as_numpy().ravel()[0])
-
-
-def strings(name, values):
-    return pb_utils.Tensor(name, np.array([value.encode() for value in values], object))
-
-
-def entry(text, logprob, rank):
-    return {"logprob": logprob, "rank": rank, "decoded_token": text}
+def strings(name, texts):
+    return pb_utils.Tensor(name, np.array([text.encode() for text in texts], object))
 
 
 class Sequence:
     """One request."""
 
     def __init__(self, model, request):
-        self.request = request
-        self.names = model.names
         self.gate, self.log = model.gate, model.log
         self.sender = request.get_response_sender()
-        given = string(request, "sampling_parameters", request.parameters())
-        self.sampling = json.loads(given) if given else {}
-        text, document = string(request, "text_input", ""), string(request, "messages", "")
-        ids = pb_utils.get_input_tensor_by_name(request, "prompt_token_ids")
-        self.document = json.loads(document) if document else None
-        if self.document is not None:
+        (given,) = values(request, "sampling_parameters") or [request.parameters()]
+        self.sampling = json.loads(given or "{}")
+        (text,) = values(request, "text_input") or [b""]
+        text = text.decode()
+        self.document = None
+        for document in values(request, "messages"):
+            self.document = json.loads(document)
             content = self.document["messages"][-1]["content"]
             text = content if isinstance(content, str) else " ".join(part["text"] for part in content)
-        if ids is not None:
-            text = " ".join(f"<{token}>" for token in ids.as_numpy().ravel())
         self.words = text.split()
-        self.stream = flag(request, "stream")
-        self.flags = [name for name in FLAGS if flag(request, "return_" + name)]
+        self.stream = any(values(request, "stream"))
+        self.flags = [name for name in FLAGS if any(values(request, "return_" + name))]
         self.count = int(self.sampling.get("n", 1))
-        self.most = int(self.sampling.get("max_tokens", 1 << 30))
-        stop = self.sampling.get("stop") or []
-        self.stop = [stop] if isinstance(stop, str) else stop
-
-    def word(self, choice, index):
-        return self.words[(choice + index) % len(self.words)]
 
     def token(self, choice, index):
-        """The text of a token; None at the end."""
-        word = self.word(choice, index)
+        word = self.words[(choice + index) % len(self.words)]
         if word == "FAIL":
             raise ValueError("a word that fails")
         if word == "GATE":
             with open(self.gate) as gate:
                 gate.read()
-        if any(stop in word for stop in self.stop):
-            return None
         if word == "PARAMETERS":
             word = json.dumps(self.sampling, sort_keys=True)
         if word == "DOCUMENT":
@@ -96,81 +72,44 @@ class Sequence:
         return word if index == 0 else " " + word
 
     def steps(self):
-        """For each step, the tokens of all choices ("" if a choice has ended), and why they ended ("" if not)."""
-        length = len(self.words)
-        if not length:
-            yield [""] * self.count, ["stop"] * self.count
-        ended = [False] * self.count
-        for index in range(min(length, self.most)):
-            texts, reasons = [], []
-            for choice in range(self.count):
-                text = None if ended[choice] else self.token(choice, index)
-                stopped = text is None and not ended[choice]
-                over = text is not None and index + 1 == min(length, self.most)
-                reasons.append("stop" if stopped or (over and index + 1 == length) else "length" if over else "")
-                ended[choice] = ended[choice] or bool(reasons[-1])
-                texts.append(text or "")
-            yield texts, reasons
-            if all(ended):
-                return
+        """For each step, the tokens of all choices, and why they ended."""
+        length = min(len(self.words), int(self.sampling.get("max_tokens", 1 << 30)))
+        end = "stop" if length == len(self.words) else "length"
+        for index in range(length):
+            texts = [self.token(choice, index) for choice in range(self.count)]
+            yield texts, end if index + 1 == length else "None"
 
-    def logprobs(self, index, text):
-        chosen = entry(text, -(index + 1.0), 1 + index % 2)
-        found = {str(100 + index): chosen}
-        if index % 2 and self.sampling.get("logprobs", 0) > 1:
-            better = {"7": entry("better", -index / 2, 1)}
-            found = {**better, **found} if "token_ids" in self.flags and self.count == 1 else {**found, **better}
-        return [found]
-
-    def respond(self, texts, reasons, logprobs, ids, counts, calls=None):
+    def respond(self, texts, reason="None", tokens=1, calls=None):
         tensors = [strings("text_output", texts)]
+        counts = {"num_input_tokens": [len(self.words)], "num_output_tokens": [tokens] * len(texts)}
         for name in self.flags:
             if name == "finish_reason":
-                tensors.append(strings(name, [reason or "None" for reason in reasons]))
-            elif name == "logprobs":
-                tensors.append(strings(name, [json.dumps(one) for one in logprobs]))
-            elif name == "token_ids" and self.count == 1:
-                tensors.append(pb_utils.Tensor(name, np.array(ids[0], np.uint32)))
-            elif name == "num_input_tokens":
-                tensors.append(pb_utils.Tensor(name, np.array([len(self.words)], np.uint32)))
-            elif name == "num_output_tokens":
-                tensors.append(pb_utils.Tensor(name, np.array(counts, np.uint32)))
+                tensors.append(strings(name, [reason] * len(texts)))
+            else:
+                tensors.append(pb_utils.Tensor(name, np.array(counts[name], np.uint32)))
         if calls is not None:
             tensors.append(strings("tool_calls", [json.dumps(calls)]))
         self.sender.send(pb_utils.InferenceResponse(tensors))
 
     def run(self):
         try:
-            if self.words[:1] == ["CALL"]:
+            if self.words[0] == "CALL":
                 self.call()
-            elif self.words[:1] == ["FOREVER"]:
+            elif self.words[0] == "FOREVER":
                 self.go_on()
             elif self.stream:
-                for index, (texts, reasons) in enumerate(self.steps()):
-                    counts = [int(bool(text)) for text in texts]
-                    logprobs = [self.logprobs(index, text) if text else [] for text in texts]
-                    self.respond(texts, reasons, logprobs, [[100 + index] * counts[0]], counts)
+                for texts, reason in self.steps():
+                    self.respond(texts, reason)
             else:
-                self.whole()
+                texts, reasons = zip(*self.steps())
+                self.respond(["".join(one) for one in zip(*texts)], reasons[-1], len(texts))
             self.sender.send(flags=FINAL)
         except Exception as error:
             self.sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))), flags=FINAL)
 
-    def whole(self):
-        texts, reasons = [""] * self.count, [""] * self.count
-        logprobs, counts = [[] for _ in texts], [0] * self.count
-        for index, (step, ends) in enumerate(self.steps()):
-            for choice, text in enumerate(step):
-                texts[choice] += text
-                reasons[choice] = reasons[choice] or ends[choice]
-                counts[choice] += bool(text)
-                logprobs[choice] += self.logprobs(index, text) if text else []
-        self.respond(texts, reasons, logprobs, [[100 + index for index in range(counts[0])]], counts)
-
     def go_on(self):
-        text = self.words[1] + " "
         while not self.sender.is_cancelled():
-            self.respond([text], [""], [[]], [[]], [1])
+            self.respond([self.words[1] + " "])
         with open(self.log, "a") as log:
             log.write("cancelled\\n")
 
@@ -179,17 +118,17 @@ class Sequence:
         first = {"index": 0, "id": "call_1", "type": "function", "function": {"name": tool, "arguments": '{"x":'}}
         second = {"index": 0, "function": {"arguments": " 1}"}}
         if self.stream:
-            self.respond([""], [""], [[]], [[]], [1], [first])
-            self.respond([""], ["stop"], [[]], [[]], [1], [second])
+            self.respond([""], calls=[first])
+            self.respond([""], "stop", calls=[second])
         else:
-            whole = {"id": "call_1", "type": "function", "function": {"name": tool, "arguments": '{"x": 1}'}}
-            self.respond([""], ["stop"], [[]], [[]], [2], [whole])
+            first["function"]["arguments"] += " 1}"
+            del first["index"]
+            self.respond([""], "stop", 2, [first])
 
 
 class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
-        self.names = [one["name"] for one in config["input"]]
         given = {name: one["string_value"] for name, one in config.get("parameters", {}).items()}
         self.gate, self.log = given.get("gate"), given.get("log")
         self.threads = []
@@ -205,8 +144,7 @@ class TritonPythonModel:
         for thread in self.threads:
             thread.join()
 '''
-_FLAGS = ("stream", "exclude_input_in_output", "return_finish_reason", "return_cumulative_logprob", "return_logprobs",
-          "return_num_input_tokens", "return_num_output_tokens")  # fmt: skip
+_FLAGS = ("stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 _COUNTS = """
 output [ { name: "num_input_tokens" data_type: TYPE_UINT32 dims: [ 1 ] } ]
 output [ { name: "num_output_tokens" data_type: TYPE_UINT32 dims: [ -1 ] } ]
@@ -230,7 +168,7 @@ class TritonPythonModel:
     def one(self, texts):
         if b"FAIL" in texts:
             raise ValueError("a text that fails")
-        rows = [[len(text), text[:1] == b"a", np.nan if text == b"nan" else 0.1] for (text,) in texts]
+        rows = [[len(text), text[:1] == b"a", 0.1] for (text,) in texts]
         return pb_utils.InferenceResponse([pb_utils.Tensor("VECTOR", np.array(rows, np.float32))])
 """
 EMBEDDING_CONFIG = """
@@ -294,19 +232,18 @@ def _config(*more: str) -> str:
 
 
 def _triton_config() -> str:
-    """The tensors of Triton's vLLM backend."""
+    """Tensors of Triton's vLLM backend."""
     return _config(
         _tensors("input", "TYPE_STRING", "1", "sampling_parameters"),
         _tensors("input", "TYPE_BOOL", "1", *_FLAGS),
-        _tensors("output", "TYPE_STRING", "-1", "finish_reason", "logprobs"),
-        _tensors("output", "TYPE_FP32", "-1", "cumulative_logprob"),
+        _tensors("output", "TYPE_STRING", "-1", "finish_reason"),
         _COUNTS,
     )
 
 
 def write_language_models(repository: Path) -> LanguageModels:
-    """`talk`: with all tensors of the contract. `vllm`: as Triton's backend, with a chat template in its configuration.
-    `endless`: with one that takes hours. `bare`: with a prompt and a text only; `once`: it answers with one response,
+    """`talk`: with messages and tool calls. `vllm`: as Triton's backend, with a chat template in its configuration.
+    `bare`: with a prompt and a text only; `once`: it answers with one response,
     in batches. `embed`, `embedded`: embeddings, also by an ensemble."""
     files = LanguageModels(*(repository.with_name(f"{repository.name}-{name}") for name in ("gate", "log")))
     os.mkfifo(files.gate)
@@ -314,9 +251,6 @@ def write_language_models(repository: Path) -> LanguageModels:
     given = parameters(gate=str(files.gate), log=str(files.log))
     talk = (
         _tensors("input", "TYPE_STRING", "1", "messages"),
-        _tensors("input", "TYPE_BOOL", "1", "return_token_ids"),
-        _tensors("input", "TYPE_INT32", "-1", "prompt_token_ids"),
-        _tensors("output", "TYPE_UINT32", "-1", "token_ids"),
         _tensors("output", "TYPE_STRING", "-1", "tool_calls"),
     )
     write_model(repository, "talk", _triton_config() + "".join(talk) + given, _SOURCE)
