@@ -8,11 +8,9 @@ import json
 import os
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 import numpy as np
@@ -37,50 +35,32 @@ STOPPED = "the server stopped before this request completed (--exit-timeout-secs
 PART_OF_A_REQUEST = b"POST /v2/models/waits/infer HTTP/1.1\r\nHost: h\r\nContent-Length: 1000\r\n\r\n{"
 
 
-class InFlight:
-    """A request over HTTP and one over gRPC that the model never answers, and an incomplete one over HTTP."""
-
-    def __init__(self, server: Serving, gate: Path) -> None:
+@contextlib.contextmanager
+def requests_in_flight(folder: Path, *options: str) -> Iterator[Serving]:
+    """A request over HTTP and one over gRPC that the model never answers, and an incomplete one over HTTP. The test
+    stops the server, and all of them get an error."""
+    os.mkfifo(gate := folder / "gate")
+    write_model(folder / "models", "waits", PYTHON, WAITING_MODEL.format(gate=gate))
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(folder / "models", folder, *ANY_PORTS, *options))
         http_port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
         grpc_port = int(server.until(r"gRPC on 127.0.0.1, port (\d+)")[1])
         server.until("ready: serving 1 of 1")
-        self.http_answers: list[tuple[int, bytes]] = []
-        self._thread = threading.Thread(
-            target=lambda: self.http_answers.append(ask(http_port, "/v2/models/waits/infer", WAITING_REQUEST))
-        )
-        self._thread.start()
-        self._incomplete = socket.create_connection(("127.0.0.1", http_port), END_S)
-        self._incomplete.sendall(PART_OF_A_REQUEST)
-        self._rpcs = Rpcs(grpc_port)
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        answer = pool.submit(ask, http_port, "/v2/models/waits/infer", WAITING_REQUEST)
+        incomplete = stack.enter_context(socket.create_connection(("127.0.0.1", http_port), END_S))
+        incomplete.sendall(PART_OF_A_REQUEST)
+        rpcs = stack.enter_context(Rpcs(grpc_port))
         x = np.array([[7]], np.float32)
-        request = infer_request("waits", {"x": ("FP32", x, x.tobytes())})
-        self._call: Any = self._rpcs.ModelInfer.future(request)
-        self._gate = gate.open("w")  # blocks until the model has the first request
-
-    def await_failures(self) -> None:
-        self._thread.join(END_S)
-        status, body = self.http_answers[0]
+        call = rpcs.ModelInfer.future(infer_request("waits", {"x": ("FP32", x, x.tobytes())}))
+        stack.enter_context(gate.open("w"))  # blocks until the model has the first request
+        yield server
+        status, body = answer.result(END_S)
         assert (status, json.loads(body)["error"]) == (503, STOPPED)
-        with self._incomplete:
-            assert self._incomplete.recv(4096).startswith(b"HTTP/1.1 503 ")
-        failed = self._call.exception(END_S)
+        assert incomplete.recv(4096).startswith(b"HTTP/1.1 503 ")
+        failed = call.exception(END_S)
         assert (failed.code(), failed.details()) == (grpc.StatusCode.UNAVAILABLE, STOPPED)
-
-    def close(self) -> None:
-        self._gate.close()
-        self._rpcs.channel.close()
-        self._incomplete.close()
-
-
-@contextlib.contextmanager
-def requests_in_flight(folder: Path, *options: str) -> Iterator[tuple[Serving, InFlight]]:
-    gate = folder / "gate"
-    os.mkfifo(gate)
-    write_model(folder / "models", "waits", PYTHON, WAITING_MODEL.format(gate=gate))
-    with serving(folder / "models", folder, *ANY_PORTS, *options) as server:
-        with contextlib.closing(InFlight(server, gate)) as requests:
-            yield server, requests
-        assert server.end() == 0
+        assert server.end() == 0, "after its clients"
 
 
 def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path) -> None:
@@ -99,16 +79,14 @@ def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path)
 
 
 def test_requests_in_flight_are_answered_at_a_second_ctrl_c(tmp_path: Path) -> None:
-    with requests_in_flight(tmp_path, "--exit-timeout-secs", "3600") as (server, requests):
+    with requests_in_flight(tmp_path, "--exit-timeout-secs", "3600") as server:
         server.process.send_signal(signal.SIGINT)
         server.until("for up to 3600 s; Ctrl-C again fails them")
         server.until(r"\[gateway\] shutting down: new requests are refused")
         server.process.send_signal(signal.SIGINT)
         server.until(r"SIGINT again: failing the \d request\(s\) in flight")
-        requests.await_failures()
 
 
 def test_requests_in_flight_are_answered_at_the_exit_timeout(tmp_path: Path) -> None:
-    with requests_in_flight(tmp_path, "--exit-timeout-secs", "0.5") as (server, requests):
+    with requests_in_flight(tmp_path, "--exit-timeout-secs", "0.5") as server:
         server.process.send_signal(signal.SIGTERM)
-        requests.await_failures()
