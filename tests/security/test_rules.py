@@ -151,12 +151,12 @@ def test_r5_the_server_listens_only_on_its_two_sockets(server: Launched) -> None
     for pid in (server.process.pid, *server.workers()):
         owned |= {target[8:-1] for target in descriptors_of(pid) if target.startswith("socket:[")}
     assert owned
-    for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
-        path = Path(f"/proc/{server.process.pid}/net/{table}")
+    net = Path(f"/proc/{server.process.pid}/net")
+    for path in (net / table for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")):
         if path.exists():
             assert not [line for line in path.read_text().splitlines()[1:] if line.split()[9] in owned]
     listening = set()
-    for line in Path(f"/proc/{server.process.pid}/net/unix").read_text().splitlines()[1:]:
+    for line in (net / "unix").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[6] in owned and int(fields[3], 16) & 0x10000:
             listening.add(fields[7] if len(fields) > 7 else "")
@@ -246,10 +246,8 @@ def test_r7_shapes_at_integer_limits(dims: list[int], dtype: str) -> None:
             assert size == true
 
 
-@given(st.sampled_from(EDGES), st.sampled_from(EDGES))
+@given(st.sampled_from([edge for edge in EDGES if -(2**63) <= edge < 2**64]), st.sampled_from(EDGES[:-2]))
 def test_r7_integers_on_the_wire_are_unsigned_64_bit(offset: int, size: int) -> None:
-    if not all(-(2**63) <= number < 2**64 for number in (offset, size)):
-        return
     (found,) = codec.Codec(messages.ClientMessage).decode(msgpack.packb([[3, [[1, offset, size]]]]))
     if 0 <= offset < 2**63 and 0 <= size < 2**63:
         assert found == messages.Return((Handle(1, offset, size),))

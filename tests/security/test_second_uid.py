@@ -77,57 +77,37 @@ def member() -> list[int]:
     return [grp.getgrnam(GROUP).gr_gid]
 
 
-def modes(server: Launched) -> dict[str, str]:
+def modes(server: Launched) -> list[str]:
     names = ("", "lane.sock", "broker.sock", "broker.lock", "generations")
-    found = {}
-    for name in names:
-        status = (server.runtime_dir / name).stat()
-        found[name] = f"{stat.S_IMODE(status.st_mode):o} {status.st_uid}:{status.st_gid}"
-    return found
+    found = [(server.runtime_dir / name).stat() for name in names]
+    return [f"{stat.S_IMODE(status.st_mode):o} {status.st_uid}:{status.st_gid}" for status in found]
 
 
 # ---------------------------------------------------------------------------------------------- sockets
 
 
-def test_r15_modes_by_default(private: Launched) -> None:
-    assert modes(private) == {
-        "": "700 0:0",
-        "lane.sock": "600 0:0",
-        "broker.sock": "600 0:0",
-        "broker.lock": "600 0:0",
-        "generations": "700 0:0",
-    }
-
-
-def test_r15_modes_with_a_group(shared: Launched) -> None:
+def test_r15_modes_of_the_runtime_directory(private: Launched, shared: Launched) -> None:
     (gid,) = member()
-    assert modes(shared) == {
-        "": f"750 0:{gid}",
-        "lane.sock": f"660 0:{gid}",
-        "broker.sock": "600 0:0",
-        "broker.lock": "600 0:0",
-        "generations": "700 0:0",
-    }
+    assert modes(private) == ["700 0:0", "600 0:0", "600 0:0", "600 0:0", "700 0:0"]
+    assert modes(shared) == [f"750 0:{gid}", f"660 0:{gid}", "600 0:0", "600 0:0", "700 0:0"]
 
 
-def test_r15_another_user_cannot_connect(private: Launched) -> None:
-    """Neither through the directory nor, if the directory's mode is changed, through the sockets."""
-    for mode in (0o700, 0o755):
-        private.runtime_dir.chmod(mode)
-        try:
-            for path in (private.lane, private.zmq):
-                kind: Any = Lane if path == private.lane else _stream
-                assert as_user(ALICE, partial(attempt, partial(kind, path))) == ["EACCES"]
-        finally:
-            private.runtime_dir.chmod(0o700)
+def test_r15_another_user_cannot_connect(private: Launched, shared: Launched) -> None:
+    """Neither through the directory nor, if the directory's mode is changed, through the sockets. With a group, only
+    its members can, and not to the ZeroMQ socket."""
 
+    def connect(server: Launched, groups: list[int]) -> list[str]:
+        tasks = partial(Lane, server.lane), partial(_stream, server.zmq)
+        return [answer.partition(":")[0] for answer in as_user(ALICE, lambda: attempt(*tasks), groups)]
 
-def test_r15_users_outside_the_group_cannot_connect(shared: Launched) -> None:
-    assert as_user(ALICE, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
-
-
-def test_r15_only_the_owner_can_open_the_zeromq_socket(shared: Launched) -> None:
-    assert as_user(ALICE, lambda: attempt(lambda: _stream(shared.zmq)), member()) == ["EACCES"]
+    try:
+        for mode in (0o755, 0o700):
+            private.runtime_dir.chmod(mode)
+            assert connect(private, []) == ["EACCES", "EACCES"]
+    finally:
+        private.runtime_dir.chmod(0o700)
+    assert connect(shared, []) == ["EACCES", "EACCES"]
+    assert connect(shared, member()) == ["done", "EACCES"]
 
 
 def test_r15_the_runtime_directory_cannot_be_changed(shared: Launched) -> None:
@@ -165,51 +145,40 @@ def told(task: Any) -> str:
 
 
 def test_r8_group_members_can_only_infer_and_observe(shared: Launched) -> None:
+    """An access rule adds roles for Bob; access itself comes from his group."""
+
     def use() -> list[Any]:
-        with shmserve.Client(f"unix://{shared.lane}") as client:
+        with Lane(shared.lane) as lane, shmserve.Client(f"unix://{shared.lane}") as client:
             y = client.infer("m", {"x": np.ones((1, 3), np.float32)})["y"]
-            calls = (
-                lambda: client.models(),
-                lambda: client.statistics("m"),
-                lambda: client.config("m"),
-                lambda: client.ready(),
-                lambda: client.load("m"),
-                lambda: client.load("m", config={"max_batch_size": 4}),
-                lambda: client.unload("m"),
-                lambda: client.restart("m"),
+            allowed = (client.models, partial(client.statistics, "m"), partial(client.config, "m"), client.ready)
+            operations = (
+                partial(client.load, "m"),
+                partial(client.load, "m", config={"max_batch_size": 4}),
+                partial(client.unload, "m"),
+                partial(client.restart, "m"),
             )
-            return [y.tolist(), *[told(call) for call in calls]]
-
-    y, *answers = as_user(ALICE, use, member())
-    assert y == [[1, 1, 1]]
-    assert answers[:4] == ["OK"] * 4
-    for answer in answers[4:]:
-        assert answer.startswith("DENIED")
-        assert "needs the role operate, but this connection has infer and observe" in answer
-
-
-def test_r8_an_access_rule_adds_roles(shared: Launched) -> None:
-    """Bob may also operate. Access itself comes from his group."""
-
-    def use() -> list[Any]:
-        with shmserve.Client(f"unix://{shared.lane}") as client:
-            return [told(lambda: client.restart("m")), told(lambda: client.load("m")), told(lambda: client.models())]
-
-    assert as_user(BOB, use, member()) == ["OK"] * 3
-    assert as_user(BOB, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
-
-
-def test_r5_group_members_cannot_register_named_memory(shared: Launched) -> None:
-    def use() -> list[str]:
-        with Lane(shared.lane) as lane:
             lane.hello("memfd")
             lane.send(Map(lane.owner << 32 | 1, 4096, "/somebody"))
             answer = lane.receive_kind(Goodbye, Fail)
-            return [answer.code, answer.text]
+            return [
+                y.tolist(),
+                [told(call) for call in allowed],
+                [*[told(call) for call in operations], f"{answer.code} {answer.text}"],
+            ]
 
-    code, text = as_user(ALICE, use, member())
-    assert code == "DENIED"
-    assert "'register' needs the role operate" in text
+    y, allowed, denied = as_user(ALICE, use, member())
+    assert (y, allowed) == ([[1, 1, 1]], ["OK"] * 4)
+    for answer in denied:
+        assert answer.startswith("DENIED")
+        assert "needs the role operate, but this connection has infer and observe" in answer
+    assert "'register'" in denied[-1]
+
+    def operate() -> list[str]:
+        with shmserve.Client(f"unix://{shared.lane}") as client:
+            return [told(call) for call in (partial(client.restart, "m"), partial(client.load, "m"), client.models)]
+
+    assert as_user(BOB, operate, member()) == ["OK"] * 3
+    assert as_user(BOB, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
 
 
 # ---------------------------------------------------------------------------------------------- tensors
