@@ -20,11 +20,11 @@ from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.gateway.served_gateways import (
     ANY_PORTS,
     END_S,
-    WAITING_MODEL,
     WAITING_REQUEST,
     Serving,
     ask,
     serving,
+    waiting_model,
 )
 from tests.support.living import PYTHON
 from tests.support.model_files import write_model
@@ -40,7 +40,7 @@ def requests_in_flight(folder: Path, *options: str) -> Iterator[Serving]:
     """A request over HTTP and one over gRPC that the model never answers, and an incomplete one over HTTP. The test
     stops the server, and all of them get an error."""
     os.mkfifo(gate := folder / "gate")
-    write_model(folder / "models", "waits", PYTHON, WAITING_MODEL.format(gate=gate))
+    write_model(folder / "models", "waits", PYTHON, waiting_model(gate))
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(folder / "models", folder, *ANY_PORTS, *options))
         http_port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
@@ -65,7 +65,7 @@ def requests_in_flight(folder: Path, *options: str) -> Iterator[Serving]:
 
 def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path) -> None:
     os.mkfifo(gate := tmp_path / "gate")
-    write_model(tmp_path / "models", "waits", PYTHON, WAITING_MODEL.format(gate=gate))
+    write_model(tmp_path / "models", "waits", PYTHON, waiting_model(gate))
     with serving(tmp_path / "models", tmp_path, *ANY_PORTS) as server, ThreadPoolExecutor(1) as pool:
         port = int(server.until(r"HTTP on 127.0.0.1, port (\d+)")[1])
         server.until("ready: serving 1 of 1")

@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.launch import children_of
+from tests.support.model_files import python_model
 
 END_S = 60
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--metrics-interval-ms", "0")
 
-WAITING_MODEL = """
-class TritonPythonModel:
-    def execute(self, requests):
-        import triton_python_backend_utils as pb_utils
-        with open("{gate}") as gate:
-            gate.read()
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
-                for r in requests]
-"""
 WAITING_REQUEST = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [7]}]}
+
+
+def waiting_model(gate: Path) -> str:
+    """The source of a model that responds when its gate, a named pipe, is opened."""
+    return python_model(f"open({str(gate)!r}).read()\nreturn self.respond(x)")
 
 
 def gateways_of(server: int) -> list[int]:
