@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-
 from shmserve.errors import ServeError
-from shmserve.gateway.auth.restricted_apis import GROUPS
-from shmserve.gateway.grpc.methods import CALLS
-from shmserve.gateway.grpc.rpcs import RPCS
-from shmserve.gateway.http.openapi import SCHEMAS
 from shmserve.gateway.upstream.documents import Arguments, Route, query_of
 from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.actions import Action
-from shmserve.protocol.roles import CALLER_ROLES, QUERIES, names
+from shmserve.protocol.roles import QUERIES, names
 
 OTHER_HANDLERS = {
     "infer", "generate", "generate_stream", "completions", "chat_completions", "embeddings", "openai_models",
     "openai_model", "metrics", "openapi", "page_file", "page_events", "page_preflight", "page_model",
 }  # fmt: skip
 """Actions that `Requests` of the HTTP listener does not pass to `query_of`."""
-
-
-@pytest.mark.parametrize("action", Action)
-def test_a_row_names_what_exists(action: Action) -> None:
-    row = action.row
-    assert action.name == row.name.upper() or action is Action.NONE
-    assert set(row.roles) <= set(CALLER_ROLES)
-    assert set(row.groups) <= set(GROUPS)
-    assert not row.query or row.query in QUERIES
-    assert {row.takes, row.gives} - {"", "Region"} <= set(SCHEMAS)  # a region's schema depends on the path
-    assert bool(row.summary) or action is Action.NONE
 
 
 def test_an_action_needs_the_roles_of_its_query() -> None:
@@ -53,9 +36,3 @@ def test_every_http_action_has_a_row_and_a_handler() -> None:
         action for action in Action if action.row.http
     }
     assert not any(map(has_query, map(Action, OTHER_HANDLERS)))
-
-
-def test_every_grpc_method_has_a_row_and_a_handler() -> None:
-    rows = [method for action in Action for method in action.row.grpc]
-    assert len(rows) == len(set(rows))
-    assert set(rows) == {*RPCS, *CALLS}

@@ -101,24 +101,6 @@ def test_inconsistent_flags_and_missing_files_are_refused(words: tuple[str, ...]
         Guards(arguments(*words))
 
 
-def test_files_are_reloaded_only_if_all_are_valid(files: dict[str, str], tokens_file: Path) -> None:
-    guards = Guards(arguments("--tls-cert", files["both"], "--tokens-file", str(tokens_file)))
-    before, known = guards.http.tls, guards.http.access.tokens
-    tokens_file.write_text(f"a infer {digest('y')}\n")
-    certificate = Path(files["both"]).read_bytes()
-    Path(files["both"]).write_bytes(b"")
-    with pytest.raises(Failed, match="--tls-cert"):
-        guards.read_again()
-    assert guards.http.tls is before
-    assert guards.http.access.tokens is known
-    Path(files["both"]).write_bytes(certificate)
-    guards.read_again()
-    assert guards.http.tls is not before
-    guards.http.access.check(Action.INFER, {"authorization": "Bearer y"}.get)
-    with pytest.raises(Unauthenticated):
-        guards.http.access.check(Action.INFER, {"authorization": "Bearer x"}.get)
-
-
 def test_credentials_are_not_forwarded(tokens_file: Path) -> None:
     words = ["--tokens-file", str(tokens_file)]
     words += ["--http-restricted-api", "health:admin=x", "--http-header-forward-pattern", ".*"]

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from shmserve.gateway.auth.access import EndpointAccess
 from shmserve.gateway.grpc import wire as grpc_wire
 from shmserve.gateway.grpc.codes import code_of
 from shmserve.gateway.grpc.messages import HEALTH, INFERENCE, filled, methods, read
-from shmserve.gateway.grpc.methods import Methods
+from shmserve.gateway.grpc.methods import CALLS, Methods
 from shmserve.gateway.grpc.plans import RpcPlan, RpcPlans, plan_in_slices, plan_of
 from shmserve.gateway.grpc.rpcs import RPCS
 from shmserve.gateway.grpc.services import Services
@@ -281,8 +282,9 @@ def test_protobuf_reads_the_parameters_of_a_response() -> None:
 INFER = Action.INFER
 
 
-def test_every_method_is_implemented() -> None:
+def test_every_method_has_a_row_and_a_handler() -> None:
     assert set(methods(INFERENCE)) == set(RPCS) | {"ModelInfer", "ModelStreamInfer"}
+    assert Counter({*RPCS, *CALLS}) == Counter(method for action in Action for method in action.row.grpc)
 
 
 def query(rpc_name: str, /, **fields: Any) -> BrokerQuery:

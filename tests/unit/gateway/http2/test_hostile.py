@@ -163,23 +163,25 @@ def test_a_response_that_is_not_read_ends_its_call() -> None:
 PINGED = frame(PING, 0, 0, bytes(8))
 
 
-def test_pings_below_the_interval_are_counted_until_data_is_sent() -> None:
-    caller = Caller(Host(Unfinished, ping_interval_s=300.0), opening=HELLO + OPEN)
-    for _ in range(5):
-        assert caller.errors(PINGED) == []
-        caller.host.time += 301
-    caller.core.sent_since_ping = True
-    assert caller.errors(PINGED, PINGED, PINGED) == []
-    assert caller.errors(PINGED) == [CALM]
-
-
-@pytest.mark.parametrize(("allowed", "pings", "error"), [(False, 4, [CALM]), (True, 10, [])])
-def test_pings_without_calls_are_counted_unless_they_are_allowed(allowed: bool, pings: int, error: list[int]) -> None:
-    caller = Caller(Host(ping_interval_s=300.0, pings_without_calls=allowed), opening=HELLO)
+@pytest.mark.parametrize(("opening", "limits", "pings", "error"), [
+    (HELLO + OPEN, {}, 6, []),
+    (HELLO, {}, 4, [CALM]),
+    (HELLO, {"pings_without_calls": True}, 10, []),
+], ids=["with a call", "without calls", "allowed without calls"])  # fmt: skip
+def test_pings_at_the_interval(opening: bytes, limits: dict[str, bool], pings: int, error: list[int]) -> None:
+    caller = Caller(Host(Unfinished, ping_interval_s=300.0, **limits), opening=opening)
     for _ in range(pings - 1):
         assert caller.errors(PINGED) == []
         caller.host.time += 301
     assert caller.errors(PINGED) == error
+
+
+def test_pings_below_the_interval_are_counted_until_data_is_sent() -> None:
+    caller = Caller(Host(Unfinished, ping_interval_s=300.0), opening=HELLO + OPEN)
+    assert caller.errors(PINGED, PINGED, PINGED) == []
+    caller.core.sent_since_ping = True
+    assert caller.errors(PINGED, PINGED, PINGED) == []
+    assert caller.errors(PINGED) == [CALM]
 
 
 def test_a_silent_client_gets_a_keepalive_ping() -> None:

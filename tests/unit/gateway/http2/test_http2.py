@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shmserve.gateway.http2.codes import Code, RpcError
-from shmserve.gateway.http2.interface import TransportStream
 from shmserve.gateway.http2.protocol import Http2
 from shmserve.gateway.kserve.answers import Buffer
 from tests.support.gateway.http2_caller import Caller, Echo, Host, Unfinished
@@ -196,42 +195,27 @@ def test_a_service_can_pause_at_each_message() -> None:
     assert (call.events[-1], caller.status(stream), caller.host.held) == ("half closed", 0, 0)
 
 
-def test_a_service_ends_a_call_before_its_client() -> None:
-    class Refuses(Echo):
-        def message(self, data: Buffer) -> None:
-            raise RpcError(Code.NOT_FOUND, "no such modèl\n100%")
+@pytest.mark.parametrize(("error", "status", "text"), [
+    (RpcError(Code.NOT_FOUND, "no such modèl\n100%"), 5, "no such mod%C3%A8l%0A100%25"),
+    (ZeroDivisionError(), 13, ""),
+])  # fmt: skip
+@pytest.mark.parametrize("place", ["headers", "message", "half_closed"])
+def test_a_service_ends_a_call(error: Exception, status: int, text: str, place: str) -> None:
+    """At its headers, its message or its end. The stream of a client that has not finished is reset."""
 
-    caller = Caller(Host(Refuses))
+    def fail(*arguments: Any) -> Any:
+        raise error
+
+    application = fail if place == "headers" else type("Fails", (Echo,), {place: fail})
+    caller = Caller(Host(application))
     stream = caller.begin()
-    caller.send(stream, message(b"x"), end=False)
-    assert caller.status(stream) == 5
-    assert caller.ended[stream]["grpc-message"] == "no such mod%C3%A8l%0A100%25"
-    assert caller.reset[stream] == 0
-    assert caller.host.calls[0].events == ["cancelled"]
-
-
-def test_a_service_refuses_a_call_by_its_headers() -> None:
-    def refuses(stream: TransportStream) -> Any:
-        raise RpcError(Code.UNIMPLEMENTED, "unknown service")
-
-    caller = Caller(Host(refuses))
-    stream = caller.begin(end=True)
     caller.turn()
-    assert caller.status(stream) == 12
-    assert stream not in caller.reset
-
-
-def test_an_exception_of_a_service_is_an_internal_error(caplog: pytest.LogCaptureFixture) -> None:
-    class FailsLate(Echo):
-        def half_closed(self) -> None:
-            raise ZeroDivisionError
-
-    def fails_at_once(stream: TransportStream) -> Any:
-        raise KeyError
-
-    for application in (FailsLate, fails_at_once):
-        assert Caller(Host(application)).call(b"x")[1] == Code.INTERNAL
-    assert "ZeroDivisionError" in caplog.text
+    if place != "headers":
+        caller.send(stream, message(b"x"), end=place == "half_closed")
+    assert caller.status(stream) == status
+    assert text in caller.ended[stream]["grpc-message"]
+    assert caller.reset == ({} if place == "half_closed" else {stream: 0})
+    assert not caller.core.streams
 
 
 def test_an_exception_in_a_cancellation_does_not_affect_other_calls(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import hpack
 import pytest
 
-from shmserve.errors import Unavailable
 from shmserve.gateway.http2 import connection as http2_connection
 from shmserve.gateway.http2.codes import Code
 from shmserve.gateway.http2.interface import TransportStream
@@ -38,7 +37,6 @@ class Calls:
     def __init__(self) -> None:
         self.open: list[Echo] = []
         self.half = asyncio.Event()
-        self.cancelled = asyncio.Event()
 
     def __call__(self, stream: TransportStream) -> Echo:
         calls = self
@@ -53,9 +51,6 @@ class Calls:
                 else:
                     self.stream.send(self.events)
                     self.stream.finish(Code.OK)
-
-            def cancelled(self) -> None:
-                calls.cancelled.set()
 
         self.open.append(Call(stream))
         return self.open[-1]
@@ -149,18 +144,4 @@ async def test_shutdown_does_not_wait_for_a_silent_client(listener: RpcListener,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http2_connection, "LAST_CALLS_S", 0.01)
         await listener.close()
-    await caller.gone()
-
-
-@with_a_caller
-async def test_calls_that_are_given_up_at_shutdown_get_an_error(
-    listener: RpcListener, calls: Calls, caller: Caller
-) -> None:
-    caller.send(HELLO, waiting(1))
-    await calls.half.wait()
-    closing = asyncio.ensure_future(listener.close())
-    listener.give_up(Unavailable("the server stopped"))
-    assert b"the server stopped" in (await caller.frame(HEAD))[3]
-    await closing
-    assert calls.cancelled.is_set()
     await caller.gone()

@@ -23,6 +23,12 @@ def test_a_browser_loads_less_than_80_kb_to_show_the_page() -> None:
         module = ahead.pop()
         loaded.add(module)
         ahead += set(imported(module)) - loaded
+    dynamic = {
+        (module.parent / name).resolve()
+        for module in MODULES
+        for name in re.findall(r"\bimport\(\"(.*?)\"\)", module.read_text())
+    }
+    assert loaded | dynamic <= set(FILES)
     later = {path.relative_to(FOLDER).as_posix() for path in set(FILES) - loaded}
     assert later == {f"try/{name}.js" for name in ("code", "form", "image", "results", "tensors")}
     assert sum(path.stat().st_size for path in loaded) < 80_000
@@ -59,9 +65,3 @@ def test_the_page_connects_to_listed_servers_only() -> None:
         "http://gpu1:8000", "https://gpu2.example"
     )
     assert len(policy("http://gpu1:8000")) == len(policy())
-
-
-def test_imports_name_files_of_the_page() -> None:
-    for module in MODULES:
-        later = re.findall(r"\bimport\(\"(.*?)\"\)", module.read_text())
-        assert {*imported(module), *((module.parent / name).resolve() for name in later)} <= set(FILES)
