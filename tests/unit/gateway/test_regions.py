@@ -246,11 +246,8 @@ def test_invalid_gpu_memory_is_refused(
     regions = Regions(True, lambda: gpus.foreign)
     with pytest.raises(InvalidRequest, match=said):
         regions.register("g", DeviceOrder(bytes(handle_bytes), device, size), ME)
-    assert regions.status("cuda", "") == []
-    assert gpus.announcements.maps == []
-
-
-def test_gpu_memory_is_refused_if_the_broker_does_not_accept_it(gpus: SessionMemory) -> None:
     gpus.announcements.device_memory = False
     with pytest.raises(Unsupported, match="needs the role operate"):
-        Regions(True, lambda: gpus.foreign).register("g", DeviceOrder(bytes(64), 0, 10), ME)
+        regions.register("g", DeviceOrder(bytes(64), 0, 10), ME)
+    assert regions.status("cuda", "") == []
+    assert gpus.announcements.maps == []

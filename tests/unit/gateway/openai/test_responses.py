@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,8 +118,8 @@ def test_characters_split_between_parts_are_joined(text: str, cuts: list[int]) -
 
 def test_invalid_utf8_is_replaced() -> None:
     reader = PartReader("m", 1)
-    found = [added(reader, part(text_output=[raw]))[0].text for raw in (b"a\xff", b"\xc3", b"b")]
-    assert found == ["a\ufffd", "", "\ufffdb"]
+    texts = [delta.text for raw in (b"a\xff", b"\xc3", b"b") for delta in added(reader, part(text_output=[raw]))]
+    assert texts == ["a\ufffd", "", "\ufffdb"]
 
 
 @pytest.mark.parametrize(("outputs", "text"), [
@@ -386,17 +387,6 @@ def test_a_large_part_is_taken_in_slices_in_order() -> None:
     assert client.ended
 
 
-def test_a_client_that_disconnects_during_a_large_part() -> None:
-    client = OpenAiCaller()
-    generation(client, 1)
-    give(client.tickets[0], b"a" * (3 * SLICE_BYTES), True)
-    client.viewer.disconnected()
-    before = len(client.sent)
-    client.loop.run()
-    assert len(client.sent) <= before + 1
-    assert not client.ended
-
-
 def test_a_response_that_exceeds_its_share_is_not_made() -> None:
     client = OpenAiCaller()
     client.share = 4 * SLICE_BYTES
@@ -418,38 +408,27 @@ def test_prompts_wait_for_room() -> None:
     assert [choice["text"] for choice in client.answered["choices"]] == [f"x{number}" for number in range(5)]
 
 
-def test_a_prompt_that_cannot_be_sent() -> None:
+@pytest.mark.parametrize(("refused", "lost"), [(True, False), (False, True), (True, True)])
+def test_a_failure_while_prompts_are_sent(refused: bool, lost: bool) -> None:
+    """The second prompt is refused, the first fails, or both, as when the link to the broker is lost."""
     client = OpenAiCaller()
 
     def sending() -> None:
         if len(client.tickets) == 2:
-            client.tickets.pop()
-            raise InvalidRequest("too long")
+            if lost:
+                client.tickets[0].fail(Unavailable("lost"))
+            if refused:
+                client.tickets.pop()
+                raise InvalidRequest("too long")
 
     client.sending = sending
-    with pytest.raises(InvalidRequest):
-        generation(client, 3)
-    assert client.cancelled == client.tickets, "the others are cancelled"
+    with nullcontext() if lost else pytest.raises(InvalidRequest):
+        generation(client, 4)
+    assert str(client.error) == ("lost" if lost else "None")
+    assert len(client.tickets) == (1 if refused else 2), "no more are sent"
+    assert client.cancelled == client.tickets[lost:], "the others are cancelled"
     give(client.tickets[0], b"late")
     assert not client.sent
-
-
-@pytest.mark.parametrize("fails_too", [True, False])
-def test_a_failure_while_prompts_are_sent(fails_too: bool) -> None:
-    """As when the link to the broker is lost while sending."""
-    client = OpenAiCaller()
-
-    def sending() -> None:
-        if len(client.tickets) == 2:
-            client.tickets[0].fail(Unavailable("lost"))
-            if fails_too:
-                raise Unavailable("not connected")
-
-    client.sending = sending
-    generation(client, 4)
-    assert str(client.error) == "lost"
-    assert len(client.tickets) == 2, "no more are sent"
-    assert client.cancelled == ([] if fails_too else client.tickets[1:])
 
 
 def test_a_failure_while_the_next_prompt_is_sent() -> None:
@@ -475,14 +454,14 @@ def test_a_failure_cancels_the_others(begun: bool) -> None:
         give(third, b"", True)
         give(first, b"a")
     second.fail(ModelFailed("no"))
-    assert client.cancelled == ([first] if begun else [first, third])
-    assert (client.error is not None) is not begun
-    if begun:
-        assert documents(client.sent[-1])[0]["error"]["message"] == "no"
-        assert DONE not in client.sent[-1]
-        assert client.ended
     give(first, b"late")
-    assert len(client.sent) <= 3
+    assert client.cancelled == ([first] if begun else [first, third])
+    assert (client.error is None) is begun
+    *_, last = client.sent or [b""]
+    assert DONE not in last
+    if begun:
+        assert documents(last)[0]["error"]["message"] == "no"
+        assert client.ended
 
 
 def test_text_before_an_invalid_part_is_sent() -> None:
@@ -499,11 +478,16 @@ def test_text_before_an_invalid_part_is_sent() -> None:
     assert client.cancelled == client.tickets
 
 
-def test_disconnecting_cancels_the_prompts_in_flight() -> None:
+def test_disconnecting_cancels_the_prompts_in_flight_and_the_rest_of_a_part() -> None:
     client = OpenAiCaller()
     generation(client, AT_ONCE + 5)
     give(client.tickets[0], b"a", True)
+    give(client.tickets[1], b"a" * (3 * SLICE_BYTES), True)
     client.viewer.disconnected()
     assert len(client.cancelled) == AT_ONCE
-    give(client.tickets[1], b"a")
+    before = len(client.sent)
+    give(client.tickets[2], b"a")
+    client.loop.run()
+    assert len(client.sent) <= before + 1
     assert len(client.tickets) == AT_ONCE + 1
+    assert not client.ended
