@@ -62,43 +62,43 @@ def execute(command: list[str], folder: Path, site: Site) -> str:
     return done.stdout
 
 
-def shares() -> list[float]:
-    """The response of the model `colours` for the picture."""
-    return list((np.array(TOP, np.float64) + np.array(BOTTOM)) / 2 / 255)
+PIXELS = """
+(() => {
+  const canvas = document.querySelector('%s canvas');
+  const pixel = (y) => [...canvas.getContext('2d').getImageData(3, y, 1, 1).data].slice(0, 3);
+  return [canvas.width, canvas.height, pixel(2), pixel(29)];
+})()
+"""
 
 
-def test_a_dropped_picture_is_classified(tab: Tab, site: Site, picture: Path) -> None:
+def shell(tab: Tab, folder: Path, site: Site, *parts: str) -> str:
+    """What the displayed commands for curl print."""
+    return execute(["bash", "-c", code(tab, "curl", *parts).replace("curl ", "curl -s ")], folder, site)
+
+
+def test_a_picture_is_classified_and_the_generated_code_returns_the_same(tab: Tab, site: Site, picture: Path) -> None:
+    shares = (np.array(TOP, np.float64) + np.array(BOTTOM)) / 2 / 255
+    labels = [LABELS[index] for index in np.argsort(shares)[::-1]]
     show(tab, "colours")
     tab.drop_file("fieldset:has(#in-x-file)", picture)
     tab.wait(f"document.querySelector('form#try').innerText.includes({json.dumps(picture.name)})")
     run(tab, "bars")
     text = tab.text("[data-output=y] [data-result=bars]")
-    order = np.argsort(shares())[::-1]
-    assert [text.index(LABELS[index]) for index in order] == sorted(text.index(label) for label in LABELS)
-    for share in shares():
+    assert [text.index(label) for label in labels] == sorted(text.index(label) for label in LABELS)
+    for share in shares:
         assert str(share)[:5] in text
     take(tab, "try-picture")
-    values = tab.evaluate(
-        "(() => { const canvas = document.querySelector('form#try canvas');"
-        "const pixel = (y) => [...canvas.getContext('2d').getImageData(3, y, 1, 1).data].slice(0, 3);"
-        "return [canvas.width, canvas.height, pixel(2), pixel(29)]; })()"
-    )
-    assert values == [24, 32, list(TOP), list(BOTTOM)]
-
-
-def test_the_generated_code_for_a_picture_returns_the_same_classes(tab: Tab, site: Site, picture: Path) -> None:
+    assert tab.evaluate(PIXELS % "form#try") == [24, 32, list(TOP), list(BOTTOM)]
     show(tab, "colours")
     tab.choose_file("#in-x-file", picture)
-    text = code(tab, "python", picture.name)
-    printed = execute([sys.executable, "-c", text], picture.parent, site)
-    order = np.argsort(shares())[::-1]
-    assert [printed.index(LABELS[index]) for index in order] == sorted(printed.index(label) for label in LABELS)
-    shell = code(tab, "curl", "--data-binary @request.bin")
+    printed = execute([sys.executable, "-c", code(tab, "python", picture.name)], picture.parent, site)
+    assert [printed.index(label) for label in labels] == sorted(printed.index(label) for label in LABELS)
+    code(tab, "curl", "--data-binary @request.bin")
     tab.download("a[download]", picture.parent)
-    (found,) = json.loads(execute(["bash", "-c", shell.replace("curl ", "curl -s ")], picture.parent, site))["outputs"]
-    assert [value.split(":")[2] for value in found["data"]] == [LABELS[index] for index in order]
+    (found,) = json.loads(shell(tab, picture.parent, site))["outputs"]
+    assert [value.split(":")[2] for value in found["data"]] == labels
     numbers = [float(value.split(":")[0]) for value in found["data"]]
-    np.testing.assert_allclose(numbers, sorted(shares(), reverse=True), atol=2e-3)
+    np.testing.assert_allclose(numbers, sorted(shares, reverse=True), atol=2e-3)
 
 
 def test_an_output_picture_is_drawn(tab: Tab, site: Site, picture: Path) -> None:
@@ -108,12 +108,8 @@ def test_an_output_picture_is_drawn(tab: Tab, site: Site, picture: Path) -> None
     tab.write("[aria-label=width]", "24")
     tab.write("[aria-label=height]", "32")
     run(tab, "picture")
-    pixels = tab.evaluate(
-        "(() => { const canvas = document.querySelector('[data-result=picture] canvas');"
-        "const pixel = (y) => [...canvas.getContext('2d').getImageData(3, y, 1, 1).data].slice(0, 3);"
-        "return [canvas.width, canvas.height, pixel(2), pixel(29)]; })()"
-    )
-    assert pixels == [24, 32, [255 - value for value in TOP], [255 - value for value in BOTTOM]]
+    inverted = [[255 - value for value in colour] for colour in (TOP, BOTTOM)]
+    assert tab.evaluate(PIXELS % "[data-result=picture]") == [24, 32, *inverted]
     take(tab, "try-negative")
 
 
@@ -123,8 +119,7 @@ def test_output_numbers_are_shown_as_a_table(tab: Tab, site: Site, tmp_path: Pat
     run(tab, "table")
     cells = "[...document.querySelectorAll('[data-output=y] tbody td')].map((cell) => cell.textContent)"
     assert tab.evaluate(cells)[-2:] == ["1.5", "-2.25"]
-    shell = code(tab, "curl", "-2.25")
-    (found,) = json.loads(execute(["bash", "-c", shell.replace("curl ", "curl -s ")], tmp_path, site))["outputs"]
+    (found,) = json.loads(shell(tab, tmp_path, site, "-2.25"))["outputs"]
     assert found["data"] in ([1.5, -2.25], [[1.5, -2.25]])
     printed = execute([sys.executable, "-c", code(tab, "python", "-2.25")], tmp_path, site)
     assert "-2.25" in printed
@@ -142,8 +137,7 @@ def test_strings_are_quoted_correctly_in_the_generated_code(tab: Tab, site: Site
     run(tab, "table")
     for word in words:
         assert word in tab.text("[data-output=y]")
-    shell = code(tab, "curl", "quoted")
-    (found,) = json.loads(execute(["bash", "-c", shell.replace("curl ", "curl -s ")], tmp_path, site))["outputs"]
+    (found,) = json.loads(shell(tab, tmp_path, site, "quoted"))["outputs"]
     assert found["data"] == words
     script = (
         code(tab, "python", "quoted")
@@ -177,8 +171,7 @@ def test_the_generated_code_of_a_stream_returns_each_response(tab: Tab, site: Si
     tab.wait_for("form#try [role=status]", "answered in")
     shown = tab.evaluate("[...document.querySelectorAll('[data-result=json] li')].map((one) => one.textContent)")
     assert [json.loads(text)["y"] for text in shown] == words
-    shell = code(tab, "curl", *words).replace("curl ", "curl -s ")
-    printed = execute(["bash", "-c", shell], tmp_path, site)
+    printed = shell(tab, tmp_path, site, *words)
     events = [json.loads(line.removeprefix("data: ")) for line in printed.splitlines() if line.startswith("data: ")]
     assert [event["y"] for event in events] == words
     printed = execute([sys.executable, "-c", code(tab, "python", *words)], tmp_path, site)

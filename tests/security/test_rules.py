@@ -94,9 +94,6 @@ def private(repository: Path) -> re.Pattern[str]:
     return re.compile(rf"{SECRETS.pattern}|{re.escape(str(repository))}|/dev/shm| at 0x")
 
 
-# ---------------------------------------------------------------------------------------------- R1
-
-
 @pytest.mark.process
 def test_r1_error_texts_contain_no_internal_names(server: Launched, repository: Path, tmp_path: Path) -> None:
     """Sends every kind of invalid request, and makes models fail in every way.
@@ -142,9 +139,6 @@ def infer(client: shmserve.Client, name: str) -> Any:
     return client.infer(name, {"x": np.ones((1, 1), np.float32)})
 
 
-# ---------------------------------------------------------------------------------------------- R5
-
-
 @pytest.mark.process
 def test_r5_the_server_listens_only_on_its_two_sockets(server: Launched) -> None:
     owned = set()
@@ -168,9 +162,6 @@ def test_r5_load_calls_and_shared_access_are_off_by_default(tmp_path: Path) -> N
     assert found.model_control_mode == "none"
     assert (found.access, found.socket_group) == ([], None)
     assert not settings.access(found).for_others
-
-
-# ---------------------------------------------------------------------------------------------- R6, R9
 
 
 @pytest.mark.process
@@ -224,9 +215,6 @@ def test_r9_model_names_cannot_leave_the_repository(server: Launched, name: str)
         assert [entry["name"] for entry in client.models() if entry["state"] == "READY"] == ["identity"]
 
 
-# ---------------------------------------------------------------------------------------------- R7
-
-
 @given(st.lists(st.sampled_from(EDGES) | st.integers(0, 70), max_size=6), st.sampled_from(sorted(ITEM_BYTES)))
 def test_r7_shapes_at_integer_limits(dims: list[int], dtype: str) -> None:
     """A tensor is accepted only if its size equals the product computed with Python's unbounded integers."""
@@ -253,9 +241,6 @@ def test_r7_integers_on_the_wire_are_unsigned_64_bit(offset: int, size: int) -> 
         assert found == messages.Return((Handle(1, offset, size),))
     else:
         assert isinstance(found, codec.Refused)
-
-
-# ---------------------------------------------------------------------------------------------- R10, R12
 
 
 @pytest.mark.process
@@ -290,9 +275,6 @@ def test_r12_a_worker_has_only_its_own_descriptors(server: Launched) -> None:
         assert not [t for t in targets if t.startswith("/") and not re.match(r"/dev/(null|shm/|urandom)|/memfd:", t)]
         status = Path(f"/proc/{worker}/status").read_text()
         assert re.search(r"^NoNewPrivs:\s1$", status, re.MULTILINE)
-
-
-# ---------------------------------------------------------------------------------------------- R14
 
 
 BOMBS = (
@@ -330,9 +312,6 @@ def test_r14_pickles_are_never_loaded() -> None:
         armed[0] = False
 
 
-# ---------------------------------------------------------------------------------------------- R15, R17, R20
-
-
 def test_r15_no_port_is_open_to_the_network_by_default(tmp_path: Path) -> None:
     """By default gateways get no addresses, and their own defaults are loopback addresses and no ZeroMQ."""
     assert settings.gateway_settings(settings.parse(["--model-repository", str(tmp_path)])).arguments == ()
@@ -360,9 +339,6 @@ def test_r20_an_idle_client_with_held_memory_does_not_block_others(server: Launc
             answer = other.receive_kind(Reply, Fail)
             assert isinstance(answer, Reply)
         segment.close()
-
-
-# ---------------------------------------------------------------------------------------------- the page
 
 
 def rows() -> dict[str, list[str]]:

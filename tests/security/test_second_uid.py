@@ -83,9 +83,6 @@ def modes(server: Launched) -> list[str]:
     return [f"{stat.S_IMODE(status.st_mode):o} {status.st_uid}:{status.st_gid}" for status in found]
 
 
-# ---------------------------------------------------------------------------------------------- sockets
-
-
 def test_r15_modes_of_the_runtime_directory(private: Launched, shared: Launched) -> None:
     (gid,) = member()
     assert modes(private) == ["700 0:0", "600 0:0", "600 0:0", "600 0:0", "700 0:0"]
@@ -132,9 +129,6 @@ def _stream(path: str) -> None:
         sock.connect(path)
 
 
-# ---------------------------------------------------------------------------------------------- roles
-
-
 def told(task: Any) -> str:
     """The error code with which the task ended, or OK."""
     try:
@@ -179,9 +173,6 @@ def test_r8_group_members_can_only_infer_and_observe(shared: Launched) -> None:
 
     assert as_user(BOB, operate, member()) == ["OK"] * 3
     assert as_user(BOB, lambda: attempt(lambda: Lane(shared.lane))) == ["EACCES"]
-
-
-# ---------------------------------------------------------------------------------------------- tensors
 
 
 class _KeepingLane(Lane):
@@ -368,8 +359,6 @@ def test_r2_r4_only_the_server_can_open_named_segments(private: Launched) -> Non
         assert set(as_user(ALICE, use, member())) <= {"EACCES", "EPERM"}
         assert Path(path).read_bytes()[: LARGE.nbytes] == LARGE.tobytes()
 
-
-# ---------------------------------------------------------------------------------------------- last words
 
 PRINTS = """
 import os

@@ -71,9 +71,6 @@ def count(number: int, **more: Any) -> Any:
     return infer_request("talker", {"count": ("INT32", array, array.tobytes())}, **more)
 
 
-# ---------------------------------------------------------------------------------------- queries
-
-
 def test_health_documents_and_statistics(rpcs: Rpcs) -> None:
     assert rpcs.ServerLive(message("ServerLiveRequest")).live
     assert rpcs.ServerReady(message("ServerReadyRequest")).ready
@@ -110,9 +107,6 @@ def test_load_and_unload(rpcs: Rpcs) -> None:
     rpcs.RepositoryModelUnload(message("RepositoryModelUnloadRequest", model_name="spare"))
     while "spare" in [one.name for one in rpcs.RepositoryIndex(message("RepositoryIndexRequest", ready=True)).models]:
         continue
-
-
-# ---------------------------------------------------------------------------------------- inference
 
 
 @pytest.mark.parametrize("elements", [0, 6, 40_000])
@@ -181,9 +175,6 @@ def test_no_call_is_lost_when_a_connection_reaches_its_maximum_age(server: Serve
     assert "Traceback" not in gateway.stop().decode()
 
 
-# ---------------------------------------------------------------------------------------- cancellation
-
-
 @pytest.mark.parametrize("way", ["cancel", "deadline", "stream", "channel"])
 def test_a_disconnected_client_cancels_its_requests(gateway: Gateway, server: Server, gate: Path, way: str) -> None:
     with Rpcs(gateway.grpc) as rpcs:
@@ -205,9 +196,6 @@ def test_a_disconnected_client_cancels_its_requests(gateway: Gateway, server: Se
     wait_in_flight(server, 1, 2)  # the worker has one running and one waiting request, and reads orders when it is done
     open_gate(gate)
     wait_in_flight(server, 0, 0)
-
-
-# ---------------------------------------------------------------------------------------- streams
 
 
 def test_a_stream_of_many_requests(rpcs: Rpcs) -> None:

@@ -58,9 +58,6 @@ def texts(chunks: list[Any]) -> list[str]:
     return [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
 
 
-# ---------------------------------------------------------------------------------------- models
-
-
 def test_models(client: Any, server: Server) -> None:
     with server.client() as native:
         native.traffic("talk", aliases={"prod": 1, "next": 2})
@@ -74,9 +71,6 @@ def test_models(client: Any, server: Server) -> None:
             client.models.retrieve(name)
         assert failed.value.code == "model_not_found"
     assert client.completions.create(model="talk@prod", prompt="a b").choices[0].text == "a b"
-
-
-# ---------------------------------------------------------------------------------------- completions
 
 
 def test_choices_of_several_prompts_are_in_order(client: Any) -> None:
@@ -97,9 +91,6 @@ def test_choices_of_several_prompts_are_in_order(client: Any) -> None:
         reasons[choice.index] = choice.finish_reason
     assert streamed == expected
     assert set(reasons.values()) == {"length"}
-
-
-# ---------------------------------------------------------------------------------------- chat
 
 
 def test_a_chat_whole_and_as_a_stream(client: Any) -> None:
@@ -180,9 +171,6 @@ def test_a_model_that_is_not_decoupled_streams_a_single_response(client: Any) ->
     assert [(chunk.choices[0].text, chunk.choices[0].finish_reason) for chunk in chunks] == [("A", None), ("", "stop")]
 
 
-# ---------------------------------------------------------------------------------------- embeddings
-
-
 def test_embeddings(client: Any) -> None:
     found = client.embeddings.create(model="embed", input="abc")
     (one,) = found.data
@@ -202,9 +190,6 @@ def test_embeddings(client: Any) -> None:
     ):
         with pytest.raises(error, match=text):
             client.embeddings.create(**{"model": "embed", "input": "abc", **more})
-
-
-# ---------------------------------------------------------------------------------------- errors
 
 
 def test_errors(client: Any, gateway: Gateway) -> None:
@@ -255,9 +240,6 @@ def test_closing_a_stream_cancels_the_model(client: Any, server: Server, files: 
     several.close()
     with server.client() as native:
         until(native, lambda: len(files.log.read_text().splitlines()) == 2, "the end of the sequences")
-
-
-# ---------------------------------------------------------------------------------------- options of the gateway
 
 
 def test_allow_openai_false_removes_the_endpoints(server: Server) -> None:

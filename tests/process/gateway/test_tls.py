@@ -106,9 +106,6 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-# ---------------------------------------------------------------------------------------- TLS
-
-
 def test_large_requests_and_responses_on_one_connection(gateway: SecureGateway) -> None:
     """Large bodies are received straight into shared memory and sent from it, with small ones in between."""
     with contextlib.closing(gateway.connection()) as made:
@@ -118,9 +115,6 @@ def test_large_requests_and_responses_on_one_connection(gateway: SecureGateway) 
             made.request("POST", "/v2/models/row/infer", body, headers | bearer("user"))
             _, found = outputs(made.getresponse())
             np.testing.assert_array_equal(np.frombuffer(found["o_FP32"], np.float32), given["i_FP32"][1][0])
-
-
-# ---------------------------------------------------------------------------------------- tokens
 
 
 def test_tokens_and_restrictions_apply_to_http(gateway: SecureGateway) -> None:
@@ -173,9 +167,6 @@ def test_tokens_and_restrictions_apply_to_grpc(gateway: SecureGateway) -> None:
     assert json.loads(answer.raw_output_contents[0][4:]) == {"a": 1, "x-user": "me"}
 
 
-# ---------------------------------------------------------------------------------------- files that change
-
-
 def serial(gateway: SecureGateway) -> str:
     with gateway.secure() as made:
         found: Any = made.getpeercert()
@@ -212,9 +203,6 @@ def test_changed_certificates_and_tokens_are_reloaded_without_disconnects(gatewa
         assert (status("user"), status("another")) == (401, 200)
     place.write_tokens("user", "admin")
     reload(gateway, "certificates and tokens reloaded")
-
-
-# ---------------------------------------------------------------------------------------- certificates of callers
 
 
 def test_tls_client_ca_requires_a_client_certificate(server: Server, place: Place) -> None:

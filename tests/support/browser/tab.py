@@ -117,6 +117,11 @@ class Tab:
             raise AssertionError(details.get("exception", {}).get("description") or details["text"])
         return found["result"].get("value")
 
+    def fetch(self, url: str, **options: Any) -> str:
+        """Type and status of the answer that the page sees, or the error that kept it from seeing one."""
+        seen = "(answer) => answer.type + ' ' + answer.status"
+        return str(self.evaluate(f"fetch({json.dumps(url)}, {json.dumps(options)}).then({seen}, String)"))
+
     def wait(self, expression: str) -> Any:
         """Waits until the expression is true, and returns its value. The expression is evaluated whenever the document
         changes."""
@@ -139,13 +144,16 @@ class Tab:
     def click(self, selector: str) -> None:
         """Clicks with the mouse in the middle of the element."""
         self.wait_for(selector)
-        place = self.evaluate(
+        place = self._middle(selector)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+    def _middle(self, selector: str) -> Any:
+        return self.evaluate(
             f"(() => {{ const one = document.querySelector({json.dumps(selector)});"
             "one.scrollIntoView({block: 'center', behavior: 'instant'}); const box = one.getBoundingClientRect();"
             "return {x: box.x + box.width / 2, y: box.y + box.height / 2}; })()"
         )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def press(self, key: str) -> None:
         code, text = _KEYS.get(key, (ord(key.upper()[0]), key))
@@ -173,11 +181,7 @@ class Tab:
 
     def drop_file(self, selector: str, path: Path) -> None:
         """Drags a file over the element and drops it."""
-        place = self.evaluate(
-            f"(() => {{ const one = document.querySelector({json.dumps(selector)});"
-            "one.scrollIntoView({block: 'center', behavior: 'instant'}); const box = one.getBoundingClientRect();"
-            "return {x: box.x + box.width / 2, y: box.y + box.height / 2}; })()"
-        )
+        place = self._middle(selector)
         data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
             self.call("Input.dispatchDragEvent", type=kind, data=data, **place)

@@ -128,9 +128,6 @@ def test_packets_are_received_while_answers_are_due(connected: Any) -> None:
     assert not server.packets, "one that comes nevertheless is received"
 
 
-# ---------------------------------------------------------------------------------------- requested outputs
-
-
 class Inference(PendingInference):
     __slots__ = ("answer",)
 

@@ -189,8 +189,6 @@ def test_the_configuration_is_queried_only_if_a_worker_could_write_there(
     mapped.close()
 
 
-# ---------------------------------------------------------------------------------------- on GPUs
-
 UUIDS = ["GPU-" + "00112233-4455-6677-8899-aabbccddeeff", "GPU-" + "01" * 16]
 
 

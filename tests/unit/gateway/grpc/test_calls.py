@@ -17,8 +17,6 @@ from shmserve.session import Session
 from tests.support.gateway.grpc_calls import Case
 from tests.support.gateway.rpc import POOL, message
 
-# ---------------------------------------------------------------------------------------- one answer
-
 
 def test_an_inference() -> None:
     case = Case("ModelInfer")
@@ -182,9 +180,6 @@ def test_a_message_is_refused_when_shared_memory_is_used_up() -> None:
     with pytest.raises(RpcError) as caught:
         case.call.message(data)
     assert caught.value.code == Code.UNAVAILABLE
-
-
-# ---------------------------------------------------------------------------------------- health
 
 
 UNKNOWN_SERVICE = message("grpc.health.v1.HealthCheckRequest", service="x").SerializeToString()

@@ -128,9 +128,6 @@ def test_responses_that_a_client_with_large_windows_does_not_read_are_counted() 
     assert not caller.core.streams
 
 
-# ---------------------------------------------------------------------------------------- time
-
-
 def test_a_message_that_stalls_ends_its_call() -> None:
     caller = Caller()
     slow, steady, idle = caller.begin(), caller.begin(), caller.begin()
@@ -253,8 +250,6 @@ def test_a_connection_is_closed_at_its_maximum_age() -> None:
     assert caller.core.over
     assert caller.host.calls[0].events == ["cancelled"]
 
-
-# ---------------------------------------------------------------------------------------- random frames
 
 KINDS = st.one_of(st.integers(0, 9), st.integers(0, 255))
 FRAMES = st.builds(frame, KINDS, st.one_of(st.sampled_from([0, 1, 4, 5, 8, 9, 13, 0x2C]), st.integers(0, 255)),

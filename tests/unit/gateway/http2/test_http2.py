@@ -31,8 +31,6 @@ from tests.support.gateway.http2_frames import (
 )
 from tests.support.hypothesis_profiles import examples
 
-# ---------------------------------------------------------------------------------------- calls
-
 
 def test_calls_in_sequence_and_at_once() -> None:
     caller = Caller()
@@ -255,8 +253,6 @@ def test_a_call_is_cancelled_by_its_client() -> None:
     assert not caller.host.expiring
     assert not caller.core.streams
 
-
-# ---------------------------------------------------------------------------------------- bytes in pieces of any size
 
 LONG = (
     HELLO

@@ -15,8 +15,6 @@ from shmserve.gateway.limits.turns import SLICE_BYTES
 from tests.support.gateway.http2_caller import Caller, Echo, Host
 from tests.support.gateway.http2_frames import message
 
-# ---------------------------------------------------------------------------------------- compression
-
 
 @pytest.mark.parametrize(("name", "deflate"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
 def test_compressed_messages(name: str, deflate: Any) -> None:
@@ -161,9 +159,6 @@ def test_a_large_response_is_compressed_in_slices() -> None:
     assert gzip.decompress(first) == data
     assert second == b"behind it"
     assert caller.status(number) == 0
-
-
-# ---------------------------------------------------------------------------------------- limits of calls
 
 
 def test_messages_over_the_limits_end_their_calls() -> None:

@@ -115,9 +115,6 @@ def test_iterators_of_filters_macros_and_recursive_loops() -> None:
     assert render(MACROS, []) == "1,,2,3,,,<210>"
 
 
-# ---------------------------------------------------------------------------------------- slices
-
-
 @pytest.mark.parametrize("template", [
     ENDLESS,
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
