@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,9 +17,12 @@ import pytest
 from shmserve import Client
 from shmserve.testing import Server
 from tests.support.docs import pages
+from tests.support.gateway.running_gateway import metric
+from tests.support.living import pids, until
 from tests.support.shared_server import SharedServer
 
 NEAR = 1e-5
+PENDING = "nv_inference_pending_request_count"
 pytestmark = pytest.mark.process
 
 pytest.importorskip("onnx")
@@ -59,12 +64,19 @@ def test_padded_batches_give_the_same_results_as_single_requests(folder: Path, s
         for rows in [1] * 60 + [2, 3]
     ]
     with Client(server.url) as client:
+        workers = {name: list(pids(client, name).values()) for name in ("encoder", "pooling")}
+        for pid in (pid for found in workers.values() for pid in found):
+            os.kill(pid, signal.SIGSTOP)  # so that requests wait, and share batches
         given = [ids_of(folder, texts) for texts in requests]
         inputs = [{"input_ids": ids, "attention_mask": mask} for ids, mask in given]
         encoded = [client.submit("encoder", feed) for feed in inputs]
         embedded = [
             client.submit("texts", {"TEXT": np.array([[text] for text in texts], object)}) for texts in requests
         ]
+        for name, found in workers.items():
+            until(client, lambda name=name: metric(server, PENDING, model=name) > 5)
+            for pid in found:
+                os.kill(pid, signal.SIGCONT)
         for feed, tokens, vector in zip(inputs, encoded, embedded, strict=True):
             (right,) = engine.run(["tokens"], feed)
             assert tokens.result()["tokens"].shape == right.shape
