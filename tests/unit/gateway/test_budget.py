@@ -225,23 +225,21 @@ def test_a_message_like_earlier_ones_gets_its_memory_at_once() -> None:
     caller = Caller(host)
     body = bytes(range(256)) * (2 * MIB // 256)
 
-    def announce() -> tuple[int, int]:
+    def announce(reserved: int) -> int:
         number = caller.begin()
         caller.send(number, message(body)[:2000], end=False)
         buffer: Any = caller.core.streams[number]._buffer  # noqa: SLF001 - what a stream buffers is invisible
-        return number, len(buffer.memory)
+        assert len(buffer.memory) == reserved
+        return number
 
-    first, reserved = announce()
-    assert reserved == 2 * MIB // PART
-    caller.send(first, message(body)[2000:])
-    assert caller.messages(first) == [body]
-    second, reserved = announce()
-    assert reserved == 2 * MIB
-    third, reserved = announce()
-    assert reserved == 2 * MIB // PART, "what was sent before is used up"
-    for number in (third, second):
+    def finish(number: int) -> None:
         caller.send(number, message(body)[2000:])
         assert caller.messages(number) == [body]
+
+    finish(announce(2 * MIB // PART))
+    second = announce(2 * MIB)
+    finish(announce(2 * MIB // PART))  # what was sent before is used up
+    finish(second)
     caller.core.lost()
     assert host.held == 0
 

@@ -6,7 +6,6 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from shmserve.errors import ServeError
 from shmserve.gateway.http.limits import HttpLimits
 from shmserve.gateway.limits.body_budget import Budget
 from shmserve.gateway.limits.caller_shares import Shares
@@ -16,17 +15,15 @@ from tests.support.gateway.http_connection import connected, http_listener, post
 
 
 class Connection:
+    check_timeouts: Any = None
+    stop = give_up = abort = check_timeouts
+
     def __init__(self, idle_since: float | None) -> None:
         self.idle_since = idle_since
         self.evicted = 0
 
     def evict(self) -> None:
         self.evicted += 1
-
-    def check_timeouts(self, waited: int) -> None: ...
-    def stop(self) -> None: ...
-    def give_up(self, error: ServeError) -> None: ...
-    def abort(self) -> None: ...
 
 
 def callers(connections: int) -> Callers:
@@ -47,13 +44,10 @@ def test_a_full_endpoint_closes_the_longest_idle_connections() -> None:
 def test_idle_connections_are_evicted_some_at_a_time() -> None:
     endpoint = callers(4096)
     crowd = [Connection(float(number)) for number in range(4096)]
-    for one in crowd:
-        assert endpoint.enter(one)
-    assert endpoint.enter(Connection(5000.0))
+    assert all(endpoint.enter(one) for one in [*crowd, Connection(5000.0)])
     assert [one.evicted for one in crowd] == [1] * EVICTED + [0] * (4096 - EVICTED)
     left = endpoint.connections
-    for _ in range(EVICTED - 1):
-        assert endpoint.enter(Connection(5000.0))
+    assert all(endpoint.enter(Connection(5000.0)) for _ in range(EVICTED - 1))
     assert endpoint.connections == left + EVICTED - 1 == 4096
     assert endpoint.evicted == EVICTED
 

@@ -72,24 +72,18 @@ def test_an_error_ends_the_call(error: ServeError, code: Code, text: str) -> Non
     assert not case.stream.sent
 
 
-def test_a_call_without_a_valid_request_is_refused() -> None:
+def test_a_call_has_one_valid_request_and_is_cancelled_with_it() -> None:
     with pytest.raises(RpcError, match="not this one"):
         Case("ModelInfer").ask("refused")
     with pytest.raises(RpcError, match="received none"):
         Case("ModelInfer").call.half_closed()
-
-
-def test_a_cancelled_inference_is_cancelled_in_the_session() -> None:
-    case = Case("ModelInfer")
-    ticket = case.ask()
-    case.call.cancelled()
-    case.call.cancelled()
-    assert case.link.cancelled == [ticket]
-    case = Case("ModelInfer")
-    ticket = case.ask()
+    several, cancelled = Case("ModelInfer"), Case("ModelInfer")
+    tickets = [several.ask(), cancelled.ask()]
     with pytest.raises(RpcError, match="received another"):
-        case.ask()
-    assert case.link.cancelled == [ticket]
+        several.ask()
+    for _ in range(2):
+        cancelled.call.cancelled()
+    assert [several.link.cancelled, cancelled.link.cancelled] == [[ticket] for ticket in tickets]
 
 
 @pytest.mark.parametrize(("method", "service"), [("ServerMetadata", INFERENCE), ("Check", HEALTH)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -82,44 +83,16 @@ def test_files_of_keys() -> None:
     assert entries == {first: KeyEntry(INFER | OPERATE, "Alice of there"), second: KeyEntry(OBSERVE, "")}
 
 
-class _NoBroker:
-    """A link without a broker: requests stay unanswered."""
-
-    def __init__(self) -> None:
-        self.session = Session("memfd", memory_bytes=1 << 24)
-        self.shares = Shares()
-
-    def send_soon(self, with_deadline: bool = False) -> None:
-        """Does nothing."""
-
-    def cancel(self, ticket: Any) -> None:
-        self.session.cancel(ticket)
-
-
-class _Host(PeerHost):
-    def __init__(self) -> None:
-        self.link = _NoBroker()  # type: ignore[assignment]
-        self.limits = LIMITS
-        self.stopping = False
-        self.sent: list[Any] = []
-
-    def send(self, peer: Peer, packet: bytes, frames: Any) -> None:
-        self.sent += msgpack.unpackb(packet)
-
-    def drop(self, peer: Peer, still_open: bool) -> None:
-        peer.end()
-
-
 def test_a_packet_of_many_messages_is_processed_in_slices() -> None:
-    host = _Host()
+    session = Session("memfd", memory_bytes=1 << 24)
+    host: Any = PeerHost()
+    host.link = SimpleNamespace(session=session, shares=Shares(), cancel=session.cancel)
+    host.limits, host.stopping = LIMITS, False
     peer = Peer(host, b"me", 1, "key", KeyEntry(INFER, ""), "127.0.0.1")
     slices = peer.receive(msgpack.packb([HELLO, *[[4, number] for number in range(3)]]), [])
-    answers = []
-    for _ in slices:
-        answers.append(len(peer.outbox))
-    assert answers == [1, 2, 3, 4]
+    assert [len(peer.outbox) for _ in slices] == [1, 2, 3, 4]
     slices = peer.receive(msgpack.packb([[4, 5], [4, 6]]), [])
     next(slices)
     peer.end()
     assert list(slices) == [], "the rest of a client that has gone is dropped"
-    host.link.session.close()
+    session.close()

@@ -107,20 +107,25 @@ def test_a_cancelled_request_is_answered_once(broker: FakeBroker, bare: Any) -> 
     assert one.quiet()
 
 
-def test_a_restarted_server_gets_the_requests_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_server_or_gateway_gets_the_requests_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broker = FakeBroker(tmp_path)
     broker.start()
     (tmp_path / "keys").mkdir()
-    listener = ListenerThread(tmp_path / "keys", broker.lane)
+    listener = ListenerThread(tmp_path / "keys", broker.lane, exit_timeout_s=0.01)
     x = np.arange(5000.0)
     with listener.client() as client:
-        future = client.submit("hold", {"x": x})
-        broker.parked.get(timeout=20)
-        broker.stop()
-        monkeypatch.setitem(MODELS, "hold", echo)
-        broker.start()
-        np.testing.assert_array_equal(future.result()["x"], x)
-        del future
+        for restarts_broker in (True, False):
+            with monkeypatch.context() as patch:
+                future = client.submit("hold", {"x": x})
+                broker.parked.get(timeout=20)
+                (broker if restarts_broker else listener).stop()
+                patch.setitem(MODELS, "hold", echo)
+                if restarts_broker:
+                    broker.start()
+                else:
+                    listener = ListenerThread(tmp_path / "keys", broker.lane, address=listener.url)
+                np.testing.assert_array_equal(future.result()["x"], x)
+                del future
         broker.stop()
         with pytest.raises(shmserve.ConnectionLost, match="server behind this gateway is unreachable") as caught:
             client.infer("echo", {"x": x})
@@ -130,18 +135,3 @@ def test_a_restarted_server_gets_the_requests_again(tmp_path: Path, monkeypatch:
         np.testing.assert_array_equal(client.infer("echo", {"x": x})["x"], x)
     listener.stop()
     broker.stop()
-
-
-def test_a_restarted_gateway_gets_the_requests_again(
-    broker: FakeBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listener = ListenerThread(tmp_path, broker.lane, exit_timeout_s=0.01)
-    x = np.arange(5000.0)
-    with listener.client() as client:
-        future = client.submit("hold", {"x": x})
-        broker.parked.get(timeout=20)
-        listener.stop()
-        monkeypatch.setitem(MODELS, "hold", echo)
-        listener = ListenerThread(tmp_path, broker.lane, address=listener.url)
-        np.testing.assert_array_equal(future.result()["x"], x)
-    listener.stop()
