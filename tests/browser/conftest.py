@@ -41,6 +41,10 @@ class Site(NamedTuple):
         with self.server.client() as client:
             client.infer(model, {"x": np.array([[first, 2.0]], np.float32)})
 
+    def is_ready(self, model: str) -> bool:
+        with self.server.client() as client:
+            return client.ready(model)
+
 
 @contextmanager
 def serving(server: Server, repository: Path, *options: str, token: str = "") -> Iterator[Site]:

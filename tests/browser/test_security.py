@@ -52,11 +52,6 @@ def successes(site: Site) -> int:
         return int(found["inference_stats"]["success"]["count"])
 
 
-def is_ready(site: Site) -> bool:
-    with site.server.client() as client:
-        return client.ready("words")
-
-
 @pytest.mark.parametrize("name", [EVIL, "localhost"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/json"])
 def test_a_page_of_another_origin_cannot_send_requests(page: Tab, site: Site, evil: int, name: str, kind: str) -> None:
@@ -71,7 +66,7 @@ def test_a_page_of_another_origin_cannot_send_requests(page: Tab, site: Site, ev
             found = page.fetch(site.origin + path, mode=mode)
             assert found in ("opaque 0", "TypeError: Failed to fetch"), (path, mode)
     assert successes(site) == before
-    assert is_ready(site)
+    assert site.is_ready("words")
 
 
 def test_requests_after_dns_rebinding_are_refused(page: Tab, site: Site) -> None:
@@ -89,7 +84,7 @@ def test_requests_after_dns_rebinding_are_refused(page: Tab, site: Site) -> None
         for more in ({"headers": JSON}, {"headers": hidden, "referrerPolicy": "no-referrer"}):
             assert page.fetch(rebound + path, method=method, body=body, **more) == "basic 403", path
     assert successes(site) == before
-    assert is_ready(site)
+    assert site.is_ready("words")
 
 
 def test_the_page_cannot_be_framed(page: Tab, site: Site, evil: int) -> None:

@@ -148,27 +148,22 @@ def test_loading_and_unloading_needs_the_token(tab: Tab, site: Site) -> None:
     tab.wait("document.querySelector('#token-dialog').open")
     assert tab.questions, "unloading is confirmed"
     assert "token" in tab.text("#token-reason")
-    assert is_ready(site, "negative")
+    assert site.is_ready("negative")
     use_token(tab, site)
     tab.click("[data-action=unload]")
     tab.wait_for("[role=status]", "negative is unloaded.")
     tab.wait_for("[data-action=load]", "Load")
-    assert not is_ready(site, "negative")
+    assert not site.is_ready("negative")
     tab.go("#/")
     tab.wait_for("[data-model=negative]", "NOT LOADED")
     tab.go("#/model/negative")
     tab.click("[data-action=load]")
     tab.wait_for("[role=status]", "negative is loaded.")
-    assert is_ready(site, "negative")
+    assert site.is_ready("negative")
     assert tab.evaluate("localStorage.length + sessionStorage.length") == 0
     assert tab.evaluate("document.cookie") == ""
     tab.open("/#/model/negative")
     assert tab.evaluate("document.querySelector('#access').textContent") == "Token", "forgotten with the page"
-
-
-def is_ready(site: Site, model: str) -> bool:
-    with site.server.client() as client:
-        return client.ready(model)
 
 
 def test_all_controls_are_reachable_by_keyboard(tab: Tab) -> None:

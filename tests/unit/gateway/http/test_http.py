@@ -35,16 +35,10 @@ def test_all_fields_of_a_head() -> None:
                        "Accept-Encoding: br;q=1, deflate;q=0.5, gzip", "Expect: 100-continue"))  # fmt: skip
     assert head.route == Route(Action.INFER, "m")
     assert (head.length, head.json_length, head.encoding, head.accepts) == (12, 5, "gzip", "deflate")
-    assert head.keep_alive
-    assert head.expects
-    assert not head.chunked
-
-
-def test_keep_alive() -> None:
-    assert parse(lines()).keep_alive
-    assert parse(lines("Connection: Upgrade", "Upgrade: h2c")).keep_alive
-    assert not parse(lines("Connection: close")).keep_alive
-    assert not parse(lines(first="GET /v2 HTTP/1.0")).keep_alive
+    assert (head.expects, head.chunked) == (True, False)
+    upgrade, close = lines("Connection: Upgrade", "Upgrade: h2c"), lines("Connection: close")
+    old = lines(first="GET /v2 HTTP/1.0")
+    assert [parse(block).keep_alive for block in (lines(), upgrade, close, old)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("block", "status"), [

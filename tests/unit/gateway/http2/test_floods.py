@@ -69,18 +69,6 @@ def test_a_turn_processes_a_bounded_number_of_frames() -> None:
     assert [count - most.SETTINGS_WEIGHT for count in counts] == [CONNECTION_WORK - 1, 2 * CONNECTION_WORK - 1, 300]
 
 
-@pytest.mark.parametrize("call", [
-    frame(HEAD, 5, 1, hpack.Encoder().encode([*HEADERS[:4], ("content-type", "text/html")])),
-    frame(HEAD, 5, 1, block()),
-], ids=["not gRPC", "no such method"])  # fmt: skip
-def test_calls_that_are_refused_take_turns(call: bytes) -> None:
-    caller = Caller(Host(unknown), opening=HELLO)
-    caller.core.feed(b"".join([call[:5] + number(2 * at + 1) + call[9:] for at in range(100)]))
-    counts = [caller.core.abuse.mistakes, *(caller.core.abuse.mistakes for _ in turns(caller))]
-    assert 0 < max(after - before for before, after in pairwise(counts)) <= math.ceil(CONNECTION_WORK / REQUEST_WORK)
-    assert counts[-1] == 100
-
-
 def test_frames_that_touch_all_streams_count_by_their_number() -> None:
     streams = 800
     caller = Caller(Host(Echo), opening=b"")
@@ -190,19 +178,23 @@ def unknown(stream: TransportStream) -> Any:
     raise RpcError(Code.UNIMPLEMENTED, "there is no such method")
 
 
-@pytest.mark.parametrize(("application", "head"), [
+@pytest.mark.parametrize(("application", "headers"), [
     (unknown, HEADERS),
     (Echo, [*HEADERS[:4], ("content-type", "text/html")]),
     (Echo, [(":method", "GET"), *HEADERS[1:]]),
 ], ids=["no such method", "not gRPC", "not POST"])  # fmt: skip
-def test_many_calls_refused_by_their_headers_end_the_connection(
-    application: Any, head: Any, monkeypatch: pytest.MonkeyPatch
+def test_calls_that_are_refused_take_turns_and_end_the_connection(
+    application: Any, headers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(most, "MISTAKES", 50)
+    monkeypatch.setattr(most, "MISTAKES", 100)
     caller = Caller(Host(application), opening=HELLO)
-    calls = [frame(HEAD, 5, 2 * at + 1, hpack.Encoder().encode(head)) for at in range(51)]
-    assert caller.errors(*calls[:50]) == []
-    assert caller.errors(calls[50]) == [CALM]
+    calls = [frame(HEAD, 5, 2 * at + 1, hpack.Encoder().encode(headers)) for at in range(101)]
+    caller.core.feed(b"".join(calls[:100]))
+    counts = [caller.core.abuse.mistakes, *(caller.core.abuse.mistakes for _ in turns(caller))]
+    assert 0 < max(after - before for before, after in pairwise(counts)) <= math.ceil(CONNECTION_WORK / REQUEST_WORK)
+    assert counts[-1] == 100
+    assert caller.errors() == []
+    assert caller.errors(calls[100]) == [CALM]
 
 
 # ---------------------------------------------------------------------------------------- streams that never finish

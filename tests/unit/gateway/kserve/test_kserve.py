@@ -213,17 +213,14 @@ def test_strings_roundtrip(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "values"), [
-    ("BOOL", [True, False, True]), ("FP32", [0.1, -0.0, 1, 3.5e38, -1e-46, 2**70]), ("FP64", [0.1, -0.0, 1, 1e308]),
-    *((f"{kind}{bits}", [(kind == "INT") * -(1 << bits - 1), 1, (1 << bits - (kind == "INT")) - 1])
-      for kind in ("INT", "UINT") for bits in (8, 16, 32, 64)),
+    ("FP32", [0.1, -0.0, 1, 3.5e38, -1e-46, 2**70]), ("FP64", [0.1, -0.0, 1, 1e308]), ("INT64", [-(2**63), 2**63 - 1]),
+    ("UINT64", [2**64 - 1]), ("BOOL", [True, False]),
 ])  # fmt: skip
 def test_json_numbers_are_converted_as_numpy_does_it(dtype: str, values: list[Any]) -> None:
     with np.errstate(over="ignore"):
         array = np.array(values, to_numpy(dtype))
     assert json_tensors.to_bytes("x", dtype, (len(values),), values) == array.tobytes()
-    text = bytes(json_tensors.to_json("y", dtype, (len(values),), array.tobytes()))
-    found = json.loads(text)
-    assert np.array_equal(np.array(found, array.dtype), array)
+    found = json.loads(bytes(json_tensors.to_json("y", dtype, (len(values),), array.tobytes())))
     assert {type(value) for value in found} == {type(array.tolist()[0])}
 
 
