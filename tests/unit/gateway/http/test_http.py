@@ -166,6 +166,8 @@ def test_routes() -> None:
         ("GET", "/v2/cudasharedmemory/region/r/status", Route(Action.MEMORY_STATUS, "r", kind="cuda")),
     ):
         assert resolve(method, path) == route
+    assert resolve("GET", "/metrics", METRICS_ROUTES) == Route(Action.METRICS)
+    assert resolve("GET", "/v2/health/live", METRICS_ROUTES) == NoRoute(404, "Not Found")
 
 
 @pytest.mark.parametrize(("status", "requests"), [
@@ -182,11 +184,6 @@ def test_unknown_paths_and_methods_are_refused(status: int, requests: str) -> No
         refusal = resolve(method, path)
         assert isinstance(refusal, NoRoute), request
         assert refusal.status == status, request
-
-
-def test_the_metrics_endpoint_has_one_path() -> None:
-    assert resolve("GET", "/metrics", METRICS_ROUTES) == Route(Action.METRICS)
-    assert resolve("GET", "/v2/health/live", METRICS_ROUTES) == NoRoute(404, "Not Found")
 
 
 # ---------------------------------------------------------------------------------------- documents
@@ -232,14 +229,11 @@ def test_the_repository_index() -> None:
     assert (status, json.loads(text)) == (200, [first])
 
 
-def test_settings_are_forwarded_to_the_broker() -> None:
+def test_bodies_are_forwarded_to_the_broker() -> None:
     query = question("set_trace", b'{"trace_rate": "1", "trace_level": ["TIMESTAMPS"], "log_frequency": null}', "m")
     assert (query.what, query.model) == ("set_trace", "m")
     assert json.loads(body_of(query)) == {"trace_rate": "1", "trace_level": ["TIMESTAMPS"], "log_frequency": None}
     assert question("log").body is None
-
-
-def test_loads_and_unloads() -> None:
     forced = question("unload", b'{"parameters": {"force": true}}', "m")
     assert json.loads(body_of(forced)) == {"unload_dependents": False, "wait": False, "force": True}
     parameters = {"config": '{"backend": "python"}', "file:1/model.py": "eA=="}

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the HTTP endpoint has all routes, and no others."""
+"""The routes of the HTTP endpoint: each is in the table of actions, documented and handled."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from typing import Any
 
 import pytest
 
+from shmserve.errors import ServeError
 from shmserve.gateway.auth.actions import PAGE
 from shmserve.gateway.http import openapi
 from shmserve.gateway.http.routes import PATHS, resolve
 from shmserve.gateway.kserve.plans import plan_of
-from shmserve.gateway.upstream.documents import Route
+from shmserve.gateway.upstream.documents import Arguments, Route, query_of
+from shmserve.gateway.upstream.regions import Regions
 from shmserve.protocol.actions import Action
+from shmserve.protocol.roles import QUERIES, names
 
 DOCUMENT = json.loads(openapi.text())
+OTHER_HANDLERS = {
+    "infer", "generate", "generate_stream", "completions", "chat_completions", "embeddings", "openai_models",
+    "openai_model", "metrics", "openapi", "page_file", "page_events", "page_preflight", "page_model",
+}  # fmt: skip
+"""Actions that `Requests` of the HTTP listener does not pass to `query_of`."""
 VALUES = {"{model}": "m", "{version}": "3", "{region}": "r", "{repository}": "s"}
 
 
@@ -37,6 +45,25 @@ def test_all_routes_are_documented_and_resolved() -> None:
         assert route.version == ("3" if "{version}" in template else "")
         actions.add(route.action)
     assert actions == {action for action in Action if action.row.http} - {Action.METRICS} - PAGE
+
+
+def has_query(action: Action) -> bool:
+    try:
+        query_of(Route(action, "m", kind="system"), Arguments(), Regions(False), ("", ""))
+    except ServeError as error:  # of this gateway, or of the handler
+        return "not supported by this gateway" not in str(error)
+    return True
+
+
+def test_every_action_is_handled_and_needs_the_roles_of_its_query() -> None:
+    """Actions that show a part of the answer have roles of their own."""
+    queried = {action for action in Action if has_query(action)}
+    assert queried | set(map(Action, OTHER_HANDLERS)) == {action for action in Action if action.row.http}
+    assert not queried & set(map(Action, OTHER_HANDLERS))
+    shown = {Action.PAGE_EVENTS, Action.PAGE_MODEL, Action.OPENAI_MODELS, Action.OPENAI_MODEL}
+    for action in set(Action) - shown:
+        if action.row.query:
+            assert list(action.row.roles) == names(QUERIES[action.row.query]), action
 
 
 def test_operation_ids_are_unique_and_path_parameters_complete() -> None:

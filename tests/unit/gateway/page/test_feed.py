@@ -96,14 +96,11 @@ def test_the_broker_is_polled_only_while_a_page_is_open() -> None:
     broker = Broker()
     broker.clock.advance(60)
     first, second = broker.view(), broker.view()
-    broker.clock.advance(10.5 * PERIOD_S)
-    assert len(broker.asked) == 11
-    first.viewer.disconnected()
-    broker.clock.advance(10 * PERIOD_S)
-    assert len(broker.asked) == 21
-    second.viewer.disconnected()
-    broker.clock.advance(60)
-    assert len(broker.asked) == 21
+    for closed, count in ((None, 11), (first, 21), (second, 21)):
+        if closed is not None:
+            closed.viewer.disconnected()
+        broker.clock.advance(10.5 * PERIOD_S if closed is None else 10 * PERIOD_S)
+        assert len(broker.asked) == count
 
 
 def test_the_broker_is_not_polled_more_often_than_it_can_bear() -> None:
