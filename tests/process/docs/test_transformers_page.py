@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from tests.support.living import pids, until
 from tests.support.shared_server import SharedServer
 
 NEAR = 1e-5
-PENDING = "nv_inference_pending_request_count"
 pytestmark = pytest.mark.process
 
 pytest.importorskip("onnx")
@@ -56,6 +56,10 @@ def ids_of(folder: Path, texts: list[str]) -> tuple[Any, Any]:
     return ids, mask
 
 
+def waits(server: Server, name: str) -> bool:
+    return metric(server, "nv_inference_pending_request_count", model=name) > 5
+
+
 def test_padded_batches_give_the_same_results_as_single_requests(folder: Path, server: Server) -> None:
     engine = ort.InferenceSession(str(folder / "texts/encoder/1/model.onnx"), providers=["CPUExecutionProvider"])
     random = np.random.default_rng(1)
@@ -74,7 +78,7 @@ def test_padded_batches_give_the_same_results_as_single_requests(folder: Path, s
             client.submit("texts", {"TEXT": np.array([[text] for text in texts], object)}) for texts in requests
         ]
         for name, found in workers.items():
-            until(client, lambda name=name: metric(server, PENDING, model=name) > 5)
+            until(client, partial(waits, server, name))
             for pid in found:
                 os.kill(pid, signal.SIGCONT)
         for feed, tokens, vector in zip(inputs, encoded, embedded, strict=True):
