@@ -11,37 +11,24 @@ from shmserve.testing import Server
 from tests.browser.conftest import Site, serving, take
 from tests.support.browser.chromium import Chromium
 from tests.support.browser.tab import Tab, opened
+from tests.support.ensemble_models import ensemble
 from tests.support.gateway.running_gateway import Gateway
-from tests.support.model_files import write_model
+from tests.support.living import identity
 
 pytestmark = pytest.mark.process
 
 MODELS = 1000
-TENSORS = """
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ]
-output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
-"""
-STEP = """
-ensemble_scheduling { step { model_name: "numbers" model_version: -1
-  input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } }
-"""
 DRAWN = "document.querySelectorAll('[data-model]').length"
 LISTED = "Number(document.querySelector('table.models').ariaRowCount) - 1"
-
-
-def write_numbers(repository: Path) -> None:
-    repository.mkdir()
-    write_model(repository, "numbers", f'name: "numbers" backend: "identity" max_batch_size: 8 {TENSORS}')
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A thousand ensembles of one model, which need only a few processes."""
     repository = tmp_path_factory.mktemp("thousand") / "models"
-    write_numbers(repository)
+    identity(repository, "numbers")
     for number in range(MODELS):
-        name = f"model-{number:04}"
-        write_model(repository, name, f'name: "{name}" platform: "ensemble" max_batch_size: 8 {TENSORS} {STEP}')
+        ensemble(repository, f"model-{number:04}", "x", "y", "numbers(x:x)->(y:y)", more="max_batch_size: 8")
     with serving(Server(repository, start_timeout=300), repository) as site:
         yield site
 
@@ -72,7 +59,7 @@ def test_the_page_reconnects_after_a_gateway_restart_and_reports_a_lost_server(
     browser: Chromium, tmp_path: Path
 ) -> None:
     repository = tmp_path / "models"
-    write_numbers(repository)
+    identity(repository, "numbers")
     with Server(repository) as server:
         gateway = Gateway(server)
         try:
