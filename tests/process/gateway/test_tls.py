@@ -18,6 +18,7 @@ import pytest
 import trustme
 
 from shmserve.testing import Server
+from tests.support.ensemble_models import tensors
 from tests.support.gateway.rpc import Rpcs, infer_request, message, refused
 from tests.support.gateway.running_gateway import Gateway, binary, model, outputs, rows
 from tests.support.model_files import python_model, write_model
@@ -26,11 +27,7 @@ from tests.support.shared_server import SharedServer
 pytestmark = pytest.mark.process
 
 TOLD = python_model("return self.respond(np.array([request.parameters()], object))")
-CONFIG = """\
-name: "told" backend: "python"
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
-"""
+CONFIG = f'backend: "python" input {tensors("x:FP32:[1]")} output {tensors("y:STRING:[1]")}'
 FORWARD = ("--http-header-forward-pattern", "x-.*", "--grpc-header-forward-pattern", "x-.*")
 RESTRICTED = (
     "--http-restricted-api", "model-config:admin-key=open sesame",

@@ -16,7 +16,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.model_files import parameters, write_model
+from tests.support.ensemble_models import BATCHES, ensemble, tensors
+from tests.support.model_files import parameters, python_model, write_model
 
 _SOURCE = '''
 import json
@@ -144,11 +145,6 @@ class TritonPythonModel:
         for thread in self.threads:
             thread.join()
 '''
-_FLAGS = ("stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
-_COUNTS = """
-output [ { name: "num_input_tokens" data_type: TYPE_UINT32 dims: [ 1 ] } ]
-output [ { name: "num_output_tokens" data_type: TYPE_UINT32 dims: [ -1 ] } ]
-"""
 TEMPLATE = """
 {%- for message in messages %}{{ message.role }}: {{ message.content }} {% endfor -%}
 {%- if tools %}{{ tools | tojson }} {% endif -%}
@@ -157,25 +153,11 @@ TEMPLATE = """
 """
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 """A template that renders for hours without output."""
-EMBEDDING = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.one(pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()) for request in requests]
-
-    def one(self, texts):
-        if b"FAIL" in texts:
-            raise ValueError("a text that fails")
-        rows = [[len(text), text[:1] == b"a", 0.1] for (text,) in texts]
-        return pb_utils.InferenceResponse([pb_utils.Tensor("VECTOR", np.array(rows, np.float32))])
-"""
-EMBEDDING_CONFIG = """
-backend: "python" max_batch_size: 64 dynamic_batching { }
-input [ { name: "TEXT" data_type: TYPE_STRING dims: [ 1 ] } ]
-output [ { name: "VECTOR" data_type: TYPE_FP32 dims: [ 3 ] } ]
-"""
+EMBEDDING = python_model("""
+if b"FAIL" in x:
+    raise ValueError("a text that fails")
+return self.respond(np.array([[len(text), text[:1] == b"a", 0.1] for (text,) in x], np.float32))
+""")
 ONCE = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -185,20 +167,6 @@ class TritonPythonModel:
         texts = [pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy() for request in requests]
         upper = [np.array([[text.upper()] for (text,) in rows], object) for rows in texts]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("text_output", rows)]) for rows in upper]
-"""
-ONCE_CONFIG = """
-backend: "python" max_batch_size: 8 dynamic_batching { }
-input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]
-output [ { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] } ]
-"""
-ENSEMBLE = """
-platform: "ensemble" max_batch_size: 64
-input [ { name: "text" data_type: TYPE_STRING dims: [ 1 ] } ]
-output [ { name: "vector" data_type: TYPE_FP32 dims: [ 3 ] } ]
-ensemble_scheduling { step [ {
-  model_name: "embed" model_version: -1
-  input_map { key: "TEXT" value: "text" } output_map { key: "VECTOR" value: "vector" }
-} ] }
 """
 
 
@@ -217,27 +185,12 @@ class LanguageModels(NamedTuple):
     log: Path
 
 
-def _tensors(kind: str, dtype: str, dims: str, *names: str) -> str:
-    optional = "" if kind == "output" or names == ("text_input",) else " optional: true"
-    return "".join(f'{kind} [ {{ name: "{name}" data_type: {dtype} dims: [ {dims} ]{optional} }} ]\n' for name in names)
-
-
-def _config(*more: str) -> str:
+def _config(*more: str, inputs: tuple[str, ...] = (), outputs: tuple[str, ...] = ()) -> str:
+    """`inputs` are optional."""
+    found = tensors("text_input:STRING:[1]", *[f"{one}:optional: true" for one in inputs])
     return (
-        'backend: "python" max_batch_size: 0\nmodel_transaction_policy { decoupled: true }\n'
-        + _tensors("input", "TYPE_STRING", "1", "text_input")
-        + _tensors("output", "TYPE_STRING", "-1", "text_output")
-        + "".join(more)
-    )
-
-
-def _triton_config() -> str:
-    """Tensors of Triton's vLLM backend."""
-    return _config(
-        _tensors("input", "TYPE_STRING", "1", "sampling_parameters"),
-        _tensors("input", "TYPE_BOOL", "1", *_FLAGS),
-        _tensors("output", "TYPE_STRING", "-1", "finish_reason"),
-        _COUNTS,
+        'backend: "python" model_transaction_policy { decoupled: true }\n'
+        f"input {found} output {tensors('text_output:STRING', *outputs)}\n" + "".join(more)
     )
 
 
@@ -249,16 +202,19 @@ def write_language_models(repository: Path) -> LanguageModels:
     os.mkfifo(files.gate)
     files.log.touch()
     given = parameters(gate=str(files.gate), log=str(files.log))
-    talk = (
-        _tensors("input", "TYPE_STRING", "1", "messages"),
-        _tensors("output", "TYPE_STRING", "-1", "tool_calls"),
-    )
-    write_model(repository, "talk", _triton_config() + "".join(talk) + given, _SOURCE)
+    flags = ("stream", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
+    inputs = ("sampling_parameters:STRING:[1]", *[f"{flag}:BOOL:[1]" for flag in flags])
+    outputs = ("finish_reason:STRING", "num_input_tokens:UINT32:[1]", "num_output_tokens:UINT32")
+    talk = _config(given, inputs=(*inputs, "messages:STRING:[1]"), outputs=(*outputs, "tool_calls:STRING"))
+    write_model(repository, "talk", talk, _SOURCE)
     template = TEMPLATE.replace("\n", "").replace('"', '\\"')
     vllm = parameters(chat_template=template, eos_token="</s>", default_max_tokens="20")
-    write_model(repository, "vllm", _triton_config() + vllm + given, _SOURCE)
-    write_model(repository, "bare", _config() + given, _SOURCE)
-    write_model(repository, "once", ONCE_CONFIG, ONCE)
-    write_model(repository, "embed", EMBEDDING_CONFIG, EMBEDDING)
-    write_model(repository, "embedded", ENSEMBLE)
+    write_model(repository, "vllm", _config(vllm, given, inputs=inputs, outputs=outputs), _SOURCE)
+    write_model(repository, "bare", _config(given), _SOURCE)
+    text = f"input {tensors('text_input:STRING:[1]')} output {tensors('text_output:STRING:[1]')}"
+    write_model(repository, "once", f'backend: "python" {BATCHES} {text}', ONCE)
+    vector = f"input {tensors('x:STRING:[1]')} output {tensors('y:FP32:[3]')}"
+    write_model(repository, "embed", f'backend: "python" {BATCHES} {vector}', EMBEDDING)
+    step = "embed(x:text)->(y:vector)"
+    ensemble(repository, "embedded", "text:STRING:[1]", "vector:FP32:[3]", step, more="max_batch_size: 64")
     return files
