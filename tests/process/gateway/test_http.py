@@ -152,6 +152,14 @@ def test_bodies_over_the_limits(gateway: Gateway, body: bytes, headers: dict[str
     assert not re.search(r"/(tmp|run|dev)/|0x[0-9a-f]{6}", error)
 
 
+def test_closing_the_connection_cancels_a_stream(gateway: Gateway, server: Server) -> None:
+    with contextlib.closing(gateway.connection()) as made:
+        made.request("POST", "/v2/models/talker/generate_stream", '{"count": 1000000}')
+        with made.getresponse() as answer:
+            assert answer.readline().startswith(b"data: ")
+    wait_in_flight(server, 0, 0)
+
+
 @pytest.mark.parametrize("width", [4, 30_000])
 def test_closing_the_connection_cancels_its_request(gateway: Gateway, server: Server, gate: Path, width: int) -> None:
     """One request runs, five wait and are cancelled."""

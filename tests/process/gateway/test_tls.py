@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import json
 import signal
@@ -19,6 +18,7 @@ import trustme
 
 from shmserve.testing import Server
 from tests.support.ensemble_models import tensors
+from tests.support.gateway.credentials import digest
 from tests.support.gateway.rpc import Rpcs, infer_request, message, refused
 from tests.support.gateway.running_gateway import Gateway, binary, model, outputs, rows
 from tests.support.model_files import python_model, write_model
@@ -51,8 +51,8 @@ class Place:
         self.certificate.chmod(0o600)
 
     def write_tokens(self, user: str, admin: str) -> None:
-        digests = [hashlib.sha256(token.encode()).hexdigest() for token in (user, admin)]
-        self.tokens.write_text(f"# two\nuser infer {digests[0]}\nadmin infer,observe,operate {digests[1]}\n")
+        lines = f"user infer {digest(user)}\nadmin infer,observe,operate {digest(admin)}\n"
+        self.tokens.write_text(f"# two\n{lines}")
 
     def client(self) -> ssl.SSLContext:
         made = ssl.create_default_context()

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.dtypes import TO_CONFIG
 from shmserve.testing import Server
+from tests.support.ensemble_models import tensors
 from tests.support.model_files import write_model
 
 TALKER = """
@@ -36,12 +37,6 @@ class TritonPythonModel:
             if count < 0:
                 sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError("no more today")))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
-TALKER_CONFIG = """
-name: "talker" backend: "python" max_batch_size: 0
-input [ { name: "count" data_type: TYPE_INT32 dims: [ 1 ] } ]
-output [ { name: "number" data_type: TYPE_INT32 dims: [ 1 ] } ]
-model_transaction_policy { decoupled: true }
 """
 FAILS_AT_ONCE = -1000
 
@@ -83,12 +78,10 @@ class Gateway:
 
 
 def model(repository: Path, name: str, dtypes: list[str], dims: str, batch: int, more: str = "") -> None:
-    tensors = "".join(
-        f'{kind} [ {{ name: "{letter}_{dtype}" data_type: {TO_CONFIG[dtype]} dims: {dims} }} ]\n'
-        for dtype in dtypes
-        for kind, letter in (("input", "i"), ("output", "o"))
-    )
-    write_model(repository, name, f'name: "{name}" backend: "identity" max_batch_size: {batch}\n{tensors}{more}')
+    kinds = [(dtype, f"{TO_CONFIG[dtype].removeprefix('TYPE_')}:{dims}") for dtype in dtypes]
+    inputs, outputs = (tensors(*[f"{letter}_{dtype}:{kind}" for dtype, kind in kinds]) for letter in "io")
+    config = f'name: "{name}" backend: "identity" max_batch_size: {batch} input {inputs} output {outputs} {more}'
+    write_model(repository, name, config)
 
 
 GATED = """
@@ -121,8 +114,9 @@ def open_gate(gate: Path) -> None:
 
 def talker(repository: Path) -> None:
     """A decoupled model that sends the numbers below `count`, and an error at the end if it is negative."""
-    source = TALKER.replace("FAILS_AT_ONCE", str(FAILS_AT_ONCE))
-    write_model(repository, "talker", TALKER_CONFIG, source)
+    config = f"input {tensors('count:INT32:[1]')} output {tensors('number:INT32:[1]')}"
+    config += ' backend: "python" model_transaction_policy { decoupled: true }'
+    write_model(repository, "talker", config, TALKER.replace("FAILS_AT_ONCE", str(FAILS_AT_ONCE)))
 
 
 def binary(inputs: dict[str, tuple[str, np.ndarray[Any, Any], bytes]], **more: Any) -> tuple[bytes, dict[str, str]]:
