@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization
 
 from tests.support.gateway.credentials import digest
 
@@ -31,5 +32,8 @@ def files(authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
     issued.cert_chain_pems[0].write_to_path(str(tmp_path / "cert"))
     authority.issue_cert("localhost").private_key_pem.write_to_path(str(tmp_path / "other"))
     authority.cert_pem.write_to_path(str(tmp_path / "ca"))
+    key = serialization.load_pem_private_key(issued.private_key_pem.bytes(), None)
+    pem, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (tmp_path / "locked").write_bytes(key.private_bytes(pem, kind, serialization.BestAvailableEncryption(b"x")))
     (tmp_path / "noise").write_bytes(b"noise")
     return {path.name: str(path) for path in tmp_path.iterdir()} | {"none": str(tmp_path / "none")}

@@ -36,6 +36,7 @@ def test_the_context_of_certificates(files: dict[str, str]) -> None:
     ("cert", "key", "none", "--a", "No such file"),
     ("noise", "key", None, "--c", "no certificate in it"),
     ("cert", "noise", None, "--k", "no readable private key"),
+    ("cert", "locked", None, "--k", "encrypted"),  # without a prompt
     ("cert", "other", None, "--k", "does not match the certificate"),
     ("cert", None, None, "--c", "no readable private key"),
     ("cert", "key", "noise", "--a", "no certificate"),
@@ -46,17 +47,3 @@ def test_invalid_certificates_are_refused(
     with pytest.raises(tls.BadCertificate, match=text) as caught:
         tls.context(chosen(files, cert, key, ca), "h2")
     assert flag in str(caught.value)
-
-
-def test_an_encrypted_key_is_refused_without_a_prompt(files: dict[str, str], tmp_path: Path) -> None:
-    from cryptography.hazmat.primitives import serialization
-
-    key = serialization.load_pem_private_key(Path(files["key"]).read_bytes(), None)
-    locked = tmp_path / "locked"
-    locked.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"x")
-        )
-    )
-    with pytest.raises(tls.BadCertificate, match="encrypted"):
-        tls.context(Files(FlagFile(files["cert"], "--c"), FlagFile(str(locked), "--k")), "h2")

@@ -96,16 +96,17 @@ def test_an_error_does_not_end_the_stream() -> None:
 
 
 def test_an_error_ends_the_stream_on_request() -> None:
-    case, other = (Case("ModelStreamInfer", triton_grpc_error="true") for _ in range(2))
-    first, second = case.ask(id="1"), case.ask(id="2")
-    second.fail(NotFound("gone"))
-    assert case.answers() == []
-    first.settle(reply("a"))
-    assert case.answers() == [("1", "a", True)]
-    first, second = other.ask(id="1"), other.ask(id="2")
-    first.fail(NotFound("gone"))
-    assert case.stream.end == other.stream.end == (Code.NOT_FOUND, "gone")
-    assert other.link.cancelled == [second]
+    """After the responses to earlier requests."""
+    for fails_first in (False, True):
+        case = Case("ModelStreamInfer", triton_grpc_error="true")
+        first, second = case.ask(id="1"), case.ask(id="2")
+        (first if fails_first else second).fail(NotFound("gone"))
+        assert case.answers() == []
+        if not fails_first:
+            first.settle(reply("a"))
+            assert case.answers() == [("1", "a", True)]
+        assert case.stream.end == (Code.NOT_FOUND, "gone")
+        assert case.link.cancelled == ([second] if fails_first else [])
 
 
 def test_responses_wait_until_the_client_reads() -> None:
@@ -140,14 +141,13 @@ def test_a_cancelled_stream_cancels_its_requests() -> None:
     done, left, right = case.ask(), case.ask(), case.ask("p")
     done.settle(reply("a"))
     right.part(part("b"), False)
+    case.answers()
     case.call.cancelled()
     assert case.link.cancelled == [left, right]
-    case.answers()
     left.settle(reply("c"))
     right.fail(Unavailable("late"))
     case.call.resume()
-    assert not case.stream.sent
-    assert case.stream.end is None
+    assert (case.stream.sent, case.stream.end) == ([], None)
     assert not case.services.long_calls
 
 

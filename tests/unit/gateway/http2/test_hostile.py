@@ -78,12 +78,11 @@ def test_a_client_that_breaks_the_protocol_is_disconnected(name: str) -> None:
 
 def test_resets_after_the_deadline_of_their_calls_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(most, "RESETS", 10)
+    streams = range(1, 101, 2)
     caller = Caller(Host(Unfinished), opening=HELLO)
-    for at in range(1, 101, 2):
-        caller.raw([frame(HEAD, 5, at, block(("grpc-timeout", "1S")))])
+    caller.raw([frame(HEAD, 5, at, block(("grpc-timeout", "1S"))) for at in streams])
     caller.host.time += 0.95
-    for at in range(1, 101, 2):
-        assert caller.errors(frame(RST, 0, at, number(8))) == []
+    assert caller.errors(*[frame(RST, 0, at, number(8)) for at in streams]) == []
     assert not caller.core.streams
 
 
@@ -202,8 +201,8 @@ EVERY = (1 << 31) - 1
 """The last stream of the first GOAWAY of a graceful end."""
 
 
-def test_a_connection_without_calls_is_closed() -> None:
-    caller = Caller(opening=b"")
+def test_a_connection_without_calls_or_preface_is_closed() -> None:
+    caller, mute = Caller(opening=b""), Caller(opening=b"")
     assert caller.goaways(HELLO) == []
     caller.look(30)
     assert caller.goaways(unary(1, b"x")) == []
@@ -213,14 +212,9 @@ def test_a_connection_without_calls_is_closed() -> None:
     assert caller.goaways() == [(EVERY, 0)]
     caller.look(2)
     assert caller.goaways() == [(1, 0)]
-    assert caller.core.done
-
-
-def test_a_connection_without_a_preface_is_closed() -> None:
-    caller = Caller(opening=b"")
-    caller.core.feed(PREFACE[:10])
-    caller.look(5)
-    assert caller.core.done
+    mute.core.feed(PREFACE[:10])
+    mute.look(5)
+    assert [caller.core.done, mute.core.done] == [True, True]
 
 
 def test_the_end_of_a_connection_loses_no_call() -> None:

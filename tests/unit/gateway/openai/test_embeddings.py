@@ -103,11 +103,11 @@ def test_portions_and_a_failure() -> None:
     client = OpenAiCaller()
     begun(client, ["a"] * (AT_ONCE + 10))
     assert len(client.tickets) == AT_ONCE
-    client.tickets[0].settle(reply([1]))
-    assert len(client.tickets) == AT_ONCE + 1
-    client.tickets[1].fail(ModelFailed("no"))
+    first, second, third, *others = client.tickets
+    first.settle(reply([1]))
+    second.fail(ModelFailed("no"))
+    third.settle(reply([1]))
+    assert len(client.tickets) == AT_ONCE + 1, "one for the first, none after the failure"
+    assert client.cancelled == [third, *others, client.tickets[-1]]
     assert isinstance(client.error, ModelFailed)
-    assert client.cancelled == [ticket for number, ticket in enumerate(client.tickets) if number > 1]
-    client.tickets[2].settle(reply([1]))
-    assert len(client.tickets) == AT_ONCE + 1
     assert client.answered is None
