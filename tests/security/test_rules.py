@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -60,6 +59,7 @@ BROKEN = {
     "outside": ("identity", 'metric_tags { key: "a" }\noptimization { graph { level: 9 } }', {"1/x": ""}),
 }
 """Name -> backend, more of its configuration, files."""
+EXPLICIT = ("--model-control-mode", "explicit", "--load-model", "identity")
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +78,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Launched]:
     """A server with variables that an operator may have in the environment."""
-    os.environ["DATABASE_PASSWORD"] = "hunter2"
-    try:
-        server = Launched(
-            repository, repository.parent / "run", "--model-control-mode", "explicit", "--load-model", "identity"
-        )
-    finally:
-        del os.environ["DATABASE_PASSWORD"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DATABASE_PASSWORD", "hunter2")
+        server = Launched(repository, repository.parent / "run", *EXPLICIT)
     with server:
         yield server
 
@@ -102,9 +98,7 @@ def test_r1_error_texts_contain_no_internal_names(server: Launched, repository: 
     texts = error_texts(server)
     assert len(texts) > 60
     assert [text for text in texts if private(repository).search(text)] == []
-    with Launched(
-        repository, tmp_path / "run", "--model-control-mode", "explicit", "--load-model", "identity"
-    ) as other:
+    with Launched(repository, tmp_path / "run", *EXPLICIT) as other:
         assert error_texts(other) == texts
 
 
@@ -139,6 +133,10 @@ def infer(client: shmserve.Client, name: str) -> Any:
     return client.infer(name, {"x": np.ones((1, 1), np.float32)})
 
 
+def small(number: int) -> messages.Infer:
+    return messages.Infer(number, "identity", 0, (Tensor("x", "FP32", (1, 1), b"1234"),))
+
+
 @pytest.mark.process
 def test_r5_the_server_listens_only_on_its_two_sockets(server: Launched) -> None:
     owned = set()
@@ -167,9 +165,9 @@ def test_r5_load_calls_and_shared_access_are_off_by_default(tmp_path: Path) -> N
 @pytest.mark.process
 def test_r6_limits_by_flag(repository: Path, tmp_path: Path) -> None:
     """A real server enforces its settings: it refuses the third connection, and a packet full of requests."""
-    options = ["--model-control-mode", "explicit", "--load-model", "identity", "--limit", "uid_connections=2"]
+    limits = ("--limit", "uid_connections=2", "--limit", "client_requests=3")
     with (
-        Launched(repository, tmp_path / "run", *options, "--limit", "client_requests=3") as server,
+        Launched(repository, tmp_path / "run", *EXPLICIT, *limits) as server,
         Lane(server.lane) as one,
         Lane(server.lane) as two,
         Lane(server.lane) as three,
@@ -179,13 +177,12 @@ def test_r6_limits_by_flag(repository: Path, tmp_path: Path) -> None:
         goodbye = three.receive_kind(messages.Goodbye)  # without any message from this client
         assert goodbye.code == "UNAVAILABLE"
         assert "2 connections, the limit (uid_connections)" in goodbye.text
-        ones = [messages.Infer(n, "identity", 0, (Tensor("x", "FP32", (1, 1), b"1234"),)) for n in range(1, 20)]
-        one.send(*ones)
-        answers = [one.receive_kind(Reply, Fail) for _ in ones]
+        one.send(*[small(number) for number in range(1, 20)])
+        answers = [one.receive_kind(Reply, Fail) for _ in range(1, 20)]
         refused = [answer for answer in answers if isinstance(answer, Fail)]
         assert len(refused) == 16
         assert all("(client_requests)" in answer.text for answer in refused)
-        one.send(messages.Infer(99, "identity", 0, (Tensor("x", "FP32", (1, 1), b"1234"),)))
+        one.send(small(99))
         assert isinstance(one.receive_kind(Reply, Fail), Reply)
         for _ in range(5):  # whether Goodbye or Hello is sent first
             with (
@@ -335,9 +332,8 @@ def test_r20_an_idle_client_with_held_memory_does_not_block_others(server: Launc
         silent.send(messages.Hello(1, 0, "silent", "memfd"), *[Ask(n, "models") for n in range(1, 200)])
         other.hello("memfd")
         for number in range(1, 50):
-            other.send(messages.Infer(number, "identity", 0, (Tensor("x", "FP32", (1, 1), b"1234"),)))
-            answer = other.receive_kind(Reply, Fail)
-            assert isinstance(answer, Reply)
+            other.send(small(number))
+            assert isinstance(other.receive_kind(Reply, Fail), Reply)
         segment.close()
 
 

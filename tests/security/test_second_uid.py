@@ -12,6 +12,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,14 +46,20 @@ def place() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 @pytest.fixture(scope="module")
 def private(place: Path) -> Iterator[Launched]:
     """A server with default settings, and umask 0."""
-    before = os.umask(0)
-    try:
+    with umask(0):
         server = Launched(place / "models", place / "private")
-    finally:
-        os.umask(before)
     with server:
         with shmserve.Client(f"ipc://{server.zmq}") as client:  # its worker keeps a named segment from now on
             client.infer("m", {"x": LARGE[None]})
@@ -62,11 +69,8 @@ def private(place: Path) -> Iterator[Launched]:
 @pytest.fixture(scope="module")
 def shared(place: Path) -> Iterator[Launched]:
     options = ["--socket-group", GROUP, "--access", f"uid:{BOB}=operate", "--model-control-mode", "explicit"]
-    before = os.umask(0o077)
-    try:
+    with umask(0o077):
         server = Launched(place / "models", place / "shared", *options, "--load-model", "m")
-    finally:
-        os.umask(before)
     with server:
         with shmserve.Client(f"unix://{server.lane}") as client:  # other users cannot read the files that it imports
             client.infer("m", {"x": np.ones((1, 3), np.float32)})
@@ -187,6 +191,10 @@ class _KeepingLane(Lane):
             self.fds[message.segment] = descriptors.pop(0)
 
 
+def infer(number: int, data: Any, elements: int = LARGE.size, *outputs: messages.Wanted) -> Infer:
+    return Infer(number, "m", 0, (Tensor("x", "FP32", (1, elements), data),), outputs or None)
+
+
 class Holder:
     """A user with a large answer in shared memory, who has only the handles that every client gets."""
 
@@ -196,7 +204,7 @@ class Holder:
         self.lane.hello("memfd")
         self.input = Segment(self.lane, LARGE.nbytes)
         data = self.input.put(0, LARGE.tobytes())
-        self.lane.send(Infer(1, "m", 0, (Tensor("x", "FP32", (1, LARGE.size), data),)))
+        self.lane.send(infer(1, data))
         self.reply = self.lane.receive_kind(Reply, Fail)
         (self.handle,) = self.reply.outputs[0].data
 
@@ -253,11 +261,9 @@ def test_r4_users_share_no_memory(shared: Launched) -> None:
         lane, handle = holder.lane, Handle(*secret)
         said = []
         for message in (
-            Infer(2, "m", 0, (Tensor("x", "FP32", (1, LARGE.size), (handle,)),)),
-            Infer(3, "m", 0, (Tensor("x", "FP32", (1, 4), (Handle(secret[0], secret[1], 16),)),)),
-            Infer(
-                4, "m", 0, (Tensor("x", "FP32", (1, 4), bytes(16)),), (messages.Wanted("y", Handle(secret[0], 0, 16)),)
-            ),
+            infer(2, (handle,)),
+            infer(3, (Handle(secret[0], secret[1], 16),), 4),
+            infer(4, bytes(16), 4, messages.Wanted("y", Handle(secret[0], 0, 16))),
             messages.Return((handle,)),
             messages.Unmap(secret[0]),
         ):
@@ -291,7 +297,7 @@ def test_r17_responses_contain_no_bytes_of_other_users(shared: Launched) -> None
             segment = Segment(lane, mine.nbytes)
             for number in range(1, 4):
                 data = segment.put(0, mine[: LARGE.size // number].tobytes())
-                lane.send(Infer(number, "m", 0, (Tensor("x", "FP32", (1, LARGE.size // number), data),)))
+                lane.send(infer(number, data, LARGE.size // number))
                 lane.read(lane.receive_kind(Reply).outputs[0])
                 for mapped in lane.maps.values():
                     found |= set(np.unique(np.frombuffer(mapped[:], np.float32)).tolist())
@@ -335,8 +341,7 @@ def test_r2_r4_only_the_server_can_open_named_segments(private: Launched) -> Non
     with Zmq(private.zmq) as client:
         client.send(Hello(1, os.getpid(), "raw", "posix"))
         client.receive_kind(messages.Welcome)
-        large = Infer(1, "m", 0, (Tensor("x", "FP32", (1, LARGE.size), 0),))
-        client.send_bytes(codec.encode([large]), (LARGE.tobytes(),))
+        client.send_bytes(codec.encode([infer(1, 0)]), (LARGE.tobytes(),))
         announced = client.receive_kind(Map)
         reply = client.receive_kind(Reply)
         assert isinstance(reply.outputs[0].data, tuple)
