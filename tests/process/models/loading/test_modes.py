@@ -1,4 +1,4 @@
-"""Which models are served in the modes none, poll and explicit."""
+"""Which models are served in the modes poll and explicit."""
 
 from __future__ import annotations
 
@@ -17,48 +17,6 @@ pytestmark = pytest.mark.process
 REFUSED = "explicit model load / unload is not allowed"
 POLLING = f"{REFUSED} if polling is enabled; start the server with --model-control-mode explicit"
 BROKEN = living.IDENTITY.replace("max_batch", "max_bach")
-
-
-def test_mode_none_ignores_changes_and_refuses_operations(tmp_path: Path) -> None:
-    identity(tmp_path, "m")
-    with Server(tmp_path) as server, server.client() as client:
-        before = pids(client, "m")
-        for operation in (client.load, client.unload):
-            with pytest.raises(
-                shmserve.Unavailable, match=f"{REFUSED} in mode none; start the server with --model-con"
-            ):
-                operation("m")
-        with pytest.raises(shmserve.Unavailable, match=REFUSED):
-            client.load("m", config={"backend": "identity"}, files={"1/large": bytes(3_000_000)})
-        identity(tmp_path, "late")
-        living.write(tmp_path / "m" / "config.pbtxt", BROKEN)
-        assert index(client).keys() == {"m/1"}, "changes on disk are ignored"
-        assert pids(client, "m") == before
-        client.restart("m")
-        assert pids(client, "m").keys() == before.keys()
-        assert pids(client, "m") != before
-        assert client.ready()
-
-
-def test_load_applies_added_changed_and_removed_versions(root: Path, client: shmserve.Client) -> None:
-    folder = generation(root, "new", 1)
-    assert states(client, "new") == {"": ""}
-    assert client.load("new")["versions"][0]["state"] == "READY"
-    assert answer(client, "new") == 1
-    generation(root, "new", 2, version=2)
-    assert ready(client, "new") == ["1"]
-    client.load("new")
-    assert ready(client, "new") == ["2"]
-    assert answer(client, "new") == 2
-    shutil.rmtree(folder / "2")
-    client.load("new")
-    assert answer(client, "new") == 1
-    shutil.rmtree(folder)
-    with pytest.raises(shmserve.NotFound):
-        client.load("new")
-    assert answer(client, "new") == 1, "the loaded model is still served"
-    client.unload("new")
-    assert not index(client)
 
 
 def test_a_broken_model_is_not_ready_until_it_is_repaired_or_unloaded(root: Path, client: shmserve.Client) -> None:
@@ -87,7 +45,15 @@ def test_a_broken_model_is_not_ready_until_it_is_repaired_or_unloaded(root: Path
     assert not index(client)
 
 
-def test_an_unreadable_repository_keeps_loaded_models(root: Path, client: shmserve.Client) -> None:
+def test_a_removed_model_and_an_unreadable_repository_keep_what_is_loaded(root: Path, client: shmserve.Client) -> None:
+    folder = identity(root, "gone")
+    client.load("gone")
+    shutil.rmtree(folder)
+    with pytest.raises(shmserve.NotFound):
+        client.load("gone")
+    assert answer(client, "gone") == 1
+    client.unload("gone")
+    assert not index(client)
     identity(root, "resnet")
     client.load("resnet")
     root.rename(root.with_name("away"))

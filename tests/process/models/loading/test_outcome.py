@@ -104,16 +104,3 @@ def test_ready_with_wait_fails_as_soon_as_the_load_has_failed(
         until(client, lambda: client.ready("bad"))
         client.wait_ready("bad")
         client.wait_ready()
-
-
-def test_ready_with_wait_keeps_waiting_for_an_unloaded_model(root: Path, tmp_path: Path, command: Command) -> None:
-    identity(root, "m")
-    options = ("--model-control-mode", "explicit", "--load-model", "m")
-    with (
-        Launched(root, tmp_path / "run", *options) as server,
-        shmserve.Client(runtime_dir=server.runtime_dir) as client,
-    ):
-        client.unload("m")
-        code, _, err = command("ready", "m", "--wait", "0.1")
-        assert code == 1
-        assert "is not ready after 0.1 s" in err

@@ -84,22 +84,6 @@ def test_a_configuration_is_kept_until_the_files_change(server: Server, root: Pa
     assert client.load("m")["changed"] is False
 
 
-def test_an_invalid_configuration_is_refused(client: shmserve.Client) -> None:
-    before = pids(client, "m")
-    wrong: list[tuple[Any, str]] = [
-        (CONFIG | {"max_bach_size": 3}, "failed to load 'm'.*max_bach_size.*did you mean.*max_batch_size"),
-        (CONFIG | {"version_policy": {"specific": {"versions": [7]}}}, "at least one version must be available"),
-    ]
-    for config, text in wrong:
-        with pytest.raises(shmserve.InvalidRequest, match=text):
-            client.load("m", config=config)
-        assert answer(client, "m") == 1
-        assert pids(client, "m") == before
-    with pytest.raises(shmserve.NotFound, match="failed to load 'missing', failed to poll from model repository"):
-        client.load("missing", config=CONFIG)
-    assert client.load("m")["changed"] is False
-
-
 def test_a_model_outside_any_repository_is_loaded_from_files(
     server: Server, root: Path, client: shmserve.Client
 ) -> None:

@@ -17,7 +17,7 @@ from shmserve.testing import Server
 from tests.support import living
 from tests.support.clients.client_faces import connect
 from tests.support.launch import workers_of
-from tests.support.living import answer, generation, group, index, pids, policy, ready, renew, states, until
+from tests.support.living import answer, generation, group, pids, renew, states, until
 
 pytestmark = pytest.mark.process
 
@@ -141,43 +141,6 @@ def test_no_request_fails_during_reloads_under_load(server: Server, root: Path, 
     assert load.seen() == [[1, 2, 3, 4, 5]] * 4
 
 
-def test_changes_in_place_under_load_keep_other_processes(server: Server, root: Path, client: shmserve.Client) -> None:
-    """Of the version policy, the number of instances, and restarts."""
-    folder = generation(root, "versions", 1)
-    generation(root, "versions", 2, version=2)
-    client.load("versions")
-    assert ready(client, "versions") == ["2"]
-    with Load(server, "versions", 2) as load:
-        for text, expected in {
-            policy("all { }"): ["1", "2"],
-            policy("all { }") + group(3): ["1", "2"],
-            policy("latest { num_versions: 1 }") + group(3): ["2"],
-        }.items():
-            before = pids(client, "versions")
-            living.write(folder / "config.pbtxt", living.PYTHON + text)
-            client.load("versions")
-            assert ready(client, "versions") == expected
-            small, large = sorted((before, pids(client, "versions")), key=len)
-            assert small.items() <= large.items(), "no other process is restarted"
-            load.await_answers()
-        with pytest.raises(shmserve.Unavailable, match="'versions' version 1 is not at ready state"):
-            answer(client, "versions", 1)  # unloading, or unloaded
-        before = pids(client, "versions")
-        client.restart("versions", instance="versions_0_1")
-        after = pids(client, "versions")
-        assert {key for key in before if before[key] != after.get(key)} == {"2 versions_0_1"}
-        load.await_answers()
-        client.restart("versions", version=2)
-        assert not set(after.values()) & set(pids(client, "versions").values())
-        load.await_answers()
-        with pytest.raises(shmserve.NotFound, match=r"no instance 'versions_0_7'; it has versions_0_[012], "):
-            client.restart("versions", instance="versions_0_7")
-        with pytest.raises(shmserve.NotFound, match="cannot restart version 7 of model 'versions': it is not served"):
-            client.restart("versions", version=7)
-        until(client, lambda: processes(server) == set(pids(client, "versions").values()))
-    assert load.seen() == [[2]] * 4
-
-
 # ------------------------------------------------------------------------------------------------ unloading
 
 
@@ -230,23 +193,6 @@ def test_unload_frees_memory(server: Server, root: Path, client: shmserve.Client
         other.flush()
         other.close()
     until(client, lambda: sum(segments(server)) <= sum(resting_segments) + (1 << 20), "segments are back")
-
-
-def test_unload_finishes_requests_in_flight(server: Server, root: Path, client: shmserve.Client) -> None:
-    generation(root, "leaving", 1)
-    for url in (server.url, server.zmq_url):
-        client.load("leaving")
-        with shmserve.Client(url) as other:
-            futures = [other.submit("leaving", {"x": LARGE}) for _ in range(20)]
-            futures[0].result(living.PATIENCE_S)
-            assert other.live(), "the connection is lost"  # sent after the others, which the unload must not overtake
-            client.unload("leaving")
-            answers = [future.result(living.PATIENCE_S)["y"] for future in futures]
-            assert all((y == 1).all() for y in answers)
-            with pytest.raises(shmserve.NotFound):
-                answer(other, "leaving")
-    assert states(client, "leaving") == {"1": "UNAVAILABLE"}
-    assert index(client, "leaving")["leaving/1"]["reason"] == "unloaded"
 
 
 def test_outputs_of_an_unloaded_model_survive_the_start_of_another_server(

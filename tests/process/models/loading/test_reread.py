@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import shmserve
+from tests.process.models.loading.test_overrides import CONFIG
 from tests.support.launch import Launched
 from tests.support.living import answer, generation, identity, pids, ready, renew, write
 
@@ -101,13 +102,7 @@ def test_a_reload_keeps_the_decisions_of_load_calls(root: Path, tmp_path: Path, 
         manager.until("READY=1")
         client.load("loaded")
         client.load("gone")
-        config = {
-            "backend": "identity",
-            "max_batch_size": 8,
-            "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1]}],
-            "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [-1]}],
-        }
-        client.load("given", config=config)
+        client.load("given", config=CONFIG)
         before = pids(client, "given")
         for name in ("loaded", "other", "given"):
             renew(root / name, 2)
