@@ -54,10 +54,9 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
     (pets / "warmup").mkdir()
     (pets / "warmup" / "x.bin").write_bytes(bytes(16))
     (pets / "labels.txt").write_text(labels)
-    for name, batch, kind in (("many", 8, "FP32"), ("single", 0, "INT64"), ("words", 8, "STRING")):
+    for name, batch, kind in (("many", 8, "FP32"), ("single", 0, "INT64")):
         write_model(repository, name, IDENTITY.format(name=name, batch=batch, type=f"TYPE_{kind}"))
-    write_model(repository, "flat", FLAT)
-    with shared_server.serving(repository, "many", "single", "words", "pets", "flat") as running:
+    with shared_server.serving(repository, "many", "single", "pets") as running:
         with shmserve.Client(running.zmq_url) as client:  # named segments stay: all that tests need are made now
             client.infer("many", {"x": np.zeros((8, 20_000), np.float32)}, outputs={"y": TopK(20_000)})
         yield running
@@ -83,16 +82,6 @@ def test_every_client_receives_the_top_classes(server: Server, way: str) -> None
         assert single.tolist() == [f"{2**60}:2".encode(), b"3:0"]
 
 
-def test_classes_of_an_ensemble_without_batches(server: Server) -> None:
-    x = np.array([3, -9, 7, 5], np.float32)
-    with server.client() as client:
-        found = client.infer("flat", {"x": x}, outputs={"y": TopK(3)})["y"]
-        assert found.tolist() == [b"7.000000:2", b"5.000000:3", b"3.000000:0"]
-        assert client.infer("flat", {"x": x})["y"].shape == (4,)
-        with pytest.raises(shmserve.InvalidRequest, match="unsupported type 'BYTES': output 'y'"):
-            client.infer("words", {"x": np.array([["a"]], object)}, outputs={"y": TopK(2)})
-
-
 def test_labels_of_ensembles(tmp_path: Path) -> None:
     """The labels of the outermost ensemble that has any, else those of the step. The cache distinguishes them."""
     labels = 'label_filename: "labels.txt" }'
@@ -111,6 +100,7 @@ def test_labels_of_ensembles(tmp_path: Path) -> None:
             given = x[None] if name == "many" else x
             (found,) = client.infer(name, {"x": given}, outputs={"y": TopK(1)})["y"].ravel()
             assert found == f"4.000000:1:{expected} 1".encode()
+            assert client.infer(name, {"x": given})["y"].shape == given.shape
 
 
 def test_the_example_of_the_page(server: Server) -> None:

@@ -6,7 +6,6 @@ import http.client
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -78,9 +77,6 @@ def test_a_canary_is_rolled_back_without_a_lost_request(server: Server, client: 
     assert client.traffic("m", shares={3: 20})["now"] == {"2": 80.0, "3": 20.0}
     assert Seen(client.metrics())("shmserve_model_share_percent", model="m", version="3") == 20
     assert "20 %" in cli(server, "models", "m")[1]
-    found = Counter(answer(client, "m") for _ in range(200))
-    assert 25 <= found[3] <= 55
-    assert found[2] + found[3] == 200
     answers: list[float] = []
     going = True
 

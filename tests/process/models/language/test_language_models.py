@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.errors import InvalidRequest, ServeError, Unsupported
+from shmserve.errors import InvalidRequest, ServeError
 from shmserve.testing import Server
 from shmserve.workers.backends.llamacpp import requests
 from tests.process.models.language import llm_oracle
@@ -183,15 +182,6 @@ def test_chats_use_the_template_of_the_model(text: Text) -> None:
     assert said(text.stream("", messages=json.dumps({"messages": messages}))) == by_hand
 
 
-def test_the_generate_extension(text: Text) -> None:
-    prompt = PROMPTS[4]
-    body = {"text_input": prompt, "stream": True, "parameters": {"temperature": 0, "max_tokens": TOKENS}}
-    url = f"http://{text.server.endpoints['http']}/v2/models/text/generate_stream"
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=120) as answer:
-        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: ")]
-    assert "".join(event["text_output"] for event in events) == text.expected[prompt]
-
-
 # ---------------------------------------------------------------------------------------------- what ends a request
 
 
@@ -243,8 +233,6 @@ def test_a_killed_worker_ends_its_streams(text: Text) -> None:
     [
         ({"tempratur": 1}, {}, InvalidRequest, "unknown parameter 'tempratur'"),
         ({"n": 9}, {}, InvalidRequest, "at most 8 sequences at once; its parameter 'slots'"),
-        ({"structured_outputs": {"grammar": 'root ::= "a"{5,2}'}}, {}, Unsupported, "the parameter 'grammars'"),
-        ({"structured_outputs": {"json": {"maxItems": 10**5}}}, {}, InvalidRequest, "'maxItems' 100000; expected"),
         ({}, {"text_input": "x" * CONTEXT}, InvalidRequest, "parameter context_length of the model"),
         ({}, {"text_input": ""}, InvalidRequest, "input 'text_input' is empty"),
         ({}, {"messages": "{}"}, InvalidRequest, "with a list 'messages'"),

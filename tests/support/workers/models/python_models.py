@@ -38,12 +38,6 @@ class TritonPythonModel:
     def one(self, request):
         self.count.increment(1)
         self.all.increment(1)
-        wish = json.loads(request.parameters())
-        if "log" in wish:
-            getattr(pb_utils.Logger, wish["log"])("a line\\nand more")
-            print("it prints", flush=True)
-        if "fail" in wish:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError("no", pb_utils.TritonError.UNSUPPORTED))
         x = request.inputs()[0].as_numpy()
         before = list(copied)
         copied.clear()
@@ -67,14 +61,11 @@ class TritonPythonModel:
         chain = wish.get("chain", "leaf").split()
         tensor = request.inputs()[0]
         more = {"chain": " ".join(chain[1:])} if len(chain) > 1 else {}
-        more |= {"fail": True} if wish.get("fail") else {}
         for _ in range(wish.get("times", 1)):
             response = pb_utils.InferenceRequest(
                 model_name=chain[0], requested_output_names=["y"], inputs=[pb_utils.Tensor("x", tensor.as_numpy())],
                 parameters=more,
             ).exec()
-            if response.has_error():
-                return pb_utils.InferenceResponse(error=response.error())
             tensor = response.output_tensors()[0]
         assert tensor.name() == "y"
         return pb_utils.InferenceResponse([tensor], parameters=json.loads(response.parameters()))
@@ -165,8 +156,6 @@ class TritonPythonModel:
 """
 
 CONTROL = """\
-import json
-
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
@@ -180,8 +169,6 @@ class TritonPythonModel:
 
     def execute(self, requests):
         assert len(requests) == 1
-        if json.loads(requests[0].parameters()).get("files"):
-            return [self.load_files()]
         before = pb_utils.is_model_ready("spare")
         if not before:
             pb_utils.load_model("spare")
@@ -191,18 +178,6 @@ class TritonPythonModel:
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[before, after]], np.float32))])]
 """
 
-LOAD_FILES = """
-    def load_files(self):
-        x = {"name": "x", "data_type": "TYPE_FP32", "dims": [-1]}
-        config = {"backend": "python", "max_batch_size": 4, "input": [x], "output": [x | {"name": "y"}]}
-        config["parameters"] = {"stacked": {"string_value": "true"}}
-        source = b"class TritonPythonModel:\\n    def execute(self, inputs):\\n        return {'y': inputs['x'] - 1}\\n"
-        pb_utils.load_model("spare", config=json.dumps(config), files={"file:1/model.py": source})
-        x = pb_utils.Tensor("x", np.zeros((1, 2), np.float32))
-        response = pb_utils.InferenceRequest(model_name="spare", requested_output_names=["y"], inputs=[x]).exec()
-        pb_utils.unload_model("spare")
-        return pb_utils.InferenceResponse(response.output_tensors())
-"""
 
 STACKED = """\
 class TritonPythonModel:
