@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -231,14 +230,6 @@ def test_invalid_files_of_strings_are_refused(tmp_path: Path, content: bytes) ->
     found = load_failure(given, tmp_path)
     assert found.code == "INVALID_ARG"
     assert "warm-up sample 's' of model 'm': input 'x': file 'words'" in found.text
-
-
-def test_an_unreadable_label_file_fails_the_load(tmp_path: Path) -> None:
-    given = recorder(tmp_path)
-    given = replace(given, output=(replace(given.output[0], label_filename="labels.txt"),))
-    found = load_failure(given, tmp_path)
-    assert found.code == "INVALID_ARG"
-    assert re.search("label file 'labels.txt'.*no such file", found.text)
 
 
 @pytest.mark.parametrize(("said", "threads"), [("3", 3), ("", 0), ("many", 0)])

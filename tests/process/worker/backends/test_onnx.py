@@ -92,20 +92,6 @@ def test_dims_of_1_represent_a_scalar(tmp_path: Path, dims: tuple[int, ...]) -> 
         assert (row.outputs[0].shape, row.outputs[0].data) == (dims, np.float32(-7).tobytes())
 
 
-def test_an_input_with_a_default_value_is_optional(tmp_path: Path) -> None:
-    """Requests with and without the input are in one batch."""
-    graph = Graph().input("x", "FP32", [-1, 2]).input("w", "FP32", [1, 2]).output("y", "FP32", [-1, 2])
-    graph.weight("w", np.array([[10, 20]], np.float32)).node("Add", ["x", "w"], ["y"]).save(tmp_path)
-    inputs = {"x": ("FP32", (2,)), "w": ("FP32", (2,))}
-    given = config("onnxruntime", inputs, {"y": ("FP32", (2,))}, max_batch=8, optional=["w"])
-    with loaded(given, tmp_path) as model:
-        x = Tensor("x", "FP32", (1, 2), np.array([1, 2], np.float32).tobytes())
-        w = Tensor("w", "FP32", (1, 2), np.array([5, 5], np.float32).tobytes())
-        rows = run(model, work(1, x), work(2, x, w), work(3, x))
-        assert [row.error for row in rows] == [None] * 3
-        assert [value(row).tolist() for row in rows] == [[[11, 22]], [[6, 7]], [[11, 22]]]
-
-
 def test_a_string_that_is_not_utf_8_fails_its_request(tmp_path: Path) -> None:
     graph = Graph().input("x", "BYTES", [-1, 1]).output("y", "BYTES", [-1, 1])
     graph.node("Identity", ["x"], ["y"]).save(tmp_path)

@@ -88,18 +88,6 @@ def predictions(given: ModelConfig, folder: Path, x: Array, settings: dict[str, 
 # ---------------------------------------------------------------------------------------------- the libraries
 
 
-@pytest.mark.parametrize(
-    ("kind", "file"), [("xgboost_json", "xgboost.json"), ("xgboost_ubj", "xgboost.ubj"), ("xgboost", "xgboost.model")]
-)
-def test_the_formats_of_xgboost(kind: str, file: str, tmp_path: Path) -> None:
-    """Newer versions of XGBoost write UBJSON under the name of the older binary format."""
-    oracle = xgboost(tmp_path, file, "reg:squarederror")
-    x, _ = data()
-    found = predictions(fil(kind, 1), tmp_path, x)
-    assert np.abs(found[:, 0] - oracle(x)).max() < CLOSE
-    assert len(np.unique(found)) > ROWS / 4
-
-
 def test_the_binary_format_of_xgboost(tmp_path: Path) -> None:
     """The file was written by XGBoost 2.1, whose JSON of the same model is the oracle; newer versions cannot read the
     format."""
@@ -133,21 +121,6 @@ def test_binary_classification(tmp_path: Path) -> None:
     assert np.array_equal(found(1), proba > 0.5), "the model itself says that it is a classifier"
     limit = float(np.sort(proba[:, 0])[ROWS // 4])
     assert np.array_equal(found(1, is_classifier="true", threshold=repr(limit)), proba > np.float32(limit))
-
-
-@pytest.mark.parametrize("objective", ["multi:softprob", "multi:softmax"])
-def test_several_classes_of_xgboost(objective: str, tmp_path: Path) -> None:
-    oracle = xgboost(tmp_path, "xgboost.ubj", objective, 3)
-    x, _ = data()
-    proba = predictions(fil("xgboost_ubj", 3, is_classifier="true", predict_proba="true"), tmp_path, x)
-    chosen = predictions(fil("xgboost_ubj", 1, is_classifier="true"), tmp_path, x)
-    assert np.array_equal(chosen[:, 0], proba.argmax(axis=1))
-    assert set(np.unique(chosen)) == {0, 1, 2}
-    expected = oracle(x)
-    if objective == "multi:softmax":
-        assert np.array_equal(chosen[:, 0], expected)
-    else:
-        assert np.abs(proba - expected).max() < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -194,6 +167,9 @@ def test_predictions_equal_those_of_the_library(kind: str, objective: str, count
     assert np.abs(found - treelite).max() < CLOSE
     if count:
         assert np.array_equal(chosen[:, 0], found.argmax(axis=1) if count > 2 else found[:, 0] > 0.5)
+        assert set(np.unique(chosen)) == set(range(count))
+        chosen = predictions(fil(kind, 1, is_classifier="true"), tmp_path, x)
+        assert np.array_equal(chosen[:, 0], treelite.argmax(axis=1) if count > 2 else treelite[:, 0] > 0.5)
 
 
 @pytest.mark.parametrize("name", ["RandomForestClassifier", "GradientBoostingRegressor", "ExtraTreesRegressor"])

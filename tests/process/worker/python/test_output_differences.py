@@ -172,22 +172,6 @@ ensemble_scheduling {{ step [
 """
 SECOND = """,
   { model_name: "plain" input_map { key: "x" value: "m" } output_map { key: "y" value: "y" } }"""
-SPARE = """
-platform: "ensemble" max_batch_size: 8
-input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ] output [ { name: "out" data_type: TYPE_FP32 dims: [ -1 ] } ]
-ensemble_scheduling { step [
-  { model_name: "differs" input_map { key: "x" value: "x" } output_map { key: "y" value: "m" }
-    output_map { key: "z" value: "n" } },
-  { model_name: "some" input_map { key: "a" value: "m" } input_map { key: "b" value: "n" }
-    output_map { key: "d" value: "out" } }
-] }
-"""
-SOME = """
-backend: "identity" max_batch_size: 8
-input [ { name: "a" data_type: TYPE_FP32 dims: [ -1 ] optional: true },
-        { name: "b" data_type: TYPE_FP32 dims: [ -1 ] } ]
-output [ { name: "c" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "d" data_type: TYPE_FP32 dims: [ -1 ] } ]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -196,10 +180,8 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
     models = {
         "differs": (CONFIG, MODEL),
         "plain": (PLAIN, ""),
-        "some": (SOME, ""),
         "last": (CHAIN.format(name="y", rest=""), ""),
         "chain": (CHAIN.format(name="m", rest=SECOND), ""),
-        "spare": (SPARE, ""),
     }
     for name, (text, source) in models.items():
         write_model(root, name, text, source)
@@ -270,9 +252,3 @@ def test_ensembles_check_tensors_between_steps(client: shmserve.Client) -> None:
     for ensemble in ("last", "chain"):
         with pytest.raises(shmserve.ModelFailed, match=f"in ensemble '{ensemble}', .* did not produce output 'y'"):
             client.infer(ensemble, {"x": ONE}, **wish("nothing"))
-
-
-@pytest.mark.process
-def test_a_step_can_omit_outputs_read_only_by_optional_inputs(client: shmserve.Client) -> None:
-    for parameters in ({}, wish("nothing")):
-        assert client.infer("spare", {"x": ONE}, **parameters)["out"].tolist() == [[1, 2]]

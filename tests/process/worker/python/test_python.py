@@ -279,20 +279,13 @@ def test_invalid_results_of_execute_fail_the_batch(scripted: WorkerProcess, wish
         assert row.error is None
 
 
-def test_parameters_that_cannot_be_encoded_are_replaced(scripted: WorkerProcess) -> None:
+def test_odd_parameters_strided_arrays_and_lines_of_the_log(scripted: WorkerProcess) -> None:
     assert ask(scripted, "surrogate_parameter").parameters == {"a?": "?"}
-
-
-def test_noncontiguous_arrays_are_returned_correctly(scripted: WorkerProcess) -> None:
     row = ask(scripted, "strided")
     assert scripted.array(row.outputs[0], np.float32).tolist() == [[0, 3]]
-
-
-def test_a_model_logs_lines_with_its_level(scripted: WorkerProcess) -> None:
     assert ask(scripted, "log").error is None
-    said = scripted.said()
-    assert "warning: first\\nsecond\n" in said
-    assert "error: third\n" in said
+    assert "warning: first\\nsecond\n" in scripted.said()
+    assert "error: third\n" in scripted.said()
 
 
 COMPLETING = """\

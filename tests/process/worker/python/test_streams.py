@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.protocol.messages import More, Ping, Pong
-from shmserve.protocol.worker_messages import Done, Execute, Row, Stop, Streamed, Withdraw, Withdrawn
+from shmserve.protocol.worker_messages import Done, Execute, Row, Started, Stop, Streamed, Withdraw, Withdrawn
 from shmserve.repo.config.schema import ModelParameter
 from tests.support.workers.models.stream_models import (
     IN_THREADS,
@@ -35,17 +37,6 @@ pytestmark = pytest.mark.process
 
 
 # ---------------------------------------------------------------------------------------------- responses
-
-
-@senders("execute")
-def test_responses_are_sent_before_the_batch_is_done(worker: WorkerProcess) -> None:
-    worker.execute(asks(1, 3), asks(2, 0), asks(3, 1))
-    values(worker, 1, 3)
-    last(worker, 1)
-    last(worker, 2)
-    values(worker, 3, 1)
-    last(worker, 3)
-    done(worker)
 
 
 def test_threads_continue_while_further_batches_run(tmp_path: Path) -> None:
@@ -305,22 +296,6 @@ def test_the_worker_ends_when_the_link_is_lost_with_responses_waiting(tmp_path: 
 
 
 @senders("coroutine", "generator")
-def test_coroutines_of_a_batch_wait_for_their_windows_independently(worker: WorkerProcess) -> None:
-    worker.execute(asks(1, 4, window=1), asks(2, 2, window=5), asks(3, 0))
-    seen: dict[int, list[Row]] = {1: [], 2: [], 3: []}
-    for found in rows_and_done(worker, 5):
-        seen[found.request].append(found)
-    assert [len(rows) for rows in seen.values()] == [1, 3, 1]
-    assert [found.more for found in seen[2]] == [True, True, False]
-    quiet(worker)
-    worker.send(More(1, 2))
-    values(worker, 1, 2, first=1)
-    worker.send(More(1, 1))
-    values(worker, 1, 1, first=3)
-    last(worker, 1)
-
-
-@senders("coroutine", "generator")
 def test_an_exception_of_a_coroutine_ends_its_stream(worker: WorkerProcess) -> None:
     worker.execute(asks(1, 1, **{"raise": 1}))
     rows = rows_and_done(worker, 2)
@@ -391,18 +366,6 @@ def test_a_request_withdrawn_just_before_it_runs_is_cancelled(worker: WorkerProc
     rows_and_done(worker, 1)
 
 
-@senders("generator")
-def test_generators_of_several_batches_are_closed_one_by_one(worker: WorkerProcess) -> None:
-    for number, name in ((1, "one"), (2, "two")):
-        worker.execute(asks(number, 1000, window=1, name=name))
-        rows_and_done(worker, 1)
-    withdraw(worker, 1)
-    worker.send(More(2, 1))
-    values(worker, 2, 1, first=1)
-    withdraw(worker, 2)
-    assert "closed one True" in worker.said()
-
-
 def test_a_model_with_one_response_sees_that_a_request_is_cancelled(tmp_path: Path) -> None:
     source = """\
 class TritonPythonModel:
@@ -430,3 +393,108 @@ class TritonPythonModel:
             assert worker.expect(Withdrawn).requests == ()
             rows, _ = worker.done()
             assert [np.frombuffer(found.outputs[0].data, np.float32)[0] for found in rows] == [0, 1, 0]  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------- many streams
+
+STREAMS = 150
+
+
+class Storm:
+    """Streams with random windows and withdrawals, and a model of the broker: at most one batch runs at the worker and
+    one waits."""
+
+    def __init__(self, worker: WorkerProcess, seed: int) -> None:
+        self.worker = worker
+        self.random = random.Random(seed)
+        self.room: dict[int, int] = {}
+        self.seen: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
+        self.open: set[int] = set()
+        self.withdrawn: set[int] = set()
+        self.to_start = deque(range(1, STREAMS + 1))
+        self.batches: dict[int, set[int]] = {}
+        self.pings = 0
+
+    def start(self) -> None:
+        works = []
+        for _ in range(min(len(self.to_start), self.random.randint(1, 8))):
+            request = self.to_start.popleft()
+            self.counts[request] = self.random.choice([0, 1, 5, 20])
+            self.room[request] = self.random.choice([1, 2, 7])
+            self.seen[request] = 0
+            self.open.add(request)
+            works.append(asks(request, self.counts[request], self.room[request]))
+        number = self.worker.execute(*works, open=bool(self.batches))
+        self.batches[number] = {work.request for work in works}
+
+    def change(self) -> None:
+        """Enlarges the window of a random stream, or withdraws its request."""
+        request = self.random.choice(sorted(self.open))
+        if self.random.random() < 0.1:
+            self.withdrawn.add(request)
+            self.worker.send(Withdraw((request,)))
+        else:
+            count = self.random.randint(1, 3)
+            self.room[request] += count
+            self.worker.send(More(request, count))
+
+    def read_reports(self) -> None:
+        """Processes all reports that the worker has sent by now."""
+        self.pings += 1
+        self.worker.send(Ping(self.pings))
+        while not isinstance(message := self.worker.next()[0], Pong):
+            self.take(message)
+
+    def take(self, message: object) -> None:
+        if isinstance(message, Withdrawn):
+            self.open -= set(message.requests)
+            for requests in self.batches.values():
+                requests -= set(message.requests)
+            self.batches = {number: requests for number, requests in self.batches.items() if requests}
+        elif isinstance(message, Done):
+            assert message.rows == ()
+            del self.batches[message.batch]
+        elif not isinstance(message, Started):
+            assert isinstance(message, Streamed), message
+            for row in message.rows:
+                self.check(row.request, row)
+
+    def check(self, request: int, row: Row) -> None:
+        assert request in self.open, "a row after the end of its stream"
+        if row.outputs:
+            self.room[request] -= 1
+            assert self.room[request] >= 0
+            value = value_of(row)
+            assert value == self.seen[request]
+            self.seen[request] += 1
+        if not row.more:
+            self.open.discard(request)
+            if row.error is not None:
+                assert request in self.withdrawn
+                assert row.error.code == "CANCELLED"
+            else:
+                assert self.seen[request] == self.counts[request]
+
+
+def value_of(row: Row) -> float:
+    data = row.outputs[0].data
+    assert isinstance(data, bytes)
+    return float(np.frombuffer(data, np.float32)[0])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@senders()
+def test_random_streams_get_their_responses_in_order_and_end_once(worker: WorkerProcess, seed: int) -> None:
+    storm = Storm(worker, seed)
+    for _ in range(5000):
+        if not (storm.to_start or storm.open or storm.batches):
+            break
+        if storm.to_start and len(storm.batches) < 2:
+            storm.start()
+        for _ in range(storm.random.randint(1, 8)):
+            if storm.open:
+                storm.change()
+        storm.read_reports()
+    left = (storm.to_start, storm.open, storm.batches)
+    assert not any(left), (*left, storm.room, worker.said())
