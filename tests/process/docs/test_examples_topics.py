@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from shmserve import Client
 from shmserve.repo import minilm, ocr
+from tests.support.living import until
+from tests.support.stopped import stopped, succeeded
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("onnxruntime")
@@ -140,8 +142,10 @@ def test_64_texts_in_one_request(client: Client) -> None:
 def test_texts_of_different_lengths_share_batches(client: Client) -> None:
     given = [*texts()[1:], "word " * 200]  # the last one is cut to 128 tokens
     client.infer("topics", {"TEXT": column([""])})
-    before = counted(client)
-    futures = [client.submit("topics", {"TEXT": column([text])}, outputs=["EMBEDDING"]) for text in given]
+    before, tokenized = counted(client), succeeded(client, "topics_tokenizer")
+    with stopped(client, "topics_encoder"):
+        futures = [client.submit("topics", {"TEXT": column([text])}, outputs=["EMBEDDING"]) for text in given]
+        until(client, lambda: succeeded(client, "topics_tokenizer") == tokenized + 64, "all wait for the encoder")
     for text, future in zip(given, futures, strict=True):
         np.testing.assert_allclose(future.result()["EMBEDDING"][0], oracle(text), atol=NEAR)
     rows, batches, padded = (after - was for after, was in zip(counted(client), before, strict=True))

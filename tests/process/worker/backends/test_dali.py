@@ -5,8 +5,6 @@ The oracle for images is OpenCV: a PNG decodes to the pixels that were encoded.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,8 @@ from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.testing import Server
 from tests.support.docs import pages
 from tests.support.gateway.running_gateway import metric
-from tests.support.living import pids, until
+from tests.support.living import until
+from tests.support.stopped import stopped
 from tests.support.workers.in_process import completed, load_failure
 from tests.support.workers.models import dali_models
 from tests.support.workers.models.dali_models import pipeline, source
@@ -264,11 +263,9 @@ def test_a_pipeline_written_in_python_is_served(tmp_path: Path) -> None:
     (version / "beside.py").write_text("FACTOR = 3.0\n")
     with Server(tmp_path, "--exit-on-error", "true") as server, server.client() as client:
         given = [np.arange(length, dtype=np.float32)[None] for length in range(1, 30)]
-        (pid,) = pids(client, "scaled").values()
-        os.kill(pid, signal.SIGSTOP)  # so that requests wait, and share batches
-        futures = [client.submit("scaled", {"x": array}) for array in given]
-        until(client, lambda: metric(server, "nv_inference_pending_request_count", model="scaled") > 5)
-        os.kill(pid, signal.SIGCONT)
+        with stopped(client, "scaled"):
+            futures = [client.submit("scaled", {"x": array}) for array in given]
+            until(client, lambda: metric(server, "nv_inference_pending_request_count", model="scaled") > 5)
         for array, future in zip(given, futures, strict=True):
             (found,) = future.result().values()
             assert np.array_equal(found, array * 3)
