@@ -35,7 +35,6 @@ from shmserve.workers.inbox import Inbox
 from shmserve.workers.link import BrokerLink
 from shmserve.workers.loop import Loop
 from shmserve.workers.outbox import Outbox
-from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.workers.batch_parts import CONTEXT, WORKER, Parts
 from tests.support.workers.worker_harness import config
 
@@ -240,21 +239,6 @@ def test_a_batch_that_becomes_full_begins_at_once(broker: Broker) -> None:
     assert starts(reports) == [(1, 2, 2), (2, 3, 4), (3, 0, 0)]
 
 
-def test_an_extension_that_comes_too_late_is_a_batch_of_its_own(broker: Broker) -> None:
-    device = broker.device
-    device.plan["begin", 2] = [broker.later(broker.execute(3, 2, join=2))]
-    device.plan["finish", 3] = [broker.later(Stop())]
-    reports = broker.run(broker.execute(1, 1, open=False), broker.execute(2, 4))
-    assert [event for event in device.events if event[0] == "begin"] == [
-        ("begin", 1, 1),
-        ("begin", 2, 4),
-        ("begin", 3, 2),
-    ]
-    assert starts(reports) == [(1, 2, 2), (2, 3, 3), (3, 0, 0)]
-    broker.check(dones(reports)[1], 20)
-    broker.check(dones(reports)[2], 30)
-
-
 def test_requests_that_have_begun_are_not_given_back(broker: Broker) -> None:
     device = broker.device
     device.plan["begin", 2] = [broker.later(broker.execute(3, 1, 1), Withdraw((20, 31)))]
@@ -365,20 +349,3 @@ def test_no_time_is_counted_for_two_batches(broker: Broker) -> None:
     times = [moment for done in dones(reports) for moment in done.times]
     assert times == sorted(times)
     assert times[0] > 0
-
-
-def test_outputs_of_two_batches_do_not_share_a_buffer(broker: Broker) -> None:
-    """Outputs that find no room in an arena are written to a buffer of the model."""
-    scatter = broker.parts.scatter
-    first = scatter.buffer(0, 64)
-    scatter.exchange_buffers()
-    second = scatter.buffer(0, 64)
-    assert not np.shares_memory(first, second)
-    scatter.exchange_buffers()
-    assert np.shares_memory(first, scatter.buffer(0, 64))
-
-
-def test_only_backends_that_overlap_batches_get_this_runner(broker: Broker) -> None:
-    assert type(broker.runner) is OverlappingRunner
-    broker.device.overlaps = False
-    assert type(broker.parts.runner(broker.device)) is StackedRunner

@@ -46,9 +46,6 @@ class TritonPythonModel:
 """
 
 CALLER = """\
-import json
-
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 
@@ -57,18 +54,9 @@ class TritonPythonModel:
         return [self.one(request) for request in requests]
 
     def one(self, request):
-        wish = json.loads(request.parameters())
-        chain = wish.get("chain", "leaf").split()
-        tensor = request.inputs()[0]
-        more = {"chain": " ".join(chain[1:])} if len(chain) > 1 else {}
-        for _ in range(wish.get("times", 1)):
-            response = pb_utils.InferenceRequest(
-                model_name=chain[0], requested_output_names=["y"], inputs=[pb_utils.Tensor("x", tensor.as_numpy())],
-                parameters=more,
-            ).exec()
-            tensor = response.output_tensors()[0]
-        assert tensor.name() == "y"
-        return pb_utils.InferenceResponse([tensor], parameters=json.loads(response.parameters()))
+        x = pb_utils.Tensor("x", request.inputs()[0].as_numpy())
+        call = pb_utils.InferenceRequest(model_name="leaf", requested_output_names=["y"], inputs=[x])
+        return pb_utils.InferenceResponse(call.exec().output_tensors())
 """
 
 GATHER = """\

@@ -37,15 +37,6 @@ class Device:
         return 2, 0
 
 
-def test_tensors() -> None:
-    array = np.arange(6, dtype=np.int16).reshape(2, 3)
-    tensor = pb_utils.Tensor("t", array)
-    assert tensor.as_numpy() is array
-    assert (tensor.name(), tensor.shape(), tensor.triton_dtype(), tensor.is_cpu()) == ("t", [2, 3], 7, True)
-    with pytest.raises(TypeError, match="Tensor 't' needs a numpy array, not list"):
-        pb_utils.Tensor("t", [1])  # type: ignore[arg-type]
-
-
 def test_dlpack_without_a_copy() -> None:
     array = np.arange(6, dtype=np.float32)
     tensor = pb_utils.Tensor("t", array)
@@ -115,7 +106,7 @@ def test_dlpack_of_unsupported_arrays_is_refused() -> None:
 def test_arguments_of_the_wrong_kind() -> None:
     """They raise the same errors as in Triton."""
     array = np.zeros(1, np.float32)
-    tensors_of: tuple[tuple[Any, Any], ...] = ((None, array), ("t", None), ("", None), (1, array))
+    tensors_of: tuple[tuple[Any, Any], ...] = ((None, array), ("t", None), ("", None), (1, array), ("t", [1]))
     for arguments in tensors_of:
         with pytest.raises(TypeError):
             pb_utils.Tensor(*arguments)
@@ -191,16 +182,13 @@ def test_calls_that_need_a_server_are_refused_without_one(call: Any, monkeypatch
 def test_responses() -> None:
     tensor = pb_utils.Tensor("y", np.zeros(1))
     response = pb_utils.InferenceResponse([tensor], parameters={"a": 1})
-    assert response.output_tensors() == [tensor]
-    assert (response.has_error(), response.error()) == (False, None)
-    assert json.loads(response.parameters()) == {"a": 1}
+    assert (response.has_error(), response.error(), json.loads(response.parameters())) == (False, None, {"a": 1})
     assert pb_utils.get_output_tensor_by_name(response, "y") is tensor
     assert pb_utils.get_output_tensor_by_name(response, "z") is None
     failed = pb_utils.InferenceResponse(error=pb_utils.TritonError("no", pb_utils.TritonError.UNAVAILABLE))
     error = failed.error()
-    assert failed.has_error()
     assert error is not None
-    assert (error.message(), error.code()) == ("no", 4)
+    assert (failed.has_error(), error.message(), error.code()) == (True, "no", 4)
     assert pb_utils.TritonError("no").code() == pb_utils.TritonError.INTERNAL
     with pytest.raises(TypeError, match=r"must be pb_utils\.Tensor objects, not ndarray"):
         pb_utils.InferenceResponse([np.zeros(1)])  # type: ignore[list-item]

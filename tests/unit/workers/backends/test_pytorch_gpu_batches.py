@@ -21,7 +21,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
 from shmserve.workers.runner import OverlappingRunner, StackedRunner
 from tests.support.optional import optional
 from tests.support.workers.gpu.device_arrays import view
-from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, TensorRtPair, arrays, gathered
+from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, TensorRtPair, arrays, gathered
 from tests.support.workers.gpu.harness import Instance
 from tests.support.workers.gpu.tensorrt_harness import Cuda, Gpu, Spec, rows
 from tests.support.workers.models.worker_models import torch_forward
@@ -162,19 +162,6 @@ def test_batches_overlap(gpu: Gpu, fake: FakeDevice, tmp_path: Path, width: int)
         assert instance.arenas.used == 0
 
 
-def test_rows_are_copied_from_and_to_callers_memory(gpu: Gpu, fake: FakeDevice, tmp_path: Path) -> None:
-    width = 40_000
-    size = width * 4
-    with load(tmp_path, model(tmp_path, width)) as instance:
-        run(instance, 1, 2, 1, width=width)
-        gpu.clear()
-        run(instance, 1, 2, 1, width=width)
-        copies = [(size, HOST_TO_DEVICE), (2 * size, HOST_TO_DEVICE), (size, HOST_TO_DEVICE)]
-        assert gpu.copies() == [*copies, (4 * size, DEVICE_TO_HOST)]
-        assert gpu.state.named("malloc") == gpu.state.named("hostAlloc") == gpu.state.named("hostRegister") == []
-        assert len(gpu.state.registered) == 2  # the caller's segment, and the one for outputs
-
-
 @pytest.mark.parametrize("shares", [(1,), (3,), (1, 2, 1)], ids=str)
 def test_tensors_on_the_gpu_stay_there(
     gpu: Gpu, fake: FakeDevice, tensorrt_pair: TensorRtPair, tmp_path: Path, shares: Any
@@ -243,32 +230,30 @@ def test_a_buffer_gets_the_memory_that_pytorch_keeps(gpu: Gpu, fake: FakeDevice,
         run(instance, 1, width=40_000)
 
 
-def test_without_cupy_pytorch_copies_the_inputs(
-    gpu: Gpu, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("installed", "why"), [(False, "tensors and models on a GPU need a package"), (True, "no GPU can be used here")]
+)
+def test_pytorch_copies_the_inputs_if_cupy_cannot(
+    gpu: Gpu,
+    fake: FakeDevice,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    installed: bool,
+    why: str,
 ) -> None:
+    """CuPy is missing, or is for CUDA 13 and needs a newer driver than a PyTorch for CUDA 12."""
     settled: list[Any] = []
     monkeypatch.setattr(f"{DEVICE}.settle", settled.append)
-    monkeypatch.setitem(__import__("sys").modules, "cupy.cuda.runtime", None)
+    if installed:
+        gpu.state.failures["setDevice"] = 35  # cudaErrorInsufficientDriver
+    else:
+        monkeypatch.setitem(__import__("sys").modules, "cupy.cuda.runtime", None)
     with load(tmp_path, model(tmp_path, 4)) as instance:
         assert type(instance.runner) is StackedRunner
         run(instance, 1, 2, width=4)
         assert len(settled) == 1
-    assert (
-        "batches do not overlap and run without CUDA graphs: tensors and models on a GPU need a package"
-        in capfd.readouterr().err
-    )
-
-
-def test_pytorch_runs_on_a_gpu_that_cupy_cannot_use(
-    gpu: Gpu, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """CuPy for CUDA 13 needs a newer driver than a PyTorch for CUDA 12."""
-    monkeypatch.setattr(f"{DEVICE}.settle", lambda place: None)
-    gpu.state.failures["setDevice"] = 35  # cudaErrorInsufficientDriver
-    with load(tmp_path, model(tmp_path, 4)) as instance:
-        assert type(instance.runner) is StackedRunner
-        run(instance, 1, 2, width=4)
-    assert "batches do not overlap and run without CUDA graphs: no GPU can be used here" in capfd.readouterr().err
+    assert f"batches do not overlap and run without CUDA graphs: {why}" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------- CUDA graphs

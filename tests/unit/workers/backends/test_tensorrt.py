@@ -377,10 +377,6 @@ def test_plugins_are_loaded_once(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.M
     for _ in range(2):
         gpu.load(tmp_path, settings=settings).close()
     assert loaded == [("/plugins/a.so", 256), ("/plugins/b.so", 256)]
-
-
-def test_a_missing_plugin_is_an_error(gpu: Gpu, tmp_path: Path) -> None:
-    adder(tmp_path)
     with pytest.raises(Unavailable, match=r"a library of plug-ins \(--backend-config tensorrt,plugins\) cannot"):
         gpu.load(tmp_path, settings={"tensorrt,plugins": "/nowhere/a.so"})
 

@@ -17,7 +17,7 @@ from shmserve.repo.config.schema import ModelConfig, ModelInput, ModelOutput, Mo
 from shmserve.workers.batch.gather import GatherGroup
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import inputs_of, outputs_of
-from tests.support.workers.batch_parts import WORKER, Parts
+from tests.support.workers.batch_parts import Parts
 from tests.support.workers.worker_harness import assert_failed, config, work
 
 CONFIG = config(
@@ -212,10 +212,3 @@ def test_many_small_outputs_of_one_request_fit_into_a_packet(together: int) -> N
             assert len(row.outputs) == 100
             assert 0 < sum(len(y.data) for y in row.outputs if isinstance(y.data, bytes)) <= FIELD_BYTES
             assert all((parts.read(y) == array[:1]).all() for y in row.outputs)
-
-
-def test_maps_are_sent_before_handles(parts: Parts) -> None:
-    parts.arenas.allocate("uid:5", 5000)
-    block = parts.arenas.allocate("internal", 5000)
-    assert [message.audience for message in parts.maps] == ["uid:5", "internal"]
-    assert block.segment >> 32 == WORKER

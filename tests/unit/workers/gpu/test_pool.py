@@ -42,28 +42,18 @@ def test_the_broker_and_the_worker_use_one_name_for_the_setting() -> None:
     assert NEAR_KNOB == "cuda-memory-pool-byte-size" == CUDA_POOL_LIMIT
 
 
-def test_the_limit_is_for_all_audiences_together(memory: Memory) -> None:
-    memory.arenas.near_limit = limit = 2 * UNIT_BYTES
+def test_memory_is_committed_in_units_within_one_limit_for_all_audiences(fake: FakeGpu, memory: Memory) -> None:
+    memory.arenas.near_limit = limit = 5 * UNIT_BYTES // 2
     for audience in ("internal", "uid:1"):
         memory.arenas.allocate_near(audience, UNIT_BYTES)
+    assert fake.used == 2 * UNIT_BYTES
+    committed = f"{2 * UNIT_BYTES} of {limit} bytes are committed; raise {NEAR_KNOB}"
     for audience in ("internal", "uid:1", "uid:2"):
-        with pytest.raises(Unavailable, match=rf"GPU memory.*{limit} bytes are committed; raise {NEAR_KNOB}"):
+        with pytest.raises(Unavailable, match=f"GPU memory.*{committed}"):
             memory.arenas.allocate_near(audience, UNIT_BYTES)
-
-
-def test_memory_is_committed_in_units_within_the_limit(fake: FakeGpu, memory: Memory) -> None:
-    memory.arenas.near_limit = 3 * UNIT_BYTES // 2
-    memory.arenas.allocate_near("internal", 100)
-    assert fake.used == UNIT_BYTES
-    with pytest.raises(Unavailable, match=f"{UNIT_BYTES} of {memory.arenas.near_limit} bytes are committed; raise"):
-        memory.arenas.allocate_near("uid:1", 100)
-    assert fake.used == UNIT_BYTES
-
-
-def test_a_full_gpu_is_an_error_with_the_numbers(fake: FakeGpu, memory: Memory) -> None:
-    fake.size = UNIT_BYTES
-    memory.arenas.allocate_near("internal", UNIT_BYTES)
-    with pytest.raises(Unavailable, match=rf"on the GPU: 0 of {UNIT_BYTES} bytes are free"):
+    assert fake.used == 2 * UNIT_BYTES
+    fake.size, memory.arenas.near_limit = fake.used, 5 * UNIT_BYTES
+    with pytest.raises(Unavailable, match=rf"on the GPU: 0 of {fake.size} bytes are free"):
         memory.arenas.allocate_near("internal", UNIT_BYTES)
 
 
