@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from shmserve.protocol.messages import Options, Tensor
+from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Work
 from shmserve.repo.config.schema import (
     BatchInput,
     ModelConfig,
     ModelSequenceBatching,
-    ModelSequenceBatchingControl,
     ModelSequenceBatchingControlInput,
     ModelSequenceBatchingInitialState,
     ModelSequenceBatchingState,
@@ -24,13 +23,8 @@ from shmserve.repo.config.schema import (
 )
 from tests.support.workers.in_process import inline, load_failure, loaded, run, value
 from tests.support.workers.models.worker_models import Graph, python_model
+from tests.support.workers.sequence_parts import control, step
 from tests.support.workers.worker_harness import config, work
-
-
-def control(name: str, kind: str, **pair: Any) -> ModelSequenceBatchingControlInput:
-    made = ModelSequenceBatchingControl(kind=f"CONTROL_SEQUENCE_{kind}", **pair)  # type: ignore[arg-type]
-    return ModelSequenceBatchingControlInput(name=name, control=(made,))
-
 
 START = control("START", "START", fp32_false_true=(0.0, 1.0))
 END = control("END", "END", int32_false_true=(0, 1))
@@ -41,11 +35,6 @@ NAME = control("ID", "CORRID", data_type="TYPE_STRING")
 
 def sequence(given: ModelConfig, *controls: ModelSequenceBatchingControlInput, **more: Any) -> ModelConfig:
     return replace(given, sequence_batching=ModelSequenceBatching(control_input=controls, **more))
-
-
-def step(request: int, key: int | str, *inputs: Tensor, start: bool = False, end: bool = False, slot: int = -1) -> Work:
-    options = Options(sequence=key, sequence_start=start, sequence_end=end)
-    return replace(work(request, *inputs, options=options), slot=slot)
 
 
 # ---------------------------------------------------------------------------------------------- states

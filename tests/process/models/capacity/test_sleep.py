@@ -9,20 +9,17 @@ from typing import Any
 import pytest
 
 import shmserve
-from tests.support.living import ONE, answer, generation, identity, renew, until
+from tests.support.living import answer, generation, renew, until
 from tests.support.model_files import parameters
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
 
-SLEEPS = parameters(idle_unload_secs="0.05")
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    identity(root, "plain", SLEEPS)
-    generation(root, "sleeper", 1, SLEEPS)
+    generation(root, "sleeper", 1, parameters(idle_unload_secs="0.05"))
     return root
 
 
@@ -42,25 +39,19 @@ def fall_asleep(client: shmserve.Client, name: str) -> None:
     until(client, lambda: all(one["state"] == "asleep" for one in entry(client, name)["instances"]))
 
 
-def test_a_request_wakes_a_sleeping_model(client: shmserve.Client) -> None:
-    fall_asleep(client, "plain")
-    found = entry(client, "plain")
-    assert (found["state"], found["asleep"], found["degraded"], found["reason"]) == ("READY", True, False, "")
-    assert found["instances"][0]["pid"] == 0
-    assert client.ready("plain")
-    assert client.metadata("plain")["inputs"][0]["name"] == "x"
-    assert entry(client, "plain")["asleep"], "questions do not wake it"
-    before = client.statistics("plain")["model_stats"][0]["inference_count"]
-    assert (client.infer("plain", {"x": ONE})["y"] == ONE).all()
-    assert client.statistics("plain")["model_stats"][0]["inference_count"] == before + 1
-
-
-def test_a_woken_model_has_the_generation_that_was_loaded(client: shmserve.Client, models: Path) -> None:
-    """Not the repository's current state."""
+def test_a_request_wakes_a_sleeping_model_as_it_was_loaded(client: shmserve.Client, models: Path) -> None:
+    """Not as the repository has it now."""
     assert answer(client, "sleeper") == 1
     fall_asleep(client, "sleeper")
+    found = entry(client, "sleeper")
+    assert (found["state"], found["asleep"], found["degraded"], found["reason"]) == ("READY", True, False, "")
+    assert found["instances"][0]["pid"] == 0
+    assert client.ready("sleeper")
+    assert client.metadata("sleeper")["inputs"][0]["name"] == "x"
+    assert entry(client, "sleeper")["asleep"], "questions do not wake it"
     renew(models / "sleeper", 2)
     assert answer(client, "sleeper") == 1
+    assert client.statistics("sleeper")["model_stats"][0]["inference_count"] == 2
     fall_asleep(client, "sleeper")
     client.load("sleeper")
     assert answer(client, "sleeper") == 2

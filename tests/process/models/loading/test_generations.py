@@ -29,7 +29,6 @@ from tests.support.living import (
     group,
     index,
     pids,
-    ready,
     renew,
     unload_all,
     until,
@@ -194,14 +193,8 @@ def test_a_second_rollback_undoes_the_first(server: Server, root: Path, client: 
     assert (folder / "1" / "generation").read_text() == "2", "the repository does not change"
     client.load("m", previous=True)
     assert answer(client, "m") == 2
-    generation(root, "m", 3, version=3)
-    client.load("m")
-    assert ready(client, "m") == ["3"]
-    until(client, lambda: len(list((server.runtime_dir / "generations").iterdir())) == 2, "the first one is removed")
     client.load("m", previous=True)
-    assert (ready(client, "m"), answer(client, "m")) == (["1"], 2)
-    client.load("m")
-    assert answer(client, "m") == 3, "a load reads the repository"
+    until(client, lambda: len(list((server.runtime_dir / "generations").iterdir())) == 2, "two are kept")
     client.unload("m")
     with pytest.raises(NotFound, match="no previous generation"):
         client.load("m", previous=True)

@@ -200,19 +200,6 @@ def test_the_least_recently_used_files_are_evicted(remote: Remote, tmp_path: Pat
         assert not remote.proxy.ranges("/a/"), "what the cache has is not downloaded"
 
 
-def test_known_content_is_not_downloaded_again(remote: Remote, tmp_path: Path) -> None:
-    data = data_of(3 * PIECE)
-    remote.put("m/1/model.bin", data)
-    with mirrored(remote.url, tmp_path) as mirror:
-        mirror.sync()
-        inode = (mirror.folder() / "1/model.bin").stat().st_ino
-        remote.put("m/2/model.bin", data)
-        remote.proxy.requests.clear()
-        assert mirror.sync().state == "published"
-        assert not remote.proxy.ranges("model.bin")
-        assert [(mirror.folder() / f"{version}/model.bin").stat().st_ino for version in (1, 2)] == [inode] * 2
-
-
 # ------------------------------------------------------------------------------------------------ web servers
 
 

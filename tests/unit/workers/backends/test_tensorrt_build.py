@@ -167,14 +167,6 @@ def test_files_that_cannot_be_built_are_refused(tmp_path: Path, capsys: pytest.C
         assert out.read_bytes() == b"the old one"
 
 
-def test_without_the_libraries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = model(tmp_path / "m.onnx", [1])
-    with standins(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "tensorrt", None)
-        assert build(source, "-o", tmp_path / "m.plan") == 1
-        assert "tensorrt" in capsys.readouterr().err
-
-
 def test_an_interrupt_ends_the_build_at_the_next_step(
     tmp_path: Path, cache: Path, libraries: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,8 +204,3 @@ def test_an_interrupt_ends_the_build_at_the_next_step(
 def test_invalid_profiles_are_refused(words: list[str], text: str) -> None:
     with pytest.raises(BadShapes, match=text):
         from_words(words, {"x": (-1, 3), "mask:0": (1,)})
-
-
-def test_profiles_are_parsed_from_arguments() -> None:
-    found = from_words(["x=1x3:2x3:4x3", "mask:0=1"], {"x": (-1, 3), "mask:0": (1,)})
-    assert found == {"x": ((1, 3), (2, 3), (4, 3)), "mask:0": ((1,), (1,), (1,))}

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest
-from shmserve.protocol.messages import Options, Tensor
+from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Row, Work
 from shmserve.repo.config.schema import (
     ModelConfig,
     ModelInput,
     ModelOutput,
     ModelSequenceBatching,
-    ModelSequenceBatchingControl,
     ModelSequenceBatchingControlInput,
     ModelSequenceBatchingInitialState,
     ModelSequenceBatchingState,
@@ -34,14 +33,11 @@ from shmserve.workers.extended import extension_of
 from shmserve.workers.model_calls.answer import Request, Response
 from shmserve.workers.runner import Runner
 from tests.support.workers.batch_parts import CONTEXT, Array, Parts
+from tests.support.workers.sequence_parts import control
+from tests.support.workers.sequence_parts import step as step_of
 from tests.support.workers.worker_harness import assert_failed, work
 
 Key = int | str
-
-
-def control(name: str, kind: str, **pair: Any) -> ModelSequenceBatchingControlInput:
-    entry = ModelSequenceBatchingControl(kind=f"CONTROL_SEQUENCE_{kind}", **pair)  # type: ignore[arg-type]
-    return ModelSequenceBatchingControlInput(name=name, control=(entry,))
 
 
 CONTROLS = (
@@ -104,13 +100,9 @@ def runner_for(config: ModelConfig, backend: Backend, folder: Path = Path()) -> 
         assert parts.arenas.used == 0
 
 
-def step(
-    request: int, key: Key, x: Sequence[int], *, start: bool = False, end: bool = False, slot: int = -1, rows: int = 1
-) -> Work:
+def step(request: int, key: Key, x: Sequence[int], *, rows: int = 1, **how: Any) -> Work:
     shape = (1, len(x)) if rows else (len(x),)
-    tensor = Tensor("x", "INT64", shape, np.array(x, np.int64).tobytes())
-    options = Options(sequence=key, sequence_start=start, sequence_end=end)
-    return replace(work(request, tensor, rows=rows, options=options), slot=slot)
+    return step_of(request, key, Tensor("x", "INT64", shape, np.array(x, np.int64).tobytes()), rows=rows, **how)
 
 
 def values(row: Row) -> list[int]:
