@@ -11,7 +11,7 @@ import pytest
 
 import shmserve
 from bench.lib.raw_client import Lane
-from shmserve.broker.models.overrides import IN_MEMORY
+from shmserve.broker.models.overrides import HEADER_BYTES, IN_MEMORY
 from shmserve.protocol.messages import FIELD_BYTES, Answer, Ask, Cancel, Fail, Ping, Pong
 from shmserve.testing import Server
 from tests.support import living
@@ -101,7 +101,7 @@ def test_a_model_outside_any_repository_is_loaded_from_files(
     assert "generations" not in str(caught.value)
     assert answer(client, "sent") == 2
     with pytest.raises(shmserve.InvalidRequest, match=r"exceed the limit of 4194304 bytes \(--override-bytes\)"):
-        client.load("sent", config=PYTHON, files={"1/x": bytes(5 << 20)})
+        client.load("sent", config=PYTHON, files={"1/x": bytes((4 << 20) + 2 * HEADER_BYTES)})
     assert answer(client, "sent") == 2, "the connection continues"
     client.unload("sent")
     until(client, lambda: kept(server) == [], "nothing is kept")
