@@ -236,17 +236,6 @@ def test_an_unmapped_segment_leaks_no_descriptors_or_mappings(shared: WorkerProc
     assert usage() == before
 
 
-def test_an_unsealed_segment_is_not_mapped(shared: WorkerProcess) -> None:
-    segment = (CLIENT << 32) + 99
-    descriptor = os.memfd_create("unsealed")
-    os.ftruncate(descriptor, 8192)
-    shared.send(Map(segment, 8192), descriptors=[descriptor])
-    os.close(descriptor)
-    (row,) = shared.run(work(1, Tensor("x", "FP32", (1, 2000), (Handle(segment, 0, 8000),))))
-    assert_failed(row, "HANDLE_LOST")
-    assert "sealed" in shared.said()
-
-
 def test_the_output_of_one_batch_is_the_input_of_the_next(shared: WorkerProcess) -> None:
     """Steps of an ensemble on the same worker: it reads its own memory."""
     x = np.arange(3000, dtype=np.float32).reshape(1, 3000)

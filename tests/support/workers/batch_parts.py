@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.dtypes import from_numpy, to_numpy
+from shmserve.dtypes import from_numpy
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Handle, Map, Tensor
 from shmserve.protocol.worker_messages import WorkerReport
@@ -17,7 +17,6 @@ from shmserve.repo.config.schema import ModelConfig
 from shmserve.shm.arena import Arena, Segment
 from shmserve.shm.extents import memfd
 from shmserve.shm.mapped import Mapped
-from shmserve.shm.strings import decode_bytes
 from shmserve.workers.backends.base import Backend, Context
 from shmserve.workers.batch.gather import Gather
 from shmserve.workers.batch.scatter import Scatter
@@ -26,6 +25,7 @@ from shmserve.workers.extended import extension_of
 from shmserve.workers.outbox import Outbox
 from shmserve.workers.output_arenas import Arenas
 from shmserve.workers.runner import Runner, runner_of
+from tests.support.workers.worker_harness import array_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 WORKER = 7
@@ -83,9 +83,7 @@ class Memory:
         if isinstance(data, tuple):
             data = b"".join(self.mapped.memory(handle).tobytes() for handle in data)
         assert isinstance(data, bytes)
-        if tensor.dtype == "BYTES":
-            return decode_bytes(data, tensor.shape)
-        return np.frombuffer(data, to_numpy(tensor.dtype)).reshape(tensor.shape)
+        return array_of(tensor, data)
 
     def free(self, *tensors: Tensor) -> None:
         """Returns the memory of outputs to the worker."""

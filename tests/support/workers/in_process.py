@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
-from shmserve.dtypes import from_numpy, to_numpy
+from shmserve.dtypes import from_numpy
 from shmserve.errors import ServeError
 from shmserve.protocol.messages import Failure, Tensor
 from shmserve.protocol.worker_messages import Load, Row, Work
 from shmserve.repo.config.schema import ModelConfig, encode_config
 from shmserve.shm.mapped import Mapped
-from shmserve.shm.strings import decode_bytes, encode_bytes
+from shmserve.shm.strings import encode_bytes
 from shmserve.workers.loading import THREADS, LoadedModel, load, load_error
 from shmserve.workers.outbox import NullOutbox
-from tests.support.workers.worker_harness import WORKER, Array
+from tests.support.workers.worker_harness import WORKER, Array, array_of
 
 
 @contextmanager
@@ -68,9 +66,7 @@ def value(row: Row, index: int = 0) -> Array:
     assert row.error is None, row.error
     output = row.outputs[index]
     assert isinstance(output.data, bytes)
-    if output.dtype == "BYTES":
-        return decode_bytes(output.data, output.shape)
-    return np.frombuffer(output.data, to_numpy(output.dtype)).reshape(output.shape)
+    return array_of(output, output.data)
 
 
 def completed(given: ModelConfig, folder: Path, settings: dict[str, str] | None = None) -> ModelConfig:

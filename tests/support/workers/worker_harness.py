@@ -187,9 +187,7 @@ class WorkerProcess:
             ]
             data = b"".join(memory)
         assert isinstance(data, bytes)
-        if tensor.dtype == "BYTES":
-            return decode_bytes(data, tensor.shape)
-        return np.frombuffer(data, dtype).reshape(tensor.shape)
+        return array_of(tensor, data, dtype)
 
     def value(self, row: Row, index: int = 0) -> Array:
         """A copy of an output of a request, which must have succeeded."""
@@ -267,6 +265,13 @@ def running(config: ModelConfig, folder: Path, **more: Any) -> Iterator[WorkerPr
     with WorkerProcess(config, folder, **more) as worker:
         worker.loaded()
         yield worker
+
+
+def array_of(tensor: Tensor, data: bytes, dtype: Any = None) -> Array:
+    """The array of a tensor with these bytes. `dtype`: that of numpy, if it is not the tensor's."""
+    if tensor.dtype == "BYTES":
+        return decode_bytes(data, tensor.shape)
+    return np.frombuffer(data, dtype or to_numpy(tensor.dtype)).reshape(tensor.shape)
 
 
 def work(

@@ -113,20 +113,6 @@ def test_generated_texts_equal_those_of_the_engine(text: Text) -> None:
     assert text_of(whole) == prompt + text.expected[prompt][:16], "as in vLLM: the prompt, and 16 tokens"
 
 
-def test_streams_share_a_batch(text: Text) -> None:
-    """32 streams for 8 slots, read in turn. Each has the text that it would have alone."""
-    streams = {prompt: text.stream(prompt) for prompt in PROMPTS}
-    found = dict.fromkeys(PROMPTS, "")
-    while streams:
-        for prompt, stream in list(streams.items()):
-            part = next(stream, None)
-            if part is None:
-                del streams[prompt]
-            else:
-                found[prompt] += text_of(part)
-    assert found == text.expected
-
-
 def test_requested_outputs_are_returned(text: Text) -> None:
     asked: dict[str, Any] = dict.fromkeys(requests.RETURNED, True)
     prompt = PROMPTS[1]

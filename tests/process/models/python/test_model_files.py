@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,22 +240,3 @@ def test_functions_of_the_pages(tmp_path: Path) -> None:
         assert outputs(client.infer("classify", {"image": b"abc"})) == {"label": [b"dog"], "scores": [0, 1]}
         rows = client.infer("normalize", {"x": [[3, 4, 0]]})["output"]
         np.testing.assert_allclose(rows, [[0.6, 0.8, 0]], rtol=1e-6)
-
-
-def test_files_are_loaded_by_name_in_explicit_mode(tmp_path: Path) -> None:
-    path = tmp_path / "net.onnx"
-    matmul(path, 2)
-    with Server(path, "--model-control-mode", "explicit") as server, server.client() as client:
-        assert states(client) == {"net": ""}
-        client.load("net")
-        x = {"x": [[1, 1]]}
-        assert outputs(client.infer("net", x)) == {"y": [[2, 2]]}
-        assert not client.models()[0]["changed_on_disk"]
-        matmul(path, 4)
-        until(client, lambda: client.models()[0]["changed_on_disk"])
-        client.load("net")
-        assert outputs(client.infer("net", x)) == {"y": [[4, 4]]}
-        os.unlink(path)
-        with pytest.raises(shmserve.InvalidRequest, match=r"net\.onnx: no such file"):
-            client.load("net")
-        assert outputs(client.infer("net", x)) == {"y": [[4, 4]]}
