@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -17,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import shmserve
 from shmserve.errors import InvalidRequest
 from shmserve.testing import Server
+from tests.process.cli.commands import run
 from tests.support.living import PYTHON, policy, until, write
 from tests.support.model_files import python_model
 from tests.support.shared_server import SharedServer
@@ -92,10 +91,9 @@ def over_http(server: Server, x: npt.NDArray[np.float32]) -> npt.NDArray[np.floa
 
 
 def cli(server: Server, *words: str) -> str:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words, "--runtime-dir", str(server.runtime_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code, out, err = run(*words, "--runtime-dir", server.runtime_dir)
+    assert code == 0, err
+    return out
 
 
 def test_differences_and_failures_of_the_shadow_are_counted_and_logged(server: Server, client: shmserve.Client) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import shmserve
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.testing import Server
+from tests.process.cli.commands import run
 from tests.support.broker.metrics import Seen
 from tests.support.living import ONE, PYTHON, answer, generation, pids, policy, ready, write
 from tests.support.model_files import parameters
@@ -47,9 +46,8 @@ def client(server: Server) -> Iterator[shmserve.Client]:
 
 
 def cli(server: Server, *words: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", *words, "--runtime-dir", str(server.runtime_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stdout + done.stderr
+    code, out, err = run(*words, "--runtime-dir", server.runtime_dir)
+    return code, out + err
 
 
 def test_a_load_selects_versions(client: shmserve.Client) -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import select
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import shmserve
 from shmserve.clients.cli.commands.status import stats_text
 from shmserve.terminal.console import Screen
 from shmserve.testing import Server
+from tests.process.cli.commands import run
 from tests.support.clients.client_faces import connect
 from tests.support.model_files import write_model
 from tests.support.shared_server import SharedServer
@@ -166,21 +165,16 @@ def test_a_slow_reader_slows_the_model_down_and_cancels_it(client: Any, model: s
     assert [part["y"].item() for part in ask(client, model, 3)] == [0, 1, 2]
 
 
-def run_cli(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "import sys; from shmserve.clients.cli.main import main; sys.exit(main())", *words]
-    return subprocess.run([*command, "--url", server.url], capture_output=True, text=True, timeout=60, check=False)
-
-
 def test_infer_stream_prints_each_response(server: Server, tmp_path: Path) -> None:
-    words = ["infer", "tokens", "--input", "x=3", "--stream"]
-    shown = run_cli(server, *words)
-    assert shown.returncode == 0, shown.stderr
-    lines = [line.split() for line in shown.stdout.splitlines()]
+    words = ["infer", "tokens", "--input", "x=3", "--stream", "--url", server.url]
+    code, out, err = run(*words)
+    assert code == 0, err
+    lines = [line.split() for line in out.splitlines()]
     assert [line[:2] for line in lines if line[:1] == ["part"]] == [["part", "1"], ["part", "2"], ["part", "3"]]
     assert [line for line in lines if line[:1] == ["y"]] == [["y", "FP32", "[1,", "1]", value] for value in "012"]
     assert lines[-1][:4] == ["tokens,", "3", "parts", "in"]
-    shown = run_cli(server, *words, "--json", "--out", str(tmp_path / "out"))
-    documents = [json.loads(line) for line in shown.stdout.splitlines()]
+    _, out, _ = run(*words, "--json", "--out", tmp_path / "out")
+    documents = [json.loads(line) for line in out.splitlines()]
     assert [document["part"] for document in documents] == [1, 2, 3]
     for index, document in enumerate(documents):
         assert document["outputs"]["y"]["file"] == str(tmp_path / "out" / str(index + 1) / "y.npy")
@@ -188,8 +182,8 @@ def test_infer_stream_prints_each_response(server: Server, tmp_path: Path) -> No
 
 
 def test_infer_reports_the_error_of_a_stream(server: Server) -> None:
-    failed = run_cli(server, "infer", "fails", "--input", "x=3", "--stream")
-    assert failed.returncode == 1
-    assert "part 1 after" in failed.stdout
-    assert "ValueError: no more than one" in failed.stderr
-    assert run_cli(server, "infer", "tokens", "--random", "--stream", "--repeat", "2").returncode == 2
+    code, out, err = run("infer", "fails", "--input", "x=3", "--stream", "--url", server.url)
+    assert code == 1
+    assert "part 1 after" in out
+    assert "ValueError: no more than one" in err
+    assert run("infer", "tokens", "--random", "--stream", "--repeat", "2", "--url", server.url)[0] == 2

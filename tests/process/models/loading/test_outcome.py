@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shmserve
-from shmserve.clients.cli.main import main
+from tests.process.cli.commands import run
 from tests.support import living
 from tests.support.launch import Launched
 from tests.support.living import answer, generation, identity, index, until
@@ -37,14 +37,8 @@ def polled(root: Path, tmp_path: Path) -> Iterator[Launched]:
 
 
 @pytest.fixture
-def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    def run(*words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([*words, "--runtime-dir", str(tmp_path / "run")])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return run
+def command(tmp_path: Path) -> Command:
+    return lambda *words: run(*words, "--runtime-dir", tmp_path / "run")
 
 
 def test_a_failed_reload_is_shown_until_one_succeeds(root: Path, polled: Launched, command: Command) -> None:

@@ -37,13 +37,6 @@ def server(place: Path) -> Iterator[Server]:
         assert not list(Path(run).rglob("chain-*"))
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[shmserve.Client]:
-    with server.client() as client:
-        yield client
-        living.unload_all(client)
-
-
 def noting(place: Path, name: str, what: str = "") -> str:
     return agents_text(("notes", {"what": what, "called": "x", "notes": str(place / f"{name}.notes")}))
 
