@@ -11,6 +11,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from shmserve.dtypes import from_numpy
 from shmserve.errors import ServeError
@@ -59,6 +62,10 @@ def inline(name: str, array: Array) -> Tensor:
     """A tensor in the message."""
     dtype = from_numpy(array.dtype)
     return Tensor(name, dtype, array.shape, encode_bytes(array) if dtype == "BYTES" else array.tobytes())
+
+
+def floats(values: Any, name: str = "x") -> Tensor:
+    return inline(name, np.asarray(values, np.float32))
 
 
 def value(row: Row, index: int = 0) -> Array:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Row
-from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.testing import Server
 from tests.support.docs import pages
 from tests.support.gateway.running_gateway import metric
@@ -24,6 +24,7 @@ from tests.support.stopped import stopped
 from tests.support.workers.in_process import completed, load_failure
 from tests.support.workers.models import dali_models
 from tests.support.workers.models.dali_models import pipeline, source
+from tests.support.workers.models.worker_models import on_gpu
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
 
 if not dali_models.INSTALLED:
@@ -303,6 +304,4 @@ def test_an_instance_on_a_gpu_gets_its_device(tmp_path: Path, monkeypatch: pytes
     """There is no GPU, so DALI itself refuses."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     pipeline(tmp_path, lambda fn, types: source(fn, types, "x", "FP32", 1))
-    given = config("dali", X, Y, max_batch=8)
-    given = replace(given, instance_group=(ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(1,)),))
-    assert "GPU" in load_failure(given, tmp_path).text
+    assert "GPU" in load_failure(on_gpu(config("dali", X, Y, max_batch=8), 1), tmp_path).text

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, ModelFailed, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor, Wanted
-from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers.in_process import AS_GIVEN, assert_refused, loaded, run, value
+from shmserve.repo.config.schema import ModelConfig
+from tests.support.workers.in_process import AS_GIVEN, assert_refused, floats, loaded, run, value
 from tests.support.workers.models.worker_models import (
     Graph,
+    on_gpu,
     openvino_input,
     openvino_result,
     openvino_save,
@@ -36,11 +37,6 @@ def double(folder: Path, dims: tuple[int, ...], dtype: str = "FP32") -> None:
     openvino_save(folder, [x], [openvino_result("y", opset13.add(x, x))])
 
 
-def tensor(values: Any) -> Tensor:
-    array = np.asarray(values, np.float32)
-    return Tensor("x", "FP32", array.shape, array.tobytes())
-
-
 @pytest.mark.process
 def test_inputs_and_outputs_are_read_from_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine must not send telemetry, which would create a directory."""
@@ -55,7 +51,7 @@ def test_inputs_and_outputs_are_read_from_the_model(tmp_path: Path, monkeypatch:
         assert found.max_batch_size == 4
         assert found.dynamic_batching is not None
         x = np.arange(6).reshape(1, 3, 2)
-        for row in worker.run(work(1, tensor(x)), work(2, tensor(x))):
+        for row in worker.run(work(1, floats(x)), work(2, floats(x))):
             assert worker.value(row).tolist() == (2 * x).tolist()
     assert list((tmp_path / "home").iterdir()) == []
 
@@ -103,14 +99,14 @@ def test_a_model_with_a_fixed_batch_size_needs_padding(tmp_path: Path) -> None:
     parameters = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES", "ENABLE_BATCH_PADDING": "YES", "NUM_STREAMS": "AUTO"}
     with loaded(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as model:
         for count in (1, 4, 3):
-            rows = run(model, *[work(number, tensor([[number, 2, 3]])) for number in range(1, count + 1)])
+            rows = run(model, *[work(number, floats([[number, 2, 3]])) for number in range(1, count + 1)])
             for number, row in enumerate(rows, 1):
                 assert value(row).tolist() == [[2 * number, 4, 6]]
     del parameters["ENABLE_BATCH_PADDING"]
     with loaded(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as model:
-        (row,) = run(model, work(1, tensor([[1, 2, 3]])))
+        (row,) = run(model, work(1, floats([[1, 2, 3]])))
         assert_failed(row, "MODEL_FAILED", "and this one has 1: set parameter ENABLE_BATCH_PADDING")
-        (row,) = run(model, work(2, tensor([[1, 2, 3]] * 4)))
+        (row,) = run(model, work(2, floats([[1, 2, 3]] * 4)))
         assert row.error is None
 
 
@@ -124,9 +120,9 @@ def test_a_batch_size_fixed_by_an_operator(tmp_path: Path, choice: str) -> None:
     openvino_save(tmp_path, [x], [openvino_result("y", shaped)])
     parameters = {"ENABLE_BATCH_PADDING": choice} if choice else {}
     with loaded(config("openvino", X, Y, max_batch=4, parameters=parameters), tmp_path) as model:
-        (row,) = run(model, work(1, tensor([[1, 2, 3]] * 4)))
+        (row,) = run(model, work(1, floats([[1, 2, 3]] * 4)))
         assert value(row).tolist() == [[2, 4, 6]] * 4
-        (row,) = run(model, work(2, tensor([[1, 2, 3]] * 2)))
+        (row,) = run(model, work(2, floats([[1, 2, 3]] * 2)))
         if choice:
             text = "batches of 4 rows, and this one has 2: set parameter ENABLE_BATCH_PADDING"
             assert_failed(row, "MODEL_FAILED", text)
@@ -140,7 +136,7 @@ def test_an_onnx_file_is_reshaped_to_the_configured_dims(tmp_path: Path) -> None
     parameters = {"RESHAPE_IO_LAYERS": "YES", "PERFORMANCE_HINT": "latency", "HINT_BF16": "YES"}
     given = config("openvino", X, Y, max_batch=2, parameters=parameters)
     with loaded(replace(given, default_model_filename="model.onnx"), tmp_path) as model:
-        (row,) = run(model, work(1, tensor([[1, 2, 3]] * 2)))
+        (row,) = run(model, work(1, floats([[1, 2, 3]] * 2)))
         assert value(row).tolist() == [[-1, -2, -3]] * 2
 
 
@@ -164,11 +160,6 @@ def strings(folder: Path) -> ModelConfig:
 def other(folder: Path, inputs: Any = X, outputs: Any = Y, max_batch: int = 4) -> ModelConfig:
     double(folder, (-1, 3))
     return config("openvino", inputs, outputs, max_batch=max_batch)
-
-
-def on_a_gpu(folder: Path) -> ModelConfig:
-    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(1,))
-    return replace(other(folder), instance_group=(group,))
 
 
 def nothing(folder: Path) -> ModelConfig:
@@ -202,7 +193,7 @@ SKIP = {"SKIP_OV_DYNAMIC_BATCHSIZE": "YES"}
         (lambda folder: fixed(folder, 1, 4, NUM_STREAMS="many"), InvalidRequest, "NUM_STREAMS of model 'm'"),
         (lambda folder: fixed(folder, 1, 4, PERFORMANCE_HINT="FAST"), InvalidRequest, "must be one of LATENCY, "),
         (lambda folder: fixed(folder, 1, 4, INFERENCE_NUM_THREADS="-1"), InvalidRequest, "INFERENCE_NUM_THREADS"),
-        (on_a_gpu, Unsupported, "device GPU.1, which OpenVINO does not find"),
+        (lambda folder: on_gpu(other(folder), 1), Unsupported, "device GPU.1, which OpenVINO does not find"),
     ],
 )
 def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:

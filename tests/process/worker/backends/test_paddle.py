@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from shmserve.repo.config.schema import (
     ModelConfig,
-    ModelInstanceGroup,
     ModelOptimizationPolicy,
     ModelOptimizationPolicyExecutionAccelerators,
     ModelOptimizationPolicyExecutionAcceleratorsAccelerator,
 )
 from tests.support.workers.in_process import load_failure
 from tests.support.workers.models import paddle_models
+from tests.support.workers.models.worker_models import on_gpu
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 
 if importlib.util.find_spec("paddle") is None:
@@ -156,8 +156,7 @@ def test_mismatched_configurations_are_refused(tmp_path: Path) -> None:
     assert "it also has the input 'counts'" in load_failure(few, tmp_path).text
     optional = replace(good, input=(good.input[0], replace(good.input[1], optional=True)))
     assert "input 'counts' is optional" in load_failure(optional, tmp_path).text
-    on_gpu = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
-    assert "set kind: KIND_CPU" in load_failure(replace(good, instance_group=(on_gpu,)), tmp_path).text
+    assert "set kind: KIND_CPU" in load_failure(on_gpu(good), tmp_path).text
 
 
 @pytest.mark.parametrize("file", ["model.json", "model.pdmodel"])

@@ -18,14 +18,14 @@ from msgspec.structs import replace
 from shmserve.dtypes import to_numpy
 from shmserve.errors import Internal, InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor, Wanted
-from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.workers.backends.base import Context
 from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import Spec, inputs_of, outputs_of
 from tests.support.optional import OnDemand, optional
 from tests.support.workers.batch_parts import Parts
 from tests.support.workers.in_process import loaded
-from tests.support.workers.models.worker_models import torch_class, torch_forward, torch_script, version_folder
+from tests.support.workers.models.worker_models import on_gpu, torch_class, torch_forward, torch_script, version_folder
 from tests.support.workers.worker_harness import config, running, work
 
 torch = optional("torch")
@@ -293,8 +293,7 @@ def exported(folder: Path, dims: tuple[int, ...], max_batch: int) -> ModelConfig
 
 
 def on_a_gpu(folder: Path) -> ModelConfig:
-    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(1,))
-    return replace(scripted(folder), instance_group=(group,))
+    return on_gpu(scripted(folder), 1)
 
 
 def no_file(folder: Path) -> ModelConfig:
@@ -360,8 +359,7 @@ def test_on_a_gpu(tmp_path: Path, program: bool) -> None:
         "pytorch", {"x": ("FP32", (2000,))}, {"OUTPUT__0": ("FP32", (2000,)), "OUTPUT__1": ("FP32", (1,))}, max_batch=4,
         parameters={"ENABLE_CACHE_CLEANING": "true"},
     )  # fmt: skip
-    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
-    given = replace(given, instance_group=(group,), default_model_filename="model.pt2" if program else "model.pt")
+    given = replace(on_gpu(given), default_model_filename="model.pt2" if program else "model.pt")
     x = np.arange(4000, dtype=np.float32).reshape(2, 2000)
     with running(given, tmp_path) as worker:
         for row in worker.run(work(1, worker.tensor("x", x)), work(2, worker.tensor("x", x))):

@@ -21,14 +21,14 @@ from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
 from shmserve.protocol.messages import Return, Tensor
 from shmserve.repo.config.schema import (
     ModelConfig,
-    ModelInstanceGroup,
     ModelOptimizationPolicy,
     ModelOptimizationPolicyGraph,
 )
 from shmserve.workers.backends.base import Context
 from tests.support.launch import Launched
-from tests.support.workers.in_process import AS_GIVEN, assert_refused
+from tests.support.workers.in_process import AS_GIVEN, assert_refused, floats
 from tests.support.workers.models.tensorflow_models import INSTALLED, X, Y, frozen_graph, placeholder, saved_model
+from tests.support.workers.models.worker_models import on_gpu
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, running, work
 
 if not INSTALLED:
@@ -98,11 +98,6 @@ def values(worker: WorkerProcess, row: Any, dtype: Any = np.float32) -> list[Any
     return [worker.array(output, dtype).tolist() for output in row.outputs]
 
 
-def tensor(values: Any, name: str = "x") -> Tensor:
-    array = np.asarray(values, np.float32)
-    return Tensor(name, "FP32", array.shape, array.tobytes())
-
-
 # ---------------------------------------------------------------------------------------------- SavedModels
 
 
@@ -132,7 +127,7 @@ def test_a_selected_signature_with_scalars(trained: Path) -> None:
         found = worker.loaded()
         assert [(entry.name, tuple(entry.dims)) for entry in found.input] == [("factor", (1,))]
         assert [(entry.name, tuple(entry.dims)) for entry in found.output] == [("scaled", (3, 2)), ("total", (1,))]
-        (row,) = worker.run(work(1, tensor([2], "factor"), rows=0))
+        (row,) = worker.run(work(1, floats([2], "factor"), rows=0))
         assert values(worker, row) == [(2 * WEIGHTS).tolist(), [30]]
 
 
@@ -215,7 +210,7 @@ def test_tensors_of_unknown_rank_use_the_configured_dims(tmp_path: Path) -> None
     with pytest.raises(Unsupported, match="'x' of the model has no fixed number of dims: add input and output"):
         choosing(tmp_path)
     with running(config("tensorflow", X, Y, max_batch=4), tmp_path) as worker:
-        rows = worker.run(work(1, tensor([[1, 2]])), work(2, tensor([[3, 4], [5, 6]])))
+        rows = worker.run(work(1, floats([[1, 2]])), work(2, floats([[3, 4], [5, 6]])))
         assert [values(worker, row) for row in rows] == [[[[2, 4]]], [[[6, 8], [10, 12]]]]
 
 
@@ -242,10 +237,10 @@ def test_a_frozen_graph_with_initialization_operators(tmp_path: Path) -> None:
     given = config("tensorflow", inputs, outputs, max_batch=4, parameters={"TF_INIT_OPS_FILE": "start.json"})
     with running(given, tmp_path) as worker:
         words = worker.tensor("words", texts("b"), dtype="BYTES")
-        rows = worker.run(work(1, tensor([[1, 2]], "middle"), words), work(2, tensor([[3, 4]], "middle"), words))
+        rows = worker.run(work(1, floats([[1, 2]], "middle"), words), work(2, floats([[3, 4]], "middle"), words))
         assert [values(worker, row) for row in rows] == [[[[7]], [[14]]], [[[21]], [[28]]]]
         wrong = worker.tensor("words", texts("c"), dtype="BYTES")
-        (row,) = worker.run(work(3, tensor([[1, 2]], "middle"), wrong))
+        (row,) = worker.run(work(3, floats([[1, 2]], "middle"), wrong))
         assert values(worker, row) == [[[0]], [[0]]]
 
 
@@ -257,9 +252,9 @@ def test_an_operator_error_fails_only_its_request(tmp_path: Path) -> None:
 
     saved_model(tmp_path, make)
     with running(config("tensorflow", X, Y, max_batch=4), tmp_path) as worker:
-        (row,) = worker.run(work(1, tensor([[1, 2]])))
+        (row,) = worker.run(work(1, floats([[1, 2]])))
         assert "Original stack trace" not in assert_failed(row, "MODEL_FAILED", "{{node product}}").text
-        (row,) = worker.run(work(2, tensor([[1, 2, 3]])))
+        (row,) = worker.run(work(2, floats([[1, 2, 3]])))
         assert values(worker, row) == [[[6, 6, 6]]]
 
 
@@ -311,11 +306,6 @@ def ragged(folder: Path) -> ModelConfig:
     return config("tensorflow", X, Y)
 
 
-def on_a_gpu(folder: Path) -> ModelConfig:
-    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(1,))
-    return replace(simple(folder), instance_group=(group,))
-
-
 def optional(folder: Path) -> ModelConfig:
     found = simple(folder)
     return replace(found, input=(replace(found.input[0], optional=True),))
@@ -341,7 +331,11 @@ def optional(folder: Path) -> ModelConfig:
         (lambda f: simple(f, TF_NUM_INTRA_THREADS="-1"), InvalidRequest, "TF_NUM_INTRA_THREADS of model 'm'"),
         (lambda f: simple(f, TF_USE_PER_SESSION_THREADS="so"), InvalidRequest, "must be true or false, not 'so'"),
         (lambda f: simple(f, TF_INIT_OPS_FILE="a"), InvalidRequest, "left out for a SavedModel"),
-        (on_a_gpu, Unsupported, "GPU 1, and the TensorFlow that is installed finds none"),
+        (
+            lambda f: on_gpu(simple(f), 1),
+            Unsupported,
+            "GPU 1, and the TensorFlow that is installed finds none",
+        ),
         (frozen, InvalidRequest, "expects 1 inputs, model provides 2: it also has b"),
         (lambda f: frozen(f, outputs={"z": ("FP32", (3,))}), InvalidRequest, "output 'z', allowed outputs are: y"),
     ],

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from shmserve.errors import InvalidRequest, NotFound, ServeError, Unsupported
-from shmserve.protocol.messages import Tensor
 from shmserve.protocol.worker_messages import Row
-from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
-from tests.support.workers.in_process import AS_GIVEN, assert_refused, loaded, run, value
+from shmserve.repo.config.schema import ModelConfig
+from tests.support.workers.in_process import AS_GIVEN, assert_refused, floats, loaded, run, value
 from tests.support.workers.models.tflite_models import Graph
+from tests.support.workers.models.worker_models import on_gpu
 from tests.support.workers.worker_harness import assert_failed, config, work
 
 if importlib.util.find_spec("ai_edge_litert") is None:
@@ -38,11 +37,6 @@ def dense(folder: Path, batch: int = 1, signatures: bool = False) -> None:
     graph.save(folder, names if signatures else {})
 
 
-def tensor(values: Any, name: str = "x") -> Tensor:
-    array = np.asarray(values, np.float32)
-    return Tensor(name, "FP32", array.shape, array.tobytes())
-
-
 def values(row: Row) -> list[Any]:
     return [value(row, index).tolist() for index in range(len(row.outputs))]
 
@@ -54,7 +48,7 @@ def test_a_model_for_one_image_runs_batches(tmp_path: Path) -> None:
     with loaded(given, tmp_path) as model:
         for count in (1, 4, 2):
             inputs = [np.full((1, 3), number, np.float32) for number in range(count)]
-            rows = run(model, *[work(number, tensor(array)) for number, array in enumerate(inputs, 1)])
+            rows = run(model, *[work(number, floats(array)) for number, array in enumerate(inputs, 1)])
             assert [values(row) for row in rows] == [[(array @ WEIGHTS.T).tolist()] for array in inputs]
 
 
@@ -66,7 +60,7 @@ def test_inputs_and_outputs_are_read_from_the_model(tmp_path: Path, batch: int) 
         assert [(entry.name, tuple(entry.dims)) for entry in found.input] == [("x", (batch, 3))]
         assert [(entry.name, tuple(entry.dims)) for entry in found.output] == [("shape", (2,)), ("y", (batch, 2))]
         assert found.max_batch_size == 0, "one output does not have the rows of the batch"
-        (row,) = run(model, work(1, tensor([[1, 2, 3]]), rows=0))
+        (row,) = run(model, work(1, floats([[1, 2, 3]]), rows=0))
         assert values(row) == [[1, 3], [[8, 26]]]
 
 
@@ -83,9 +77,9 @@ def test_a_model_serves_requests_after_an_error(tmp_path: Path) -> None:
     with loaded(config("tflite", {"x": ("FP32", (-1,))}, outputs), tmp_path) as model:
         cases = [([1, 2, 3], "failed to prepare"), ([77, 1], "GATHER"), ([1, 2, 3, 3], r"output 'y'")]
         for number, (wrong, text) in enumerate(cases):
-            (row,) = run(model, work(2 * number + 1, tensor(wrong), rows=0))
+            (row,) = run(model, work(2 * number + 1, floats(wrong), rows=0))
             assert_failed(row, "MODEL_FAILED", text)
-            (row,) = run(model, work(2 * number + 2, tensor([1, 2]), rows=0))
+            (row,) = run(model, work(2 * number + 2, floats([1, 2]), rows=0))
             assert values(row) == [[[1], [2]], [0, 0]]
 
 
@@ -128,11 +122,6 @@ def complex_numbers(folder: Path) -> ModelConfig:
     return config("tflite", X, Y)
 
 
-def on_a_gpu(folder: Path) -> ModelConfig:
-    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(1,))
-    return replace(given(folder), instance_group=(group,))
-
-
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
@@ -148,7 +137,7 @@ def on_a_gpu(folder: Path) -> ModelConfig:
         (lambda f: given(f, tflite_num_threads="a"), InvalidRequest, "tflite_num_threads of model 'm'"),
         (lambda f: fixed(f, "reshape"), InvalidRequest, "is 4, and the first .* is 1 and cannot be changed: .*failed"),
         (lambda f: fixed(f, "sum"), InvalidRequest, "output 'y' does not grow with the inputs. Set max_batch_size: 0"),
-        (on_a_gpu, Unsupported, "on GPU 1, and models of LiteRT run on the CPU"),
+        (lambda folder: on_gpu(given(folder), 1), Unsupported, "on GPU 1, and models of LiteRT run on the CPU"),
     ],
 )
 def test_unsupported_models_are_refused(tmp_path: Path, make: Any, kind: type[ServeError], text: str) -> None:

@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from shmserve.repo.config.complete import TREE_FILES
-from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.repo.config.schema import ModelConfig
 from tests.support.workers.in_process import completed, inline, load_failure, loaded, run, value
-from tests.support.workers.models.worker_models import version_folder
+from tests.support.workers.models.worker_models import on_gpu, version_folder
 from tests.support.workers.worker_harness import WorkerProcess, assert_failed, config, work
 
 for library in ("treelite", "xgboost", "lightgbm", "sklearn"):
@@ -282,8 +282,7 @@ def test_unsupported_features_are_refused(tmp_path: Path) -> None:
     given = fil("xgboost_json", 1)
     shap = replace(given.output[0], name="treeshap_output", dims=(FEATURES + 1,))
     assert "explanations" in load_failure(replace(given, output=(given.output[0], shap)), tmp_path).text
-    on_gpu = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,))
-    assert "set kind: KIND_CPU" in load_failure(replace(given, instance_group=(on_gpu,)), tmp_path).text
+    assert "set kind: KIND_CPU" in load_failure(on_gpu(given), tmp_path).text
     optional = replace(given.input[0], optional=True)
     assert "needs its input" in load_failure(replace(given, input=(optional,)), tmp_path).text
 

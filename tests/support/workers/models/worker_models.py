@@ -109,6 +109,10 @@ def version_folder(folder: Path) -> Path:
     return path
 
 
+def on_gpu(given: ModelConfig, number: int = 0) -> ModelConfig:
+    return replace(given, instance_group=(ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(number,)),))
+
+
 # ---------------------------------------------------------------------------------------------- identity
 
 
@@ -353,13 +357,9 @@ def _plan(folder: Path, dtypes: Sequence[str], dims: Sequence[int], op: str) -> 
     plan(folder, tensors, {f"y{dtype}": [op, f"x{dtype}"] for dtype in dtypes}, profile)
 
 
-def _on_gpu(given: ModelConfig) -> ModelConfig:
-    return replace(given, instance_group=(ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(0,)),))
-
-
 def tensorrt_echo(folder: Path, dtypes: Sequence[str], dims: Sequence[int], max_batch: int) -> ModelConfig:
     _plan(folder, dtypes, [-1, *dims] if max_batch else dims, "copy")
-    return _on_gpu(_echo_config("tensorrt", dtypes, dims, max_batch))
+    return on_gpu(_echo_config("tensorrt", dtypes, dims, max_batch))
 
 
 def tensorrt_failing(folder: Path) -> ModelConfig:
@@ -367,7 +367,7 @@ def tensorrt_failing(folder: Path) -> ModelConfig:
 
     tensors = [tensor("input", "x", [-1, -1]), tensor("output", "y", [-1, -1])]
     plan(folder, tensors, {"y": ["refuse 77", "x"]}, {"x": [[1, 1], [1, 1], [8, 8]]})
-    return _on_gpu(config("tensorrt", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8))
+    return on_gpu(config("tensorrt", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}, max_batch=8))
 
 
 # ---------------------------------------------------------------------------------------------- fil

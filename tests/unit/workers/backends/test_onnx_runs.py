@@ -15,13 +15,12 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from bench.suites.weights import make, prepack
 from shmserve.errors import ModelFailed, Unsupported
 from shmserve.protocol.messages import Handle, Tensor, Wanted
 from shmserve.protocol.worker_messages import Row
-from shmserve.repo.config.schema import ModelConfig, ModelInstanceGroup
+from shmserve.repo.config.schema import ModelConfig
 from shmserve.shm.views import address_of
 from shmserve.workers.backends.base import Context
 from shmserve.workers.backends.onnx import backend, run
@@ -33,7 +32,7 @@ from shmserve.workers.batch.results import Results
 from shmserve.workers.batch.specs import inputs_of, outputs_of
 from tests.support.hypothesis_profiles import examples
 from tests.support.workers.batch_parts import Array, Parts
-from tests.support.workers.models.worker_models import Graph
+from tests.support.workers.models.worker_models import Graph, on_gpu
 from tests.support.workers.worker_harness import config, work
 
 WIDTH = 4096
@@ -429,8 +428,7 @@ def test_a_provider_that_does_not_start_is_an_error(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ort, "InferenceSession", CpuSession)
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
-    group = ModelInstanceGroup(name="m_0", kind="KIND_GPU", count=1, gpus=(3,))
-    model = replace(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}), instance_group=(group,))
+    model = on_gpu(config("onnxruntime", {"x": ("FP32", (-1,))}, {"y": ("FP32", (-1,))}), 3)
     loaded = Onnx(context(tmp_path))
     with pytest.raises(Unsupported, match=r"CUDAExecutionProvider did not start\. It needs the libraries of CUDA"):
         loaded.load(model)

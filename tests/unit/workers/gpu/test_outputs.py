@@ -16,7 +16,7 @@ from shmserve.workers.backends.python.pb_tensor import DeviceTensor
 from shmserve.workers.gpu.shared import memory_of
 from tests.support.gpu.fake_processes import WIDTH
 from tests.support.workers.batch_parts import Array
-from tests.support.workers.gpu.device_arrays import read
+from tests.support.workers.gpu.device_arrays import Foreign, read
 from tests.support.workers.gpu.device_pair import DEVICE_TO_HOST, HOST_TO_DEVICE, WITHIN, Pair, arrays, gathered
 from tests.support.workers.worker_harness import assert_failed
 
@@ -114,19 +114,13 @@ def test_a_gpu_failure_while_outputs_are_scattered(pair: Pair, monkeypatch: pyte
 # ------------------------------------------------------------------------------------------------ Python models
 
 
-class LibraryArray:
-    """An array of a library on the GPU. The stand-in for cupy reads `described`."""
+class LibraryArray(Foreign):
+    """An array of a library that only exports DLPack. The stand-in for cupy reads `described`."""
 
     def __init__(self, runtime: Any, array: Array, number: int = 0, strides: Any = None) -> None:
-        self._runtime, self._number = runtime, number
-        self._array = np.ascontiguousarray(array)
-        self.address = runtime.malloc(array.nbytes)
-        self.stream = runtime.streamCreateWithFlags(1)
-        shape, typestr = array.shape, array.dtype.str
-        self.described = {"shape": shape, "typestr": typestr, "data": (self.address, False), "strides": strides}
-        runtime.memcpyAsync(
-            self.address, self._array.ctypes.data, array.nbytes, runtime.memcpyHostToDevice, self.stream
-        )
+        super().__init__(runtime, array)
+        self._number, self._array = number, array
+        self.described = self.__dict__.pop("__cuda_array_interface__") | {"strides": strides}
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self._number
@@ -136,11 +130,6 @@ class LibraryArray:
 
     def cpu(self) -> Array:
         return self._array
-
-    def close(self) -> None:
-        self._runtime.streamSynchronize(self.stream)
-        self._runtime.streamDestroy(self.stream)
-        self._runtime.free(self.address)
 
 
 def test_a_python_model_makes_a_tensor_on_the_gpu(runtime: Any) -> None:
