@@ -36,6 +36,20 @@ from tests.support.workers.worker_harness import WorkerProcess, assert_failed, r
 pytestmark = pytest.mark.process
 
 
+@pytest.fixture(scope="module")
+def sending(sender: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    with serving(tmp_path_factory.mktemp("model"), SOURCES[sender]) as worker:
+        yield worker
+
+
+@pytest.fixture
+def worker(sending: WorkerProcess) -> Iterator[WorkerProcess]:
+    """A worker with the decoupled model that the mark `senders` names. A test must end its requests and read all
+    reports."""
+    yield sending
+    quiet(sending)
+
+
 # ---------------------------------------------------------------------------------------------- responses
 
 
