@@ -1,4 +1,4 @@
-"""The loop with a backend that overlaps batches: when batches begin, and that the broker sees the usual reports.
+"""The loop: when batches begin, also with a backend that overlaps them, and what the broker sees of it.
 
 The backend runs in the test's thread. It sends the next orders while it begins, computes or finishes a batch, so each
 test has one order of events.
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from shmserve.errors import ModelFailed
 from shmserve.protocol import codec
@@ -349,3 +350,63 @@ def test_no_time_is_counted_for_two_batches(broker: Broker) -> None:
     times = [moment for done in dones(reports) for moment in done.times]
     assert times == sorted(times)
     assert times[0] > 0
+
+
+# ---------------------------------------------------------------------------------------------- one batch at a time
+
+
+@pytest.fixture
+def plain(broker: Broker) -> Broker:
+    """The backend runs one batch at a time, like most."""
+    broker.device.overlaps = False
+    broker.runner = broker.parts.runner(broker.device)
+    return broker
+
+
+def reading(broker: Broker, packets: list[list[Any]]) -> Callable[[], None]:
+    """Reads the packet that was sent before this moment, and stops the worker."""
+
+    def read() -> None:
+        packets.append(_reports(broker.sock.recv(PACKET_BYTES)))
+        broker.send(Stop())
+
+    return read
+
+
+def test_requests_join_and_leave_a_waiting_batch_until_it_starts(plain: Broker) -> None:
+    device = plain.device
+    more = (plain.execute(2, 1, 1), plain.execute(3, 1, join=2), Withdraw((21, 10, 99)), Ping(5))
+    device.plan["begin", 1] = [plain.later(*more)]
+    device.plan["begin", 2] = [plain.later(Stop())]
+    reports = plain.run(plain.execute(1, 1, open=False))
+    assert reports[:2] == [Withdrawn((21,)), Pong(5)], "before the next batch runs"
+    assert starts(reports) == [(1, 2, 3), (2, 0, 0)]
+    plain.check(dones(reports)[0], 10)
+    plain.check(dones(reports)[1], 20, 30)
+
+
+def test_the_end_of_one_batch_and_the_start_of_the_next_are_one_packet(plain: Broker) -> None:
+    packets: list[list[Any]] = []
+    plain.device.plan["begin", 1] = [plain.later(plain.execute(2, 1), Withdraw((7,)))]
+    plain.device.plan["begin", 2] = [reading(plain, packets)]
+    plain.check(dones(plain.run(plain.execute(1, 1, open=False)))[0], 20)
+    ((withdrawn, done),) = packets
+    assert withdrawn == Withdrawn(())
+    assert (type(done), done.batch, done.next) == (Done, 1, 2)
+
+
+def test_an_open_batch_is_reported_when_it_starts(plain: Broker) -> None:
+    packets: list[list[Any]] = []
+    plain.device.plan["begin", 1] = [reading(plain, packets)]
+    assert starts(plain.run(plain.execute(1, 1))) == [(1, 0, 0)]
+    assert starts(packets[0]) == [(0, 1, 1)]
+
+
+def test_a_stop_in_one_packet_with_other_orders_finishes_all_batches(plain: Broker) -> None:
+    executes = [replace(plain.execute(number, 1, open=number == 4), more=number == 6) for number in range(2, 7)]
+    plain.device.plan["begin", 1] = [plain.later(*executes, Withdraw((40,)), Stop())]
+    reports = plain.run(plain.execute(1, 1, open=False))
+    assert reports[0] == Withdrawn((40,))
+    assert starts(reports) == [(1, 2, 2), (2, 3, 3), (3, 5, 5), (5, 6, 6), (6, 0, 0)]
+    for done, number in zip(dones(reports), (1, 2, 3, 5, 6), strict=True):
+        plain.check(done, 10 * number)
