@@ -90,7 +90,7 @@ class WorkerProcess:
             command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=self.stderr,
+            stdout=subprocess.DEVNULL,  # the worker redirects it to stderr
             stderr=self.stderr,
             env=os.environ | ({"PYTHONPATH": places} if packages else {}),
         )
