@@ -191,30 +191,6 @@ def test_a_client_that_does_not_read_is_paused_until_it_reads(running: Launched)
 FLOOD = (Unmap(1),) * 40  # each message causes an error
 
 
-def test_a_flood_of_errors_over_zeromq_is_throttled_and_then_disconnected(strict: Launched) -> None:
-    with Zmq(strict.zmq) as flood, Zmq(strict.zmq) as honest:
-        flood.hello("frames")
-        honest.hello("frames")
-        flood.send(*FLOOD * 2)
-        assert flood.receive_kind(Fail).code == "INVALID_ARG"
-        flood.send(infer(1))  # waits until the errors are a second old
-        honest.send(infer(2))
-        assert honest.receive_kind(Reply).request == 2
-        assert flood.receive_kind(Reply).request == 1
-        flood.send(*FLOOD * 3)
-        for number in range(1, 400):
-            flood.send(infer(number))
-        goodbye = flood.receive_kind(Goodbye)
-        assert goodbye.code == "UNAVAILABLE"
-        assert "client_errors" in goodbye.text
-        flood.send(infer(1))  # it gets no answer, unless it sends Hello again
-        honest.send(infer(3))
-        assert honest.receive_kind(Reply).request == 3
-        flood.hello("frames")
-        flood.send(infer(2))
-        assert flood.receive_kind(Reply, Goodbye) == Reply(2, 1, answer_of(2))
-
-
 def test_the_backlog_of_a_throttled_zeromq_client_is_limited_in_bytes(strict: Launched) -> None:
     with Zmq(strict.zmq) as flood:
         flood.hello("frames")

@@ -268,6 +268,15 @@ def test_without_memfds_arrays_go_through_host_memory(x: Foreign, memory: str) -
     session.close()
 
 
+def test_an_output_of_another_shape_than_its_array_is_refused(session: Session) -> None:
+    server = Server(session)
+    y = session.memory.empty_on(0, (2, 1000), "float32")
+    ticket = infer(session, {"x": X[0]}, outputs={"y": y})
+    place = server.take()[0].outputs[0].place
+    feed(session, Reply(1, 1, (Tensor("y", "FP32", (1000, 2), (place,)),)))
+    assert "has shape [1000, 2], but was written to an array of shape [2, 1000]" in str(ticket.error)
+
+
 def test_a_cancelled_request_keeps_its_memory_until_the_answer(session: Session, x: Foreign) -> None:
     server = Server(session)
     ticket = infer(session, {"x": x})

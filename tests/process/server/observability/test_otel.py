@@ -24,26 +24,14 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Trace
 
 import shmserve
 from shmserve.testing import Server
-from tests.support.ensemble_models import ADD, BATCHES, ensemble, model, numbers
+from tests.support.ensemble_models import ADD, BATCHES, model, numbers
 from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.launch import children_of
 from tests.support.living import until
-from tests.support.observability.otlp import Collector, attributes, collecting
+from tests.support.observability.otlp import Collector, collecting
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("otel")]
 
-CALLER = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.one(pb_utils.get_input_tensor_by_name(request, "x")) for request in requests]
-
-    def one(self, x):
-        call = pb_utils.InferenceRequest(model_name="add1", requested_output_names=["y"], inputs=[x])
-        return pb_utils.InferenceResponse([pb_utils.get_output_tensor_by_name(call.exec(), "y")])
-"""
 SPAN = 0x00F067AA0BA902B7
 
 
@@ -57,8 +45,6 @@ def parent_of(number: int) -> tuple[str, str]:
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     model(root, "add1", ADD, BATCHES, dims="[4]")
-    model(root, "calls", CALLER, BATCHES, dims="[4]")
-    ensemble(root, "twice", "x:FP32:[4]", "y", "add1(x:x)->(y:z)", "add1(x:z)->(y:y)", more="max_batch_size: 64")
     return root
 
 
@@ -122,24 +108,6 @@ def test_trace_contexts_of_http_and_grpc_requests(server: Server, collector: Col
         rpcs.ModelInfer(request, timeout=60, metadata=metadata)
     for number, state in ((10, "c=3"), (11, "d=4")):
         assert of_trace(collector, parent_of(number)[0], 3)["infer add1"].trace_state == state
-
-
-def test_spans_of_ensembles_and_model_calls(server: Server, collector: Collector) -> None:
-    with server.client() as client:
-        for number, name in ((20, "twice"), (21, "calls")):
-            client.infer(
-                name, {"x": numbers(1, 4)}, parameters={"traceparent": parent_of(number)[1]}, request_id="mine"
-            )
-    spans = collector.wait(7, parent_of(20)[0])
-    (whole,) = [span for span in spans if span.name == "infer twice"]
-    steps = [span for span in spans if span.name == "step add1"]
-    assert [span.parent_span_id for span in steps] == [whole.span_id] * 2
-    assert attributes(whole)["shmserve.request.id"] == "mine"
-    called = of_trace(collector, parent_of(21)[0], 6)
-    whole, call = called["infer calls"], called["call add1"]
-    assert call.parent_span_id == whole.span_id
-    assert whole.start_time_unix_nano <= call.start_time_unix_nano <= call.end_time_unix_nano
-    assert call.end_time_unix_nano <= whole.end_time_unix_nano
 
 
 # ---------------------------------------------------------------------------------------- collectors

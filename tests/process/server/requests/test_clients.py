@@ -58,14 +58,6 @@ def test_all_types(client: Any, shape: tuple[int, int]) -> None:
         assert not result[f"o_{name}"].flags.writeable
 
 
-@pytest.mark.parametrize("width", [10, 50_000])
-def test_many_requests_share_batches(client: Any, width: int) -> None:
-    x = np.arange(2 * width, dtype=np.float32).reshape(2, width)
-    futures = [client.submit("batched", {"i_FP32": x + number}) for number in range(24)]
-    for number, future in enumerate(futures):
-        np.testing.assert_array_equal(future.result()["o_FP32"], x + number)
-
-
 def test_inputs_and_outputs_in_client_memory(client: Any) -> None:
     x = client.empty((1, 100_000))
     place = client.empty((1, 100_000))

@@ -30,8 +30,6 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
     repository = tmp_path_factory.mktemp("models")
     batching = "dynamic_batching { }\n"
     model(repository, "pair", ["FP32", "INT32"], "[ -1 ]", 256, batching)
-    model(repository, "single", ["FP32"], "[ -1 ]", 0)
-    model(repository, "strings", ["BYTES"], "[ -1 ]", 64, batching)
     model(repository, "many", ["FP32"], "[ -1 ]", 4096, batching + parameters(delay_us="200000"))
     with shared_server.serving(repository) as running:
         yield running
@@ -104,14 +102,6 @@ def test_two_clients_get_their_own_results_and_every_request_is_counted_once(
             assert_echoed(result, start + number)
     assert [new - old for new, old in zip(counted(server, "pair"), before, strict=True)] == [2 * COUNT, 2 * COUNT, 0]
     assert sum(in_columns) == 2 * COUNT
-
-
-def test_models_without_batching_and_string_inputs(server: Server) -> None:
-    single = run(ask_all(server, "lane", "single", [{"i_FP32": np.full(2, n, np.float32)} for n in range(COUNT)]))
-    words = [np.array([[b"%d" % number]], object) for number in range(COUNT)]
-    strings = run(ask_all(server, "lane", "strings", [{"i_BYTES": word} for word in words]))
-    assert [result["o_FP32"].tolist() for result in single] == [[number, number] for number in range(COUNT)]
-    assert [result["o_BYTES"].tolist() for result in strings] == [word.tolist() for word in words]
 
 
 def test_a_batch_of_more_requests_than_one_message_holds(server: Server, in_columns: list[int]) -> None:
