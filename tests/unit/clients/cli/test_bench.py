@@ -65,7 +65,6 @@ def test_recorded_times(tmp_path: Path) -> None:
         ("--percentile p75", "windows do not have p75: --percentile is one of p50, "),
         ("--url http://h:1 --ca a", "--ca and --client-cert are only for https:// and grpcs://"),
         ("--url ftp://h:1", "invalid url 'ftp://h:1': expected one of unix://, ipc://, tcp://, http://, https://, "),
-        ("--client-cert c", "--ca and --client-cert are only for https:// and grpcs://"),
         ("--url https://h:1 --client-key k", "--client-key needs --client-cert"),
         ("--header a:b", "headers are only for http, https, grpc and grpcs://"),
         ("--url https://h:1 --stream --outputs y", "generate_stream sends all outputs: leave out --outp"),
@@ -117,10 +116,7 @@ def test_urls_of_endpoints_are_parsed() -> None:
     [
         (["-c", "0"], "'0' is not a number above 0, a list"),
         (["-c", "1.5"], "'1.5' has a number that is not an integer"),
-        (["-c", "8:1"], "'8:1' is not a number above 0"),
-        (["-c", "1:8:-1"], "'1:8:-1' is not a number above 0"),
         (["-c", "1:1000000:1"], "is not a number above 0"),
-        (["-r", "many"], "'many' is not a number above 0"),
         (["--until", "20ms"], "'20ms' is not a limit such as p99=20ms"),
         (["--until", "p101=1ms"], "'p101' is not a percentile such as p99"),
         (["--until", "p99=20"], "'20' has no unit: 20ms?"),

@@ -85,11 +85,9 @@ def test_values_of_another_type_are_refused(dtype: str, text: str, error: str) -
         values.from_text(text, spec(dtype, -1))
 
 
-@pytest.mark.parametrize("dtype", ["FP16", "FP32", "BF16"])
-def test_infinities_and_nan(dtype: str) -> None:
-    found = values.from_text("inf,-inf,nan", spec(dtype, 3))
-    array = from_bfloat16(found) if dtype == "BF16" else found
-    assert np.array_equal(array.astype(np.float64), [np.inf, -np.inf, np.nan], equal_nan=True)
+def test_infinities_and_nan() -> None:
+    assert str(values.from_text("inf,-inf,nan", spec("FP16", 3))) == "[ inf -inf  nan]"
+    assert str(from_bfloat16(values.from_text("inf,-inf,nan", spec("BF16", 3)))) == "[ inf -inf  nan]"
 
 
 @given(arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(width=32)))
@@ -111,14 +109,10 @@ def test_bf16_is_given_as_its_bits() -> None:
     ("text", "pattern", "shape"),
     [
         ("5", [], ()),
-        ("5", [1], (1,)),
-        ("5", [-1], (1,)),
         ("5", [-1, 1], (1, 1)),
         ("1,2,3", [-1, 3], (1, 3)),
         ("1,2,3,4,5,6", [-1, 3], (2, 3)),
-        ("1,2,3,4", [2, 2], (2, 2)),
         ("1,2,3,4,5,6", [-1, 2, -1], (1, 2, 3)),
-        ("[[1,2],[3,4]]", [-1, 2, 2], (1, 2, 2)),
         ("[[[1,2],[3,4]]]", [-1, 2, 2], (1, 2, 2)),
         ("[]", [-1], (0,)),
         ("[[], []]", [2, -1], (2, 0)),
@@ -171,16 +165,10 @@ def test_arguments_name_their_input() -> None:
             inputs.from_arguments([text], both)
 
 
-@pytest.mark.parametrize("dtype", [name for name in ITEM_BYTES if name not in ("BYTES", "BF16")])
-def test_npy_files(dtype: str, tmp_path: Path) -> None:
-    file = tmp_path / "x.npy"
-    array = np.arange(6).reshape(2, 3).astype(to_numpy(dtype))
-    np.save(file, array)
-    assert same(inputs.from_arguments([f"x=@{file}"], known(spec(dtype, -1, 3)))["x"], array.dtype, array)
-
-
-def test_npy_files_of_strings_and_bf16(tmp_path: Path) -> None:
+def test_npy_files(tmp_path: Path) -> None:
+    numbers = [name for name in ITEM_BYTES if name not in ("BYTES", "BF16")]
     for array, dtype, expected in (
+        *[(array, name, array) for name in numbers for array in [np.arange(2).astype(to_numpy(name))]],
         (np.array(["one", "two"]), "BYTES", np.array(["one", "two"], object)),
         (np.array([0x3F80, 0], np.uint16), "BF16", np.array([0x3F80, 0], np.uint16)),
         (np.array([1, 0], ml_dtypes.bfloat16), "BF16", np.array([0x3F80, 0], np.uint16)),
@@ -206,10 +194,9 @@ def test_npy_files_that_do_not_fit(tmp_path: Path) -> None:
     refused(r"shape \[2, 4\] does not fit \[-1, 3\]")
     np.save(file, np.array([{}]), allow_pickle=True)
     refused("cannot read .*x.npy: Object arrays cannot be loaded", "BYTES")
-    file.write_bytes(b"")
-    refused("cannot read .*x.npy")
-    file.write_bytes(b"not numpy")
-    refused("cannot read .*x.npy")
+    for content in (b"", b"not numpy"):
+        file.write_bytes(content)
+        refused("cannot read .*x.npy")
 
 
 def test_raw_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +21,9 @@ from shmserve.clients.cli.commands.operate import progress
 from shmserve.clients.cli.commands.status import instance_rows, models_table
 from shmserve.terminal.console import Screen, state_style
 from shmserve.terminal.tables import bytes_text
-from tests import ROOT
 from tests.support.broker.fake_broker import NOTHING, FakeBroker
 from tests.support.broker.running_broker import running
+from tests.support.system.terminal import Terminal
 
 END_S = 60
 READY = {"versions": [{"version": "2", "state": "READY", "seconds": 1.25}], "changed": True, "warnings": []}
@@ -222,39 +218,13 @@ def test_an_operation_that_times_out_exits_with_1(broker: Operated, capsys: pyte
     assert "'load' of model 'never' did not finish within its timeout; the server continues it; --timeout" in said.err
 
 
-def environment(**more: str) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if not name.startswith(("SHMSERVE", "_ARGC"))}
-    found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return found | more
-
-
 def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Operated) -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 60, 0, 0))
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "load", "mlp", "never", "--url", broker.lane]
-    said = b""
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=theirs) as process:
-        os.close(theirs)
-        while said.count(b"\x1b[K") < 2:
-            said += os.read(ours, 4096)
-        process.send_signal(signal.SIGINT)
-        try:
-            while data := os.read(ours, 4096):
-                said += data
-        except OSError:  # how a terminal ends
-            pass
-        process.wait(END_S)
-        assert process.stdout is not None
-        assert process.stdout.read() == b""
-    os.close(ours)
-    assert process.returncode == 130
-    lines = said.decode().split("\r\x1b[K")
-    assert re.fullmatch(r"[|/\\-] loading (mlp, )?never, \d s(: 2 of 4 instances)?", lines[1])
-    assert all(len(line.rstrip()) < 60 for line in lines)
-    assert lines[-1] == "shmserve load: interrupted\r\n"
-
-
-def test_progress() -> None:
+    with Terminal(command, 60, 24, {}) as terminal:
+        terminal.wait_for(lambda text: re.search(r"^[|/\\-] loading never, \d s$", text, re.MULTILINE))
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.ends() == 130
+        assert "shmserve load: interrupted" in terminal.lines
     assert progress(INDEX, ["mlp"]) == ": 2 of 4 instances"
     assert progress(INDEX, ["odd", "other"]) == ""
 
@@ -290,11 +260,6 @@ def test_a_server_without_models(broker: Operated, capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert said.out.count("not served") == 4
     assert "the server has none of the sample models: `python -m shmserve.repo.samples DIR`" in said.err
-
-
-def test_the_table_of_an_index_with_few_fields() -> None:
-    lines = models_table([{"name": "m", "version": "1", "state": "READY", "reason": ""}], Screen()).splitlines()
-    assert lines[1].split() == ["m", "1", "READY", "-", "0", "0", "-", "-", "-", "-"]
 
 
 def test_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,7 +338,7 @@ def completed(program: Path, line: str, **more: str) -> set[str]:
     path = f"{program}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", "--norc", "-c", BASH, "bash", line]
     ran = subprocess.run(
-        command, env=environment(PATH=path, **more), capture_output=True, text=True, check=False, timeout=END_S
+        command, env=os.environ | {"PATH": path} | more, capture_output=True, text=True, check=False, timeout=END_S
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr == ""
