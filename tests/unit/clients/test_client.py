@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.protocol.messages import Cancel, Goodbye, Infer, Reply
+from shmserve.protocol.messages import Cancel, Infer, Reply
 from tests.support.broker.fake_broker import MODELS, FakeBroker, Peer
 
 X = np.arange(4, dtype=np.float32)
@@ -94,18 +94,6 @@ def test_close_wakes_threads_that_wait_for_results(client: shmserve.Client, brok
     assert {str(error) for error in errors} == {"the client was closed before the response arrived"}
     with pytest.raises(shmserve.Unavailable, match="the client is closed"):
         client.submit("echo", {"x": X})
-
-
-def test_waiting_threads_fail_when_the_link_ends(client: shmserve.Client, broker: FakeBroker) -> None:
-    futures = [client.submit("hold", {"x": X + number}) for number in range(3)]
-    peer, _, _ = broker.parked.get(timeout=20)
-    refused = Goodbye("UNAVAILABLE", "the server stops")
-
-    def end() -> None:
-        broker.do(lambda: peer.send(refused))
-
-    errors = run_all([*[partial(future.exception, 30) for future in futures], end])[:3]
-    assert {(type(error), str(error)) for error in errors} == {(shmserve.Unavailable, "the server stops")}
 
 
 # ------------------------------------------------------------------------------------------------ packets

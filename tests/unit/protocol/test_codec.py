@@ -244,33 +244,21 @@ def test_deep_nesting_inside_a_valid_packet() -> None:
     assert found[2] == messages.Cancel(9)
 
 
-@pytest.mark.parametrize(
-    "packet",
-    [
-        b"\x91\x95\x07\x01\xa4\xff\xfe\xfd\xfc\x00\x90",
-        b"\x91\x95\x07\x01\xa1m\x00\x91\x94\xa2\xc3\x28\xa4FP32\x91\x01\xc4\x01z",
-        b"\x91\x93\xa3abc\x01\x02",
-        b"\x91\x91\xcf\xff\xff\xff\xff\xff\xff\xff\xff",
-        b"\x91\xc7\x03\x05abc",
-        b"\x91\xd6\xff\x00\x00\x00\x00",
-        b"\x91\x92\xcb\x40\x1c\x00\x00\x00\x00\x00\x00\x01",
-        b"\x91\x92\xc3\x01",
-        b"\x90\x90",
-        b"",
-    ],
-    ids=[
-        "utf8",
-        "utf8-deep",
-        "text-tag",
-        "huge-tag",
-        "extension",
-        "timestamp",
-        "float-tag",
-        "bool-tag",
-        "two",
-        "empty",
-    ],
-)
+UNUSUAL = {
+    "utf8": b"\x91\x95\x07\x01\xa4\xff\xfe\xfd\xfc\x00\x90",
+    "utf8-deep": b"\x91\x95\x07\x01\xa1m\x00\x91\x94\xa2\xc3\x28\xa4FP32\x91\x01\xc4\x01z",
+    "text-tag": b"\x91\x93\xa3abc\x01\x02",
+    "huge-tag": b"\x91\x91\xcf\xff\xff\xff\xff\xff\xff\xff\xff",
+    "extension": b"\x91\xc7\x03\x05abc",
+    "timestamp": b"\x91\xd6\xff\x00\x00\x00\x00",
+    "float-tag": b"\x91\x92\xcb\x40\x1c\x00\x00\x00\x00\x00\x00\x01",
+    "bool-tag": b"\x91\x92\xc3\x01",
+    "two": b"\x90\x90",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("packet", UNUSUAL.values(), ids=UNUSUAL)
 def test_unusual_packets_are_refused(packet: bytes) -> None:
     for union in UNIONS:
         found = decode(union, packet)

@@ -33,7 +33,7 @@ from shmserve.protocol.messages import (
 from shmserve.protocol.worker_messages import rows_of
 from shmserve.session import Session, columns
 from shmserve.session.columns import in_batches, reply_of
-from tests.support.clients.sessions import RecordingTicket, confirm_loaded, connect, connected, decode, feed, sent
+from tests.support.clients.sessions import RecordingTicket, confirm_loaded, connect, decode, feed, sent
 
 BATCH = 64
 
@@ -207,19 +207,6 @@ def test_requests_that_are_refused_together_fail_with_the_same_error() -> None:
     assert list(session.tickets) == [2]
 
 
-def test_a_result_in_columns_equals_the_result_of_a_reply() -> None:
-    session, other = batching(), connected()
-    (ticket,), (same,) = submit(session, 1), submit(other, 1)
-    message = answers(1)
-    feed(session, message)
-    feed(other, Reply(1, message.version, message.columns.tensors(0)))
-    for name, array in same.answer.items():
-        found = ticket.answer[name]
-        assert (found.dtype, found.shape, found.flags.writeable) == (array.dtype, array.shape, array.flags.writeable)
-        np.testing.assert_array_equal(found, array)
-    assert (ticket.answer.version, ticket.answer.parameters) == (same.answer.version, same.answer.parameters)
-
-
 def test_shapes_follow_the_rows_of_each_request() -> None:
     session, rows = batching(), (2, 0, 1, 3)
     tickets = submit(session, len(rows))
@@ -310,25 +297,6 @@ def test_the_server_sets_the_size_of_an_infer_batch() -> None:
     messages = sent(session)
     assert [type(message) for message in messages] == [InferBatch, InferBatch, Infer]
     assert [message.request for message in expanded(messages)] == list(range(1, 8))
-
-
-def test_requests_of_different_timeouts_are_not_joined() -> None:
-    session = batching()
-    submit(session, 2, timeout=1.0)
-    submit(session, 2)
-    messages = sent(session)
-    assert [(type(message), message.timeout_us) for message in messages] == [(InferBatch, 1_000_000), (InferBatch, 0)]
-
-
-def test_many_requests_with_large_inputs_are_split_into_packets_in_order() -> None:
-    session = batching()
-    x = np.zeros((1, 1000), np.float32)
-    for _ in range(100):
-        session.infer(RecordingTicket(), "m", {"x": x}, 0.0)
-    packets = [decode(packet.data) for packet in session.take()]
-    assert len(packets) > 1
-    assert {type(message) for packet in packets for message in packet} == {InferBatch}
-    assert [message.request for packet in packets for message in expanded(packet)] == list(range(1, 101))
 
 
 def test_a_request_that_cannot_be_encoded_fails_only_itself() -> None:

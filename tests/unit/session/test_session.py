@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
-from shmserve.errors import ConnectionLost, DeadlineExceeded, Internal, InvalidRequest, ProtocolError
+from shmserve.errors import ConnectionLost, DeadlineExceeded, Internal, ProtocolError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     PACKET_BYTES,
@@ -115,16 +115,6 @@ def test_a_segment_is_announced_once_with_its_descriptor_before_its_first_use() 
     _, packets = ask(session, {"x": np.zeros(10_000)})
     assert len(packets) == 1, "announced once"
     session.close()
-
-
-def test_an_encoding_error_fails_only_its_own_request() -> None:
-    session = connected()
-    good, bad, other = RecordingTicket(), RecordingTicket(), RecordingTicket()
-    for ticket, name in ((good, "x"), (bad, "\ud800"), (other, "x")):
-        session.infer(ticket, "m", {name: np.zeros(2)}, 0.0)
-    assert [message.request for message in sent(session)] == [1, 3]
-    assert isinstance(bad.error, InvalidRequest)
-    assert (good.ends, other.ends) == (0, 0)
 
 
 def test_an_answer_settles_once() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -112,16 +110,6 @@ def test_the_block_freed_last_is_reused_first() -> None:
     assert [blocks.allocate(1000) for _ in range(3)] == order[::-1]
 
 
-def test_pieces_that_are_all_free_make_their_block_again() -> None:
-    blocks = Blocks(1 << 20)
-    assert blocks.allocate(32 * 400) == 0
-    pieces = blocks.split(0, [400] * 32)
-    random.Random(1).shuffle(pieces)
-    for piece in pieces:
-        blocks.free(piece)
-    assert blocks.allocate(32 * 400) == 0
-
-
 @pytest.mark.parametrize("sizes", [[], [0], [10, 0, 10], [-1, 20], [100, 29], [2**63]])
 def test_an_invalid_split_changes_nothing(sizes: list[int]) -> None:
     blocks = Blocks(1024)
@@ -153,11 +141,3 @@ def test_sizes_and_alignments() -> None:
     for size, align in ((0, 64), (-1, 64), (64, 0), (64, 48)):
         with pytest.raises(Internal):
             Blocks(size, align)
-
-
-def test_many_sizes_leave_one_free_block() -> None:
-    blocks = Blocks(1 << 22)
-    for size in range(64, 64 * 3000, 64):
-        blocks.free(blocks.allocate(size) or 0)
-    blocks.check()
-    assert blocks.largest_free == 1 << 22

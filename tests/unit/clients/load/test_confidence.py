@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from statistics import fmean
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from shmserve.clients.load.analysis.confidence import difference, interval, stability, student_t
 from shmserve.clients.load.plan import Settings
-from tests.support.hypothesis_profiles import examples
 from tests.unit.clients.load.points import window
 
 TABLE = {
@@ -70,19 +65,3 @@ def test_stability_of_latencies_and_of_an_open_loop() -> None:
     assert stability(slower, Settings(min_windows=8)).note.startswith("p50 latency drifts by +")
     windows = [window(number, good) for number, good in enumerate((100, 150, 50))]
     assert stability(windows, PLAN, throughput=False).stable, "its rate is given"
-
-
-@settings(max_examples=examples(60))
-@given(st.lists(st.integers(1, 10_000), min_size=3, max_size=8), st.integers(1, 50))
-def test_stability_does_not_depend_on_the_unit(counts: list[int], factor: int) -> None:
-    one = stability([window(number, count) for number, count in enumerate(counts)], PLAN)
-    other = stability([window(number, count * factor) for number, count in enumerate(counts)], PLAN)
-    assert (one.stable, one.first) == (other.stable, other.first)
-
-
-@settings(max_examples=examples(60))
-@given(st.lists(st.floats(1, 1e6), min_size=2, max_size=10))
-def test_an_interval_is_around_the_mean_and_wider_for_more_confidence(values: list[float]) -> None:
-    narrow, wide = interval(values, 0.8), interval(values, 0.99)
-    assert narrow.mean == pytest.approx(fmean(values))
-    assert wide.low <= narrow.low <= narrow.mean <= narrow.high <= wide.high

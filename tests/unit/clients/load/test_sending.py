@@ -78,12 +78,6 @@ class Server:
             on_answer()
 
 
-class Refusing(Server):
-    async def send(self, body: Any, part: Part | None) -> None:
-        await self.time.until(self.time.now + next(self.services))
-        raise Unavailable("full")
-
-
 def numbers(data: bytes, kind: str = "q") -> list[int]:
     return array(kind, data).tolist()
 
@@ -136,18 +130,6 @@ def test_latency_counts_from_the_intended_time(requests: list[tuple[int, int]], 
     found, slots = asyncio.run(in_open_loop(arrivals, services, limit))
     assert found == waited(arrivals, services)
     assert slots <= limit
-
-
-def test_a_stall_is_not_hidden() -> None:
-    """1000 requests per second, served in 0.1 ms, but the server stalls once for a second: a closed loop would see one
-    slow request; here, all requests that should have been sent in that second are slow.
-    """
-    arrivals = [number * 1_000_000 for number in range(3000)]
-    services = [100_000] * 3000
-    services[500] = 1_000_000_000
-    found, _ = asyncio.run(in_open_loop(arrivals, services, 1))
-    assert found == waited(arrivals, services)
-    assert sum(latency > 500_000_000 for latency in found) > 500
 
 
 @pytest.mark.parametrize(
@@ -226,30 +208,22 @@ def test_streams_record_first_and_later_answers() -> None:
     assert numbers(found.latency) == [8, 8, 8]
 
 
-def test_failures_are_recorded_with_their_text() -> None:
-    async def run() -> Any:
+@pytest.mark.parametrize("error", [Unavailable("full"), ZeroDivisionError()], ids=["a failure", "a bug of the target"])
+def test_failures_are_recorded_and_bugs_end_the_load(error: Exception) -> None:
+    class Failing(Server):
+        async def send(self, body: Any, part: Part | None) -> None:
+            await self.time.until(self.time.now + next(self.services))
+            raise error
+
+    async def run() -> tuple[Any, BaseException | None]:
         time = Time()
-        sender = sender_to(Refusing(time, repeat(10)))
+        sender = sender_to(Failing(time, repeat(10)))
         await sender.start_closed(1, 0)
         await time.run(35)
-        return await stopped(sender, time)
+        return await stopped(sender, time), sender.failure
 
-    found = asyncio.run(run())
-    assert numbers(found.code, "h") == [1] * 4
-    assert found.errors == ["UNAVAILABLE: full"]
-
-
-def test_a_bug_in_a_target_ends_the_load() -> None:
-    class Broken(Server):
-        async def send(self, body: Any, part: Part | None) -> None:
-            raise ZeroDivisionError
-
-    async def run() -> BaseException | None:
-        time = Time()
-        sender = sender_to(Broken(time, repeat(1)))
-        await sender.start_closed(1, 0)
-        await time.run(10)
-        await sender.stop(1)
-        return sender.failure
-
-    assert isinstance(asyncio.run(run()), ZeroDivisionError)
+    found, failure = asyncio.run(run())
+    if isinstance(error, Unavailable):
+        assert (numbers(found.code, "h"), found.errors, failure) == ([1] * 4, ["UNAVAILABLE: full"], None)
+    else:
+        assert failure is error

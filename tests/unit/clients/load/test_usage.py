@@ -85,18 +85,14 @@ def test_gpus_are_read_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = Meter(Endpoint(url="unix:///nowhere/lane.sock")).read()
     assert reading.gpus == {"GPU 0": (0.25, 100), "GPU 1": (0.5, 101)}
 
-    def rates(handle: int) -> Any:
-        if handle == 0:
+    def failing(*handles: int) -> Any:
+        if handles in ((), (0,)):
             raise NVMLError
         return SimpleNamespace(gpu=50)
 
-    nvml.nvmlDeviceGetUtilizationRates = rates
+    nvml.nvmlDeviceGetUtilizationRates = failing
     assert Meter(Endpoint(url="unix:///nowhere/lane.sock")).read().gpus == {"GPU 1": (0.5, 101)}
-
-    def no_driver() -> None:
-        raise NVMLError
-
-    nvml.nvmlInit = no_driver
+    nvml.nvmlInit = failing
     assert Meter(Endpoint(url="unix:///nowhere/lane.sock")).read().gpus == {}
 
 

@@ -54,6 +54,8 @@ def test_a_window_has_what_arrived_in_it() -> None:
     assert sorted(rest.latency.tolist()) == [5, 6]
     assert rest.good.tolist() == [5]
     assert collector.error_counts(rest) == {"second text": 1}
+    collector.add(2, samples(5, [1], [1]))
+    assert collector.complete(100), "a process without callers is not waited for"
 
 
 def test_the_last_second_is_kept_for_the_progress_display() -> None:
@@ -67,14 +69,6 @@ def test_the_last_second_is_kept_for_the_progress_display() -> None:
     assert (end, sorted(recent.latency)) == (3 * half, [2, 3, 4]), "the other process has reported no further"
     collector.take(SECOND, 2 * SECOND)
     assert not len(collector.peek(0, SECOND).done)
-
-
-def test_processes_without_callers_are_not_waited_for() -> None:
-    collector = Collector(1)
-    collector.add(1, samples(5, [1], [1]))
-    assert collector.count(0) == 0
-    collector.add(0, samples(10, [], []))
-    assert collector.complete(10)
 
 
 def test_answers_of_streams_belong_to_the_window_of_their_time() -> None:
