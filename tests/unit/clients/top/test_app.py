@@ -19,7 +19,6 @@ from tests.support.clients.app_driver import NEVER_S, SIZES, AppDriver
 from tests.unit.clients.top.fleet.scripted import ScriptedSource
 
 NAMES = ("alpha", "beta", "gamma", "delta")
-Steps = Callable[[Any], Awaitable[None]]
 
 
 class OperatedSource(ScriptedSource):
@@ -89,34 +88,33 @@ class Driver(AppDriver[TopApp]):
         return self.message_of(screens[-1])
 
 
-def drive(
-    steps: Steps, source: OperatedSource | None = None, size: tuple[int, int] = (100, 30), **options: Any
-) -> None:
+def driven(
+    source: OperatedSource | None = None, size: tuple[int, int] = (100, 30), **options: Any
+) -> Callable[[Callable[[Any], Awaitable[None]]], Callable[[], None]]:
+    """Makes a test of the steps that it decorates."""
     made = source or OperatedSource()
 
-    async def main() -> None:
+    async def main(steps: Callable[[Any], Awaitable[None]]) -> None:
         app = TopApp(made, made.read(), NEVER_S, **options)
         async with app.run_test(size=size) as pilot:
             driver = Driver(app, pilot, made)
             await driver.read()
             await steps(driver)
 
-    asyncio.run(main())
-    assert made.closed
+    def decorate(steps: Callable[[Any], Awaitable[None]]) -> Callable[[], None]:
+        def test() -> None:
+            asyncio.run(main(steps))
+            assert made.closed
 
-
-def driven(source: OperatedSource | None = None, **options: Any) -> Callable[[Steps], Callable[[], None]]:
-    """Makes a test of the steps that it decorates."""
-
-    def decorate(steps: Steps) -> Callable[[], None]:
-        return lambda: drive(steps, source, **options)
+        return test
 
     return decorate
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_screen_fits_terminals_of_any_size(size: tuple[int, int]) -> None:
-    async def steps(top: Driver) -> None:
+    @driven(size=size)
+    async def test(top: Driver) -> None:
         top.assert_fits(size)
         if size[0] >= 80:
             assert "test 1.2.3   READY" in top.text.split("\n")[0]
@@ -130,32 +128,25 @@ def test_the_screen_fits_terminals_of_any_size(size: tuple[int, int]) -> None:
         await top.press("u")
         await top.asked("Unload model")
 
-    drive(steps, size=size)
+    test()
 
 
-@driven()
-async def test_keys_switch_between_the_tables(top: Driver) -> None:
-    assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
-    await top.press("2")
-    assert "alpha_0_1" in top.text
-    await top.press("tab")
+@driven(size=(100, 60), table="instances", sort_key="batch_rows", filter_text="beta")
+async def test_keys_switch_between_the_tables_and_help(top: Driver) -> None:
+    assert top.column("instance") == ["beta_0_1", "beta_0_0"]
+    await top.press("escape", "tab")
     assert "[red]camera" in top.text, "no markup"
     await top.press("tab")
     assert "Stand-in" in top.text
     await top.press("tab")
-    assert top.table.table.name == "models"
+    assert top.names == ["alpha", "beta", "broken", "delta", "gamma"]
     await top.press("shift+tab")
     assert top.table.table.name == "gpus"
-
-
-@driven()
-async def test_a_terminal_that_is_resized(top: Driver) -> None:
-    for width, shown in ((100, False), (250, True), (60, False)):
-        await top.pilot.resize_terminal(width, 30)
-        await top.pilot.pause()
-        assert ("batches formed because" in top.text) is shown
-        assert "p99" in top.text
-        top.assert_fits((width, 30))
+    await top.press("1", "question_mark")
+    await top.until(lambda: isinstance(top.app.screen, HelpScreen) and "99th percentile" in top.text)
+    assert [column.about for column in MODELS.columns if column.about not in top.text] == []
+    await top.press("escape")
+    await top.until(lambda: not isinstance(top.app.screen, HelpScreen))
 
 
 @driven()
@@ -175,7 +166,7 @@ async def test_sorting_by_keys(top: Driver) -> None:
 
 
 @driven()
-async def test_the_cursor_stays_at_its_row(top: Driver) -> None:
+async def test_the_cursor_stays_at_its_row_and_the_table_scrolls_with_it(top: Driver) -> None:
     await top.press("down", "j")
     assert top.table.selected is not None
     assert top.table.selected["model"] == "broken"
@@ -183,17 +174,14 @@ async def test_the_cursor_stays_at_its_row(top: Driver) -> None:
     top.source.names = ("zeta", "alpha", "another", "beta", "between")
     await top.read()
     assert top.table.selected["model"] == "broken"
-    await top.press("end")
-    assert top.table.selected["model"] == "zeta"
     top.source.names = ("alpha",)
+    await top.press("end")
     await top.read()
     assert top.table.selected["model"] == "broken", "the row is gone: the last one"
+    top.source.names = tuple(f"model-{number:03}" for number in range(100))
     await top.press("home", "up")
-    assert top.table.selected["model"] == "alpha"
-
-
-@driven(OperatedSource(names=tuple(f"model-{number:03}" for number in range(100))))
-async def test_a_long_table_scrolls_with_the_cursor(top: Driver) -> None:
+    await top.read()
+    assert "model-000" in top.text
     assert "model-099" not in top.text
     await top.press("end")
     assert "model-099" in top.text
@@ -201,8 +189,6 @@ async def test_a_long_table_scrolls_with_the_cursor(top: Driver) -> None:
     assert "req/s" in top.text.split("model-0")[0], "the heading stays"
     await top.press("pageup")
     assert top.table.cursor == 100 - (top.table.size.height - 2)
-    await top.press("home")
-    assert "model-000" in top.text
 
 
 @driven()
@@ -305,7 +291,8 @@ async def test_a_server_that_does_not_answer(top: Driver) -> None:
 
 @pytest.mark.parametrize("operation", [False, True])
 def test_quitting_while_the_server_is_asked(operation: bool) -> None:
-    async def steps(top: Driver) -> None:
+    @driven()
+    async def test(top: Driver) -> None:
         if operation:
             await top.press("u")
             await top.asked("Unload model 'alpha'?")
@@ -315,7 +302,7 @@ def test_quitting_while_the_server_is_asked(operation: bool) -> None:
         await top.until(lambda: top.app.busy if operation else top.source.reading.is_set())
         await top.press("ctrl+c")
 
-    drive(steps)
+    test()
 
 
 @driven()
@@ -334,26 +321,12 @@ async def test_the_interval_and_pauses(top: Driver) -> None:
     assert "every 0.5 s" in top.text
 
 
-@driven(size=(80, 60))
-async def test_help(top: Driver) -> None:
-    await top.press("question_mark")
-    await top.until(lambda: isinstance(top.app.screen, HelpScreen) and "99th percentile" in top.text)
-    assert "reverse the order" in top.text
-    assert [column.about for column in MODELS.columns if column.about not in top.text] == []
-    await top.press("escape")
-    await top.until(lambda: not isinstance(top.app.screen, HelpScreen))
-
-
-@driven(table="instances", sort_key="batch_rows", filter_text="beta")
-async def test_options_select_the_first_table_its_order_and_filter(top: Driver) -> None:
-    assert top.column("instance") == ["beta_0_1", "beta_0_0"]
-
-
 def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The selection is still visible."""
     monkeypatch.setenv("NO_COLOR", "1")
 
-    async def steps(top: Driver) -> None:
+    @driven()
+    async def test(top: Driver) -> None:
         colors, reversed_texts = set(), []
         for segment in (segment for strip in top.strips for segment in strip):
             for one in top.app.get_line_filters():
@@ -366,4 +339,4 @@ def test_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
         assert colors <= {"default"}
         assert {"1 Models 5", "model", "alpha"} <= set(reversed_texts)
 
-    drive(steps)
+    test()

@@ -10,17 +10,7 @@ from hypothesis import strategies as st
 
 from shmserve.clients.top import texts
 from shmserve.clients.top.columns import CLIENTS, INSTANCES, MODELS, TABLES, cell, choose, heading, select, sort, spans
-from shmserve.clients.top.texts import (
-    bytes_text,
-    count_text,
-    duration_text,
-    fit,
-    line_text,
-    pad,
-    rate_text,
-    reasons_text,
-    text_width,
-)
+from shmserve.clients.top.texts import fit, line_text, pad, reasons_text, text_width
 from shmserve.clients.top.view import Row, make_view
 from tests.support.clients.activity_documents import client, counters, document, instance, model
 from tests.support.hypothesis_profiles import examples
@@ -40,35 +30,21 @@ def rows(count: int = 3) -> list[Row]:
 # ------------------------------------------------------------------------------------------ texts
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        (count_text(0), "0"),
-        (count_text(99_999), "99,999"),
-        (count_text(123_456), "123k"),
-        (count_text(12_345_678), "12.3M"),
-        (rate_text(0), "0"),
-        (rate_text(0.4), "0.40"),
-        (rate_text(12.34), "12.3"),
-        (rate_text(1234.5), "1,234"),
-        (duration_text(0.0000004), "0us"),
-        (duration_text(0.000412), "412us"),
-        (duration_text(0.00124), "1.24ms"),
-        (duration_text(0.0999), "99.9ms"),
-        (duration_text(0.2), "200ms"),
-        (duration_text(9.0), "9.00s"),
-        (duration_text(99.9), "99.9s"),
-        (duration_text(100), "1m40s"),
-        (duration_text(7_205), "2h00m"),
-        (duration_text(10**6), "11d"),
-        (bytes_text(0), "0B"),
-        (bytes_text(50 << 20), "50.0M"),
-        (bytes_text((3 << 30) + (1 << 29)), "3.5G"),
-        (reasons_text({"idle": 20, "full": 60}), "full 75% idle 25%"),
-    ],
-)
-def test_texts_of_values(text: str, wanted: str) -> None:
-    assert text == wanted
+VALUES = {
+    texts.count_text: {0: "0", 99_999: "99,999", 123_456: "123k", 12_345_678: "12.3M"},
+    texts.rate_text: {0: "0", 0.4: "0.40", 12.34: "12.3", 1234.5: "1,234"},
+    texts.duration_text: {
+        0.0000004: "0us", 0.000412: "412us", 0.00124: "1.24ms", 0.0999: "99.9ms", 0.2: "200ms", 9.0: "9.00s",
+        99.9: "99.9s", 100: "1m40s", 7_205: "2h00m", 10**6: "11d",
+    },
+    texts.bytes_text: {0: "0B", 50 << 20: "50.0M", (3 << 30) + (1 << 29): "3.5G"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("to_text", VALUES)
+def test_texts_of_values(to_text: Any) -> None:
+    assert {value: to_text(value) for value in VALUES[to_text]} == VALUES[to_text]
+    assert reasons_text({"idle": 20, "full": 60}) == "full 75% idle 25%"
 
 
 @settings(max_examples=examples(100))
@@ -158,15 +134,13 @@ def names(found: list[Row]) -> list[str]:
 
 def test_sorting() -> None:
     some = rows()
-    some[1]["p99"] = None
-    assert names(sort(MODELS, some, "model")) == ["model-0", "model-1", "model-2"]
-    assert names(sort(MODELS, some, "model", reverse=True)) == ["model-2", "model-1", "model-0"]
-    assert names(sort(MODELS, some, "requests_per_s")) == ["model-2", "model-1", "model-0"]
-    assert names(sort(MODELS, some, "requests_per_s", reverse=True)) == ["model-0", "model-1", "model-2"]
-    some[0]["p99"], some[2]["p99"] = 0.5, 0.1
+    upward = ["model-0", "model-1", "model-2"]
+    for key, wanted in (("model", upward), ("requests_per_s", upward[::-1])):
+        assert names(sort(MODELS, some, key)) == wanted
+        assert names(sort(MODELS, some, key, reverse=True)) == wanted[::-1]
+    some[0]["p99"], some[1]["p99"], some[2]["p99"] = 0.5, None, 0.1
     for reverse, wanted in ((False, ["model-0", "model-2", "model-1"]), (True, ["model-2", "model-0", "model-1"])):
         assert names(sort(MODELS, some, "p99", reverse)) == wanted, "a row without a value is last"
-
     for column in (column.key for column in MODELS.columns):
         assert sorted(names(sort(MODELS, rows(), column))) == names(rows())
     equal = [row | {"queued": 5} for row in rows()]

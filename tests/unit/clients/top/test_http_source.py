@@ -191,36 +191,25 @@ def test_metrics_that_cannot_be_read_are_a_note() -> None:
     assert "p99" in found["unknown"]
 
 
-@pytest.mark.parametrize(
-    ("status", "text", "error", "words"),
-    [
-        (401, '{"error": "this request needs a token"}', Denied, "this request needs a token"),
-        (500, "oops", Internal, r"GET /v2: Internal Server Error \(status 500\)"),
-        (200, "oops", Internal, "the answer to GET /v2 is not JSON"),
-        (200, "[]", Internal, "not a JSON object"),
-    ],
-)
-def test_errors_of_the_server(status: int, text: str, error: type[Exception], words: str) -> None:
-    with serving(_v2=(status, text)) as (url, _), source(url) as made, pytest.raises(error, match=words):
-        made.read()
+FORM = "do not have the form of KServe v2"
 
 
 @pytest.mark.parametrize(
-    ("path", "text"),
+    ("path", "status", "text", "error", "words"),
     [
-        ("_v2_models_stats", '{"model_stats": [{"name": "m"}]}'),
-        ("_v2_models_stats", '{"model_stats": 5}'),
-        ("_v2_repository_index", "[7]"),
-        ("_metrics", 'shmserve_request_duration_seconds_bucket{model="m",version="1"} 5'),
+        ("_v2", 401, '{"error": "this request needs a token"}', Denied, "this request needs a token"),
+        ("_v2", 500, "oops", Internal, r"GET /v2: Internal Server Error \(status 500\)"),
+        ("_v2", 200, "oops", Internal, "the answer to GET /v2 is not JSON"),
+        ("_v2", 200, "[]", Internal, "not a JSON object"),
+        ("_v2_models_stats", 200, '{"model_stats": [{"name": "m"}]}', Internal, FORM),
+        ("_v2_models_stats", 200, '{"model_stats": 5}', Internal, FORM),
+        ("_v2_repository_index", 200, "[7]", Internal, FORM),
+        ("_metrics", 200, 'shmserve_request_duration_seconds_bucket{model="m",version="1"} 5', Internal, FORM),
     ],
 )
-def test_responses_in_another_format_are_refused(path: str, text: str) -> None:
-    words = "do not have the form of KServe v2"
-    with (
-        serving(None, **{path: (200, text)}) as (url, _),
-        source(url, url) as made,
-        pytest.raises(Internal, match=words),
-    ):
+def test_errors_and_other_formats(path: str, status: int, text: str, error: type[Exception], words: str) -> None:
+    answers = {path: (status, text)}
+    with serving(None, **answers) as (url, _), source(url, url) as made, pytest.raises(error, match=words):
         made.read()
 
 

@@ -12,7 +12,7 @@ from shmserve.clients.top.columns import TABLES
 from shmserve.clients.top.panels import BLOCKS, KEPT, History, bar, detail, sparkline, summary, uptime_text, wrapped
 from shmserve.clients.top.texts import Line, line_text, line_width
 from shmserve.clients.top.view import View, make_view
-from tests.support.clients.activity_documents import client, counters, document, gpu, instance, model
+from tests.support.clients.activity_documents import counters, document, gpu, instance, model
 
 
 def texts(lines: list[Line]) -> str:
@@ -142,6 +142,8 @@ def test_as_json() -> None:
     assert found["models"][1]["p99"] is None
     assert found["server"]["failed_per_s"] == 10
     assert {"instances", "clients", "gpus", "unknown", "notes", "url"} <= found.keys()
+    found = plain.document(served(), "", TABLES, "top", None)
+    assert ([row["name"] for row in found["clients"]], found["models"]) == (["top"], [])
 
 
 def test_a_gpu_that_is_slow_or_out_of_service() -> None:
@@ -157,10 +159,3 @@ def test_a_gpu_that_is_slow_or_out_of_service() -> None:
     assert [row["sm_clock_share"] for row in view.gpus] == [0.5, None]
     table = plain.text(view, "", plain.tables_of("gpus"), "", None, None)
     assert "GPU 1 is out of service: Xid 79" in table
-
-
-def test_a_filter_also_selects_other_tables() -> None:
-    view = make_view(None, document(1, model("m"), clients=[client(1, "camera"), client(2, "m")]))
-    found = plain.document(view, "", TABLES, "camera", None)
-    assert [row["name"] for row in found["clients"]] == ["camera"]
-    assert found["models"] == []
