@@ -18,3 +18,17 @@ def run(*words: str | Path) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main.main([str(word) for word in words])
     return code, out.getvalue(), err.getvalue()
+
+
+IMPATIENT = [
+    sys.executable,
+    "-c",
+    """
+import sys
+from shmserve.clients.cli.commands import base
+from shmserve.clients.cli.main import main
+base.CONNECT_S = 2
+sys.exit(main(sys.argv[1:]))
+""",
+]
+"""The command, with a shorter wait for a server that is not there."""

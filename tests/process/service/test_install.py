@@ -24,8 +24,6 @@ import pytest
 
 from shmserve.repo.samples import EXAMPLES
 from tests import ROOT
-from tests.support.browser import chromium
-from tests.support.browser.tab import Tab
 from tests.support.docs import pages
 
 pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]
@@ -47,17 +45,6 @@ shmserve.Client
 client = sorted(sys.modules)
 shmserve.AsyncClient, shmserve.ServeError, shmserve.__version__
 print(json.dumps({"file": shmserve.__file__, "package": package, "client": client, "all": sorted(sys.modules)}))
-"""
-FILES = """
-import sys
-from pathlib import Path
-import shmserve.repo.config.protos as protos
-from shmserve.repo import ocr, samples
-print(samples.EXAMPLES)
-print(*samples.build(Path(sys.argv[1]), lambda line: None))
-print(ocr.sample_picture().shape)
-print(protos.new_config().DESCRIPTOR.full_name)
-assert "onnx" not in sys.modules
 """
 PATIENCE_S = 120
 
@@ -116,16 +103,6 @@ def test_importing_imports_no_more_than_is_used(python: Path, tmp_path: Path) ->
     assert {".".join(name.split(".")[:2]) for name in all_ if name.startswith("shmserve.")} == CLIENT_PARTS
 
 
-def test_the_installed_command_and_its_files(python: Path, tmp_path: Path) -> None:
-    command = python.with_name("shmserve")
-    assert "0.1.0" in run(command, "version", cwd=tmp_path)
-    assert "serve" in run(command, "--help", cwd=tmp_path)
-    examples, names, shape, schema = run(python, "-c", FILES, tmp_path / "samples", cwd=tmp_path).splitlines()
-    assert Path(examples).is_relative_to(python.parents[1])
-    assert {"add_sub", "cnn", "mlp"} <= set(names.split())
-    assert (shape, schema) == ("(48, 800, 3)", "inference.ModelConfig")
-
-
 # ------------------------------------------------------------------------------------------ the README's three commands
 
 
@@ -180,7 +157,7 @@ def started(command: str, place: Path, variables: Mapping[str, str]) -> Iterator
     assert process.returncode == 0
 
 
-def test_the_three_commands_of_the_readme(newcomer: tuple[Path, Mapping[str, str]], tmp_path: Path) -> None:
+def test_the_three_commands_of_the_readme(newcomer: tuple[Path, Mapping[str, str]]) -> None:
     block = next(block for block in pages.blocks((ROOT / "README.md").read_text(), "sh") if "pip install" in block)
     install, serve, infer = block.splitlines()
 
@@ -202,23 +179,3 @@ def test_the_three_commands_of_the_readme(newcomer: tuple[Path, Mapping[str, str
         for file in files:
             with urllib.request.urlopen(f"{address}/{file.lstrip('/')}", timeout=PATIENCE_S) as found:
                 assert found.read()
-        if (executable := chromium.find()) is not None:
-            look_at(executable, tmp_path, address)
-
-
-def look_at(executable: str, folder: Path, address: str) -> None:
-    """Checks that the page shows the model, and a response of the model."""
-    browser = chromium.Chromium(executable, folder / "profile")
-    try:
-        tab = Tab(browser, address)
-        tab.open()
-        tab.wait_for("[data-model=model]", "READY")
-        tab.go("#/model/model/try")
-        tab.wait("document.querySelector('form#try')")
-        tab.write("[data-input=x]", ",".join(["0.5"] * 64))
-        tab.click("form#try button[type=submit]")
-        tab.wait_for("[data-output=y] [data-result]")
-        assert tab.faults == []
-        tab.close()
-    finally:
-        browser.close()

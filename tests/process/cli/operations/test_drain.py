@@ -8,7 +8,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,7 @@ from shmserve.errors import DeadlineExceeded
 from shmserve.testing import Server
 from tests.process.cli.commands import COMMAND, run
 from tests.support.gateway.rpc import Rpcs, message
-from tests.support.living import PYTHON, identity, until
-from tests.support.model_files import python_model, write_model
+from tests.support.living import identity, until
 from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
@@ -31,19 +29,10 @@ QUIET = ("--quiet", "0.3")
 
 
 @pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model `gated` answers once this fifo has been opened."""
-    made = tmp_path_factory.mktemp("gate") / "gate"
-    os.mkfifo(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, gate: Path) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("models")
     identity(root, "plain")
     identity(root, "talks", SEQUENCES)
-    write_model(root, "gated", PYTHON, python_model(f"open({str(gate)!r}).close(); return self.respond(x)"))
     with Server(root, gateway=True) as running:
         yield running
 
@@ -149,17 +138,3 @@ def test_flags_that_cannot_be_combined_are_refused(client: shmserve.Client) -> N
         assert code == 2
         assert "cannot be combined" in error
     assert client.ready()
-
-
-def test_drain_waits_for_requests_in_flight(server: Server, client: shmserve.Client, gate: Path) -> None:
-    """This also applies without clients."""
-    with server.client(name="trainer") as trainer:
-        future = trainer.submit("gated", ONE)
-        trainer.drain()
-        until(trainer, lambda: trainer.service()["requests"] == 1)
-        assert trainer.service()["clients"] == [{"name": "trainer", "in_flight": 1}]
-        assert trainer.service()["quiet_seconds"] == 0
-        with open(gate, "w"):
-            pass
-        np.testing.assert_array_equal(future.result(60)["y"], ONE["x"])
-    until(client, lambda: client.service()["quiet_seconds"] > 0)

@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.commands import run
+from tests.process.cli.commands import IMPATIENT, run
 from tests.support.living import PATIENCE_S, identity
 from tests.support.model_files import python_model, write_model
 
@@ -28,16 +27,6 @@ input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
 output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
 """
 TALKS = python_model('os.write(1, b"heard %d\\n" % int(x[0])); return self.respond(x)')
-
-
-BRIEF = """
-import sys
-from shmserve.clients.cli.commands import base
-from shmserve.clients.cli.main import main
-base.CONNECT_S = 0.2
-sys.exit(main(sys.argv[1:]))
-"""
-"""The command, with a shorter wait for an unavailable server."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +51,7 @@ def say(server: Server, number: int) -> None:
 
 
 def command(server: Server, *words: str) -> list[str]:
-    return [sys.executable, "-c", BRIEF, "logs", "--runtime-dir", str(server.runtime_dir), *words]
+    return [*IMPATIENT, "logs", "--runtime-dir", str(server.runtime_dir), *words]
 
 
 def read_until(stream: IO[str], text: str) -> list[str]:
@@ -128,18 +117,6 @@ def test_follow_reports_a_restarted_server(repository: Path, tmp_path: Path) -> 
             errors = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 130
     assert errors == "shmserve logs: the server was restarted\nshmserve logs: interrupted\n"
-
-
-def test_recent_records_are_limited_in_bytes(repository: Path, tmp_path: Path) -> None:
-    """A follower that is too slow gets a notice. One that starts later has missed nothing."""
-    with Server(repository, "--log-recent-bytes", "1000", runtime_dir=tmp_path / "run") as server:
-        lines = printed(server)
-        assert 1 <= len(lines) <= 2
-        assert "ready: serving 2 of 2 models" in lines[-1]
-        with server.client() as client:
-            answer = client.logs()
-            assert answer["lost"] > 0
-            assert client.logs(after=answer["next"])["records"] == []
 
 
 def test_without_a_server_the_error_names_other_places_of_the_log(tmp_path: Path) -> None:

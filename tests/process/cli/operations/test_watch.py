@@ -6,28 +6,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.commands import COMMAND, run
+from tests.process.cli.commands import COMMAND, IMPATIENT, run
 from tests.process.cli.operations.json_lines import first_lines
 from tests.support.living import PATIENCE_S, identity
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
-
-BRIEF = """
-import sys
-from shmserve.clients.cli.commands import base
-from shmserve.clients.cli.main import main
-base.CONNECT_S = 2
-sys.exit(main(sys.argv[1:]))
-"""
-"""The command, with a shorter wait for a server to come back."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +92,7 @@ def test_check_with_watch_reads_the_repository_at_each_refresh(tmp_path: Path) -
 def test_watch_ends_with_the_server(tmp_path: Path) -> None:
     identity(tmp_path, "only")
     with Server(tmp_path) as server:
-        command = [sys.executable, "-c", BRIEF, *words(server, "--watch", "0.05")]
+        command = [*IMPATIENT, *words(server, "--watch", "0.05")]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"model")

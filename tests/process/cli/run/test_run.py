@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
 
 from shmserve.clients.cli.commands.base import order_of
 from shmserve.clients.cli.parser import parser
@@ -23,6 +20,7 @@ from shmserve.workers.foreground.order import RunOrder
 from tests.support.docs import pages
 from tests.support.model_files import write_model
 from tests.support.workers.models.run_models import END_S, command, environment
+from tests.support.workers.models.worker_models import Graph
 
 pytestmark = pytest.mark.process
 
@@ -97,37 +95,21 @@ def test_the_current_directory_is_a_model_that_completes_its_own_configuration(m
     assert ran.document["outputs"] == {"b": {"dtype": "INT32", "shape": [3], "data": [2, 3, 4]}}
 
 
-def onnx_model(folder: Path) -> onnx.ModelProto:
-    weights = np.random.default_rng(3).random((2048, 1500), np.float32)
-    sizes = {"x": 2048, "y": 1500, "z": 1500}
-    x, *outputs = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size]) for name, size in sizes.items())
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Neg", ["y"], ["z"])]
-    constant = helper.make_tensor("w", TensorProto.FLOAT, weights.shape, weights.tobytes(), raw=True)
-    graph = helper.make_graph(nodes, "graph", [x], outputs, [constant])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    (folder / "1").mkdir(parents=True)
-    onnx.save(model, folder / "1" / "model.onnx")
-    return model
-
-
-def test_an_onnx_model_gives_the_same_results_as_onnx_runtime(tmp_path: Path) -> None:
-    """The model has no configuration, and the tensors do not fit into messages."""
-    model = onnx_model(tmp_path / "matrix")
-    x = np.random.default_rng(5).random((4, 2048), np.float32)
+def test_an_onnx_model_without_configuration_and_with_large_tensors(tmp_path: Path) -> None:
+    graph = Graph().input("x", "FP32", [-1, 9000]).output("y", "FP32", [-1, 9000]).node("Neg", ["x"], ["y"])
+    (tmp_path / "negative" / "1").mkdir(parents=True)
+    graph.save(tmp_path / "negative")
+    x = np.random.default_rng(5).random((4, 9000), np.float32)
     np.save(tmp_path / "x.npy", x)
-    ran = Ran("matrix", "-i", "x=@x.npy", "--out", "out", "--repeat", 3, "--json", cwd=tmp_path)
-    assert ran.document["outputs"]["y"] == {"dtype": "FP32", "shape": [4, 1500], "file": "out/y.npy"}
+    ran = Ran("negative", "-i", "x=@x.npy", "--out", "out", "--repeat", 3, "--json", cwd=tmp_path)
+    assert ran.document["outputs"]["y"] == {"dtype": "FP32", "shape": [4, 9000], "file": "out/y.npy"}
     surprise = ran.document["warnings"][-1]
     assert "max_batch_size was not given" in surprise
     assert f"warning: {surprise}\n" in ran.err
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    for name, expected in zip(("y", "z"), session.run(["y", "z"], {"x": x}), strict=True):
-        np.testing.assert_allclose(np.load(tmp_path / "out" / f"{name}.npy"), expected, rtol=1e-5)
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "y.npy"), -x)
     np.save(tmp_path / "x.npy", np.concatenate([x, x]))
     setting = ["--backend-config", "onnxruntime,default-max-batch-size=8"]
-    assert Ran("matrix", "-i", "x=@x.npy", "--json", "--out", "out", *setting, cwd=tmp_path).document["outputs"]
+    assert Ran("negative", "-i", "x=@x.npy", "--json", "--out", "out", *setting, cwd=tmp_path).document["outputs"]
 
 
 def here(capfd: pytest.CaptureFixture[str], code: int = 0, **order: Any) -> tuple[str, str]:
@@ -188,28 +170,14 @@ def test_invalid_results_and_exits_of_the_model_fail_the_run(models: Path, value
     [
         ("broken", ["in initialize", "AttributeError", "shmserve run: failed to load model 'broken' version 1: "]),
         ("syntax", ["class TritonPythonModel(:", "SyntaxError: invalid syntax", "shmserve run: failed to load model"]),
+        ("typo", ["shmserve run: model 'typo' cannot be loaded:\n", "typo/config.pbtxt:3:", "TYPE_FP32"]),
+        ("names", ["shmserve run: ", "names", "TYPE_INVALID"]),
     ],
 )
 def test_load_failures_are_reported(models: Path, model: str, texts: list[str]) -> None:
     ran = Ran(model, "--random", cwd=models, code=1)
     assert [text for text in texts if text not in ran.err] == []
     assert "loaded in" not in ran.out
-
-
-@pytest.mark.parametrize(
-    ("model", "texts"),
-    [
-        ("typo", ["shmserve run: model 'typo' cannot be loaded:\n", "typo/config.pbtxt:3:", "TYPE_FP32"]),
-        ("names", ["shmserve run: ", "names", "TYPE_INVALID"]),
-    ],
-)
-def test_configurations_that_are_not_valid_are_reported(
-    models: Path, model: str, texts: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(models)
-    out, err = here(capfd, code=1, model_dir=model, random=True)
-    assert [text for text in texts if text not in err] == []
-    assert "loaded in" not in out
 
 
 def test_an_exception_in_finalize_fails_the_run(models: Path) -> None:
@@ -225,14 +193,8 @@ def test_an_exception_in_finalize_fails_the_run(models: Path) -> None:
         ({}, "model 'identity' needs x (FP32 [-1, 2]), who (BYTES [-1, 1]): give --input x=VALUE"),
         ({"input": ["who=you"]}, "model 'identity' also needs x (FP32 [-1, 2])"),
         ({"input": ["w=1"]}, "the model has no input 'w'; it has x "),
-        ({"input": ["x=1,2,3"]}, "a value of shape [3] does not fit [-1, 2]"),
-        ({"file": "none.json"}, "cannot read inputs from none.json: No such file"),
         ({"input": ["x=[[1, 2], [3, 4]]", "who=you"]}, "must have the same number of rows: 'x' 2, 'who' 1"),
-        (
-            {"input": ["x=[[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]"]},
-            "5 rows: the max_batch_size of model 'identity' is",
-        ),
-        ({"batch": 2}, "--batch is for random data"),
+        ({"input": ["x=[[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]"]}, "5 rows: the max_batch_size of model 'identity"),
         ({"random": True, "batch": 5}, "--batch 5: the max_batch_size of model 'identity' is 4"),
         ({"random": True, "outputs": "y,w"}, "the model has no output 'w'; it has y, z"),
         ({"random": True, "backend_config": ["off"]}, "--backend-config off: write BACKEND,KEY=VALUE"),
@@ -247,10 +209,6 @@ def test_invalid_arguments_end_with_exit_code_2(
     assert err.startswith("shmserve run: ")
     assert text in err
     assert err.count("\n") == 1
-
-
-def test_the_command_passes_on_the_exit_code(models: Path) -> None:
-    assert "--random for random data" in Ran("identity", cwd=models, code=2).err
 
 
 # ------------------------------------------------------------------------------------------ the two sides, the page

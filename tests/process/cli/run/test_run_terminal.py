@@ -76,7 +76,7 @@ class Conversation:
 PROMPT = "(Pdb) "
 
 
-def test_a_breakpoint_opens_the_debugger_and_continues(models: Path) -> None:
+def test_a_breakpoint_opens_the_debugger_which_continues_or_ends_the_run(models: Path) -> None:
     with Conversation("greeter", "-i", "x=1002,2", cwd=models) as terminal:
         assert "greeter/1/model.py(" in terminal.until(PROMPT)
         terminal.say("p first + 1")
@@ -85,9 +85,6 @@ def test_a_breakpoint_opens_the_debugger_and_continues(models: Path) -> None:
         text, code = terminal.end()
         assert code == 0
         assert "2004 4" in text
-
-
-def test_quitting_the_debugger_ends_the_run(models: Path) -> None:
     with Conversation("greeter", "-i", "x=1002,2", "--pdb", cwd=models) as terminal:
         terminal.until(PROMPT)
         terminal.say("q")
@@ -97,7 +94,7 @@ def test_quitting_the_debugger_ends_the_run(models: Path) -> None:
     assert text.splitlines()[-2:] == ["finalize", "shmserve run: the debugger was left in the middle of the model"]
 
 
-def test_pdb_stops_where_the_model_raised(models: Path) -> None:
+def test_pdb_stops_where_the_model_raised_or_failed_to_load(models: Path) -> None:
     """With --json, which keeps standard output for the document."""
     with Conversation("greeter", "-i", "x=1001,2", "--pdb", "--json", cwd=models) as terminal:
         shown = terminal.until(PROMPT)
@@ -109,9 +106,6 @@ def test_pdb_stops_where_the_model_raised(models: Path) -> None:
         text, code = terminal.end()
     assert code == 1
     assert text.splitlines()[-1].endswith("message: LookupError: no luck today")
-
-
-def test_pdb_stops_where_loading_failed(models: Path) -> None:
     with Conversation("broken", "--random", "--pdb", cwd=models) as terminal:
         assert re.search(r"> .*/broken/1/model.py\(\d+\)initialize\(\)", terminal.until(PROMPT))
         terminal.say("q")
