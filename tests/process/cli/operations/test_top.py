@@ -8,8 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,8 +35,6 @@ SLOW_US = "600000000"
 """A batch of this model runs until its process is killed."""
 COLOR = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
 """A colour that is not the terminal's default one."""
-DIRECT = re.compile(rb"\x1b\[(?:\d+;)*[34]8;2;")
-"""A 24-bit colour."""
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +48,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@contextmanager
-def top(server: Server, columns: int, *words: str, **environment: str) -> Iterator[Terminal]:
-    command = [*TOP, *(words or ("--url", server.url)), "--interval", "0.1"]
-    with Terminal(command, columns, 30, environment) as terminal:
-        yield terminal
-        terminal.press("\x03")
-        assert terminal.ends() == 0
-
-
 def printed(server: Server | None, *words: str) -> str:
     command = [sys.executable, "-c", WITHOUT_TEXTUAL, "top", *words]
     found = {name: value for name, value in os.environ.items() if not name.startswith("SHMSERVE")}
@@ -71,54 +58,37 @@ def printed(server: Server | None, *words: str) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize(("columns", "color"), [(80, True), (250, False)])
-def test_the_screen_shows_queued_requests_and_running_batches(server: Server, columns: int, color: bool) -> None:
+def test_the_screen_shows_queued_requests_and_operations(server: Server) -> None:
     """Shows known numbers: a batch that does not end, and the requests queued behind it."""
-    with server.client() as client, top(server, columns, **({} if color else {"NO_COLOR": "1"})) as terminal:
+    command = [*TOP, "--url", server.url, "--interval", "0.1"]
+    with server.client() as client, Terminal(command, 80, 30, {}) as terminal:
         for _ in range(9):
             client.submit("stuck", {"x": np.ones((2, 3), np.float32)})
         terminal.wait_for(lambda text: re.search(r"stuck +1 +READY +1/1 +0 .* 8 +1 ", text))
-        assert all(len(line) <= columns for line in terminal.lines)
-        assert re.search(r"cnn +1 +READY +1/1 +0 ", terminal.text)
-        assert "req/s" in terminal.lines[1]
-        assert ("batches formed because" in terminal.text) is (columns == 250)
         terminal.press("2")
         terminal.wait_for(lambda text: re.search(r"stuck_0_0 .*ready +\d+(\.\d+)?m?s +2 +4 +1 ", text))
         terminal.press("3")
         terminal.wait_for(lambda text: re.search(r" uid:\d+ +lane +9 ", text))
-        terminal.press("1/stuck\r")
-        terminal.wait_for(lambda text: "Models 1/3" in text and "cnn" not in text)
-        terminal.press("\r")
-        terminal.wait_for(lambda text: re.search(r"running +1 ", text) and "stuck_0_0" in text and "Esc back" in text)
-        assert bool(COLOR.search(terminal.raw)) is color
-        assert not DIRECT.search(terminal.raw), "256 colours are enough"
-    restarted(server)
-
-
-def restarted(server: Server) -> None:
-    """Restarts the model, which removes the endless batch."""
-    with server.client() as client:
-        client.unload("stuck", force=True)
-        client.load("stuck")
-
-
-def test_operations_by_key_and_a_resized_terminal(server: Server) -> None:
-    with top(server, 80) as terminal:
-        terminal.wait_for(lambda text: re.search(r"cnn +1 +READY", text))
-        terminal.press("u")
+        terminal.press("1u")
         terminal.wait_for(lambda text: "Unload model 'cnn'?" in text and "Cancel (n)" in text)
         terminal.press("y")
         terminal.wait_for("unload of model 'cnn' done in")
-        terminal.wait_for(lambda text: re.search(r"cnn +1 +not loaded", text))
+        client.load("cnn")
+        terminal.press("/stuck\r")
+        terminal.wait_for("Models 1/3")
+        terminal.press("\r")
+        terminal.wait_for(lambda text: re.search(r"running +1 ", text) and "stuck_0_0" in text and "Esc back" in text)
+        assert COLOR.search(terminal.raw)
+        terminal.press("\x1b")
+        terminal.wait_for("Models 1/3")
+        terminal.press("\x1b")
+        terminal.wait_for("Models 3")
         terminal.resize(250, 40)
-        terminal.wait_for(lambda text: "batches formed because" in text)
-        terminal.press("l")
-        terminal.wait_for(lambda text: "Load model 'cnn'?" in text and "Cancel (n)" in text)
-        terminal.press("y")
-        terminal.wait_for(lambda text: re.search(r"^load of model 'cnn' done in", text, re.MULTILINE))
-        terminal.wait_for(lambda text: re.search(r"cnn +1 +READY", text))
-    with server.client() as client:
-        assert client.ready("cnn")
+        terminal.wait_for("batches formed because")
+        client.unload("stuck", force=True)
+        client.load("stuck")
+        terminal.press("\x03")
+        assert terminal.ends() == 0
 
 
 def test_all_transports_show_the_same_values(server: Server) -> None:
@@ -146,20 +116,6 @@ def test_json_prints_a_line_at_each_refresh(server: Server) -> None:
     lines, code, errors = first_lines([*TOP, "--json", "--interval", "0.05", "--url", server.url], 3)
     assert (code, errors) == (130, b"shmserve top: interrupted\n")
     assert {row["model"] for line in lines for row in line["models"]} == {"mlp", "cnn", "stuck"}
-
-
-def test_a_restarted_server_is_shown_again(tmp_path: Path) -> None:
-    identity(tmp_path / "models", "m")
-    with (
-        Server(tmp_path / "models", runtime_dir=tmp_path / "run") as server,
-        top(server, 80) as terminal,
-    ):
-        terminal.wait_for(lambda text: re.search(r"m +1 +READY +1/1 +0 ", text))
-        server.stop()
-        terminal.wait_for("no answer for")
-        assert re.search(r"m +1 +READY", terminal.text)
-        server.start()
-        terminal.wait_for(lambda text: "no answer for" not in text and "READY   up" in text)
 
 
 # ------------------------------------------------------------------------------------------ the page
