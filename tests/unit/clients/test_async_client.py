@@ -94,10 +94,6 @@ def test_a_client_continues_in_a_new_loop_after_its_own_was_closed(url: str) -> 
     async def main() -> Any:
         return (await client.infer("echo", {"x": X}))["x"].tolist()
 
-    async def last() -> None:
-        await main()
-        await client.close()
-
     async def unanswered() -> Any:
         future = client.submit("hold", {"x": X})
         await main()
@@ -108,7 +104,7 @@ def test_a_client_continues_in_a_new_loop_after_its_own_was_closed(url: str) -> 
     assert asyncio.run(main()) == X.tolist()
     with pytest.raises(shmserve.ConnectionLost, match="the event loop was closed before"):
         future.result()
-    asyncio.run(last())
+    asyncio.run(client.close())
 
 
 def test_two_loops_at_once_are_refused(url: str) -> None:

@@ -121,8 +121,8 @@ def used(session: Session) -> int:
 
 
 def test_arrays_are_copied_to_exported_memory(runtime: Any, session: Session, x: Foreign) -> None:
-    server = Server(session)
     ticket = infer(session, {"x": x, "y": X[0]})
+    server = Server(session)
     (message,) = server.take()
     server.know(runtime)
     assert message.inputs[0] == Tensor("x", "FP32", (5, 1000), (handle_of(message),))
@@ -130,6 +130,11 @@ def test_arrays_are_copied_to_exported_memory(runtime: Any, session: Session, x:
     assert server.read(handle_of(message)) == X.tobytes()
     feed(session, Reply(1, 1, ()))
     assert ticket.ends == 1
+    assert used(session) == 0
+    assert session.cancel(infer(session, {"x": x}))
+    assert [type(message) for message in server.take()] == [Infer, Cancel]
+    assert used(session), "until the answer"
+    feed(session, Fail(2, "CANCELLED", "was"))
     assert used(session) == 0
 
 
@@ -243,15 +248,6 @@ def test_requests_are_repeated_on_a_new_connection(runtime: Any, session: Sessio
     x.close()
 
 
-def test_a_request_before_the_first_connection(runtime: Any, session: Session, x: Foreign) -> None:
-    infer(session, {"x": x})
-    server = Server(session, 3)
-    (message,) = server.take()
-    server.know(runtime)
-    assert server.on_gpu(handle_of(message))
-    assert server.read(handle_of(message)) == X.tobytes()
-
-
 @pytest.mark.parametrize("memory", ["posix", "frames"])
 def test_without_memfds_arrays_go_through_host_memory(x: Foreign, memory: str) -> None:
     session = Session(memory)
@@ -275,17 +271,6 @@ def test_an_output_of_another_shape_than_its_array_is_refused(session: Session) 
     place = server.take()[0].outputs[0].place
     feed(session, Reply(1, 1, (Tensor("y", "FP32", (1000, 2), (place,)),)))
     assert "has shape [1000, 2], but was written to an array of shape [2, 1000]" in str(ticket.error)
-
-
-def test_a_cancelled_request_keeps_its_memory_until_the_answer(session: Session, x: Foreign) -> None:
-    server = Server(session)
-    ticket = infer(session, {"x": x})
-    server.take()
-    assert session.cancel(ticket)
-    assert server.take() == [Cancel(1)]
-    assert used(session)
-    feed(session, Fail(1, "CANCELLED", "was"))
-    assert used(session) == 0
 
 
 def test_dlpack_in_both_directions(runtime: Any, session: Session, x: Foreign) -> None:

@@ -10,11 +10,10 @@ import pytest
 
 from shmserve.protocol.messages import Handle
 from shmserve.session.gpu import tensors
-from shmserve.session.gpu.tensors import DeviceRef
 from shmserve.session.memory import SessionMemory
 from shmserve.shm.mapped import Mapped
 from shmserve.workers.gpu.shared import DevicePiece, memory_of
-from tests.support.gpu.fake_device import TO_HOST, WITHIN, FakeGpu, fake_gpu
+from tests.support.gpu.fake_device import TO_HOST, FakeGpu, fake_gpu
 
 SHAPE = (2, 30_000)
 FP32 = np.dtype(np.float32)
@@ -65,22 +64,6 @@ def test_a_worker_reads_and_writes_memory_of_a_client(gpu: FakeGpu, memory: Sess
     memory_of(worker).store(handle, given + 1)
     np.testing.assert_array_equal(x.numpy(), given + 1)
     del x, source
-
-
-def test_an_array_of_a_library_is_copied_to_exported_memory(
-    gpu: FakeGpu, memory: SessionMemory, worker: Mapped
-) -> None:
-    device, given = gpu.device(), np.full(SHAPE, 7, np.float32)
-    address, stream = device.allocate(given.nbytes), device.stream()
-    device.copy(address, given.ctypes.data, given.nbytes, device.to_device, stream)
-    source = DeviceRef(None, address, 0, FP32, SHAPE, stream)
-    gpu.copies.clear()
-    handle = memory.devices.export(source)
-    assert gpu.copies == [(given.nbytes, WITHIN)]
-    np.testing.assert_array_equal(piece(memory, worker, handle).host(), given)
-    memory.devices.release(source)
-    device.destroy_stream(stream)
-    device.free(address)
 
 
 def test_memory_of_a_closed_client_is_used_by_the_next(gpu: FakeGpu, memory: SessionMemory) -> None:

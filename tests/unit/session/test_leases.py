@@ -159,13 +159,18 @@ def test_inputs_are_kept_until_the_answer_or_the_end_of_the_lease(client: Client
     assert (ticket.ends, memory.used) == (1, 0)
 
 
-def test_requests_with_named_memory_pass_through_the_broker() -> None:
-    client = Client("posix")
-    client.lend()
+def test_returns_and_named_memory_pass_through_the_broker(client: Client) -> None:
+    client.session.memory.announcements.unmaps.append(9)
+    _, (returns, leased) = client.ask()
+    assert (returns.lease, leased.lease) == (0, 5)
+    assert Infer not in map(type, decode(returns.data))
+    assert Return not in map(type, decode(leased.data))
+    named = Client("posix")
+    named.lend()
     for number in range(1, 4):
-        assert ask_large(client)[2] == 0
-        feed(client.session, Reply(number, 2, ()))
-    client.session.close()
+        assert ask_large(named)[2] == 0
+        feed(named.session, Reply(number, 2, ()))
+    named.session.close()
 
 
 def test_requests_with_received_outputs_pass_through_the_broker(client: Client) -> None:
@@ -194,14 +199,6 @@ def test_requests_beside_others_pass_through_the_broker(client: Client) -> None:
     assert (both.lease, len(decode(both.data))) == (0, 2)
 
 
-def test_returns_are_sent_to_the_broker_beside_a_request_over_the_lease(client: Client) -> None:
-    client.session.memory.announcements.unmaps.append(9)
-    _, (returns, leased) = client.ask()
-    assert (returns.lease, leased.lease) == (0, 5)
-    assert Infer not in map(type, decode(returns.data))
-    assert Return not in map(type, decode(leased.data))
-
-
 def test_a_request_that_the_lease_left_unanswered_is_sent_again(client: Client) -> None:
     ticket, _ = client.ask()
     assert feed(client.session, LeaseEnd(5)) == 0
@@ -225,13 +222,16 @@ def test_an_answer_takes_precedence_over_the_error_of_the_lease(client: Client, 
 
 
 def test_the_next_lease_of_a_model_may_overtake_the_end_of_the_last_one(client: Client) -> None:
-    ticket, _ = client.ask()
+    ticket, _ = client.ask(timeout=1.0)
     client.lend(Lease(6, "m", 2, 4, True))
     feed(client.session, LeaseEnd(5))
     (packet,) = client.session.take()
     assert packet.lease == 0, "a request that may have ended a worker is not sent to one directly"
-    assert feed(client.session, Reply(1, 2, ())) == 1
-    assert ticket.ends == 1
+    assert client.session.deadline() == 101.0, "the client itself enforces it"
+    client.session.tick(101.0)
+    assert isinstance(ticket.error, DeadlineExceeded)
+    feed(client.session, Reply(1, 2, ()))
+    client.session.take()
     assert client.ask()[1][0].lease == 6
 
 
@@ -243,16 +243,6 @@ def test_a_cancelled_request_ends_with_its_lease(client: Client) -> None:
     feed(client.session, LeaseEnd(5))
     assert list(client.session.tickets) == [2]
     assert (ticket.ends, decoded(client.session.take())) == (0, [])
-
-
-def test_the_client_itself_enforces_the_deadline_also_when_a_request_is_sent_again(client: Client) -> None:
-    ticket, _ = client.ask(timeout=1.0)
-    client.lend(Lease(6, "m", 2, 4, True))
-    feed(client.session, LeaseEnd(5))
-    client.session.take()
-    assert client.session.deadline() == 101.0
-    client.session.tick(101.0)
-    assert isinstance(ticket.error, DeadlineExceeded)
 
 
 def test_a_lost_connection_ends_all_leases(client: Client) -> None:

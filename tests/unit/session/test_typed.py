@@ -37,10 +37,12 @@ def arrays(request: Infer) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def test_metadata_is_queried_once() -> None:
+    """The query is repeated on a new connection."""
     session = connected()
     ticket, packets = ask(session, {"x": [[1, 2]], "n": "text"})
-    (question,) = decoded(packets)
-    assert question == Ask(question.request, "metadata", "m", 0)
+    session.disconnected()
+    (question,) = sent(connect(session, owner=2))
+    assert [question] == decoded(packets) == [Ask(question.request, "metadata", "m", 0)]
     assert answered(session, question) == 0
     assert session.urgent
     (request,) = sent(session)
@@ -50,16 +52,11 @@ def test_metadata_is_queried_once() -> None:
     }
     assert feed(session, Reply(request.request, 1, ())) == 1
     assert (ticket.ends, ticket.error) == (1, None)
-    _, packets = ask(session, {"x": [[3, 4]]})
-    assert [type(message) for message in decoded(packets)] == [Infer]
+    _, packets = ask(session, {"x": np.ones((1, 2)), "n": "a"})
+    (request,) = decoded(packets)
+    assert [tensor.dtype for tensor in request.inputs] == ["FP64", "BYTES"], "arrays are not converted"
     _, packets = ask(session, {"x": [[3, 4]]}, version=2)
     assert [type(message) for message in decoded(packets)] == [Ask], "another version may have other inputs"
-
-
-def test_arrays_are_sent_without_conversion() -> None:
-    _, packets = ask(known(connected()), {"x": np.ones((1, 2)), "n": "a"})
-    (request,) = decoded(packets)
-    assert [tensor.dtype for tensor in request.inputs] == ["FP64", "BYTES"]
 
 
 @pytest.mark.parametrize(
@@ -105,19 +102,6 @@ def test_the_timeout_covers_the_metadata_query_and_the_request() -> None:
     session.tick(103)
     assert isinstance(ticket.error, DeadlineExceeded)
     assert sent(session) == [Cancel(request.request)]
-
-
-def test_the_metadata_query_is_repeated_on_a_new_connection() -> None:
-    session = connected()
-    ticket, packets = ask(session, {"x": [[1, 2]]})
-    session.disconnected()
-    connect(session, owner=2)
-    (question,) = sent(session)
-    assert question == decoded(packets)[0]
-    answered(session, question)
-    (request,) = sent(session)
-    feed(session, Reply(request.request, 1, ()))
-    assert (ticket.ends, ticket.error) == (1, None)
 
 
 @pytest.mark.parametrize("event", ["refused", "disconnected"])

@@ -130,18 +130,16 @@ def test_requests_that_no_batch_answers() -> None:
     assert (arrow["tid"], arrow["ts"]) == (whole["tid"], step["ts"])
 
 
-def test_an_arrow_leads_from_a_batch_to_its_call() -> None:
+def test_calls_and_further_runs_of_a_request() -> None:
+    """An arrow leads from the row of the instance to the call; a request waits again after the end of its batch."""
     call = batch(9, (40, 40, 50, 50), request(2, 30, parent=1), model="n")
     found = events(collected(batch(8, (10, 10, 90, 90), request(1, 5)), call))
     (arrow,) = [event for event in found if event["name"] == "for" and event["ph"] == "s"]
-    assert (arrow["tid"], arrow["ts"]) == (10001, 25), "the row of the instance m_0"
-
-
-def test_an_iterative_model_runs_a_request_again() -> None:
-    """The request waits again from the end of the previous batch."""
+    assert (arrow["tid"], arrow["ts"]) == (10001, 25)
     found = events(collected(batch(8, (10, 10, 20, 20), request(1, 5)), batch(9, (30, 30, 40, 40), request(1, 5))))
-    waits = [(event["ts"], event["dur"]) for event in found if event["name"] == "request 1"]
-    assert waits == [(0, 5), (15, 10)]
+    assert [(event["ts"], event["dur"]) for event in found if event["name"] == "request 1"] == [(0, 5), (15, 10)]
+    assert events(collected()) == []
+    assert set(trace_events.REASONS) == {reason.value for reason in Reason}
 
 
 def test_what_exceeds_the_limit_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,11 +199,3 @@ def test_a_summary() -> None:
     }  # fmt: skip
     assert "full 50 %, idle 50 %" in text([e, m])
     assert text([]) == ""
-
-
-def test_nothing_recorded() -> None:
-    assert events(collected()) == []
-
-
-def test_each_reason_is_explained() -> None:
-    assert set(trace_events.REASONS) == {reason.value for reason in Reason}

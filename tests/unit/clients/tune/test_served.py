@@ -194,9 +194,12 @@ def test_the_choice_among_measured_settings() -> None:
     assert choose(outcome) == large.candidate
 
 
-def test_delays_that_make_no_difference_are_one_range() -> None:
+def test_reasons_name_delays_that_make_no_difference_and_a_late_load_generator() -> None:
     outcome = Outcome(tuned(), Goal(20 * MS))
     outcome.chosen = outcome.model.current
+    for late_ms, is_told in ((15, True), (1, False)):
+        outcome.confirmed = [confirmed(outcome.chosen, point(1000, 10, True), point(1100, 30, False, late_ms))]
+        assert ("load generator itself was late by up to 15.0 ms" in " ".join(reasons(outcome))) is is_told
 
     def told(*rates: float) -> str:
         settings = [replace(outcome.model.current, delay_us=1000 * number) for number in range(len(rates))]
@@ -207,12 +210,3 @@ def test_delays_that_make_no_difference_are_one_range() -> None:
     assert told(1000, 1010, 1005) == same
     others = "Queue delay: none. Predicted requests/s by delay: 0 ms: 500, 1 to 2 ms: 1,000, 3 ms: 800."
     assert told(500, 1000, 1000, 800) == others
-
-
-def test_a_late_load_generator_is_reported() -> None:
-    outcome = Outcome(tuned(), Goal(20 * MS))
-    outcome.chosen = outcome.model.current
-    for late_ms, told in ((15, True), (1, False)):
-        outcome.confirmed = [confirmed(outcome.chosen, point(1000, 10, True), point(1100, 30, False, late_ms))]
-        text = " ".join(reasons(outcome))
-        assert ("load generator itself was late by up to 15.0 ms" in text) is ("load generator" in text) is told

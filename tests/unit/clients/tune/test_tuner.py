@@ -71,7 +71,6 @@ def test_the_calculated_optimum_is_found(found: Outcome) -> None:
     assert confirmed is not None
     assert 0.85 * 4000 < confirmed.rate < 1.1 * 4000  # a measurement ends before a small overload shows
     assert found.holds
-    # The error of the prediction, stated and small: both come from the same simulator, with other random numbers.
     assert confirmed.predicted is not None
     assert abs(confirmed.predicted.rate / confirmed.rate - 1) < 0.1
 
