@@ -46,18 +46,14 @@ def test_callbacks_run_once_and_their_errors_are_logged(
     assert called.get(timeout=20).cancelled()
 
 
-def test_callbacks_run_when_a_deadline_passes(client: shmserve.Client) -> None:
-    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    client.submit("hold", {"x": X}).add_done_callback(called.put)  # the reader waits without a limit
-    client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
-    assert isinstance(called.get(timeout=20).exception(), shmserve.DeadlineExceeded)
-
-
-def test_a_deadline_is_kept_while_the_reader_is_about_to_wait(
+def test_a_deadline_is_kept_while_the_reader_waits_or_is_about_to(
     client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader has released the lock, and does not wait yet."""
-    client.live()
+    """It waits without a limit; then it has released the lock, and does not wait yet."""
+    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client.submit("hold", {"x": X}).add_done_callback(called.put)
+    client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)
+    assert isinstance(called.get(timeout=20).exception(), shmserve.DeadlineExceeded)
     about, go = threading.Event(), threading.Event()
 
     def pausing(kind: Any) -> Any:
@@ -72,7 +68,6 @@ def test_a_deadline_is_kept_while_the_reader_is_about_to_wait(
 
     for kind in (Lane, ZmqLink):
         monkeypatch.setattr(kind, "receive_or_event", pausing(kind))
-    called: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.submit("hold", {"x": X}).add_done_callback(lambda _: None)
     assert about.wait(20)
     client.submit("hold", {"x": X}, timeout=0.02).add_done_callback(called.put)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,32 +19,22 @@ from shmserve.workers.backends.python import pb_utils
 Family = pb_utils.MetricFamily
 
 
-class Host:
-    """A worker with one page."""
-
-    def __init__(self) -> None:
-        self.page = bytearray(PAGE_BYTES)
-        self.writer = Writer(memoryview(self.page))
-
-    def count(self, subject: Subject) -> Any:
-        return self.writer.add(subject)
-
-
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    """The metrics of a process that has none yet."""
-    host, package = Host(), "shmserve.workers.backends.python"
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker with one page, which has no metrics yet."""
+    page, package = bytearray(PAGE_BYTES), "shmserve.workers.backends.python"
+    host = SimpleNamespace(page=page, count=Writer(memoryview(page)).add)
     monkeypatch.setattr(f"{package}.pb_requests._Current.host", host)
     for name, value in {"metrics": {}, "families": {}, "kept": False}.items():
         monkeypatch.setattr(f"{package}.pb_metrics._Registry.{name}", value)
     return host
 
 
-def counted(host: Host) -> dict[tuple[str, Any], list[float]]:
+def counted(host: Any) -> dict[tuple[str, Any], list[float]]:
     return {(subject.name, subject.labels): numbers[1:] for subject, numbers in read(memoryview(host.page))}
 
 
-def test_counter_gauge_and_histogram(host: Host) -> None:
+def test_counter_gauge_and_histogram(host: Any) -> None:
     counter = Family("c", "counts", Family.COUNTER).Metric(labels={"b": "2", "a": 1})
     same = Family("c", "counts", Family.COUNTER).Metric(labels={"a": "1", "b": "2"})
     gauge = Family("g", "", Family.GAUGE).Metric()
@@ -63,7 +54,7 @@ def test_counter_gauge_and_histogram(host: Host) -> None:
     assert found["h", ()] == [10, 2, 1, 2]
 
 
-def test_a_metric_that_is_dropped_leaves_the_page(host: Host) -> None:
+def test_a_metric_that_is_dropped_leaves_the_page(host: Any) -> None:
     family = Family("c", "", Family.COUNTER)
     one, two = family.Metric(), family.Metric()
     one.increment(1)
@@ -97,7 +88,7 @@ def test_a_metric_that_is_dropped_leaves_the_page(host: Host) -> None:
         (lambda: Family("h", "", Family.HISTOGRAM).Metric(buckets=[1]).value(), "has no single value"),
     ],
 )
-def test_invalid_metrics_are_refused(host: Host, make: Any, text: str) -> None:
+def test_invalid_metrics_are_refused(host: Any, make: Any, text: str) -> None:
     with pytest.raises(pb_utils.TritonModelException, match=text):
         make()
 

@@ -97,17 +97,14 @@ def test_nothing_makes_a_view_writeable(pair: Pair) -> None:
             array.setflags(write=True)
     assert pair.mapped.memory(handle).readonly
     assert len(pair.mapped.memory(handle)) == 4000
-
-
-def test_writing_by_address_is_a_segfault(pair: Pair) -> None:
-    """The kernel does not allow it, also if the process has mapped the same pages a second time for writing."""
-    handle = pair.block(4096).handle()
-    pair.mapped.writable(handle, U8, (4096,))[0] = 6
-    address = pair.mapped.address(handle)
+    pair.mapped.writable(handle, U8, (4000,))[0] = 6
+    assert pair.mapped.memory(handle)[0] == 6
     ranges = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     ends = {tuple(int(end, 16) for end in fields[0].split("-")): fields[1] for fields in ranges}
-    assert [rights for (start, end), rights in ends.items() if start <= address < end] == ["r--s"]
-    assert pair.mapped.memory(handle)[0] == 6
+    address = pair.mapped.address(handle)
+    assert [rights for (start, end), rights in ends.items() if start <= address < end] == ["r--s"], (
+        "for the kernel, too"
+    )
 
 
 # -------------------------------------------------------------------------------------------- bounds
@@ -377,13 +374,7 @@ def test_locating_arrays_in_mapped_segments(pair: Pair) -> None:
     pair.mapped.remove(block.segment)
     assert pair.mapped.locate_base(view) is None
     assert pair.mapped.locate(view.ctypes.data, 4) is None
-
-
-def test_a_reused_segment_number_is_not_the_same_memory(pair: Pair) -> None:
-    block = pair.block(400)
-    view = pair.mapped.view(block.handle(), F32, (100,))
-    pair.mapped.remove(block.segment)
     other = memfd.create(MIB)
     pair.mapped.add(block.segment, MIB, fd=os.dup(other.fd))
-    assert pair.mapped.locate_base(view) is None
+    assert pair.mapped.locate_base(view) is None, "other memory has the number of the segment"
     other.close()

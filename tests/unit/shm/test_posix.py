@@ -27,11 +27,6 @@ def path(name: str | None) -> Path:
     return SHM / name[1:]
 
 
-def python(code: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 @pytest.fixture
 def leftover() -> Iterator[list[Path]]:
     """Files that a test creates in /dev/shm by hand."""
@@ -59,22 +54,10 @@ def test_names_are_random_and_contain_the_owner() -> None:
     assert not any(path(name).exists() for name in names)
 
 
-def test_the_mode_does_not_depend_on_the_umask() -> None:
-    mask = os.umask(0o077)
-    try:
-        private, grouped = posix.create(SIZE), posix.create(SIZE, 0o660, os.getgid())
-    finally:
-        os.umask(mask)
-    assert stat.S_IMODE(path(private.name).stat().st_mode) == 0o600
-    assert stat.S_IMODE(path(grouped.name).stat().st_mode) == 0o660
-    assert path(grouped.name).stat().st_gid == os.getgid()
-    private.close()
-    grouped.close()
-
-
-def test_the_group_is_given_before_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_is_given_before_the_mode_whatever_the_umask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise another group could open the segment in between."""
     seen: list[tuple[str, int]] = []
+    mask = os.umask(0o077)
     fchown, fchmod = os.fchown, os.fchmod
 
     def note_chown(fd: int, uid: int, gid: int) -> None:
@@ -87,7 +70,11 @@ def test_the_group_is_given_before_the_mode(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(os, "fchown", note_chown)
     monkeypatch.setattr(os, "fchmod", note_chmod)
-    posix.create(SIZE, 0o640, os.getgid()).close()
+    grouped = posix.create(SIZE, 0o640, os.getgid())
+    os.umask(mask)
+    found = path(grouped.name).stat()
+    assert (stat.S_IMODE(found.st_mode), found.st_gid) == (0o640, os.getgid())
+    grouped.close()
     assert seen == [("group", 0o600), ("mode", 0o640)]
 
 
@@ -167,19 +154,12 @@ def test_a_forked_child_does_not_remove_the_name() -> None:
         extent.close()
         print(os.path.exists(name))
     """
-    assert python(code).split() == ["True", "False"]
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == ["True", "False"]
 
 
 OWN = os.getpid() << 32
 """Replaces the number of the pid namespace, so that servers beside these tests ignore the names."""
-LEAVE = f"""if True:
-    import os
-    from shmserve.shm.extents import posix
-    posix._namespace = lambda: {OWN}
-    extent = posix.create(4096)
-    print(extent.name, flush=True)
-    os._exit(0)
-"""
 
 
 DEAD = 2**22 + 1
@@ -247,7 +227,13 @@ def test_opening_a_fifo_does_not_block_the_sweep(dead: Path) -> None:
 
 @pytest.mark.usefixtures("namespace")
 def test_the_sweep_takes_names_of_a_child_when_it_has_ended(leftover: list[Path]) -> None:
-    code = LEAVE.replace("os._exit(0)", "input()")
+    code = f"""if True:
+        from shmserve.shm.extents import posix
+        posix._namespace = lambda: {OWN}
+        extent = posix.create(4096)
+        print(extent.name, flush=True)
+        input()
+    """
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:

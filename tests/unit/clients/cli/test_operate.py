@@ -199,6 +199,7 @@ def test_unload_of_a_model_that_does_not_exist(broker: Operated, capsys: pytest.
         ("load a --config-json OK --file 1/x=/no/such", "no such file"),
         ("restart a b --instance a_0_0", "--instance is for one model"),
         ("config a --origins", "--origins needs --json"),
+        ("stats a --prometheus", "--prometheus covers the whole server"),
     ],
 )
 def test_invalid_arguments_are_refused(
