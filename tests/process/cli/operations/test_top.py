@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ import pytest
 
 from shmserve.testing import Server
 from tests.process.cli.commands import COMMAND
-from tests.process.cli.operations.json_lines import first_lines
 from tests.support.docs import pages
 from tests.support.launch import identity
 from tests.support.system.terminal import Terminal
@@ -113,9 +113,15 @@ def test_all_transports_show_the_same_values(server: Server) -> None:
 
 
 def test_json_prints_a_line_at_each_refresh(server: Server) -> None:
-    lines, code, errors = first_lines([*TOP, "--json", "--interval", "0.05", "--url", server.url], 3)
-    assert (code, errors) == (130, b"shmserve top: interrupted\n")
-    assert {row["model"] for line in lines for row in line["models"]} == {"mlp", "cnn", "stuck"}
+    command = [*TOP, "--json", "--interval", "0.05", "--url", server.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            models = json.loads(process.stdout.readline())["models"]
+            assert {row["model"] for row in models} == {"mlp", "cnn", "stuck"}
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=END_S)[1] == b"shmserve top: interrupted\n"
+    assert process.returncode == 130
 
 
 # ------------------------------------------------------------------------------------------ the page

@@ -13,7 +13,6 @@ import pytest
 
 from shmserve.testing import Server
 from tests.process.cli.commands import COMMAND, IMPATIENT, run
-from tests.process.cli.operations.json_lines import first_lines
 from tests.support.living import PATIENCE_S, identity
 from tests.support.shared_server import SharedServer
 
@@ -59,20 +58,6 @@ def test_watch_repeats_until_interrupted(server: Server, terminal: bool) -> None
     assert seen.count(b"\x1b[H\x1b[2J") == terminal, "then the picture is overwritten"
     assert seen.count(b"\x1b[H") == (seen.count(b"model") if terminal else 0)
     assert b"second" not in seen
-
-
-@pytest.mark.parametrize("command", ["models", "stats", "config first", "ready second"])
-def test_watch_with_json_prints_a_document_per_line(server: Server, command: str) -> None:
-    """The documents have the fields of the one that the command prints without --watch."""
-    words = [*command.split(), "--url", server.url, "--json"]
-    once = json.loads(run(*words)[1])
-    documents, code, _ = first_lines([*COMMAND, *words, "--watch", "0.05"], 3)
-    assert code == 130
-
-    def keys(found: object) -> object:
-        return {name: keys(value) for name, value in found.items()} if isinstance(found, dict) else type(found)
-
-    assert [keys(document) for document in documents] == [keys(once)] * 3
 
 
 def test_check_with_watch_reads_the_repository_at_each_refresh(tmp_path: Path) -> None:
