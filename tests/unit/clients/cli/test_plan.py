@@ -53,13 +53,10 @@ def test_the_default_rate_is_a_share_of_the_capacity(capsys: pytest.CaptureFixtu
     assert tiny["rate"] == pytest.approx(0.7 * 4 * 125_000)  # what a broker can handle
 
 
-def test_the_policies_are_those_of_the_simulator() -> None:
+def test_all_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    """Policies by key are only included if there are keys. The page has all of them."""
     assert arguments.POLICIES == simulated.POLICIES
     assert set(re.findall(r"^\| `([a-z][a-z-]*)` \|", pages.page("plan"), re.MULTILINE)) == set(simulated.POLICIES)
-
-
-def test_all_policies(capsys: pytest.CaptureFixture[str]) -> None:
-    """Policies by key are only included if there are keys."""
     assert [each["policy"] for each in results(f"{QUICK} --policy all", capsys)] == [
         "random", "round-robin", "two-choices", "least",
     ]  # fmt: skip

@@ -91,6 +91,18 @@ def test_the_rate_of_failures_affects_the_verdict(old: int, new: int, verdict: s
     assert failed.verdict == found.verdict == verdict
 
 
+def test_what_is_not_compared() -> None:
+    few = point(Closed(1), [window(number, good) for number, good in enumerate(OLD)], [1_000_000] * 100)
+    found = compare(run(few), run(steady(1, OLD)))
+    assert [change.metric for change in found.changes] == ["throughput", "p50"]
+    assert found.notes == ("not compared, as too few responses exceed it: p99 of concurrency 1",)
+    with pytest.raises(InvalidRequest, match=r"no load in common \(concurrency 1; concurrency 2\)"):
+        compare(run(steady(1, OLD)), run(steady(2, OLD)))
+    old = run(steady(1, OLD))
+    assert compare(old, replace(old, machine={"cores": "64"})).notes[0].startswith("the machine differs")
+    assert not compare(old, old).notes
+
+
 def test_the_rows_that_are_compared() -> None:
     """Without failures, there is no row for them. The throughput of an open loop is given."""
 
@@ -100,25 +112,6 @@ def test_the_rows_that_are_compared() -> None:
     assert metrics(steady(1, OLD)) == ["throughput", "p50", "p99"]
     assert "in time/s" in metrics(replace(steady(1, OLD), goodput=Interval(900, 890, 910)))
     assert metrics(point(Open(1000.0), [window(number, good) for number, good in enumerate(OLD)])) == ["p50", "p99"]
-
-
-def test_a_percentile_that_a_report_leaves_out_is_not_compared() -> None:
-    few = point(Closed(1), [window(number, good) for number, good in enumerate(OLD)], [1_000_000] * 100)
-    found = compare(run(few), run(steady(1, OLD)))
-    assert [change.metric for change in found.changes] == ["throughput", "p50"]
-    assert found.notes == ("not compared, as too few responses exceed it: p99 of concurrency 1",)
-
-
-def test_runs_without_a_common_load() -> None:
-    with pytest.raises(InvalidRequest, match=r"no load in common \(concurrency 1; concurrency 2\)"):
-        compare(run(steady(1, OLD)), run(steady(2, OLD)))
-
-
-def test_different_conditions_of_the_runs_are_noted() -> None:
-    old, new = run(steady(1, OLD)), run(steady(1, OLD))
-    other = type(new)(**{name: getattr(new, name) for name in new.__struct_fields__} | {"machine": {"cores": "64"}})
-    assert any(note.startswith("the machine differs") for note in compare(old, other).notes)
-    assert not compare(old, new).notes
 
 
 @settings(max_examples=examples(60))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -21,14 +23,6 @@ from tests.support.hypothesis_profiles import examples
 EVENTS = [b'data: {"y":1}', b'data: {"error":"x","model_name":"m"}', b"data: last"]
 
 
-class _Transport(asyncio.Transport):
-    def write(self, data: Any) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
 def chunked(events: list[bytes], size: int, status: str = "200 OK") -> bytes:
     """A response whose chunk boundaries are unrelated to its events."""
     body = b"".join(event + b"\n\n" for event in events)
@@ -39,7 +33,7 @@ def chunked(events: list[bytes], size: int, status: str = "200 OK") -> bytes:
 
 async def asked(pieces: list[bytes]) -> tuple[tuple[int, bytes], list[bytes]]:
     connection = HttpConnection()
-    connection.connection_made(_Transport())
+    connection.connection_made(mock.create_autospec(asyncio.Transport))
     seen: list[bytes] = []
     answer = connection.ask(b"", seen.append)
     for piece in pieces:
@@ -73,11 +67,6 @@ class _Server(asyncio.Protocol):
         self._transport.write(self._answer)
 
 
-class _Body:
-    def request(self, part: object) -> bytes:
-        return b"POST / HTTP/1.1\r\n\r\n"
-
-
 @pytest.mark.parametrize(
     ("answer", "answers", "kind", "text"),
     [
@@ -96,7 +85,8 @@ def test_a_stream_and_its_errors(answer: bytes, answers: int, kind: type[ServeEr
         target = HttpTarget(Endpoint(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
         try:
             slot = await target.slot()
-            await slot.stream(_Body(), None, lambda: seen.append(1))
+            body = SimpleNamespace(request=lambda part: b"POST / HTTP/1.1\r\n\r\n")
+            await slot.stream(body, None, lambda: seen.append(1))
         finally:
             await target.close()
             server.close()

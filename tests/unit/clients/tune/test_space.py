@@ -15,7 +15,6 @@ from shmserve.clients.tune.search import shortlist
 from shmserve.clients.tune.space import Candidate, check_tunable
 from shmserve.errors import Unsupported
 from shmserve.repo.config.schema import ModelConfig
-from shmserve.repo.load import ModelContext, examine
 from tests.unit.clients.tune.simulated import CONFIG, MS, tuned
 
 PADDED = """name: "net"
@@ -29,19 +28,13 @@ parameters { key: "padding" value: { string_value: "ids" } }
 
 
 def completed(text: str) -> ModelConfig:
-    context = ModelContext("net", frozenset({"onnxruntime"}), ["model.onnx"], ())
-    return examine(text.encode(), "config.pbtxt", context).require()
+    return tuned(text).config
 
 
 @pytest.mark.parametrize("text", [CONFIG, CONFIG.replace("dynamic_batching { }\n", ""), PADDED])
 @pytest.mark.parametrize(
     "candidate",
-    [
-        Candidate(1, 1, 8),
-        Candidate(3, 2, 4, 500),
-        Candidate(2, 1, 64, 0, 16, 99),
-        Candidate(2, 1, 8, 100, 1, 128),
-    ],
+    [Candidate(1, 1, 8), Candidate(3, 2, 4, 500), Candidate(2, 1, 64, 0, 16, 99), Candidate(2, 1, 8, 100, 1, 128)],
 )
 def test_the_edited_text_parses_to_the_candidate(text: str, candidate: Candidate) -> None:
     """The edited text, parsed as by a server, is the configuration that the tuner has measured."""

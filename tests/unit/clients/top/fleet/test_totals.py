@@ -141,14 +141,6 @@ def test_a_server_with_another_release() -> None:
     assert "all 1.2.3" in line_text(fleet_summary(alike, 200)[0])
 
 
-def test_no_server_has_answered() -> None:
-    view = view_of(Snapshot("a", "http://a", problem="no server"))
-    assert (view.models, view.by_server, view.total["requests_per_s"], view.total["p99"]) == ([], [], None, None)
-    text = fleet_text(view, fleet_tables_of(None), "", None, 80)
-    assert "UNREACHABLE" in text
-    assert "a" in text
-
-
 def test_server_names_remain_distinguishable_in_narrow_tables() -> None:
     """On 80 columns; GPU columns take no space without GPUs."""
     names = ("127.0.0.1:33757", "127.0.0.1:33758")
@@ -157,6 +149,20 @@ def test_server_names_remain_distinguishable_in_narrow_tables() -> None:
         text = fleet_text(view, [table], "", None, 80)
         assert all(name in text for name in names) is (table is not FLEET_MODELS)
     assert "gpu" not in fleet_text(view, fleet_tables_of(None)[:1], "", None, 300)
+
+
+def test_a_server_of_which_everything_and_one_of_which_nothing_is_known() -> None:
+    gpus = [gpu(0, utilization=0.25), gpu(1, utilization=0.75, memory_used_bytes=60 << 30)]
+    view = view_of(snapshot("a", served("m", 10, FAST, reason="note"), ready=False, gpus=gpus))
+    found = view.servers[0]
+    assert (found["gpu"], found["gpu_memory_share"], found["memory_share"], found["cpu"]) == (0.75, 0.75, 0.25, 0.25)
+    for table in (SERVERS, FLEET_MODELS, BY_SERVER):
+        (found,) = view.table(table.name)
+        never = {"reason", "cache_hits", "share", "queued"} if table is BY_SERVER else set()
+        assert not [column.key for column in table.columns if found.get(column.key) is None and column.key not in never]
+    view = view_of(Snapshot("a", "http://a", problem="no server"))
+    assert (view.models, view.by_server, view.total["requests_per_s"], view.total["p99"]) == ([], [], None, None)
+    assert "UNREACHABLE" in fleet_text(view, fleet_tables_of(None), "", None, 80)
 
 
 def test_text_and_documents() -> None:
@@ -171,18 +177,3 @@ def test_text_and_documents() -> None:
     (only,) = fleet_document(view, fleet_tables_of("servers"), "b", None)["servers"]
     assert (only["server"], only["url"]) == ("b", "http://b")
     assert select(FLEET_MODELS, view.models, "n")[0]["model"] == "n"
-
-
-def test_gpus_and_memory_of_a_server() -> None:
-    gpus = [gpu(0, utilization=0.25), gpu(1, utilization=0.75, memory_used_bytes=60 << 30)]
-    found = view_of(snapshot("a", served("m", 0, 0), gpus=gpus)).servers[0]
-    assert (found["gpu"], found["gpu_memory_share"], found["memory_share"], found["cpu"]) == (0.75, 0.75, 0.25, 0.25)
-
-
-def test_every_column_has_a_value() -> None:
-    """For a server and a model for which everything is known."""
-    view = view_of(snapshot("a", served("m", 10, FAST, reason="note"), ready=False, gpus=[gpu(0)]))
-    for table in (SERVERS, FLEET_MODELS, BY_SERVER):
-        (found,) = view.table(table.name)
-        never = {"reason", "cache_hits", "share", "queued"} if table is BY_SERVER else set()
-        assert not [column.key for column in table.columns if found.get(column.key) is None and column.key not in never]
