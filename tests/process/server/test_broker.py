@@ -75,9 +75,17 @@ def test_every_query_in_the_table_of_actions_has_a_handler(running: Launched, wh
         assert isinstance(answer, Answer) or (answer.code != "INTERNAL" and "unknown query" not in answer.text), answer
 
 
-def test_a_server_starts_answers_and_stops_on_sigint(repository: Path, tmp_path: Path) -> None:
+def test_a_server_starts_after_one_that_was_killed_and_stops_on_sigint(repository: Path, tmp_path: Path) -> None:
+    first = Launched(repository, tmp_path / "run")
+    assert first.workers()
+    first.kill()  # the workers end with it
+    assert (tmp_path / "run" / "lane.sock").exists()
     with Launched(repository, tmp_path / "run") as server:
         assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+        directory = os.open(tmp_path / "run", os.O_RDONLY | os.O_DIRECTORY)
+        with pytest.raises(BlockingIOError):  # systemd-tmpfiles acquires this lock before it removes anything
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(directory)
         with Lane(server.lane) as lane:
             lane.hello("memfd")
             lane.send(infer(1))
@@ -102,16 +110,6 @@ def test_messages_reach_a_worker_in_the_order_of_turns(running: Launched) -> Non
         assert "ERROR" not in running.log[before:]
 
 
-def test_the_runtime_directory_is_locked_against_systemd_tmpfiles(running: Launched) -> None:
-    """systemd-tmpfiles acquires this lock before it removes anything."""
-    directory = os.open(running.runtime_dir, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.close(directory)
-
-
 def test_a_stopping_server_keeps_the_files_of_its_successor(repository: Path, tmp_path: Path) -> None:
     """A program that cleans temporary directories has removed the first server's files, and a second server was
     started."""
@@ -131,17 +129,6 @@ def test_a_stopping_server_keeps_the_files_of_its_successor(repository: Path, tm
             )
             assert (third.returncode, "another server runs" in third.stderr) == (1, True)
     assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_workers_end_with_a_killed_broker_and_the_next_one_starts(repository: Path, tmp_path: Path) -> None:
-    first = Launched(repository, tmp_path / "run")
-    assert first.workers()
-    first.kill()
-    assert (tmp_path / "run" / "lane.sock").exists()
-    with Launched(repository, tmp_path / "run") as server, Lane(server.lane) as lane:
-        lane.hello("memfd")
-        lane.send(infer(1))
-        lane.receive_kind(Reply)
 
 
 def test_a_client_whose_outbox_is_full_is_disconnected_and_logged(repository: Path, tmp_path: Path) -> None:

@@ -105,6 +105,19 @@ def analyze(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def test_the_units_allow_what_the_services_need(unit: Path) -> None:
+    """The server uses GPUs, the gateway the network; a stop leaves time for requests in flight."""
+    text, gateway = unit.read_text(), unit.with_name("shmserve-gateway.service").read_text()
+    assert "DeviceAllow=char-nvidia rw" in text
+    assert "PrivateDevices=yes" not in text
+    assert "\nPrivateDevices=yes\n" in gateway
+    assert "\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6\n" in gateway
+    settings = (ROOT / "systemd" / "shmserve.toml").read_text()
+    (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    (drain,) = re.findall(r"^exit-timeout-secs = (\d+)$", settings, re.MULTILINE)
+    assert int(stop) > int(drain)
+
+
 @needs_analyze
 def test_systemd_analyze_accepts_the_units(unit: Path) -> None:
     mps = unit.with_name("shmserve-mps.service")
@@ -123,25 +136,6 @@ def test_the_exposure_level_of_the_services_is_low(unit: Path, name: str) -> Non
     level = re.search(rf"Overall exposure level for {name}.service: ([\d.]+)", found.stdout)
     assert level, found.stdout + found.stderr
     assert float(level[1]) <= EXPOSURE
-
-
-def test_the_server_can_use_gpus_and_the_gateway_the_network(unit: Path) -> None:
-    gateway = unit.with_name("shmserve-gateway.service").read_text()
-    assert "\nPrivateDevices=yes\n" in gateway
-    assert "\nRestrictAddressFamilies=AF_UNIX AF_INET AF_INET6\n" in gateway
-    text = unit.read_text()
-    assert "DeviceAllow=char-nvidia rw" in text
-    assert "PrivateDevices=yes" not in text
-
-
-def test_a_stop_by_systemd_leaves_time_for_requests_in_flight() -> None:
-    unit = (ROOT / "systemd" / "shmserve.service").read_text()
-    settings = (ROOT / "systemd" / "shmserve.toml").read_text()
-    stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
-    drain = re.search(r"^exit-timeout-secs = (\d+)$", settings, re.MULTILINE)
-    assert stop
-    assert drain
-    assert int(stop[1]) > int(drain[1])
 
 
 # ------------------------------------------------------------------------------------------------- on a machine

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import shmserve
-from shmserve.clients.cli import main
 from shmserve.errors import ModelFailed
 from shmserve.testing import Server
 from tests.process.server.processes.test_supervision import write
@@ -107,11 +106,3 @@ def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Serv
     named = {"model": "frail", "version": "1"}
     assert seen("shmserve_instance_restarts_total", **named, model_instance=instance["name"]) == 2
     assert seen("nv_inference_request_failure", **named, reason="BACKEND") == 1
-
-
-def test_the_stats_command_prints_metrics(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    where = ["--runtime-dir", str(server.runtime_dir)]
-    assert main.main(["stats", "--prometheus", *where]) == 0
-    assert Seen(capsys.readouterr().out)("shmserve_ready") == 1
-    assert main.main(["stats", "m", "--prometheus", *where]) == 2
-    assert "--prometheus covers the whole server" in capsys.readouterr().err

@@ -12,14 +12,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 import shmserve
 from shmserve.workers.process.load_priority import HIGHEST_NICE
 from tests.support.launch import Launched
+from tests.support.living import ONE, PYTHON
 from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
@@ -122,29 +121,16 @@ def test_no_priority_is_changed(nice: int, new_session: bool) -> None:
 
 
 MODEL = python_model(
-    """
-    now = [os.getpriority(os.PRIO_PROCESS, number) for number in (0, self.thread.native_id)]
-    return self.respond(np.array([json.dumps([self.loading, now])], object))
-    """,
-    """
-    self.loading = os.getpriority(os.PRIO_PROCESS, 0)
-    self.thread = threading.Thread(target=threading.Event().wait, daemon=True)
-    self.thread.start()
-    """,
+    "return self.respond(np.array([[self.loading, os.getpriority(os.PRIO_PROCESS, 0)]], np.float32))",
+    "self.loading = os.getpriority(os.PRIO_PROCESS, 0)",
 )
-CONFIG = """
-backend: "python" max_batch_size: 0
-input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
-output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
-instance_group [ { count: 1 kind: KIND_CPU } ]
-"""
 
 
 @pytest.mark.parametrize("prepared", ["true", "false"])
 def test_a_model_loads_with_low_priority_and_serves_with_the_servers(tmp_path: Path, prepared: str) -> None:
     """Models that load at the server's start have the server's priority."""
     for name in ("first", "later"):
-        write_model(tmp_path / "models", name, CONFIG, MODEL)
+        write_model(tmp_path / "models", name, PYTHON, MODEL)
     options = ("--load-nice", str(LOWERED), "--prepared-process", prepared, "--model-control-mode", "explicit")
     with (
         Launched(tmp_path / "models", tmp_path / "run", *options, "--load-model", "first") as server,
@@ -152,8 +138,6 @@ def test_a_model_loads_with_low_priority_and_serves_with_the_servers(tmp_path: P
     ):
         client.load("later")
         normal = os.getpriority(os.PRIO_PROCESS, server.process.pid)
-        x = {"x": np.zeros(1, np.float32)}
-        found: list[Any] = [json.loads(client.infer(name, x, timeout=60)["y"][0]) for name in ("first", "later")]
-    assert found[0] == [normal, [normal] * 2]
+        first, later = (client.infer(name, {"x": ONE}, timeout=60)["y"][0].tolist() for name in ("first", "later"))
     lowered = min(normal + LOWERED, HIGHEST_NICE) if may_restore() else normal
-    assert found[1] == [lowered, [normal] * 2]
+    assert (first, later) == ([normal, normal], [lowered, normal])

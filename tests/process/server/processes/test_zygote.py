@@ -162,12 +162,10 @@ def test_the_prepared_process_imports_only_what_every_worker_needs() -> None:
     assert not {name for name in modules if name.startswith(("shmserve.broker", "shmserve.clients", "shmserve.core"))}
 
 
-def test_a_module_without_openblas_is_reported() -> None:
-    with pytest.raises(CannotFork, match="numpy is not linked with an OpenBLAS"):
-        zygote._setter(bit_generator.__file__)  # noqa: SLF001 - numpy of a distribution may lack it, ours does not
-
-
 def test_the_number_of_threads_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy of a distribution may lack OpenBLAS, ours does not."""
+    with pytest.raises(CannotFork, match="numpy is not linked with an OpenBLAS"):
+        zygote._setter(bit_generator.__file__)  # noqa: SLF001 - no model can show it
     threads = zygote._threads  # noqa: SLF001 - the process that a test can look at has the threads of its instance
     monkeypatch.delenv("GOTO_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
