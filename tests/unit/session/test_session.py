@@ -317,3 +317,33 @@ def test_an_output_in_an_unknown_segment_fails_its_request() -> None:
     assert ticket.error.code == "HANDLE_LOST"
     assert session.has_returns, "the handle is returned although it could not be mapped"
     session.close()
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+def test_a_sequence_that_begins_before_the_first_connection_is_sent_with_it() -> None:
+    session = Session()
+    ask(session, {"x": np.arange(3)}, sequence=9, sequence_start=True)
+    connect(session)
+    _, packets = ask(session, {"x": np.arange(3)}, sequence=9)
+    assert [message.request for message in decoded(packets)] == [1, 2]
+    feed(session, Reply(1, 1, ()), Reply(2, 1, ()))
+    session.close()
+
+
+def test_requests_that_wait_for_a_loading_server_are_not_overtaken() -> None:
+    session = connected(owner=1)
+    session.disconnected()
+    ask(session, {"x": np.arange(3)}, sequence=9, sequence_start=True)
+    (loaded,) = sent(connect(session, 2))
+    _, packets = ask(session, {"x": np.arange(3)}, sequence=9)
+    assert not decoded(packets)
+    _, packets = ask(session, {"x": np.arange(3)})
+    assert [message.request for message in decoded(packets)] == [4], "a request without a sequence is sent at once"
+    feed(session, Answer(loaded.request, b'{"loaded": true}'))
+    assert [message.request for message in sent(session)] == [1, 3]
+    _, packets = ask(session, {"x": np.arange(3)}, sequence=9)
+    assert [message.request for message in decoded(packets)] == [5]
+    feed(session, *[Reply(number, 1, ()) for number in (1, 3, 4, 5)])
+    session.close()

@@ -84,7 +84,8 @@ def test_a_failure_follows_the_unread_parts() -> None:
 
 
 def test_parts_after_a_cancel_are_dropped() -> None:
-    session = connected("frames")
+    called: list[int] = []
+    session = connect(Session("frames", on_full=lambda: called.append(1)), memory="frames")
     ticket, infer = asked(session, 4)
     feed(session, part(infer.request, 1))
     assert session.cancel(ticket)
@@ -99,16 +100,12 @@ def test_parts_after_a_cancel_are_dropped() -> None:
     session.cancel(ticket)
     feed(session, part(infer.request, 1, last=True))
     assert not session.tickets, "a last part that crosses the cancellation ends the request"
-
-
-def test_a_dropped_stream_is_cancelled_with_the_next_packet() -> None:
-    called: list[int] = []
-    session = connect(Session("frames", on_full=lambda: called.append(1)), memory="frames")
+    session.take()
     ticket, infer = asked(session, 4)
     session.cancel_later(ticket)
-    assert called == [1]
     assert session.has_returns
-    assert sent(session) == [Cancel(infer.request)]
+    assert sent(session) == [Cancel(infer.request)], "with the next packet"
+    assert called == [1]
     assert not session.has_returns
 
 
