@@ -23,7 +23,7 @@ from tests.process.cli import commands
 from tests.process.cli.commands import COMMAND
 from tests.support.docs import pages
 from tests.support.launch import identity
-from tests.support.model_files import write_model
+from tests.support.model_files import python_model, write_model
 from tests.support.system.terminal import Terminal
 
 pytestmark = pytest.mark.process
@@ -33,15 +33,6 @@ END_S = 60
 PYTHON = """backend: "python"
 input [ { name: "x" data_type: TYPE_FP32 dims: [ 3 ] } ]
 output [ { name: "y" data_type: TYPE_FP32 dims: [ 3 ] } ]
-"""
-MODEL = """import os
-
-class TritonPythonModel:
-    def initialize(self, args):
-        {initialize}
-
-    def execute(self, requests):
-        return []
 """
 ENSEMBLE = """platform: "ensemble"
 input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } ]
@@ -65,8 +56,8 @@ ADDS = """class TritonPythonModel:
 """
 
 
-def python(root: Path, name: str, initialize: str = "pass", source: str = "", config: str = PYTHON) -> None:
-    write_model(root, name, config, source or MODEL.format(initialize=initialize))
+def python(root: Path, name: str, initialize: str = "pass") -> None:
+    write_model(root, name, PYTHON, python_model("return self.respond(x)", initialize))
 
 
 def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
@@ -102,9 +93,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     identity(root, "good")
     identity(root, "typo")
     (root / "typo" / "config.pbtxt").write_text('backnd: "identity"\n')
-    python(root, "lost")
-    (root / "lost" / "1" / "model.py").unlink()
-    (root / "lost" / "config.pbtxt").write_text(PYTHON + "metric_tags { key: 'a' value: 'b' }\nmax_batch_size: -2\n")
+    write_model(root, "lost", PYTHON + "metric_tags { key: 'a' value: 'b' }\nmax_batch_size: -2\n")
     (root / "notes.txt").write_text("")
     monkeypatch.chdir(tmp_path)
     return root
@@ -166,7 +155,7 @@ def test_each_model_is_loaded(tmp_path: Path, temporary: Path) -> None:
     (root / "typo" / "config.pbtxt").write_text('backnd: "identity"\n')
     python(root, "imports", "import nowhere_to_be_found")
     python(root, "crash", 'print("about to crash"); os.abort()')
-    python(root, "adds", source=ADDS, config='backend: "python"')
+    write_model(root, "adds", 'backend: "python"', ADDS)
     identity(root, "ensemble")
     (root / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
     without = run(root, code=1)[0].splitlines()

@@ -13,6 +13,7 @@ import subprocess
 import termios
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 
 import pyte
@@ -23,11 +24,14 @@ _UNKNOWN_TO_PYTE = re.compile(rb"\x1b\[[<>=][\d;]*[a-zA-Z]|\x1b\[\?[\d;]*\$p|\x1
 
 
 class Terminal:
-    """`environment`: variables of the program, in addition to those of this process that do not concern the
-    terminal."""
+    """The controlling terminal of the program. `environment`: variables of the program, in addition to those of this
+    process that do not concern the terminal."""
 
-    def __init__(self, command: Sequence[str], columns: int, rows: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], columns: int, rows: int, environment: dict[str, str], cwd: Path | None = None
+    ) -> None:
         self.screen = pyte.Screen(columns, rows)
+        self._unread = ""
         self.raw = b""
         """The complete output."""
         self._stream = pyte.ByteStream(self.screen)
@@ -39,8 +43,9 @@ class Terminal:
         variables = inherited | {"TERM": "xterm-256color"} | environment
         try:
             self.process = subprocess.Popen(
-                command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables, start_new_session=True
-            )
+                command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables, start_new_session=True, cwd=cwd,
+                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            )  # fmt: skip
         finally:
             os.close(theirs)
 
@@ -71,6 +76,17 @@ class Terminal:
             assert self._read(), f"it ended, and never showed: {wanted}\n{self.text}"
         return self.text
 
+    def until(self, text: str) -> str:
+        """Reads the output, beginning after the last text, up to this one."""
+        self.wait_for(lambda _: text in self._unread)
+        shown, _, self._unread = self._unread.partition(text)
+        return shown + text
+
+    def rest(self) -> tuple[str, int]:
+        """The output that is left, and the exit code."""
+        code = self.ends()
+        return self._unread, code
+
     def ends(self) -> int:
         """Waits for the end of the program and returns its exit code."""
         end = time.monotonic() + PATIENCE_S
@@ -84,6 +100,7 @@ class Terminal:
         except OSError:  # EIO: the other end is closed
             return b""
         self.raw += data
+        self._unread += data.decode(errors="replace").replace("\r", "")
         data = self._rest + data
         cut = data.rfind(b"\x1b")
         self._rest = data[cut:] if cut >= 0 and len(data) - cut < 24 and not _complete(data[cut:]) else b""

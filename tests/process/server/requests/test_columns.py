@@ -16,7 +16,6 @@ from shmserve.session.columns import in_batches
 from shmserve.testing import Server
 from tests.support.clients.client_faces import FACES
 from tests.support.gateway.running_gateway import model
-from tests.support.model_files import parameters
 from tests.support.shared_server import SharedServer
 
 pytestmark = pytest.mark.process
@@ -28,9 +27,7 @@ COUNT = 64
 @pytest.fixture(scope="module")
 def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("models")
-    batching = "dynamic_batching { }\n"
-    model(repository, "pair", ["FP32", "INT32"], "[ -1 ]", 256, batching)
-    model(repository, "many", ["FP32"], "[ -1 ]", 4096, batching + parameters(delay_us="200000"))
+    model(repository, "pair", ["FP32", "INT32"], "[ -1 ]", 256, "dynamic_batching { }\n")
     with shared_server.serving(repository) as running:
         yield running
 
@@ -102,12 +99,3 @@ def test_two_clients_get_their_own_results_and_every_request_is_counted_once(
             assert_echoed(result, start + number)
     assert [new - old for new, old in zip(counted(server, "pair"), before, strict=True)] == [2 * COUNT, 2 * COUNT, 0]
     assert sum(in_columns) == 2 * COUNT
-
-
-def test_a_batch_of_more_requests_than_one_message_holds(server: Server, in_columns: list[int]) -> None:
-    """While the first batch runs, all others wait for the second."""
-    before, count = counted(server, "many"), 3000
-    results = run(ask_all(server, "lane", "many", [{"i_FP32": np.full((1, 1), n, np.float32)} for n in range(count)]))
-    assert [float(result["o_FP32"][0, 0]) for result in results] == [float(number) for number in range(count)]
-    assert [new - old for new, old in zip(counted(server, "many"), before, strict=True)] == [count, count, 0]
-    assert (sum(in_columns), len(in_columns) > 1) == (count, True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests import ROOT
+from tests.support.model_files import write_model
 
 END_S = 60
 
@@ -49,8 +50,6 @@ class TritonPythonModel:
             sys.exit(7)
         if first == 1005:
             x[:] = 0
-        if first == 1006:
-            x = x.astype(np.complex64)
         names = [[b"nobody"]] * len(x) if who is None else who.as_numpy()
         greetings = np.array([[b"hello " + name[0]] for name in names], object)
         return pb_utils.InferenceResponse([pb_utils.Tensor("y", x * 2), pb_utils.Tensor("greeting", greetings)])
@@ -78,29 +77,20 @@ class TritonPythonModel:
 """
 
 
-def add_model(root: Path, name: str, source: str, config: str | None = CONFIG, version: int = 1) -> Path:
-    folder = root / name
-    (folder / str(version)).mkdir(parents=True)
-    (folder / str(version) / "model.py").write_text(source)
-    if config is not None:
-        (folder / "config.pbtxt").write_text(config)
-    return folder
-
-
 def build(root: Path) -> None:
-    add_model(root, "greeter", MODEL)
-    add_model(root, "auto", AUTO, 'backend: "python"')
-    add_model(root, "broken", MODEL.replace('print("initialize",', "self.missing("))
-    add_model(root, "syntax", "class TritonPythonModel(:\n")
-    add_model(root, "last", MODEL.replace('print("finalize")', "raise OSError('no end')"))
-    add_model(root, "typo", MODEL, CONFIG.replace("TYPE_FP32", "TYPE_FP23"))
-    add_model(root, "names", AUTO.replace("TYPE_INT32", "TYPE_INVALID"), 'backend: "python"')
-    add_model(root, "identity", "", IDENTITY)
-    add_model(root, "old", "", IDENTITY + "version_policy: { specific { versions: [ 1 ] } }")
-    (root / "old" / "2").mkdir()
-    add_model(root, "half", MODEL, CONFIG + "version_policy: { all { } }")
-    (root / "half" / "2").mkdir()
-    (root / "old" / "configs").mkdir()
+    auto, old = 'backend: "python"', IDENTITY + "version_policy: { specific { versions: [ 1 ] } }"
+    write_model(root, "greeter", CONFIG, MODEL)
+    write_model(root, "auto", auto, AUTO)
+    write_model(root, "broken", CONFIG, MODEL.replace('print("initialize",', "self.missing("))
+    write_model(root, "syntax", CONFIG, "class TritonPythonModel(:\n")
+    write_model(root, "last", CONFIG, MODEL.replace('print("finalize")', "raise OSError('no end')"))
+    write_model(root, "typo", CONFIG.replace("TYPE_FP32", "TYPE_FP23"), MODEL)
+    write_model(root, "names", auto, AUTO.replace("TYPE_INT32", "TYPE_INVALID"))
+    write_model(root, "identity", IDENTITY)
+    write_model(root, "old", old)
+    write_model(root, "half", CONFIG + "version_policy: { all { } }", MODEL)
+    for name in ("half/2", "old/2", "old/configs"):
+        (root / name).mkdir()
     (root / "old" / "configs" / "large.pbtxt").write_text(IDENTITY.replace("max_batch_size: 4", "max_batch_size: 64"))
 
 
