@@ -32,7 +32,6 @@ LONG = (
     "tests/process/cli/test_terminal.py",
     "tests/process/cli/operations/test_logs.py",
     "tests/process/cli/operations/test_top.py",
-    "tests/process/cli/operations/test_top_fleet.py",
     "tests/process/cli/operations/test_watch.py",
     "tests/process/cli/test_init.py",
     "tests/process/models/capacity/test_memory_budget.py",

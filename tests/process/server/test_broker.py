@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from bench.lib.raw_client import ConnectionClosed, Lane, Zmq
 from shmserve.protocol import codec
 from shmserve.protocol.messages import Answer, Ask, Fail, Goodbye, Infer, Reply, Tensor, Unmap
 from shmserve.protocol.roles import OPERATIONS, QUERIES
+from shmserve.testing import Server
 from tests.support.launch import Launched, identity
 
 pytestmark = pytest.mark.process
@@ -196,3 +199,14 @@ def test_workers_run_on_their_cores_and_the_reason_for_a_batch_is_logged(strict:
         lane.receive_kind(Reply)
     assert [os.sched_getaffinity(pid) for pid in strict.workers()] == [{CORE}]
     assert "1 rows in 1 requests, formed because: idle" in strict.log
+
+
+def test_a_server_with_a_missing_repository_runs_but_is_not_live(tmp_path: Path) -> None:
+    options = ("--exit-on-error=false", "--model-control-mode=poll")
+    with Server(tmp_path / "none", *options, gateway=True) as server, server.client() as client:
+        for path, status in (("/v2/health/live", 400), ("/v2/health/ready", 400), ("/v2", 200)):
+            with contextlib.closing(HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
+                connection.request("GET", path)
+                assert connection.getresponse().status == status
+        assert client.models() == []
+    assert "none is not a directory: serving no models; the server is neither live nor ready" in server.log

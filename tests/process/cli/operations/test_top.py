@@ -1,4 +1,4 @@
-"""`shmserve top` from a user's view: on terminals of 80 and 250 columns, and in scripts."""
+"""`shmserve top` from a user's view, of one server and of several: on terminals, and in scripts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ sys.exit(main(sys.argv[1:]))
 """
 """Snapshots do not need the package."""
 END_S = 60
+END = "\x1b[F"
+"""The End key, which selects the last row."""
 SLOW_US = "600000000"
 """A batch of this model runs until its process is killed."""
 COLOR = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
@@ -48,13 +51,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def printed(server: Server | None, *words: str) -> str:
+def printed(server: Server | None, *words: str, code: int = 0) -> str:
     command = [sys.executable, "-c", WITHOUT_TEXTUAL, "top", *words]
     found = {name: value for name, value in os.environ.items() if not name.startswith("SHMSERVE")}
     if server is not None:
         found["SHMSERVE_RUNTIME_DIR"] = str(server.runtime_dir)
     ended = subprocess.run(command, env=found, capture_output=True, text=True, check=False, timeout=END_S)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.returncode == code, ended.stdout + ended.stderr
     return ended.stdout
 
 
@@ -124,17 +127,90 @@ def test_json_prints_a_line_at_each_refresh(server: Server) -> None:
     assert process.returncode == 130
 
 
+# ------------------------------------------------------------------------------------------ several servers
+
+
+@pytest.fixture(scope="module")
+def fleet(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """A server with one model, and the other one."""
+    root = tmp_path_factory.mktemp("fleet")
+    identity(root, "mlp")
+    with Server(root, gateway=True) as first:
+        yield [first, server]
+
+
+def named(*servers: Server | str) -> list[str]:
+    """The arguments that name the servers: a server's HTTP address, or a given address."""
+    words, options = [], []
+    for server in servers:
+        http, metrics = (server, server) if isinstance(server, str) else map(server.endpoints.get, ("http", "metrics"))
+        words.append(str(http))
+        options += ["--metrics-url", f"http://{metrics}"] if "://" not in words[-1] else []
+    return words + options
+
+
+@pytest.fixture
+def nothing() -> Iterator[str]:
+    """An address that accepts connections and does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_drained_unreachable_and_silent_servers_are_listed(fleet: list[Server], nothing: str) -> None:
+    """Neither keeps the others from being shown, over any transport. The wait for a silent server is limited."""
+    words = ("--json", "--once", "--interval", "0.1")
+    names = [fleet[0].zmq_url, fleet[1].endpoints["http"], "127.0.0.1:1", nothing]
+    with fleet[0].client() as client:
+        client.drain()
+        try:
+            found = json.loads(printed(None, *words, *named(fleet[0].zmq_url, fleet[1], "127.0.0.1:1", nothing)))
+            http = json.loads(printed(None, *words, *named(*fleet)))
+        finally:
+            client.undrain()
+    rows = {row["server"]: row for row in found["servers"]}
+    assert [rows[name]["state"] for name in names] == ["DRAINING", "READY", "UNREACHABLE", "NO ANSWER"]
+    assert "no server at http://127.0.0.1:1" in rows["127.0.0.1:1"]["reason"]
+    assert [rows[name]["models"] for name in names[:2]] == ["1/1", "3/3"]
+    models = {row["model"]: (row["state"], row["servers"], row["instances"]) for row in http["models"]}
+    assert models["cnn"] == ("READY", "1/1", "1/1")
+    assert models["mlp"] == ("READY", "2/2", "3/3")
+    gone = json.loads(printed(None, *words, "127.0.0.1:1", "127.0.0.1:2", code=1))
+    assert gone["total"]["states"] == {"UNREACHABLE": 2}
+
+
+def test_enter_opens_a_server_and_q_returns_to_the_fleet(fleet: list[Server], nothing: str) -> None:
+    """Enter shows one server as `top` does, q comes back, and q again quits."""
+    words = named(fleet[0].url, fleet[1], nothing)
+    with Terminal([*TOP, "--interval", "0.1", *words], 140, 30, {}) as terminal:
+        terminal.wait_for(lambda text: "3 servers   2 READY" in text and "q quit" in text)
+        terminal.press("2")
+        terminal.wait_for(lambda text: re.search(r"mlp +1 +READY +2/2 ", text))
+        terminal.press("1")
+        terminal.wait_for("Enter this server")
+        terminal.press(f"{END}\r")
+        terminal.wait_for("q all servers")
+        assert "1 Models 1" in terminal.text
+        terminal.press("q")
+        terminal.wait_for(lambda text: "3 servers" in text and "q quit" in text)
+        terminal.press("q")
+        assert terminal.ends() == 0
+
+
 # ------------------------------------------------------------------------------------------ the page
 
-LINES = [line for line in pages.commands("top") if "host1" not in line]
-"""Commands for several servers are tested in test_top_fleet.py."""
+LINES = pages.commands("top")
 LIVE = [line for line in LINES if not {"--once", "--json"} & set(line.split())]
 PRINTING = [line for line in LINES if line not in LIVE]
 
 
-def words_of(line: str, server: Server) -> list[str]:
+def words_of(line: str, fleet: list[Server]) -> list[str]:
     found: list[Any] = line.split()
+    server = fleet[1]
     assert found[:2] == ["shmserve", "top"]
+    if "host1" in found:
+        first = found.index("host1")
+        assert found[first : first + 3] == ["host1", "host2", "host3"]
+        found[first : first + 3] = named(*fleet)
     for at, word in enumerate(found):
         if word == "http://localhost:8000":
             found[at : at + 1] = [f"http://{server.endpoints['http']}"]
@@ -146,19 +222,19 @@ def words_of(line: str, server: Server) -> list[str]:
 
 
 @pytest.mark.parametrize("line", LIVE)
-def test_live_views_of_the_page(line: str, server: Server) -> None:
+def test_live_views_of_the_page(line: str, server: Server, fleet: list[Server]) -> None:
     with Terminal(
-        [*TOP, *words_of(line, server)], 120, 30, {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}
+        [*TOP, *words_of(line, fleet)], 140, 30, {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)}
     ) as terminal:
         terminal.wait_for("q quit")
-        terminal.wait_for("mlp")
+        terminal.wait_for("2 servers   2 READY" if "host1" in line else "mlp")
         terminal.press("q")
         assert terminal.ends() == 0
 
 
 @pytest.mark.parametrize("line", PRINTING)
-def test_snapshots_of_the_page(line: str, server: Server) -> None:
-    words = words_of(line, server)
+def test_snapshots_of_the_page(line: str, server: Server, fleet: list[Server]) -> None:
+    words = words_of(line, fleet)
     if "--once" not in words:
         words.append("--once")
-    assert "mlp" in printed(server, *words)
+    assert ("READY" if "host1" in line else "mlp") in printed(server, *words)
