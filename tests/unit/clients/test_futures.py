@@ -51,7 +51,7 @@ def test_done_reads_the_answer(client: shmserve.Client, broker: FakeBroker) -> N
             other.result()
 
 
-def test_concurrent_futures_wait_and_as_completed(client: shmserve.Client, broker: FakeBroker) -> None:
+def test_futures_of_the_standard_library_wait_for_them(client: shmserve.Client, broker: FakeBroker) -> None:
     slow = client.submit("hold", {"x": X})
     quick = [client.submit("echo", {"x": X + number}) for number in range(20)]
     done, pending = concurrent.futures.wait([slow, *quick], timeout=20, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -70,8 +70,6 @@ def test_concurrent_futures_wait_and_as_completed(client: shmserve.Client, broke
     assert held.cancel()
     assert next(waiting).cancelled()
 
-
-def test_asyncio_wrap_future(client: shmserve.Client) -> None:
     async def main() -> list[float]:
         futures = [asyncio.wrap_future(client.submit("echo", {"x": X + number})) for number in range(30)]
         return [float(result["x"][0]) for result in await asyncio.gather(*futures)]

@@ -264,6 +264,19 @@ def test_without_memfds_arrays_go_through_host_memory(x: Foreign, memory: str) -
     session.close()
 
 
+def test_memory_of_a_closed_client_is_used_by_the_next(runtime: Any, session: Session) -> None:
+    x = session.memory.empty_on(0, (5, 1000), "float32")
+    address = x.block.address
+    del x
+    session.close()
+    other = Session()
+    y = other.memory.empty_on(0, (5, 1000), "float32")
+    assert y.block.address == address
+    assert len(runtime.state.named("malloc")) == 1
+    del y
+    other.close()
+
+
 def test_an_output_of_another_shape_than_its_array_is_refused(session: Session) -> None:
     server = Server(session)
     y = session.memory.empty_on(0, (2, 1000), "float32")

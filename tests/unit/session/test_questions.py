@@ -109,7 +109,7 @@ def test_unusable_configurations_and_files_are_refused(config: Any, files: Any, 
 # ------------------------------------------------------------------------------------------------ sending
 
 
-def test_a_short_operation_is_one_message() -> None:
+def test_operations_are_sent_one_after_another() -> None:
     session = connected()
     ticket = operate(session, of_json({"wait": True}), "unload")
     assert sent(session) == [Ask(1, "unload", "m", 0, b'{"wait": true}')]
@@ -119,6 +119,12 @@ def test_a_short_operation_is_one_message() -> None:
     assert sent(session) == [Ask(2, "load", "m")]
     assert feed(session, Fail(2, "UNAVAILABLE", "no")) == 1
     assert empty.error is not None
+    session = connected()
+    for _ in range(3):
+        operate(session, of_load(CONFIG, {"1/a": bytes(WINDOWS * WINDOW_BYTES)}))
+    asks = sent_asks(session)
+    assert not asks[-1].more
+    assert [number for number, _ in groupby(ask.request for ask in asks)] == [1, 2, 3]
 
 
 def test_a_question_is_sent_with_its_arguments_and_cancelled_if_it_may_wait() -> None:
@@ -159,15 +165,6 @@ def test_a_long_body_is_sent_in_acknowledged_windows() -> None:
     feed(session, Answer(1, b"{}"))
     assert ticket.answer == {}
     assert list(session.tickets) == [2]
-
-
-def test_bodies_of_several_operations_are_not_interleaved() -> None:
-    session = connected()
-    for _ in range(3):
-        operate(session, of_load(CONFIG, {"1/a": bytes(WINDOWS * WINDOW_BYTES)}))
-    asks = sent_asks(session)
-    assert not asks[-1].more
-    assert [number for number, _ in groupby(ask.request for ask in asks)] == [1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------ ends

@@ -278,7 +278,7 @@ def test_unanswered_requests_are_repeated_on_a_new_connection() -> None:
     session.close()
 
 
-def test_another_protocol_version_is_refused() -> None:
+def test_messages_that_end_the_connection() -> None:
     session = Session()
     session.hello(1, "test")
     with pytest.raises(ProtocolError, match="speaks protocol 99, this client 1"):
@@ -290,9 +290,6 @@ def test_another_protocol_version_is_refused() -> None:
     with pytest.raises(ConnectionLost, match="must be Hello"):
         feed(session, Goodbye("CONNECTION_LOST", "the first message of a connection must be Hello"))
     assert session.goodbye is None, "ZeroMQ has reconnected by itself: the client also reconnects, and does not give up"
-
-
-def test_a_map_without_its_descriptor_ends_the_connection() -> None:
     session = connected()
     with pytest.raises(ProtocolError, match="without a descriptor"):
         feed(session, Map(77, 4096))

@@ -147,13 +147,18 @@ def test_pages_of_all_workers_are_added_up() -> None:
     assert tallies.text() == ""
 
 
-def test_the_pages_of_a_worker_are_limited() -> None:
+def test_pages_are_limited() -> None:
     tallies = ModelCounters(lambda _: True)
     for number in range(PAGES + 2):
         Counting(tallies, 1).count(Subject(f"c{number}", "", COUNTER), 1)
     assert tallies.text().count("# TYPE") == PAGES
     tallies.close()
     assert tallies.text().count("# TYPE") == PAGES
+    writer = Writer(memoryview(bytearray(1024)))
+    made = 0
+    while writer.add(Subject(f"c{made}", "", COUNTER)) is not None:
+        made += 1
+    assert 5 < made < 30
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
@@ -168,11 +173,3 @@ def test_any_bytes_in_a_page(noise: bytes, used: int, size: int, length: int) ->
             assert len(numbers) == subject.count
     except ValueError:
         pass
-
-
-def test_a_page_becomes_full() -> None:
-    writer = Writer(memoryview(bytearray(1024)))
-    made = 0
-    while writer.add(Subject(f"c{made}", "", COUNTER)) is not None:
-        made += 1
-    assert 5 < made < 30

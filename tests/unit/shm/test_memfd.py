@@ -41,7 +41,7 @@ def test_a_memfd_cannot_be_resized_or_unsealed() -> None:
     extent.close()
 
 
-def test_cold_pages_are_reserved_in_steps() -> None:
+def test_cold_pages_are_reserved_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     step, tail = base.STEP_BYTES, 4096
     extent = memfd.create_cold(8 * step + tail, 0)
     cold = base.Cold(extent)
@@ -55,9 +55,6 @@ def test_cold_pages_are_reserved_in_steps() -> None:
         cold.warm(begin, end)
         assert (os.fstat(extent.fd).st_blocks * 512, cold.bytes) == (reserved, extent.size - reserved)
     extent.close()
-
-
-def test_cold_pages_count_as_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_available", lambda: 3 * SIZE)
     memfd.create_cold(SIZE, 2 * SIZE).close()
     with pytest.raises(Unavailable, match="cannot reserve"):
@@ -137,14 +134,7 @@ def test_a_failed_mapping_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) 
     extent.close()
 
 
-def test_pages_are_touched_where_madvise_does_not_know_populate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 9999)
-    extent = memfd.create(SIZE)
-    assert not any(extent.memory)
-    extent.close()
-
-
-def test_noexec_is_omitted_where_the_kernel_does_not_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_do_not_know_noexec_or_populate(monkeypatch: pytest.MonkeyPatch) -> None:
     real: Callable[[str, int], int] = os.memfd_create
     asked: list[int] = []
 
@@ -156,4 +146,8 @@ def test_noexec_is_omitted_where_the_kernel_does_not_know_it(monkeypatch: pytest
     extent = memfd.create(SIZE)
     assert asked == [8, 0]
     assert os.fstat(extent.fd).st_size == SIZE
+    extent.close()
+    monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", 9999)
+    extent = memfd.create(SIZE)
+    assert not any(extent.memory)
     extent.close()

@@ -56,14 +56,16 @@ def test_without_rich_a_terminal_gets_whole_lines(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------------------------------------ width
 
 
-def test_a_terminal_at_least_as_wide_as_the_table_shows_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_as_wide_as_the_table_shows_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """No column is made narrower for a gap at the end of a line."""
     for columns, rows, more in ((COLUMNS, ROWS, 100), (COLUMNS[:5], [row[:5] for row in ROWS], 0)):
         whole = Screen(False, io.StringIO()).table(columns, rows).splitlines()
         assert plain(screen(monkeypatch, max(map(len, whole)) + more).table(columns, rows)) == whole
+    lines = plain(screen(monkeypatch, 80).table(COLUMNS[:2], [["模型", "READY"], ["abcd", "READY"]]))
+    assert lines[1].replace("模型", "....").index("READY") == lines[2].index("READY")
 
 
-def test_free_text_is_wrapped_or_moves_below_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_text_is_wrapped_moved_below_its_row_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = plain(screen(monkeypatch, 80).table(COLUMNS, ROWS))
     assert lines[0].split() == ["model", "state", "failed", "pid", "memory", "reason"]
     assert " ".join(line[lines[0].index("reason") :].strip() for line in lines[2:]) == ROWS[1][-1]
@@ -74,6 +76,8 @@ def test_free_text_is_wrapped_or_moves_below_its_row(monkeypatch: pytest.MonkeyP
     assert lines[2].split() == ["a-longer-name", "UNAVAILABLE", "3", "-", "-"]
     assert all(line.startswith("    ") for line in lines[3:])
     assert " ".join(line.strip() for line in lines[3:]) == ROWS[1][-1]
+    assert "reason" not in screen(monkeypatch, 80).table(COLUMNS, ROWS[:1])
+    assert "reason" in Screen(None, io.StringIO()).table(COLUMNS, ROWS[:1]), "programs rely on the columns"
 
 
 def test_columns_that_do_not_fit_are_left_out_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,17 +91,7 @@ def test_columns_that_do_not_fit_are_left_out_by_rank(monkeypatch: pytest.Monkey
         assert max(map(len, lines[:-1])) <= max(width, 24)
 
 
-def test_free_text_that_no_row_has_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "reason" not in screen(monkeypatch, 80).table(COLUMNS, ROWS[:1])
-    assert "reason" in Screen(None, io.StringIO()).table(COLUMNS, ROWS[:1]), "programs rely on the columns"
-
-
-def test_wide_characters_take_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = plain(screen(monkeypatch, 80).table(COLUMNS[:2], [["模型", "READY"], ["abcd", "READY"]]))
-    assert lines[1].replace("模型", "....").index("READY") == lines[2].index("READY")
-
-
-def test_a_frame_is_cut_to_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_is_cut_to_the_screen_and_needs_a_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = screen(monkeypatch, 80, False, rows=5)
     text = shown.frame("\n".join(map(str, range(9))), again=False)
     assert plain(text.replace("\x1b[K", "").replace("\x1b[?7l", "").replace("\x1b[H\x1b[2J", ""))[:4] == [
@@ -106,6 +100,11 @@ def test_a_frame_is_cut_to_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     again = shown.frame("a", again=True)
     assert again.startswith("\x1b[H\x1b[?7la\x1b[K\n")
     assert again.endswith("\x1b[?7h\x1b[J")
+    shown = screen(monkeypatch, 80)
+    before = shown.can_redraw
+    monkeypatch.setenv("TERM", "dumb")
+    assert (before, shown.is_terminal, shown.can_redraw) == (True, True, False)
+    assert not Screen(None, io.StringIO()).can_redraw
 
 
 # ------------------------------------------------------------------------------------------ colour
@@ -142,14 +141,6 @@ def test_colors(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
     assert "\x1b[1;31mUNAVAILABLE\x1b[0m" in text
     assert re.search(r"\x1b\[1;31m *3\x1b\[0m", text)
     assert shown.styled("a\nb", "bold red") == "\x1b[1;31ma\x1b[0m\n\x1b[1;31mb\x1b[0m"
-
-
-def test_a_terminal_that_cannot_move_its_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = screen(monkeypatch, 80)
-    before = shown.can_redraw
-    monkeypatch.setenv("TERM", "dumb")
-    assert (before, shown.is_terminal, shown.can_redraw) == (True, True, False)
-    assert not Screen(None, io.StringIO()).can_redraw
 
 
 def test_without_color_there_is_no_escape_not_even_from_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,10 +81,12 @@ def test_options_of_random_data_need_it(tmp_path: Path, capsys: pytest.CaptureFi
 # ------------------------------------------------------------------------------------------ what it prints
 
 
-def test_tables_are_as_wide_as_they_need_to_be() -> None:
+def test_tables_and_json() -> None:
     made = table(["name", "n", "why"], [["a", "1,000", ""], ["longer", "7", "because"]], right=[1])
     assert made == "name        n  why\na       1,000\nlonger      7  because"
     assert table(["a", "b"], []) == "a  b"
+    values = [1, 2.5, True, float("nan"), float("inf"), -float("inf"), b"text", b"\xff", ["x"]]
+    assert as_json(values) == [1, 2.5, True, "NaN", "Infinity", "-Infinity", "text", "\\xff", ["x"]]
 
 
 @pytest.mark.parametrize(
@@ -119,21 +121,13 @@ def test_percentiles_against_numpy() -> None:
     assert timing([0.001, 0.003, 0.002]) == "3 requests one after another: median 2.00 ms, p99 3.00 ms"
 
 
-def test_json_holds_every_value() -> None:
-    values = [1, 2.5, True, float("nan"), float("inf"), -float("inf"), b"text", b"\xff", ["x"]]
-    assert as_json(values) == [1, 2.5, True, "NaN", "Infinity", "-Infinity", "text", "\\xff", ["x"]]
-
-
-def test_outputs_cannot_leave_their_directory() -> None:
+def test_files_of_outputs() -> None:
     assert file_name("y") == "y.npy"
     assert file_name("softmax_11.tmp_0") == "softmax_11.tmp_0.npy"
     for name in ("../../etc/passwd", "/abs", "a/b:0", "..", ""):
         assert "/" not in file_name(name)
         assert file_name(name).endswith(".npy")
         assert not file_name(name).startswith("..")
-
-
-def test_strings_that_npy_cannot_hold() -> None:
     kept = storable("y", np.array([b"a", b"bcd"], object), "BYTES")
     assert kept.dtype == "S3"
     assert kept.tolist() == [b"a", b"bcd"]
@@ -154,7 +148,7 @@ def test_a_row_of_statistics() -> None:
     assert stats_row(entry | none) == ["m", "2", "0", "3", "0", "0", "0", "-", "-", "-", "-"]
 
 
-def test_the_reasons_for_not_being_ready_are_listed() -> None:
+def test_models_that_are_not_ready_or_degraded_are_listed() -> None:
     index = [
         {"name": "a", "version": "1", "state": "READY", "reason": ""},
         {"name": "b", "version": "2", "state": "LOADING", "reason": ""},
@@ -166,6 +160,11 @@ def test_the_reasons_for_not_being_ready_are_listed() -> None:
     assert why_not_ready("c", index) == reasons[1:]
     assert why_not_ready("d", index) == ["d is not loaded"]
     assert why_not_ready(None, index[:1]) == []
+    ready: list[dict[str, Any]] = [
+        {"name": name, "version": "2", "state": "READY", "reason": "why", "degraded": name == "b"} for name in "ab"
+    ]
+    assert degraded(None, ready) == degraded("b", ready) == ["b 2 is why"]
+    assert degraded("a", ready) == []
 
 
 def test_reasons_of_many_models_are_short_lines() -> None:
@@ -182,11 +181,3 @@ def test_reasons_of_many_models_are_short_lines() -> None:
     assert len(line) < 1600
     one = {"model": "m", "ready": False, "reasons": ["m is LOADING"], "warnings": []}
     assert not_ready_lines(one) == ["model 'm' is not ready: m is LOADING"]
-
-
-def test_degraded_models_are_listed() -> None:
-    index = [
-        {"name": name, "version": "2", "state": "READY", "reason": "why", "degraded": name == "b"} for name in "ab"
-    ]
-    assert degraded(None, index) == degraded("b", index) == ["b 2 is why"]
-    assert degraded("a", index) == []

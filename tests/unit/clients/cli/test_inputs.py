@@ -85,9 +85,10 @@ def test_values_of_another_type_are_refused(dtype: str, text: str, error: str) -
         values.from_text(text, spec(dtype, -1))
 
 
-def test_infinities_and_nan() -> None:
+def test_infinities_nan_and_the_bits_of_bf16() -> None:
     assert str(values.from_text("inf,-inf,nan", spec("FP16", 3))) == "[ inf -inf  nan]"
     assert str(from_bfloat16(values.from_text("inf,-inf,nan", spec("BF16", 3)))) == "[ inf -inf  nan]"
+    assert same(values.from_text("1,-2.5", spec("BF16", 2)), np.uint16, [0x3F80, 0xC020])
 
 
 @given(arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=2), elements=st.floats(width=32)))
@@ -99,10 +100,6 @@ def test_bf16_is_rounded_as_ml_dtypes_does(values: Any) -> None:
     assert found.shape == values.shape
     assert np.array_equal(found, expected.astype(np.float32), equal_nan=True)
     assert np.array_equal(from_bfloat16(expected), expected.astype(np.float32), equal_nan=True)
-
-
-def test_bf16_is_given_as_its_bits() -> None:
-    assert same(values.from_text("1,-2.5", spec("BF16", 2)), np.uint16, [0x3F80, 0xC020])
 
 
 @pytest.mark.parametrize(

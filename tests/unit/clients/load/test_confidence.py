@@ -35,10 +35,14 @@ def test_intervals_by_hand() -> None:
     assert (welch.mean, welch.half) == pytest.approx((10, 4.303 * (5 / 3) ** 0.5), rel=1e-3)
 
 
-def test_a_slow_start_is_left_out() -> None:
+def test_windows_that_are_stable() -> None:
     windows = [window(number, good) for number, good in enumerate((100, 500, 1000, 1001, 999, 1000))]
     found = stability(windows, PLAN)
     assert (found.stable, found.first) == (True, 2)
+    slower = [window(number, 1000, p50=1e6 * (1 + 0.02 * number)) for number in range(8)]
+    assert stability(slower, Settings(min_windows=8)).note.startswith("p50 latency drifts by +")
+    windows = [window(number, good) for number, good in enumerate((100, 150, 50))]
+    assert stability(windows, PLAN, throughput=False).stable, "its rate is given"
 
 
 RARE = replace(PLAN, percentile=99.9)
@@ -58,10 +62,3 @@ def test_the_reason_for_an_unstable_result_is_given(goods: list[int], plan: Sett
     found = stability([window(number, good) for number, good in enumerate(goods)], plan)
     assert not found.stable
     assert found.note.startswith(note)
-
-
-def test_stability_of_latencies_and_of_an_open_loop() -> None:
-    slower = [window(number, 1000, p50=1e6 * (1 + 0.02 * number)) for number in range(8)]
-    assert stability(slower, Settings(min_windows=8)).note.startswith("p50 latency drifts by +")
-    windows = [window(number, good) for number, good in enumerate((100, 150, 50))]
-    assert stability(windows, PLAN, throughput=False).stable, "its rate is given"

@@ -29,22 +29,19 @@ def requests(given: Inputs, known: ModelFacts) -> list[dict[str, Any]]:
     return [dict(one) for one in request_inputs(given, "m", known)]
 
 
-def test_random_requests_differ_and_can_be_repeated() -> None:
+def test_random_requests() -> None:
     known = facts(x=("FP32", [-1, 4]))
     found = requests(Inputs(batch=3, distinct=5, seed=1), known)
     assert [one["x"].shape for one in found] == [(3, 4)] * 5
     assert len({one["x"].tobytes() for one in found}) == 5
     again = requests(Inputs(batch=3, distinct=5, seed=1), known)
     assert all((one["x"] == other["x"]).all() for one, other in zip(found, again, strict=True))
-
-
-def test_variable_dims_are_given_by_shape_and_batches_have_a_limit() -> None:
     assert requests(Inputs(shapes=("x=2,7",)), facts(x=("INT64", [-1, -1])))[0]["x"].shape == (2, 7)
     with pytest.raises(Misuse, match="--batch 9: the max_batch_size of model 'm' is 8"):
         requests(Inputs(batch=9), facts(x=("FP32", [-1, 4])))
 
 
-def test_files_of_a_directory_in_turn_beside_a_fixed_value(tmp_path: Path) -> None:
+def test_files_of_a_directory(tmp_path: Path) -> None:
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", np.full((1, 2), number, np.float32))
     known = facts(x=("FP32", [-1, 2]), n=("INT32", [-1, 1]))
@@ -56,6 +53,12 @@ def test_files_of_a_directory_in_turn_beside_a_fixed_value(tmp_path: Path) -> No
         (documents / f"{number}.json").write_text(json.dumps({"inputs": {"x": [[number, 0]], "n": [[number]]}}))
     found = requests(Inputs(data=str(documents)), known)
     assert [(one["x"].tolist(), one["n"].tolist()) for one in found] == [([[n, 0]], [[n]]) for n in range(2)]
+    (tmp_path / "rows").mkdir()
+    for rows in (1, 2, 6):
+        np.save(tmp_path / "rows" / f"{rows}.npy", np.zeros((rows, 4), np.float32))
+    found = requests(Inputs(texts=(f"x=@{tmp_path / 'rows'}",)), facts(x=("FP32", [-1, 4])))
+    assert mean_rows(found, 8) == 3
+    assert (mean_rows(found, 0), mean_rows([{}], 8)) == (1, 1)
 
 
 def test_each_kind_of_file(tmp_path: Path) -> None:
@@ -110,21 +113,7 @@ def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         requests(Inputs(texts=(f"x=@{tmp_path / 'v.png'}",)), facts(x=("UINT8", [-1, 2, 3, 3])))
 
 
-def test_strings_have_their_length_before_them() -> None:
-    array = np.empty(2, object)
-    array[:] = [b"ab", "c"]
-    assert raw_bytes(array) == b"\2\0\0\0ab\1\0\0\0c"
-
-
-def test_rows_are_the_mean_of_all_files(tmp_path: Path) -> None:
-    for rows in (1, 2, 6):
-        np.save(tmp_path / f"{rows}.npy", np.zeros((rows, 4), np.float32))
-    found = requests(Inputs(texts=(f"x=@{tmp_path}",)), facts(x=("FP32", [-1, 4])))
-    assert mean_rows(found, 8) == 3
-    assert (mean_rows(found, 0), mean_rows([{}], 8)) == (1, 1)
-
-
-def test_tensors_as_generate_takes_them() -> None:
+def test_tensors_as_the_endpoints_take_them() -> None:
     """One value, or all values in order. Tensors that JSON without a shape cannot express are refused."""
     known = facts(x=("FP32", [-1, 2]), s=("BYTES", [-1, 1]), h=("FP16", [-1, 1]), w=("INT64", [-1, -1, -1]))
 
@@ -142,3 +131,6 @@ def test_tensors_as_generate_takes_them() -> None:
     ):
         with pytest.raises(Unsupported, match=text):
             values(name, array)
+    array = np.empty(2, object)
+    array[:] = [b"ab", "c"]
+    assert raw_bytes(array) == b"\2\0\0\0ab\1\0\0\0c"

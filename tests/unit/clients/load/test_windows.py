@@ -100,15 +100,12 @@ def test_no_response_is_lost_or_counted_twice(
     )
 
 
-def test_a_timeline_divides_a_window() -> None:
+def test_windows_are_divided_and_extended() -> None:
     collector = Collector(1)
     collector.add(0, samples(200, [100, 119, 120, 199], [1, 2, 3, 4], [0, 0, 0, 1]))
     parts = timeline(collector.take(100, 200), 100, 200, 50)
     assert [(part.start_ns, part.length_ns) for part in parts] == [(50 + 20 * number, 20) for number in range(5)]
     assert [(part.good, part.failed) for part in parts] == [(2, 0), (1, 0), (0, 0), (0, 0), (0, 1)]
-
-
-def test_a_slow_model_gets_longer_windows() -> None:
     settings = Settings(window_ns=100, least=30)
     assert not is_long_enough(100, 29, settings)
     assert is_long_enough(100, 30, settings)
@@ -141,9 +138,6 @@ def test_rare_percentiles_need_many_values() -> None:
     assert window_percentiles(np.array([], np.int64)) == {}
     assert Histogram().percentiles() == {}
     assert Histogram().extremes == (0.0, 0.0)
-
-
-def test_a_percentile_that_no_window_has_is_unknown() -> None:
     found = latencies_of([np.arange(1, 601, dtype=np.int64)] * 2, 0.95).percentiles
     assert found["p90"].half == 0, "both windows agree"
     assert "p99" in found

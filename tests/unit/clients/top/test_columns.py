@@ -30,7 +30,7 @@ def rows(count: int = 3) -> list[Row]:
 # ------------------------------------------------------------------------------------------ texts
 
 
-VALUES = {
+VALUES: dict[Any, dict[float, str]] = {
     texts.count_text: {0: "0", 99_999: "99,999", 123_456: "123k", 12_345_678: "12.3M"},
     texts.rate_text: {0: "0", 0.4: "0.40", 12.34: "12.3", 1234.5: "1,234"},
     texts.duration_text: {
@@ -67,11 +67,6 @@ def test_widths_of_texts() -> None:
     assert line_text(fit([("abc", "dim"), ("模型", "plain")], 6)) == "abc模"
 
 
-def test_untrusted_texts_cannot_control_the_terminal() -> None:
-    row = client(1, "x\x1b[2J\n\u202e")
-    assert cell(CLIENTS.column("name"), row) == "x\\x1b[2J\\n\\u202e"
-
-
 # ------------------------------------------------------------------------------------------ columns
 
 
@@ -88,7 +83,7 @@ def test_every_line_fits(table: Any, width: int, count: int) -> None:
     assert text_width(lines[0]) <= width
 
 
-def test_more_columns_in_a_wider_terminal() -> None:
+def test_a_wider_terminal_shows_more_columns_and_longer_names() -> None:
     heads = [[column.head for column in choose(MODELS, rows(), width).columns] for width in (80, 120, 250)]
     narrow, wide, widest = map(set, heads)
     assert {"model", "state", "inst", "req/s", "p50", "p99", "queue"} <= narrow
@@ -97,22 +92,21 @@ def test_more_columns_in_a_wider_terminal() -> None:
     assert {"batches formed because", "waits", "runs", "cpu"} <= widest
     assert "reason" not in widest, "no row has one"
     assert [heads[0].index(one) for one in ("model", "ver", "state")] == [0, 1, 2]
-
-
-def test_long_names_get_the_remaining_width() -> None:
     (row,) = make_view(None, document(1, model("a-name-of-thirty-characters-ok", instances=[]))).models
     assert "a-name-of-thirty-characters-ok" in line_text(spans(choose(MODELS, [row], 120), row))
-    narrow = line_text(spans(choose(MODELS, [row], 80), row))
-    assert narrow.startswith("a-name-of-thirty-ch")
-    assert "… " in narrow
+    line = line_text(spans(choose(MODELS, [row], 80), row))
+    assert line.startswith("a-name-of-thirty-ch")
+    assert "… " in line
 
 
-def test_unknown_and_empty_values_are_shown_differently() -> None:
+def test_cells_of_unknown_empty_and_untrusted_values() -> None:
     column = INSTANCES.column("batch_rows")
     assert cell(column, {"batch_rows": None}, frozenset({"batch_rows"})) == texts.UNKNOWN
     assert cell(column, {"batch_rows": None}) == texts.NOTHING
     assert cell(column, {"batch_rows": 0}) == "0"
     assert cell(MODELS.column("reasons"), {"reasons": {}}) == texts.NOTHING
+    row = client(1, "x\x1b[2J\n\u202e")
+    assert cell(CLIENTS.column("name"), row) == "x\\x1b[2J\\n\\u202e"
 
 
 def test_the_tables_are_consistent() -> None:

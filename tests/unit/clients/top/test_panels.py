@@ -57,7 +57,7 @@ def test_a_server_with_few_fields() -> None:
     assert text.splitlines()[-1] == "no metrics"
 
 
-def test_bars_and_sparklines() -> None:
+def test_bars_sparklines_and_wrapped_texts() -> None:
     assert line_text(bar(0.5, 12)) == "[||||||   50%]"
     assert line_text(bar(1.7, 12)) == "[||||||||170%]"
     assert line_text(bar(0.0, 5)) == "[   0%]"
@@ -66,6 +66,9 @@ def test_bars_and_sparklines() -> None:
     assert sparkline([9.0, 1.0, 2.0], 2) == f"{BLOCKS[4]}{BLOCKS[7]}", "only the last ones count"
     assert sparkline([0.0, 0.0], 2) == BLOCKS[0] * 2
     assert uptime_text(59) == "00:00:59"
+    assert [line_text(line) for line in wrapped("one two  three\nfour", 9, "plain")] == ["one two", "three", "four"]
+    assert [line_text(line) for line in wrapped("x" * 7, 3, "plain")] == ["xxx", "xxx", "x"]
+    assert wrapped("", 10, "plain") == []
 
 
 def test_the_history_is_bounded_and_forgets_models_that_are_gone() -> None:
@@ -106,12 +109,6 @@ def test_a_model_that_is_not_served() -> None:
     assert all(line_width(line) <= 40 for line in lines)
     gone = texts(detail(view, History(), "other", 1, 80))
     assert gone == "other is not listed by the server any more"
-
-
-def test_texts_are_wrapped_at_words() -> None:
-    assert [line_text(line) for line in wrapped("one two  three\nfour", 9, "plain")] == ["one two", "three", "four"]
-    assert [line_text(line) for line in wrapped("x" * 7, 3, "plain")] == ["xxx", "xxx", "x"]
-    assert wrapped("", 10, "plain") == []
 
 
 # ------------------------------------------------------------------------------------------ text and JSON

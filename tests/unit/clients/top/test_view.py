@@ -26,7 +26,7 @@ def test_rates_between_two_documents() -> None:
     assert all(0.002 < row[name] < 0.0042 for name in ("p50", "p95", "p99"))
 
 
-def test_a_first_document_and_an_interval_without_requests() -> None:
+def test_intervals_without_requests() -> None:
     idle = model("m", counted=counters(7))
     view = make_view(None, document(10, idle))
     assert view.interval is None
@@ -35,6 +35,11 @@ def test_a_first_document_and_an_interval_without_requests() -> None:
     (row,) = make_view(document(1, idle), document(3, idle)).models
     assert row["requests_per_s"] == row["busy"] == 0
     assert row["p50"] is row["mean_batch"] is row["queue_seconds"] is None
+    long = [instance("m_0_0", batch_rows=4, batch_seconds=5.0), instance("m_0_1")]
+    longer = [instance("m_0_0", batch_rows=4, batch_seconds=7.0), instance("m_0_1")]
+    after = document(3, model("m", instances=longer))
+    (row,) = make_view(document(1, model("m", instances=long)), after).models
+    assert row["busy"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +56,6 @@ def test_documents_that_cannot_be_compared(before: dict[str, object]) -> None:
     (row,) = make_view(before, document(4, model("m", counted=counters(100)))).models
     assert row["requests_per_s"] is None
     assert row["reasons"] == {}
-
-
-def test_a_batch_that_runs_longer_than_the_interval_is_busy_time() -> None:
-    long = [instance("m_0_0", batch_rows=4, batch_seconds=5.0), instance("m_0_1")]
-    longer = [instance("m_0_0", batch_rows=4, batch_seconds=7.0), instance("m_0_1")]
-    after = document(3, model("m", instances=longer))
-    (row,) = make_view(document(1, model("m", instances=long)), after).models
-    assert row["busy"] == pytest.approx(0.5)
 
 
 def test_states_of_models() -> None:

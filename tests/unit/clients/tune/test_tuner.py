@@ -210,12 +210,11 @@ def test_an_interrupt_keeps_what_was_found(step: str, monkeypatch: pytest.Monkey
         assert not outcome.holds
 
 
-def test_failed_requests_end_the_tuning() -> None:
+def test_requests_that_fail_or_are_too_large_end_the_tuning() -> None:
     with pytest.raises(ModelFailed, match="3 requests failed while batches of 1 were measured: out of memory"):
         Tuner(SimulatedBench(sweet, lambda count: True), tuned(), Goal(30 * MS, simulated=QUICK), Events()).run()
-
-
-def test_requests_with_more_rows_than_a_batch_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="requests of 64 rows: the largest batch of 'net' is 32"):
         Tuner(SimulatedBench(sweet), tuned(), Goal(30 * MS, rows=64, simulated=QUICK), Events())
     assert tuned().batches(6) == [6, 8, 16, 32]
+
+
