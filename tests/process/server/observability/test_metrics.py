@@ -52,26 +52,13 @@ def instance_of(client: shmserve.Client, name: str) -> dict[str, Any]:
     return found
 
 
-def test_metrics_and_statistics_count_the_same_requests(client: shmserve.Client) -> None:
-    before = Seen(client.metrics())("nv_inference_request_success", model="m", version="1")
-    for _ in range(3):
-        client.infer("m", {"x": ONE})
-    seen = Seen(client.metrics())
-    assert seen("nv_inference_request_success", model="m", version="1") == before + 3
-    assert seen("shmserve_request_duration_seconds_count", model="m", version="1") == before + 3
-    statistics = client.statistics("m")["model_stats"][0]
-    assert statistics["inference_stats"]["success"]["count"] == before + 3
-    assert {"cache_hit", "cache_miss"} <= set(statistics["inference_stats"])
-    assert statistics["response_stats"] == {}  # it is not decoupled
-    assert seen("nv_inference_request_duration_us", model="m", version="1") == (
-        statistics["inference_stats"]["success"]["ns"] // 1000
-    )
-
-
 def test_metrics_of_processes(server: Server, client: shmserve.Client) -> None:
     client.infer("m", {"x": ONE})
     instance = instance_of(client, "m")
     seen = Seen(client.metrics())
+    stats = client.statistics("m")["model_stats"][0]["inference_stats"]["success"]
+    assert seen("nv_inference_request_success", model="m", version="1") == stats["count"] > 0
+    assert seen("nv_inference_request_duration_us", model="m", version="1") == stats["ns"] // 1000
     named = {"model": "m", "version": "1", "model_instance": instance["name"]}
     statm = Path(f"/proc/{instance['pid']}/statm").read_text().split()
     resident = int(statm[1]) * os.sysconf("SC_PAGE_SIZE")

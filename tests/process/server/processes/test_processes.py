@@ -144,7 +144,7 @@ def packed(path: Path, environment: Path) -> None:
         file.add(folder, ".")
 
 
-def test_an_archive_is_unpacked_once_for_all_instances(place: Place, environment: Path) -> None:
+def test_an_archive_is_unpacked_once_for_all_instances_and_shmserve_run(place: Place, environment: Path) -> None:
     folder = place.write("packed", count=3, EXECUTION_ENV_PATH="$$TRITON_MODEL_DIRECTORY/env.tar.gz")
     packed(folder / "env.tar.gz", environment)
     place.client.load("packed")
@@ -154,17 +154,6 @@ def test_an_archive_is_unpacked_once_for_all_instances(place: Place, environment
     until(place.client, lambda: "unpacking the archive" in place.server.log)  # it may be logged after the answers
     assert place.server.log.count("unpacking the archive") == 1
     place.client.unload("packed")
-
-
-def shmserve_run(folder: Path, what: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shmserve.clients.cli.main", "run", str(folder), "--input", f"x={what}", *words]
-    caches = os.environ | {"CACHE_DIRECTORY": str(folder.parent / "caches")}
-    return subprocess.run(command, env=caches, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_shmserve_run_uses_the_interpreter_of_the_model(place: Place, environment: Path) -> None:
-    folder = place.write("alone", EXECUTION_ENV_PATH="$$TRITON_MODEL_DIRECTORY/env.tar.gz")
-    packed(folder / "env.tar.gz", environment)
     done = shmserve_run(folder, "only", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["outputs"]["y"]["data"] == ["only here"], done.stdout
@@ -172,6 +161,12 @@ def test_shmserve_run_uses_the_interpreter_of_the_model(place: Place, environmen
     done = shmserve_run(folder, "only")
     assert done.returncode == 1
     assert "No module named 'nothing_of_that_name'" in done.stderr
+
+
+def shmserve_run(folder: Path, what: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shmserve.clients.cli.main", "run", str(folder), "--input", f"x={what}", *words]
+    caches = os.environ | {"CACHE_DIRECTORY": str(folder.parent / "caches")}
+    return subprocess.run(command, env=caches, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(
