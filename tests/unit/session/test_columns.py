@@ -185,7 +185,7 @@ def assert_answered(ticket: RecordingTicket, number: int) -> None:
     assert not any(array.flags.writeable for array in ticket.answer.values())
 
 
-def test_each_ticket_gets_its_own_share_in_any_order() -> None:
+def test_each_ticket_gets_its_own_share_or_the_common_error() -> None:
     session = batching()
     tickets = submit(session, 4)
     (message,) = sent(session)
@@ -195,9 +195,6 @@ def test_each_ticket_gets_its_own_share_in_any_order() -> None:
         assert_answered(tickets[number - 1], number)
     assert tickets[3].ends == 0
     assert list(session.tickets) == [4]
-
-
-def test_requests_that_are_refused_together_fail_with_the_same_error() -> None:
     session = batching()
     tickets = submit(session, 3)
     sent(session)
@@ -275,19 +272,6 @@ def test_irregular_columns_end_the_connection_and_settle_nothing(columns: Column
     assert [ticket.ends for ticket in tickets] == [0, 0]
 
 
-def test_a_session_may_take_replies_instead_of_rows() -> None:
-    session = connect(Session(row_reply=reply_of), batch_requests=BATCH)
-    settled: list[Any] = []
-
-    class Kept(RecordingTicket):
-        def settle(self, answer: Any) -> None:
-            settled.append(answer)
-
-    session.infer(Kept(), "m", {"x": ROW}, 100.0)
-    feed(session, answers(1))
-    assert settled == [Reply(1, 5, answers(1).columns.tensors(0))]
-
-
 # ------------------------------------------------------------------------------------------------ what is sent
 
 
@@ -340,7 +324,7 @@ def test_returns_and_cancellations_keep_their_place_among_requests() -> None:
     assert [message.columns.requests for message in messages if isinstance(message, InferBatch)] == [(1, 2), (3, 4)]
 
 
-def test_a_batch_survives_single_answers_and_errors_in_between() -> None:
+def test_single_answers_and_replies_instead_of_rows() -> None:
     session = batching()
     tickets = submit(session, 2)
     reply = answers(2).columns
@@ -351,6 +335,16 @@ def test_a_batch_survives_single_answers_and_errors_in_between() -> None:
     assert feed(session, Fail(3, "INVALID_ARG", "no"), answers(4)) == 2
     assert isinstance(refused.error, InvalidRequest)
     assert_answered(answered, 4)
+    session = connect(Session(row_reply=reply_of), batch_requests=BATCH)
+    settled: list[Any] = []
+
+    class Kept(RecordingTicket):
+        def settle(self, answer: Any) -> None:
+            settled.append(answer)
+
+    session.infer(Kept(), "m", {"x": ROW}, 100.0)
+    feed(session, answers(1))
+    assert settled == [Reply(1, 5, answers(1).columns.tensors(0))]
 
 
 def test_few_requests_are_sent_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

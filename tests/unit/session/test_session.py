@@ -117,7 +117,7 @@ def test_a_segment_is_announced_once_with_its_descriptor_before_its_first_use() 
     session.close()
 
 
-def test_an_answer_settles_once() -> None:
+def test_an_answer_settles_once_however_many_messages_it_has() -> None:
     session = connected()
     ticket, _ = ask(session, {"x": 1})
     reply = Reply(1, 1, (Tensor("y", "FP32", (1,), bytes(4)),), {"k": 1})
@@ -127,6 +127,15 @@ def test_an_answer_settles_once() -> None:
     assert ticket.answer.parameters == {"k": 1}
     assert feed(session, Fail(1, "INTERNAL", "late"), FailHeld(1, "INTERNAL", "late"), Released(1)) == 0
     assert ticket.ends == 1
+    session = connected()
+    first, second, broken = RecordingTicket(), RecordingTicket(), RecordingTicket()
+    for ticket in (first, second, broken):
+        session.ask(ticket, "models", 0.0)
+    assert feed(session, Answer(1, b'[{"a":', True), Answer(2, b"[2", True)) == 0
+    assert feed(session, Answer(2, b"]"), Answer(1, b"1}]"), Answer(3, b"{")) == 3
+    assert first.answer == [{"a": 1}]
+    assert second.answer == [2]
+    assert isinstance(broken.error, Internal)
 
 
 def test_unknown_error_codes_and_malformed_answers() -> None:
@@ -147,7 +156,7 @@ def test_unknown_error_codes_and_malformed_answers() -> None:
         session.receive(codec.encode([["no tag"]]))
 
 
-def test_a_refused_packet_fails_all_requests_that_may_have_been_in_it() -> None:
+def test_packets_and_outputs_that_cannot_be_used_fail_their_requests() -> None:
     session = connected()
     ticket, _ = ask(session, {"x": 1})
     assert feed(session, Fail(0, "PROTOCOL", "not a packet")) == 1
@@ -155,24 +164,19 @@ def test_a_refused_packet_fails_all_requests_that_may_have_been_in_it() -> None:
     ticket, _ = ask(session, {"x": 1})
     assert feed(session, Fail(0, "INVALID_ARG", "a handle was returned twice")) == 0
     assert ticket.ends == 0
-
-
-def test_answers_in_several_messages_are_joined() -> None:
     session = connected()
-    first, second, broken = RecordingTicket(), RecordingTicket(), RecordingTicket()
-    for ticket in (first, second, broken):
-        session.ask(ticket, "models", 0.0)
-    assert feed(session, Answer(1, b'[{"a":', True), Answer(2, b"[2", True)) == 0
-    assert feed(session, Answer(2, b"]"), Answer(1, b"1}]"), Answer(3, b"{")) == 3
-    assert first.answer == [{"a": 1}]
-    assert second.answer == [2]
-    assert isinstance(broken.error, Internal)
+    ticket, _ = ask(session, {})
+    assert session.receive(codec.encode([[33, 1, 1, [["y", "FP32", [2000], [[5, 0, 8000]]]]]])) == 1
+    assert ticket.error is not None
+    assert ticket.error.code == "HANDLE_LOST"
+    assert session.has_returns, "the handle is returned although it could not be mapped"
+    session.close()
 
 
 # ------------------------------------------------------------------------------------------------ time
 
 
-def test_requests_fail_at_their_own_deadlines() -> None:
+def test_requests_fail_at_their_own_deadlines_which_answers_drop() -> None:
     session = connected()
     tickets = [RecordingTicket() for _ in range(3)]
     for ticket, timeout in zip(tickets, (3.0, 1.0, 2.0), strict=True):
@@ -193,9 +197,6 @@ def test_requests_fail_at_their_own_deadlines() -> None:
     assert [ticket.ends for ticket in tickets] == [1, 1, 1]
     assert session.deadline() is None
     assert never.ends == 0
-
-
-def test_deadlines_of_answered_requests_are_dropped() -> None:
     session = connected()
     tracemalloc.start()
     try:
@@ -209,7 +210,7 @@ def test_deadlines_of_answered_requests_are_dropped() -> None:
     assert grown < 60_000, "20 bytes for each"
 
 
-def test_inputs_of_a_cancelled_request_are_kept_until_its_answer() -> None:
+def test_inputs_are_kept_until_the_answer_and_unused_memory_is_withdrawn() -> None:
     session = connected()
     ticket, _ = ask(session, {"x": np.zeros(10_000)})
     used = session.memory.used
@@ -221,6 +222,13 @@ def test_inputs_of_a_cancelled_request_are_kept_until_its_answer() -> None:
     assert session.memory.used == 0
     assert session.tickets == {}
     assert ticket.ends == 0
+    session.close()
+    session = connected()
+    array = session.memory.empty((1 << 18,), np.dtype("f4"))
+    (announced,) = sent(session)
+    del array
+    assert [session.memory.trim() for _ in range(3)] == [False, True, False]
+    assert sent(session) == [Unmap(announced.segment)]
     session.close()
 
 
@@ -294,26 +302,6 @@ def test_messages_that_end_the_connection() -> None:
     with pytest.raises(ProtocolError, match="without a descriptor"):
         feed(session, Map(77, 4096))
     feed(session, Unmap(78), Pong(1))
-
-
-def test_memory_that_stays_unused_is_withdrawn() -> None:
-    session = connected()
-    array = session.memory.empty((1 << 18,), np.dtype("f4"))
-    (announced,) = sent(session)
-    del array
-    assert [session.memory.trim() for _ in range(3)] == [False, True, False]
-    assert sent(session) == [Unmap(announced.segment)]
-    session.close()
-
-
-def test_an_output_in_an_unknown_segment_fails_its_request() -> None:
-    session = connected()
-    ticket, _ = ask(session, {})
-    assert session.receive(codec.encode([[33, 1, 1, [["y", "FP32", [2000], [[5, 0, 8000]]]]]])) == 1
-    assert ticket.error is not None
-    assert ticket.error.code == "HANDLE_LOST"
-    assert session.has_returns, "the handle is returned although it could not be mapped"
-    session.close()
 
 
 # ------------------------------------------------------------------------------------------------ order

@@ -101,15 +101,6 @@ TestNaive = Naive.TestCase
 TestNaive.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
-def test_the_block_freed_last_is_reused_first() -> None:
-    blocks = Blocks(1 << 20)
-    offsets = [blocks.allocate(1000) or 0 for _ in range(5)]
-    order = [offsets[1], offsets[4], offsets[0]]
-    for offset in order:
-        blocks.free(offset)
-    assert [blocks.allocate(1000) for _ in range(3)] == order[::-1]
-
-
 @pytest.mark.parametrize("sizes", [[], [0], [10, 0, 10], [-1, 20], [100, 29], [2**63]])
 def test_an_invalid_split_changes_nothing(sizes: list[int]) -> None:
     blocks = Blocks(1024)
@@ -133,7 +124,7 @@ def test_an_unknown_offset_is_refused(offset: int) -> None:
     assert blocks.allocate(2**63) is None
 
 
-def test_sizes_and_alignments() -> None:
+def test_sizes_alignments_and_reuse() -> None:
     blocks = Blocks(200)
     assert blocks.largest_free == 192, "only the tail below the alignment is unusable"
     assert (blocks.allocate(192), blocks.allocate(1)) == (0, None)
@@ -141,3 +132,9 @@ def test_sizes_and_alignments() -> None:
     for size, align in ((0, 64), (-1, 64), (64, 0), (64, 48)):
         with pytest.raises(Internal):
             Blocks(size, align)
+    blocks = Blocks(1 << 20)
+    offsets = [blocks.allocate(1000) or 0 for _ in range(5)]
+    order = [offsets[1], offsets[4], offsets[0]]
+    for offset in order:
+        blocks.free(offset)
+    assert [blocks.allocate(1000) for _ in range(3)] == order[::-1]

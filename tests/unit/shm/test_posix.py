@@ -214,11 +214,7 @@ def test_the_sweep_keeps_names_that_a_process_holds(dead: Path) -> None:
         os.close(descriptor)
     assert posix.sweep() == 1
     assert posix.hold("/" + dead.name) is None
-
-
-def test_opening_a_fifo_does_not_block_the_sweep(dead: Path) -> None:
-    dead.unlink()
-    os.mkfifo(dead)
+    os.mkfifo(dead)  # opening it must not block
     descriptor = posix.hold("/" + dead.name)
     assert descriptor is not None
     os.close(descriptor)

@@ -104,9 +104,7 @@ def test_load(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert said.out == "warn: version 2 is READY after 1.25 s\n"
     assert said.err == "shmserve load: warning: warn: odd\n"
-
-
-def test_load_all_and_the_previous_one(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    broker.done.clear()
     assert run(broker, "load", "--all") == 0
     assert sorted(model for _, model, _, _ in broker.done) == ["mlp", "odd", "other"]
     assert capsys.readouterr().out.count("\n") == 3
@@ -127,6 +125,10 @@ def test_each_failure_has_its_reason(broker: Operated, capsys: pytest.CaptureFix
     assert found[0]["model"] == "broken"
     assert found[0]["error"]["code"] == "UNAVAILABLE"
     assert found[1]["versions"][0]["state"] == "READY"
+    assert run(broker, "load", "never", "--timeout", "0.05") == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "'load' of model 'never' did not finish within its timeout; the server continues it; --timeout" in said.err
 
 
 def test_a_load_sends_the_configuration_and_the_files(
@@ -212,13 +214,6 @@ def test_invalid_arguments_are_refused(
     assert text in capsys.readouterr().err
 
 
-def test_an_operation_that_times_out_exits_with_1(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(broker, "load", "never", "--timeout", "0.05") == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "'load' of model 'never' did not finish within its timeout; the server continues it; --timeout" in said.err
-
-
 def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Operated) -> None:
     command = [sys.executable, "-m", "shmserve.clients.cli.main", "load", "mlp", "never", "--url", broker.lane]
     with Terminal(command, 60, 24, {}) as terminal:
@@ -233,7 +228,7 @@ def test_a_terminal_shows_the_progress_and_ctrl_c_ends_the_command(broker: Opera
 # ------------------------------------------------------------------------------------------ models, config
 
 
-def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_of_models_and_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(broker, "models") == 0
     head, *rows, blank, legend = capsys.readouterr().out.splitlines()
     assert (blank, legend) == ("", "* default version")
@@ -251,6 +246,12 @@ def test_the_table_of_models(broker: Operated, capsys: pytest.CaptureFixture[str
     assert "*" not in models_table([INDEX[1], INDEX[2]], Screen()), "of one version there is no choice"
     assert run(broker, "models", "--json") == 0
     assert json.loads(capsys.readouterr().out) == INDEX
+    assert run(broker, "models", "--instances") == 0
+    rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 6
+    assert rows[4] == ["mlp", "2", "mlp_0_1", "starting", "0", "gpu 3", "43", "1.0 GiB", "0"]
+    assert rows[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "0", "cpu", "-", "-", "3", "signal 9"]
+    assert instance_rows(INDEX[3]) == []
 
 
 def test_a_server_without_models(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,16 +264,7 @@ def test_a_server_without_models(broker: Operated, capsys: pytest.CaptureFixture
     assert "the server has none of the sample models: `python -m shmserve.repo.samples DIR`" in said.err
 
 
-def test_instances(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(broker, "models", "--instances") == 0
-    rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
-    assert len(rows) == 6
-    assert rows[4] == ["mlp", "2", "mlp_0_1", "starting", "0", "gpu 3", "43", "1.0 GiB", "0"]
-    assert rows[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "0", "cpu", "-", "-", "3", "signal 9"]
-    assert instance_rows(INDEX[3]) == []
-
-
-def test_degraded_and_sleeping_instances_are_shown() -> None:
+def test_degraded_and_sleeping_instances_and_sizes_are_shown() -> None:
     lost = {"state": "backoff", "pid": 0, "reason": "failed to load: no memory", "retry_seconds": 7.5}
     entry = {
         "name": "m", "version": "1", "state": "READY", "default": True, "degraded": True, "loading_seconds": 1.0,
@@ -291,6 +283,10 @@ def test_degraded_and_sleeping_instances_are_shown() -> None:
     assert "READY (asleep)" in line
     assert " 0/1 " in line
     assert state_style("READY (asleep)") == state_style("READY")
+    sizes = [0, 999, 1000, 1 << 20, 150 << 20, 1023 << 20, 1 << 30, 5 << 50]
+    assert [bytes_text(size) for size in sizes] == [
+        "0 bytes", "999 bytes", "1.0 KiB", "1.0 MiB", "150 MiB", "1.0 GiB", "1.0 GiB", "5120 TiB",
+    ]  # fmt: skip
 
 
 def test_config(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,13 +299,6 @@ def test_config(broker: Operated, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == config
     assert run(broker, "config", "mlp", "--json", "--origins") == 0
     assert json.loads(capsys.readouterr().out) == {"config": config, "origins": origins["origins"]}
-
-
-def test_sizes_in_bytes_are_shown_in_binary_units() -> None:
-    sizes = [0, 999, 1000, 1 << 20, 150 << 20, 1023 << 20, 1 << 30, 5 << 50]
-    assert [bytes_text(size) for size in sizes] == [
-        "0 bytes", "999 bytes", "1.0 KiB", "1.0 MiB", "150 MiB", "1.0 GiB", "1.0 GiB", "5120 TiB",
-    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ completion

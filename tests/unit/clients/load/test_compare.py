@@ -17,7 +17,7 @@ from tests.unit.clients.load.points import point, run, steady, window
 OLD = [1000, 1010, 990, 1005]
 
 
-def test_a_clear_difference() -> None:
+def test_a_clear_and_a_mixed_difference() -> None:
     slower = [value * 8 // 10 for value in OLD]
     found = compare(run(steady(1, OLD)), run(steady(1, slower, p50=1.25e6)))
     assert found.verdict == WORSE
@@ -28,6 +28,12 @@ def test_a_clear_difference() -> None:
     assert throughput.relative.low < -0.2 < throughput.relative.high < 0
     assert (p50.metric, p50.verdict) == ("p50", WORSE)
     assert (p99.metric, p99.verdict) == ("p99", SAME)
+    old = run(steady(1, OLD), steady(8, OLD))
+    new = run(steady(1, [value * 2 for value in OLD]), steady(8, [value // 2 for value in OLD]))
+    found = compare(old, new)
+    assert found.verdict == MIXED
+    assert found.is_worse
+    assert not compare(old, old).is_worse
 
 
 @pytest.mark.parametrize(
@@ -44,23 +50,6 @@ def test_a_clear_difference() -> None:
 def test_verdicts(old: list[int], new: list[int], least: float | None, verdict: str) -> None:
     options = {} if least is None else {"least": least}
     assert compare(run(steady(1, old)), run(steady(1, new)), **options).changes[0].verdict == verdict
-
-
-def test_a_result_that_is_partly_better_and_partly_worse_is_mixed() -> None:
-    old = run(steady(1, OLD), steady(8, OLD))
-    new = run(steady(1, [value * 2 for value in OLD]), steady(8, [value // 2 for value in OLD]))
-    found = compare(old, new)
-    assert found.verdict == MIXED
-    assert found.is_worse
-    assert not compare(old, old).is_worse
-
-
-def test_the_values_are_those_of_the_reports() -> None:
-    """They cover all responses together and are not means of windows; the windows only determine the intervals."""
-    windows = [window(number, 1000, p99=value) for number, value in enumerate((2e6, 4e6, 3e6))]
-    one = point(Closed(1), windows, [1_000_000] * 1900 + [5_000_000] * 100)
-    (_, _, p99) = compare(run(one), run(one)).changes
-    assert p99.old == p99.new == one.latency.percentiles["p99"].mean == pytest.approx(5e6, rel=2e-3)
 
 
 def test_more_rows_widen_the_intervals() -> None:
@@ -112,6 +101,10 @@ def test_the_rows_that_are_compared() -> None:
     assert metrics(steady(1, OLD)) == ["throughput", "p50", "p99"]
     assert "in time/s" in metrics(replace(steady(1, OLD), goodput=Interval(900, 890, 910)))
     assert metrics(point(Open(1000.0), [window(number, good) for number, good in enumerate(OLD)])) == ["p50", "p99"]
+    windows = [window(number, 1000, p99=value) for number, value in enumerate((2e6, 4e6, 3e6))]
+    one = point(Closed(1), windows, [1_000_000] * 1900 + [5_000_000] * 100)
+    (_, _, p99) = compare(run(one), run(one)).changes
+    assert p99.old == p99.new == one.latency.percentiles["p99"].mean == pytest.approx(5e6, rel=2e-3)
 
 
 @settings(max_examples=examples(60))

@@ -155,7 +155,7 @@ def test_what_exceeds_the_limit_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(event.get("cat") == "request" for event in check(timeline.events())) == 3
 
 
-def test_a_request_counts_once() -> None:
+def test_a_request_counts_once_and_over_the_limit_is_left_out_with_its_end() -> None:
     """Even one with several records: a stream has a batch and an end, and an iterative model has several batches."""
     found = collected(
         batch(8, (10, 10, 20, 20), request(1, 5), request(2, 5)),
@@ -166,9 +166,6 @@ def test_a_request_counts_once() -> None:
         limit=3,
     )
     assert (found.requests, len(found.batches), sorted(found.ends), found.left_out) == (3, 2, [1, 2, 3], 0)
-
-
-def test_over_the_limit_only_ends_of_kept_requests_are_kept() -> None:
     kept, others = [request(1, 0), request(2, 0)], [request(3, 0), request(4, 0)]
     found = collected(
         batch(8, (10,) * 4, *kept),

@@ -78,7 +78,7 @@ def test_samples_of_prometheus() -> None:
     ]
 
 
-def test_rates_and_percentiles_are_derived_from_the_metrics() -> None:
+def test_rates_and_percentiles_with_and_without_metrics() -> None:
     before = document(10, METRICS) | {"time_ns": 1}
     more = METRICS.replace('le="0.008388607"} 30', 'le="0.008388607"} 130').replace("total 12.5", "total 13.5")
     view = make_view(before, document(110, more) | {"time_ns": 2_000_000_001})
@@ -99,9 +99,6 @@ def test_rates_and_percentiles_are_derived_from_the_metrics() -> None:
     assert view.server["cpu"] == pytest.approx(0.5)
     assert view.gpus[0]["memory_share"] == 0.25
     assert (view.gpus[0]["throttled"], view.gpus[0]["out_of_service"]) == ("sw_thermal", "see shmserve doctor")
-
-
-def test_a_server_without_these_metrics() -> None:
     view = make_view(document(10, None) | {"time_ns": 1}, document(30, None) | {"time_ns": 1_000_000_001})
     row = view.models[0]
     assert row["requests_per_s"] == pytest.approx(20)
