@@ -7,9 +7,7 @@ from typing import Any
 import msgpack
 import msgspec
 import pytest
-from msgspec import Struct, inspect
 
-from shmserve.protocol import messages, worker_messages
 from shmserve.protocol.messages import Columns, Handle, Infer, InferBatch, Map, Reply, Tensor, TensorForm
 from shmserve.protocol.worker_messages import Done, Execute, LabelFile, Row, StepOptions, Work
 
@@ -40,22 +38,6 @@ COLUMNS_ON_WIRE = [[["x", "FP32", [2]]], [1], [1], [[bytes(8)]]]
 def test_every_field_of_a_message_without_device_tensors_has_another_use(message: Any, expected: Any) -> None:
     """A new field for GPUs would appear here: send it in a map that leaves out what is not set."""
     assert msgpack.unpackb(msgspec.msgpack.encode(message)) == expected
-
-
-def test_positional_fields_are_not_named_for_gpus() -> None:
-    found = []
-    for module in (messages, worker_messages):
-        for name, kind in vars(module).items():
-            if isinstance(kind, type) and issubclass(kind, Struct) and kind is not Struct:
-                info = inspect.type_info(kind)
-                assert isinstance(info, inspect.StructType)
-                names = [field.name for field in info.fields] if info.array_like else []
-                found += [f"{name}.{field}" for field in names if is_for_gpus(field)]
-    assert found == []
-
-
-def is_for_gpus(field: str) -> bool:
-    return any(word in field.lower() for word in ("near", "gpu", "cuda", "device", "stream_"))
 
 
 def test_the_options_of_a_step_are_sent_only_if_set() -> None:

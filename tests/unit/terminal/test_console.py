@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
-import sys
 
 import pytest
 
 from shmserve.terminal import console
 from shmserve.terminal.console import BAD, Column, Screen, is_colored, nonzero, state_style
-from tests import ROOT
 
 COLUMNS = (
     Column("model"),
@@ -150,15 +147,3 @@ def test_without_color_there_is_no_escape_not_even_from_a_cell(monkeypatch: pyte
     text = shown.table(COLUMNS, [["m", "READY", "0", "", "", "\x1b[2J\r\x07evil"]])
     assert r"\x1b[2J\r\x07evil" in text
     assert "\x1b" not in text
-
-
-def test_rich_is_imported_only_for_terminals() -> None:
-    program = """
-import sys
-from shmserve.clients.cli.main import main
-from shmserve.terminal.console import Column, Screen
-Screen().table([Column("a")], [["b"]]); Screen(False).styled("a", "red")
-print("rich" in sys.modules)
-"""
-    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ran.stdout == "False\n"

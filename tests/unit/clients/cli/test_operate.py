@@ -201,6 +201,9 @@ def test_unload_of_a_model_that_does_not_exist(broker: Operated, capsys: pytest.
         ("load a --config-json OK --file 1/x=/no/such", "no such file"),
         ("restart a b --instance a_0_0", "--instance is for one model"),
         ("config a --origins", "--origins needs --json"),
+        ("drain --undrain --timeout 3", "cannot be combined"),
+        ("drain --undrain --no-wait", "cannot be combined"),
+        ("drain --no-wait --quiet 3", "cannot be combined"),
         ("stats a --prometheus", "--prometheus covers the whole server"),
     ],
 )
@@ -247,10 +250,10 @@ def test_the_tables_of_models_and_instances(broker: Operated, capsys: pytest.Cap
     assert run(broker, "models", "--json") == 0
     assert json.loads(capsys.readouterr().out) == INDEX
     assert run(broker, "models", "--instances") == 0
-    rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
-    assert len(rows) == 6
-    assert rows[4] == ["mlp", "2", "mlp_0_1", "starting", "0", "gpu 3", "43", "1.0 GiB", "0"]
-    assert rows[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "0", "cpu", "-", "-", "3", "signal 9"]
+    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 6
+    assert lines[4] == ["mlp", "2", "mlp_0_1", "starting", "0", "gpu 3", "43", "1.0 GiB", "0"]
+    assert lines[5] == ["mlp", "2", "mlp_0_2", "failed (passive)", "0", "cpu", "-", "-", "3", "signal 9"]
     assert instance_rows(INDEX[3]) == []
 
 
