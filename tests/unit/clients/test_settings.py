@@ -13,6 +13,7 @@ import pytest
 
 import shmserve
 from shmserve.errors import InvalidRequest
+from tests.support.clients.client_faces import FACES
 
 NAN = math.nan
 INVALID_SETTINGS: list[tuple[dict[str, Any], str]] = [
@@ -49,15 +50,8 @@ def test_a_setting_at_its_bound_is_accepted(settings: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("timeout", [-1, NAN, "5"])
 def test_calls_refuse_an_invalid_timeout_before_they_connect(timeout: Any, tmp_path: Path) -> None:
     problem = re.escape(f"timeout={timeout!r} must be a number of seconds, at least 0")
-    with shmserve.Client(runtime_dir=tmp_path) as client:
-        for call in (lambda: client.wait_ready(timeout=timeout), lambda: client.unload("m", timeout=timeout)):
-            with pytest.raises(InvalidRequest, match=problem):
-                call()
-
-    async def run() -> None:
-        async with shmserve.AsyncClient(runtime_dir=tmp_path) as client:
-            for call in (client.wait_ready(timeout=timeout), client.unload("m", timeout=timeout)):
+    for face in FACES.values():
+        with face(f"unix://{tmp_path}/lane.sock") as client:
+            for call, arguments in ((client.wait_ready, ()), (client.unload, ("m",))):
                 with pytest.raises(InvalidRequest, match=problem):
-                    await call
-
-    asyncio.run(run())
+                    call(*arguments, timeout=timeout)

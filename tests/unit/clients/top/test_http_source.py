@@ -210,22 +210,13 @@ def test_errors_and_other_formats(path: str, status: int, text: str, error: type
         made.read()
 
 
-def test_a_server_that_closes_idle_connections_and_one_that_ends() -> None:
+def test_connections_that_are_closed_end_or_are_not_trusted() -> None:
     with serving() as (url, handler), source(url, f"{url}/close") as made:
         for _ in range(2):
             made.read()
         assert [path for path, _, _ in handler.seen].count("/v2") == 2
     with source(url) as made, pytest.raises(ConnectionLost, match=r"no server at http://127\.0\.0\.1:\d+ \("):
         made.read()
-
-
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://user@x", "http://x?y=1"])
-def test_invalid_urls(url: str) -> None:
-    with pytest.raises(InvalidRequest, match="expected http://host:port"):
-        HttpSource(url)
-
-
-def test_https_checks_the_certificate() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
     with (
@@ -234,3 +225,9 @@ def test_https_checks_the_certificate() -> None:
         pytest.raises(ConnectionLost, match="CERTIFICATE_VERIFY_FAILED"),
     ):
         made.read()
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://user@x", "http://x?y=1"])
+def test_invalid_urls(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="expected http://host:port"):
+        HttpSource(url)

@@ -55,17 +55,6 @@ class Watched:
         self.poller.join(PATIENCE_S)
 
 
-def test_rates_and_histograms_of_an_interval() -> None:
-    with Fleet({"a": ScriptedSource("http://a", busy)}, OFTEN_S) as fleet:
-        fleet.wait(PATIENCE_S)
-        snapshot = by_name(fleet)["a"]
-    assert snapshot.view is not None
-    assert snapshot.view.interval == 2
-    assert snapshot.view.models[0]["requests_per_s"] == 100
-    assert snapshot.times == {("m", "1"): {22: 200}}
-    assert (snapshot.problem, snapshot.where) == ("", "http://a")
-
-
 def test_a_silent_server_does_not_delay_the_others() -> None:
     """`wait` returns once every server has rates or a problem, as the third read of the first one shows."""
     often = threading.Event()
@@ -80,7 +69,12 @@ def test_a_silent_server_does_not_delay_the_others() -> None:
     with Fleet(sources, OFTEN_S) as fleet:
         assert silent.reading.wait(PATIENCE_S)
         assert often.wait(PATIENCE_S)
-        assert by_name(fleet)["a"].settled
+        snapshot = by_name(fleet)["a"]
+        assert snapshot.settled
+        assert snapshot.view is not None
+        assert (snapshot.view.interval, snapshot.view.models[0]["requests_per_s"]) == (2, 100)
+        assert snapshot.times == {("m", "1"): {22: 200}}
+        assert (snapshot.problem, snapshot.where) == ("", "a")
         found = by_name(fleet)["b"]
         assert (found.view, found.problem) == (None, "")
         assert found.asked is not None, "for how long it has been silent is known"
