@@ -9,8 +9,6 @@ import io
 import json
 import os
 import re
-import select
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +23,6 @@ from shmserve.dtypes import ITEM_BYTES, TO_CONFIG
 from shmserve.repo import samples
 from shmserve.testing import Server
 from tests.process.cli import commands
-from tests.process.cli.commands import COMMAND
 from tests.support.model_files import write_model
 from tests.support.shared_server import SharedServer
 
@@ -91,9 +88,6 @@ def run_json(server: Server, *words: str, text: str = "") -> Any:
     return json.loads(run(server, *words, "--json", text=text))
 
 
-# ------------------------------------------------------------------------------------------ questions
-
-
 def test_a_server_is_found_by_url_or_runtime_directory(server: Server) -> None:
     head, *rows = (line.split() for line in run(server, "models").splitlines())
     assert head[:4] == ["model", "version", "state", "instances"]
@@ -106,9 +100,6 @@ def test_a_server_is_found_by_url_or_runtime_directory(server: Server) -> None:
     assert run(server, "ready", "mlp", "--wait", "10") == ready
     assert run(server, "ready") == "the server is ready\n"
     assert run_json(server, "version", "--url", server.url).keys() == {"shmserve", "server"}
-
-
-# ------------------------------------------------------------------------------------------ infer
 
 
 def test_infer_from_arguments_json_and_random_data(server: Server) -> None:
@@ -168,9 +159,6 @@ def test_infer_errors_and_their_exit_codes(server: Server, words: list[str], cod
     assert text in run(server, "infer", *words, code=code)
 
 
-# ------------------------------------------------------------------------------------------ demo
-
-
 def test_demo_and_ready_report_models_that_are_not_ready(tmp_path: Path) -> None:
     samples.build(tmp_path, lambda text: None)
     (tmp_path / "cnn" / "1" / "model.onnx").write_bytes(b"no network")
@@ -187,33 +175,6 @@ def test_demo_and_ready_report_models_that_are_not_ready(tmp_path: Path) -> None
         assert "2,000 requests" in ran.stdout
         assert ran.stderr.startswith("shmserve demo: add_sub: ")
         assert ran.stderr.count("\n") == 1
-
-
-# ------------------------------------------------------------------------------------------ serve
-
-
-def test_serve_passes_its_options_on_and_ctrl_c_stops_it(tmp_path: Path) -> None:
-    add_model(tmp_path / "models", "slow", SLOW)
-    reader, writer = os.pipe()
-    command = [*COMMAND, "serve", "--model-repository", "models"]
-    command += ["--runtime-dir", str(tmp_path / "run"), "--ready-fd", str(writer), "--hints", "--no-gateway"]
-    with subprocess.Popen(
-        command, env=environment(None), cwd=tmp_path, stderr=subprocess.PIPE, pass_fds=[writer], text=True
-    ) as process:
-        os.close(writer)
-        try:
-            assert select.select([reader], [], [], END_S)[0]
-            assert os.read(reader, 16) == b"READY\n"
-            assert run(None, "ready", "slow", "--runtime-dir", str(tmp_path / "run"))
-        finally:
-            os.close(reader)
-            process.send_signal(signal.SIGINT)
-            said = process.communicate(timeout=END_S)[1]
-    assert process.returncode == 0, said
-    assert "SIGINT" in said
-    assert "Traceback" not in said
-    assert f"demo --runtime-dir {tmp_path}/run" in said
-    assert not list((tmp_path / "run").glob("*.sock"))
 
 
 def test_serve_without_a_repository_fails() -> None:

@@ -130,11 +130,3 @@ def test_drain_fails_if_the_server_is_put_back_into_service_meanwhile(server: Se
         terminal.wait_for("shmserve drain: the server was put back into service meanwhile")
         assert terminal.ends() == 1
     client.infer("talks", ONE, sequence=1, sequence_end=True)
-
-
-def test_flags_that_cannot_be_combined_are_refused(client: shmserve.Client) -> None:
-    for words in ("--undrain --timeout 3", "--undrain --no-wait", "--no-wait --quiet 3"):
-        code, _, error = run("drain", *words.split())
-        assert code == 2
-        assert "cannot be combined" in error
-    assert client.ready()

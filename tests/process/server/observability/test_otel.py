@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import signal
@@ -11,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent import futures
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,6 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Trace
 import shmserve
 from shmserve.testing import Server
 from tests.support.ensemble_models import ADD, BATCHES, model, numbers
-from tests.support.gateway.rpc import Rpcs, infer_request
 from tests.support.launch import children_of
 from tests.support.living import until
 from tests.support.observability.otlp import Collector, collecting
@@ -62,7 +58,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def server(repository: Path, collector: Collector) -> Iterator[Server]:
     """A server that traces requests with a context, and hardly any others."""
-    with Server(repository, *options(collector, "rate=1000000"), "--exit-on-error", "true", gateway=True) as server:
+    with Server(repository, *options(collector, "rate=1000000"), "--exit-on-error", "true") as server:
         yield server
 
 
@@ -93,21 +89,6 @@ def test_the_trace_context_of_the_native_client(server: Server, collector: Colle
     assert spans["infer add1"].parent_span_id.hex() == f"{SPAN:016x}"
     assert spans["infer add1"].trace_state == "b=2"
     assert not collector.spans_of(parent_of(3)[0]), "it is not sampled"
-
-
-def test_trace_contexts_of_http_and_grpc_requests(server: Server, collector: Collector) -> None:
-    body = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
-    with contextlib.closing(HTTPConnection(server.endpoints["http"], timeout=60)) as connection:
-        headers = {"traceparent": parent_of(10)[1], "tracestate": "c=3"}
-        connection.request("POST", "/v2/models/add1/infer", json.dumps(body), headers)
-        assert json.loads(connection.getresponse().read())["outputs"][0]["data"] == [2, 3, 4, 5]
-    with Rpcs(int(server.endpoints["grpc"].split(":")[1])) as rpcs:
-        x = numbers(1, 4)
-        request = infer_request("add1", {"x": ("FP32", x, x.tobytes())})
-        metadata = (("traceparent", parent_of(11)[1]), ("tracestate", "d=4"))
-        rpcs.ModelInfer(request, timeout=60, metadata=metadata)
-    for number, state in ((10, "c=3"), (11, "d=4")):
-        assert of_trace(collector, parent_of(number)[0], 3)["infer add1"].trace_state == state
 
 
 # ---------------------------------------------------------------------------------------- collectors
