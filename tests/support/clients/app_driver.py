@@ -40,7 +40,6 @@ class AppDriver(Generic[A]):
             await self.proceed()
 
     async def proceed(self) -> None:
-        """What may change the picture."""
         await self.pilot.pause()
 
     @property

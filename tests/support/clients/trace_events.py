@@ -46,7 +46,6 @@ def check(events: Iterable[Event]) -> list[Event]:
 
 
 def _nests(slices: list[Event]) -> None:
-    """Asserts that the slices of a row are disjoint or nested."""
     open_until: list[int] = []
     for event in sorted(slices, key=lambda event: (ns(event["ts"]), -ns(event["dur"]))):
         begin = ns(event["ts"])

@@ -26,7 +26,6 @@ X = np.arange(4, dtype=np.float32)
 
 
 def in_child(job: Callable[[], Any]) -> int:
-    """Runs the job in a forked child. Returns its exit code."""
     pid = os.fork()
     if not pid:
         try:
@@ -130,8 +129,6 @@ def test_a_client_dropped_without_close_leaves_nothing_behind(broker: FakeBroker
 def test_a_client_survives_ctrl_c_while_it_waits(
     client: shmserve.Client, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while waiting: the client can be used afterwards, and the request is not lost."""
-
     def interrupt() -> None:
         await_leader(client)
         os.kill(os.getpid(), signal.SIGINT)

@@ -33,7 +33,6 @@ KINDS = {name: get_args(union) for name, union in UNIONS.items()}
 
 
 def values(kind: inspect.Type) -> SearchStrategy[Any]:
-    """Short values that this field type of a message allows."""
     if isinstance(kind, inspect.IntType):
         return st.integers(-(2**63) if kind.ge is None else kind.ge, 2**63 - 1 if kind.le is None else kind.le)
     if isinstance(kind, inspect.StrType):
@@ -142,7 +141,6 @@ def test_mutated_packets(case: tuple[str, bytes]) -> None:
 
 @st.composite
 def one_field_wrong(draw: DrawFn) -> tuple[int, list[Any]]:
-    """An Infer with a valid request number and one invalid other value."""
     request = draw(st.integers(1, 2**63 - 1))
     infer = [7, request, "model", 1, [["x", "FP32", [2, 2], b"0" * 16]], None, 0, None]
     tensor = infer[4][0]  # type: ignore[index]
@@ -157,7 +155,6 @@ def one_field_wrong(draw: DrawFn) -> tuple[int, list[Any]]:
 
 @given(one_field_wrong())
 def test_a_refused_request_keeps_its_number(case: tuple[int, list[Any]]) -> None:
-    """Messages before and after it in the packet are not affected."""
     request, infer = case
     found = decode("client", msgpack.packb([[4, 1], infer, [8, 77]]))
     assert found is not None
@@ -202,7 +199,6 @@ def headers() -> list[bytes]:
 
 
 def measured(union: str, packet: bytes) -> tuple[list[Any] | None, int]:
-    """The decoded messages, and the largest number of bytes that were allocated meanwhile."""
     tracemalloc.start()
     try:
         return decode(union, packet), tracemalloc.get_traced_memory()[1]

@@ -42,7 +42,6 @@ BATCH = 64
 
 @pytest.fixture(autouse=True)
 def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduces limits, so that few requests suffice for the tests."""
     monkeypatch.setattr(columns, "LEAST", 2)
 
 
@@ -85,7 +84,6 @@ streams = st.lists(st.tuples(kinds, st.integers(1, 40)), max_size=8)
 
 
 def numbered(stream: list[tuple[Any, int]]) -> list[Any]:
-    """The messages, each repeated with a different number and different bytes."""
     messages: list[Any] = []
     for message, count in stream:
         for _ in range(count):

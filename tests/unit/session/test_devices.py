@@ -49,7 +49,6 @@ class Server:
         return found
 
     def has_loaded(self) -> None:
-        """Answer the query that a client sends after a lost connection."""
         (asked,) = self.take()
         feed(self.session, Answer(asked.request, b"true"))
 

@@ -36,8 +36,6 @@ LEASE = Lease(5, "m", 2, 4, True)
 
 
 class Sockets:
-    """Fake sockets of leases, which only keep the packets that have arrived."""
-
     def __init__(self) -> None:
         self.arrived: dict[int, deque[bytes]] = {}
 

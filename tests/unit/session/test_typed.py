@@ -23,7 +23,6 @@ def answered(session: Session, question: Any, document: Any = INPUTS) -> int:
 
 
 def known(session: Session) -> Session:
-    """A session that has queried the inputs of model m."""
     _, packets = ask(session, {"x": [[1, 2]]})
     (question,) = decoded(packets)
     answered(session, question)

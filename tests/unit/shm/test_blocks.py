@@ -15,8 +15,6 @@ SIZE = 4096
 
 
 class Naive(RuleBasedStateMachine):
-    """The naive model keeps the owner of every byte."""
-
     held: Bundle[int] = Bundle("held")
 
     def __init__(self) -> None:
@@ -39,7 +37,6 @@ class Naive(RuleBasedStateMachine):
         return size
 
     def longest_run(self) -> int:
-        """The longest run of free aligned units."""
         best = run = 0
         for unit in range(0, SIZE, 64):
             free = all(owner is None for owner in self.owner[unit : unit + 64])

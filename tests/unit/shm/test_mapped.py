@@ -59,7 +59,6 @@ def pair() -> Iterator[Pair]:
 
 
 def accesses(mapped: Mapped, handle: Handle) -> list[Callable[[], Any]]:
-    """All ways to use the memory that a handle names."""
     return [
         lambda: mapped.view(handle, U8, (handle.size,)),
         lambda: mapped.writable(handle, U8, (handle.size,)),

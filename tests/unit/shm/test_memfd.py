@@ -20,7 +20,6 @@ SIZE = 1 << 16
 
 
 def refused(fd: int, text: str, size: int = SIZE) -> None:
-    """The attempt fails and closes the descriptor."""
     with pytest.raises(InvalidRequest, match=text):
         memfd.attach(fd, size, False)
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -52,8 +52,6 @@ INDEX: list[dict[str, Any]] = [
 
 
 class Operated(FakeBroker):
-    """A fake broker that records the operations it receives."""
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.done: list[tuple[str, str, int, Any]] = []
@@ -319,7 +317,6 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """A folder with a command `shmserve` in it."""
     made = tmp_path / "bin" / "shmserve"
     made.parent.mkdir()
     made.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m shmserve.clients.cli.main "$@"\n')

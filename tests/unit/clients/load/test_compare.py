@@ -53,7 +53,6 @@ def test_verdicts(old: list[int], new: list[int], least: float | None, verdict: 
 
 
 def test_more_rows_widen_the_intervals() -> None:
-    """With many loads, a difference must be larger to be found than with one load."""
     slower = [value * 975 // 1000 for value in OLD]
     rest = [steady(concurrency, OLD) for concurrency in range(2, 20)]
     one = compare(run(steady(1, OLD)), run(steady(1, slower)))

@@ -55,8 +55,6 @@ def test_the_body_of_an_error_is_not_an_event() -> None:
 
 
 class _Server(asyncio.Protocol):
-    """Answers every request with the same bytes."""
-
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
 
@@ -101,8 +99,6 @@ def test_a_stream_and_its_errors(answer: bytes, answers: int, kind: type[ServeEr
 
 
 def test_no_descriptor_for_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error differs from that for a missing server."""
-
     async def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

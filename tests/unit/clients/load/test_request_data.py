@@ -114,7 +114,6 @@ def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_tensors_as_the_endpoints_take_them() -> None:
-    """One value, or all values in order. Tensors that JSON without a shape cannot express are refused."""
     known = facts(x=("FP32", [-1, 2]), s=("BYTES", [-1, 1]), h=("FP16", [-1, 1]), w=("INT64", [-1, -1, -1]))
 
     def values(name: str, array: Any) -> Any:

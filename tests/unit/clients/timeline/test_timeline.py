@@ -39,7 +39,6 @@ def test_spans_of_a_row_do_not_overlap_and_no_row_is_wasted(spans: list[tuple[in
 
 
 def request(number: int, arrived: int, **more: Any) -> list[Any]:
-    """A record in the form of the server's answer."""
     fields = {"client": 1, "own": number, "id": "", "parent": 0, "rows": 1} | more
     gone = fields.pop("gone", False)
     return [number, *fields.values(), arrived * US, gone]

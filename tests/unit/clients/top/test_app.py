@@ -55,8 +55,6 @@ class OperatedSource(ScriptedSource):
 
 
 class Driver(AppDriver[TopApp]):
-    """An app of one server, and its dialogs."""
-
     def __init__(self, app: TopApp, pilot: Pilot[str], source: OperatedSource) -> None:
         super().__init__(app, pilot)
         self.source = source
@@ -91,7 +89,6 @@ class Driver(AppDriver[TopApp]):
 def driven(
     source: OperatedSource | None = None, size: tuple[int, int] = (100, 30), **options: Any
 ) -> Callable[[Callable[[Any], Awaitable[None]]], Callable[[], None]]:
-    """Makes a test of the steps that it decorates."""
     made = source or OperatedSource()
 
     async def main(steps: Callable[[Any], Awaitable[None]]) -> None:

@@ -126,8 +126,6 @@ def test_one_outlier_does_not_determine_the_limit() -> None:
 
 def test_a_candidate_is_given_up_after_two_failures() -> None:
     class Slow:
-        """The first candidate holds 1000 requests/s, the second 500."""
-
         def __init__(self) -> None:
             self.rates: dict[int, list[float]] = {}
 
@@ -175,7 +173,6 @@ def test_refused_requests_miss_the_target(
 
 
 def test_a_refused_caller_stops_sending() -> None:
-    """Otherwise callers of a full queue would be refused over and over."""
     full = ScriptedClient(lambda number: Unavailable("Exceeds maximum queue size"))
     found = observed(full, lambda load: load.closed(4, 1.0))
     assert (full.sent, found.refused, found.failed) == (4, 4, 0)

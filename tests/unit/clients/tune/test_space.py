@@ -37,7 +37,6 @@ def completed(text: str) -> ModelConfig:
     [Candidate(1, 1, 8), Candidate(3, 2, 4, 500), Candidate(2, 1, 64, 0, 16, 99), Candidate(2, 1, 8, 100, 1, 128)],
 )
 def test_the_edited_text_parses_to_the_candidate(text: str, candidate: Candidate) -> None:
-    """The edited text, parsed as by a server, is the configuration that the tuner has measured."""
     model = replace(tuned(text), largest=64)
     if not model.pads:
         candidate = replace(candidate, multiple=0, batch_cost=0)

@@ -40,7 +40,6 @@ class Driver(AppDriver[FleetApp]):
         self.fleet = fleet
 
     async def proceed(self) -> None:
-        """Reads all servers."""
         self.fleet.refresh()
         await self.app.read()
         await self.pilot.pause()
@@ -51,8 +50,6 @@ class Driver(AppDriver[FleetApp]):
 
 
 class RecordingFleet(Fleet):
-    """Keeps the last interval that it was told."""
-
     interval: float | None = None
 
     def set_interval(self, seconds: float) -> None:

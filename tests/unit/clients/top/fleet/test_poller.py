@@ -29,8 +29,6 @@ def by_name(fleet: Fleet) -> dict[str, Snapshot]:
 
 
 class Watched:
-    """A poller whose snapshots are all kept."""
-
     def __init__(self, source: ScriptedSource, interval: float = OFTEN_S) -> None:
         self.seen: list[Snapshot] = []
         self.changed = threading.Condition()
