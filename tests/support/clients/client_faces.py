@@ -68,15 +68,14 @@ class AsyncFace:
         self.turn()
         return future
 
-    def empty(self, *args: Any) -> Any:
-        return self.client.empty(*args)
-
     def flush(self) -> None:
         self.client.flush()
         self.turn()
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.client, name)
+        if name == "empty":
+            return method
         return lambda *args, **kwargs: self.run(method(*args, **kwargs))
 
     def __enter__(self) -> AsyncFace:
@@ -126,16 +125,13 @@ class AsyncFaceFuture:
 
         return self.face.run(wait())
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.future, name)
+
     def cancel(self) -> bool:
         cancelled = self.future.cancel()
         self.face.turn()
         return cancelled
-
-    def cancelled(self) -> bool:
-        return self.future.cancelled()
-
-    def done(self) -> bool:
-        return self.future.done()
 
 
 FACES: dict[str, Callable[..., Any]] = {
@@ -151,3 +147,9 @@ def connect(server: Server, way: str, **options: Any) -> Any:
     if link == "frames":
         options["memory"] = "frames"
     return FACES[face](server.url if link == "lane" else server.zmq_url, **options)
+
+
+def await_leader(client: Client) -> None:
+    """Returns once a thread of the client waits for packets, for all its threads."""
+    while not client._link._leading:  # noqa: SLF001 - nothing public tells that a thread is about to sleep
+        pass

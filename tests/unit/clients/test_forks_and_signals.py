@@ -20,7 +20,7 @@ import shmserve
 from shmserve.clients.transport.shared_reader import SharedLink
 from shmserve.protocol.messages import Bye, Hello
 from tests.support.broker.fake_broker import FakeBroker, echo
-from tests.support.clients.leader import await_leader
+from tests.support.clients.client_faces import await_leader
 
 X = np.arange(4, dtype=np.float32)
 

@@ -13,7 +13,7 @@ import shmserve
 from shmserve.clients.transport.lane import Lane
 from shmserve.clients.transport.zmq import ZmqLink
 from tests.support.broker.fake_broker import FakeBroker
-from tests.support.clients.leader import await_leader
+from tests.support.clients.client_faces import await_leader
 
 X = np.arange(4, dtype=np.float32)
 
