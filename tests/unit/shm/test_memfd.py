@@ -105,7 +105,7 @@ def test_other_descriptors_are_refused(tmp_path: Path) -> None:
         refused(fd, "must be")
 
 
-def test_the_error_names_the_file_size_limit() -> None:
+def test_errors_name_the_limit_and_leave_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = count_descriptors()
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
@@ -116,8 +116,6 @@ def test_the_error_names_the_file_size_limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert count_descriptors() == before
 
-
-def test_a_failed_mapping_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> int:
         return 2**64 - 1
 

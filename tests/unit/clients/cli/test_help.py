@@ -46,6 +46,7 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) ->
 
 @pytest.mark.parametrize("command", ["", *sorted(set(commands()) - {"serve"})])
 def test_help_fits_a_screen_and_help_all_has_the_rest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The full help has examples that parse, and exit codes. Options of other programs are synonyms of known ones."""
     brief = said([*command.split(), "--help"], capsys)
     lines = brief.splitlines()
     assert len(lines) <= ROWS
@@ -60,6 +61,20 @@ def test_help_fits_a_screen_and_help_all_has_the_rest(command: str, capsys: pyte
         assert [name for name in options if not re.search(rf"(?<![\w-]){name}(?![\w-])", full)] == []
         assert set(re.findall(r"--[a-z-]+", brief)) <= set(re.findall(r"--[a-z-]+", full)) | {"--help-all"}
         assert len(full.splitlines()) > len(brief.splitlines())
+    found = commands()[command or "serve"]
+    known = {name for action in actions_of(found) for name in action.option_strings}
+    assert set(found.synonyms.values()) <= known
+    assert not known & set(found.synonyms), "these would never be suggested"
+    if command in ASKING | ALONE:
+        assert f"examples:\n  shmserve {command}" in full
+        assert ("--url" in full) is ("--runtime-dir" in full) is (command in ASKING)
+        assert re.search(r"exit codes:\n  0    \w.*\n  1    \w.*\n  2    wrong usage\n  130  interrupted\n", full)
+        sentence = full.split("\n\n")[1]
+        assert sentence[0].isupper()
+        assert sentence.rstrip().endswith(".")
+        examples = [line.strip().split("    ")[0].rpartition("| ")[2] for line in commands()[command].examples]
+        parsed = [parser.parser().parse_args(shlex.split(line)[1:]) for line in examples if line.startswith("shmserve")]
+        assert parsed
 
 
 @pytest.mark.parametrize(
@@ -80,27 +95,6 @@ def test_suggestions(words: str, text: str, capsys: pytest.CaptureFixture[str]) 
     assert text in error
     command = text.partition(":")[0] if text.startswith("shmserve") else "shmserve models"
     assert error.endswith(f"`{command} --help` explains its use\n")
-
-
-def test_options_of_other_programs_are_synonyms_of_known_options() -> None:
-    for name, command in commands().items():
-        known = {name for action in actions_of(command) for name in action.option_strings}
-        assert set(command.synonyms.values()) <= known, name
-        assert not known & set(command.synonyms), f"{name}: these would never be suggested"
-
-
-@pytest.mark.parametrize("command", sorted(ASKING | ALONE))
-def test_the_full_help_has_examples_that_parse_and_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    full = said([command, "--help-all"], capsys)
-    assert f"examples:\n  shmserve {command}" in full
-    assert ("--url" in full) is ("--runtime-dir" in full) is (command in ASKING)
-    assert re.search(r"exit codes:\n  0    \w.*\n  1    \w.*\n  2    wrong usage\n  130  interrupted\n", full)
-    sentence = full.split("\n\n")[1]
-    assert sentence[0].isupper()
-    assert sentence.rstrip().endswith(".")
-    examples = [line.strip().split("    ")[0].rpartition("| ")[2] for line in commands()[command].examples]
-    parsed = [parser.parser().parse_args(shlex.split(line)[1:]) for line in examples if line.startswith("shmserve")]
-    assert parsed
 
 
 def test_without_a_command_help_is_printed_and_the_exit_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,11 @@ def merged(load: Load, processes: int, until: int) -> list[int]:
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_constant_rate_has_equal_intervals(processes: int) -> None:
+def test_constant_rates_and_recordings(processes: int) -> None:
     assert merged(Open(250.0, "constant"), processes, SECOND) == [number * 4_000_000 for number in range(250)]
+    load = Replay((5, 6, 9))
+    assert list(islice(send_times(load), 7)) == [0, 1, 4, 6, 7, 10, 12]  # a mean gap of 2 follows the last
+    assert load.rate == pytest.approx(3 * SECOND / 6)
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -47,12 +50,6 @@ def test_every_thousand_random_arrivals_take_the_time_of_the_nominal_rate(seed: 
         assert times[-1] == pytest.approx(per_process * processes * SECOND / load.rate, abs=1)
         due = [at * load.rate / processes / SECOND for at in times]
         assert all(0.85 < number / due[number - 1] < 1.15 for number in range(per_process // 3, per_process + 1))
-
-
-def test_a_recording_starts_at_once_and_repeats() -> None:
-    load = Replay((5, 6, 9))
-    assert list(islice(send_times(load), 7)) == [0, 1, 4, 6, 7, 10, 12]  # a mean gap of 2 follows the last
-    assert load.rate == pytest.approx(3 * SECOND / 6)
 
 
 @settings(max_examples=examples(60))

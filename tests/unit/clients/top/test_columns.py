@@ -126,7 +126,7 @@ def names(found: list[Row]) -> list[str]:
     return [row["model"] for row in found]
 
 
-def test_sorting() -> None:
+def test_sorting_and_filters() -> None:
     some = rows()
     upward = ["model-0", "model-1", "model-2"]
     for key, wanted in (("model", upward), ("requests_per_s", upward[::-1])):
@@ -139,9 +139,6 @@ def test_sorting() -> None:
         assert sorted(names(sort(MODELS, rows(), column))) == names(rows())
     equal = [row | {"queued": 5} for row in rows()]
     assert names(sort(MODELS, equal[::-1], "queued")) == names(equal), "equal rows keep the order of their names"
-
-
-def test_filters() -> None:
     models = [model("ocr_det"), model("ocr_rec", state="UNAVAILABLE", reason="No such file"), model("mlp", "12")]
     found = make_view(None, document(1, *models)).models
     for text, wanted in (

@@ -61,13 +61,16 @@ def observed(client: Any, load: Callable[[_Load], Coroutine[Any, Any, None]]) ->
     return asyncio.run(run())
 
 
-def test_a_load_ends_before_the_server_refuses_requests() -> None:
+def test_loads_end_before_and_when_the_server_refuses_requests() -> None:
     """Too many requests in flight mean that the server is overloaded, not that requests fail."""
     silent = ScriptedClient(lambda number: None, answers=False)
     found = observed(silent, lambda load: load.open(1e6, 1.0, 1000.0 * SECOND, Random(1)))
     assert found.overloaded
     assert (found.failed, found.p99_ns) == (0, math.inf)
     assert silent.sent == MAX_IN_FLIGHT
+    full = ScriptedClient(lambda number: Unavailable("Exceeds maximum queue size"))
+    found = observed(full, lambda load: load.closed(4, 1.0))
+    assert (full.sent, found.refused, found.failed) == (4, 4, 0)
 
 
 def point(rate: float, p99_ms: float, holds: bool, late_ms: float = 0.0) -> Point:
@@ -106,9 +109,6 @@ def test_the_search_for_the_highest_rate() -> None:
     shaky = confirmed(Candidate(1, 1, 8), point(500, 10, True), point(500, 30, False), point(500, 12, True))
     assert shaky.holds_at(500)
     assert shaky.p99_ns(500) == 12 * MS
-
-
-def test_one_outlier_does_not_determine_the_limit() -> None:
     one = confirmed(Candidate(1, 1, 8), point(1000, 50, False))
     # Half of the rate holds, and all rates up to 1200 hold, except for that one measurement. That measurement must not
     # determine the limit permanently.
@@ -170,12 +170,6 @@ def test_refused_requests_miss_the_target(
     if holds is not None:
         assert (found.p99_ns < math.inf) is holds
         assert found.p50_ns < math.inf
-
-
-def test_a_refused_caller_stops_sending() -> None:
-    full = ScriptedClient(lambda number: Unavailable("Exceeds maximum queue size"))
-    found = observed(full, lambda load: load.closed(4, 1.0))
-    assert (full.sent, found.refused, found.failed) == (4, 4, 0)
 
 
 def test_the_choice_among_measured_settings() -> None:
