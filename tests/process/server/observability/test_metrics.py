@@ -1,9 +1,10 @@
-"""Metrics, statistics, traces and the last output of crashed workers, checked against /proc."""
+"""Metrics, statistics and the log of a real server, checked against /proc."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from shmserve.errors import ModelFailed
 from shmserve.testing import Server
 from tests.process.server.processes.test_supervision import write
 from tests.support.broker.metrics import Seen
+from tests.support.launch import Launched
+from tests.support.living import until
+from tests.support.model_files import python_model, write_model
 
 pytestmark = pytest.mark.process
 
@@ -93,3 +97,54 @@ def test_the_last_output_of_a_crashed_worker_is_logged_and_reported(server: Serv
     named = {"model": "frail", "version": "1"}
     assert seen("shmserve_instance_restarts_total", **named, model_instance=instance["name"]) == 2
     assert seen("nv_inference_request_failure", **named, reason="BACKEND") == 1
+
+
+# ------------------------------------------------------------------------------------------ logs
+
+
+FAILING_CONFIG = """
+backend: "python"
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+instance_group [ { count: 2 kind: KIND_CPU } ]
+"""
+RAISES = python_model("json.loads('{')")
+FAILS = python_model("return self.respond(x)", "json.loads('{')")
+X = {"x": np.ones(1, np.float32)}
+
+
+def records_of(text: str) -> list[str]:
+    """Each record with its indented continuation lines."""
+    return re.split(r"\n(?=\d{4}-)", text.strip())
+
+
+def test_a_failed_load_is_logged_once_with_a_traceback(tmp_path: Path) -> None:
+    """Even if both instances fail, with retries, and if a reload fails."""
+    root = tmp_path / "models"
+    write_model(root, "m", FAILING_CONFIG, FAILS)
+    options = ("--model-control-mode", "explicit", "--load-model", "m", "--model-load-retry-count", "1")
+    with (
+        Launched(root, tmp_path / "run", *options) as server,
+        shmserve.Client(runtime_dir=server.runtime_dir) as client,
+    ):
+        first = [text for text in records_of(server.log) if "JSONDecodeError" in text]
+        until(client, lambda: server.log.count("UNAVAILABLE") == 1)
+        (root / "m" / "1" / "model.py").write_text(RAISES)
+        client.load("m")
+        with pytest.raises(shmserve.ModelFailed):
+            client.infer("m", X)
+        until(client, lambda: f'  File "{root}/m/1/model.py", line ' in server.log)
+        before = len(records_of(server.log))
+        (root / "m" / "1" / "model.py").write_text(FAILS)
+        with pytest.raises(shmserve.ServeError, match="JSONDecodeError"):
+            client.load("m")
+        second = [text for text in records_of(server.log)[before:] if "JSONDecodeError" in text]
+    again = "load failed for model 'm': version 1 is at UNAVAILABLE state: "
+    for found, text in ((first, "model 'm' version 1 is UNAVAILABLE: "), (second, again)):
+        retry, end = found
+        assert " WARNING model 'm' version 1 failed to load and will be retried (--model-load-retry-count): " in retry
+        assert f" ERROR {text}failed to load: JSONDecodeError" in end
+        both = retry + end
+        assert both.count("Traceback") == 1
+        assert both.count('File "m/1/model.py", line') == 1, "as in the repository, not where a copy is kept"
+        assert "/workers/" not in both

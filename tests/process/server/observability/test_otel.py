@@ -63,7 +63,6 @@ def server(repository: Path, collector: Collector) -> Iterator[Server]:
 
 
 def of_trace(collector: Collector, trace_id: str, count: int) -> dict[str, Any]:
-    """The spans of a trace, by name."""
     return {span.name: span for span in collector.wait(count, trace_id)}
 
 
@@ -140,8 +139,6 @@ def test_a_killed_exporter_is_restarted_and_flushed_at_shutdown(repository: Path
 
 
 class Service:
-    """The collector's endpoint for gRPC."""
-
     def __init__(self, collector: Collector) -> None:
         self.collector = collector
 

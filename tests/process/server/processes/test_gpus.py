@@ -14,6 +14,7 @@ import pytest
 import shmserve
 from shmserve.testing import Server
 from tests import STANDINS
+from tests.support.living import until
 from tests.support.model_files import python_model, write_model
 from tests.support.workers.gpu.harness import adder
 
@@ -56,7 +57,7 @@ def chained(repository: Path, name: str, *models: str) -> None:
 
 
 @contextmanager
-def serving_on_gpus(repository: Path, journal: Path, *options: str) -> Iterator[Server]:
+def serving_on_gpus(repository: Path, journal: Path, *options: str, **variables: str) -> Iterator[Server]:
     """A server on a machine with two fake GPUs, which log copies to `journal`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STANDIN_GPUS", json.dumps(GPUS))
@@ -64,6 +65,8 @@ def serving_on_gpus(repository: Path, journal: Path, *options: str) -> Iterator[
         patch.setenv("STANDIN_PROCESSES", str(repository.parent / "processes"))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")]).rstrip(":"))
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for name, value in variables.items():
+            patch.setenv(name, value)
         with Server(repository, *options) as server:
             yield server
 
@@ -122,7 +125,6 @@ def test_a_worker_sees_its_own_gpu(server: Server, client: shmserve.Client) -> N
 
 
 def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shmserve.Client) -> None:
-    """Tensors between steps on the same GPU stay on it. The result does not depend on the path."""
     x = np.arange(80_000, dtype=np.float32).reshape(2, 40_000)
     models = ("first", "second", "other", "third")
     for ensemble in ("apart", "same"):
@@ -142,3 +144,71 @@ def test_tensors_between_steps_on_one_gpu_stay_on_it(journal: Path, client: shms
     text = client.metrics()
     for model, has in (("first", True), ("second", True), ("third", False)):
         assert (f'shmserve_instance_gpu_pool_bytes{{model="{model}"' in text) == has
+
+
+# ------------------------------------------------------------------------------------------ a GPU that fails
+
+
+FALLEN = "GPU 1 is out of service: Xid 79 (GPU has fallen off the bus); reboot the machine"
+
+
+class Machine:
+    def __init__(self, folder: Path) -> None:
+        self.states, self.xids = folder / "states", folder / "xids"
+        os.mkfifo(self.xids)
+        self._fifo = os.open(self.xids, os.O_RDWR)
+
+    def fail(self, uuid: str, xid: int) -> None:
+        os.write(self._fifo, f"{uuid} {xid}\n".encode())
+        (self.states.parent / "new").write_text(json.dumps({uuid: {"lost": 15}}))
+        (self.states.parent / "new").rename(self.states)
+
+    def mend(self) -> None:
+        self.states.unlink()
+
+    def close(self) -> None:
+        os.close(self._fifo)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def watched(tmp_path: Path, machine: Machine) -> Iterator[Server]:
+    repository = tmp_path / "models"
+    write_model(repository, "anywhere", CONFIG % "{ count: 1 }", REPORT)
+    write_model(repository, "second", CONFIG % "{ kind: KIND_GPU gpus: 1 }", REPORT)
+    write_model(repository, "on_cpu", CONFIG % "{ kind: KIND_CPU }", REPORT)
+    more = {"STANDIN_GPU_STATES": str(machine.states), "STANDIN_XIDS": str(machine.xids)}
+    with serving_on_gpus(repository, tmp_path, "--metrics-interval-ms=100", **more) as server:
+        yield server
+
+
+def test_requests_continue_on_the_other_gpu_until_the_first_has_recovered(watched: Server, machine: Machine) -> None:
+    both = {"GPU 0 GPU-aa11", "GPU 0 GPU-bb22"}
+    with watched.client() as client:
+        assert seen(client, "anywhere") == both
+        machine.fail("GPU-bb22", 79)
+        until(client, lambda: FALLEN in watched.log, "the GPU is out of service")
+        assert seen(client, "anywhere") == {"GPU 0 GPU-aa11"}
+        assert seen(client, "on_cpu")
+        with pytest.raises(shmserve.Unavailable, match=r"GPU 1 is out of service: Xid 79"):
+            client.infer("second", {"x": np.zeros(1, np.float32)})
+        (entry,) = [one for one in client.models() if one["name"] == "anywhere"]
+        assert (entry["state"], entry["degraded"]) == ("READY", True)
+        assert FALLEN in entry["reason"]
+        with pytest.raises(shmserve.Unavailable, match=r"Xid 79 \(GPU has fallen off the bus\); reboot the machine"):
+            client.restart("second")
+        text = client.metrics()
+        assert 'shmserve_gpu_out_of_service{gpu_uuid="GPU-bb22"} 1.0' in text
+        assert 'shmserve_gpu_xid_errors_total{gpu_uuid="GPU-bb22",xid="79"} 1' in text
+        until(client, lambda: 'nv_gpu_memory_total_bytes{gpu_uuid="GPU-bb22"}' not in client.metrics(), "it is lost")
+        machine.mend()
+        until(client, lambda: seen(client, "anywhere") == both, "the GPU is used again")
+        assert "GPU 1 is healthy again" in watched.log
+        until(client, lambda: client.ready("second"), "the model serves again")
+        assert seen(client, "second") == {"GPU 0 GPU-bb22"}

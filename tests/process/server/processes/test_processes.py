@@ -58,8 +58,6 @@ instance_group [ { count: 1 kind: KIND_CPU } ]
 
 
 class Place:
-    """A server whose models are loaded by tests, and its repository."""
-
     def __init__(self, folder: Path, server: Server, client: shmserve.Client) -> None:
         self.folder, self.server, self.client = folder, server, client
 
@@ -112,7 +110,6 @@ def test_only_the_worker_over_its_memory_limit_is_killed(place: Place) -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with one module."""
     made = tmp_path_factory.mktemp("environments") / "venv"
     venv.create(made, symlinks=True, with_pip=False)
     (packages,) = (made / "lib").glob("python*/site-packages")

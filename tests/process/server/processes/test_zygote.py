@@ -189,3 +189,40 @@ def test_reap_waits_only_for_unknown_children() -> None:
     reap(set())
     with pytest.raises(ChildProcessError):
         os.waitpid(stranger, 0)
+
+
+# ------------------------------------------------------------------------------------------ children of models
+
+
+CHILD_CONFIG = """
+backend: "python" max_batch_size: 1
+input { name: "x" data_type: TYPE_FP32 dims: -1 } output { name: "y" data_type: TYPE_INT64 dims: -1 }
+"""
+STARTS_CHILD = 'import subprocess; self.child = subprocess.Popen(["sleep", "100000"])'
+FORKS = python_model("return self.respond(np.array([[self.child.pid]], np.int64))", STARTS_CHILD)
+
+
+@pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "fresh"])
+def test_child_processes_of_a_model_end_with_its_worker(tmp_path: Path, is_prepared: bool) -> None:
+    write_model(tmp_path / "models", "forks", CHILD_CONFIG, FORKS)
+    options = ["--model-control-mode", "explicit", "--prepared-process", str(is_prepared).lower()]
+    with (
+        Launched(tmp_path / "models", tmp_path / "run", *options) as server,
+        shmserve.Client(f"unix://{server.lane}") as client,
+    ):
+        for end_worker in (kill_worker, unload):
+            client.load("forks")
+            child = int(client.infer("forks", {"x": np.ones((1, 1), np.float32)}, timeout=60)["y"][0, 0])
+            assert (children_of(server.process.pid) == server.workers()) is not is_prepared
+            end_worker(server, client)
+            await_end(child, 60)
+
+
+def kill_worker(server: Launched, _: shmserve.Client) -> None:
+    (worker,) = server.workers()
+    os.kill(worker, signal.SIGKILL)
+    await_end(worker)
+
+
+def unload(_: Launched, client: shmserve.Client) -> None:
+    client.unload("forks", timeout=60)
