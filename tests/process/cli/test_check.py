@@ -61,7 +61,6 @@ def python(root: Path, name: str, initialize: str = "pass") -> None:
 
 
 def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
-    """Runs the command. Returns standard output and standard error."""
     ended, out, err = commands.run("check", *words)
     assert ended == code, out + err
     return out, err
@@ -250,7 +249,6 @@ def test_a_signal_while_the_server_starts_ends_it(
 
 
 def test_progress_is_shown_on_one_line_of_a_terminal(tmp_path: Path, temporary: Path) -> None:
-    """It is updated, and removed in the end."""
     identity(tmp_path / "models", "good")
     with Terminal([*COMMAND, "check", "--load", str(tmp_path / "models")], 80, 24, {}) as terminal:
         assert terminal.ends() == 0

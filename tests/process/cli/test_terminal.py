@@ -39,7 +39,6 @@ def server(root: Path) -> Iterator[Server]:
 
 
 def on_a_terminal(words: list[str], columns: int, variables: dict[str, str] | None = None) -> str:
-    """The command's output on a terminal of this size."""
     with Terminal([*COMMAND, *words], columns, 24, {"TERM": "xterm", **(variables or {})}) as terminal:
         terminal.ends()
         return terminal.raw.decode().replace("\r\n", "\n")

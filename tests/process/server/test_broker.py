@@ -58,7 +58,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    """A server that throttles a client after 40 errors."""
     place = tmp_path_factory.mktemp("strict")
     identity(place / "models", "echo")
     options = ["--limit", "client_errors=40", "--log-verbose", "2"]

@@ -35,14 +35,12 @@ STUCK = "Lifecycle.drain = lambda *arguments: threading.Event().wait()"
 
 
 def patched(folder: Path, patch: str, *options: str) -> Launched:
-    """A broker with a fault that `patch` injects."""
     identity(folder / "models", "m")
     program = PATCHED.format(patch=patch)
     return Launched(folder / "models", folder / "run", "--exit-timeout-secs", "0.1", *options, program=program)
 
 
 def stop_with_children(server: Launched) -> int:
-    """Stops the server, and waits for the end of all its processes."""
     children = children_of(server.process.pid)
     assert children
     server.signal(signal.SIGTERM)

@@ -91,7 +91,6 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
 
 
 def test_importing_imports_no_more_than_is_used(python: Path, tmp_path: Path) -> None:
-    """The package alone, then one client, then everything that the package names."""
     found = json.loads(run(python, "-c", MODULES, cwd=tmp_path))
     package, client, all_ = (set(found[name]) for name in ("package", "client", "all"))
     assert Path(found["file"]).is_relative_to(python.parents[1])

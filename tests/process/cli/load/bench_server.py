@@ -26,8 +26,6 @@ sequence_batching { direct { } max_sequence_idle_microseconds: 60000000 }
 
 
 class BenchServer:
-    """A server with all endpoints; `endpoints` are those of plans."""
-
     def __init__(self, server: Server, keys: Path) -> None:
         self.server = server
         own, theirs = str(keys / "alice.key"), str(keys / "server.pub")

@@ -90,7 +90,6 @@ def test_a_missing_server_and_a_silent_one_are_reported(kind: str, what: str, mo
 
 @pytest.mark.usefixtures("threads")
 def test_plan_reads_saved_runs_and_server_statistics(served: BenchServer, tmp_path: Path) -> None:
-    """Reads a saved run, the server's statistics over HTTP and over its socket, and a file with statistics."""
     saved, statistics = tmp_path / "run.json", tmp_path / "stats.json"
     assert run("bench", "slow", "--url", served.server.url, *SHORT, "--save", str(saved))[0] == 0
     with served.server.client() as client:

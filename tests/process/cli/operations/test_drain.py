@@ -53,7 +53,6 @@ def http_status(server: Server, path: str) -> int:
 
 
 def shown(server: Server) -> dict[str, Any]:
-    """The state according to each endpoint."""
     with Rpcs(int(server.endpoints["grpc"].rpartition(":")[2])) as rpcs:
         return {
             "http": http_status(server, "/v2/health/ready"),

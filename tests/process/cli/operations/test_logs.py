@@ -39,7 +39,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that logs to a file and is found by its directory."""
     place = tmp_path_factory.mktemp("place")
     with Server(repository, "--log-file", str(place / "log"), runtime_dir=place / "run") as server:
         yield server
@@ -55,7 +54,6 @@ def command(server: Server, *words: str) -> list[str]:
 
 
 def read_until(stream: IO[str], text: str) -> list[str]:
-    """Returns the lines up to the one with this text."""
     lines = []
     for line in stream:
         lines.append(line.rstrip("\n"))

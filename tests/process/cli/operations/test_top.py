@@ -140,7 +140,6 @@ def fleet(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def named(*servers: Server | str) -> list[str]:
-    """The arguments that name the servers: a server's HTTP address, or a given address."""
     words, options = [], []
     for server in servers:
         http, metrics = (server, server) if isinstance(server, str) else map(server.endpoints.get, ("http", "metrics"))
@@ -179,7 +178,6 @@ def test_drained_unreachable_and_silent_servers_are_listed(fleet: list[Server], 
 
 
 def test_enter_opens_a_server_and_q_returns_to_the_fleet(fleet: list[Server], nothing: str) -> None:
-    """Enter shows one server as `top` does, q comes back, and q again quits."""
     words = named(fleet[0].url, fleet[1], nothing)
     with Terminal([*TOP, "--interval", "0.1", *words], 140, 30, {}) as terminal:
         terminal.wait_for(lambda text: "3 servers   2 READY" in text and "q quit" in text)

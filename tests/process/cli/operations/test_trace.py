@@ -41,7 +41,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def counts(client: shmserve.Client) -> Counter[str]:
-    """Number of requests to each model, successful or failed."""
     found = client.statistics()["model_stats"]
     kinds = ("success", "fail")
     return Counter({one["name"]: sum(one["inference_stats"][kind]["count"] for kind in kinds) for one in found})
@@ -91,7 +90,6 @@ def test_a_recording_contains_requests_batches_steps_and_leases(server: Server, 
 
 
 def traced(server: Server, *words: str | Path, code: int) -> str:
-    """The output of the command on stderr."""
     ended, _, err = run("trace", "--runtime-dir", server.runtime_dir, "--seconds", "0.01", *words)
     assert ended == code, err
     return err

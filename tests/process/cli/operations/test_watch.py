@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shmserve.testing import Server
-from tests.process.cli.commands import COMMAND, IMPATIENT, run
+from tests.process.cli.commands import COMMAND, IMPATIENT
 from tests.support.living import PATIENCE_S, identity
 from tests.support.shared_server import SharedServer
 
@@ -30,11 +30,6 @@ def server(shared_server: SharedServer, tmp_path_factory: pytest.TempPathFactory
 
 def words(server: Server, *more: str) -> list[str]:
     return ["models", "--url", server.url, *more]
-
-
-def test_only_the_named_models_are_printed(server: Server) -> None:
-    code, said, _ = run(*words(server, "second"))
-    assert (code, "first" in said, "second" in said) == (0, False, True)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

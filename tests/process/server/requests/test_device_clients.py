@@ -32,30 +32,6 @@ input { name: "x" data_type: TYPE_FP32 dims: 40000 } output { name: "y" data_typ
 """
 ON_GPU = PASS.replace("identity", "python") + "instance_group { kind: KIND_GPU gpus: 0 }"
 ADD_ONE = python_model("return self.respond(x + 1)")
-READ_ON_GPU = """\
-import ctypes
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", self.read(request) + 2)]) for request in requests]
-
-    def read(self, request):
-        x = pb_utils.get_input_tensor_by_name(request, "x")
-        if x.is_cpu():
-            return x.as_numpy() + 100
-        assert (x.shape()[1:], x.triton_dtype()) == ([40000], 11)
-        assert x.__dlpack_device__() == (2, 0)
-        try:
-            x.as_numpy()
-        except pb_utils.TritonModelException as error:
-            assert "is on a GPU" in str(error)
-        _, address, _ = x.to_dlpack()
-        size = 4 * x.shape()[0] * 40000
-        return np.frombuffer(ctypes.string_at(address, size), np.float32).reshape(x.shape())
-"""
 ON_GPU_ARRAY = """
 from cupy.cuda import runtime
 
@@ -107,8 +83,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, journal: Path) -> Iterator[
     write_model(repository, "host", PASS)
     write_model(repository, "code", ON_GPU, ADD_ONE)
     write_model(repository, "seq", ON_GPU + "sequence_batching { }", ADD_ONE)
-    write_model(repository, "there", ON_GPU + parameters(FORCE_CPU_ONLY_INPUT_TENSORS="no"), READ_ON_GPU)
-    chained(repository, "then", "plan", "there")
     write_model(repository, "give", ON_GPU + parameters(strict_outputs="true"), WRITE_ON_GPU)
     chained(repository, "given", "give", "plan")
     chained(repository, "given_elsewhere", "give", "other")
@@ -176,19 +150,6 @@ def test_tensors_for_models_on_other_devices_pass_through_the_host(
     assert kinds == [sent, runtime.memcpyHostToDevice]
     x.close()
     y.close()
-
-
-def test_a_python_model_reads_inputs_on_the_gpu(journal: Path, client: shmserve.Client) -> None:
-    given = numbers(2)
-    x = client.empty((2, WIDTH), device="cuda:0")
-    write(x.__cuda_array_interface__, given)
-    clear(journal)
-    np.testing.assert_array_equal(client.infer("there", {"x": x})["y"], given + 2)
-    assert copies(journal, "there") == set()
-    np.testing.assert_array_equal(client.infer("there", {"x": given})["y"], given + 102)
-    clear(journal)
-    np.testing.assert_array_equal(client.infer("then", {"x": x})["y"], given + 3)
-    assert copies(journal, "plan") == copies(journal, "there") == set()
 
 
 def test_a_python_model_returns_outputs_on_the_gpu(journal: Path, client: shmserve.Client) -> None:

@@ -61,7 +61,6 @@ class Leases:
         self.flags = flags
 
     def counts(self, model: str = "m") -> tuple[int, int, int, int]:
-        """Successful requests, their rows, batches, and failed requests."""
         with self.server.client() as client:
             (found,) = client.statistics(model)["model_stats"]
         stats = found["inference_stats"]
@@ -87,12 +86,10 @@ def link_of(client: Any) -> Any:
 
 
 def models(client: Any) -> set[str]:
-    """The models of which the client has a lease."""
     return {model for model, _ in link_of(client).session._leased_models}  # noqa: SLF001 - whether a lease exists is invisible
 
 
 def borrow(client: Any, model: str = "m", width: int = 2) -> int:
-    """Sends requests until the client has a lease. Returns their number."""
     for count in range(1, 4096):
         assert client.infer(model, inputs(width=width))["y"].tolist()[0][0] in (1.0, 2.0)
         if model in models(client):
@@ -165,7 +162,6 @@ WIDE = 50_000
 
 
 def used(client: Any) -> float:
-    """The fraction of its shared memory that the client uses."""
     return float(link_of(client).session.memory.used)
 
 
