@@ -77,7 +77,7 @@ def test_values_that_do_not_fit_the_metadata_are_refused(inputs: dict[str, Any],
         ask(session, inputs)
 
 
-def test_a_request_whose_metadata_query_fails_or_that_is_cancelled_is_not_sent() -> None:
+def test_a_request_whose_query_fails_is_cancelled_or_times_out_is_not_sent() -> None:
     session = connected()
     ticket, packets = ask(session, {"x": [1]})
     feed(session, Fail(decoded(packets)[0].request, "NOT_FOUND", "no model m"))
@@ -89,9 +89,6 @@ def test_a_request_whose_metadata_query_fails_or_that_is_cancelled_is_not_sent()
     answered(session, question)
     assert sent(session) == []
     assert ticket.ends == 0
-
-
-def test_the_timeout_covers_the_metadata_query_and_the_request() -> None:
     session = connected()
     ticket, packets = ask(session, {"x": [[1, 2]]}, timeout=2)
     session.tick(101)

@@ -107,7 +107,7 @@ def test_an_unknown_name_is_not_found_and_a_link_not_followed(leftover: list[Pat
         posix.attach(leftover[0].name, SIZE, False)
 
 
-def test_a_segment_of_another_user_is_denied() -> None:
+def test_access_that_is_not_permitted_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
     extent = posix.create(SIZE)
     assert extent.name is not None
     before = count_descriptors()
@@ -118,9 +118,6 @@ def test_a_segment_of_another_user_is_denied() -> None:
     assert len(part.memory) == 100, "a part of a segment may be mapped"
     part.close()
     extent.close()
-
-
-def test_writing_is_denied_where_only_reading_is_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
     extent = posix.create(SIZE)
     assert extent.name is not None
     real = posix_ipc.SharedMemory

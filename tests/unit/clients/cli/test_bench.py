@@ -38,12 +38,19 @@ def test_options_select_the_loads(words: str, loads: list[Any]) -> None:
     assert list(plan(*words.split()).loads) == loads
 
 
-def test_seeds_differ_unless_one_is_given() -> None:
+def test_seeds_and_bounds_of_a_search() -> None:
     """One seed for inputs and arrivals; the report shows it."""
     plans = [plan("-r", "9") for _ in range(4)]
     assert len({found.inputs.seed for found in plans}) > 1
     assert all(found.loads == (Open(9.0, "poisson", found.inputs.seed),) for found in plans)
     assert plan("-r", "9", "--seed", "0").inputs.seed == 0
+    assert plan("--until", "p99=20ms").limit == Limit(99.0, 20_000_000, 1, 1024)
+    assert plan("--until", "p99.9 <= 1.5s", "-r", "10:500").limit == Limit(99.9, 1_500_000_000, 10, 500)
+    for words in (["-r", "10"], ["-r", "10,5"]):
+        with pytest.raises(Misuse, match=r"needs bounds LOW:HIGH, e\.g\. --rate 100:10000"):
+            plan("--until", "p99=20ms", *words)
+    with pytest.raises(Misuse, match=r"--concurrency needs bounds LOW:HIGH, e\.g\. --concurrency 1:64"):
+        plan("--until", "p99=20ms", "-c", "8")
 
 
 def test_recorded_times(tmp_path: Path) -> None:
@@ -73,16 +80,6 @@ def test_recorded_times(tmp_path: Path) -> None:
 def test_options_that_the_endpoint_does_not_support_are_refused(words: str, text: str) -> None:
     with pytest.raises((InvalidRequest, Unsupported), match=re.escape(text)):
         check(plan(*words.split()))
-
-
-def test_until_searches_within_bounds() -> None:
-    assert plan("--until", "p99=20ms").limit == Limit(99.0, 20_000_000, 1, 1024)
-    assert plan("--until", "p99.9 <= 1.5s", "-r", "10:500").limit == Limit(99.9, 1_500_000_000, 10, 500)
-    for words in (["-r", "10"], ["-r", "10,5"]):
-        with pytest.raises(Misuse, match=r"needs bounds LOW:HIGH, e\.g\. --rate 100:10000"):
-            plan("--until", "p99=20ms", *words)
-    with pytest.raises(Misuse, match=r"--concurrency needs bounds LOW:HIGH, e\.g\. --concurrency 1:64"):
-        plan("--until", "p99=20ms", "-c", "8")
 
 
 def test_the_other_options_of_a_plan() -> None:

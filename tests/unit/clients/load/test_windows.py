@@ -56,6 +56,12 @@ def test_a_window_has_what_arrived_in_it() -> None:
     assert collector.error_counts(rest) == {"second text": 1}
     collector.add(2, samples(5, [1], [1]))
     assert collector.complete(100), "a process without callers is not waited for"
+    collector = Collector(1)
+    gaps = {"gap_at": array("q", [5, 15, 16]).tobytes(), "gap": array("q", [1, 2, 3]).tobytes()}
+    collector.add(0, samples(20, [12, 18], [9, 8], first=array("q", [4, 0]).tobytes(), **gaps))
+    part = collector.take(10, 16)
+    assert (part.gaps.tolist(), part.first.tolist()) == ([2], [4])
+    assert collector.take(16, 20).gaps.tolist() == [3]
 
 
 def test_the_last_second_is_kept_for_the_progress_display() -> None:
@@ -69,15 +75,6 @@ def test_the_last_second_is_kept_for_the_progress_display() -> None:
     assert (end, sorted(recent.latency)) == (3 * half, [2, 3, 4]), "the other process has reported no further"
     collector.take(SECOND, 2 * SECOND)
     assert not len(collector.peek(0, SECOND).done)
-
-
-def test_answers_of_streams_belong_to_the_window_of_their_time() -> None:
-    collector = Collector(1)
-    gaps = {"gap_at": array("q", [5, 15, 16]).tobytes(), "gap": array("q", [1, 2, 3]).tobytes()}
-    collector.add(0, samples(20, [12, 18], [9, 8], first=array("q", [4, 0]).tobytes(), **gaps))
-    found = collector.take(10, 16)
-    assert (found.gaps.tolist(), found.first.tolist()) == ([2], [4])
-    assert collector.take(16, 20).gaps.tolist() == [3]
 
 
 @settings(max_examples=examples(60))

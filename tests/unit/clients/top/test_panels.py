@@ -48,13 +48,25 @@ def test_the_summary(width: int) -> None:
         assert "held 3.0M   shared 0B   refused 7" in text
 
 
-def test_a_server_with_few_fields() -> None:
-    found = document(1, model("m"), server={"name": "triton", "version": "2.50", "ready": False}, notes=["no metrics"])
-    text = texts(summary(make_view(None, found), "http://host:8000", 80))
+def test_a_server_with_few_fields_and_a_gpu_out_of_service() -> None:
+    answer = document(1, model("m"), server={"name": "triton", "version": "2.50", "ready": False}, notes=["no metrics"])
+    text = texts(summary(make_view(None, answer), "http://host:8000", 80))
     assert text.splitlines()[0].startswith("triton 2.50   NOT READY   http://host:8000")
     assert "req/s -" in text
     assert "machine n/a" in text
     assert text.splitlines()[-1] == "no metrics"
+    gpus = [
+        gpu(0, throttled=["sw_thermal"], sm_clock_hertz=99e7, sm_clock_max_hertz=198e7, temperature_celsius=91),
+        gpu(1, out_of_service="GPU 1 is out of service: Xid 79"),
+    ]
+    view = make_view(None, document(1, model("m"), gpus=gpus))
+    lines = ["".join(text for text, _ in line) for line in summary(view, "", 200)]
+    (found,) = [line for line in lines if "gpu 0" in line]
+    assert "300W sw_thermal" in found
+    assert found.rstrip().endswith("OUT OF SERVICE")
+    assert [row["sm_clock_share"] for row in view.gpus] == [0.5, None]
+    table = plain.text(view, "", plain.tables_of("gpus"), "", None, None)
+    assert "GPU 1 is out of service: Xid 79" in table
 
 
 def test_bars_sparklines_and_wrapped_texts() -> None:
@@ -114,7 +126,7 @@ def test_a_model_that_is_not_served() -> None:
 # ------------------------------------------------------------------------------------------ text and JSON
 
 
-def test_as_text() -> None:
+def test_as_text_and_json() -> None:
     view = served()
     text = plain.text(view, "unix:///x", TABLES, "", None, None)
     assert "  p99" in text
@@ -129,9 +141,6 @@ def test_as_text() -> None:
     only = plain.text(view, "unix:///x", plain.tables_of("models"), "mlp", "requests_per_s", None)
     assert "cnn" not in only
     assert "mlp_0_0" not in only
-
-
-def test_as_json() -> None:
     found = json.loads(json.dumps(plain.document(served(), "unix:///x", TABLES, "", "requests_per_s"), allow_nan=False))
     assert found["interval"] == 2
     assert [row["model"] for row in found["models"]] == ["mlp", "cnn"]
@@ -141,18 +150,3 @@ def test_as_json() -> None:
     assert {"instances", "clients", "gpus", "unknown", "notes", "url"} <= found.keys()
     found = plain.document(served(), "", TABLES, "top", None)
     assert ([row["name"] for row in found["clients"]], found["models"]) == (["top"], [])
-
-
-def test_a_gpu_that_is_slow_or_out_of_service() -> None:
-    gpus = [
-        gpu(0, throttled=["sw_thermal"], sm_clock_hertz=99e7, sm_clock_max_hertz=198e7, temperature_celsius=91),
-        gpu(1, out_of_service="GPU 1 is out of service: Xid 79"),
-    ]
-    view = make_view(None, document(1, model("m"), gpus=gpus))
-    lines = ["".join(text for text, _ in line) for line in summary(view, "", 200)]
-    (found,) = [line for line in lines if "gpu 0" in line]
-    assert "300W sw_thermal" in found
-    assert found.rstrip().endswith("OUT OF SERVICE")
-    assert [row["sm_clock_share"] for row in view.gpus] == [0.5, None]
-    table = plain.text(view, "", plain.tables_of("gpus"), "", None, None)
-    assert "GPU 1 is out of service: Xid 79" in table

@@ -24,6 +24,17 @@ def test_rates_between_two_documents() -> None:
     assert row["reasons"] == {"idle": 20, "full": 30}
     assert (row["requests"], row["failed"]) == (310, 10)
     assert all(0.002 < row[name] < 0.0042 for name in ("p50", "p95", "p99"))
+    before = document(1, model("a", counted=counters(10)), model("b"))
+    models = model("a", counted=counters(30, 2), queued=3), model("b", counted=counters(10), queued=4)
+    after = document(3, *models, clients=[client(7, "x", in_flight=2)], gpus=[gpu(0), gpu(1, memory_used_bytes=None)])
+    view = make_view(before, after)
+    assert view.server["requests_per_s"] == pytest.approx(16)
+    assert view.server["failed_per_s"] == pytest.approx(1)
+    assert view.server["queued"] == 7
+    assert view.server["cpu"] == pytest.approx(0.1)
+    assert view.clients[0]["name"] == "x"
+    assert [row["memory_share"] for row in view.gpus] == [0.25, None]
+    assert view.interval == pytest.approx(2)
 
 
 def test_intervals_without_requests() -> None:
@@ -116,20 +127,6 @@ def test_instances() -> None:
     assert view.models[0]["instances"] == "2/4"
     assert view.models[0]["cpu"] == pytest.approx(0.75)
     assert view.models[0]["memory_bytes"] == 5 * (50 << 20)
-
-
-def test_the_server_clients_and_gpus() -> None:
-    before = document(1, model("a", counted=counters(10)), model("b"))
-    models = model("a", counted=counters(30, 2), queued=3), model("b", counted=counters(10), queued=4)
-    after = document(3, *models, clients=[client(7, "x", in_flight=2)], gpus=[gpu(0), gpu(1, memory_used_bytes=None)])
-    view = make_view(before, after)
-    assert view.server["requests_per_s"] == pytest.approx(16)
-    assert view.server["failed_per_s"] == pytest.approx(1)
-    assert view.server["queued"] == 7
-    assert view.server["cpu"] == pytest.approx(0.1)
-    assert view.clients[0]["name"] == "x"
-    assert [row["memory_share"] for row in view.gpus] == [0.25, None]
-    assert view.interval == pytest.approx(2)
 
 
 @settings(max_examples=examples(60))
