@@ -66,8 +66,8 @@ def test_closed_standard_streams() -> None:
     program = "import os, socket; from shmserve.terminal.streams import prepare; prepare(); "
     program += "import sys; assert socket.socket().fileno() > 2; os.execv(sys.executable, [sys.executable, '-c', "
     program += "'import os, sys; sys.stderr.write(os.readlink(\"/proc/self/fd/1\"))'])"
-    ran = run(command=["sh", "-c", '"$@" >&-', "sh", sys.executable, "-c", program])
-    assert ran.stderr.strip() == "/dev/null"
+    other = run(command=["sh", "-c", '"$@" >&-', "sh", sys.executable, "-c", program])
+    assert other.stderr.strip() == "/dev/null", "a closed stream does not become a socket"
 
 
 def test_an_encoding_without_the_characters() -> None:

@@ -126,5 +126,3 @@ def test_an_interrupt_prints_the_results_so_far(folder: Path) -> None:
     assert found["service_times"]
     assert "Traceback" not in error
     assert os.listdir(folder / "tmp") == []
-
-

@@ -216,5 +216,3 @@ def test_requests_that_fail_or_are_too_large_end_the_tuning() -> None:
     with pytest.raises(InvalidRequest, match="requests of 64 rows: the largest batch of 'net' is 32"):
         Tuner(SimulatedBench(sweet), tuned(), Goal(30 * MS, rows=64, simulated=QUICK), Events())
     assert tuned().batches(6) == [6, 8, 16, 32]
-
-
