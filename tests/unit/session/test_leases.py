@@ -28,7 +28,7 @@ from shmserve.protocol.messages import (
     Tensor,
     Welcome,
 )
-from shmserve.session import Packet, Session
+from shmserve.session import Packet, Session, leases
 from tests.support.clients.sessions import RecordingTicket, decode, decoded, feed
 
 ROW = {"x": np.ones((1, 3), np.float32)}
@@ -183,6 +183,11 @@ def test_requests_with_received_outputs_pass_through_the_broker(client: Client) 
     _, packets = client.ask({"x": ticket.answer["y"]})
     assert [packet.lease for packet in packets] == [0]
     feed(client.session, Reply(3, 2, ()))
+
+
+def test_requests_larger_than_a_packet_pass_through_the_broker(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "PACKET_BYTES", 10)
+    assert [packet.lease for packet in client.ask()[1]] == [0]
 
 
 def test_requests_beside_others_pass_through_the_broker(client: Client) -> None:

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
 
-from shmserve.errors import ConnectionLost, DeadlineExceeded, Internal, ProtocolError
+from shmserve.errors import ConnectionLost, DeadlineExceeded, Internal, InvalidRequest, ProtocolError
 from shmserve.protocol import codec
 from shmserve.protocol.messages import (
     PACKET_BYTES,
+    TENSORS,
     Answer,
     Cancel,
     Fail,
@@ -99,6 +100,13 @@ def test_many_requests_share_a_packet_until_it_is_full() -> None:
     assert [message.request for message in decoded(packets)] == list(range(1, 101))
     assert len(packets) == 4
     assert session.take() == []
+
+
+def test_the_number_of_inputs_is_limited() -> None:
+    session = connected()
+    ask(session, {f"x{number}": np.ones(1) for number in range(TENSORS)})
+    with pytest.raises(InvalidRequest, match=f"the request has {TENSORS + 1} inputs; the limit is {TENSORS}"):
+        ask(session, {f"x{number}": np.ones(1) for number in range(TENSORS + 1)})
 
 
 def test_a_segment_is_announced_once_with_its_descriptor_before_its_first_use() -> None:
