@@ -1,90 +1,55 @@
-"""The sentiment samples: the words of a text, their weights, and the resulting label.
-
-The oracle sums the weights of the word list that the classifier was made from.
-"""
+"""The sentiment samples: the label of a text, and its score from the weights of its words."""
 
 from __future__ import annotations
-
-import re
-import runpy
 
 import numpy as np
 import pytest
 
 import shmserve
-from shmserve.repo import samples
-from shmserve.testing import Server
 
 pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.process
 
 SAMPLES = ("sentiment",)
-LABELS = ["negative", "neutral", "positive"]
 TEXTS = {
-    "The tea was excellent, and the staff friendly.": "positive",
-    "It was not good. Not good at all!": "negative",
-    "Nothing wrong with it; it isn't bad": "positive",
-    "We sat at a table by the window": "neutral",
-    "": "neutral",
-    "GOOD bad": "neutral",
-    "Terrible service, slow and rude, but a nice view": "negative",
-    "w\u00f6rds we don't know \u2014 \U0001f600": "neutral",
-    "It works": "positive",
-    " ".join(["so"] * 32 + ["terrible"]): "neutral",
+    "The tea was excellent, and the staff friendly.": ("positive", 4),
+    "It was not good. Not good at all!": ("negative", 4),
+    "Nothing wrong with it; it isn't bad": ("positive", 4),
+    "We sat at a table by the window": ("neutral", 0),
+    "": ("neutral", 0),
+    "GOOD bad": ("neutral", 0),
+    "Terrible service, slow and rude, but a nice view": ("negative", 5),
+    "w\u00f6rds we don't know \u2014 \U0001f600": ("neutral", 0),
+    "It works": ("positive", 1),
+    " ".join(["so"] * 32 + ["terrible"]): ("neutral", 0),  # only 32 words count
 }
-
-
-@pytest.fixture(scope="module")
-def weights() -> dict[str, float]:
-    pytest.importorskip("onnx")
-    words: dict[str, float] = runpy.run_path(str(samples.EXAMPLES / "make_models.py"))["words"]()
-    return words
-
-
-def by_hand(text: str, weights: dict[str, float]) -> tuple[str, float]:
-    words = re.findall(r"[a-z']+", text.lower())[:32]
-    total = 0.0
-    for before, word in zip(["", *words], words, strict=False):
-        turned = weights.get(before) == 0  # only words that negate the next one have weight 0
-        total += -weights.get(word, 0) if turned else weights.get(word, 0)
-    powers = np.exp([-total, 0.8, total])
-    return LABELS[int(powers.argmax())], float(powers.max() / powers.sum())
+"""Text -> its label, and the sum of the weights of its words."""
 
 
 def column(*texts: str) -> np.ndarray[tuple[int, ...], np.dtype[np.object_]]:
     return np.array([[text.encode()] for text in texts], np.object_)
 
 
-def test_step_by_step(client: shmserve.Client, weights: dict[str, float]) -> None:
-    words = client.infer("sentiment_tokenizer", {"TEXT": column(*TEXTS)})["WORDS"]
-    assert words.shape == (len(TEXTS), 32)
-    scores = client.infer("sentiment_classifier", {"WORDS": words})["SCORES"]
-    answer = client.infer("sentiment_labels", {"SCORES": scores})
-    best = client.infer("sentiment_classifier", {"WORDS": words}, outputs={"SCORES": shmserve.TopK(1)})["SCORES"]
-    found = [label.decode() for label in answer["LABEL"][:, 0]]
-    assert found == list(TEXTS.values())
-    assert [text.decode().rpartition(":")[2] for text in best[:, 0]] == found
-    expected = [by_hand(text, weights) for text in TEXTS]
-    assert found == [label for label, _ in expected]
-    np.testing.assert_allclose(answer["SCORE"][:, 0], [score for _, score in expected], rtol=1e-5)
-
-
-def test_the_ensemble(client: shmserve.Client, weights: dict[str, float]) -> None:
+def test_labels_and_scores(client: shmserve.Client) -> None:
+    labels = [label for label, _ in TEXTS.values()]
+    powers = np.exp([[0.8, total, -total] for _, total in TEXTS.values()])
+    scores = powers.max(1) / powers.sum(1)
     found = client.infer("sentiment", {"TEXT": column(*TEXTS)})
-    assert [label.decode() for label in found["LABEL"][:, 0]] == list(TEXTS.values())
-    expected = [by_hand(text, weights)[1] for text in TEXTS]
-    np.testing.assert_allclose(found["SCORE"][:, 0], expected, rtol=1e-5)
+    assert [label.decode() for label in found["LABEL"][:, 0]] == labels
+    np.testing.assert_allclose(found["SCORE"][:, 0], scores, rtol=1e-5)
     only = client.infer("sentiment", {"TEXT": column("Awful!")}, outputs=["LABEL"])
     assert {name: value.tolist() for name, value in only.items()} == {"LABEL": [[b"negative"]]}
+    words = client.infer("sentiment_tokenizer", {"TEXT": column(*TEXTS)})["WORDS"]
+    assert words.shape == (len(TEXTS), 32)
+    best = client.infer("sentiment_classifier", {"WORDS": words}, outputs={"SCORES": shmserve.TopK(1)})["SCORES"]
+    assert [text.decode().rpartition(":")[2] for text in best[:, 0]] == labels
 
 
-def test_concurrent_requests_to_the_ensemble_and_to_a_step(client: shmserve.Client, server: Server) -> None:
-    words = np.zeros((1, 32), np.int64)
+def test_concurrent_requests_to_the_ensemble_and_to_a_step(client: shmserve.Client) -> None:
     texts = [text for text in TEXTS for _ in range(8)]
-    with server.client() as other:
-        direct = [other.submit("sentiment_classifier", {"WORDS": words}) for _ in texts]
-        futures = [client.submit("sentiment", {"TEXT": column(text)}) for text in texts]
-        assert [future.result()["LABEL"][0, 0].decode() for future in futures] == [TEXTS[text] for text in texts]
-        neutral = np.exp([0, 0.8, 0])
-        for future in direct:
-            np.testing.assert_allclose(future.result()["SCORES"][0], neutral / neutral.sum(), rtol=1e-5)
+    direct = [client.submit("sentiment_classifier", {"WORDS": np.zeros((1, 32), np.int64)}) for _ in texts]
+    futures = [client.submit("sentiment", {"TEXT": column(text)}) for text in texts]
+    assert [future.result()["LABEL"][0, 0].decode() for future in futures] == [TEXTS[text][0] for text in texts]
+    neutral = np.exp([0, 0.8, 0])
+    for future in direct:
+        np.testing.assert_allclose(future.result()["SCORES"][0], neutral / neutral.sum(), rtol=1e-5)
