@@ -15,8 +15,7 @@ from shmserve.broker.config import settings
 from shmserve.clients.cli import main
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.extras import install_command
-from shmserve.repo.backends import DIRECTORY, backend_directory_problem, folder_of, installed
-from shmserve.repo.config.complete import can_complete
+from shmserve.repo.backends import DIRECTORY, folder_of, installed
 from shmserve.repo.config.schema import ModelConfig, ModelParameter
 from shmserve.workers.backends import Context, registry
 from shmserve.workers.backends.registry import from_directory
@@ -25,7 +24,6 @@ from tests.support.launch import Launched
 from tests.support.workers.worker_harness import WorkerProcess, config, work
 
 PAGE = pages.page("backends")
-WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -41,58 +39,48 @@ def block(begin: str) -> str:
     return found
 
 
-def backend_of_the_page(folder: Path) -> Path:
-    text = block("# backends/linear/backend.py")
-    assert len(text.splitlines()) <= 40
-    (folder / "linear").mkdir(parents=True)
-    (folder / "linear" / "backend.py").write_text(text)
-    return folder
-
-
-def model_of_the_page(root: Path, weights: np.ndarray[tuple[int, int], np.dtype[np.float32]] = WEIGHTS) -> Path:
-    (root / "lin" / "1").mkdir(parents=True)
-    (root / "lin" / "config.pbtxt").write_text(block('backend: "linear"'))
-    np.save(root / "lin" / "1" / "weights.npy", weights)
-    return root
+def write(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 @pytest.mark.process
-def test_the_backend_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = backend_of_the_page(tmp_path / "backends")
-    models = model_of_the_page(tmp_path / "models")
-    options = ("--backend-directory", str(directory), "--backend-config", "linear,scale=10")
-    x = np.arange(1200, dtype=np.float32).reshape(400, 3)
-    runtime = tmp_path / "run"
-    with Launched(models, runtime, *options) as server, shmserve.Client(runtime_dir=runtime) as client:
-        for rows in (x[:1], x[:64]):
-            found = client.infer("lin", {"x": rows})
-            assert np.array_equal(np.asarray(found["y"]), rows @ WEIGHTS * 10)
-    assert server.code == 0
-    assert main.main(["check", str(models), *options[:2]]) == 0
-    assert main.main(["check", str(models)]) == 1
+def test_the_backend_of_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "backends/linear/backend.py", block("# backends/linear/backend.py"))
+    write(tmp_path, "models/lin/config.pbtxt", block('backend: "linear"'))
+    (tmp_path / "models" / "lin" / "1").mkdir()
+    weights = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["check", "models"]) == 1
     assert 'found "linear", which this server does not have' in capsys.readouterr().out
-
-
-def test_a_model_can_be_refused_by_the_backend(tmp_path: Path) -> None:
-    kind = from_directory(str(backend_of_the_page(tmp_path)), "linear")
+    kind = from_directory("backends", "linear")
     assert kind is not None
-    context = Context("m", 1, "m_0_0", tmp_path, tmp_path, {})
     with pytest.raises(shmserve.ServeError, match="model 'm' has no file weights"):
-        kind(context).load(ModelConfig(name="m"))
+        kind(Context("m", 1, "m_0_0", tmp_path, tmp_path, {})).load(ModelConfig(name="m"))
+    np.save(tmp_path / "models" / "lin" / "1" / "weights.npy", weights)
+    assert main.main(["check", "models", "--backend-directory", "backends"]) == 0
+    options = ("--backend-directory", "backends", "--backend-config", "linear,scale=10")
+    x = np.arange(192, dtype=np.float32).reshape(64, 3)
+    with (
+        Launched(Path("models"), tmp_path / "run", *options) as server,
+        shmserve.Client(runtime_dir=tmp_path / "run") as client,
+    ):
+        for rows in (x[:1], x):
+            assert np.array_equal(np.asarray(client.infer("lin", {"x": rows})["y"]), rows @ weights * 10)
+    assert server.code == 0
 
 
 @pytest.mark.process
 def test_the_python_based_backend_of_the_page(tmp_path: Path) -> None:
     for name in ("model.py", "utils/text.py"):
-        path = tmp_path / "backends" / "repeat" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(block(f"# backends/repeat/{name}"))
+        write(tmp_path, f"backends/repeat/{name}", block(f"# backends/repeat/{name}"))
     files = re.findall(r"`(models/shout/.*?)` is `(.*?)`[.,]", PAGE)
     assert len(files) == 2
     for name, text in files:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write(tmp_path, name, text)
     with (
         Launched(tmp_path / "models", tmp_path / "run", "--backend-directory", str(tmp_path / "backends")),
         shmserve.Client(runtime_dir=tmp_path / "run") as client,
@@ -129,10 +117,8 @@ STACKED = """
 @pytest.mark.parametrize("stacked", ["false", "true"])
 def test_a_backend_in_model_py_serves_all_its_models(tmp_path: Path, stacked: str) -> None:
     source = SCALE if stacked == "false" else SCALE.partition("    def execute")[0] + STACKED
-    (tmp_path / "backends" / "scale").mkdir(parents=True)
-    (tmp_path / "backends" / "scale" / "model.py").write_text(source)
-    helper = "import numpy as np\n\n\ndef number(path):\n    return np.load(path)[0]\n"
-    (tmp_path / "backends" / "scale" / "helper.py").write_text(helper)
+    write(tmp_path, "backends/scale/model.py", source)
+    write(tmp_path, "backends/scale/helper.py", "import numpy\n\ndef number(path): return numpy.load(path)[0]\n")
     assert installed(tmp_path / "backends") - installed() == {"scale"}
     settings = {DIRECTORY: str(tmp_path / "backends")}
     given = config("scale", {"x": ("FP32", (3,))}, {"y": ("FP32", (3,))}, max_batch=4)
@@ -147,36 +133,26 @@ def test_a_backend_in_model_py_serves_all_its_models(tmp_path: Path, stacked: st
         assert worker.array(row.outputs[0], np.float32).tolist() == [[7, 14, 21]]
 
 
-def test_names_of_installed_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend_of_the_page(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / ".hidden").mkdir()
-    (tmp_path / ".hidden" / "backend.py").write_text("")
+def test_names_of_installed_backends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("linear/backend.py", ".hidden/backend.py", "empty/x", "pytorch/model.py", "file"):
+        write(tmp_path, name, "")
     assert installed(tmp_path) - installed() == {"linear"}
-    assert backend_directory_problem(tmp_path) == ""
+    assert folder_of("pytorch", tmp_path) is None
     with pytest.raises(Unsupported, match="unknown backend 'other'; known are: dali, fil, identity, linear, "):
         registry.find("other", str(tmp_path))
-    (tmp_path / "pytorch").mkdir()
-    (tmp_path / "pytorch" / "model.py").write_text("")
-    assert backend_directory_problem(tmp_path) == ""
-    assert folder_of("pytorch", tmp_path) is None
-    (tmp_path / "python").mkdir()
-    (tmp_path / "python" / "backend.py").write_text("")
-    assert "has a backend 'python', the name of a built-in backend" in backend_directory_problem(tmp_path)
-    assert "is not a directory" in backend_directory_problem(tmp_path / "nowhere")
-
-
-def test_the_backend_directory_must_be_a_directory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "file").touch()
-    found = settings.parse(["--model-repository", ".", "--backend-directory", "mine"])
-    assert settings.backend_settings(found)[DIRECTORY] == str(tmp_path / "mine")
-    with pytest.raises(SystemExit):
-        settings.parse(["--model-repository", ".", "--backend-directory", "file"])
-    assert "--backend-directory file is not a directory" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path.parent)
+    found = settings.parse(["--model-repository", ".", "--backend-directory", tmp_path.name])
+    assert settings.backend_settings(found)[DIRECTORY] == str(tmp_path)
+    write(tmp_path, "python/backend.py", "")
+    for place, text in (
+        (tmp_path, "has a backend 'python', the name of a built-in backend"),
+        (tmp_path / "file", "file is not a directory"),
+    ):
+        with pytest.raises(SystemExit):
+            settings.parse(["--model-repository", ".", "--backend-directory", str(place)])
+        assert text in capsys.readouterr().err
 
 
 ONE = "from shmserve.workers.backends import StackedBackend, SeparateBackend\nclass One(StackedBackend): pass\n"
@@ -208,33 +184,21 @@ def test_the_backend_class_is_found_in_backend_py(tmp_path: Path, text: str, nam
 
 
 @pytest.mark.parametrize(
-    ("name", "library", "extra"),
-    [("onnxruntime", "onnxruntime", "server"), ("pytorch", "torch", "torch"), ("openvino",) * 3,
-     ("tensorflow",) * 3, ("tflite", "ai_edge_litert", "tflite"), ("dali", "nvidia", "dali")],
+    ("name", "library", "extra", "modules"),
+    [("onnxruntime", "onnxruntime", "server", "onnx.backend"),
+     ("pytorch", "torch", "torch", "pytorch.backend pytorch.programs pytorch.device"),
+     ("openvino", "openvino", "openvino", "openvino"),
+     ("tensorflow", "tensorflow", "tensorflow",
+      "tensorflow.backend tensorflow.engine tensorflow.files tensorflow.sessions"),
+     ("tflite", "ai_edge_litert", "tflite", "tflite"), ("dali", "nvidia", "dali", "dali")],
 )  # fmt: skip
 def test_a_missing_library_is_named_with_its_extra(
-    name: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+    name: str, library: str, extra: str, modules: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packages = {"onnx": ["backend"], "pytorch": ["backend", "programs", "device"]}
-    packages["tensorflow"] = ["backend", "engine", "files", "sessions"]
-    modules = [f"{package}.{module}" for package, names in packages.items() for module in names]
-    for module in (*modules, "dali", "openvino", "tflite"):
+    for module in modules.split():
         monkeypatch.delitem(sys.modules, f"shmserve.workers.backends.{module}", raising=False)
     for loaded in [loaded for loaded in sys.modules if loaded.startswith(f"{library}.")]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unsupported, match=rf"'{name}' needs a package.*{re.escape(install_command(extra))}"):
         registry.find(name)
-
-
-@pytest.mark.parametrize(
-    ("backend", "file", "known"),
-    [("pytorch", "model.pt", False), ("pytorch", "model.pt2", True), ("openvino", "", True), ("linear", "", True),
-     ("identity", "", False)],
-)  # fmt: skip
-def test_backends_that_can_complete_a_configuration(backend: str, file: str, known: bool) -> None:
-    assert can_complete(ModelConfig(name="m", backend=backend, default_model_filename=file)) == known
-
-
-def test_the_page_shows_the_error_of_a_missing_library() -> None:
-    assert "backend 'pytorch' needs a package that is not installed (No module named 'torch'): .venv/bin/pip" in PAGE
