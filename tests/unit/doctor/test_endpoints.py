@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,30 +50,24 @@ def test_the_length_of_a_socket_path(
 
 
 def test_ports(tmp_path: Path, directory: Path) -> None:
-    assert [finding.check for finding in endpoints.ports(machine(tmp_path))] == [
-        "port 8000 (http)", "port 8001 (grpc)", "port 8002 (metrics)"
-    ]  # fmt: skip
-    found = endpoints.ports(machine(tmp_path, is_free=lambda port: port != 8001))
-    assert [finding.state for finding in found] == [OK, ERROR, OK]
-    assert found[1].fix.startswith("shmserve serve --grpc-port N")
-    chosen = machine(tmp_path, environment={"SHMSERVE_HTTP_PORT": "9000"})
-    assert [finding.check for finding in endpoints.ports(chosen)][:2] == ["port 9000 (http)", "port 8001 (grpc)"]
+    def found(**changes: Any) -> list[tuple[str, str]]:
+        return [(one.check, one.state) for one in endpoints.ports(machine(tmp_path, **changes))]
+
+    http, grpc, metrics = ("port 8000 (http)", OK), ("port 8001 (grpc)", OK), ("port 8002 (metrics)", OK)
+    assert found() == [http, grpc, metrics]
+    assert found(environment={"SHMSERVE_HTTP_PORT": "9000"}) == [("port 9000 (http)", OK), grpc, metrics]
+    used = machine(tmp_path, is_free=lambda port: port != 8001)
+    assert [one.state for one in endpoints.ports(used)] == [OK, ERROR, OK]
+    assert endpoints.ports(used)[1].fix.startswith("shmserve serve --grpc-port N")
     wrong = machine(tmp_path, environment={"SHMSERVE_GRPC_PORT": "70000"}, is_free=Machine().is_free)
     refused = endpoints.ports(wrong)[1]
-    assert refused.state == ERROR
-    assert (refused.found, refused.fix) == ("not a port", "set SHMSERVE_GRPC_PORT to one up to 65535")
-
-
-def test_the_ports_of_a_running_server(tmp_path: Path) -> None:
-    """Another server may have the default ones."""
-    runs = {tmp_path / "mine": {"http": 9000, "metrics": 9002}}
-    mine = machine(tmp_path, is_free=lambda port: False, ports_of=runs.get, runtime_dir=tmp_path / "mine")
-    found = endpoints.ports(mine)
-    assert [(one.check, one.state) for one in found] == [("port 9000 (http)", OK), ("port 9002 (metrics)", OK)]
-    assert only(endpoints.runtime_directory(mine)).found == f"{tmp_path / 'mine'}, where a server runs"
-
-
-def test_a_port_of_this_machine() -> None:
+    assert (refused.state, refused.found) == (ERROR, "not a port")
+    assert refused.fix == "set SHMSERVE_GRPC_PORT to one up to 65535"
+    # The ports of a running server, while another server has the default ones.
+    place = tmp_path / "mine"
+    runs = {"is_free": lambda port: False, "ports_of": {place: {"http": 9000}}.get, "runtime_dir": place}
+    assert found(**runs) == [("port 9000 (http)", OK)]
+    assert only(endpoints.runtime_directory(machine(tmp_path, **runs))).found == f"{place}, where a server runs"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert not Machine().is_free(port)

@@ -22,15 +22,15 @@ from tests.unit.doctor.tree import INSTALLED, machine, only, write
 ONE_GPU = Gpus((Gpu(0, 0, "GPU-8f2c", "00000000:3B:00.0", "NVIDIA L4"),))
 
 
-@pytest.mark.parametrize(
-    ("implementation", "version", "state"),
-    [("CPython", (3, 9), ERROR), ("CPython", (3, 10), OK), ("CPython", (3, 14), OK), ("PyPy", (3, 11), ERROR)],
-)
-def test_python(tmp_path: Path, implementation: str, version: tuple[int, int], state: str) -> None:
-    assert only(installation.python(machine(tmp_path, implementation=implementation, python=version))).state == state
-
-
-def test_packages(tmp_path: Path) -> None:
+def test_python_and_packages(tmp_path: Path) -> None:
+    for implementation, version, state in (
+        ("CPython", (3, 9), ERROR),
+        ("CPython", (3, 10), OK),
+        ("CPython", (3, 14), OK),
+        ("PyPy", (3, 11), ERROR),
+    ):
+        this = machine(tmp_path, implementation=implementation, python=version)
+        assert only(installation.python(this)).state == state
     assert only(installation.packages(machine(tmp_path))).state == OK
     for missing, state in (("uvloop", ERROR), ("httptools", WARNING)):
         found = only(installation.packages(machine(tmp_path, has_module=(INSTALLED - {missing}).__contains__)))
@@ -38,12 +38,9 @@ def test_packages(tmp_path: Path) -> None:
         assert found.fix == install_command("server")
 
 
-def test_every_backend_is_known() -> None:
+def test_engines(tmp_path: Path) -> None:
     assert set(installation.DISTRIBUTIONS) == set(BACKENDS)
     assert all(BACKENDS[name].extra for name, packages in installation.DISTRIBUTIONS.items() if packages)
-
-
-def test_engines(tmp_path: Path) -> None:
     installed = {"onnxruntime": "1.20.0", "nvidia-dali-cuda130": "2.1"}
     engines = installation.engines(machine(tmp_path, version=lambda name: installed.get(name, "")))
     found = {finding.check: finding for finding in engines}
@@ -56,15 +53,6 @@ def test_engines(tmp_path: Path) -> None:
     both = installation.engines(machine(tmp_path, version=lambda name: "1.20"))
     (same,) = [finding for finding in both if finding.check == "backend onnxruntime"]
     assert (same.state, same.found) == (WARNING, "onnxruntime 1.20 and onnxruntime-gpu 1.20")
-
-
-def test_a_driver_and_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(installation.gpus(machine(tmp_path))).state == INFO
-    write(tmp_path, installation.CONTROL, "")
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    found = only(installation.gpus(machine(tmp_path)))
-    assert (found.state, found.fix) == (WARNING, install_command("gpu"))
-    assert "nvidia-ml-py" in found.found
 
 
 @pytest.mark.parametrize(
@@ -96,23 +84,25 @@ def test_health_of_gpus(
     assert not [finding for finding in rest if finding.check == "GPU 1, 2"]
 
 
-@pytest.mark.parametrize(
-    ("version", "providers", "text"),
-    [
-        ("", (), "onnxruntime-gpu is not installed: ONNX models run on the CPU"),
-        ("1.20", ("CPUExecutionProvider",), "providers CPUExecutionProvider"),
-        ("1.20", ("CUDAExecutionProvider", "CPUExecutionProvider"), ""),
-    ],
-)
-def test_engines_on_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, providers: tuple[str, ...], text: str
-) -> None:
+def test_drivers_and_engines_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(installation.gpus(machine(tmp_path))).state == INFO
     write(tmp_path, installation.CONTROL, "")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pynvml", None)
+        found = only(installation.gpus(machine(tmp_path)))
+    assert (found.state, found.fix) == (WARNING, install_command("gpu"))
+    assert "nvidia-ml-py" in found.found
     write(tmp_path, installation.DRIVER, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06\nGCC version: 12\n")
     monkeypatch.setattr(gpus, "discover", lambda environment, control: ONE_GPU)
-    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(get_available_providers=lambda: list(providers)))
-    driver, *rest = installation.gpus(machine(tmp_path, version=lambda name: version))
-    assert driver.state == OK
-    assert driver.found == "0: NVIDIA L4 (NVIDIA UNIX x86_64 Kernel Module  580.65.06)"
-    assert [finding.found for finding in rest] == ([text] if text else [])
-    assert all(finding.state == WARNING and finding.fix for finding in rest)
+    for version, providers, text in (
+        ("", [], "onnxruntime-gpu is not installed: ONNX models run on the CPU"),
+        ("1.20", ["CPUExecutionProvider"], "providers CPUExecutionProvider"),
+        ("1.20", ["CUDAExecutionProvider", "CPUExecutionProvider"], ""),
+    ):
+        engine = SimpleNamespace(get_available_providers=lambda providers=providers: providers)
+        monkeypatch.setitem(sys.modules, "onnxruntime", engine)
+        driver, *rest = installation.gpus(machine(tmp_path, version=lambda name, version=version: version))
+        assert driver.state == OK
+        assert driver.found == "0: NVIDIA L4 (NVIDIA UNIX x86_64 Kernel Module  580.65.06)"
+        assert [finding.found for finding in rest] == ([text] if text else [])
+        assert all(finding.state == WARNING and finding.fix for finding in rest)

@@ -74,26 +74,19 @@ def test_limits(
     assert bool(finding.fix) == (state in (WARNING, ERROR))
 
 
-@pytest.mark.parametrize(
-    ("free", "total", "state", "text"),
-    [
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = machine(tmp_path)
+    for free, total, state, text in (
         (64 << 20, 64 << 20, WARNING, "64 MiB free of 64 MiB"),
         ((1 << 30) - 4096, 8 << 30, WARNING, "1023 MiB free of 8.0 GiB"),
         (1 << 30, 2 << 30, OK, "1.0 GiB free of 2.0 GiB"),
-    ],
-)
-def test_shared_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, total: int, state: str, text: str
-) -> None:
-    status = SimpleNamespace(f_bavail=free // 4096, f_blocks=total // 4096, f_frsize=4096)
-    monkeypatch.setattr(os, "statvfs", lambda path: status)
-    found = only(kernel.shared_memory(machine(tmp_path)))
-    assert (found.state, found.found) == (state, text)
-    assert ("--shm-size" in found.fix) == (state == WARNING)
-
-
-def test_shared_memory_that_is_not_writable_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = machine(tmp_path)
+    ):
+        status = SimpleNamespace(f_bavail=free // 4096, f_blocks=total // 4096, f_frsize=4096)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", lambda path, status=status: status)
+            found = only(kernel.shared_memory(whole))
+        assert (found.state, found.found) == (state, text)
+        assert ("--shm-size" in found.fix) == (state == WARNING)
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)
         found = only(kernel.shared_memory(whole))

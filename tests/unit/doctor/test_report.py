@@ -6,17 +6,14 @@ import io
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from shmserve.clients.cli.commands.doctor import report
 from shmserve.clients.cli.main import main
-from shmserve.doctor import checks
 from shmserve.doctor.machine import ERROR, INFO, OK, WARNING, Finding
 from shmserve.terminal.console import Screen
 from tests import ROOT
-from tests.unit.doctor.tree import machine
 
 FINDINGS = [
     Finding("linux", OK, "6.1", "5.3"),
@@ -42,24 +39,15 @@ def test_the_report() -> None:
     ]
 
 
-def test_a_machine_that_lacks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHMSERVE_RUNTIME_DIR", "/tmp/shmserve-doctor")
-    findings = checks.examine(machine(tmp_path))
-    assert checks.can_serve(findings)
-    assert {finding.state for finding in findings} <= {OK, INFO, WARNING}
-
-
-@pytest.mark.parametrize(("findings", "code"), [(FINDINGS[:3], 0), (FINDINGS, 1)])
-def test_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], findings: list[Finding], code: int
-) -> None:
-    monkeypatch.setattr("shmserve.clients.cli.commands.doctor.examine", lambda machine: findings)
-    assert main(["doctor", "--json"]) == code
-    document = json.loads(capsys.readouterr().out)
-    assert document["can_serve"] is (code == 0)
-    assert document["findings"][2] == {
-        "check": "descriptors", "state": "warning", "found": "1024", "needed": "25600", "fix": "ulimit -Hn 25600",
-    }  # fmt: skip
+def test_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for findings, code in ((FINDINGS[:3], 0), (FINDINGS, 1)):
+        monkeypatch.setattr("shmserve.clients.cli.commands.doctor.examine", lambda machine, found=findings: found)
+        assert main(["doctor", "--json"]) == code
+        document = json.loads(capsys.readouterr().out)
+        assert document["can_serve"] is (code == 0)
+        assert document["findings"][2] == {
+            "check": "descriptors", "state": "warning", "found": "1024", "needed": "25600", "fix": "ulimit -Hn 25600",
+        }  # fmt: skip
 
 
 def test_every_finding_that_is_a_fault_has_a_fix() -> None:
