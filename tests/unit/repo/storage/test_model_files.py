@@ -11,11 +11,8 @@ import pytest
 
 from shmserve.errors import InvalidRequest
 from shmserve.repo.storage.model_files import ModelFile, ModelFiles, model_file, models_of
-from shmserve.repo.storage.store import scan_model
-from tests import ROOT
 from tests.support.workers.models.worker_models import Graph
 
-MLP = ROOT / "repo" / "examples" / "mlp" / "1" / "model.onnx"
 APP = """
 import shmserve
 
@@ -49,23 +46,18 @@ def files_of(tmp_path: Path, *paths: Path) -> ModelFiles:
         (".hidden.onnx", "hidden"),
         ("modèle.onnx", "mod_le"),
         ("x" * 200 + ".onnx", "x" * 128),
+        ("net=日本.onnx", "net"),
     ],
 )
-def test_name_from_the_stem(name: str, model: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.touch()
-    assert list(models_of(model_file(str(path)))) == [model]
-
-
-def test_a_name_may_precede_the_path(tmp_path: Path) -> None:
-    path = tmp_path / "日本.onnx"
-    path.touch()
-    assert list(models_of(model_file(f"net={path}"))) == ["net"]
-    with pytest.raises(InvalidRequest, match="does not give its model a name: write NAME="):
-        models_of(model_file(str(path)))
-    equals = tmp_path / "a=b.onnx"
-    equals.touch()
-    assert model_file(str(equals)).path == equals
+def test_names_of_models(name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in (name.rpartition("=")[2], "a=b.onnx"):
+        Path(file).touch()
+    assert list(models_of(model_file(name))) == [model]
+    assert model_file("a=b.onnx").path.name == "a=b.onnx"
+    if "=" in name:
+        with pytest.raises(InvalidRequest, match="does not give its model a name: write NAME="):
+            models_of(model_file("日本.onnx"))
 
 
 @pytest.mark.parametrize(
@@ -84,15 +76,6 @@ def test_unsupported_files_are_refused(name: str, text: str, tmp_path: Path, mon
         Path(file).touch()
     with pytest.raises(InvalidRequest, match=text):
         model_file(name)
-
-
-def test_onnx_file_is_a_model_that_completes_itself(tmp_path: Path) -> None:
-    files_of(tmp_path, MLP.with_name("model.onnx"))
-    scanned = scan_model(tmp_path / "run" / "model")
-    assert scanned.problems == ()
-    assert scanned.versions == (1,)
-    assert scanned.config is not None
-    assert scanned.config.backend == "onnxruntime"
 
 
 def test_external_weights_are_linked(tmp_path: Path) -> None:
@@ -141,52 +124,28 @@ def test_files_of_other_backends(tmp_path: Path, files: tuple[str, ...], links: 
     assert served(tmp_path / "run" / model.stem) == expected
 
 
-def test_functions_may_be_added_and_removed(tmp_path: Path) -> None:
-    app = tmp_path / "app.py"
+def test_changes_of_files_of_functions(tmp_path: Path) -> None:
+    app, other = tmp_path / "app.py", tmp_path / "other.py"
     app.write_text(APP.format("first"))
+    other.write_text(APP.format("two"))
     before = sorted(os.listdir(tmp_path))
-    files = files_of(tmp_path, app)
-    assert list(files.names()) == ["first"]
-    assert files.source((tmp_path / "run" / "first").resolve()) == app
-    app.write_text(APP.format("second") + APP.format("third"))
-    files.refresh()
-    assert list(files.names()) == ["second", "third"]
-    assert sorted(os.listdir(tmp_path / "run")) == ["second", "third"]
-    assert sorted(os.listdir(tmp_path)) == [*before, "run"], "nothing is written beside the file"
-
-
-def test_broken_file_keeps_its_models(tmp_path: Path) -> None:
-    app = tmp_path / "app.py"
-    app.write_text(APP.format("add"))
-    files = files_of(tmp_path, app)
-    folder = (tmp_path / "run" / "add").resolve()
-    assert files.problem(folder) == ""
+    files = files_of(tmp_path, app, other)
+    folder = (tmp_path / "run" / "first").resolve()
+    assert list(files.names()) == ["first", "two"]
+    assert (files.source(folder), files.problem(folder)) == (app, "")
     app.write_text("def broken(:\n")
     files.refresh()
     assert files.problem(folder) == "app.py, line 1: invalid syntax"
-    assert list(files.names()) == ["add"]
-    app.write_text(APP.format("add") + "\n")
+    assert list(files.names()) == ["first", "two"], "a broken file keeps its models"
+    app.write_text(APP.format("second") + APP.format("third"))
     files.refresh()
-    assert files.problem(folder) == ""
-
-
-def test_two_files_of_the_same_name_are_refused(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for folder in (tmp_path, other):
-        (folder / "net.onnx").touch()
-    with pytest.raises(InvalidRequest, match=r"both give a model 'net'; choose another name for one: NAME=net.onnx"):
-        files_of(tmp_path, tmp_path / "net.onnx", other / "net.onnx")
-
-
-def test_problem_of_another_file_ends_when_that_one_changes(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.py", tmp_path / "b.py"
-    first.write_text(APP.format("one"))
-    second.write_text(APP.format("two"))
-    files = files_of(tmp_path, first, second)
-    second.write_text(APP.format("one"))
+    assert list(files.names()) == ["second", "third", "two"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["second", "third", "two"]
+    assert sorted(os.listdir(tmp_path)) == [*before, "run"], "nothing is written beside the file"
+    other.write_text(APP.format("third"))
     files.refresh()
-    assert "both give a model 'one'" in files.problem((tmp_path / "run" / "two").resolve())
-    first.write_text(APP.format("three"))
+    text = "both give a model 'third'; choose another name for one: NAME=other.py"
+    assert text in files.problem((tmp_path / "run" / "two").resolve())
+    app.write_text(APP.format("first"))
     files.refresh()
-    assert list(files.names()) == ["three", "one"]
+    assert list(files.names()) == ["first", "third"], "the problem ends when the first file changes"

@@ -32,24 +32,18 @@ def test_decorated_functions_are_found_in_all_forms(source: str, tmp_path: Path)
 
 
 def test_decorator_arguments_become_the_configuration(tmp_path: Path) -> None:
-    decorator = '@shmserve.model(name="my model", batch=True, max_batch_size=8, instances=2)'
-    text = found(tmp_path, f"import shmserve\n{decorator}\ndef f(x): ...")["my model"]
-    config = parse(text)
-    assert (config.backend, config.max_batch_size) == ("python", 8)
-    assert config.dynamic_batching is not None
-    assert config.instance_group[0].count == 2
+    texts = found(
+        tmp_path,
+        "import shmserve\n"
+        '@shmserve.model(name="my model", batch=True, max_batch_size=8, instances=2)\ndef f(x): ...\n'
+        "@shmserve.model(batch=True)\ndef g(x): ...\n@shmserve.model\ndef h(x): ...",
+    )
+    config, default, alone = (parse(texts[name]) for name in ("my model", "g", "h"))
+    assert (config.backend, config.max_batch_size, config.instance_group[0].count) == ("python", 8, 2)
     values = {key: value.string_value for key, value in config.parameters.items()}
     assert values == {"function": "f", "strict_outputs": "true", "stacked": "true"}
-
-
-def test_defaults(tmp_path: Path) -> None:
-    texts = found(
-        tmp_path, "import shmserve\n@shmserve.model(batch=True)\ndef f(x): ...\n@shmserve.model\ndef g(x): ..."
-    )
-    assert parse(texts["f"]).max_batch_size == 32
-    alone = parse(texts["g"])
-    assert alone.max_batch_size == 0
-    assert alone.dynamic_batching is None
+    assert [one.max_batch_size for one in (default, alone)] == [32, 0]
+    assert [one.dynamic_batching is None for one in (config, default, alone)] == [False, False, True]
     assert "stacked" not in alone.parameters
 
 

@@ -15,13 +15,11 @@ from shmserve.repo.config.problems import CONFIG_BYTES
 from shmserve.repo.load import parse
 from shmserve.repo.storage.store import (
     ScannedModel,
-    check_config_name,
     find_model,
     model_names,
     scan_model,
     select_versions,
 )
-from tests import ROOT
 from tests.support.repo.texts import BACKENDS, DYNAMIC, ENSEMBLE, SMALL
 
 PYTHON = SMALL.replace("identity", "python")
@@ -55,40 +53,32 @@ def scanned(*roots: Path, backends: Collection[str] = BACKENDS) -> dict[str, Sca
     return {model.name: model for model in found}
 
 
-def torch_file(path: Path, *names: str) -> None:
-    """A file of PyTorch with these members."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in names:
-            archive.writestr(f"net/{name}", b"")
-
-
 @pytest.mark.parametrize(
-    ("members", "texts"),
+    ("members", "damage", "texts"),
     [
-        (("data.pkl",), ["m/1: 'model.pt' holds no program: save it with torch.jit.save"]),
-        (("data.pkl", "constants.pkl"), ["input: not given, and .* `shmserve init NAME --from FILE`", "output: not"]),
-        ((), ["m/1: 'model.pt' holds no program"]),
+        (("data.pkl",), None, ["m/1: 'model.pt' holds no program: save it with torch.jit.save"]),
+        (("data.pkl", "constants.pkl"), None, ["input: not given.* `shmserve init NAME --from FILE`", "output: not"]),
+        ((), None, ["m/1: 'model.pt' holds no program"]),
+        (("constants.pk\u0142",), (6, 0x63), ["'model.pt' is no file of PyTorch"]),
+        (("constants.pk\u0142",), (46, 0xFF), ["'model.pt' is no file of PyTorch"]),
     ],
+    ids=["weights", "program", "empty", "damaged version", "damaged name"],
 )
-def test_files_of_pytorch_without_a_configuration(tmp_path: Path, members: tuple[str, ...], texts: list[str]) -> None:
+def test_files_of_pytorch_without_a_configuration(
+    tmp_path: Path, members: tuple[str, ...], damage: tuple[int, int] | None, texts: list[str]
+) -> None:
     folder = put(tmp_path / "m", config=None, file="model.pt")
-    torch_file(folder / "1" / "model.pt", *members)
+    path = folder / "1" / "model.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in members:
+            archive.writestr(f"net/{name}", b"")
+    if damage is not None:
+        data = bytearray(path.read_bytes())
+        data[data.rindex(b"PK\1\2") + damage[0]] = damage[1]
+        path.write_bytes(data)
     found = scan_model(folder).problem_texts
     assert len(found) == len(texts)
     assert all(re.search(text, reason) for text, reason in zip(texts, found, strict=True)), found
-
-
-@pytest.mark.parametrize(("offset", "value"), [(6, b"\x63"), (46, b"\xff")], ids=["version", "name"])
-def test_a_damaged_file_of_pytorch(tmp_path: Path, offset: int, value: bytes) -> None:
-    folder = put(tmp_path / "m", config=None, file="model.pt")
-    path = folder / "1" / "model.pt"
-    torch_file(path, "constants.pk\u0142")
-    data = bytearray(path.read_bytes())
-    at = data.rindex(b"PK\1\2") + offset
-    data[at : at + 1] = value
-    path.write_bytes(data)
-    (text,) = scan_model(folder).problem_texts
-    assert "'model.pt' is no file of PyTorch" in text
 
 
 def only(*roots: Path) -> ScannedModel:
@@ -126,30 +116,32 @@ def test_a_broken_model_does_not_affect_others(tmp_path: Path) -> None:
     put(tmp_path / "empty", None, ())
     put(tmp_path / "huge", "#" * (CONFIG_BYTES + 1))
     put(tmp_path / "everything", DYNAMIC)
-    found = scanned(tmp_path)
-    assert [name for name, model in found.items() if not model.problem_texts] == ["good"]
-    assert found["bytes"].problem_texts == ("bytes/config.pbtxt:1:1: not UTF-8 text",)
-    assert found["huge"].problem_texts == (
-        f"huge/config.pbtxt: {CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}",
-    )
-    assert len(found["everything"].problem_texts) > 5
-    assert len(found["empty"].problem_texts) == 2
+    os.mkfifo(put(tmp_path / "fifo", None) / "config.pbtxt")
+    (put(tmp_path / "directory", None) / "config.pbtxt").mkdir()
+    (put(tmp_path / "loop", None) / "config.pbtxt").symlink_to("config.pbtxt")
+    texts = {name: model.problem_texts for name, model in scanned(tmp_path).items()}
+    assert len(texts.pop("everything")) > 5
+    assert len(texts.pop("empty")) == 2
+    assert texts == {
+        "good": (),
+        "bytes": ("bytes/config.pbtxt:1:1: not UTF-8 text",),
+        "huge": (f"huge/config.pbtxt: {CONFIG_BYTES + 1} bytes, expected at most {CONFIG_BYTES}",),
+        "fifo": ("fifo/config.pbtxt: not a regular file",),
+        "directory": ("directory/config.pbtxt: not a regular file",),
+        "loop": ("loop: cannot be read: Too many levels of symbolic links",),
+    }
 
 
-def test_the_same_repository_twice_is_one(tmp_path: Path) -> None:
-    put(tmp_path / "one" / "a")
+def test_links_and_repeated_repositories_are_followed_once(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "m").symlink_to(put(tmp_path / "elsewhere" / "real"))
+    (tmp_path / "one" / "nowhere").symlink_to(tmp_path / "none")
     (tmp_path / "link").symlink_to(tmp_path / "one")
-    assert not scanned(tmp_path / "one", tmp_path / "one", tmp_path / "link")["a"].problem_texts
-
-
-def test_links_are_followed(tmp_path: Path) -> None:
-    real = put(tmp_path / "elsewhere" / "real")
-    (tmp_path / "repository").mkdir()
-    (tmp_path / "repository" / "m").symlink_to(real)
-    (tmp_path / "repository" / "nowhere").symlink_to(tmp_path / "none")
-    found = only(tmp_path / "repository")
-    assert found.name == "m"
-    assert found.versions == (1,)
+    found = only(tmp_path / "one", tmp_path / "one", tmp_path / "link")
+    assert (found.name, found.versions, found.problem_texts) == ("m", (1,), ())
+    os.mkdir(os.fsencode(tmp_path) + b"/other\xff")
+    os.mkdir(os.fsencode(tmp_path) + b"/other\xff/bad\xff")
+    assert only(Path(os.fsdecode(os.fsencode(tmp_path) + b"/other\xff"))).name == "bad\\xff"
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
@@ -174,64 +166,21 @@ def test_the_given_configuration_is_kept_beside_the_completed_one(tmp_path: Path
     assert found.places["input[0].dims"][0] == 4
 
 
-def test_warnings_have_positions(tmp_path: Path) -> None:
-    text = SMALL + 'metric_tags { key: "a" value: "b" }\nversion_policy { specific { versions: [ 1, 2 ] } }'
-    found = look(put(tmp_path / "m", text))
-    assert found.warning_texts == tuple(str(remark) for remark in found.warnings)
-    assert [(remark.file, remark.line, remark.path) for remark in found.warnings] == [
-        ("m/config.pbtxt", 6, "metric_tags"),
-        ("m", 0, ""),
-    ]
-
-
-def test_a_config_that_is_not_a_regular_file(tmp_path: Path) -> None:
-    os.mkfifo(put(tmp_path / "fifo", None) / "config.pbtxt")
-    (put(tmp_path / "directory", None) / "config.pbtxt").mkdir()
-    (put(tmp_path / "loop", None) / "config.pbtxt").symlink_to("config.pbtxt")
-    found = scanned(tmp_path)
-    assert found["fifo"].problem_texts == ("fifo/config.pbtxt: not a regular file",)
-    assert found["directory"].problem_texts == ("directory/config.pbtxt: not a regular file",)
-    assert found["loop"].problem_texts == ("loop: cannot be read: Too many levels of symbolic links",)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_config_without_permission(tmp_path: Path) -> None:
-    (put(tmp_path / "m") / "config.pbtxt").chmod(0)
-    assert only(tmp_path).problem_texts == ("m: cannot be read: Permission denied",)
-
-
 def test_an_alternative_configuration_is_used_if_it_exists(tmp_path: Path) -> None:
     path = put(tmp_path / "m", versions=("1", "configs"))
-    put(tmp_path / "n")
-    (path / "configs" / "small.pbtxt").write_text(SMALL.replace("8", "2"))
-    found = [look(path, "small"), look(tmp_path / "n", "small")]
-    assert [(model.file, model.config and model.config.max_batch_size) for model in found] == [
-        ("configs/small.pbtxt", 2),
-        ("config.pbtxt", 8),
-    ]
-    assert look(path).file == "config.pbtxt"
-    assert look(path, "large").file == "config.pbtxt"
-
-
-def test_problems_name_the_alternative_configuration(tmp_path: Path) -> None:
-    path = put(tmp_path / "m", versions=("1", "configs"))
+    (path / "configs" / "a-b.c_1.pbtxt").write_text(SMALL.replace("8", "2"))
     (path / "configs" / "bad.pbtxt").write_text("backnd: 1")
-    (path / "configs" / "huge.pbtxt").write_bytes(b"#" * (CONFIG_BYTES + 1))
     (path / "configs" / "folder.pbtxt").mkdir()
+    for name, file, size in (("a-b.c_1", "configs/a-b.c_1", 2), ("", "config", 8), ("large", "config", 8)):
+        found = look(path, name)
+        assert (found.file, found.config and found.config.max_batch_size) == (f"{file}.pbtxt", size)
     assert look(path, "bad").problem_texts == (
         'm/configs/bad.pbtxt:1:1: backnd: ModelConfig has no such field; did you mean "backend"?',
     )
-    assert look(path, "huge").problem_texts == ("m/configs/huge.pbtxt: 1048577 bytes, expected at most 1048576",)
     assert look(path, "folder").problem_texts == ("m/configs/folder.pbtxt: not a regular file",)
-    assert [fault.file for fault in look(path, "bad").problems] == ["m/configs/bad.pbtxt"]
-
-
-@pytest.mark.parametrize("name", ["../config", "a/b", ".", "..", " ", "x" * 129, "a\0b"])
-def test_invalid_names_of_alternative_configurations(tmp_path: Path, name: str) -> None:
-    put(tmp_path / "m")
-    with pytest.raises(InvalidRequest, match="--model-config-name: found"):
-        look(tmp_path / "m", name)
-    assert check_config_name("a-b.c_1") == "a-b.c_1"
+    for name in ("../config", "a/b", ".", "..", " ", "x" * 129, "a\0b"):
+        with pytest.raises(InvalidRequest, match="--model-config-name: found"):
+            look(path, name)
 
 
 @pytest.mark.parametrize(
@@ -352,25 +301,7 @@ def test_model_files(tmp_path: Path, config: str, file: str, kind: str, missing:
     assert bool(found.missing) is bool(missing)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_version_without_permission_does_not_affect_others(tmp_path: Path) -> None:
-    path = put(tmp_path / "m", PYTHON + ALL_VERSIONS, ("1", "2"), "model.py")
-    (path / "1").chmod(0)
-    found = look(path)
-    (path / "1").chmod(0o700)
-    assert found.versions == (2,)
-    assert found.missing == {1: "cannot be read: Permission denied"}
-
-
 # ----------------------------------------------------------------------------------------------------------- names
-
-
-@pytest.mark.parametrize("name", ["a,b", "simple (v2)", "user@host:8000", "-"])
-def test_valid_names(tmp_path: Path, name: str) -> None:
-    put(tmp_path / name)
-    assert only(tmp_path).name == name
-    assert not only(tmp_path).problem_texts
-    assert find_model([tmp_path], name) == tmp_path / name
 
 
 @pytest.mark.parametrize("name", [" a", "a ", "x" * 129, "\u00fcber", "new\nline", "\x1b[31m", "a\\b"])
@@ -435,15 +366,12 @@ def test_names_without_a_model(tmp_path: Path, name: str, error: type[Exception]
     assert str(tmp_path) not in str(caught.value)
 
 
-def test_the_sample_repository() -> None:
-    models = scanned(ROOT / "repo" / "examples", backends=(*BACKENDS, "llamacpp"))
-    assert {"add_sub", "mlp", "sentiment"} <= models.keys()
-    for model in models.values():
-        # A sample whose file is fetched at set-up has no version before that.
-        assert not model.problem_texts or "at least one version must be available" in model.problem_texts[0], model
-        assert not model.warning_texts
-
-
-def test_a_name_that_is_not_text(tmp_path: Path) -> None:
-    os.mkdir(os.fsencode(tmp_path) + b"/bad\xff")
-    assert only(tmp_path).name == "bad\\xff"
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_files_and_versions_without_permission(tmp_path: Path) -> None:
+    path = put(tmp_path / "m", PYTHON + ALL_VERSIONS, ("1", "2"), "model.py")
+    (path / "1").chmod(0)
+    found = look(path)
+    (path / "1").chmod(0o700)
+    assert (found.versions, found.missing) == ((2,), {1: "cannot be read: Permission denied"})
+    (path / "config.pbtxt").chmod(0)
+    assert only(tmp_path).problem_texts == ("m: cannot be read: Permission denied",)
