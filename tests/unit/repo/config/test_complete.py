@@ -111,72 +111,59 @@ def test_defaults(text: str, field: str, expected: object) -> None:
     assert attrgetter(field)(complete(parse(text), "m", ("model.onnx",))) == expected
 
 
-def groups(text: str, gpus: tuple[int, ...] = ()) -> list[Any]:
-    config = complete(parse(text), "m", (), BACKENDS, gpus)
-    return [(group.name, group.kind, group.count, group.gpus) for group in config.instance_group]
-
-
-def test_backends_without_gpu_support_default_to_the_cpu() -> None:
-    """An explicit KIND_GPU is kept, and loading fails with the reason."""
-    gpus = GpuNumbers.of((0, 1), ("onnxruntime",))
-    assert groups('backend: "onnxruntime"', gpus) == [("m_0", "KIND_CPU", 2, ())]
-    assert groups('backend: "python"', gpus) == [("m_0", "KIND_GPU", 1, (0, 1))]
-    text = 'backend: "onnxruntime" instance_group { kind: KIND_GPU }'
-    assert groups(text, gpus) == [("m_0", "KIND_GPU", 1, (0, 1))]
+NO_ONNX = GpuNumbers.of((0, 1), ("onnxruntime",))
+"""Two GPUs that onnxruntime does not support."""
 
 
 @pytest.mark.parametrize(
     ("text", "gpus", "wanted"),
     [
-        ('backend: "python"', (), [("m_0", "KIND_CPU", 1, ())]),
-        ('backend: "onnxruntime"', (), [("m_0", "KIND_CPU", 2, ())]),
-        ('backend: "onnxruntime" instance_group { count: 1 }', (), [("m_0", "KIND_CPU", 1, ())]),
-        ('backend: "onnxruntime" instance_group { kind: KIND_MODEL }', (), [("m_0", "KIND_MODEL", 1, ())]),
-        ('backend: "python" instance_group { gpus: 0 }', (), [("m_0", "KIND_CPU", 1, ())]),
-        ('backend: "python"', (0, 1), [("m_0", "KIND_GPU", 1, (0, 1))]),
-        ('backend: "python" instance_group { gpus: 1 count: 2 }', (0, 1), [("m_0", "KIND_GPU", 2, (1,))]),
-        ('backend: "python" instance_group { gpus: 7 }', (0, 1), [("m_0", "KIND_CPU", 1, ())]),
+        ('"python"', (), [("m_0", "KIND_CPU", 1, ())]),
+        ('"onnxruntime"', (), [("m_0", "KIND_CPU", 2, ())]),
+        ('"onnxruntime" instance_group { count: 1 }', (), [("m_0", "KIND_CPU", 1, ())]),
+        ('"onnxruntime" instance_group { kind: KIND_MODEL }', (), [("m_0", "KIND_MODEL", 1, ())]),
+        ('"python" instance_group { gpus: 0 }', (), [("m_0", "KIND_CPU", 1, ())]),
+        ('"python"', (0, 1), [("m_0", "KIND_GPU", 1, (0, 1))]),
+        ('"python" instance_group { gpus: 1 count: 2 }', (0, 1), [("m_0", "KIND_GPU", 2, (1,))]),
+        ('"python" instance_group { gpus: 7 }', (0, 1), [("m_0", "KIND_CPU", 1, ())]),
+        ('"onnxruntime"', NO_ONNX, [("m_0", "KIND_CPU", 2, ())]),
+        ('"python"', NO_ONNX, [("m_0", "KIND_GPU", 1, (0, 1))]),
+        # It is kept, and loading fails with the reason.
+        ('"onnxruntime" instance_group { kind: KIND_GPU }', NO_ONNX, [("m_0", "KIND_GPU", 1, (0, 1))]),
         (
-            'backend: "python" instance_group { count: 3 } instance_group { name: "big" } instance_group { }',
+            '"python" instance_group { count: 3 } instance_group { name: "big" } instance_group { }',
             (),
             [("m_0", "KIND_CPU", 3, ()), ("big", "KIND_CPU", 1, ()), ("m_2", "KIND_CPU", 1, ())],
         ),
     ],
 )
 def test_instance_groups(text: str, gpus: tuple[int, ...], wanted: list[Any]) -> None:
-    assert groups(text, gpus) == wanted
-
-
-def test_group_names_fit_for_the_longest_model_name() -> None:
-    config = examine(SMALL, "config.pbtxt", ModelContext("x" * 128, BACKENDS)).require()
-    assert config.instance_group[0].name == "x" * 112 + "_0"
+    config = complete(parse(f"backend: {text}"), "m", (), BACKENDS, gpus)
+    assert [(group.name, group.kind, group.count, group.gpus) for group in config.instance_group] == wanted
+    long = examine(SMALL, "config.pbtxt", ModelContext("x" * 128, BACKENDS)).require()
+    assert long.instance_group[0].name == "x" * 112 + "_0"
 
 
 # -------------------------------------------------------------------------------------- completed by the model
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('backend: "onnxruntime"', True),
-        ('backend: "onnxruntime" input { name: "x" }', True),
-        ('backend: "python"', True),
-        ('backend: "onnxruntime" input { } output { }', False),
-        ('backend: "identity"', False),
-    ],
-)
-def test_models_that_complete_their_configuration(text: str, expected: bool) -> None:
-    assert needs_completion(complete(parse(text), "m")) is expected
-
-
 def test_a_model_that_can_batch() -> None:
-    config = complete_from_model(ONNX, [facts("x", -1, 3, 244, 244)], [facts("y", -1, -1, dtype="BYTES")])
-    assert config.max_batch_size == 4
-    assert config.dynamic_batching is not None
-    assert config.dynamic_batching.preferred_batch_size == (4,)
-    assert [(t.name, t.data_type, t.dims, t.reshape) for t in config.input] == [("x", "TYPE_FP32", (3, 244, 244), None)]
-    assert [(t.name, t.data_type, t.dims, t.reshape) for t in config.output] == [("y", "TYPE_STRING", (-1,), None)]
+    inputs, outputs = [facts("x", -1, 3, 244, 244)], [facts("y", -1, -1, dtype="BYTES"), facts("z", -1)]
+    config = complete_from_model(ONNX, inputs, outputs)
+    assert (config.max_batch_size, config.dynamic_batching) == (4, ModelDynamicBatching((4,)))
+    assert [(t.name, t.data_type, t.dims, t.reshape) for t in (*config.input, *config.output)] == [
+        ("x", "TYPE_FP32", (3, 244, 244), None),
+        ("y", "TYPE_STRING", (-1,), None),
+        ("z", "TYPE_FP32", (1,), ModelTensorReshape()),
+    ]
     verify_completed(config, backends=BACKENDS)
+    assert complete_from_model(ONNX, inputs, outputs, default_max_batch=32).max_batch_size == 32
+    for options in ({"default_max_batch": 0}, {"can_batch": False}):
+        config = complete_from_model(ONNX, inputs, outputs, **options)
+        assert (config.max_batch_size, config.dynamic_batching) == (0, None)
+        assert config.input[0].dims == (-1, 3, 244, 244)
+    with pytest.raises(Unsupported, match=r"tensor 'x' has the data type COMPLEX64"):
+        complete_from_model(ONNX, [facts("x", -1, dtype="COMPLEX64")], [])
 
 
 @pytest.mark.parametrize(
@@ -193,15 +180,6 @@ def test_given_sizes_and_schedulers_are_kept(text: str, size: int, batching: Mod
     given = complete(parse('backend: "onnxruntime"' + text), "m")
     config = complete_from_model(given, [facts("x", -1, 3)], [facts("y", -1, 3)])
     assert (config.max_batch_size, config.dynamic_batching) == (size, batching)
-
-
-def test_the_default_size_and_batching_can_be_set() -> None:
-    tensors = [facts("x", -1, 3)]
-    assert complete_from_model(ONNX, tensors, tensors, default_max_batch=32).max_batch_size == 32
-    for options in ({"default_max_batch": 0}, {"can_batch": False}):
-        config = complete_from_model(ONNX, tensors, tensors, **options)
-        assert (config.max_batch_size, config.dynamic_batching) == (0, None)
-        assert config.input[0].dims == (-1, 3)
 
 
 @pytest.mark.parametrize(
@@ -225,15 +203,6 @@ def test_a_model_that_cannot_batch(inputs: list[TensorFacts], outputs: list[Tens
     assert first in str(caught.value)
 
 
-def test_a_tensor_without_dims_is_reshaped_to_one() -> None:
-    config = complete_from_model(ONNX, [facts("x", -1)], [facts("y", -1)])
-    assert config.input[0].dims == (1,)
-    assert config.input[0].reshape == ModelTensorReshape()
-    assert config.output[0].dims == (1,)
-    assert config.output[0].reshape == ModelTensorReshape()
-    verify_completed(config, backends=BACKENDS)
-
-
 def test_only_missing_tensors_are_completed() -> None:
     text = 'backend: "onnxruntime" max_batch_size: 2 input { name: "x" data_type: TYPE_FP32 dims: 7 }'
     given = complete(parse(text), "m")
@@ -252,11 +221,6 @@ def test_settings_that_a_model_adds_get_defaults() -> None:
     assert verify_completed(config, backends=BACKENDS) == config
     with pytest.raises(ConfigError, match="m, as completed by the model: max_batch_size: found -1"):
         verify_completed(replace(given, max_batch_size=-1), backends=BACKENDS)
-
-
-def test_unsupported_data_type() -> None:
-    with pytest.raises(Unsupported, match=r"tensor 'x' has the data type COMPLEX64"):
-        complete_from_model(ONNX, [facts("x", -1, dtype="COMPLEX64")], [])
 
 
 @settings(max_examples=examples(50))
@@ -278,3 +242,10 @@ def test_a_completed_configuration_is_valid_and_complete(shapes: list[list[int]]
     assert dims == [tuple(shape[skip:]) or (1,) for shape in shapes]
     assert complete_from_model(config, [], []) == config
     verify_completed(config, backends=BACKENDS)
+
+
+def test_models_that_complete_their_configuration() -> None:
+    for text in ('backend: "onnxruntime"', 'backend: "onnxruntime" input { name: "x" }', 'backend: "python"'):
+        assert needs_completion(complete(parse(text), "m"))
+    for text in ('backend: "onnxruntime" input { } output { }', 'backend: "identity"'):
+        assert not needs_completion(complete(parse(text), "m"))

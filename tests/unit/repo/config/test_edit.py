@@ -69,11 +69,7 @@ def test_one_edit(before: str, edit: Edit, after: str) -> None:
 
 
 def test_several_edits() -> None:
-    found = edited(
-        "", [Edit(COUNT, "2"), Edit(("dynamic_batching",), "{ }"), Edit(PREFERRED, "[ 8 ]"), Edit(DELAY, "9")]
+    edits = [Edit(COUNT, "2"), Edit(("dynamic_batching",), "{ }"), Edit(PREFERRED, "[ 8 ]"), Edit(DELAY, "9")]
+    assert parse(edited("", edits)) == parse(
+        "instance_group { count: 2 } dynamic_batching { preferred_batch_size: 8 max_queue_delay_microseconds: 9 }"
     )
-    config = parse(found)
-    assert config.instance_group[0].count == 2
-    assert config.dynamic_batching is not None
-    assert config.dynamic_batching.preferred_batch_size == (8,)
-    assert config.dynamic_batching.max_queue_delay_microseconds == 9

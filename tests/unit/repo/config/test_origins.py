@@ -44,11 +44,12 @@ def unquoted(path: str) -> str:
 
 
 @pytest.mark.parametrize("text", [SMALL, *ALL], ids=["small", "dynamic", "direct", "oldest", "ensemble"])
-def test_every_shown_value_has_an_origin(text: str) -> None:
+def test_every_shown_value_has_an_origin_and_a_line(text: str) -> None:
     given, final = completed(text)
     found = origins(given, final, final, "file")
     assert {unquoted(path).replace("policy[3]", "policy.3") for path in found} == leaves(as_triton_json(final))
     assert set(found.values()) == {"file", "default"}
+    assert shown(parse(as_text(final, found))) == shown(final)
 
 
 def test_origins_file_default_and_model() -> None:
@@ -75,6 +76,10 @@ def test_origins_file_default_and_model() -> None:
     }
     assert {path: found[path] for path in expected} == expected
     assert origins(given, final, filled, "override")["backend"] == "override"
+    given, final = completed(SMALL + "version_policy { latest { num_versions: 0 } } instance_group { gpus: 3 }")
+    found = origins(given, replace(final, max_batch_size=9), final, "file")
+    changed = ("version_policy.latest.num_versions", "instance_group[0].gpus", "max_batch_size")
+    assert [found[path] for path in changed] == ["default", "default", "model"], "a changed value is not the file's"
 
 
 def test_an_empty_message_gives_its_only_field() -> None:
@@ -92,21 +97,6 @@ def test_an_empty_message_gives_its_only_field() -> None:
     assert "max_queue_delay" not in text
 
 
-def test_a_changed_value_is_not_from_the_file() -> None:
-    given, final = completed(SMALL + "version_policy { latest { num_versions: 0 } } instance_group { gpus: 3 }")
-    found = origins(given, final, final, "file")
-    assert found["version_policy.latest.num_versions"] == "default"
-    assert found["instance_group[0].gpus"] == "default"
-    assert origins(given, replace(final, max_batch_size=9), final, "file")["max_batch_size"] == "model"
-
-
-@pytest.mark.parametrize("text", [SMALL, *ALL])
-def test_the_text_is_an_equivalent_configuration(text: str) -> None:
-    given, final = completed(text)
-    written = as_text(final, origins(given, final, final, "file"))
-    assert shown(parse(written)) == shown(final)
-
-
 @QUICK
 @given(messages())
 def test_the_text_of_any_configuration_is_equivalent(message: Any) -> None:
@@ -116,6 +106,7 @@ def test_the_text_of_any_configuration_is_equivalent(message: Any) -> None:
         return
     for given_config in (config, ModelConfig()):
         written = as_text(config, origins(given_config, config, config, "file"))
+        assert written.replace("\n", "").isprintable()
         assert shown(parse(written)) == shown(config)
 
 
@@ -152,21 +143,7 @@ max_batch_size: 2  # file
     assert "  preferred_batch_size: [ 2 ]  # model\n" in text
 
 
-def test_control_characters_are_escaped() -> None:
-    config = parse(
-        SMALL + 'metric_tags { key: "\\033[31m" value: "\\302\\233" } metric_tags { key: "\u00fc" value: "" }'
-    )
-    text = as_text(config, {})
-    assert text.replace("\n", "").isprintable()
-    assert parse(text) == config
-
-
-def test_floats_have_the_shortest_text() -> None:
-    config = parse("sequence_batching { direct { minimum_slot_utilization: 0.1 } }")
-    assert "minimum_slot_utilization: 0.1  # file\n" in as_text(config, origins(config, config, config, "file"))
-
-
-def test_a_completed_batch_size_is_warned_about() -> None:
+def test_only_a_completed_batch_size_is_warned_about() -> None:
     given, filled = completed('backend: "onnxruntime"')
     (text,) = completion_warnings(given, complete_from_model(filled, *FACTS))
     assert "it is set to 4, and requests are batched dynamically" in text
@@ -174,12 +151,8 @@ def test_a_completed_batch_size_is_warned_about() -> None:
     assert "--backend-config=onnxruntime,default-max-batch-size=N" in text
     (text,) = completion_warnings(given, complete_from_model(filled, *FACTS, default_max_batch=1))
     assert "it is set to 1. To change it" in text
-
-
-def test_a_given_batch_size_is_not_warned_about() -> None:
+    assert completion_warnings(given, complete_from_model(filled, *FACTS, can_batch=False)) == []
     given, filled = completed('backend: "onnxruntime" max_batch_size: 8')
     assert completion_warnings(given, complete_from_model(filled, *FACTS)) == []
-    given, filled = completed('backend: "onnxruntime"')
-    assert completion_warnings(given, complete_from_model(filled, *FACTS, can_batch=False)) == []
     given, filled = completed('backend: "python"')
     assert completion_warnings(given, replace(filled, max_batch_size=8, dynamic_batching=ModelDynamicBatching())) == []
