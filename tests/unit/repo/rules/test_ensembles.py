@@ -7,7 +7,7 @@ import pytest
 from shmserve.repo.compile import compile_policy
 from shmserve.repo.config.schema import ModelConfig
 from shmserve.repo.load import parse
-from shmserve.repo.rules.ensembles import GraphProblem, StepModel, check_graph, decoupled_in, dependency_path
+from shmserve.repo.rules.ensembles import StepModel, check_graph, decoupled_in, dependency_path
 from shmserve.repo.rules.schedulers import validate_scheduler
 
 
@@ -55,10 +55,6 @@ IN = 'input "IN" of model "classify"'
 PICTURE = 'ensemble tensor "picture" (output "OUT" of step 0, model "decode")'
 
 
-def test_a_valid_pipeline() -> None:
-    assert problems() == []
-
-
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
@@ -94,21 +90,9 @@ def test_a_valid_pipeline() -> None:
 )
 def test_errors_in_the_ensemble_are_reported(old: str, new: str, expected: str) -> None:
     """`broken/repository.expected` has others."""
+    assert problems() == []
     assert PIPELINE.count(old) == 1
     assert expected in problems(PIPELINE.replace(old, new))
-
-
-def test_steps_see_the_reshape() -> None:
-    given = PIPELINE.replace("TYPE_STRING dims: [ 1 ]", "TYPE_STRING dims: [ 1, 1 ] reshape { shape: [ 1 ] }")
-    given = given.replace("dims: [ 10 ]", "dims: [ 2, 5 ] reshape { shape: [ 10 ] }")
-    assert problems(given) == []
-    found = problems(
-        given.replace("dims: [ 2, 5 ] reshape { shape: [ 10 ] }", "dims: [ 10 ] reshape { shape: [ 2, 5 ] }")
-    )
-    assert found == [
-        'output[0].dims: output "LABEL" of the ensemble has dims [2, 5], but ensemble tensor "LABEL" '
-        '(output "OUT" of step 1, model "classify") has [10]'
-    ]
 
 
 def test_errors_in_a_model_of_the_ensemble_are_reported() -> None:
@@ -120,7 +104,13 @@ def test_errors_in_a_model_of_the_ensemble_are_reported() -> None:
     assert problems(classify=both) == [kind, dims]
 
 
-def test_a_model_that_does_not_batch() -> None:
+def test_shapes_are_compared_after_the_reshape_and_with_the_batch() -> None:
+    given = PIPELINE.replace("TYPE_STRING dims: [ 1 ]", "TYPE_STRING dims: [ 1, 1 ] reshape { shape: [ 1 ] }")
+    assert problems(given.replace("dims: [ 10 ]", "dims: [ 2, 5 ] reshape { shape: [ 10 ] }")) == []
+    (found,) = problems(given.replace("dims: [ 10 ]", "dims: [ 10 ] reshape { shape: [ 2, 5 ] }"))
+    assert found.startswith(
+        'output[0].dims: output "LABEL" of the ensemble has dims [2, 5], but ensemble tensor "LABEL"'
+    )
     alone = CLASSIFY.replace("max_batch_size: 8", "")
     text = "; with the batch counted in, where there is one, [3, -1] and [-1, 3, 224, 224]"
     assert text in problems(classify=alone.replace("[ 3, -1, -1 ]", "[ 3, -1 ]"))[0]
@@ -130,24 +120,19 @@ def test_a_model_that_does_not_batch() -> None:
     assert problems(PIPELINE.replace("max_batch_size: 4", "")) == [], "a batch of one is added"
 
 
-def test_a_model_that_is_not_served() -> None:
-    models = {"decode": StepModel(None, reason="it has 2 problems"), "classify": member(CLASSIFY, (2,))}
-    assert check_graph(parse(PIPELINE), models) == [
-        GraphProblem(0, "decode", f"{STEP}[0].model_name", 'model "decode" cannot be served: it has 2 problems')
-    ]
-
-
 def test_only_known_facts_of_a_model_are_checked() -> None:
     """A model that is not settled has its configuration completed when it is loaded."""
-    models = {"decode": member(DECODE), "classify": member('name: "classify"', (2,), settled=False)}
-    assert check_graph(parse(PIPELINE), models) == []
+
+    def found(classify: str, decode: StepModel = member(DECODE)) -> list[str]:  # noqa: B008 - is not changed
+        models = {"decode": decode, "classify": member(classify, (2,), settled=False)}
+        return [problem.text for problem in check_graph(parse(PIPELINE), models)]
+
+    assert found('name: "classify"') == []
     partial = 'name: "classify" input { name: "IN" data_type: TYPE_FP32 dims: [ -1, 3 ] }'
-    models["classify"] = member(partial, (2,), settled=False)
-    assert check_graph(parse(PIPELINE), models) == [], "its dims may lose the batch dimension"
-    models["classify"] = member(partial.replace("FP32", "FP16"), (2,), settled=False)
-    assert [problem.text for problem in check_graph(parse(PIPELINE), models)] == [
-        f"{IN} is TYPE_FP16, but {PICTURE} is TYPE_FP32"
-    ]
+    assert found(partial) == [], "its dims may lose the batch dimension"
+    assert found(partial.replace("FP32", "FP16")) == [f"{IN} is TYPE_FP16, but {PICTURE} is TYPE_FP32"]
+    absent = StepModel(None, reason="it has 2 problems")
+    assert found(CLASSIFY, absent) == ['model "decode" cannot be served: it has 2 problems']
 
 
 ONE = 'input { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }'
@@ -187,24 +172,17 @@ def test_ensembles_that_depend_on_each_other() -> None:
     assert dependency_path("a", "d", models) == []
 
 
-def test_steps_that_wait_for_each_other() -> None:
+def test_every_circle_of_steps_is_reported_once() -> None:
     text = PIPELINE.replace('key: "IN" value: "RAW"', 'key: "IN" value: "RAW" } input_map { key: "Z" value: "LABEL"')
     decode = DECODE + 'input { name: "Z" data_type: TYPE_FP32 dims: [ 10 ] }'
     assert problems(text, decode) == [
         f'{STEP}[0].input_map["Z"]: ensemble tensor "LABEL" waits for itself: step 0 needs step 1, which needs step 0'
     ]
-    own = PIPELINE.replace('value: "RAW"', 'value: "picture"')
-    assert any('"picture" waits for itself: step 0 needs step 0' in text for text in problems(own))
-
-
-def test_every_circle_of_steps_is_reported_once() -> None:
-    """Cycles 0 <-> 1, 2 -> 2, 3 <-> 4; and step 5, which only waits for the others."""
-    reads = {0: "t1", 1: "t0", 2: "t2", 3: "t4", 4: "t3", 5: "t0"}
-    config = flow("e", *(f"m x={name} -> y=t{index}" for index, name in reads.items()), outputs="t5")
-    found = [
-        problem.step for problem in check_graph(parse(config), {"m": StepModel(ModelConfig(name="m"), settled=False)})
-    ]
-    assert found == [0, 2, 3]
+    # Cycles 0 <-> 1, 2 -> 2, 3 <-> 4; and step 5, which only waits for the others.
+    reads = ("t1", "t0", "t2", "t4", "t3", "t0")
+    config = flow("e", *(f"m x={name} -> y=t{index}" for index, name in enumerate(reads)), outputs="t5")
+    models = {"m": StepModel(ModelConfig(name="m"), settled=False)}
+    assert [problem.step for problem in check_graph(parse(config), models)] == [0, 2, 3]
 
 
 TWO = ONE.replace('"x"', '"x2"').partition("output")[0] + ONE
@@ -218,15 +196,12 @@ MANY = {
 BOTH = '"b" from step 0, model "left", "d" from step 1, model '
 
 
-def test_ensembles_of_decoupled_models_are_decoupled() -> None:
-    assert [name for name in MANY if decoupled_in(name, MANY)] == ["left", "right", "inner"]
-
-
 @pytest.mark.parametrize(
     ("steps", "outputs", "problem"),
     [
         (("left x=a -> y=b", "right x=b -> y=c", "pass x=c -> y=d"), "b d", None),
         (("left x=a -> y=b", "pass x=a -> y=c"), "b c", None),
+        (("pass x=c -> y=d", "pass x=b -> y=c", "pass x=a -> y=b"), "d", None),
         (("inner x=a -> y=b", "right x=b -> y=c"), "c", None),
         (("left x=a -> y=b", "pass x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"), "e", None),
         (
@@ -265,45 +240,36 @@ def test_decoupled_models(steps: tuple[str, ...], outputs: str, problem: tuple[i
         assert problem[3] in found[0].text
 
 
-def test_responses_of_a_decoupled_ensemble_are_not_cached() -> None:
-    more = "} response_cache { enable: true "
-    assert not check_graph(parse(flow("e", "pass x=a -> y=b", outputs="b", more=more)), MANY)
-    found = check_graph(parse(flow("e", "pass x=a -> y=b", "inner x=b -> y=c", outputs="c", more=more)), MANY)
-    text = (
-        "Response Cache does not currently support model e with 'decoupled' transaction policy. Please disable the "
-        'response cache. Step 1, model "inner", is decoupled'
-    )
-    assert found == [GraphProblem(-1, "", "response_cache.enable", text)]
-
-
-def test_a_step_run_per_row_cannot_be_decoupled() -> None:
-    mapped = 'parameters { key: "step[0].map" value { string_value: "a" } }'
-    found = check_graph(parse(flow("e", "left x=a -> y=b", outputs="b") + mapped), MANY)
-    text = 'model "left" is decoupled: its responses to rows cannot be combined'
-    assert GraphProblem(0, "left", 'parameters["step[0].map"]', text) in found
-
-
-def test_limit_of_responses_in_flight() -> None:
-    for more, ahead in (("", 0), ("max_inflight_requests: 3", 3)):
-        config = parse(flow("e", "left x=a -> y=b", outputs="b", more=more))
-        assert compile_policy(config, 1).ahead == ahead
-
-
 @pytest.mark.parametrize(
     ("key", "tensor", "problem"),
     [
-        ("step[0].map", "b", 'step 0 does not read ensemble tensor "b"'),
-        ("step[1].map", "a", "no step 1; the steps are 0 to 0"),
+        ("step[0].map", "c", 'step 0 does not read ensemble tensor "c"'),
+        ("step[2].map", "a", "no step 2; the steps are 0 to 1"),
         ("step[0].when", "a", 'expected "step[INDEX].map" or "step[INDEX].if"'),
-        ("step[0].if", "c", 'ensemble tensor "c" is neither an input nor produced by a step'),
+        ("step[0].if", "d", 'ensemble tensor "d" is neither an input nor produced by a step'),
         ("step[0].if", "a", "expected a TYPE_BOOL of one element"),
+        ("step[1].map", "b", 'model "left" is decoupled: its responses to rows cannot be combined'),
     ],
 )
 def test_parameters_of_steps(key: str, tensor: str, problem: str) -> None:
     more = f'parameters {{ key: "{key}" value {{ string_value: "{tensor}" }} }}'
-    config = parse(flow("e", "pass x=a -> y=b", outputs="b") + more)
+    config = parse(flow("e", "pass x=a -> y=b", "left x=b -> y=c", outputs="c") + more)
     found: list[tuple[str, str]] = []
     validate_scheduler(config, lambda path, text: found.append((path, text)))
     found += [(entry.path, entry.text) for entry in check_graph(config, MANY)]
     assert [path for path, _ in found] == [f'parameters["{key}"]']
     assert problem in found[0][1]
+
+
+def test_decoupled_ensembles() -> None:
+    assert [name for name in MANY if decoupled_in(name, MANY)] == ["left", "right", "inner"]
+    more = "} response_cache { enable: true "
+    assert not check_graph(parse(flow("e", "pass x=a -> y=b", outputs="b", more=more)), MANY)
+    (found,) = check_graph(parse(flow("e", "pass x=a -> y=b", "inner x=b -> y=c", outputs="c", more=more)), MANY)
+    assert found.path == "response_cache.enable"
+    assert found.text.startswith(
+        "Response Cache does not currently support model e with 'decoupled' transaction policy"
+    )
+    assert found.text.endswith('Step 1, model "inner", is decoupled')
+    for more, ahead in (("", 0), ("max_inflight_requests: 3", 3)):
+        assert compile_policy(parse(flow("e", "left x=a -> y=b", outputs="b", more=more)), 1).ahead == ahead
