@@ -90,10 +90,13 @@ def test_a_file_instead_of_a_repository(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest) as refused:
             check([root])
         assert str(refused.value) == f"{root} {text}"
+    with pytest.raises(InvalidRequest, match="model-config-name"):
+        run(tmp_path, config_name="../x")
 
 
 def test_a_source_directory_is_one_error(tmp_path: Path) -> None:
     """As soon as one directory resembles a model, each gets its own findings."""
+    assert lines(run(tmp_path)) == ["warning: it contains no models"]
     for name in ("docs", "src", "tests"):
         (tmp_path / name / "more").mkdir(parents=True)
     (tmp_path / "setup.cfg").touch()
@@ -103,14 +106,6 @@ def test_a_source_directory_is_one_error(tmp_path: Path) -> None:
     assert checked.models == ()
     (tmp_path / "src" / "1").mkdir()
     assert len(run(tmp_path).models) == 3
-
-
-def test_empty_repositories_and_invalid_arguments(tmp_path: Path) -> None:
-    assert lines(run(tmp_path)) == ["warning: it contains no models"]
-    with pytest.raises(InvalidRequest, match="is not a directory"):
-        run(tmp_path / "nowhere")
-    with pytest.raises(InvalidRequest, match="model-config-name"):
-        run(tmp_path, config_name="../x")
 
 
 def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,27 +122,9 @@ def test_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "warning: locked/notes: cannot be read: Permission denied",
     ], "version 2 is the one that is served"
     assert "chmod u+rx" in found[1].hint
-
-
-def test_links_to_themselves(tmp_path: Path) -> None:
-    folder = model(tmp_path, "net")
-    for circle in (tmp_path / "around", folder / "3", folder / "1" / "around"):
-        circle.symlink_to(circle.name)
-    assert lines(run(tmp_path)) == [
-        "error: around: broken link: around",
-        "error: net/1/around: broken link: around",
-        "warning: net/3: broken link: 3",
-    ]
-
-
-def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
-    real = tmp_path / "store" / "real"
-    model(tmp_path / "store", "real")
-    (real / "1" / "again").symlink_to("..")
-    root = tmp_path / "root"
-    root.mkdir()
-    (root / "linked").symlink_to(real)
-    assert lines(run(root)) == []
+    monkeypatch.undo()
+    (model(tmp_path, "open", PYTHON, {"1/model.py": SOURCE}) / "1" / "model.py").chmod(0o666)
+    assert lines(run(tmp_path)) == ["warning: open/1/model.py: it is writable by every user of this machine"]
 
 
 @pytest.mark.parametrize(
@@ -169,75 +146,50 @@ def test_python_that_may_be_valid_is_accepted(tmp_path: Path, source: str) -> No
     assert lines(run(tmp_path)) == []
 
 
-def test_a_python_model_that_all_users_may_write(tmp_path: Path) -> None:
-    folder = model(tmp_path, "open", PYTHON, {"1/model.py": SOURCE})
-    (folder / "1" / "model.py").chmod(0o666)
-    assert lines(run(tmp_path)) == ["warning: open/1/model.py: it is writable by every user of this machine"]
+def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
+    real, root = model(tmp_path / "store", "real"), tmp_path / "root"
+    (real / "1" / "again").symlink_to("..")
+    root.mkdir()
+    (root / "linked").symlink_to(real)
+    assert lines(run(root)) == []
+    for circle in (root / "around", real / "3", real / "1" / "around"):
+        circle.symlink_to(circle.name)
+    assert lines(run(root)) == [
+        "error: around: broken link: around",
+        "error: linked/1/around: broken link: around",
+        "warning: linked/3: broken link: 3",
+    ]
 
 
-def test_an_ensemble_of_a_model_with_problems(tmp_path: Path) -> None:
+def test_models_that_complete_their_configurations(tmp_path: Path) -> None:
+    """Some mistakes can be found once a model is loaded."""
     model(tmp_path, "good", GOOD + "max_queue: 1\n")
     model(tmp_path, "e", ENSEMBLE)
+    text = f'error: e/config.pbtxt:8: {STEP}.model_name: model "good" cannot be served: it has 1 problem itself'
     found = lines(run(tmp_path))
-    assert (
-        f'error: e/config.pbtxt:8: {STEP}.model_name: model "good" cannot be served: it has 1 problem itself' in found
-    )
-    assert len(found) == 2
-
-
-def test_an_ensemble_of_a_model_that_completes_its_configuration(tmp_path: Path) -> None:
-    """The mistake can be found once the model is loaded."""
+    assert (text in found, len(found)) == (True, 2)
     source = SOURCE + "    @staticmethod\n    def auto_complete_config(config):\n        return config\n"
-    model(tmp_path, "good", 'backend: "python"', {"1/model.py": source})
-    model(tmp_path, "e", ENSEMBLE)
-    assert lines(run(tmp_path)) == []
-    completed = parse(f'name: "good" max_batch_size: 8 {GOOD[GOOD.index("input") :].replace("x", "z")}')
-    checked = check([tmp_path], backends=BACKENDS, completed={"good": completed})
-    assert any('"good" has no input "x"' in line for line in lines(checked))
-
-
-def test_a_completed_batch_size_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "good" / "config.pbtxt").write_text('backend: "python"')
+    (tmp_path / "good" / "1" / "model.py").write_text(source)
     model(tmp_path, "net", 'backend: "onnxruntime"\n', {"1/model.onnx": network()})
-    completed = parse(f'name: "net" {GOOD.replace("identity", "onnxruntime")} dynamic_batching {{ }}')
-    checked = check([tmp_path], backends=BACKENDS, completed={"net": completed})
-    (line,) = lines(checked)
-    assert line.startswith("warning: net/config.pbtxt: max_batch_size: max_batch_size was not given, or 0; the model")
+    assert lines(run(tmp_path)) == []
+    completed = {
+        "good": parse(f'name: "good" max_batch_size: 8 {GOOD[GOOD.index("input") :].replace("x", "z")}'),
+        "net": parse(f'name: "net" {GOOD.replace("identity", "onnxruntime")} dynamic_batching {{ }}'),
+    }
+    found = lines(check([tmp_path], backends=BACKENDS, completed=completed))
+    assert any('"good" has no input "x"' in line for line in found)
+    text = "warning: net/config.pbtxt: max_batch_size: max_batch_size was not given, or 0; the model"
+    assert any(line.startswith(text) for line in found)
 
 
 def test_json(tmp_path: Path) -> None:
     model(tmp_path, "good", GOOD + "metric_tags { key: 'a' value: 'b' }\n")
     (tmp_path / "notes.txt").write_text("")
-    empty = {"line": 0, "column": 0, "path": "", "log": [], "repository": str(tmp_path), "severity": "warning"}
-    assert as_json(run(tmp_path)) == {
-        "models": [
-            {
-                "name": "good",
-                "repository": str(tmp_path),
-                "ok": True,
-                "versions": [1],
-                "problems": [
-                    {
-                        **empty,
-                        "model": "good",
-                        "file": "good/config.pbtxt",
-                        "line": 5,
-                        "column": 1,
-                        "path": "metric_tags",
-                        "text": "has no effect: metrics do not have model-specific labels yet",
-                        "hint": "",
-                    }
-                ],
-            }
-        ],
-        "problems": [
-            {
-                **empty,
-                "model": "",
-                "file": "notes.txt",
-                "text": "not a directory, ignored",
-                "hint": "a model is a directory: NAME/config.pbtxt and NAME/1/",
-            }
-        ],
-        "errors": 0,
-        "warnings": 2,
-    }
+    common = {"repository": str(tmp_path), "severity": "warning", "log": []}
+    tags = common | {"model": "good", "file": "good/config.pbtxt", "line": 5, "column": 1, "path": "metric_tags"}
+    tags |= {"text": "has no effect: metrics do not have model-specific labels yet", "hint": ""}
+    notes = common | {"model": "", "file": "notes.txt", "line": 0, "column": 0, "path": ""}
+    notes |= {"text": "not a directory, ignored", "hint": "a model is a directory: NAME/config.pbtxt and NAME/1/"}
+    good = {"name": "good", "repository": str(tmp_path), "ok": True, "versions": [1], "problems": [tags]}
+    assert as_json(run(tmp_path)) == {"models": [good], "problems": [notes], "errors": 0, "warnings": 2}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 
 from shmserve.core.policy import (
     BatchPolicy,
     IdControl,
     InstanceSpec,
     MemoryEstimate,
+    ModelPolicy,
     QueuePolicy,
     Resource,
     ScalingPolicy,
@@ -39,127 +43,108 @@ def loaded(text: str, name: str = "m", gpus: tuple[int, ...] = ()) -> ModelConfi
     return examine(text, "config.pbtxt", ModelContext(name, BACKENDS, gpus=gpus)).require()
 
 
-def test_a_small_model() -> None:
+FIRST = """model_metrics { metric_control: [
+    { metric_identifier: { family: "another" } histogram_options: { buckets: [ 9 ] } },
+    { metric_identifier: { family: "nv_inference_first_response_histogram_ms" } %s }
+] }"""
+
+
+def test_models() -> None:
     policy = compile_policy(loaded(SMALL), 7)
-    assert (policy.name, policy.version, policy.max_batch) == ("m", 7, 8)
-    assert policy.inputs == (TensorSpec("x", "FP32", (3,)),)
-    assert policy.outputs == (TensorSpec("y", "FP32", (3,)),)
-    assert policy.batching is None
-
-
-def test_types_and_optional_inputs() -> None:
+    assert policy == ModelPolicy("m", 7, 8, (TensorSpec("x", "FP32", (3,)),), (TensorSpec("y", "FP32", (3,)),))
     text = """backend: "identity"
     input { name: "a" data_type: TYPE_STRING dims: [ -1, 2 ] optional: true }
     input { name: "b" data_type: TYPE_BF16 dims: 1 reshape { shape: [ 1, 1 ] } }
     output { name: "c" data_type: TYPE_BOOL dims: -1 }"""
-    policy = compile_policy(loaded(text), 1)
-    assert policy.max_batch == 0
-    assert policy.inputs == (TensorSpec("a", "BYTES", (-1, 2), optional=True), TensorSpec("b", "BF16", (1,)))
-    assert policy.outputs == (TensorSpec("c", "BOOL", (-1,)),)
+    inputs = (TensorSpec("a", "BYTES", (-1, 2), optional=True), TensorSpec("b", "BF16", (1,)))
+    assert compile_policy(loaded(text), 1) == ModelPolicy("m", 1, 0, inputs, (TensorSpec("c", "BOOL", (-1,)),))
+    ragged = parse('input { name: "r" data_type: TYPE_INT8 dims: -1 allow_ragged_batch: true }')
+    assert compile_policy(complete(ragged, "m"), 1).inputs[0].ragged
 
 
-def test_default_batching() -> None:
-    policy = compile_policy(loaded(SMALL + "dynamic_batching { }"), 1)
-    assert policy.batching == BatchPolicy(preferred=(8,))
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model_transaction_policy { decoupled: true }", {"decoupled": True}),
+        ("response_cache { enable: true }", {"cached": True}),
+        (FIRST % "", {}),
+        (FIRST % "histogram_options: { buckets: [ 1, 2.5 ] }", {"first_response_ms": (1.0, 2.5)}),
+        (parameters(execution_limit_secs="2.5"), {"execution_limit_ns": 2_500_000_000}),
+        (parameters(crash_limit="0", retry_alone="False"), {"crash_limit": 0, "retry": False}),
+        (parameters(idle_unload_secs="0.5", stay_loaded="true"), {"idle_unload_ns": 500_000_000, "stays_loaded": True}),
+        ("dynamic_batching { }", {"batching": BatchPolicy(preferred=(8,))}),
+        (
+            "dynamic_batching { preserve_ordering: true }",
+            {"batching": BatchPolicy(preferred=(8,), preserve_ordering=True)},
+        ),
+        (
+            """dynamic_batching {
+              preferred_batch_size: [ 6, 2, 6 ] max_queue_delay_microseconds: 1500
+              priority_levels: 3 default_priority_level: 2
+              default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 10 max_queue_size: 5 }
+              priority_queue_policy { key: 1 value { allow_timeout_override: true } }
+              priority_queue_policy { key: 3 value { default_timeout_microseconds: 7 } }
+            }""",
+            {
+                "batching": BatchPolicy(
+                    preferred=(2, 6),
+                    delay_ns=1_500_000,
+                    levels=3,
+                    default_level=2,
+                    default_policy=QueuePolicy(TimeoutAction.DELAY, 10_000, False, 5),
+                    level_policies={1: QueuePolicy(allow_override=True), 3: QueuePolicy(timeout_ns=7_000)},
+                )
+            },
+        ),
+    ],
+)
+def test_settings_of_a_model(text: str, expected: dict[str, Any]) -> None:
+    """All others keep their defaults."""
+    assert compile_policy(loaded(SMALL + text), 1) == replace(compile_policy(loaded(SMALL), 1), **expected)
 
 
-def test_all_fields_of_batching() -> None:
-    text = """dynamic_batching {
-      preferred_batch_size: [ 6, 2, 6 ] max_queue_delay_microseconds: 1500 priority_levels: 3 default_priority_level: 2
-      default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 10 max_queue_size: 5 }
-      priority_queue_policy { key: 1 value { allow_timeout_override: true } }
-      priority_queue_policy { key: 3 value { default_timeout_microseconds: 7 } }
-    }"""
-    policy = compile_policy(loaded(SMALL + text), 1)
-    assert policy.batching == BatchPolicy(
-        preferred=(2, 6),
-        delay_ns=1_500_000,
-        levels=3,
-        default_level=2,
-        default_policy=QueuePolicy(TimeoutAction.DELAY, 10_000, False, 5),
-        level_policies={1: QueuePolicy(allow_override=True), 3: QueuePolicy(timeout_ns=7_000)},
-    )
-    ordered = compile_policy(loaded(SMALL + "dynamic_batching { preserve_ordering: true }"), 1)
-    assert ordered.batching is not None
-    assert ordered.batching.preserve_ordering
-
-
-def test_buckets_of_the_first_response() -> None:
-    text = """model_metrics { metric_control: [
-        { metric_identifier: { family: "another" } histogram_options: { buckets: [ 9 ] } },
-        { metric_identifier: { family: "nv_inference_first_response_histogram_ms" } }
-    ] }"""
-    assert compile_policy(loaded(SMALL + text), 1).first_response_ms == ()
-    text = text.replace('histogram_ms" }', 'histogram_ms" } histogram_options: { buckets: [ 1, 2.5 ] }')
-    assert compile_policy(loaded(SMALL + text), 1).first_response_ms == (1.0, 2.5)
-
-
-def test_parameters_of_the_policy() -> None:
-    given = {
-        "execution_limit_secs": "2.5",
-        "crash_limit": "0",
-        "retry_alone": "False",
-        "idle_unload_secs": "0.5",
-        "stay_loaded": "true",
-    }
-    policy = compile_policy(loaded(SMALL + parameters(**given)), 1)
-    assert (policy.execution_limit_ns, policy.crash_limit, policy.retry) == (2_500_000_000, 0, False)
-    assert (policy.idle_unload_ns, policy.stays_loaded) == (500_000_000, True)
+def test_traffic() -> None:
+    text = parameters(traffic="1=60, 2=40%", aliases="prod=1, next=2", shadow="3=5")
+    assert compile_traffic(loaded(SMALL + text)) == Traffic({1: 60, 2: 40}, {"prod": 1, "next": 2}, {3: 5})
 
 
 def test_estimates_of_memory() -> None:
     """A guess from the files, unless the model's parameters say more."""
-    guess = memory_estimate(loaded(SMALL), 100 << 20)
-    assert guess == MemoryEstimate(HOST_BASE + (150 << 20))
-    given = """parameters { key: "memory_mb" value { string_value: "512" } }"""
-    assert memory_estimate(loaded(SMALL + given), 1) == MemoryEstimate(512 << 20, 0, True)
-    group = "instance_group { kind: KIND_GPU gpus: 0 }"
-    on_gpu = memory_estimate(loaded(SMALL + given + group, gpus=(0,)), 2 << 20)
-    assert on_gpu == MemoryEstimate(512 << 20, GPU_BASE + (3 << 20)), "only half of it was given"
-    given += """parameters { key: "gpu_memory_mb" value { string_value: "1000" } }"""
-    assert memory_estimate(loaded(SMALL + given + group, gpus=(0,)), 1) == MemoryEstimate(512 << 20, 1000 << 20, True)
+
+    def estimate(text: str, size: int) -> MemoryEstimate:
+        return memory_estimate(loaded(SMALL + text, gpus=(0,)), size)
+
+    cpu, gpu = "instance_group { kind: KIND_CPU }", "instance_group { kind: KIND_GPU gpus: 0 }"
+    assert estimate(cpu, 100 << 20) == MemoryEstimate(HOST_BASE + (150 << 20))
+    given = parameters(memory_mb="512")
+    assert estimate(given + cpu, 1) == MemoryEstimate(512 << 20, 0, True)
+    assert estimate(given + gpu, 2 << 20) == MemoryEstimate(512 << 20, GPU_BASE + (3 << 20)), (
+        "only half of it was given"
+    )
+    given = parameters(memory_mb="512", gpu_memory_mb="1000")
+    assert estimate(given + gpu, 1) == MemoryEstimate(512 << 20, 1000 << 20, True)
 
 
 def scaled(groups: str, cores: CoreSet | None = None, **given: str) -> tuple[list[str], ScalingPolicy | None]:
     """The instances at the start, and how they are scaled."""
-    text = SMALL + groups
-    for key, value in given.items():
-        text += f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }} '
-    config = loaded(text, gpus=(0, 1))
+    config = loaded(SMALL + groups + parameters(**given), gpus=(0, 1))
     return [spec.name for spec in compile_instances(config, cores)], compile_scaling(config, cores)
 
 
 def test_scaling() -> None:
-    assert scaled("instance_group { count: 2 kind: KIND_CPU }") == (["m_0_0", "m_0_1"], None)
-    assert scaled("instance_group { count: 2 kind: KIND_CPU }", min_instances="2", max_instances="2") == (
-        ["m_0_0", "m_0_1"],
-        None,
-    )
-    names, policy = scaled("instance_group { count: 2 kind: KIND_CPU }", max_instances="3")
+    two, one = "instance_group { count: 2 kind: KIND_CPU }", "instance_group { kind: KIND_CPU }"
+    assert scaled(two) == scaled(two, min_instances="2", max_instances="2") == (["m_0_0", "m_0_1"], None)
+    names, policy = scaled(two, max_instances="3")
     assert policy is not None
     (group,) = policy.groups
     assert (names, group.group, group.least, group.most) == (["m_0_0", "m_0_1"], "m_0", 1, 3)
     assert [spec.name for spec in group.specs] == ["m_0_0", "m_0_1", "m_0_2"]
     assert (policy.up_ns, policy.down_ns) == (50_000_000, 30_000_000_000)
-    names, policy = scaled(
-        "instance_group { kind: KIND_CPU }",
-        min_instances="2",
-        max_instances="3",
-        scale_up_queue_ms="2.5",
-        scale_down_secs="0.1",
-    )
+    times = {"scale_up_queue_ms": "2.5", "scale_down_secs": "0.1"}
+    names, policy = scaled(one, min_instances="2", max_instances="3", **times)
     assert policy is not None
     assert (names, policy.up_ns, policy.down_ns) == (["m_0_0", "m_0_1"], 2_500_000, 100_000_000)
-
-
-def test_traffic() -> None:
-    text = """parameters { key: "traffic" value { string_value: "1=60, 2=40%" } }
-    parameters { key: "aliases" value { string_value: "prod=1, next=2" } }
-    parameters { key: "shadow" value { string_value: "3=5" } }"""
-    assert compile_traffic(loaded(SMALL + text)) == Traffic({1: 60, 2: 40}, {"prod": 1, "next": 2}, {3: 5})
-
-
-def test_each_group_and_device_is_scaled() -> None:
+    # Each group and device is scaled.
     groups = """instance_group [ { name: "a" count: 1 kind: KIND_CPU }, { name: "b" kind: KIND_GPU gpus: [ 0, 1 ] },
     { name: "c" count: 3 kind: KIND_CPU passive: true } ]"""
     names, policy = scaled(groups, CoreSet((0, 1, 2, 3), quota=3), max_instances="2")
@@ -168,11 +153,6 @@ def test_each_group_and_device_is_scaled() -> None:
     found = [(group.group, group.specs[0].kind, group.specs[0].device, len(group.specs)) for group in policy.groups]
     assert found == [("a", "KIND_CPU", 0, 2), ("b", "KIND_GPU", 0, 2), ("b", "KIND_GPU", 1, 2)]
     assert (policy.cores, policy.quota) == (4, 3)
-
-
-def test_ragged() -> None:
-    text = 'input { name: "r" data_type: TYPE_INT8 dims: -1 allow_ragged_batch: true }'
-    assert compile_policy(complete(parse(text), "m"), 1).inputs[0].ragged
 
 
 CORRID = 'control_input { name: "ID" control { kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_%s } }'
@@ -217,32 +197,9 @@ def test_sequences(text: str, expected: SequencePolicy) -> None:
     policy = compile_policy(complete(parse(f"{SMALL} sequence_batching {{ {text} }}"), "m"), 1)
     assert policy.sequence == expected
     assert policy.batching is None
-
-
-def test_a_sequence_without_a_batch_dimension_has_one_slot() -> None:
-    policy = compile_policy(complete(parse('backend: "identity" sequence_batching { direct { } }'), "m"), 1)
-    assert policy.sequence == SequencePolicy(direct=True, slots=1, idle_ns=10**9)
-    policy = compile_policy(complete(parse('backend: "identity" sequence_batching { oldest { } }'), "m"), 1)
-    assert policy.sequence == SequencePolicy(direct=False, slots=1, idle_ns=10**9)
-
-
-def test_decoupled_and_cached_models() -> None:
-    plain = compile_policy(loaded(SMALL), 1)
-    assert (plain.sequence, plain.decoupled, plain.cached) == (None, False, False)
-    text = "model_transaction_policy { decoupled: %s } response_cache { enable: %s }"
-    for decoupled, cached in (("true", "false"), ("false", "true")):
-        policy = compile_policy(complete(parse(SMALL + text % (decoupled, cached)), "m"), 1)
-        assert (policy.decoupled, policy.cached) == (decoupled == "true", cached == "true")
-
-
-def test_resources_of_instances() -> None:
-    text = """instance_group { count: 2 rate_limiter {
-      resources { name: "R1" count: 4 } resources { name: "R2" global: true count: 2 } priority: 3 } }
-    instance_group { rate_limiter { } } instance_group { }"""
-    two, more, other, last = compile_instances(loaded(SMALL + text))
-    assert two.resources == more.resources == (Resource("R1", 4), Resource("R2", 2, shared=True))
-    assert (two.turn, more.turn) == (3, 3)
-    assert [(spec.resources, spec.turn) for spec in (other, last)] == [((), 1)] * 2
+    for kind in ("direct", "oldest"):
+        alone = parse(f'backend: "identity" sequence_batching {{ {kind} {{ }} }}')
+        assert compile_policy(complete(alone, "m"), 1).sequence == SequencePolicy(kind == "direct", 1, 10**9)
 
 
 @pytest.mark.parametrize(
@@ -262,21 +219,24 @@ def test_resources_of_instances() -> None:
             'instance_group { name: "a" count: 2 } instance_group { name: "a" }',
             [InstanceSpec("a_0"), InstanceSpec("a_1"), InstanceSpec("a_2")],
         ),
+        (
+            "instance_group { count: 2 kind: KIND_GPU gpus: [ 1, 0 ] }",
+            [InstanceSpec(f"m_0_{number}", "KIND_GPU", device) for number, device in enumerate((1, 1, 0, 0))],
+        ),
+        (
+            """instance_group { rate_limiter {
+              resources { name: "R1" count: 4 } resources { name: "R2" global: true count: 2 } priority: 3 } }
+            instance_group { rate_limiter { } }""",
+            [
+                InstanceSpec("m_0_0", resources=(Resource("R1", 4), Resource("R2", 2, shared=True)), turn=3),
+                InstanceSpec("m_1_0"),
+            ],
+        ),
     ],
 )
 def test_instances(text: str, expected: list[InstanceSpec]) -> None:
-    assert list(compile_instances(loaded(SMALL + text))) == expected
-
-
-def test_instances_on_gpus() -> None:
-    text = SMALL + "instance_group { count: 2 gpus: [ 1, 0 ] }"
-    found = compile_instances(loaded(text, gpus=(0, 1)))
-    assert [(spec.name, spec.kind, spec.device) for spec in found] == [
-        ("m_0_0", "KIND_GPU", 1),
-        ("m_0_1", "KIND_GPU", 1),
-        ("m_0_2", "KIND_GPU", 0),
-        ("m_0_3", "KIND_GPU", 0),
-    ]
+    gpus = (0, 1) if "gpus" in text else ()
+    assert list(compile_instances(loaded(SMALL + text, gpus=gpus))) == expected
 
 
 def test_names_of_instances_are_unique_and_fit() -> None:

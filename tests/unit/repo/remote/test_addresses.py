@@ -52,13 +52,11 @@ def test_bad_addresses_are_refused_without_repeating_secrets(text: str, error: s
     assert "hunter2" not in raised.value.message
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_old_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "find_spec", lambda name: None)
     assert missing_package(parse_address("s3://b")).startswith("s3:// repositories need the package s3fs: ")
     assert "[http]" in missing_package(parse_address("https://host"))
-
-
-def test_a_package_that_is_too_old_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     (tmp_path / "s3fs-0.4.2.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     text = missing_package(parse_address("s3://b"))
@@ -101,27 +99,22 @@ def test_the_longest_prefix_of_tritons_credential_file_counts(tmp_path: Path, mo
         options("s3://bucket")
 
 
-def test_netrc_is_for_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "netrc").write_text("machine host login me password web-secret\n")
-    (tmp_path / "netrc").chmod(0o600)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    redact = Redactor()
-    assert client_options(parse_address("https://host/x"), redact) == {"login": "me", "password": "web-secret"}
-    assert client_options(parse_address("https://other/x"), redact) == {}
-    assert redact("web-secret") == "***"
-
-
-def test_values_of_the_environment_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "from-the-environment")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
-    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=me;AccountKey=in-a-string==;EndpointSuffix=x")
-    text = "from-the-environment eu-central-1 in-a-string=="
-    assert Redactor()(text) == "*** eu-central-1 ***"
-
-
 @pytest.mark.parametrize(
     "path", ["../x", "a/../../x", "/etc/x", "a//b", "a/", "a\0b", "a\nb", "a\\b", ".", "", "x" * 256]
 )
 def test_file_names_outside_the_model_directory_are_refused(path: str) -> None:
     with pytest.raises(stores.StoreError, match="cannot be that of a file"):
         stores.checked("m", [stores.RemoteFile("fine", "k", 1, "t"), stores.RemoteFile(path, "k", 1, "t")])
+
+
+def test_secrets_of_netrc_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "netrc").write_text("machine host login me password web-secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "from-the-environment")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=me;AccountKey=in-a-string==;EndpointSuffix=x")
+    redact = Redactor()
+    assert client_options(parse_address("https://host/x"), redact) == {"login": "me", "password": "web-secret"}
+    assert client_options(parse_address("https://other/x"), redact) == {}
+    assert redact("web-secret from-the-environment eu-central-1 in-a-string==") == "*** *** eu-central-1 ***"

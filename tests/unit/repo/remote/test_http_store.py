@@ -24,11 +24,6 @@ def test_the_links_of_a_listing(charset: str | None) -> None:
     expected = ["a&b/", "here/", "mödel/", "near/", "readme.txt", "root/", "sp ace/", "whole/"]
     assert of_html(LISTING.encode(), charset, "http://host:81/a%20b/") == expected
     assert of_html(b"<p>nothing</p>", charset, "http://host:81/a%20b/") == []
-
-
-def test_the_character_set_of_a_listing() -> None:
-    from shmserve.repo.remote.http_store import of_html
-
     assert of_html('<a href="mödel/">'.encode("latin-1"), "ISO-8859-1", "http://host/") == ["mödel/"]
 
 

@@ -43,89 +43,93 @@ class MemoryStore(Store):
         raise AssertionError
 
 
+class Mirrored:
+    """A mirror of a store in memory, its cache, and the time."""
+
+    def __init__(self, store: MemoryStore, place: Path, limit: int) -> None:
+        self.now = 0.0
+        self.store = store
+        self.slot = Slot.acquire(place, [ADDRESS.key])
+        self.cache = Cache(self.slot.folder, limit)
+        self.pools = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        shop = Workshop(
+            self.cache, Redactor(), *self.pools, lambda event: None, lambda seconds: None, 1 << 20, 0.0
+        )  # fmt: skip
+        self.mirror = Mirror(ADDRESS, shop, lambda: self.now)
+
+    def close(self) -> None:
+        self.slot.close()
+        for pool in self.pools:
+            pool.shutdown()
+
+
 @pytest.fixture
-def pools() -> Iterator[list[ThreadPoolExecutor]]:
-    pools = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
-    yield pools
-    for pool in pools:
-        pool.shutdown()
+def mirrored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Mirrored]]:
+    made: list[Mirrored] = []
+
+    def make(limit: int = 1 << 20, **objects: str) -> Mirrored:
+        store = MemoryStore({path.replace("_", "/"): text for path, text in objects.items()})
+        monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
+        made.append(Mirrored(store, tmp_path, limit))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
 
 
-def test_a_model_that_is_being_written_is_left_alone(
-    tmp_path: Path, pools: list[ThreadPoolExecutor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = MemoryStore({"config.pbtxt": "old", "1/model": "one"})
-    monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
-    slot = Slot.acquire(tmp_path, [ADDRESS.key])
-    cache = Cache(slot.folder, 1 << 20)
-    now = [0.0]
-    events: list[object] = []
-    shop = Workshop(cache, Redactor(), pools[0], pools[1], events.append, lambda seconds: None, 1 << 20, 0.0)
-    mirror = Mirror(ADDRESS, shop, lambda: now[0])
-    model = slot.view(ADDRESS.key) / "m"
-    assert mirror.sync("m").state == "published"
+def test_a_model_that_is_being_written_is_left_alone(mirrored: Callable[..., Mirrored]) -> None:
+    this = mirrored(config="old", **{"1_model": "one"})
+    model = this.slot.view(ADDRESS.key) / "m"
+    assert this.mirror.sync("m").state == "published"
 
     def at(seconds: float) -> str:
-        now[0] = seconds
-        return mirror.sync("m", settle_s=5.0).state
+        this.now = seconds
+        return this.mirror.sync("m", settle_s=5.0).state
 
-    store.objects["config.pbtxt"] = "new, and its model comes later"
+    this.store.objects["config"] = "new, and its model comes later"
     assert [at(1.0), at(5.0)] == ["unsettled", "unsettled"]
-    store.objects["1/model"] = "two"
+    this.store.objects["1/model"] = "two"
     assert [at(7.0), at(11.0)] == ["unsettled", "unsettled"]
-    assert (model / "config.pbtxt").read_text() == "old"
-    now[0] = 12.0
-    outcome = mirror.sync("m", settle_s=5.0)
+    assert (model / "config").read_text() == "old"
+    this.now = 12.0
+    outcome = this.mirror.sync("m", settle_s=5.0)
     assert (outcome.state, outcome.tree, outcome.old) == ("published", "2", "1")
     assert (model / "1/model").read_text() == "two"
     # The replaced files stay until the server reports that they are unused.
-    assert (slot.folder / "trees/1/1/model").read_text() == "one"
-    cache.drop("1")
-    assert not (slot.folder / "trees/1").exists()
+    assert (this.slot.folder / "trees/1/1/model").read_text() == "one"
+    this.cache.drop("1")
+    assert not (this.slot.folder / "trees/1").exists()
     assert at(13.0) == "unchanged"
-    slot.close()
 
 
-def test_a_model_that_is_larger_than_the_cache(
-    tmp_path: Path, pools: list[ThreadPoolExecutor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_larger_than_the_cache(mirrored: Callable[..., Mirrored]) -> None:
     """The model's own files are not evicted for its other files, so the error names the cause at once."""
-    store = MemoryStore({f"1/{number}": str(number) * 1000 for number in range(6)})
-    monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
-    slot = Slot.acquire(tmp_path, [ADDRESS.key])
-    cache = Cache(slot.folder, 4000)
-    shop = Workshop(cache, Redactor(), pools[0], pools[1], lambda event: None, lambda seconds: None, 1 << 20, 0.0)
-    mirror = Mirror(ADDRESS, shop)
-    outcome = mirror.sync("m")
+    this = mirrored(4000, **{f"1_{number}": str(number) * 1000 for number in range(6)})
+    outcome = this.mirror.sync("m")
     assert outcome.state == "failed"
     assert "1000 bytes do not fit into the cache: its limit is 4000 bytes" in outcome.text
     assert "raise --remote-cache-size" in outcome.text
-    assert store.reads == [f"1/{number}" for number in range(4)]
+    assert this.store.reads == [f"1/{number}" for number in range(4)]
     # They are protected only until the download has ended.
-    store.objects = {"1/other": "x" * 4000}
-    assert mirror.sync("m").state == "published"
-    slot.close()
+    this.store.objects = {"1/other": "x" * 4000}
+    assert this.mirror.sync("m").state == "published"
 
 
 def test_a_file_that_another_server_evicts_during_the_download(
-    tmp_path: Path, pools: list[ThreadPoolExecutor], monkeypatch: pytest.MonkeyPatch
+    mirrored: Callable[..., Mirrored], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = MemoryStore({"1/model": "one"})
-    monkeypatch.setattr(mirror_module, "open_store", lambda address, redact: store)
-    slot = Slot.acquire(tmp_path, [ADDRESS.key])
-    cache = Cache(slot.folder, 1 << 20)
-    shop = Workshop(cache, Redactor(), pools[0], pools[1], lambda event: None, lambda seconds: None, 1 << 20, 0.0)
-    adopt = cache.adopt
+    this = mirrored(**{"1_model": "one"})
+    adopt = this.cache.adopt
 
     def adopt_and_lose(partial: Path, sha256: str) -> None:
         adopt(partial, sha256)
-        cache.blob(sha256).unlink()
+        this.cache.blob(sha256).unlink()
 
-    monkeypatch.setattr(cache, "adopt", adopt_and_lose)
-    outcome = Mirror(ADDRESS, shop).sync("m")
+    monkeypatch.setattr(this.cache, "adopt", adopt_and_lose)
+    outcome = this.mirror.sync("m")
     assert outcome.state == "failed"
     assert outcome.text.endswith("3 times; at last: another server evicted one of them from the cache")
-    slot.close()
 
 
 KILLED = """
