@@ -21,17 +21,13 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", TRITON)
-def test_each_flag_of_triton_is_known(name: str) -> None:
-    assert name in BY_NAME
-    assert not (BY_NAME[name].note and BY_NAME[name].refused)
-
-
 @pytest.mark.parametrize("flag", TRITON_FLAGS, ids=lambda flag: flag.name)
 def test_flags_without_effect_are_noted_and_unsupported_ones_refused(
     flag: Flag, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert flag.name in TRITON
+    assert set(TRITON) <= BY_NAME.keys()
+    assert not (flag.note and flag.refused)
     base = ["--model-repository", str(tmp_path)]
     if flag.refused:
         assert settings.parse([*base, f"--{flag.name}=false"]).notes == []
@@ -78,10 +74,9 @@ def test_a_missing_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert settings.parse([*base[2:], "--exit-on-error=false"]).failed == []
 
 
-@pytest.mark.parametrize("mode", ["none", "poll", "explicit"])
 @pytest.mark.parametrize("file", ["config.pbtxt", "1/model.onnx"])
 def test_a_model_directory_instead_of_a_repository(
-    file: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "net"
     (folder / file).parent.mkdir(parents=True)
@@ -90,10 +85,10 @@ def test_a_model_directory_instead_of_a_repository(
         f"{folder} is the directory of one model, not a repository. Serve its parent: --model-repository {tmp_path}; "
         f"or only this model of it: --model-repository {tmp_path} --model-control-mode explicit --load-model net"
     )
-    options = ["--model-control-mode", mode]
-    for words in ([str(folder)], ["--model-repository", str(folder)]):
-        with pytest.raises(SystemExit):
-            settings.parse([*words, *options])
-        assert text in capsys.readouterr().err
-    assert settings.parse([str(folder), *options, "--exit-on-error=false"]).failed == [text]
-    assert settings.parse([str(tmp_path), *options]).failed == []
+    for mode in ("none", "poll", "explicit"):
+        for words in ([str(folder)], ["--model-repository", str(folder)]):
+            with pytest.raises(SystemExit):
+                settings.parse([*words, "--model-control-mode", mode])
+            assert text in capsys.readouterr().err
+    assert settings.parse([str(folder), "--exit-on-error=false"]).failed == [text]
+    assert settings.parse([str(tmp_path)]).failed == []
