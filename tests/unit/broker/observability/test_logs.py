@@ -48,7 +48,7 @@ def test_log_settings_select_levels(given: dict[str, Any], shown: str, capfd: py
     ("form", "begin"),
     [("default", r"\w\d{4} \d\d:\d\d:\d\d\.\d{6}"), ("ISO8601", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ \w")],
 )
-def test_log_formats_of_triton(form: str, begin: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_formats_of_triton(form: str, begin: str, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     set_up(log_settings(log_format=form, triton_compatible=True, log_verbose=1))
     text = 'said "é"\n\x1b\udc80'
     for level in LEVELS:
@@ -59,15 +59,11 @@ def test_log_formats_of_triton(form: str, begin: str, capfd: pytest.CaptureFixtu
     found = [re.fullmatch(rf"({begin}) (\d+) test_logs\.py:\d+\] (.*)", line) for line in lines]
     assert [(int(one[2]), json.loads(one[3])) for one in found if one] == [(os.getpid(), text)] * len(LEVELS)
     assert [one[1][0 if form == "default" else -1] for one in found if one] == list("IIWEE")
-
-
-def test_the_variable_of_triton_turns_escaping_off(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """JSON is the same as without `--triton-compatible`."""
     monkeypatch.setenv("TRITON_SERVER_ESCAPE_LOG_MESSAGES", "0")
-    for form, found in (("default", '] input "x\ny"\n'), ("json", '"message": "input \\"x\\ny\\""}\n')):
-        set_up(log_settings(log_format=form, triton_compatible=True))
+    for kind, end in ((form, '] input "x\ny"\n'), ("json", '"message": "input \\"x\\ny\\""}\n')):
+        set_up(log_settings(log_format=kind, triton_compatible=True))
         log.info('input "x\ny"')
-        assert capfd.readouterr().out.endswith(found)
+        assert capfd.readouterr().out.endswith(end)
 
 
 def test_a_file_is_appended_to_and_may_be_renamed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -113,11 +109,13 @@ def test_a_traceback_is_indented(text: str) -> None:
     for line in lines:
         assert line.startswith(INDENT)
         assert line.replace("\t", "").isprintable()
-
-
-def test_control_characters_are_escaped() -> None:
-    assert printable("plain text, é and 模型\t.") == "plain text, é and 模型\t."
-    assert printable("a\nb\r\x1b[2J\u2028\u202e\x85") == "a\\nb\\r\\x1b[2J\\u2028\\u202e\\x85"
+    made = record("ended", ValueError("why"))
+    made.fields = {"last_words": "the last\nlines"}
+    assert "the last" not in Formatter("default").format(made), "it has been logged line by line"
+    found = json.loads(Formatter("json").format(made))
+    assert (found["message"], found["last_words"]) == ("ended", "the last\nlines")
+    assert "ValueError: why" in found["traceback"]
+    assert printable("é 模型\ta\nb\r\x1b[2J\u2028\u202e\x85") == "é 模型\ta\\nb\\r\\x1b[2J\\u2028\\u202e\\x85"
 
 
 # ------------------------------------------------------------------------------------------ JSON, and fields
@@ -173,18 +171,6 @@ def test_a_json_record_is_one_line_with_all_fields(text: str, fields: dict[str, 
     assert (found["level"], found["message"]) == ("info", text)
     own = {"time", "level", "message"}
     assert {name: found[name] for name in fields.keys() - own} == {name: fields[name] for name in fields.keys() - own}
-
-
-def test_fields_that_only_a_json_record_shows() -> None:
-    """In the text format, last words have already been logged line by line."""
-    made = record("ended", ValueError("why"))
-    made.fields = {"last_words": "the last\nlines"}
-    first, *traceback = Formatter("default").format(made).split("\n")
-    assert first.endswith(" INFO ended")
-    assert "the last" not in "".join(traceback)
-    found = json.loads(Formatter("json").format(made))
-    assert (found["message"], found["last_words"]) == ("ended", "the last\nlines")
-    assert "ValueError: why" in found["traceback"]
 
 
 # ------------------------------------------------------------------------------------------ repeats
@@ -277,16 +263,6 @@ def console(descriptor: int) -> Iterator[None]:
         os.close(kept)
 
 
-def test_lost_records_are_counted_when_the_console_is_full(capfd: pytest.CaptureFixture[str]) -> None:
-    with console(os.open("/dev/full", os.O_WRONLY)):
-        for number in range(1000):
-            log.info("lost %d", number)
-    log.info("after")
-    notice, after = capfd.readouterr().err.splitlines()
-    assert "(No space left on device); 1,000 record(s) were lost" in notice
-    assert after.endswith(" INFO after")
-
-
 def test_a_blocked_or_closed_pipe_does_not_block_the_server(capfd: pytest.CaptureFixture[str]) -> None:
     """A full pipe would block the server forever."""
     reader, writer = os.pipe()
@@ -299,10 +275,16 @@ def test_a_blocked_or_closed_pipe_does_not_block_the_server(capfd: pytest.Captur
         os.close(reader)
         for number in range(10):
             log.info("lost %d", number)
+    with console(os.open("/dev/full", os.O_WRONLY)):
+        for number in range(1000):
+            log.info("lost %d", number)
     assert b" INFO 0 x" in data.splitlines()[0]
     assert b"the reader does not read" in more
     assert more.endswith(b" INFO read again\n")
-    assert capfd.readouterr().err == ""
+    log.info("after")
+    notice, after = capfd.readouterr().err.splitlines()
+    assert "(No space left on device); 1,000 record(s) were lost" in notice
+    assert after.endswith(" INFO after")
 
 
 def test_a_file_that_cannot_be_opened_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

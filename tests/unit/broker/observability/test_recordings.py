@@ -110,14 +110,8 @@ def test_a_recording_holds_a_limited_number_of_requests() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"[]",
-        b'{"do": "\xff"}',
-        b'{"do": 1}',
-        b"[" * 100_000,
-        b'{"do": "pause"}',
-        b'{"do": "read", "more": 1}',
+        *(b"", b"{", b"[]", b'{"do": "\xff"}', b'{"do": 1}', b"[" * 100_000),
+        *(b'{"do": "pause"}', b'{"do": "read", "more": 1}'),
     ],
 )
 def test_an_invalid_body_is_refused(body: bytes) -> None:
