@@ -34,19 +34,17 @@ def test_the_order_is_reversed_each_round() -> None:
     assert {name: len(turns) for name, turns in found.items()} == dict.fromkeys("abc", 3)
 
 
-def tool(folder: Path, body: str) -> str:
-    path = folder / "wrk"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 def test_the_report_of_wrk_is_parsed(tmp_path: Path) -> None:
-    fake = tool(tmp_path, """echo 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "p99": 1600, "failed": 0}'""")
-    assert agreement.by_wrk(fake, "127.0.0.1:1", 2, 1.0, tmp_path) == Turn(250.0, 1500)
+    def taken(printed: str) -> Turn:
+        path = tmp_path / "wrk"
+        path.write_text(f"#!/bin/sh\necho '{printed}'\n")
+        path.chmod(0o755)
+        return agreement.by_wrk(str(path), "127.0.0.1:1", 2, 1.0, tmp_path)
+
+    result = 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "p99": 1600, "failed": %d}'
+    assert taken(result % 0) == Turn(250.0, 1500)
     assert '"shape": [1, 16]' in (tmp_path / "wrk.body").read_text()
-    failed = tool(tmp_path, """echo 'RESULT {"count": 500, "us": 2000000, "p50": 1500, "p99": 1600, "failed": 3}'""")
     with pytest.raises(RuntimeError, match="wrk: 3 of 500 requests failed"):
-        agreement.by_wrk(failed, "127.0.0.1:1", 2, 1.0, tmp_path)
+        taken(result % 3)
     with pytest.raises(RuntimeError, match="wrk printed no result: nothing"):
-        agreement.by_wrk(tool(tmp_path, "echo nothing"), "127.0.0.1:1", 2, 1.0, tmp_path)
+        taken("nothing")

@@ -13,59 +13,32 @@ from tests import ROOT
 MS = 1_000_000
 
 
-class Clock:
-    """A clock that only the test advances."""
+def felt(took_ms: list[int], checked_ms: int = 0) -> list[int]:
+    """The latencies of calls during a second on a clock that stands still. The n-th call takes this many milliseconds,
+    later ones take one."""
+    now, times = 5_000_000_000, iter(took_ms)
 
-    def __init__(self) -> None:
-        self.ns = 5_000_000_000
-        self.waited = 0
+    def advance(ns: int) -> None:
+        nonlocal now
+        now += ns
 
-    def now(self) -> int:
-        return self.ns
+    def wait(seconds: float) -> None:
+        advance(round(seconds * 1e9))
 
-    def wait(self, seconds: float) -> None:
-        self.ns += round(seconds * 1e9)
-        self.waited += 1
-
-    def felt(self, took_ms: list[int], seconds: float) -> list[int]:
-        """The n-th call takes this many milliseconds; all later ones take one."""
-        times = iter(took_ms)
-
-        def call() -> None:
-            self.ns += next(times, 1) * MS
-
-        return paced(call, lambda answer: None, seconds, self.wait, self.now)
-
-
-def test_latency_counts_from_the_send_time_without_a_backlog() -> None:
-    clock = Clock()
-    taken = clock.felt([], 1.0)
-    assert set(taken) == {1 * MS}
-    assert 1000 * MS / SPACING_NS[1] <= len(taken) <= 1000 * MS / SPACING_NS[0] + 1
+    return paced(lambda: advance(next(times, 1) * MS), lambda answer: advance(checked_ms * MS), 1.0, wait, lambda: now)
 
 
 def test_a_pause_delays_every_call_due_during_it() -> None:
-    smooth, stopped = Clock().felt([], 1.0), Clock().felt([1, 1, 200], 1.0)
-    assert len(stopped) == len(smooth)  # none was left out
+    smooth, stopped = felt([]), felt([1, 1, 200])
+    assert set(smooth) == set(felt([], checked_ms=1)) == {1 * MS}, "checking answers is not counted"
+    assert 1000 * MS / SPACING_NS[1] <= len(smooth) <= 1000 * MS / SPACING_NS[0] + 1
+    assert len(stopped) == len(smooth), "none was left out"
     assert stopped[:3] == [1 * MS, 1 * MS, 200 * MS]
     late = [taken for taken in stopped[3:] if taken > 1 * MS]
     assert len(late) >= 200 * MS // SPACING_NS[1]
     assert late == sorted(late, reverse=True)
     assert 200 * MS > late[0] > 190 * MS
-    assert stopped[-1] == 1 * MS  # caught up with
-
-
-def test_checking_answers_is_not_counted_in_the_latency() -> None:
-    clock = Clock()
-    seen: list[str] = []
-
-    def check(answer: str) -> None:
-        seen.append(answer)
-        clock.ns += 1 * MS
-
-    taken = paced(lambda: "answer", check, 0.1, clock.wait, clock.now)
-    assert taken == [0] * len(taken)
-    assert seen == ["answer"] * len(taken)
+    assert stopped[-1] == 1 * MS, "caught up with"
 
 
 BUSY = """

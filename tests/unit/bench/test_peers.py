@@ -38,7 +38,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def test_the_best_of_a_row_is_bold_and_gaps_are_shown() -> None:
+def test_the_best_of_a_row_is_bold_and_gaps_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
     cells = [
         Cell.of("mlp", 1, "shmserve", [Turn(1000, 900, 2000), Turn(3000, 1100, 4000), Turn(2000, 1000, 3000)]),
         Cell.of("mlp", 1, "mosec", [Turn(1500, 500, 700)]),
@@ -50,11 +51,7 @@ def test_the_best_of_a_row_is_bold_and_gaps_are_shown() -> None:
         "| mlp, 1 in flight | **2,000/s, 1 (3) ms** | 1,500/s, 0.5 (0.7) ms |",
         "| mlp, 8 in flight | failed | - |",
     ]
-
-
-def test_a_result_is_kept_as_a_page_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "RESULTS", tmp_path)
-    path = report.save([Cell.of("mlp", 1, "mosec", [Turn(1500, 500, 700)])], "the command", {"servers": "mosec 1"})
+    path = report.save(cells[1:2], "the command", {"servers": "mosec 1"})
     assert "- servers: mosec 1" in path.read_text()
     (cell,) = json.loads(path.with_suffix(".json").read_text())["cells"]
     assert cell == {"model": "mlp", "flight": 1, "server": "mosec", "per_s": 1500, "p50_us": 500, "p99_us": 700}
@@ -90,12 +87,6 @@ def test_every_request_format_carries_the_same_values(workload: workloads.Worklo
     assert (np.array(json.loads(lists.body)["x"][0], np.float32) == row).all()
 
 
-def await_stop(pid: int) -> None:
-    """Polls, because the kernel only notifies parents when a process has stopped."""
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        select.select([], [], [], 0.01)
-
-
 def test_a_server_pauses_and_ends_with_its_daemons(tmp_path: Path) -> None:
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
@@ -106,8 +97,9 @@ def test_a_server_pauses_and_ends_with_its_daemons(tmp_path: Path) -> None:
         members = server.members()
         assert len(members) == 2
         server.pause()
-        for pid in members:
-            await_stop(pid)
+        for pid in members:  # polled, because the kernel only notifies parents
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                select.select([], [], [], 0.01)
         server.resume()
         assert server.await_answer(Post(post.url, {"Head-Size": "2"}, b"{}hello")) == b"hello"
     assert not server.members()

@@ -13,25 +13,17 @@ from bench.measures import ALL
 from shmserve.broker.config import command_line
 from shmserve.clients.cli import parser
 from tests import ROOT
+from tests.support.docs.page_runner import blocks_of
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [(page.relative_to(ROOT).as_posix(), block) for page in PAGES for block in blocks_of(page.read_text())]
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
-SHELL = ("sh", "bash", "console")
-
-
-def blocks(*languages: str) -> Iterator[tuple[str, str]]:
-    """The page and the text of each block."""
-    for page in PAGES:
-        for match in FENCE.finditer(page.read_text()):
-            if match[1] in languages:
-                yield page.relative_to(ROOT).as_posix(), match[2]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
     """The page and the words of each `shmserve ...` line, without variables, pipes and redirections."""
-    for page, block in blocks(*SHELL):
-        for line in block.replace("\\\n", " ").splitlines():
+    for page, block in BLOCKS:
+        for line in block.lines if block.language in ("sh", "bash", "console") else ():
             words = shlex.split(line.removeprefix("$ "), comments=True)
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                 del words[0]
@@ -53,19 +45,21 @@ def parses(words: list[str]) -> bool:
     return True
 
 
-def test_commands_parse() -> None:
+def test_commands_parse_and_python_compiles() -> None:
+    for page, block in BLOCKS:
+        if block.language == "python":
+            compile(block.text, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     found = list(commands())
     assert len(found) > 100
     assert [f"{page}: {shlex.join(words)}" for page, words in found if not parses(words)] == []
 
 
-def test_python_compiles() -> None:
-    for page, block in blocks("python"):
-        compile(block, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-
-
 def test_links_resolve() -> None:
-    links = [(page, match[1]) for page in PAGES for match in LINK.finditer(FENCE.sub("", page.read_text()))]
+    links = [
+        (page, match[1])
+        for page in PAGES
+        for match in LINK.finditer(re.sub(r"(?ms)^```.*?^```$", "", page.read_text()))
+    ]
     local = [(page, target) for page, target in links if "://" not in target]
     assert len(local) > 100
     assert [f"{page.name}: {target}" for page, target in local if not (page.parent / target).exists()] == []

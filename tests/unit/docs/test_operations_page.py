@@ -10,21 +10,6 @@ from tests import ROOT
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 SERVICE = (ROOT / "systemd" / "shmserve.service").read_text()
-INSTALLS = (
-    "/opt/shmserve",
-    "/usr/lib/systemd/system",
-    "/etc/shmserve",
-    "/srv/shmserve/models",
-    "/usr/local/bin/shmserve",
-)
-NUMBERS = (
-    "WatchdogSec=30",
-    "RestartSec=1",
-    "StartLimitBurst=10",
-    "StartLimitIntervalSec=300",
-    "RestartPreventExitStatus=2",
-    "LimitNOFILE=65536",
-)
 
 
 def string_constants() -> str:
@@ -54,15 +39,12 @@ def test_quoted_texts_are_in_the_source() -> None:
     assert not [text for text in quoted if text not in source]
 
 
-def test_every_code_has_a_row() -> None:
+def test_codes_settings_and_paths_are_those_of_the_source() -> None:
     client = {"CANCELLED", "UNKNOWN", "ALREADY_EXISTS"}  # not relevant to operators
     assert set(rows("Code")) == set(BY_CODE) - client
-
-
-def test_settings_are_those_of_the_unit_file() -> None:
-    assert [setting for setting in NUMBERS if f"\n{setting}\n" not in SERVICE] == []
-
-
-def test_paths_are_those_of_the_makefile() -> None:
+    numbers = "WatchdogSec=30 RestartSec=1 StartLimitBurst=10 StartLimitIntervalSec=300 RestartPreventExitStatus=2"
+    for setting in (*numbers.split(), "LimitNOFILE=65536"):
+        assert f"\n{setting}\n" in SERVICE
     made = (ROOT / "Makefile").read_text() + (ROOT / "systemd" / "tmpfiles.d" / "shmserve.conf").read_text()
-    assert [place for place in INSTALLS if place not in PAGE or place not in made] == []
+    places = "/opt/shmserve /usr/lib/systemd/system /etc/shmserve /srv/shmserve/models /usr/local/bin/shmserve"
+    assert [place for place in places.split() if place not in PAGE or place not in made] == []

@@ -49,22 +49,23 @@ def committed(root: Path) -> Path:
     return root
 
 
-def test_a_release_that_is_ready(root: Path) -> None:
+def test_versions_tags_and_changes_of_the_checkout(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(root, "1.2.3") == []
     git(root, "tag", "v1.2.3")
     assert problems(root, "1.2.3") == []
-
-
-@pytest.mark.parametrize("version", ["1.2", "v1.2.3", "1.2.3-rc1", "../1", ""])
-def test_an_invalid_version_is_refused(root: Path, version: str) -> None:
-    assert problems(root, version) == [f"'{version}' is not a version such as 1.2.3 or 1.2.3rc1"]
-
-
-def test_a_version_that_differs_from_the_files_is_reported(root: Path) -> None:
+    for version in ("1.2", "v1.2.3", "1.2.3-rc1", "../1", ""):
+        assert problems(root, version) == [f"'{version}' is not a version such as 1.2.3 or 1.2.3rc1"]
     assert problems(root, "1.3.0") == [
         "setup.cfg: version is 1.2.3, not 1.3.0",
         "CHANGELOG.md: no section '## 1.3.0 - YYYY-MM-DD'",
     ]
+    git(root, "commit", "--quiet", "--allow-empty", "--message=more")
+    (root / "new").touch()
+    changed, tagged = sorted(problems(root, "1.2.3"))
+    assert changed == "git: the checkout has changes that are not committed"
+    assert tagged.startswith("git: the tag v1.2.3 is at another commit, ")
+    assert main([]) == 2
+    assert "VERSION=X.Y.Z" in capsys.readouterr().err
 
 
 def test_missing_project_urls_are_reported(root: Path) -> None:
@@ -86,23 +87,6 @@ def test_missing_project_urls_are_reported(root: Path) -> None:
 def test_invalid_sections_of_the_changelog_are_reported(root: Path, old: str, new: str, problem: str) -> None:
     (root / "CHANGELOG.md").write_text(CHANGES.replace(old, new))
     assert problems(committed(root), "1.2.3") == [f"CHANGELOG.md: {problem}"]
-
-
-def test_a_checkout_with_changes(root: Path) -> None:
-    (root / "new").touch()
-    assert problems(root, "1.2.3") == ["git: the checkout has changes that are not committed"]
-
-
-def test_a_tag_at_another_commit_is_reported(root: Path) -> None:
-    git(root, "tag", "v1.2.3")
-    git(root, "commit", "--quiet", "--allow-empty", "--message=more")
-    (problem,) = problems(root, "1.2.3")
-    assert problem.startswith("git: the tag v1.2.3 is at another commit, ")
-
-
-def test_the_command_requires_a_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "VERSION=X.Y.Z" in capsys.readouterr().err
 
 
 def test_only_the_documented_problems_remain_in_this_tree() -> None:
