@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -84,60 +84,43 @@ def spawn(source: int) -> Spawn:
 # ---------------------------------------------------------------------------------------------- one source or two
 
 
-def add(path: Path) -> Callable[[Path], object]:
-    return lambda folder: (folder / path).write_text("something else")
-
-
-def config(text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "config.pbtxt").write_text(text)
+INSTANCES = ALL + GROUP.format(3)
+VERSIONS = ALL.replace("all { }", "specific { versions: [ 1, 2 ] }")
+PARAMETER = ALL + 'parameters { key: "k" value: { string_value: "v" } }'
 
 
 @pytest.mark.parametrize(
-    ("change", "changed"),
+    ("path", "text", "changed"),
     [
-        (lambda folder: None, set()),
-        (add(Path("1/weights")), {1}),
-        (add(Path("2/more")), {2}),
-        (add(Path("labels.txt")), {1, 2}),
-        (add(Path("shared")), {1, 2}),
-        (add(Path("configs")), set()),
-        (add(Path(".swp")), set()),
-        (config(ALL.replace("8", "16")), {1, 2}),
-        (config(ALL + 'parameters { key: "k" value: { string_value: "v" } }'), {1, 2}),
-        (config("# a comment\n" + ALL.replace(" ", "  ")), set()),
-        (config(ALL + GROUP.format(3)), set()),
-        (config(ALL.replace("all { }", "specific { versions: [ 1, 2 ] }")), set()),
-        (lambda folder: os.utime(folder / "1", ns=(1, 1)), set()),
-        (lambda folder: (folder / "3").mkdir(), set()),
-    ],
-    ids=[
-        *(
-            "nothing",
-            "file",
-            "file added",
-            "labels",
-            "shared",
-            "other configurations",
-            "hidden",
-            "batch size",
-            "parameter",
-        ),
-        *("comment", "instances", "version policy", "time of a directory", "version"),
+        ("1/weights", "newer", {1}),
+        ("2/more", "newer", {2}),
+        ("labels.txt", "dog", {1, 2}),
+        ("shared", "", {1, 2}),
+        ("configs", "", set()),
+        (".swp", "", set()),
+        ("config.pbtxt", ALL.replace("8", "16"), {1, 2}),
+        ("config.pbtxt", PARAMETER, {1, 2}),
+        ("config.pbtxt", "# a comment\n" + ALL.replace(" ", "  "), set()),
+        ("config.pbtxt", INSTANCES, set()),
+        ("config.pbtxt", VERSIONS, set()),
     ],
 )
 def test_only_relevant_changes_give_a_version_a_new_source(
-    catalog: Catalog, root: Path, change: Callable[[Path], object], changed: set[int]
+    catalog: Catalog, root: Path, path: str, text: str, changed: set[int]
 ) -> None:
     first = sources(catalog)
     assert first.keys() == {1, 2}
     assert len(set(first.values())) == 2
-    change(root / "m")
+    os.utime(root / "m" / "1", ns=(1, 1))
+    (root / "m" / "3").mkdir()
+    assert {number: sources(catalog)[number] for number in first} == first, "a directory does not count"
+    (root / "m" / path).write_text(text)
     second = sources(catalog)
     assert {number for number in first if second[number] != first[number]} == changed
-    assert sources(catalog) == second
+    assert {number: sources(catalog)[number] for number in second} == second
 
 
-def test_an_overridden_configuration_gets_its_own_source(catalog: Catalog) -> None:
+def test_sources_after_overrides_failures_and_unloads(catalog: Catalog, root: Path, tmp_path: Path) -> None:
     first = sources(catalog)
     given = LoadOverride(parse_override(OVERRIDE), None)
     overridden = sources(catalog, given)
@@ -145,32 +128,19 @@ def test_an_overridden_configuration_gets_its_own_source(catalog: Catalog) -> No
     assert overridden[2] not in first.values()
     assert sources(catalog, given) == overridden
     assert decode_config(loaded(catalog, overridden[2])).max_batch_size == 3
-    assert sources(catalog)[2] != overridden[2]
-
-
-def test_a_version_kept_after_a_failed_load_keeps_its_source(catalog: Catalog) -> None:
-    first = sources(catalog)
-    broken = sources(catalog, LoadOverride(parse_override(OVERRIDE), None))
     catalog.prune(first.values())
-    assert sources(catalog) == first
+    assert sources(catalog) == first, "versions that were kept after a failed load"
     catalog.prune(first.values())
-    again = sources(catalog, LoadOverride(parse_override(OVERRIDE), None))
-    assert again[2] not in {*broken.values(), *first.values()}, "nothing was made of the broken one any more"
-
-
-def test_an_unloaded_model_is_read_again(catalog: Catalog) -> None:
-    first = sources(catalog)
+    again = sources(catalog, given)
+    assert again[2] not in {*overridden.values(), *first.values()}, "nothing was made of the broken one any more"
     catalog.forget("m")
     second = sources(catalog)
     assert not {*first.values()} & {*second.values()}, "though the old ones may still finish what they have"
     catalog.prune(second.values())
     with pytest.raises(KeyError):
         catalog.load_order(spawn(first[1]))
-
-
-def test_a_model_moved_to_another_repository_gets_new_sources(catalog: Catalog, root: Path, tmp_path: Path) -> None:
-    both = Catalog(Repositories([root, tmp_path / "other"]), {}, CoreSet((0,)))
     (tmp_path / "other").mkdir()
+    both = Catalog(Repositories([root, tmp_path / "other"]), {}, CoreSet((0,)))
     first = sources(both)
     (root / "m").rename(tmp_path / "other" / "m")
     assert sources(both)[1] != first[1], "the files are the same, but not where a worker would look"
@@ -179,26 +149,22 @@ def test_a_model_moved_to_another_repository_gets_new_sources(catalog: Catalog, 
 # ---------------------------------------------------------------------------------------------- instances, in place
 
 
-def test_instances_change_in_place(catalog: Catalog, root: Path) -> None:
-    before = deploy(catalog)
-    (root / "m" / "config.pbtxt").write_text(ALL + GROUP.format(3))
-    after = deploy(catalog, operation=7)
-    assert after.operation == 7
-    assert [target.source for target in after.targets] == [target.source for target in before.targets]
-    assert [len(target.instances) for target in (*before.targets, *after.targets)] == [1, 1, 3, 3]
-    assert decode_config(loaded(catalog, after.targets[0].source)).instance_group[0].count == 3
+def test_instances_of_the_file_and_of_a_call_change_in_place(catalog: Catalog, root: Path) -> None:
+    def changed(given: LoadOverride | None = None) -> list[int]:
+        after = deploy(catalog, given, operation=7)
+        assert after.operation == 7
+        assert [target.source for target in after.targets] == served
+        assert [catalog.is_override(source) for source in served] == [given is not None] * 2
+        return [len(target.instances) for target in after.targets]
 
-
-def test_instances_that_come_with_a_call_change_in_place(catalog: Catalog) -> None:
-    before = deploy(catalog)
-    config = decode_config(loaded(catalog, before.targets[0].source))
-    more = replace(config, instance_group=(replace(config.instance_group[0], count=3),))
-    after = deploy(catalog, LoadOverride(parse_override(json.dumps(as_triton_json(more)).encode()), None))
-    assert [target.source for target in after.targets] == [target.source for target in before.targets]
-    assert [len(target.instances) for target in after.targets] == [3, 3]
-    assert all(catalog.is_override(target.source) for target in after.targets)
-    assert [len(target.instances) for target in deploy(catalog).targets] == [1, 1]
-    assert not any(catalog.is_override(target.source) for target in after.targets)
+    served = [target.source for target in deploy(catalog).targets]
+    config = decode_config(loaded(catalog, served[0]))
+    more = replace(config, instance_group=(replace(config.instance_group[0], count=2),))
+    assert changed(LoadOverride(parse_override(json.dumps(as_triton_json(more)).encode()), None)) == [2, 2]
+    assert changed() == [1, 1]
+    (root / "m" / "config.pbtxt").write_text(INSTANCES)
+    assert changed() == [3, 3]
+    assert decode_config(loaded(catalog, served[0])).instance_group[0].count == 3
 
 
 def test_a_completed_configuration_follows_changes_of_the_file(catalog: Catalog, root: Path) -> None:
@@ -294,22 +260,6 @@ def test_directories_of_overrides_are_removed_with_their_last_source(catalog: Ca
     assert list(tmp_path.glob("given*")) == []
 
 
-def test_uploaded_files_are_removed_if_they_cannot_be_read(
-    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = model(tmp_path / "given", "m", "")
-
-    def fail(*_: object, **__: object) -> None:
-        raise InvalidRequest("no luck")
-
-    monkeypatch.setattr(module, "scan_model", fail)
-    with pytest.raises(InvalidRequest, match="no luck"):
-        catalog.repositories.read("m", LoadOverride(parse_override(OVERRIDE), folder))
-    assert not folder.parent.exists()
-    with pytest.raises(InvalidRequest, match="no luck"):
-        catalog.repositories.read("m")
-
-
 # ---------------------------------------------------------------------------------------------- going back
 
 
@@ -338,26 +288,6 @@ def refused(events: list[Event]) -> list[tuple[str, int, str]]:
     return [(event.model, event.version, event.reason) for _, event in events if isinstance(event, Refuse)]
 
 
-def test_a_broken_model_is_refused(catalog: Catalog, root: Path) -> None:
-    (root / "m" / "config.pbtxt").write_text(ALL.replace("max_batch", "max_bach"))
-    events = catalog.adopt(catalog.repositories.read("m"))
-    ((name, version, reason),) = refused(events)
-    assert (name, version, len(events)) == ("m", 0, 1)
-    assert "m/config.pbtxt:2" in reason
-    assert str(root) not in reason
-
-
-def test_a_version_without_its_file_is_refused_alone(catalog: Catalog, root: Path) -> None:
-    (root / "m" / "config.pbtxt").write_text(ALL.replace("identity", "python"))
-    (root / "m" / "2" / "model.py").write_text("")
-    events = catalog.adopt(catalog.repositories.read("m"))
-    assert isinstance(events[0][1], Deploy)
-    assert [target.number for target in events[0][1].targets] == [2]
-    ((name, version, reason),) = refused(events)
-    assert (name, version) == ("m", 1)
-    assert "model.py" in reason
-
-
 def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> None:
     model(tmp_path / "other", "m", GOOD)
     model(tmp_path / "other", "n", GOOD)
@@ -367,16 +297,6 @@ def test_a_model_in_two_repositories_is_refused(root: Path, tmp_path: Path) -> N
     found = {reading.scanned.name: reading for reading in both.repositories.read_all()}
     assert len(refused(both.adopt(found["m"]))) == 1
     assert refused(both.adopt(found["n"])) == []
-
-
-@pytest.mark.parametrize(
-    "name", ["", " ", "../m", "..", ".", "m/", "/m", "m/1", ".hidden", "a\0b", "m\n", "é", "x" * 200]
-)
-def test_invalid_and_unknown_model_names_are_refused(catalog: Catalog, name: str) -> None:
-    with pytest.raises((InvalidRequest, NotFound)):
-        catalog.repositories.read(name)
-    with pytest.raises(NotFound, match=r"failed to load 'mm', failed to poll from model repository.*did you mean 'm'"):
-        catalog.repositories.read("mm")
 
 
 def test_a_model_that_changes_while_it_is_read(catalog: Catalog, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,10 +346,38 @@ def test_a_remote_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkey
     assert catalog.trees() == {"2"}
 
 
-def test_the_reason_names_the_runtime_directory_that_is_full(catalog: Catalog, root: Path, monkeypatch: Any) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Generations, "keep", full)
+def test_what_cannot_be_read_is_refused(
+    catalog: Catalog, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = root / "m" / "config.pbtxt"
+    config.write_text(ALL.replace("identity", "python"))
+    (root / "m" / "2" / "model.py").write_text("")
+    events = catalog.adopt(catalog.repositories.read("m"))
+    assert isinstance(events[0][1], Deploy)
+    assert [target.number for target in events[0][1].targets] == [2]
+    ((name, version, reason),) = refused(events)
+    assert (name, version, "model.py" in reason) == ("m", 1, True), "a version without its file, alone"
+    config.write_text(ALL.replace("max_batch", "max_bach"))
+    events = catalog.adopt(catalog.repositories.read("m"))
+    ((name, version, reason),) = refused(events)
+    assert (name, version, len(events)) == ("m", 0, 1)
+    assert "m/config.pbtxt:2" in reason
+    assert str(root) not in reason
+    for name in ("", " ", "../m", "..", ".", "m/", "/m", "m/1", ".hidden", "a\0b", "m\n", "é", "x" * 200):
+        with pytest.raises((InvalidRequest, NotFound)):
+            catalog.repositories.read(name)
+    with pytest.raises(NotFound, match=r"failed to load 'mm', failed to poll from model repository.*did you mean 'm'"):
+        catalog.repositories.read("mm")
+    config.write_text(ALL)
+    monkeypatch.setattr(Generations, "keep", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     text = f"cannot copy its files to the runtime directory {root.parent}/kept: No space left on device"
     assert [problem.text for problem in catalog.repositories.read("m").scanned.problems] == [text]
+    folder = model(tmp_path / "given", "m", "")
+
+    def fail(*_: object, **__: object) -> None:
+        raise InvalidRequest("no luck")
+
+    monkeypatch.setattr(module, "scan_model", fail)
+    with pytest.raises(InvalidRequest, match="no luck"):
+        catalog.repositories.read("m", LoadOverride(parse_override(OVERRIDE), folder))
+    assert not folder.parent.exists(), "uploaded files are removed"

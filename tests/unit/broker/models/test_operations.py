@@ -72,17 +72,7 @@ def with_resource(resource: str) -> str:
     return f"{GOOD}\ninstance_group [ {{ kind: KIND_CPU rate_limiter {{ resources [ {{ {resource} }} ] }} }} ]"
 
 
-def test_a_load_that_needs_too_much_of_a_resource_fails(shells: Callable[..., Shell]) -> None:
-    shell = shells(with_resource("name: 'r' count: 4"))
-    shell.ask("load")
-    (failed,) = shell.said
-    assert failed.text.startswith("failed to load 'm': Resource count for \"r\" is limited to 3 which will prevent")
-    assert [type(event) for _, event in shell.inbox] == [events.Refuse]
-
-
-def test_a_resource_is_not_global_for_one_model_and_of_each_device_for_another(
-    shells: Callable[..., Shell], tmp_path: Path
-) -> None:
+def test_loads_that_do_not_fit_the_resources_fail(shells: Callable[..., Shell], tmp_path: Path) -> None:
     shell = shells(with_resource("name: 'r' count: 1"))
     model(tmp_path / "models", "n", with_resource("name: 'r' global: true count: 1"), {"1/weights": "a"})
     text = 'Resource "r" is present as both global and device-specific resource in the model configuration.'
@@ -94,6 +84,10 @@ def test_a_resource_is_not_global_for_one_model_and_of_each_device_for_another(
     shell.ask("unload")
     shell.ask("load", name="n")
     assert [type(event) for _, event in shell.inbox] == [events.Deploy, events.Refuse, events.Unload, events.Deploy]
+    model(tmp_path / "models", "much", with_resource("name: 'r' global: true count: 4"))
+    shell.ask("load", name="much")
+    assert 'Resource count for "r" is limited to 3 which will prevent' in shell.said[-1].text
+    assert isinstance(shell.inbox[-1][1], events.Refuse)
 
 
 def test_an_internal_error_is_reported_to_the_caller(

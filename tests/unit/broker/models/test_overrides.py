@@ -94,32 +94,34 @@ def refused(place: Path, body: bytes, *texts: str, **more: Any) -> None:
 # ------------------------------------------------------------------------------------------------- what is right
 
 
-def test_a_configuration(place: Path) -> None:
-    assert unpack(place, b"") is None
-    assert unpack(place, b"{}\n") is None
+def test_configurations_and_files(place: Path) -> None:
+    assert unpack(place, b"") is unpack(place, b"{}\n") is None
     found = unpack(place, body_of())
     assert found is not None
-    assert found.folder is None
-    assert found.config.message.backend == "identity"  # type: ignore[attr-defined]
-    assert unpack(place, body_of([])) == found
-    assert unpack(place, body_of().rstrip(b"\n")) == found
+    assert (found.folder, found.config.message.backend) == (None, "identity")  # type: ignore[attr-defined]
+    assert unpack(place, body_of([])) == unpack(place, body_of().rstrip(b"\n")) == found
     assert tree(place) == {}
-
-
-@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
-def test_files(place: Path, piece: int) -> None:
     files = {"1/model.onnx": b"weights\n", "1/empty": b"", "1/sub/deep/x": b"\0\n{}", "10/Ünï code": b"y" * 3000}
+    files |= dict.fromkeys(("1/a", "1/ab", "1/a.b", "1/b/a", "11/a", "1/a b"), b"similar names do not conflict")
     given = of_load(CONFIG, files)
     sent = bytearray()
     while given.left:
         sent += given.take()
-    folder = stored(place, bytes(sent), piece=piece)
-    assert folder.name == "m", "the name of a model is that of its directory"
-    assert folder.parent.parent == place
-    assert files_in(folder) == files
-    assert {path.stat().st_mode & 0o7777 for path in folder.rglob("*") if path.is_file()} == {0o600}
-    assert folder.parent.stat().st_mode & 0o777 == 0o700
-    assert stored(place, bytes(sent)).parent != folder.parent
+    places = set()
+    for piece in (1, 7, 1 << 20):
+        folder = stored(place, bytes(sent), piece=piece)
+        assert folder.name == "m", "the name of a model is that of its directory"
+        assert folder.parent.parent == place
+        assert files_in(folder) == files
+        assert {path.stat().st_mode & 0o7777 for path in folder.rglob("*") if path.is_file()} == {0o600}
+        assert folder.parent.stat().st_mode & 0o777 == 0o700
+        places.add(folder)
+    assert len(places) == 3
+    assert files_in(stored(place, body_of([["/1/model.py", 1]], b"x"))) == {"1/model.py": b"x"}, "the slash is ignored"
+    # The maximum number of files, deeply nested, needs neither much time nor memory.
+    deep = "/".join("a" * (LEVELS - 2))
+    folder = stored(place, body_of([[f"1/{deep}/{number}", 1] for number in range(FILES)], b"x" * FILES), limit=1 << 30)
+    assert len(list((folder / "1" / deep).iterdir())) == FILES
 
 
 def test_a_large_body_is_not_kept_in_memory(place: Path) -> None:
@@ -158,13 +160,6 @@ def test_names_outside_the_directory_are_refused(place: Path, name: str) -> None
     refused(place, body_of([["1/good", 1], [name, 1]], b"ab"), "expected VERSION/NAME below the model's directory")
 
 
-@pytest.mark.parametrize("model", ["", "..", ".", "../evil", "a/b", "/etc", ".hidden", "a\0", "a\n", "x" * 129, "é"])
-def test_model_names_with_path_traversal_are_refused(place: Path, model: str) -> None:
-    refused(place, body_of([["1/x", 1]], b"a"), "model name must not contain path traversal", model=model)
-    text = "Invalid stub name: contains invalid characters; found 'a\\b', expected 1 to 128 printable"
-    refused(place, body_of([["1/x", 1]], b"a"), text, model="a\\b")
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -180,26 +175,6 @@ def test_conflicting_file_names_are_refused(place: Path, names: tuple[str, ...])
     files = [[name, 1] for name in names]
     last = names[-1].removeprefix("/")
     refused(place, body_of(files, b"x" * len(files)), f"file '{last}'", "conflicts with another one")
-
-
-def test_similar_file_names_do_not_conflict(place: Path) -> None:
-    """A name may start with a slash, which does not count."""
-    names = ["1/a", "1/ab", "1/a.b", "1/b/a", "11/a", "1/a b"]
-    folder = stored(place, body_of([[name, 1] for name in ("/1/model.py", *names)], b"x" * 7))
-    assert set(files_in(folder)) == {"1/model.py", *names}
-
-
-@pytest.mark.parametrize("data", [b"", b"12345", b"1234567", bytes(10_000)])
-def test_bodies_of_another_size_than_announced_are_refused(place: Path, data: bytes) -> None:
-    refused(place, body_of([["1/a", 2], ["1/b", 4]], data), "expected 6 bytes", f"received {len(data)}")
-
-
-def test_files_without_a_configuration(place: Path) -> None:
-    refused(place, body_of([["1/a", 1]], b"x", None), "has files but no config; give both")
-    refused(place, body_of([["1/a", 1]], b"x", {"backnd": "python"}), "backnd", "backend")
-    refused(place, body_of(None, b"", {"backnd": "python"}), "backnd")
-    refused(place, body_of(None, b"", []), "config override")
-    refused(place, b'{"config": null}\n', "config override")
 
 
 @pytest.mark.parametrize(
@@ -218,6 +193,32 @@ def test_an_invalid_first_line_is_refused(place: Path, line: bytes) -> None:
     refused(place, line, "the first line of the load call's body cannot be read", limit=1 << 22)
 
 
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        (body_of([["1/a", 1]], b"x", None), ("has files but no config; give both",)),
+        (body_of([["1/a", 1]], b"x", {"backnd": "python"}), ("backnd", "backend")),
+        (body_of(None, b"", {"backnd": "python"}), ("backnd",)),
+        (body_of(None, b"", []), ("config override",)),
+        (b'{"config": null}\n', ("config override",)),
+        *(
+            (body_of([["1/a", 2], ["1/b", 4]], data), ("expected 6 bytes", f"received {len(data)}"))
+            for data in (b"", b"12345", b"1234567", bytes(10_000))
+        ),
+    ],
+)
+def test_files_need_a_configuration_and_their_bytes(place: Path, body: bytes, texts: tuple[str, ...]) -> None:
+    refused(place, body, *texts)
+
+
+def test_model_names_with_path_traversal_are_refused(place: Path) -> None:
+    body = body_of([["1/x", 1]], b"a")
+    for model in ("", "..", ".", "../evil", "a/b", "/etc", ".hidden", "a\0", "a\n", "x" * 129, "é"):
+        refused(place, body, "model name must not contain path traversal", model=model)
+    text = "Invalid stub name: contains invalid characters; found 'a\\b', expected 1 to 128 printable"
+    refused(place, body, text, model="a\\b")
+
+
 def test_too_many_bytes(place: Path) -> None:
     body = body_of(None, b"", {"backend": "x" * HEADER_BYTES})
     refused(place, body, f"is longer than {HEADER_BYTES} bytes", limit=1 << 30, piece=1 << 16)
@@ -230,27 +231,17 @@ def test_too_many_bytes(place: Path) -> None:
     assert tree(place) == {}
 
 
-def test_many_files(place: Path) -> None:
-    """The maximum number of files, deeply nested, needs neither much time nor memory."""
-    deep = "/".join("a" * (LEVELS - 2))
-    folder = stored(place, body_of([[f"1/{deep}/{number}", 1] for number in range(FILES)], b"x" * FILES), limit=1 << 30)
-    assert len(list((folder / "1" / deep).iterdir())) == FILES
-
-
 # ------------------------------------------------------------------------------------------------- a disk that fails
 
 
-def test_a_full_disk_during_an_upload(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "wb", buffering=0) as full:
-        monkeypatch.setattr(tempfile, "SpooledTemporaryFile", lambda *_, **__: full)
+def test_a_disk_that_fails_during_or_at_the_end_of_an_upload(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the files already exist."""
+    with monkeypatch.context() as patch, open("/dev/full", "wb", buffering=0) as full:
+        patch.setattr(tempfile, "SpooledTemporaryFile", lambda *_, **__: full)
         upload = Upload(place, LIMIT)
         with pytest.raises(Unavailable, match="No space left on device"):
             upload.add(b"x")
         upload.close()
-
-
-def test_a_disk_that_fails_at_the_end_of_an_upload(place: Path) -> None:
-    """Half of the files already exist."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     most = 1 << 16
     body = body_of([["1/a", most], ["1/b", most + 1]], bytes(2 * most + 1))
@@ -315,17 +306,12 @@ def test_any_names(files: list[tuple[str, int]], more: int, model: str) -> None:
 @settings(max_examples=examples(80))
 @given(st.binary(max_size=40), st.integers(0, 60), st.integers(0, 10))
 @example(b"[" * 2000, 11, 0)
+@example(b'{"wait":' * 9999, 0, 0)
+@example(b'{"x\xff":1}', 0, 0)
 def test_any_bytes(junk: bytes, at: int, cut: int) -> None:
     good = body_of([["1/a", 3], ["2/b", 2]], b"abcde")
     harmless_or_refused(good[:at] + junk + good[at + cut :], "m")
     harmless_or_refused(junk, "m")
-
-
-@settings(max_examples=examples(80))
-@given(st.one_of(st.binary(max_size=60), st.sampled_from([b"[" * 9999, b'{"wait":' * 9999, b'{"x\xff":1}'])))
-def test_any_bytes_for_other_operations(junk: bytes) -> None:
     for kind in (UnloadBody, RestartBody):
         with suppress(InvalidRequest):
             assert isinstance(decode_body(junk, kind), kind)
-    assert decode_body(b"", RestartBody) == RestartBody()
-    assert decode_body(b'{"unload_dependents": true}', UnloadBody) == UnloadBody(unload_dependents=True)
