@@ -72,7 +72,9 @@ def test_lines_and_their_levels(child: Make) -> None:
         ("info", "error:no"),
         ("info", "warning: two"),
     ]
-    assert one.write(b"f\nerror: \x1b[2J\xff\r\nthe rest") == [("info", "half"), ("error", r"\x1b[2J\xff\r")]
+    assert one.write(b"f\n" + b"x" * LINE_BYTES) == [("info", "half")]
+    assert one.write(b"yz") == [("info", "x" * LINE_BYTES)], "a line without an end is cut"
+    assert one.write(b"half\nerror: \x1b[2J\xff\r\nthe rest") == [("info", "half"), ("error", r"\x1b[2J\xff\r")]
     one.end()
     assert one.read() == [("info", "the rest")]
     assert one.loop.readers == {}
@@ -80,6 +82,11 @@ def test_lines_and_their_levels(child: Make) -> None:
     assert one.output.tail[-2:] == [r"error: \x1b[2J\xff\r", "the rest"]
     assert one.output.last_line() == one.output.last_line("nothing: ") == "the rest"
     assert one.output.last_line("ha") == "half"
+    # Lines name the directories of the owner.
+    other = child({Path("/run/x/generation-1/m"): Path("/models/m"), Path("/run/x/generation-2/b"): Path("/b")})
+    found = other.write(b'error:   File "/run/x/generation-1/m/1/model.py", line 3\n/run/x/generation-2/b/y\n')
+    assert found == [("error", '  File "/models/m/1/model.py", line 3'), ("info", "/b/y")]
+    assert other.output.last_line() == "/b/y"
 
 
 def test_internal_frames_are_removed_from_a_crash_report(child: Make) -> None:
@@ -100,13 +107,6 @@ def test_internal_frames_are_removed_from_a_crash_report(child: Make) -> None:
     found = one.write("".join(f"{line}\n" for line in lines).encode())
     assert [text for _, text in found] == [*lines[:2], printed]
     assert one.output.tail[-3:] == [*lines[:2], printed]
-
-
-def test_a_line_without_an_end_is_cut(child: Make) -> None:
-    one = child()
-    assert one.write(b"x" * LINE_BYTES) == []
-    assert one.write(b"yz") == [("info", "x" * LINE_BYTES)]
-    assert one.write(b"next\n") == [("info", "next")]
 
 
 def test_repeats_are_counted(child: Make) -> None:
@@ -163,32 +163,16 @@ def test_lines_that_are_not_split_are_counted() -> None:
         left = lines[: len(lines) - len(kept)]
         assert (kept, skipped, size) == (lines[-2:], len(left), sum(map(len, left)) + len(left))
     assert whole.end() == tail.end() == []
-
-
-def test_notices_count_as_lines() -> None:
     throttle = Throttle(Rate(10, 0))
-    found = [*throttle.admit([b"a", b"a", b"b", b"b"] * 100, 0.0)]
-    assert len(found) == 10
+    assert len([*throttle.admit([b"a", b"a", b"b", b"b"] * 100, 0.0)]) == 10, "notices of repeats count as lines"
     assert str([*throttle.admit([], WINDOW_S)][-1]).endswith("the limit is 10 lines (--log-worker-lines) per second")
 
 
-def test_exit_statuses_are_described() -> None:
-    assert describe_exit(3) == "exit code 3"
-    assert describe_exit(-signal.SIGSEGV) == "signal SIGSEGV"
-    assert describe_exit(-1000) == "signal 1000"
-
-
-def test_only_allowed_environment_variables_are_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "UTC")
-    monkeypatch.setenv("SSL_CERT_FILE", "x")
-    monkeypatch.setenv("SOME_SECRET", "x")
+def test_exit_statuses_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [describe_exit(status) for status in (3, -signal.SIGSEGV, -1000)]
+    assert found == ["exit code 3", "signal SIGSEGV", "signal 1000"]
+    for name in ("TZ", "SSL_CERT_FILE", "SOME_SECRET"):
+        monkeypatch.setenv(name, "x")
     assert {"TZ", "SSL_CERT_FILE"} <= set(environment("SSL_", "OPENSSL_"))
     assert "SSL_CERT_FILE" not in environment()
     assert "SOME_SECRET" not in environment("SSL_")
-
-
-def test_lines_name_the_directories_of_the_owner(child: Make) -> None:
-    one = child({Path("/run/x/generation-1/m"): Path("/models/m"), Path("/run/x/generation-2/b"): Path("/b")})
-    found = one.write(b'error:   File "/run/x/generation-1/m/1/model.py", line 3\n/run/x/generation-2/b/y\n')
-    assert found == [("error", '  File "/models/m/1/model.py", line 3'), ("info", "/b/y")]
-    assert one.output.last_line() == "/b/y"

@@ -55,13 +55,10 @@ def test_cores_nodes_policies_and_gpus_are_discovered(tmp_path: Path) -> None:
     assert found.policies == {"cpu": (1,)}
     assert found.gpus == {0: (1, 2, 3, 8, 9, 10, 11), 1: (), 2: ()}
     assert found.quota == 0
-
-
-def test_nodes_without_a_usable_core_do_not_count(tmp_path: Path) -> None:
-    sys = tree(tmp_path, {0: "0-3", 1: "4-7"})
     assert set(survey().usable) == os.sched_getaffinity(0)
-    assert survey(sys=sys, cgroup=tmp_path / "none", usable=(5, 4)).nodes == ((4, 5),)
-    assert survey(sys=tmp_path / "none", cgroup=tmp_path / "none", usable=(1, 0)).nodes == ((0, 1),)
+    none = tmp_path / "none"
+    assert survey(sys=sys, cgroup=none, usable=(5, 4)).nodes == ((4, 5),), "nodes without a usable core do not count"
+    assert survey(sys=none, cgroup=none, usable=(1, 0)).nodes == ((0, 1),)
 
 
 @pytest.mark.parametrize(
@@ -109,41 +106,25 @@ def test_cores_of_host_policies_are_resolved(tmp_path: Path) -> None:
     texts = ["a,cpu-cores=0-1,3", "b,numa-node=1", "c,numa-node=0", "c,cpu-cores=5", "a,cpu-cores=2"]
     found = resolve(map(host_policy, texts), sys=sys, usable=range(7))
     assert found == {"a": (2,), "b": (4, 5, 6), "c": (5,)}
-
-
-@pytest.mark.parametrize(
-    ("policy", "text"),
-    [
-        (HostPolicy(cores=(1, 6, 8, 9)), "host policy 'x': unusable cores: 6,8-9; usable cores: 0-5"),
-        (HostPolicy(node=2), "host policy 'x': NUMA node 2 has no usable cores; usable nodes: 0, 1"),
-    ],
-)
-def test_invalid_policies_are_refused(policy: HostPolicy, text: str, tmp_path: Path) -> None:
-    sys = tree(tmp_path, {0: "0-3", 1: "4-7", 2: "8-9"})
-    with pytest.raises(ValueError, match=f"^{text}$"):
-        resolve([("x", policy)], sys=sys, usable=range(6))
+    for policy, text in (
+        (HostPolicy(cores=(1, 6, 8, 9)), "unusable cores: 6,8-9; usable cores: 0-5"),
+        (HostPolicy(node=2), "NUMA node 2 has no usable cores; usable nodes: 0, 1"),
+    ):
+        with pytest.raises(ValueError, match=f"^host policy 'x': {text}$"):
+            resolve([("x", policy)], sys=sys, usable=range(6))
 
 
 # ---------------------------------------------------------------------------------------------- who gets what
 
 
-def test_cores_of_one_node_are_divided_among_instances() -> None:
+def test_cores_are_divided_among_instances() -> None:
     assert compile_instances(model(group(1))) == (InstanceSpec("a_0"),), "without cores"
     assert dealt(model(group(1)), ONE) == [((), 8)]
     assert dealt(model(group(3)), ONE) == [((), 2)] * 3
     assert dealt(model(group(20)), ONE) == [((), 1)] * 20
     assert dealt(model(group(2), group(2, "spare", passive=True)), ONE) == [((), 4)] * 4
     assert dealt(model(group(2, passive=True)), ONE) == [((), 8)] * 2
-
-
-def test_instances_get_the_cores_of_their_policy() -> None:
-    cores = CoreSet(tuple(range(8)), TWO.nodes, {"cpu": (0, 1, 2, 3, 4, 5), "big": (6, 7)})
-    config = model(group(3), group(1, "b", host_policy="big"), group(1, "c", host_policy="other"))
-    assert dealt(config, cores) == [(cores.policies["cpu"], 2)] * 3 + [((6, 7), 2), ((), 8)]
-    assert unknown_policies(config, cores) == ("other",)
-
-
-def test_several_nodes() -> None:
+    # Several nodes.
     first, second = TWO.nodes
     assert dealt(model(group(1)), TWO) == [((), 8)]
     assert dealt(model(group(2)), TWO) == [(first, 4), (second, 4)]
@@ -151,21 +132,23 @@ def test_several_nodes() -> None:
     uneven = CoreSet(tuple(range(8)), ((0, 1, 2, 3, 4, 5), (6, 7)))
     assert dealt(model(group(2)), uneven) == [((), 4)] * 2
     assert dealt(model(group(4)), uneven) == [(uneven.nodes[0], 3), ((6, 7), 1)] * 2
-
-
-def test_the_quota_limits_the_number_of_threads() -> None:
-    cores = CoreSet(tuple(range(8)), (tuple(range(8)),), {"cpu": (0, 1, 2, 3)}, quota=3)
-    assert dealt(model(group(1)), cores) == [((0, 1, 2, 3), 3)]
-    assert dealt(model(group(2)), cores) == [((0, 1, 2, 3), 1)] * 2
-    assert dealt(model(group(8)), cores) == [((0, 1, 2, 3), 1)] * 8
-
-
-def test_gpus_have_the_cores_near_to_them() -> None:
-    cores = CoreSet(tuple(range(8)), TWO.nodes, {"gpu_2": (1,)}, {0: (0, 1, 2, 3), 1: (4, 5, 6, 7), 2: (4, 5), 3: ()})
+    # A quota.
+    four = (0, 1, 2, 3)
+    cores = CoreSet(tuple(range(8)), (tuple(range(8)),), {"cpu": four}, quota=3)
+    for count, threads in ((1, 3), (2, 1), (8, 1)):
+        assert dealt(model(group(count)), cores) == [(four, threads)] * count
+    # Cores near to a GPU.
+    cores = CoreSet(tuple(range(8)), TWO.nodes, {"gpu_2": (1,)}, {0: four, 1: (4, 5, 6, 7), 2: (4, 5), 3: ()})
     config = model(ModelInstanceGroup(name="g", kind="KIND_GPU", count=2, gpus=(0, 1, 2, 3)))
     found = [(spec.device, spec.cpus, spec.threads) for spec in compile_instances(config, cores)]
-    assert found[::2] == found[1::2]
-    assert found[::2] == [(0, (0, 1, 2, 3), 2), (1, (4, 5, 6, 7), 2), (2, (1,), 1), (3, (), 4)]
+    assert found[::2] == found[1::2] == [(0, four, 2), (1, (4, 5, 6, 7), 2), (2, (1,), 1), (3, (), 4)]
+
+
+def test_instances_get_the_cores_of_their_policy() -> None:
+    cores = CoreSet(tuple(range(8)), TWO.nodes, {"cpu": (0, 1, 2, 3, 4, 5), "big": (6, 7)})
+    config = model(group(3), group(1, "b", host_policy="big"), group(1, "c", host_policy="other"))
+    assert dealt(config, cores) == [(cores.policies["cpu"], 2)] * 3 + [((6, 7), 2), ((), 8)]
+    assert unknown_policies(config, cores) == ("other",)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 12), st.integers(2, 4))

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,17 +59,10 @@ def test_only_the_process_over_its_limit_is_killed(more: dict[str, Any], text: s
     del place.used[101]
     place.loop.fire()
     assert len(place.killed) == 1
-
-
-def test_processes_near_their_limit_are_polled_more_often() -> None:
-    place = Place()
-    place.memory.started(1, 101, 100 * MIB)
-    place.used = {101: 80 * MIB}
-    assert place.loop.fire() == POLL_S
-    assert place.loop.fire() == NEAR_S
-    place.used = {101: 60 * MIB}
-    assert place.loop.fire() == NEAR_S
-    assert place.loop.fire() == POLL_S
+    # Processes near their limit are polled more often.
+    for used, pause in ((240, POLL_S), (240, NEAR_S), (180, NEAR_S), (180, POLL_S)):
+        place.used[102] = used * MIB
+        assert place.loop.fire() == pause
 
 
 def test_without_limits_memory_is_not_polled() -> None:
@@ -105,7 +99,7 @@ def events(folder: Path, **counts: int) -> None:
     (folder / "memory.events").write_text("".join(f"{key} {value}\n" for key, value in counts.items()))
 
 
-def test_a_control_group_enforces_the_limit_and_reports_oom_kills(top: Path) -> None:
+def test_a_control_group_enforces_the_limit_and_reports_oom_kills(top: Path, caplog: pytest.LogCaptureFixture) -> None:
     (top / "instance-3").mkdir()  # left by a server that was killed
     place = Place(ControlGroups.take_over(top))
     assert not (top / "instance-3").exists()
@@ -122,15 +116,16 @@ def test_a_control_group_enforces_the_limit_and_reports_oom_kills(top: Path) -> 
     text = "it exceeded its memory limit of 64 MiB (--instance-memory-limit, memory_limit_mb)"
     assert place.memory.ended(7) == text
     assert not folder.exists()
-
-
-@pytest.mark.parametrize("counts", [{}, {"oom": 0, "oom_kill": 0}, {"oom": 0, "oom_kill": 1}])
-def test_an_exit_for_another_reason_is_not_reported_as_over_the_limit(top: Path, counts: dict[str, int]) -> None:
-    """Including the end of a service that exceeds its limit as a whole."""
-    place = Place(ControlGroups.take_over(top))
-    assert place.memory.group(7, MIB) is not None
-    events(top / "instance-7", **counts)
-    assert place.memory.ended(7) == ""
+    # An exit for another reason, such as the end of a service that exceeds its limit as a whole.
+    for counts in ({}, {"oom": 0, "oom_kill": 0}, {"oom": 0, "oom_kill": 1}):
+        assert place.memory.group(7, MIB) is not None
+        events(folder, **counts)
+        assert place.memory.ended(7) == ""
+    folder.mkdir()
+    assert place.memory.group(7, MIB) is None
+    assert "polling its memory instead" in caplog.text
+    place.memory.started(7, 107, MIB)
+    assert place.loop.timers
 
 
 def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,15 +143,6 @@ def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: p
     assert place.loop.fire() == POLL_S
     assert not (top / "instance-7").exists()
     assert not place.loop.timers
-
-
-def test_memory_is_polled_where_no_control_group_can_be_created(top: Path, caplog: pytest.LogCaptureFixture) -> None:
-    place = Place(ControlGroups.take_over(top))
-    (top / "instance-7").mkdir()
-    assert place.memory.group(7, MIB) is None
-    assert "polling its memory instead" in caplog.text
-    place.memory.started(7, 107, MIB)
-    assert place.loop.timers
 
 
 @pytest.mark.parametrize(
@@ -177,17 +163,11 @@ def test_unusable_control_groups_are_refused_with_the_reason(top: Path, spoil: C
 
 
 def test_a_control_group_that_is_not_delegated_is_not_used(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unmarked(path: Path, name: str) -> bytes:
-        raise OSError(61, "No data available")
-
-    monkeypatch.setattr(os, "getxattr", unmarked)
+    monkeypatch.setattr(os, "getxattr", Mock(side_effect=OSError(61, "No data available")))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(CgroupsUnavailable, match="is not delegated to it"):
         ControlGroups.take_over(top)
     assert not (top / "server").exists()
-    monkeypatch.setattr(os, "geteuid", lambda: top.stat().st_uid or 1)
-    if top.stat().st_uid:
-        ControlGroups.take_over(top)
 
 
 def test_the_own_control_group_is_found(tmp_path: Path) -> None:
