@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pyrage
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from shmserve.repo.agents import Agent, AgentModel, Refused
+from shmserve.repo.agents import Agent, AgentModel, Refused, decrypt
 from shmserve.repo.agents.checksum import Checksum
+from shmserve.repo.agents.signature import Signature
 
 WEIGHTS = os.urandom(3 << 20)
 
@@ -57,16 +60,12 @@ def test_invalid_checksum_parameters_are_refused(model: AgentModel, parameters: 
 
 class Signer:
     def __init__(self, root: Path, model: AgentModel) -> None:
-        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-
         self.renew()
         pem = self.key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
         (root / "key.pem").write_bytes(pem)
         self.model = model._replace(parameters={"public_key_file": str(root / "key.pem")})
 
     def renew(self) -> None:
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
         self.key = Ed25519PrivateKey.generate()
 
     def sign(self, *, leave_out: str = "") -> None:
@@ -86,21 +85,11 @@ def signer(tmp_path: Path, model: AgentModel) -> Signer:
     return Signer(tmp_path, model)
 
 
-def signature_agent() -> Agent:
-    from shmserve.repo.agents.signature import Signature
-
-    return Signature()
-
-
-def test_signed_models_are_accepted(signer: Signer) -> None:
-    signer.sign()
-    assert signature_agent().load(signer.model) is None
-
-
-def test_unsigned_models_are_refused(signer: Signer, tmp_path: Path) -> None:
-    agent, folder = signature_agent(), signer.model.folder
+def test_only_signed_models_are_accepted(signer: Signer, tmp_path: Path) -> None:
+    agent, folder = Signature(), signer.model.folder
     assert "file 'SHA256SUMS' cannot be read" in refusal(agent, signer.model)
     signer.sign()
+    assert agent.load(signer.model) is None
     (folder / "1" / "extra.py").write_text("import os")
     assert refusal(agent, signer.model) == "1 file(s) are not in SHA256SUMS, such as '1/extra.py'"
     (folder / "1" / "extra.py").unlink()
@@ -120,7 +109,7 @@ def test_unsigned_models_are_refused(signer: Signer, tmp_path: Path) -> None:
 
 
 def test_the_public_key_must_be_outside_the_model_directory(signer: Signer, tmp_path: Path) -> None:
-    agent, model = signature_agent(), signer.model
+    agent, model = Signature(), signer.model
     signer.sign()
     (model.folder / "key.pem").write_bytes(Path(model.parameters["public_key_file"]).read_bytes())
     inside = {"public_key_file": str(model.folder / "key.pem")}
@@ -131,56 +120,31 @@ def test_the_public_key_must_be_outside_the_model_directory(signer: Signer, tmp_
     assert "'public_key_file' is missing" in refusal(agent, model._replace(parameters={}))
 
 
-@pytest.fixture
-def in_memory() -> Iterator[Path]:
-    with TemporaryDirectory(dir="/dev/shm", prefix="shmserve-test-agents-") as place:
-        yield Path(place)
-
-
-def encrypted(model: AgentModel, root: Path) -> AgentModel:
-    import pyrage
-
-    identity = pyrage.x25519.Identity.generate()
-    (root / "key").write_text(f"# created today\n{identity}\n")
-    weights = model.folder / "1" / "weights"
-    weights.with_name("weights.age").write_bytes(pyrage.encrypt(weights.read_bytes(), [identity.to_public()]))
-    weights.unlink()
-    return model._replace(parameters={"identity_file": str(root / "key")})
-
-
-def decrypt_agent() -> Agent:
-    from shmserve.repo.agents.decrypt import Decrypt
-
-    return Decrypt()
-
-
-def test_files_are_decrypted(model: AgentModel, tmp_path: Path, in_memory: Path) -> None:
-    model = encrypted(model, tmp_path)._replace(work=in_memory)
-    made = decrypt_agent().load(model)
-    assert made == in_memory / "m"
-    assert (made / "1" / "weights").read_bytes() == WEIGHTS
-    assert (made / "1" / "weights").stat().st_mode & 0o777 == 0o600
-    assert (made / "config.pbtxt").read_text() == 'backend: "python"'
-    assert not list(made.rglob("*.age"))
-
-
-def test_files_that_cannot_be_decrypted_are_refused(model: AgentModel, tmp_path: Path, in_memory: Path) -> None:
-    agent = decrypt_agent()
-    plain = model._replace(work=in_memory, parameters={"identity_file": "/dev/null"})
-    assert refusal(agent, plain) == "identity_file has no key; `age-keygen -o FILE` makes one"
-    model = encrypted(model, tmp_path)._replace(work=in_memory)
+def test_files_are_decrypted_into_memory_only(
+    model: AgentModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, identity = decrypt.Decrypt(), pyrage.x25519.Identity.generate()
+    (tmp_path / "key").write_text(f"# created today\n{identity}\n")
     file = model.folder / "1" / "weights.age"
-    content = file.read_bytes()
-    file.write_bytes(content[:-1])
-    assert "'weights.age' cannot be decrypted" in refusal(agent, model)
-    (tmp_path / "key").write_text("AGE-SECRET-KEY-1")
-    assert "identity_file cannot be read" in refusal(agent, model)
-
-
-def test_decrypted_files_never_reach_a_disk(model: AgentModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shmserve.repo.agents import decrypt
-
-    monkeypatch.setattr(decrypt, "is_tmpfs", lambda descriptor: False)
-    assert "the runtime directory is not on a tmpfs; use a --runtime-dir below /run" in refusal(
-        decrypt_agent(), encrypted(model, tmp_path)
-    )
+    content = pyrage.encrypt(WEIGHTS, [identity.to_public()])
+    file.write_bytes(content)
+    file.with_name("weights").unlink()
+    with TemporaryDirectory(dir="/dev/shm", prefix="shmserve-test-agents-") as memory:
+        given = model._replace(work=Path(memory), parameters={"identity_file": str(tmp_path / "key")})
+        made = agent.load(given)
+        assert made == Path(memory) / "m"
+        assert (made / "1" / "weights").read_bytes() == WEIGHTS
+        assert (made / "1" / "weights").stat().st_mode & 0o777 == 0o600
+        assert (made / "config.pbtxt").read_text() == 'backend: "python"'
+        assert not list(made.rglob("*.age"))
+        shutil.rmtree(made)
+        with monkeypatch.context() as patch:
+            patch.setattr(decrypt, "is_tmpfs", lambda descriptor: False)
+            text = "the runtime directory is not on a tmpfs; use a --runtime-dir below /run"
+            assert text in refusal(agent, given)
+        file.write_bytes(content[:-1])
+        assert "'weights.age' cannot be decrypted" in refusal(agent, given)
+        (tmp_path / "key").write_text("AGE-SECRET-KEY-1")
+        assert "identity_file cannot be read" in refusal(agent, given)
+        without = given._replace(parameters={"identity_file": "/dev/null"})
+        assert refusal(agent, without) == "identity_file has no key; `age-keygen -o FILE` makes one"

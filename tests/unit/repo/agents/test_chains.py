@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import msgspec
@@ -89,39 +90,48 @@ def test_agents_run_in_order_and_end_in_reverse_order(place: Place) -> None:
     assert not place.left()
 
 
-WITH_A_MODULE = """
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-from shmserve.repo.agents import Agent, Refused
-from words import REFUSAL
-
-
-@dataclass
-class Words:
-    text: str
-
-
-class RepositoryAgent(Agent):
-    def load(self, model):
-        raise Refused(Words(REFUSAL).text)
-"""
-
-
 def test_an_agent_is_a_module_and_imports_others_beside_it(place: Place) -> None:
     folder = place.directory / "wordy"
     folder.mkdir()
-    (folder / "agent.py").write_text(WITH_A_MODULE)
+    agent = """
+    from __future__ import annotations
+    from dataclasses import dataclass
+    from shmserve.repo.agents import Agent, Refused
+    from words import REFUSAL
+    @dataclass
+    class Words:
+        text: str
+    class RepositoryAgent(Agent):
+        def load(self, model):
+            raise Refused(Words(REFUSAL).text)
+    """
+    (folder / "agent.py").write_text(dedent(agent))
     (folder / "words.py").write_text("REFUSAL = 'as its module says'")
     with pytest.raises(InvalidRequest, match="repository agent 'wordy' refused the model: as its module says"):
         place.chains().prepare("m", place.model, place.given(("wordy", "")), "1")
     assert sorted(path.name for path in folder.iterdir()) == ["agent.py", "words.py"], "bytecode is not written there"
 
 
-def test_without_agents_nothing_runs(place: Place) -> None:
+def test_settings_of_the_server(place: Place) -> None:
+    for required, agents, text in (
+        ((), place.given(("c", "")), "'c' is not installed; there are a, b, checksum, convert, decrypt"),
+        (("b",), place.given(("a", "")), "agent 'b', which the server requires"),
+        (("b",), None, "agent 'b', which the server requires"),
+    ):
+        with pytest.raises(InvalidRequest, match=text):
+            place.chains(required=required).prepare("m", place.model, agents, "1")
     assert place.chains().prepare("m", place.model, None, "1") is None
+    assert not place.noted()
+    with pytest.raises(InvalidRequest, match="'a' refused the model"):
+        place.chains(config={"a,what": "refuse", ",called": "anyone"}).prepare("m", place.model, place.agents(), "1")
+    assert place.noted() == ["load anyone m True"]
+    with pytest.raises(Unavailable, match=r"longer than 0\.5 s \(--repoagent-limit-secs\)"):
+        place.chains(limit_s=0.5).prepare("m", place.model, place.agents("", "hang"), "1")
     assert not place.left()
+    place.chains().prepare("m", place.model, place.given(("a", "talk")), "1")
+    assert place.printed[0] == "m: line 0"
+    assert place.printed[-1] == "m: 100 further lines were dropped"
+    assert len(place.printed) == 201
 
 
 @pytest.mark.parametrize(
@@ -142,44 +152,6 @@ def test_a_failed_agent_unloads_the_agents_before_it(place: Place, what: str, te
     assert not place.left()
     if what == "raise":
         assert any("ValueError: a mistake" in line for line in place.printed), "the log has the traceback"
-
-
-def test_agents_that_take_too_long_are_killed(place: Place) -> None:
-    with pytest.raises(Unavailable, match=r"longer than 0\.5 s \(--repoagent-limit-secs\)"):
-        place.chains(limit_s=0.5).prepare("m", place.model, place.agents("", "hang"), "1")
-    assert not place.left()
-
-
-def test_a_stopping_server_does_not_wait_for_agents(place: Place) -> None:
-    chains = place.chains()
-    over = threading.Event()
-
-    def interrupt() -> None:
-        while "load b m True" not in place.noted() and not over.wait(0.01):
-            pass
-        chains.interrupt()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(Unavailable, match="killed by SIGKILL"):
-        chains.prepare("m", place.model, place.agents("", "hang"), "1")
-    over.set()
-    thread.join()
-    assert not place.left()
-    with pytest.raises(Unavailable, match="killed by SIGKILL"):
-        chains.prepare("m", place.model, place.agents("", "hang"), "1")
-
-
-def test_after_a_crash_agents_are_unloaded_at_the_next_start(place: Place) -> None:
-    chains = place.chains()
-    prepared = chains.prepare("m", place.model, place.agents("replace"), "1")
-    assert prepared is not None
-    place.chains().recover()
-    assert place.noted()[2:] == ["unload b m True", "unload a m True"]
-    assert not place.left()
-    (place.work / "chain-without-record").mkdir()
-    place.chains().recover()
-    assert not place.left(), "the server was killed before it had written the record"
 
 
 def test_only_loaded_agents_are_unloaded_at_the_next_start(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,17 +183,9 @@ def test_only_loaded_agents_are_unloaded_at_the_next_start(place: Place, monkeyp
     ]
     assert not place.left()
     kept.clear()
-
-
-def test_server_shutdown_unloads_all_agents(place: Place) -> None:
-    chains = place.chains()
-    prepared = chains.prepare("m", place.model, place.agents("", "raise at unload"), "1")
-    assert prepared is not None
-    chains.interrupt()
-    chains.close()
-    assert place.noted()[2:] == ["unload b m True", "unload a m True"]
-    assert any("failed to unload model 'm'" in line for line in place.printed)
-    assert not place.left()
+    (place.work / "chain-without-record").mkdir()
+    place.chains().recover()
+    assert not place.left(), "the server was killed before it had written the record"
 
 
 def test_all_agents_share_the_time_limit_at_shutdown(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,26 +207,25 @@ def test_all_agents_share_the_time_limit_at_shutdown(place: Place, monkeypatch: 
     assert not place.left()
 
 
-def test_output_is_logged_and_limited(place: Place) -> None:
-    place.chains().prepare("m", place.model, place.given(("a", "talk")), "1")
-    assert place.printed[0] == "m: line 0"
-    assert place.printed[-1] == "m: 100 further lines were dropped"
-    assert len(place.printed) == 201
+def test_a_stopping_server_does_not_wait_for_agents_but_unloads_all(place: Place) -> None:
+    chains = place.chains()
+    prepared = chains.prepare("m", place.model, place.agents("", "raise at unload"), "1")
+    assert prepared is not None
+    over = threading.Event()
 
+    def interrupt() -> None:
+        while place.noted().count("load b m True") < 2 and not over.wait(0.01):
+            pass
+        chains.interrupt()
 
-def test_settings_of_the_server_take_precedence(place: Place) -> None:
-    chains = place.chains(config={"a,what": "refuse", ",called": "anyone"})
-    with pytest.raises(InvalidRequest, match="'a' refused the model"):
-        chains.prepare("m", place.model, place.agents(), "1")
-    assert place.noted() == ["load anyone m True"]
-
-
-def test_unknown_and_missing_agents(place: Place) -> None:
-    with pytest.raises(InvalidRequest, match="'c' is not installed; there are a, b, checksum, convert, decrypt"):
-        place.chains().prepare("m", place.model, place.given(("c", "")), "1")
-    with pytest.raises(InvalidRequest, match="agent 'b', which the server requires"):
-        place.chains(required=("b",)).prepare("m", place.model, place.given(("a", "")), "1")
-    with pytest.raises(InvalidRequest, match="agent 'b', which the server requires"):
-        place.chains(required=("b",)).prepare("m", place.model, None, "1")
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="killed by SIGKILL"):
+            chains.prepare("m", place.model, place.agents("", "hang"), "2")
+    over.set()
+    thread.join()
+    chains.close()
+    assert place.noted()[-2:] == ["unload b m True", "unload a m True"]
+    assert any("failed to unload model 'm'" in line for line in place.printed)
     assert not place.left()
-    assert not place.noted()
