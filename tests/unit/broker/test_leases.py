@@ -91,7 +91,10 @@ def out_of_descriptors(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     monkeypatch.setattr(os, "dup", fail)
 
 
-def test_a_lease_is_started(lender: Lender) -> None:
+@pytest.mark.parametrize(("full", "copies"), [(CLIENT, 0), (WORKER, 0), (WORKER, 1)])
+def test_a_lease_that_cannot_be_started_leaves_nothing_behind(
+    lender: Lender, full: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lender.leases.start(START)
     (lease,), (end,) = lender.received(CLIENT, BrokerMessage)
     (lend,), (other, log) = lender.received(WORKER, WorkerOrder)
@@ -100,12 +103,8 @@ def test_a_lease_is_started(lender: Lender) -> None:
         client.send(b"there")
         assert worker.recv(10) == b"there"
     os.close(log)
-
-
-@pytest.mark.parametrize(("full", "copies"), [(CLIENT, 0), (WORKER, 0), (WORKER, 1)])
-def test_a_lease_that_cannot_be_started_leaves_nothing_behind(
-    lender: Lender, full: int, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    lender.leases.read(ReadLease(7, True))
+    lender.events.clear()
     lender.fill(full)
     before = len(os.listdir("/proc/self/fd"))
     out_of_descriptors(monkeypatch, copies)

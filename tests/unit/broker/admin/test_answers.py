@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from shmserve.broker.admin.answers import NOTIFIED, WAITING, QueryAnswers
 from shmserve.protocol.messages import Ask, Cancel
 
@@ -32,23 +30,17 @@ class World:
         return self.sent
 
 
-@pytest.mark.parametrize("body", [b"", b'{"wait": false}', b"?", b"[]"])
-def test_a_query_that_does_not_ask_to_wait_is_answered_at_once(body: bytes) -> None:
-    world = World()
-    world.ask(1, 1, body)
-    assert world.sent == [(1, 1)]
-
-
-def test_a_query_waits_until_its_model_has_loaded() -> None:
+def test_queries_wait_until_their_model_has_loaded_or_their_caller_has_gone() -> None:
+    for body in (b"", b'{"wait": false}', b"?", b"[]"):
+        world = World()
+        world.ask(1, 1, body)
+        assert world.sent == [(1, 1)]
     world = World()
     world.ask(1, 1)
     world.ask(2, 1, model="other")
     world.ask(2, 2)
     world.loading.remove("m")
     assert world.notified() == [(1, 1), (2, 2)]
-
-
-def test_queries_whose_caller_has_gone_do_not_wait() -> None:
     world = World()
     for request in (1, 2):
         world.ask(1, request)

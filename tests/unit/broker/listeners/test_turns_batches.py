@@ -94,17 +94,6 @@ def test_a_flood_of_infer_batches_delays_other_clients_by_a_few_turns(worlds: Wo
     assert len(turns) <= flooders * MOST // MESSAGES + 2 + flooders // 8
 
 
-def test_infer_batches_without_requests_count_as_messages(worlds: Worlds) -> None:
-    """They are refused one by one. They count, and do not make other messages free."""
-    world = worlds(1)
-    world.theirs[1].send(codec.encode([*[batch(1, 0), Ping(1)] * (PACKET_MESSAGES // 2)]))
-    heard = 0
-    while got := world.turn():
-        assert len(got) <= 2 * SHARE
-        heard += len(got)
-    assert heard == PACKET_MESSAGES
-
-
 def test_a_packet_with_descriptors_may_have_as_many_requests_as_messages(worlds: Worlds) -> None:
     """Such a packet is always delivered as a whole."""
     world = worlds(1)
