@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from shmserve.otel.records import SpanRecord
-from shmserve.otel.settings import KEYS, OtelSettings, parsed
+from shmserve.otel.settings import parsed
 from shmserve.otel.spans import SpanMaker
 from tests.support.observability.otlp import attributes
 
@@ -58,13 +58,15 @@ def test_a_request_has_the_spans_queue_and_batch() -> None:
     assert queue.parent_span_id == batch.parent_span_id == request.span_id
     assert len({one.span_id for one in (request, queue, batch)}) == 3
     assert [one.status.code for one in (request, queue, batch)] == [0, 0, 0]
-
-
-def test_a_request_belongs_to_the_trace_of_its_caller() -> None:
+    # The trace of a caller, a failure, and a lease.
     spans = encoded(replace(REQUEST, trace=TRACE, caller=CALLER, state="a=1,b=2"))
-    assert {one.trace_id.hex() for one in spans} == {TRACE}
+    assert {(one.trace_id.hex(), one.trace_state) for one in spans} == {(TRACE, "a=1,b=2")}
     assert spans[0].parent_span_id.hex() == CALLER
-    assert {one.trace_state for one in spans} == {"a=1,b=2"}
+    (request,) = encoded(replace(REQUEST, code="DEADLINE_EXCEEDED", times=()))
+    assert (request.status.code, request.status.message) == (ERROR, "DEADLINE_EXCEEDED")
+    assert attributes(request)["error.type"] == "DEADLINE_EXCEEDED"
+    leased = attributes(encoded(replace(REQUEST, lease=5, batch=0))[2])
+    assert (leased["shmserve.lease"], "shmserve.batch" in leased) == (5, False)
 
 
 def test_steps_and_calls_are_children_of_their_request_wherever_they_are_made() -> None:
@@ -97,21 +99,7 @@ def test_a_batch_has_links_to_the_other_requests_in_it() -> None:
     assert not batches[3].links
 
 
-def test_a_failure_has_its_code_and_a_lease_its_number() -> None:
-    (request,) = encoded(replace(REQUEST, code="DEADLINE_EXCEEDED", times=()))
-    assert (request.status.code, request.status.message) == (ERROR, "DEADLINE_EXCEEDED")
-    assert attributes(request)["error.type"] == "DEADLINE_EXCEEDED"
-    leased = attributes(encoded(replace(REQUEST, lease=5, batch=0))[2])
-    assert (leased["shmserve.lease"], "shmserve.batch" in leased) == (5, False)
-
-
 # ---------------------------------------------------------------------------------------- settings
-
-
-def test_settings_are_parsed() -> None:
-    assert parsed("resource=service.name=my,own=x") == ("resource", ("service.name", "my,own=x"))
-    assert parsed("protocol=grpc") == ("protocol", "grpc")
-    assert set(KEYS) == set(OtelSettings.__struct_fields__)
 
 
 @pytest.mark.parametrize(
@@ -127,5 +115,7 @@ def test_settings_are_parsed() -> None:
     ],
 )
 def test_invalid_settings_are_refused(text: str, error: str) -> None:
+    assert parsed("resource=service.name=my,own=x") == ("resource", ("service.name", "my,own=x"))
+    assert parsed("protocol=grpc") == ("protocol", "grpc")
     with pytest.raises(ValueError, match=error):
         parsed(text)

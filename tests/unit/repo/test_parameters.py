@@ -73,24 +73,18 @@ def test_values(name: str) -> None:
         assert str(caught.value) == f"parameter {name} of model 'm' must be {expected}, not '{text}'"
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [("3=10,3=20", 'found "3" twice'), (",".join(f"{n}=0" for n in range(1, 66)), "found 65 entries")],
-)
-def test_lists_of_versions(text: str, found: str) -> None:
-    assert problems(given("traffic", text)) == [f'parameters["traffic"]: {found}, expected {SHARE}']
-
-
 def test_rows_agree_with_the_rest() -> None:
+    for text, found in (
+        ("3=10,3=20", 'found "3" twice'),
+        (",".join(f"{n}=0" for n in range(1, 66)), "found 65 entries"),
+    ):
+        assert problems(given("traffic", text)) == [f'parameters["traffic"]: {found}, expected {SHARE}']
+    assert problems(ModelConfig("m", backend="own", parameters={"stacked": ModelParameter("twice")})) == []
     assert CASES.keys() <= TABLE.keys()
     assert {CHAT_TEMPLATE, DEFAULT_MAX_TOKENS, f"step[INDEX].{MAP}", f"step[INDEX].{IF}"} <= TABLE.keys()
     assert [*dict.fromkeys(row.group for row in TABLE.values())] == [*GROUPS]
     for row in TABLE.values():
         assert not row.flag or row.name in BY_NAME[row.flag].help
-
-
-def test_a_parameter_of_another_backend_may_have_any_value() -> None:
-    assert problems(ModelConfig("m", backend="own", parameters={"stacked": ModelParameter("twice")})) == []
 
 
 @pytest.mark.parametrize(

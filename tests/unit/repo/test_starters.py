@@ -45,25 +45,26 @@ def config_of(folder: Path, source: str | Path, described: Described | None = No
     return (folder / "m" / "config.pbtxt").read_text()
 
 
-def test_models_with_a_batch_dimension_are_batched(tmp_path: Path) -> None:
-    text = config_of(tmp_path / "r", save(tmp_path / "a.onnx", ["n", 3, "h"], ["n", 1, 1]))
+def test_tensors_and_batches_of_a_file(tmp_path: Path) -> None:
+    text = config_of(tmp_path / "batched", save(tmp_path / "a.onnx", ["n", 3, "h"], ["n", 1, 1]))
     assert '{ name: "x0" data_type: TYPE_FP32 dims: [ 3, -1 ] }' in text
     assert "\nmax_batch_size: 8\n" in text
     assert "\ndynamic_batching {" in text
-
-
-def test_models_without_a_batch_dimension(tmp_path: Path) -> None:
-    text = config_of(tmp_path / "r", save(tmp_path / "a.onnx", [4, "n"], []))
+    text = config_of(tmp_path / "alone", save(tmp_path / "b.onnx", [4, "n"], []))
     assert '{ name: "x0" data_type: TYPE_FP32 dims: [ 4, -1 ] }' in text
     assert '{ name: "x1" data_type: TYPE_FP32 dims: [ 1 ] reshape { shape: [ ] } }' in text
     assert "\nmax_batch_size: 0\n" in text
     assert "dynamic_batching" not in text
-
-
-def test_without_shapes_the_server_completes(tmp_path: Path) -> None:
-    text = config_of(tmp_path / "r", save(tmp_path / "a.onnx", None))
+    text = config_of(tmp_path / "without shapes", save(tmp_path / "c.onnx", None))
     assert "input [" not in text
     assert "the server completes them" in text
+    path = tmp_path / "net.pt"
+    path.write_text("x")
+    assert "write them into config.pbtxt" in starter_of(str(path)).warning
+    x, y = TensorFacts("x", "INT64", (-1, -1)), TensorFacts("y", "FP16", (-1, 5))
+    text = config_of(tmp_path / "described", path, Described([x], [y], True))
+    assert '{ name: "x" data_type: TYPE_INT64 dims: [ -1 ] }' in text
+    assert '{ name: "y" data_type: TYPE_FP16 dims: [ 5 ] }' in text
 
 
 def test_external_data_is_copied(tmp_path: Path) -> None:
@@ -98,17 +99,6 @@ def test_every_setting_that_is_turned_off_is_valid(kind: str, tmp_path: Path) ->
         assert findings == [], name
 
 
-def test_tensors_of_a_pytorch_file(tmp_path: Path) -> None:
-    path = tmp_path / "net.pt"
-    path.write_text("x")
-    guess = starter_of(str(path))
-    assert "write them into config.pbtxt" in guess.warning
-    x, y = TensorFacts("x", "INT64", (-1, -1)), TensorFacts("y", "FP16", (-1, 5))
-    known = config_of(tmp_path / "r", path, Described([x], [y], True))
-    assert '{ name: "x" data_type: TYPE_INT64 dims: [ -1 ] }' in known
-    assert '{ name: "y" data_type: TYPE_FP16 dims: [ 5 ] }' in known
-
-
 @pytest.mark.parametrize(
     ("source", "text"),
     [
@@ -130,24 +120,17 @@ def test_sources_that_are_refused(source: str, text: str, tmp_path: Path, monkey
         starter_of("none.onnx")
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    write(starter_of("python"), "m", tmp_path)
+def test_nothing_is_overwritten_or_left_behind(tmp_path: Path) -> None:
+    starter = starter_of("python")
+    for name in ("", ".m", "a/b", "a;b", "x" * 129):
+        with pytest.raises(InvalidRequest, match="cannot be the name of a"):
+            write(starter, name, tmp_path)
+    with pytest.raises(FileNotFoundError):
+        write(starter._replace(files={"model.py": tmp_path / "gone.py"}), "m", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    write(starter, "m", tmp_path)
     (tmp_path / "m" / "config.pbtxt").write_text("mine")
     with pytest.raises(InvalidRequest, match=r"m exists, and is not overwritten; choose another NAME or --repository"):
         write(starter_of("torch"), "m", tmp_path)
     assert (tmp_path / "m" / "config.pbtxt").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
-
-
-def test_a_failed_copy_leaves_nothing(tmp_path: Path) -> None:
-    starter = starter_of("python")
-    with pytest.raises(FileNotFoundError):
-        write(starter._replace(files={"model.py": tmp_path / "gone.py"}), "m", tmp_path / "r")
-    assert list((tmp_path / "r").iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["", ".m", "a/b", "a;b", "x" * 129])
-def test_names_that_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="cannot be the name of a"):
-        write(starter_of("python"), name, tmp_path)
-    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import pytest
 from shmserve.repo.config.complete import complete
 from shmserve.repo.load import parse
 from shmserve.repo.rules.optimization import setting_problems
+from tests.support.model_files import parameters
 
 X = 'input { name: "x" data_type: TYPE_FP32 dims: 3 }'
 Y = 'output { name: "y" data_type: TYPE_FP32 dims: 3 }'
@@ -51,43 +52,36 @@ def test_graphs_of_cuda(text: str, expected: str) -> None:
     assert found(text, gpus=()) == [], "without a GPU, there are no graphs"
 
 
-def test_accelerators_on_a_gpu() -> None:
-    text = (
-        'backend: "onnxruntime" optimization { execution_accelerators { gpu_execution_accelerator { name: "xpu" } } }'
-    )
-    path = "optimization.execution_accelerators.gpu_execution_accelerator[0].name"
-    assert found(text) == [f"{path}: unknown Execution Accelerator 'xpu' is requested; known here are tensorrt, cuda"]
-    assert found(text, gpus=()) == [], "they have no effect, which is a warning"
+def test_accelerators() -> None:
+    def listed(backend: str, place: str, text: str) -> str:
+        lists = f"{place}_execution_accelerator {text}"
+        return f'backend: "{backend}" optimization {{ execution_accelerators {{ {lists} }} }}'
 
-
-def test_accelerators_of_paddle() -> None:
-    listed = '{ name: "mkldnn" parameters { key: "speed" value: "1" } } cpu_execution_accelerator { name: "dnnl" }'
-    text = f'backend: "paddle" optimization {{ execution_accelerators {{ cpu_execution_accelerator {listed} }} }}'
-    path = "optimization.execution_accelerators.cpu_execution_accelerator"
+    text = listed("onnxruntime", "gpu", '{ name: "xpu" }')
+    path = "optimization.execution_accelerators"
+    unknown = "unknown Execution Accelerator"
     assert found(text) == [
+        f"{path}.gpu_execution_accelerator[0].name: {unknown} 'xpu' is requested; known here are tensorrt, cuda"
+    ]
+    assert found(text, gpus=()) == [], "they have no effect, which is a warning"
+    both = '[ { name: "mkldnn" parameters { key: "speed" value: "1" } }, { name: "dnnl" } ]'
+    path += ".cpu_execution_accelerator"
+    assert found(listed("paddle", "cpu", both)) == [
         f"{path}[0].parameters[\"speed\"]: 'mkldnn' has no parameter 'speed'; it has capacity, cpu_threads, use_int8",
-        f"{path}[1].name: unknown Execution Accelerator 'dnnl' is requested; known here are mkldnn, ort",
+        f"{path}[1].name: {unknown} 'dnnl' is requested; known here are mkldnn, ort",
     ]
 
 
-@pytest.mark.parametrize("backend", ["llamacpp", "python"])
-def test_a_tag_for_training_in_a_template(backend: str) -> None:
-    """llama.cpp ignores it; for the others, the gateway renders the template and does not know it."""
+def test_templates_that_jinja_cannot_compile() -> None:
+    """llama.cpp ignores a tag for training; for the others, the gateway renders the template and does not know it."""
     pytest.importorskip("jinja2")
-    template = "{% generation %}{{ messages }}{%- endgeneration -%}"
-    text = f'backend: "{backend}" parameters {{ key: "chat_template" value {{ string_value: "{template}" }} }}'
-    expected = "parameters[\"chat_template\"]: not a Jinja template: line 1: Encountered unknown tag 'generation'."
-    assert found(text) == ([] if backend == "llamacpp" else [expected])
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{% for m in messages %}" * 25 + "{% endfor %}" * 25, "too many statically nested blocks"),
-        ("{% break %}", "'break' outside loop"),
-    ],
-)
-def test_a_template_that_jinja_reads_and_cannot_compile(template: str, expected: str) -> None:
-    pytest.importorskip("jinja2")
-    text = f'backend: "python" parameters {{ key: "chat_template" value {{ string_value: "{template}" }} }}'
-    assert found(text) == [f'parameters["chat_template"]: not a template that Jinja can run: {expected}']
+    training = "{% generation %}{{ messages }}{%- endgeneration -%}"
+    nested = "{% for m in messages %}" * 25 + "{% endfor %}" * 25
+    for backend, template, expected in (
+        ("llamacpp", training, ""),
+        ("python", training, "not a Jinja template: line 1: Encountered unknown tag 'generation'."),
+        ("python", nested, "not a template that Jinja can run: too many statically nested blocks"),
+        ("python", "{% break %}", "not a template that Jinja can run: 'break' outside loop"),
+    ):
+        text = f'backend: "{backend}" {parameters(chat_template=template)}'
+        assert found(text) == ([f'parameters["chat_template"]: {expected}'] if expected else [])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from shmserve.core.policy import PaddingPolicy
 from shmserve.repo.compile import compile_policy
 from shmserve.repo.load import ModelContext, examine
-from shmserve.repo.rules.padding import Padded, padding_of
+from shmserve.repo.rules.padding import Padded, Padding, padding_of
+from tests.support.model_files import parameters
 from tests.support.repo.texts import BACKENDS
 
-CONTEXT = ModelContext("m", BACKENDS)
 MODEL = """backend: "identity"
 max_batch_size: 8
 dynamic_batching { }
@@ -19,29 +19,20 @@ output [ { name: "tokens" data_type: TYPE_FP32 dims: [ -1, 64 ] }, { name: "text
 """
 
 
-def parameters(**given: str) -> str:
-    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n' for key, value in given.items()]
-    return "".join(lines)
+def padded(**given: str) -> tuple[Padding | None, PaddingPolicy | None]:
+    config = examine(MODEL + parameters(**given), "config.pbtxt", ModelContext("m", BACKENDS)).require()
+    return padding_of(config), compile_policy(config, 1).padding
 
 
 def test_axes_values_and_defaults() -> None:
-    text = MODEL + parameters(padding="ids pairs:0[1]=-1e3 pairs:0[2] words=[PAD]")
-    config = examine(text, "config.pbtxt", CONTEXT).require()
-    padding = padding_of(config)
+    padding, policy = padded(padding="ids pairs:0[1]=-1e3 pairs:0[2] words=[PAD]")
     assert padding is not None
     assert padding.inputs == (Padded("ids", (0,)), Padded("pairs:0", (1, 2), "-1e3"), Padded("words", (0,), "[PAD]"))
     assert padding.outputs == (Padded("tokens", (0,)),), "those that have one dim of -1"
-    policy = compile_policy(config, 1)
-    assert policy.padding == PaddingPolicy((("ids", (0,)), ("pairs:0", (1, 2)), ("words", (0,))), 64, 1, 128)
-
-
-def test_all_parameters() -> None:
-    given = parameters(
-        padding="ids=-7", padding_outputs="", padding_lookahead="9", padding_multiple="8", padding_batch_cost="0"
-    )
-    config = examine(MODEL + given, "config.pbtxt", CONTEXT).require()
-    padding = padding_of(config)
+    assert policy == PaddingPolicy((("ids", (0,)), ("pairs:0", (1, 2)), ("words", (0,))), 64, 1, 128)
+    numbers = {"padding_lookahead": "9", "padding_multiple": "8", "padding_batch_cost": "0"}
+    padding, policy = padded(padding="ids=-7", padding_outputs="", **numbers)
     assert padding is not None
     assert padding.outputs == ()
-    assert compile_policy(config, 1).padding == PaddingPolicy((("ids", (0,)),), 9, 8, 0)
-    assert padding_of(examine(MODEL, "config.pbtxt", CONTEXT).require()) is None
+    assert policy == PaddingPolicy((("ids", (0,)),), 9, 8, 0)
+    assert padded() == (None, None)
