@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -33,10 +34,11 @@ def server(place: Path, shared_server: SharedServer) -> Iterator[Server]:
         yield server
 
 
-def environment(server: Server, **more: str) -> dict[str, str]:
+def environment(server: Server, place: Path) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if not name.startswith("SHMSERVE")}
     found["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return found | {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir)} | more
+    found["PATH"] = f"{place}/bin{os.pathsep}{os.environ['PATH']}"
+    return found | {"SHMSERVE_RUNTIME_DIR": str(server.runtime_dir), "SHMSERVE_URL": server.url}
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +59,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_page(line: str, server: Server, place: Path) -> None:
-    path = f"{place}/bin{os.pathsep}{os.environ['PATH']}"
-    ran = subprocess.run(
-        ["sh", "-c", line],
-        env=environment(server, PATH=path, SHMSERVE_URL=server.url),
-        cwd=place,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=END_S,
-    )
+    shell, given = ["sh", "-c", line], environment(server, place)
+    ran = subprocess.run(shell, env=given, cwd=place, capture_output=True, text=True, check=False, timeout=END_S)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout or " > " in line or "--level" in line
     if "--json" in line:
@@ -90,24 +84,18 @@ ELSEWHERE_SHOWN = [
 ENDLESS = [line for line in COMMANDS if {"--watch", "-f", "--follow"} & set(line.split())]
 
 
-@pytest.mark.parametrize(
-    "line", [line for line in COMMANDS if line not in OPERATING + ENDLESS and line.split()[1] not in ELSEWHERE]
-)
-def test_every_command_of_the_page(line: str, server: Server, place: Path) -> None:
-    of_page(line, server, place)
+QUIET = [line for line in COMMANDS if line not in OPERATING + ENDLESS and line.split()[1] not in ELSEWHERE]
 
 
-@pytest.mark.parametrize("line", sorted({*ELSEWHERE_SHOWN} - {*COMMANDS}))
-def test_commands_of_other_pages(line: str, server: Server, place: Path) -> None:
+@pytest.mark.parametrize("line", [*QUIET, *sorted({*ELSEWHERE_SHOWN} - {*COMMANDS})])
+def test_every_command_of_the_pages(line: str, server: Server, place: Path) -> None:
     of_page(line, server, place)
 
 
 @pytest.mark.parametrize("line", ENDLESS)
 def test_every_command_of_the_page_that_runs_until_ctrl_c(line: str, server: Server, place: Path) -> None:
-    command = [str(place / "bin" / "shmserve"), *line.split()[1:]]
-    with subprocess.Popen(
-        command, env=environment(server), cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command, given = [str(place / "bin" / "shmserve"), *line.split()[1:]], environment(server, place)
+    with subprocess.Popen(command, env=given, cwd=place, stdout=PIPE, stderr=PIPE, text=True) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
 
 import pytest
 
@@ -22,8 +23,10 @@ PAGE = pages.page("examples")
 MADE = ROOT / ".venv" / ".samples"
 NEWER = [ROOT / name for name in ("setup.cfg", "pyproject.toml")]
 IS_MADE = MADE.exists() and all(MADE.stat().st_mtime >= path.stat().st_mtime for path in NEWER)
-MODELS = {name for names in samples.SETS.values() for name in names}
 pytestmark = pytest.mark.process
+
+
+MODELS = {name for names in samples.SETS.values() for name in names}
 
 
 def commands() -> list[list[str]]:
@@ -32,17 +35,9 @@ def commands() -> list[list[str]]:
 
 
 def run(*command: str, cwd: Path = ROOT, **environment: str) -> str:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    ended = subprocess.run(
-        command,
-        cwd=cwd,
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))} | environment
+    ended = subprocess.run(command, cwd=cwd, env=given, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True)
+    assert ended.returncode == 0, ended.stdout
     return ended.stdout
 
 
@@ -91,14 +86,9 @@ def test_programs(server: Server) -> None:
 
 
 def test_the_page_lists_all_sample_models() -> None:
-    table = PAGE.partition("| set | models |")[2].partition("\n\n")[0]
-    named = set(re.findall(r"`(\w+)`", table))
-    assert named <= MODELS
-    assert set(samples.SETS["basic"]) <= named
-    for part in samples.SETS:
-        assert f"`{part}`" in PAGE
-    for name in MODELS:
-        assert f"`{name}`" in PAGE
+    named = set(re.findall(r"`(\w+)`", PAGE.partition("| set | models |")[2].partition("\n\n")[0]))
+    assert set(samples.SETS["basic"]) <= named <= MODELS
+    assert [name for name in (*samples.SETS, *MODELS) if f"`{name}`" not in PAGE] == []
     words = (samples.EXAMPLES / "sentiment_tokenizer" / "1" / "words.txt").read_text().split()
     assert f"The classifier knows {len(words)} words" in PAGE
 

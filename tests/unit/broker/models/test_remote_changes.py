@@ -116,8 +116,7 @@ def test_all_models_are_loaded(started: Started) -> None:
     assert started.changes.starting
     for _ in range(2):
         started.loop.run_one()
-    assert started.deployed() == ["both", "good"]
-    assert started.began == 1
+    assert (started.deployed(), started.began) == (["both", "good"], 1)
 
 
 @pytest.mark.parametrize("models", [["*"], ["both"]])

@@ -251,7 +251,7 @@ def test_the_watchdog_is_notified_only_while_the_loop_runs(loop: Any, address: s
 # ------------------------------------------------------------------------------------------------- a gateway
 
 
-def test_a_gateway_notifies_readiness_and_the_watchdog(ear: Ear, address: str, loop: Any) -> None:
+def test_a_gateway_notifies_readiness_and_the_watchdog(ear: Ear, address: str, loop: Any, caplog: Any) -> None:
     service = Service(loop, ServiceManager({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "400000"}, 1))
     assert ear.hear() == {"WATCHDOG": "1"}
     service.ready({"http": 8000, "metrics": 8002})
@@ -265,14 +265,9 @@ def test_a_gateway_notifies_readiness_and_the_watchdog(ear: Ear, address: str, l
     service.stopping()
     assert ear.hear()["STOPPING"] == "1"
     service.close()
-
-
-def test_a_gateway_without_a_service_manager_notifies_nothing(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
     manager = ServiceManager({"WATCHDOG_USEC": "20000"}, 1)
     service = Service(loop, manager)
     service.ready({})
     service.stopping()
     service.close()
-    assert not manager
-    assert manager.watchdog_s == 0
-    assert not caplog.records
+    assert (bool(manager), manager.watchdog_s, caplog.records) == (False, 0, []), "without a service manager"

@@ -24,7 +24,7 @@ from tests.support.core.world import World
 MIB = 1 << 20
 
 
-def test_the_memory_of_a_process() -> None:
+def test_the_memory_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of its own, without what it shares; 0 for a process that has ended."""
     before, peak = procfs.anonymous_bytes(os.getpid())
     own = procfs.own_bytes(os.getpid())
@@ -37,19 +37,15 @@ def test_the_memory_of_a_process() -> None:
     _, still = procfs.anonymous_bytes(os.getpid())
     assert still >= after_peak - 8 * MIB, "the peak stays"
     assert (procfs.anonymous_bytes(2**22 + 1), procfs.own_bytes(2**22 + 1)) == ((0, 0), 0)
-
-
-def test_memory_of_a_process_that_exits_in_the_middle_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its peak was 80 MB. It frees its memory after the first file was read."""
+    # A process whose peak was 80 MB exits after the first file was read.
     files = {
         "smaps_rollup": b"...\nPss_Anon: 70000 kB\nAnonymous: 72000 kB\n",
         "status": b"...\nVmHWM: 80000 kB\nVmRSS: 9000 kB\nRssAnon: 4000 kB\n",
     }
     monkeypatch.setattr(procfs, "_read", lambda pid, name: files[name])
-    now, peak = procfs.anonymous_bytes(1)
-    assert (now // 1024, peak // 1024) == (70_000, 73_000)
+    assert procfs.anonymous_bytes(1) == (70_000 << 10, 73_000 << 10)
     files["status"] = b"...\nState: Z (zombie)\n"
-    assert procfs.anonymous_bytes(1) == (now, now)
+    assert procfs.anonymous_bytes(1) == (70_000 << 10, 70_000 << 10)
 
 
 def test_shared_pages_count_proportionally(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,51 +193,41 @@ MANY = {
     "add": member(f'name: "add" {TWO}'),
     "inner": member(flow("inner", "left x=x -> y=y", inputs="x", outputs="y")),
 }
+STILL = "step 2 needs the output that step 0 is still producing"
 BOTH = '"b" from step 0, model "left", "d" from step 1, model '
 
 
 @pytest.mark.parametrize(
-    ("steps", "outputs", "problem"),
+    ("steps", "outputs", "place", "text"),
     [
-        (("left x=a -> y=b", "right x=b -> y=c", "pass x=c -> y=d"), "b d", None),
-        (("left x=a -> y=b", "pass x=a -> y=c"), "b c", None),
-        (("pass x=c -> y=d", "pass x=b -> y=c", "pass x=a -> y=b"), "d", None),
-        (("inner x=a -> y=b", "right x=b -> y=c"), "c", None),
-        (("left x=a -> y=b", "pass x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"), "e", None),
+        (("left x=a -> y=b", "right x=b -> y=c", "pass x=c -> y=d"), "b d", "", ""),
+        (("left x=a -> y=b", "pass x=a -> y=c"), "b c", "", ""),
+        (("pass x=c -> y=d", "pass x=b -> y=c", "pass x=a -> y=b"), "d", "", ""),
+        (("inner x=a -> y=b", "right x=b -> y=c"), "c", "", ""),
+        (("left x=a -> y=b", "pass x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"), "e", "", ""),
         (
             ("left x=a -> y=b", "inner x=a -> y=c", "pass x=c -> y=d", "add x=b x2=d -> y=e"),
             "e",
-            (
-                3,
-                "add",
-                f"{STEP}[3].input_map",
-                f'step 3 receives inputs originated from different decoupled models: {BOTH}"inner"',
-            ),
+            "3 input_map",
+            f'step 3 receives inputs originated from different decoupled models: {BOTH}"inner"',
         ),
         (
             ("left x=a -> y=b", "right x=a -> y=c", "pass x=c -> y=d"),
             "b d",
-            (-1, "", "output", f'the outputs originate from different decoupled models: {BOTH}"right"'),
+            "output",
+            f'the outputs originate from different decoupled models: {BOTH}"right"',
         ),
-        (
-            ("left x=a -> y=b", "pass x=b -> y=c", "left x=c -> y=d"),
-            "d",
-            (2, "left", f"{STEP}[2].model_name", "step 2 needs the output that step 0 is still producing"),
-        ),
-        (
-            ("left x=a -> y=b", "right x=b -> y=c", "inner x=c -> y=d"),
-            "d",
-            (2, "inner", f"{STEP}[2].model_name", "step 2 needs the output that step 0 is still producing"),
-        ),
+        (("left x=a -> y=b", "pass x=b -> y=c", "left x=c -> y=d"), "d", "2 model_name", STILL),
+        (("left x=a -> y=b", "right x=b -> y=c", "inner x=c -> y=d"), "d", "2 model_name", STILL),
     ],
 )
-def test_decoupled_models(steps: tuple[str, ...], outputs: str, problem: tuple[int, str, str, str] | None) -> None:
+def test_decoupled_models(steps: tuple[str, ...], outputs: str, place: str, text: str) -> None:
     found = check_graph(parse(flow("e", *steps, outputs=outputs)), MANY)
-    if problem is None:
-        assert found == []
-    else:
-        assert [entry[:3] for entry in found] == [problem[:3]]
-        assert problem[3] in found[0].text
+    number, _, field = place.rpartition(" ")
+    paths = [f"{STEP}[{number}].{field}" if number else field] if place else []
+    assert [entry.path for entry in found] == paths
+    assert all(text in entry.text for entry in found)
+    assert all((entry.step, entry.model) == (int(number), steps[-1].split()[0]) for entry in found if number)
 
 
 @pytest.mark.parametrize(
