@@ -25,9 +25,6 @@ STRIPS = np.arange(36) * 4 + 1.5
 Array = NDArray[Any]
 
 
-# -------------------------------------------------------------------------------------------------------------- scan
-
-
 def drawn(text: str, place: tuple[int, int], turned: bool) -> Any:
     from PIL import Image, ImageDraw, ImageFont
 
@@ -80,9 +77,6 @@ def test_classification_and_segmentation(
     inside[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1] = True
     assert (mask[0] > 0.3)[inside].mean() > 0.25  # the network finds the middle of lines of text
     assert (mask[0] > 0.3)[~inside].mean() < 0.02
-
-
-# ------------------------------------------------------------------------------------------------------------- lanes
 
 
 def road(lines: list[float | None], seed: int) -> Array:

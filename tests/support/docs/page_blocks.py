@@ -54,38 +54,31 @@ NEEDS = {
 }
 """Page -> packages that it needs."""
 
-TESTED = {
-    ("bench", "sh"): "tests/process/cli/load/test_bench.py",
-    ("check", "sh"): "tests/process/cli/test_check.py",
-    ("check", "text"): "tests/process/cli/test_check.py",
-    ("cli", "sh"): "tests/process/docs/test_cli_page.py",
-    ("ensembles", "pbtxt"): "tests/process/pipelines/test_ensembles.py",
-    ("ensembles", "python"): "tests/process/pipelines/test_ensembles.py",
-    ("examples", "python"): "tests/process/docs/test_examples_page.py",
-    ("examples", "sh"): "tests/process/docs/test_examples_page.py",
-    ("kubernetes", "sh"): "tests/deploy/test_documents.py",
-    ("lifecycle", "sh"): "tests/process/docs/test_cli_page.py",
-    ("metrics", "sh"): "tests/process/docs/test_cli_page.py",
-    ("models", "python"): "tests/process/models/python/test_model_files.py",
-    ("models", "sh"): "tests/process/models/python/test_model_files.py",
-    ("openai", "python"): "tests/process/docs/test_openai_page.py",
-    ("openai", "sh"): "tests/process/docs/test_openai_page.py",
-    ("openai", "text"): "tests/process/docs/test_openai_page.py",
-    ("python", "python"): "tests/process/models/python/test_python_models.py",
-    ("run", "sh"): "tests/process/cli/run/test_run.py",
-    ("sequences", "pbtxt"): "tests/process/docs/test_sequences_page.py",
-    ("sequences", "python"): "tests/process/docs/test_sequences_page.py",
-    ("sequences", "sh"): "tests/process/docs/test_sequences_page.py",
-    ("sequences", "text"): "tests/process/docs/test_sequences_page.py",
-    ("settings", "toml"): "tests/unit/broker/config/test_settings.py",
-    ("simulator", "python"): "tests/sim/test_words.py",
-    ("simulator", "sh"): "tests/sim/test_words.py",
-    ("top", "sh"): "tests/process/cli/operations/test_top.py",
-    ("transformers", "python"): "tests/process/docs/test_transformers_page.py",
-    ("transformers", "sh"): "tests/process/docs/test_transformers_page.py",
-    ("tune", "sh"): "tests/process/cli/load/test_tune.py",
+_TESTS = {
+    "tests/process/cli/load/test_bench.py": {"bench": "sh"},
+    "tests/process/cli/test_check.py": {"check": "sh text"},
+    "tests/process/docs/test_cli_page.py": {"cli": "sh", "lifecycle": "sh", "metrics": "sh"},
+    "tests/process/pipelines/test_ensembles.py": {"ensembles": "pbtxt python"},
+    "tests/process/docs/test_examples_page.py": {"examples": "python sh"},
+    "tests/deploy/test_documents.py": {"kubernetes": "sh"},
+    "tests/process/models/python/test_model_files.py": {"models": "python sh"},
+    "tests/process/docs/test_openai_page.py": {"openai": "python sh text"},
+    "tests/process/models/python/test_python_models.py": {"python": "python"},
+    "tests/process/cli/run/test_run.py": {"run": "sh"},
+    "tests/process/docs/test_sequences_page.py": {"sequences": "pbtxt python sh text"},
+    "tests/unit/broker/config/test_settings.py": {"settings": "toml"},
+    "tests/sim/test_words.py": {"simulator": "python sh"},
+    "tests/process/cli/operations/test_top.py": {"top": "sh"},
+    "tests/process/docs/test_transformers_page.py": {"transformers": "python sh"},
+    "tests/process/cli/load/test_tune.py": {"tune": "sh"},
 }
-"""Page and language -> the test that runs these blocks, except those of NOT_RUN."""
+"""Test -> the pages and languages whose blocks it runs, except those of NOT_RUN."""
+TESTED = {
+    (page, language): test
+    for test, pages in _TESTS.items()
+    for page, languages in pages.items()
+    for language in languages.split()
+}
 
 OUTPUT = "output with times, numbers of processes or versions that differ from run to run"
 LOG = "text that a test compares with the source: tests/unit, by its words"

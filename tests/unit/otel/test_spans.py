@@ -99,9 +99,6 @@ def test_a_batch_has_links_to_the_other_requests_in_it() -> None:
     assert not batches[3].links
 
 
-# ---------------------------------------------------------------------------------------- settings
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [

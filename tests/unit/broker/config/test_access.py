@@ -35,9 +35,6 @@ def others(*rules: str, uid: int = OTHER, groups: tuple[int, ...] = (OTHER,), gr
     return AccessRules([rule(text) for text in rules], group).roles_of(Principal(uid, frozenset(groups)))
 
 
-# ---------------------------------------------------------------------------------------------- rules
-
-
 def test_rules_add_up() -> None:
     for access in (AccessRules(), AccessRules([rule("*=infer")]), AccessRules([rule(f"uid:{ME.pw_uid}=infer")])):
         assert access.roles_of(Principal(os.geteuid())) == ALL_ROLES
@@ -52,9 +49,6 @@ def test_rules_add_up() -> None:
     assert others(f"uid:{OTHER}=operate", group=7, groups=(7,)) == ALL_ROLES
     assert rule(f"user:{ME.pw_name}=operate") == Rule("uid", ME.pw_uid, OPERATE)
     assert rule(f"group:{MINE.gr_name}=infer,observe") == Rule("gid", MINE.gr_gid, INFER | OBSERVE)
-
-
-# ---------------------------------------------------------------------------------------------- the listener
 
 
 class Door:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.broker.listeners.fair_turns import MESSAGES, SHARE, split, weight
+from shmserve.broker.listeners.fair_turns import SHARE, split, weight
 from shmserve.protocol import codec
 from shmserve.protocol.messages import BATCH_REQUESTS, PACKET_MESSAGES, Columns, InferBatch, Map, Ping, TensorForm
 from tests.unit.broker.listeners.test_turns import Worlds, worlds
@@ -81,19 +81,6 @@ def test_infer_batches_on_the_lane_are_delivered_in_shares_and_in_order(worlds: 
     assert not world.turn()
 
 
-@pytest.mark.parametrize("flooders", [1, 30])
-def test_a_flood_of_infer_batches_delays_other_clients_by_a_few_turns(worlds: Worlds, flooders: int) -> None:
-    world = worlds(flooders + 1)
-    for peer in range(1, flooders + 1):
-        for _ in range(3):
-            world.theirs[peer].send(codec.encode(flood(40)))
-    world.turn()
-    world.send(flooders + 1, 1)
-    turns = world.turns_until_delivered(flooders + 1)
-    assert all(weight([message for _, message in got]) <= 2 * (MESSAGES + MOST) for got in turns)
-    assert len(turns) <= flooders * MOST // MESSAGES + 2 + flooders // 8
-
-
 def test_a_packet_with_descriptors_may_have_as_many_requests_as_messages(worlds: Worlds) -> None:
     """Such a packet is always delivered as a whole."""
     world = worlds(1)
@@ -113,9 +100,6 @@ def test_a_packet_with_descriptors_may_have_as_many_requests_as_messages(worlds:
             assert world.descriptors == 1
         while world.turn():
             pass
-
-
-# ------------------------------------------------------------------------------------------------- ZeroMQ
 
 
 @pytest.fixture

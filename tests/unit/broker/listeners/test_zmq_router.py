@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,14 +90,21 @@ def welcomed() -> ClientState:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
-    yield made
-    made.close()
+def worlds(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(**limits: int) -> World:
+        made.append(World(tmp_path, **limits))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
 
 
-def test_a_client_is_not_pinged_before_its_welcome(world: World) -> None:
+def test_a_client_is_not_pinged_before_its_welcome(worlds: Callable[..., World]) -> None:
     """A client assumes that the server is another program if its first message is not Welcome."""
+    world = worlds()
     assert world.silent() == ([], [])
     world.clients[PEER] = ClientState(PEER, "uid:1", "zmq", Ledger())
     assert world.silent() == ([], [])
@@ -107,43 +114,36 @@ def test_a_client_is_not_pinged_before_its_welcome(world: World) -> None:
 
 
 @pytest.mark.parametrize("limit", ["client_outbox_bytes", "outbox_bytes"])
-def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, limit: str) -> None:
+def test_a_client_that_does_not_read_is_disconnected(worlds: Callable[..., World], limit: str) -> None:
     """One user may have a quarter of `outbox_bytes`. Bytes in libzmq and the socket do not count."""
     size = 4 * LIMIT
-    limits = {"client_outbox_bytes": 4 * size, "outbox_bytes": 16 * size, limit: size}
-    world = World(tmp_path, **limits)
-    try:
-        (outbox,) = world.outboxes
-        sent = 0
-        while not any(type(one) is str for one in world.told):
-            world.door.send(outbox, [bytes(LIMIT // 4)])
-            sent += 1
-            assert sent < 10_000
-        most = size if limit == "client_outbox_bytes" else size // USERS
-        *behind, reason = world.told
-        assert behind == [True] * (most > BEHIND_BYTES)
-        assert reason.startswith("it does not read its responses: ")
-        assert reason.endswith(f"over the limit of {most} ({limit})")
-        world.clients[PEER] = welcomed()
-        assert world.silent() == ([], []), "the router has forgotten it"
-    finally:
-        world.close()
+    world = worlds(**{"client_outbox_bytes": 4 * size, "outbox_bytes": 16 * size, limit: size})
+    (outbox,) = world.outboxes
+    sent = 0
+    while not any(type(one) is str for one in world.told):
+        world.door.send(outbox, [bytes(LIMIT // 4)])
+        sent += 1
+        assert sent < 10_000
+    most = size if limit == "client_outbox_bytes" else size // USERS
+    *behind, reason = world.told
+    assert behind == [True] * (most > BEHIND_BYTES)
+    assert reason.startswith("it does not read its responses: ")
+    assert reason.endswith(f"over the limit of {most} ({limit})")
+    world.clients[PEER] = welcomed()
+    assert world.silent() == ([], []), "the router has forgotten it"
 
 
-def test_a_client_that_reads_again_has_caught_up(tmp_path: Path) -> None:
-    world = World(tmp_path, 64 * LIMIT, 256 * LIMIT)
-    try:
-        (outbox,) = world.outboxes
-        sent = 0
-        while not world.told:
-            world.door.send(outbox, [bytes(LIMIT // 4)])
-            sent += 1
-        assert world.told == [True]
-        for _ in range(sent):
-            assert world.dealer.poll(PATIENCE_MS)
-            world.dealer.recv()
-            world.door.silent(world.clients)
-        assert world.told == [True, False]
-        assert outbox.unsent_bytes == 0
-    finally:
-        world.close()
+def test_a_client_that_reads_again_has_caught_up(worlds: Callable[..., World]) -> None:
+    world = worlds(client_outbox_bytes=64 * LIMIT, outbox_bytes=256 * LIMIT)
+    (outbox,) = world.outboxes
+    sent = 0
+    while not world.told:
+        world.door.send(outbox, [bytes(LIMIT // 4)])
+        sent += 1
+    assert world.told == [True]
+    for _ in range(sent):
+        assert world.dealer.poll(PATIENCE_MS)
+        world.dealer.recv()
+        world.door.silent(world.clients)
+    assert world.told == [True, False]
+    assert outbox.unsent_bytes == 0

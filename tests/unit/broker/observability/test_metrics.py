@@ -30,9 +30,6 @@ from tests.support.hypothesis_profiles import examples
 PAGE = ROOT / "docs" / "metrics.md"
 
 
-# ------------------------------------------------------------------------------------------------ the text
-
-
 @settings(max_examples=examples(30))
 @given(st.text(), st.text())
 def test_any_label_value_is_escaped(client: str, model: str) -> None:
@@ -65,9 +62,6 @@ def test_names_of_metrics() -> None:
         assert re.fullmatch(r"(nv|shmserve|process)_[a-z_]+", family.name)
         assert family.name.startswith("nv_") or (family.kind == "counter") == family.name.endswith("_total")
         assert not re.search(r"[\n\\|]", family.help), "these stand in a line of text and a row of a table"
-
-
-# ------------------------------------------------------------------------------------------------ what it counts
 
 
 def test_requests_and_batches() -> None:
@@ -239,9 +233,6 @@ def test_memory_held_by_clients() -> None:
     client = clients[3]
     world.turn([(client.peer, Return(tuple(client.holds)))])
     assert metrics(world)("shmserve_client_held_bytes", client="other", name="") == (1 + 2 + 4) * 4
-
-
-# ------------------------------------------------------------------------------------------------ the kernel
 
 
 def test_resource_usage_of_a_process() -> None:

@@ -90,9 +90,6 @@ def test_memory_is_bounded(limit: int, sizes: list[tuple[int, int]], seen: int) 
     assert answer["lost"] == max(0, len(sizes) - kept - seen)
 
 
-# ------------------------------------------------------------------------------------------ from the log
-
-
 @pytest.mark.usefixtures("own_log")
 def test_logged_records_are_kept_as_recent_records(tmp_path: Path) -> None:
     recent = RecentRecords(1 << 20)

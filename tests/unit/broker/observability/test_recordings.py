@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from shmserve.broker.observability.recordings import EXPIRES_S, PAGE, Recordings
-from shmserve.core.requests import recording as recordings_of_core
 from shmserve.core.requests.recording import Recording
 from shmserve.errors import InvalidRequest, NotFound, Unavailable
 from shmserve.protocol.messages import Infer
@@ -117,16 +116,3 @@ def test_a_recording_holds_a_limited_number_of_requests() -> None:
 def test_an_invalid_body_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="body of 'record'"):
         Recorded().recordings.change(body)
-
-
-def test_no_recording_code_runs_unless_a_recording_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("called")
-
-    for name in ("batch_done", "ended", "leased", "take"):
-        monkeypatch.setattr(recordings_of_core.Recording, name, refuse)
-    world = Recorded()
-    world.serve(3)
-    world.core.state.observers.recording = Recording((), 3)
-    with pytest.raises(AssertionError, match="called"):
-        world.serve()

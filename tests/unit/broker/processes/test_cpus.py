@@ -43,9 +43,6 @@ ONE = CoreSet(tuple(range(8)), (tuple(range(8)),))
 TWO = CoreSet(tuple(range(8)), ((0, 1, 2, 3), (4, 5, 6, 7)))
 
 
-# ---------------------------------------------------------------------------------------------- what there is
-
-
 def test_cores_nodes_policies_and_gpus_are_discovered(tmp_path: Path) -> None:
     sys = tree(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15", 2: ""}, {"0000:3b:00.0": "0-3,8-11", "0001:af:00.0": "0-15"})
     gpus = {0: "00000000:3B:00.0", 1: "0001:AF:00.0", 2: "0000:00:00.0"}
@@ -98,9 +95,6 @@ def test_lists_of_cores(cores: set[int]) -> None:
     assert cpu_list(as_list(cores)) == tuple(sorted(cores))
 
 
-# ---------------------------------------------------------------------------------------------- host policies
-
-
 def test_cores_of_host_policies_are_resolved(tmp_path: Path) -> None:
     sys = tree(tmp_path, {0: "0-3", 1: "4-7"})
     texts = ["a,cpu-cores=0-1,3", "b,numa-node=1", "c,numa-node=0", "c,cpu-cores=5", "a,cpu-cores=2"]
@@ -112,9 +106,6 @@ def test_cores_of_host_policies_are_resolved(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=f"^host policy 'x': {text}$"):
             resolve([("x", policy)], sys=sys, usable=range(6))
-
-
-# ---------------------------------------------------------------------------------------------- who gets what
 
 
 def test_cores_are_divided_among_instances() -> None:

@@ -67,9 +67,6 @@ def samples(made: GpuMonitor) -> list[str]:
     return [line for line in made.text().splitlines() if not line.startswith("#")]
 
 
-# ---------------------------------------------------------------------------------------------- discovery
-
-
 def test_gpus_are_listed_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     set_up(monkeypatch, *TWO)
     found = discover({})
@@ -143,9 +140,6 @@ def test_the_reason_for_missing_gpus_is_reported(tmp_path: Path, monkeypatch: py
     found = discover({}, control)
     assert found.found == ()
     assert "all GPUs are in MIG mode, and none has a slice: create some (nvidia-smi mig -cgi PROFILE -C)" in found.why
-
-
-# ---------------------------------------------------------------------------------------------- metrics
 
 
 def test_metrics_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

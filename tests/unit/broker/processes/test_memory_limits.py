@@ -79,9 +79,6 @@ def test_without_limits_memory_is_not_polled() -> None:
     assert timer.cancelled
 
 
-# ------------------------------------------------------------------------------------------- control groups
-
-
 @pytest.fixture
 def top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The server's cgroup, delegated by systemd. Directories that contain files can be removed, as in the kernel's file

@@ -27,9 +27,6 @@ def facts(name: str, *dims: int, dtype: str = "FP32") -> TensorFacts:
     return TensorFacts(name, dtype, dims)
 
 
-# ---------------------------------------------------------------------------------------------------------- defaults
-
-
 TREES = 'backend: "fil" parameters {{ key: "model_type" value: {{ string_value: "{}" }} }}'
 
 
@@ -142,9 +139,6 @@ def test_instance_groups(text: str, gpus: tuple[int, ...], wanted: list[Any]) ->
     assert [(group.name, group.kind, group.count, group.gpus) for group in config.instance_group] == wanted
     long = examine(SMALL, "config.pbtxt", ModelContext("x" * 128, BACKENDS)).require()
     assert long.instance_group[0].name == "x" * 112 + "_0"
-
-
-# -------------------------------------------------------------------------------------- completed by the model
 
 
 def test_a_model_that_can_batch() -> None:
