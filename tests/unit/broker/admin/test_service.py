@@ -90,10 +90,7 @@ def test_quiet_seconds_count_from_the_last_request(operated: Operated) -> None:
     assert operated.quiet() == 0, "a request came and went between two looks"
     assert operated.quiet(4) == pytest.approx(4 * TICK_S)
     assert operated.control.document()["seconds"] == pytest.approx(14 * TICK_S)
-
-
-def test_an_open_sequence_is_waited_for(operated: Operated) -> None:
-    operated.control.change(OUT)
+    # An open sequence is waited for.
     operated.infer("s", options=Options(sequence=7, sequence_start=True))
     operated.world.finish_running()
     document = operated.control.document()
@@ -102,12 +99,7 @@ def test_an_open_sequence_is_waited_for(operated: Operated) -> None:
     operated.infer("s", options=Options(sequence=7, sequence_end=True))
     operated.world.finish_running()
     assert operated.quiet() == 0
-    assert operated.quiet(3) == pytest.approx(3 * TICK_S)
-
-
-def test_timers_of_the_core_do_not_reset_quiet_seconds(operated: Operated) -> None:
-    """For example timers that measure a scaled version, about once a second."""
-    operated.control.change(OUT)
+    # Timers of the core, such as those that measure a scaled version about once a second, do not count.
     state = operated.world.core.state
     for _ in range(5):
         state.set_timer(state.now + 10**9, Timer.SCALE, next(iter(state.ready.values())))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,45 +207,29 @@ def test_repeats_are_counted(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ a log that is full
 
 
-class Disk:
-    """Replaces os.write: `room` bytes can be written to files, and more when space is freed."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.room = 1 << 30
-        self._write = os.write
-        patch.setattr(os, "write", self)
-
-    def __call__(self, descriptor: int, data: bytes) -> int:
-        if descriptor <= 2:
-            return self._write(descriptor, data)
-        if not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = self._write(descriptor, data[: self.room])
-        self.room -= written
-        return written
-
-
 @pytest.mark.parametrize("room", [0, 30], ids=["nothing fits", "a part of a record fits"])
 def test_a_full_disk_and_its_end_are_each_reported_once(
-    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    room: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "log"
     set_up(log_settings(log_file=file))
-    disk = Disk(monkeypatch)
-    log.info("before")
-    disk.room = room
-    for number in range(1000):
-        log.info("lost %d", number)
-    text = "shmserve: cannot write the log: No space left on device; records are lost until it works again\n"
+    log.info("before%s", "x" * 1000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + room, hard))
+    try:
+        for number in range(1000):
+            log.info("lost %d", number)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    text = "shmserve: cannot write the log: File too large; records are lost until it works again\n"
     assert capfd.readouterr().err == text
-    disk.room = 1 << 20
     log.info("after")
     log.info("and on")
     assert capfd.readouterr().err == ""
     lines = file.read_text().splitlines()
-    assert lines[0].endswith(" INFO before")
+    assert " INFO beforex" in lines[0]
     notice, after, more = lines[-3:]
-    assert re.search(r"WARNING could not write the log for \S+ s \(No space left on device\); 1,000 record", notice)
+    assert re.search(r"WARNING could not write the log for \S+ s \(File too large\); 1,000 record", notice)
     assert (after.endswith(" INFO after"), more.endswith(" INFO and on")) == (True, True)
 
 

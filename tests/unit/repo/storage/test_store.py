@@ -144,13 +144,11 @@ def test_links_and_repeated_repositories_are_followed_once(tmp_path: Path) -> No
     assert only(Path(os.fsdecode(os.fsencode(tmp_path) + b"/other\xff"))).name == "bad\\xff"
 
 
-@pytest.mark.parametrize("kind", ["missing", "file"])
-def test_a_repository_that_is_not_a_directory(tmp_path: Path, kind: str) -> None:
-    root = tmp_path / "repository"
-    if kind == "file":
-        root.write_text("")
-    with pytest.raises(InvalidRequest, match="check --model-repository"):
-        model_names([root])
+def test_a_repository_that_is_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("missing", "file"):
+        with pytest.raises(InvalidRequest, match="check --model-repository"):
+            model_names([tmp_path / name])
 
 
 # -------------------------------------------------------------------------------------------------- configurations
@@ -183,17 +181,12 @@ def test_an_alternative_configuration_is_used_if_it_exists(tmp_path: Path) -> No
             look(path, name)
 
 
-@pytest.mark.parametrize(
-    ("file", "expected"),
-    [
-        (None, "m (no config.pbtxt): backend: not given, and no file in the version directory determines it; "),
-        ("model.plan", 'm (no config.pbtxt): backend: found "tensorrt", which this server does not have; '),
-    ],
-)
-def test_a_model_without_config_or_backend(tmp_path: Path, file: str | None, expected: str) -> None:
-    put(tmp_path / "m", None, file=file)
-    (problem,) = only(tmp_path).problem_texts
-    assert problem.startswith(expected)
+def test_a_model_without_config_or_backend(tmp_path: Path) -> None:
+    put(tmp_path / "m", None)
+    put(tmp_path / "n", None, file="model.plan")
+    (first,), (second,) = (model.problem_texts for model in scanned(tmp_path).values())
+    assert first.startswith("m (no config.pbtxt): backend: not given, and no file in the version directory determines")
+    assert second.startswith('n (no config.pbtxt): backend: found "tensorrt", which this server does not have; ')
 
 
 # -------------------------------------------------------------------------------------------------------- versions
@@ -236,16 +229,12 @@ def test_version_policies(tmp_path: Path, policy: str, expected: tuple[int, ...]
     [
         ("", (), "there is no version directory, such as 1"),
         ("", ("01", "x"), "there is no version directory, such as 1"),
-        (
-            "version_policy { specific { versions: 5 } }",
-            ("1", "2"),
-            "it selects 5, but the version directories are 1, 2",
-        ),
-        ("version_policy { specific { } }", ("1",), "it selects none, but the version directories are 1"),
+        ("specific { versions: 5 }", ("1", "2"), "it selects 5, but the version directories are 1, 2"),
+        ("specific { }", ("1",), "it selects none, but the version directories are 1"),
     ],
 )
 def test_no_version_available(tmp_path: Path, policy: str, versions: tuple[str, ...], available: str) -> None:
-    put(tmp_path / "m", SMALL + policy, versions)
+    put(tmp_path / "m", SMALL + (f"version_policy {{ {policy} }}" if policy else ""), versions)
     text = "m: at least one version must be available under the version policy of model 'm'; "
     assert only(tmp_path).problem_texts == (text + available,)
 
@@ -304,13 +293,13 @@ def test_model_files(tmp_path: Path, config: str, file: str, kind: str, missing:
 # ----------------------------------------------------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize("name", [" a", "a ", "x" * 129, "\u00fcber", "new\nline", "\x1b[31m", "a\\b"])
-def test_invalid_names(tmp_path: Path, name: str) -> None:
-    put(tmp_path / name)
+def test_invalid_names(tmp_path: Path) -> None:
     put(tmp_path / "good")
-    found = [model for model in scanned(tmp_path).values() if model.name != "good"]
-    assert len(found) == 1
-    assert "a model cannot have this name; expected 1 to 128 printable" in found[0].problem_texts[0]
+    for name in (" a", "a ", "x" * 129, "\u00fcber", "new\nline", "\x1b[31m", "a\\b"):
+        put(tmp_path / name)
+    found = [model.problem_texts for model in scanned(tmp_path).values() if model.name != "good"]
+    assert len(found) == 7
+    assert all("a model cannot have this name; expected 1 to 128 printable" in texts[0] for texts in found)
 
 
 def test_names_of_models(tmp_path: Path) -> None:
