@@ -128,4 +128,6 @@ def test_a_lease_whose_client_or_worker_has_disconnected(lender: Lender, gone: i
     lender.leases.start(START)
     assert lender.events == [(WORKER, LeaseOver(7))]
     assert lender.received(CLIENT, BrokerMessage) == lender.received(WORKER, WorkerOrder) == ([], [])
+    lender.leases.read(ReadLease(7, True))
+    assert lender.events[1:] == [(0, LeaseRead(7, [], final=True))], "the core waits for it"
     lender.links[gone] = link
