@@ -28,8 +28,6 @@ class RepositoryAgent(Agent):
             select.select([], [], [])
         if what == "nowhere":
             return Path("nowhere")
-        while what == "talk without end":
-            print("again")
         if what == "talk":
             for number in range(300):
                 print("line", number)
