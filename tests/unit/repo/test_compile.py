@@ -140,8 +140,8 @@ def test_scaling() -> None:
     assert (names, group.group, group.least, group.most) == (["m_0_0", "m_0_1"], "m_0", 1, 3)
     assert [spec.name for spec in group.specs] == ["m_0_0", "m_0_1", "m_0_2"]
     assert (policy.up_ns, policy.down_ns) == (50_000_000, 30_000_000_000)
-    times = {"scale_up_queue_ms": "2.5", "scale_down_secs": "0.1"}
-    names, policy = scaled(one, min_instances="2", max_instances="3", **times)
+    times = parameters(scale_up_queue_ms="2.5", scale_down_secs="0.1")
+    names, policy = scaled(one + times, min_instances="2", max_instances="3")
     assert policy is not None
     assert (names, policy.up_ns, policy.down_ns) == (["m_0_0", "m_0_1"], 2_500_000, 100_000_000)
     # Each group and device is scaled.

@@ -120,7 +120,8 @@ def test_the_engine_reads_the_picture() -> None:
     for height, width in ((48, 800), (24, 30), (96, 1000), (7, 3)):
         picture = np.random.default_rng(1).integers(0, 256, (height, width, 3), np.uint8)
         made, scaled = ocr.to_input(picture), -(-48 * width // height)
-        assert (made.dtype, made.shape) == (np.float32, (1, 3, 48, max(320, scaled)))
+        assert made.dtype == np.float32
+        assert made.shape == (1, 3, 48, max(320, scaled))
         assert -1 <= made.min() <= made.max() <= 1
         assert not made[..., scaled:].any()
     assert ocr.to_text(answer, characters) == TEXT

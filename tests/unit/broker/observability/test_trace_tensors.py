@@ -107,8 +107,8 @@ def test_inputs_and_outputs_of_a_request_are_traced() -> None:
     assert found.tensors is not None
     inputs, (y,) = found.tensors
     assert inputs == (x,)
-    assert not isinstance(y.data, bytes), "in shared memory that can be read in this turn"
-    assert y.data
+    assert y.data, "in shared memory that can be read in this turn"
+    assert not isinstance(y.data, bytes)
 
 
 def test_memory_of_earlier_parts_is_not_read() -> None:

@@ -13,7 +13,13 @@ from msgspec.structs import replace
 from shmserve.errors import InvalidRequest, Unsupported
 from shmserve.repo.config.complete import TensorFacts, complete, complete_from_model, needs_completion
 from shmserve.repo.config.problems import ConfigError
-from shmserve.repo.config.schema import ModelConfig, ModelDynamicBatching, ModelTensorReshape
+from shmserve.repo.config.schema import (
+    ModelConfig,
+    ModelDynamicBatching,
+    ModelInput,
+    ModelOutput,
+    ModelTensorReshape,
+)
 from shmserve.repo.gpus import GpuNumbers
 from shmserve.repo.load import ModelContext, examine, parse
 from shmserve.repo.rules.fields import verify_completed
@@ -145,7 +151,8 @@ def test_a_model_that_can_batch() -> None:
     inputs, outputs = [facts("x", -1, 3, 244, 244)], [facts("y", -1, -1, dtype="BYTES"), facts("z", -1)]
     config = complete_from_model(ONNX, inputs, outputs)
     assert (config.max_batch_size, config.dynamic_batching) == (4, ModelDynamicBatching((4,)))
-    assert [(t.name, t.data_type, t.dims, t.reshape) for t in (*config.input, *config.output)] == [
+    tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
+    assert [(t.name, t.data_type, t.dims, t.reshape) for t in tensors] == [
         ("x", "TYPE_FP32", (3, 244, 244), None),
         ("y", "TYPE_STRING", (-1,), None),
         ("z", "TYPE_FP32", (1,), ModelTensorReshape()),
