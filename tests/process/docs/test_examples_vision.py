@@ -106,7 +106,8 @@ def test_lanes_are_found_where_they_were_drawn(client: shmserve.Client) -> None:
     futures = [client.submit("lanes", {"IMAGE": image[None]}) for image in images]
     for name, shape in {"COLUMN": (4, 36), "PRESENT": (4, 36), "MASK": (1, HEIGHT, WIDTH)}.items():
         alone = np.concatenate([future.result()[name] for future in futures])
-        assert (alone.dtype, alone.shape) == (np.float16, (len(ROADS), *shape))
+        assert alone.dtype == np.float16
+        assert alone.shape == (len(ROADS), *shape)
         np.testing.assert_allclose(together[name], alone, atol=4e-3)
     near = STRIPS >= 72  # closer than that, lines are further apart than the network's receptive field
     depth = (STRIPS - HORIZON) / (HEIGHT - 1 - HORIZON)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,10 +94,7 @@ def test_loads_that_do_not_fit_the_resources_fail(shells: Callable[..., Shell], 
 def test_an_internal_error_is_reported_to_the_caller(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def adopt(*given: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(shell.catalog, "adopt", adopt)
+    monkeypatch.setattr(shell.catalog, "adopt", Mock(side_effect=ZeroDivisionError))
     shell.ask("load")
     assert shell.said == [Fail(1, "INTERNAL", "failed to load 'm': internal error; the server's log has the details")]
     assert "load of model 'm' failed" in caplog.text

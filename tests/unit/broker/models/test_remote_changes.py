@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from errno import EIO
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,12 +125,9 @@ def test_startup_completes_although_the_disk_fails(
     started: Started, monkeypatch: pytest.MonkeyPatch, models: list[str]
 ) -> None:
     """Otherwise the server would never be ready, without saying why."""
-
-    def failing(*_: Any) -> Any:
-        raise OSError(EIO, "Input/output error")
-
-    monkeypatch.setattr(started.catalog.repositories, "read_all", failing)
-    monkeypatch.setattr(started.catalog.repositories, "read", failing)
+    for name in ("read_all", "read"):
+        failing = Mock(side_effect=OSError(EIO, "Input/output error"))
+        monkeypatch.setattr(started.catalog.repositories, name, failing)
     started.changes.begin(models)
     while not started.began:
         started.loop.run_one()

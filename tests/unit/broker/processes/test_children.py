@@ -11,7 +11,7 @@ from types import MappingProxyType
 import pytest
 
 from shmserve.broker.observability.log_throttle import WINDOW_S, Rate, Throttle
-from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, LineSplitter, Output, describe_exit, environment
+from shmserve.broker.processes.children import LINE_BYTES, TAIL_LINES, Output, describe_exit, environment
 from shmserve.workers.process import log
 from tests.support.broker.fake_loop import Loop
 
@@ -155,16 +155,9 @@ def test_the_last_lines_of_a_child_are_logged_over_the_limit(child: Make) -> Non
     assert one.take() == [("info", "half a line")]
 
 
-def test_lines_that_are_not_split_are_counted() -> None:
-    pieces = [b"a\nb", b"c\n" * 5 + b"d", b"\n\n\n", b"x" * LINE_BYTES + b"\ny", b"z\n"]
-    whole, tail = LineSplitter(), LineSplitter()
-    for piece in pieces:
-        lines, (kept, skipped, size) = whole.feed(piece), tail.feed_tail(piece, 2)
-        left = lines[: len(lines) - len(kept)]
-        assert (kept, skipped, size) == (lines[-2:], len(left), sum(map(len, left)) + len(left))
-    assert whole.end() == tail.end() == []
+def test_notices_of_repeats_count_as_lines() -> None:
     throttle = Throttle(Rate(10, 0))
-    assert len([*throttle.admit([b"a", b"a", b"b", b"b"] * 100, 0.0)]) == 10, "notices of repeats count as lines"
+    assert len([*throttle.admit([b"a", b"a", b"b", b"b"] * 100, 0.0)]) == 10
     assert str([*throttle.admit([], WINDOW_S)][-1]).endswith("the limit is 10 lines (--log-worker-lines) per second")
 
 

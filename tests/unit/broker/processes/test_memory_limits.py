@@ -129,11 +129,7 @@ def test_a_group_that_is_still_in_use_is_removed_later(top: Path, monkeypatch: p
     place = Place(ControlGroups.take_over(top))
     place.memory.group(7, MIB)
     (top / "instance-7" / "cgroup.kill").write_text("")
-
-    def busy(path: Path) -> None:
-        raise OSError(16, "Device or resource busy")
-
-    monkeypatch.setattr(Path, "rmdir", busy)
+    monkeypatch.setattr(Path, "rmdir", Mock(side_effect=OSError(16, "Device or resource busy")))
     place.memory.ended(7)
     assert (top / "instance-7" / "cgroup.kill").read_text() == "1", "what the model has left running ends, too"
     monkeypatch.setattr(Path, "rmdir", lambda path: shutil.rmtree(path))
