@@ -61,14 +61,15 @@ def test_a_model_in_two_repositories(tmp_path: Path) -> None:
 
 
 def test_a_model_directory_is_not_a_repository(tmp_path: Path) -> None:
-    folder = model(tmp_path, "good")
-    for root in (folder, tmp_path / "bare"):
+    for root in (model(tmp_path, "good"), tmp_path / "bare"):
         (root / "1").mkdir(parents=True, exist_ok=True)
         (root / "1" / "model.onnx").write_bytes(b"x")
         checked = run(root)
-        assert lines(checked) == ["error: this is a model directory; a repository is its parent"]
+        assert (lines(checked), checked.models) == (
+            ["error: this is a model directory; a repository is its parent"],
+            (),
+        )
         assert checked.findings[0].hint == f"check its parent: {tmp_path}"
-        assert checked.models == ()
 
 
 def test_a_file_instead_of_a_repository(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -115,8 +116,7 @@ def test_the_server_and_its_busiest_clients_are_listed() -> None:
 
 def test_an_internal_error_in_a_query_is_answered(caplog: pytest.LogCaptureFixture) -> None:
     control = control_of(World())
-    nothing: dict[str, Any] = {}
-    control.add({"activity": lambda ask: nothing["a mistake"]})
+    control.add({"activity": Mock(side_effect=KeyError("a mistake"))})
     (failed,) = control.answer(Ask(7, "activity"), OPERATE, {})
     assert failed == Fail(7, "INTERNAL", "'activity' failed: internal error; the server's log has the details")
     assert "a mistake" in caplog.text

@@ -84,7 +84,7 @@ def test_a_stopped_recording_is_read_in_pages() -> None:
     assert not last["more"]
 
 
-def test_a_recording_that_is_not_read_ends() -> None:
+def test_a_recording_is_limited_and_ends_if_it_is_not_read() -> None:
     world = Recorded()
     number = world.do("start")["recording"]
     world.do("read", number)
@@ -94,10 +94,6 @@ def test_a_recording_that_is_not_read_ends() -> None:
     with pytest.raises(NotFound, match=f"not read for {EXPIRES_S:g} s"):
         world.do("read", number)
     world.do("start")
-
-
-def test_a_recording_holds_a_limited_number_of_requests() -> None:
-    world = Recorded()
     world.core.state.observers.recording = recording = Recording((), 3)
     world.serve(5)
     for expected in ([1, 2, 3], [6]):

@@ -97,19 +97,6 @@ def told(loop: Any, address: str, ear: Ear) -> Iterator[Told]:
 # ------------------------------------------------------------------------------------------------- the manager
 
 
-@pytest.mark.parametrize(
-    ("usec", "pid", "seconds"),
-    [("30000000", "17", 30), ("1", "", 1e-6), ("", "", 0), ("x", "", 0), ("5000000", "18", 0)],
-)
-def test_the_variables_are_removed_from_the_environment(address: str, usec: str, pid: str, seconds: float) -> None:
-    """The watchdog of another process is ignored."""
-    environment = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": usec, "WATCHDOG_PID": pid, "PATH": "/bin"}
-    manager = ServiceManager(environment, 17)
-    assert environment == {"PATH": "/bin"}
-    assert manager.watchdog_s == seconds
-    manager.close()
-
-
 def test_workers_get_the_variables_that_the_operator_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """R10: a worker's environment is an allow-list, and never has those of the service manager or the key."""
     names = {"HF_HOME", "HF_TOKEN", "MODEL_BUCKET", "PASSWORD", "LD_PRELOAD", "MALLOC_CONF"}
@@ -126,9 +113,25 @@ def test_workers_get_the_variables_that_the_operator_names(monkeypatch: pytest.M
     assert not every & {*VARIABLES, "SHMSERVE_SERVER_KEY"}
 
 
-def test_an_unsupported_address_or_a_missing_service_manager_is_reported(
+def test_variables_that_are_removed_and_addresses_that_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for usec, pid, seconds in (
+        ("30000000", "17", 30),
+        ("1", "", 1e-6),
+        ("", "", 0),
+        ("x", "", 0),
+        ("5000000", "18", 0),
+    ):
+        variables = {
+            "NOTIFY_SOCKET": str(tmp_path / "nobody"),
+            "WATCHDOG_USEC": usec,
+            "WATCHDOG_PID": pid,
+            "PATH": "/bin",
+        }
+        manager = ServiceManager(variables, 17)
+        assert (variables, manager.watchdog_s) == ({"PATH": "/bin"}, seconds), "that of another process is ignored"
+        manager.close()
     assert not ServiceManager({"NOTIFY_SOCKET": "vsock:2:1"}, 1)
     assert "NOTIFY_SOCKET is neither a path nor an abstract name" in caplog.text
     manager = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "nobody")}, 1)
