@@ -9,7 +9,7 @@ import pytest
 
 from shmserve.repo.samples import EXAMPLES
 from tests.support.docs import pages
-from tests.support.docs.page_blocks import CONTINUED, NEEDS, RUN, WITH_SAMPLES, reason_not_to_run
+from tests.support.docs.page_blocks import NEEDS, RUN, reason_not_to_run
 from tests.support.docs.page_runner import SAMPLES, Block, PageRunner, blocks_of
 from tests.support.model_files import write_model
 
@@ -25,8 +25,9 @@ model_transaction_policy { decoupled: true }
 
 def blocks_to_run(name: str) -> list[Block]:
     found = [block for block in blocks_of(pages.page(name)) if not reason_not_to_run(name, block.text)]
-    if name not in CONTINUED:
+    if name != "clients":
         return found
+    # Its Python blocks are one program.
     programs = [block.text for block in found if block.language == "python" and not block.file]
     return [Block("python", "\n".join(programs), "")]
 
@@ -42,7 +43,7 @@ def test_page(name: str, tmp_path: Path) -> None:
             shutil.copyfile(EXAMPLES / "mlp" / "1" / "model.onnx", tmp_path / "model.onnx")
             (program,) = [text for text in pages.blocks(pages.page("python"), "python") if "import threading" in text]
             write_model(tmp_path / SAMPLES, "repeat", REPEAT, program)
-        if name in WITH_SAMPLES:
+        if RUN[name]:
             runner.serve_samples(options)
         for block in blocks_to_run(name):
             runner.run(block)

@@ -6,45 +6,32 @@ all commands and compiles all Python blocks. Blocks are identified by their page
 
 from __future__ import annotations
 
-RUN = (
-    "clients",
-    "errors",
-    "explanation/batching",
-    "explanation/processes",
-    "explanation/shared-memory",
-    "guides/from-bentoml",
-    "guides/from-ray-serve",
-    "guides/from-torchserve",
-    "guides/from-triton",
-    "guides/hang",
-    "guides/latency",
-    "guides/securing",
-    "guides/sizing",
-    "guides/upgrading",
-    "http",
-    "tutorials/folder",
-    "tutorials/images",
-    "tutorials/onnx-model",
-    "tutorials/python-function",
-    "tutorials/streaming",
-    "tutorials/transformer",
-)
-"""Pages that tests/process/docs/test_pages.py runs from the first block to the last."""
-
-WITH_SAMPLES = (
-    "clients",
-    "errors",
-    "explanation/shared-memory",
-    "guides/hang",
-    "guides/latency",
-    "guides/sizing",
-    "guides/upgrading",
-    "http",
-)
-"""Pages of RUN that start with the sample models being served."""
-
-CONTINUED = ("clients",)
-"""Pages of RUN whose Python blocks are run together as one program."""
+RUN = {
+    "clients": True,
+    "errors": True,
+    "explanation/batching": False,
+    "explanation/processes": False,
+    "explanation/shared-memory": True,
+    "guides/from-bentoml": False,
+    "guides/from-ray-serve": False,
+    "guides/from-torchserve": False,
+    "guides/from-triton": False,
+    "guides/hang": True,
+    "guides/latency": True,
+    "guides/securing": False,
+    "guides/sizing": True,
+    "guides/upgrading": True,
+    "http": True,
+    "sequences": False,
+    "tutorials/folder": False,
+    "tutorials/images": False,
+    "tutorials/onnx-model": False,
+    "tutorials/python-function": False,
+    "tutorials/streaming": False,
+    "tutorials/transformer": False,
+}
+"""Pages that tests/process/docs/test_pages.py runs from the first block to the last -> whether the sample models are
+served at the start."""
 
 NEEDS = {
     "guides/from-torchserve": ("torch",),
@@ -65,7 +52,6 @@ _TESTS = {
     "tests/process/docs/test_openai_page.py": {"openai": "python sh text"},
     "tests/process/models/python/test_python_models.py": {"python": "python"},
     "tests/process/cli/run/test_run.py": {"run": "sh"},
-    "tests/process/docs/test_sequences_page.py": {"sequences": "pbtxt python sh text"},
     "tests/unit/broker/config/test_settings.py": {"settings": "toml"},
     "tests/sim/test_words.py": {"simulator": "python sh"},
     "tests/process/cli/operations/test_top.py": {"top": "sh"},
@@ -90,6 +76,7 @@ BENCH = "measures for minutes"
 PART = "a part of a program or of a message"
 ELSEWHERE = "needs an address or a file of another machine"
 SERVER = "a server with paths of the reader's machine; its options are parsed"
+REQUESTS = "tests/process/gateway has requests like it"
 GATEWAY = "a gateway on the usual ports; tests/process/gateway starts gateways with these options"
 FLEET = "tests/fleet runs the balancers with these files and commands"
 
@@ -139,10 +126,7 @@ NOT_RUN = {
     ("guides/securing", "shmserve serve"): SERVER,
     ("http", "shmserve serve --model-repository build/samples --no-gateway"): GATEWAY,
     ("http", "shmserve gateway"): GATEWAY,
-    (
-        "http",
-        "curl localhost:8000/v2/models/my_model",
-    ): "needs a text model; tests/process/gateway has requests like these",
+    ("http", "curl localhost:8000/v2/models/my_model"): REQUESTS,
     ("compare", "make compare"): BENCH,
     ("install", "pip install"): "installs; tests/process/service/test_install.py installs a wheel",
     ("lifecycle", "1/model.onnx changed"): LOG,
@@ -152,10 +136,7 @@ NOT_RUN = {
     ("many-models", "INFO"): OUTPUT,
     ("metrics", "shmserve stats --prometheus >"): "writes a file for another program",
     ("metrics", "shmserve serve"): SERVER,
-    (
-        "metrics",
-        "curl localhost:8000/v2/logging",
-    ): "needs the role operate; tests/process/gateway has requests like these",
+    ("metrics", "curl localhost:8000/v2/logging"): REQUESTS,
     ("metrics", "with shmserve.Client"): PART,
     ("metrics", "2026-01-31"): OUTPUT,
     ("models", "models/"): TREE,
@@ -167,10 +148,7 @@ NOT_RUN = {
     ("operations", ""): SERVICE,
     ("performance", "make bench"): BENCH,
     ("plan", "POLICY"): OUTPUT,
-    (
-        "plan",
-        "shmserve plan",
-    ): "simulates for a minute; tests/sim/test_fleet.py simulates smaller fleets",
+    ("plan", "shmserve plan"): "simulates for a minute; tests/sim/test_fleet.py simulates smaller fleets",
     ("processes", "EXECUTION_ENV_PATH: it has"): OUTPUT,
     ("processes", "systemctl"): SERVICE,
     ("processes", "CUDA_MPS"): GPU,
