@@ -246,7 +246,8 @@ def test_a_completed_configuration_is_valid_and_complete(shapes: list[list[int]]
 
 
 def test_models_that_complete_their_configuration() -> None:
-    for text in ('backend: "onnxruntime"', 'backend: "onnxruntime" input { name: "x" }', 'backend: "python"'):
-        assert needs_completion(complete(parse(text), "m"))
-    for text in ('backend: "onnxruntime" input { } output { }', 'backend: "identity"'):
-        assert not needs_completion(complete(parse(text), "m"))
+    known = ('"onnxruntime"', '"onnxruntime" input { name: "x" }', '"python"', '"openvino"', '"linear"')
+    for text in (*known, '"pytorch" default_model_filename: "model.pt2"'):
+        assert needs_completion(complete(parse(f"backend: {text}"), "m"))
+    for text in ('"onnxruntime" input { } output { }', '"identity"', '"pytorch"'):
+        assert not needs_completion(complete(parse(f"backend: {text}"), "m"))
